@@ -1,0 +1,5 @@
+"""What a model trains through: `native` (PyTorch) and `nxd` (neuronx-distributed).
+
+`base.py` is the seam. Each backend has a torch-free `environment.py`, read on the login node and
+by the supervisor, and a `runtime.py`, loaded in the workers alone.
+"""

@@ -1,0 +1,37 @@
+"""The cluster profile: the hardware and the habits of one Slurm cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slurmllm.config.recipe import PositiveInt, Section
+
+
+class Cluster(Section):
+    """What `--cluster` brings; `--set cluster.<field>=…` overrides a value."""
+
+    name: str = Field(description="The profile's name.")
+    description: str = Field(default="", description="One line on what this cluster is.")
+    device: Literal["cpu", "cuda", "neuron"] = Field(description="What the workers compute on.")
+    devices_per_node: PositiveInt = Field(
+        description="Workers on a node: GPUs, NeuronCores, or processes on CPUs."
+    )
+    cpus_per_node: PositiveInt | None = Field(
+        default=None, description="CPUs that a node's workers share; all there are where left out."
+    )
+    node_local: Annotated[str, Field(pattern=r"^/[A-Za-z0-9_./-]*$")] = Field(
+        description="A folder on every node's own disk, for the cache of compiled graphs."
+    )
+    partition: str | None = Field(default=None, description="Partition where none is asked for.")
+    exclusive: bool = Field(default=True, description="Whether jobs take whole nodes.")
+    directives: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(), description="Further sbatch options, such as --gres=gpu:8."
+    )
+    master_port: Annotated[int, Field(ge=1024, le=65535)] | None = Field(
+        default=None, description="Port of the rendezvous; a free one where left out."
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables for every job of this cluster."
+    )

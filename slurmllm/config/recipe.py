@@ -1,0 +1,214 @@
+"""The sections of a recipe: what is trained, on what data, how; hardware-independent.
+
+Batches count sequences, lengths count tokens. Field names are the ones that `--set` takes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A frozen group of fields; unknown fields are faults and nothing is converted silently."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The shape of the model."""
+
+    family: Literal["neox"] = Field(description="Model family: GPT-NeoX (Pythia too).")
+    num_layers: PositiveInt = Field(description="Decoder layers.")
+    hidden_size: PositiveInt = Field(description="Width of the residual stream.")
+    num_heads: PositiveInt = Field(description="Attention heads.")
+    num_kv_heads: PositiveInt | None = Field(
+        default=None, description="Key and value heads; the attention heads where left out."
+    )
+    ffn_hidden_size: PositiveInt = Field(description="Width of the feed-forward layer.")
+    vocab_size: PositiveInt = Field(description="Entries of the vocabulary, at least the tokenizer's.")
+    vocab_pad_multiple: PositiveInt = Field(
+        default=1, description="The embedding's rows are rounded up to a multiple of this."
+    )
+    seq_len: PositiveInt = Field(description="Tokens in a training sequence.")
+    rotary_pct: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.25, description="Share of each head's dimensions that rotary positions turn."
+    )
+    rotary_base: PositiveFloat = Field(default=10000.0, description="Base of the rotary angles.")
+    norm_eps: PositiveFloat = Field(default=1e-5, description="Epsilon of the layer norms.")
+    init_std: PositiveFloat = Field(
+        default=0.02, description="Standard deviation of the initial weights."
+    )
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary rounded up."""
+        multiple = self.vocab_pad_multiple
+        return (self.vocab_size + multiple - 1) // multiple * multiple
+
+
+class DataConfig(Section):
+    """What the model reads."""
+
+    corpus: str | None = Field(
+        default=None,
+        description="Arrow corpus made by `slurmllm data build`, or `stdlib`: the texts of this "
+        "machine's Python standard library, built at the first submit.",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="A tokenizer.json, or `stdlib`: trained on the stdlib corpus at the first "
+        "submit.",
+    )
+    mask: Literal["none"] = Field(
+        default="none", description="Attention across document boundaries: none masks nothing."
+    )
+    num_workers: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="Processes that tokenize ahead of the training, for each worker."
+    )
+
+
+class TrainConfig(Section):
+    """How long and in which batches the model trains."""
+
+    steps: PositiveInt = Field(description="Optimizer steps to the run's end.")
+    global_batch: PositiveInt = Field(description="Sequences in one optimizer step.")
+    micro_batch: PositiveInt = Field(description="Sequences in one forward pass of one worker.")
+    seed: Annotated[int, Field(ge=0)] = Field(
+        default=1234, description="Seed of the initial weights and of the data order."
+    )
+    precision: Literal["fp32", "bf16_mixed", "bf16_sr", "bf16"] = Field(
+        default="fp32",
+        description="fp32; bf16_mixed: bf16 products, fp32 master weights and optimizer state; "
+        "bf16_sr: bf16 throughout with stochastic rounding; bf16: bf16 throughout.",
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none", description="What the backward pass computes again instead of keeping."
+    )
+    compile: bool = Field(default=True, description="torch.compile on the native backend.")
+    log_every: PositiveInt = Field(default=10, description="Steps between lines in the log.")
+
+
+class OptimConfig(Section):
+    """The optimizer and the learning rate's schedule."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    lr: PositiveFloat = Field(description="Learning rate after the warm-up.")
+    min_lr: NonNegativeFloat = Field(default=0.0, description="Learning rate at the decay's end.")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="Steps of linear rise from 0."
+    )
+    decay: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="The way down from lr to min_lr."
+    )
+    decay_steps: PositiveInt | None = Field(
+        default=None,
+        description="Step at which min_lr is reached, warm-up included; train.steps where left out.",
+    )
+    betas: Annotated[tuple[float, float], Field(strict=False)] = Field(
+        default=(0.9, 0.95), description="Adam's averaging constants."
+    )
+    eps: PositiveFloat = Field(default=1e-8, description="Adam's epsilon.")
+    weight_decay: NonNegativeFloat = Field(default=0.01, description="Decoupled weight decay.")
+    decay_norms_and_biases: bool = Field(
+        default=False, description="Whether norms and biases decay too (HLAT: every parameter)."
+    )
+    grad_clip: NonNegativeFloat = Field(
+        default=1.0, description="Largest gradient 2-norm over all parameters; 0 clips nothing."
+    )
+
+
+class ParallelConfig(Section):
+    """Mesh degrees; data parallelism follows from the node count."""
+
+    tensor: PositiveInt = Field(default=1, description="Tensor-parallel degree.")
+    pipeline: PositiveInt = Field(default=1, description="Pipeline stages.")
+    sequence: bool = Field(
+        default=False, description="Sequence parallelism inside the tensor-parallel group."
+    )
+    zero: Annotated[int, Field(ge=0, le=3)] = Field(
+        default=1,
+        description="What data-parallel workers share out: 1 optimizer state, 2 gradients too, "
+        "3 parameters too. A backend may share out more than asked.",
+    )
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept."""
+
+    every_steps: PositiveInt = Field(default=100, description="Steps between checkpoints.")
+    keep: PositiveInt = Field(default=3, description="Newest checkpoints kept.")
+
+
+SlurmTime = Annotated[
+    str,
+    Field(
+        pattern=r"^(\d+|\d+:\d{1,2}|\d+:\d{1,2}:\d{1,2}|\d+-\d{1,2}(:\d{1,2}){0,2})$",
+    ),
+]
+# What Slurm reads in these places; anything else (spaces, quotes, newlines, a leading dash)
+# could end the directive or start another one.
+SlurmWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\]()|&*-]*$")]
+
+
+class SlurmConfig(Section):
+    """What the batch scripts ask of Slurm, and how often a run is started again."""
+
+    time: SlurmTime = Field(
+        default="1-00:00:00",
+        description="Time limit of the train job: minutes, H:MM:SS or D-HH:MM:SS.",
+    )
+    precompile_time: SlurmTime = Field(
+        default="2:00:00", description="Time limit of the precompile job."
+    )
+    signal_lead_s: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=300, description="Seconds before the time limit at which the run saves and leaves."
+    )
+    partition: SlurmWord | None = Field(default=None, description="Partition.")
+    account: SlurmWord | None = Field(default=None, description="Account.")
+    qos: SlurmWord | None = Field(default=None, description="Quality of service.")
+    reservation: SlurmWord | None = Field(default=None, description="Reservation.")
+    exclude: SlurmWord | None = Field(default=None, description="Nodes to keep away from.")
+    failure_budget: Annotated[int, Field(ge=0)] = Field(
+        default=20, description="Requeues after node failures before the run stops."
+    )
+    no_progress_limit: PositiveInt = Field(
+        default=3, description="Attempts in a row without a new checkpoint before the run stops."
+    )
+
+
+class Recipe(Section):
+    """One YAML file a run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        description="The recipe's name; run names begin with it."
+    )
+    description: str = Field(default="", description="One line for `slurmllm recipes`.")
+    default_cluster: str = Field(
+        default="local", description="Cluster profile where neither --cluster nor $SLURMLLM_CLUSTER is given."
+    )
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig
+    optim: OptimConfig
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    slurm: SlurmConfig = SlurmConfig()
+    backend: Literal["auto", "native", "nxd"] = Field(
+        default="auto", description="nxd on Neuron devices, native elsewhere."
+    )

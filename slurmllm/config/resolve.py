@@ -1,0 +1,250 @@
+"""Recipe + cluster profile + overrides → one resolved configuration that knows its origins."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from slurmllm import shipped
+from slurmllm.config.cluster import Cluster
+from slurmllm.config.recipe import Recipe
+from slurmllm.config.rules import broken_rules
+from slurmllm.config.yaml_source import parse_scalar, read_yaml
+from slurmllm.errors import ConfigError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides what a run does.
+
+    Attributes:
+        recipe: What is trained.
+        cluster: On what hardware.
+        origins: Dotted path → where the value came from; paths left out are defaults.
+    """
+
+    recipe: Recipe
+    cluster: Cluster
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> str:
+        """The backend's name, `auto` resolved."""
+        if self.recipe.backend != "auto":
+            return self.recipe.backend
+        return "nxd" if self.cluster.device == "neuron" else "native"
+
+    def rows(self) -> list[tuple[str, Any, str]]:
+        """(dotted path, value, source) of every value, in the models' order."""
+        values = flatten(self._values())
+        return [(path, value, self.origins.get(path, "default")) for path, value in values.items()]
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            **self.recipe.model_dump(mode="json"),
+            "cluster": self.cluster.model_dump(mode="json"),
+        }
+
+    def to_yaml(self) -> str:
+        """The text of a run's config.yaml."""
+        origin = {path: source for path, _, source in self.rows()}
+        return (
+            "# Resolved by slurmllm; `origin` names each value's source.\n"
+            + yaml.safe_dump({**self._values(), "origin": origin}, sort_keys=False)
+        )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings → dotted path → leaf. An empty mapping is a leaf."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{dotted}."))
+        else:
+            flat[dotted] = value
+    return flat
+
+
+def available(folder: Path) -> list[str]:
+    """Names of the YAML files in a folder of recipes or profiles."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def resolve(
+    recipe: str,
+    cluster: str | None = None,
+    overrides: Iterable[str] = (),
+    options: Mapping[str, tuple[str, Any]] | None = None,
+) -> RunConfig:
+    """Put a run's configuration together.
+
+    Args:
+        recipe: Name of a shipped recipe, or a YAML file's path.
+        cluster: Name of a shipped profile, or a YAML file's path; where None
+            $SLURMLLM_CLUSTER, else the recipe's `default_cluster`.
+        overrides: `a.b=value`, as given to --set, later ones stronger.
+        options: Dotted path → (option's name, value), from options such as --partition.
+
+    Raises:
+        ConfigError: with all faults of recipe, profile and overrides.
+    """
+    recipe_path = _find(recipe, shipped.recipes_dir(), "recipe", "slurmllm recipes")
+    values, origins = read_yaml(recipe_path)
+    chosen = cluster or os.environ.get("SLURMLLM_CLUSTER")
+    if chosen is None:
+        default = values.get("default_cluster")
+        chosen = default if isinstance(default, str) else "local"
+    cluster_path = _find(chosen, shipped.clusters_dir(), "cluster profile", "--cluster FILE.yaml")
+    cluster_values, cluster_origins = read_yaml(cluster_path)
+    tree: dict[str, Any] = {**values, "cluster": cluster_values}
+    origins.update({f"cluster.{path}": source for path, source in cluster_origins.items()})
+    faults: list[str] = []
+    if "cluster" in values:
+        faults.append("cluster: belongs into a profile, not into a recipe; see --cluster")
+    for item in overrides:
+        dotted, equals, text = item.partition("=")
+        if not equals or not dotted:
+            faults.append(f"--set {item!r}: expected path=value, such as optim.lr=1e-4")
+            continue
+        _assign(tree, dotted.strip(), parse_scalar(text), f"--set {item}", origins, faults)
+    for dotted, (option, value) in (options or {}).items():
+        if value is not None:
+            _assign(tree, dotted, value, option, origins, faults)
+    return _validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
+
+
+def load(path: Path) -> RunConfig:
+    """Read a run's config.yaml.
+
+    Raises:
+        ConfigError: the file is unreadable or no longer valid.
+    """
+    tree, _ = read_yaml(path)
+    origins = tree.pop("origin", {})
+    return _validate(tree, origins if isinstance(origins, dict) else {}, [], str(path))
+
+
+def _find(name: str, folder: Path, what: str, remedy: str) -> Path:
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if path.is_file():
+            return path
+        raise ConfigError(f"no {what} file {name!r}; {remedy}")
+    shipped_path = folder / f"{name}.yaml"
+    names = available(folder)
+    if name in names:
+        return shipped_path
+    close = difflib.get_close_matches(name, names, n=1)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(f"unknown {what} {name!r}; {guess}choose one of {', '.join(names)}, or a .yaml file")
+
+
+def _assign(
+    tree: dict[str, Any],
+    dotted: str,
+    value: Any,
+    source: str,
+    origins: dict[str, str],
+    faults: list[str],
+) -> None:
+    """Set one value; unknown paths are left to validation, which names them."""
+    *sections, leaf = dotted.split(".")
+    node = tree
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            faults.append(f"{dotted}: {section} is no section; see `slurmllm recipes NAME`")
+            return
+        node = child
+    node[leaf] = value
+    for path in [path for path in origins if path.startswith(f"{dotted}.")]:
+        del origins[path]
+    for path in flatten({leaf: value}, "".join(f"{section}." for section in sections)):
+        origins[path] = source
+
+
+def _validate(
+    tree: dict[str, Any], origins: Mapping[str, str], faults: Sequence[str], title: str
+) -> RunConfig:
+    faults = list(faults)
+    recipe_tree = {key: value for key, value in tree.items() if key != "cluster"}
+    recipe, bad = _build(Recipe, recipe_tree, "", faults, origins)
+    cluster, _ = _build(Cluster, tree.get("cluster", {}), "cluster.", faults, origins)
+    values = {**_defaults(Recipe), **flatten(recipe_tree)}
+    faults += broken_rules({path: v for path, v in values.items() if not _faulty(path, bad)})
+    if recipe is None or cluster is None or faults:
+        raise ConfigError(f"{title}: {len(faults)} fault(s)", faults)
+    return RunConfig(recipe, cluster, dict(origins))
+
+
+def _faulty(path: str, bad: set[str]) -> bool:
+    return any(path == fault or path.startswith(f"{fault}.") for fault in bad)
+
+
+def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Dotted path → default of every field that has one."""
+    found: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            found.update(_defaults(info.annotation, f"{prefix}{name}."))
+        elif not info.is_required():
+            found[f"{prefix}{name}"] = info.get_default(call_default_factory=True)
+    return found
+
+
+def _build(
+    model: type[M],
+    tree: Any,
+    prefix: str,
+    faults: list[str],
+    origins: Mapping[str, str],
+) -> tuple[M | None, set[str]]:
+    """Validate one tree; adds its faults and returns the faulty paths."""
+    try:
+        return model.model_validate(tree), set()
+    except ValidationError as error:
+        bad: set[str] = set()
+        for item in error.errors():
+            path = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+            bad.add(path)
+            faults.append(_describe(model, f"{prefix}{path}", path, dict(item), origins))
+        return None, bad
+
+
+def _describe(
+    model: type[BaseModel],
+    dotted: str,
+    path: str,
+    item: dict[str, Any],
+    origins: Mapping[str, str],
+) -> str:
+    where = f" ({origins[dotted]})" if dotted in origins else ""
+    if item["type"] == "extra_forbidden":
+        known = _fields_beside(model, path)
+        close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
+        guess = f"did you mean {close[0]!r}? " if close else ""
+        return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(known)}"
+    if item["type"] == "missing":
+        return f"{dotted}: missing; it has no default, so the recipe must set it"
+    rule = str(item["msg"]).replace("Input should be", "must be").replace("String", "it")
+    return f"{dotted}: {item['input']!r}{where}: {rule}"
+
+
+def _fields_beside(model: type[BaseModel], path: str) -> list[str]:
+    """The fields of the section that a path lies in."""
+    for part in path.split(".")[:-1]:
+        info = model.model_fields.get(part)
+        if info is None or not isinstance(info.annotation, type):
+            break
+        model = info.annotation
+    return list(model.model_fields)

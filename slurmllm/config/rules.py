@@ -1,0 +1,212 @@
+"""What must hold between the fields of a recipe.
+
+A rule names the dotted paths that it reads and is skipped where one of them is faulty in
+itself, so that a file's faults are reported all at once and each of them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One condition: `check` takes the values of `paths`, in order, and returns a fault or None."""
+
+    paths: tuple[str, ...]
+    check: Callable[..., str | None]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, smallest first."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def choose(options: list[int]) -> str:
+    """`choose 1, 2, 4 or 8`: a remedy from a list of numbers that would do."""
+    words = [str(option) for option in options]
+    return "choose " + (f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0])
+
+
+def _heads_divide_hidden(heads: int, hidden: int) -> str | None:
+    if hidden % heads == 0:
+        return None
+    near = [d for d in divisors(hidden) if heads / 4 <= d <= heads * 4] or divisors(hidden)
+    return f"model.num_heads: {heads} does not divide model.hidden_size {hidden}; {choose(near)}"
+
+
+def _head_dim_is_even(heads: int, hidden: int) -> str | None:
+    if hidden % heads or (hidden // heads) % 2 == 0:
+        return None
+    return (
+        f"model.num_heads: {heads} heads of {hidden} give {hidden // heads} dimensions a head, "
+        "and rotary positions turn pairs; choose an even head width"
+    )
+
+
+def _rotary_dim_is_even(heads: int, hidden: int, pct: float) -> str | None:
+    if hidden % heads:
+        return None
+    rotary = int(hidden // heads * pct)
+    if rotary % 2 == 0:
+        return None
+    return (
+        f"model.rotary_pct: {pct} of a head of {hidden // heads} turns {rotary} dimensions, "
+        f"an odd number; choose {(rotary + 1) * heads / hidden:g}"
+    )
+
+
+def _kv_heads_divide_heads(kv_heads: int | None, heads: int) -> str | None:
+    if kv_heads is None or heads % kv_heads == 0:
+        return None
+    return (
+        f"model.num_kv_heads: {kv_heads} does not divide model.num_heads {heads}; "
+        f"{choose(divisors(heads))}"
+    )
+
+
+def _neox_has_no_kv_groups(family: str, kv_heads: int | None, heads: int) -> str | None:
+    if family != "neox" or kv_heads is None or kv_heads == heads or heads % kv_heads:
+        return None
+    return (
+        f"model.num_kv_heads: {kv_heads}: GPT-NeoX has as many key and value heads as attention "
+        f"heads; set {heads} or leave it out"
+    )
+
+
+def _tensor_divides_heads(tensor: int, heads: int) -> str | None:
+    if heads % tensor == 0:
+        return None
+    return (
+        f"parallel.tensor: {tensor} does not divide {heads} attention heads; "
+        f"{choose(divisors(heads))}"
+    )
+
+
+def _tensor_divides_ffn(tensor: int, ffn: int) -> str | None:
+    if ffn % tensor == 0:
+        return None
+    return (
+        f"parallel.tensor: {tensor} does not divide model.ffn_hidden_size {ffn}; "
+        "choose a divisor of both heads and feed-forward width"
+    )
+
+
+def _tensor_divides_vocab(tensor: int, vocab: int, multiple: int) -> str | None:
+    padded = (vocab + multiple - 1) // multiple * multiple
+    if padded % tensor == 0:
+        return None
+    return (
+        f"parallel.tensor: {tensor} does not divide the padded vocabulary {padded}; "
+        f"set model.vocab_pad_multiple to a multiple of {tensor}"
+    )
+
+
+def _pipeline_divides_layers(pipeline: int, layers: int) -> str | None:
+    if layers % pipeline == 0:
+        return None
+    return (
+        f"parallel.pipeline: {pipeline} does not divide {layers} layers; "
+        f"{choose(divisors(layers))}"
+    )
+
+
+def _sequence_needs_tensor(sequence: bool, tensor: int, seq_len: int) -> str | None:
+    if not sequence or seq_len % tensor == 0:
+        return None
+    return (
+        f"parallel.sequence: model.seq_len {seq_len} is not a multiple of parallel.tensor "
+        f"{tensor}; change one of them or set parallel.sequence=false"
+    )
+
+
+def _micro_divides_global(micro: int, batch: int) -> str | None:
+    if batch % micro == 0:
+        return None
+    return (
+        f"train.micro_batch: {micro} does not divide train.global_batch {batch}; "
+        f"{choose([d for d in divisors(batch) if d <= max(64, micro)])}"
+    )
+
+
+def _min_lr_below_lr(min_lr: float, lr: float) -> str | None:
+    if min_lr <= lr:
+        return None
+    return f"optim.min_lr: {min_lr:g} is above optim.lr {lr:g}; the decay goes down: choose less"
+
+
+def _warmup_before_decay_ends(warmup: int, decay_steps: int | None, steps: int) -> str | None:
+    end = decay_steps or steps
+    if warmup < end:
+        return None
+    return (
+        f"optim.warmup_steps: {warmup} leaves nothing of the {end} steps of warm-up and decay; "
+        f"choose less than {end}"
+    )
+
+
+def _betas_below_one(betas: tuple[float, float]) -> str | None:
+    if all(0 <= beta < 1 for beta in betas):
+        return None
+    return f"optim.betas: {list(betas)} must lie in [0, 1); the usual pair is [0.9, 0.95]"
+
+
+def minutes_of(time: str) -> float:
+    """Minutes of a Slurm time (`90`, `1:30:00`, `1-00:00:00`; see sbatch(1), --time)."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = (parts + [0, 0])[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:  # minutes[:seconds]
+        hours, (minutes, seconds) = 0, (parts + [0])[:2]
+    return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
+
+
+def _lead_fits_time(lead_s: int, time: str) -> str | None:
+    limit_s = minutes_of(time) * 60
+    if limit_s == 0:
+        return f"slurm.time: {time} is no time at all; write for instance 8:00:00"
+    if lead_s < limit_s:
+        return None
+    return (
+        f"slurm.signal_lead_s: {lead_s} s is not less than the time limit {time} "
+        f"({limit_s:.0f} s); choose a smaller lead or a longer slurm.time"
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(("model.num_heads", "model.hidden_size"), _heads_divide_hidden),
+    Rule(("model.num_heads", "model.hidden_size"), _head_dim_is_even),
+    Rule(("model.num_heads", "model.hidden_size", "model.rotary_pct"), _rotary_dim_is_even),
+    Rule(("model.num_kv_heads", "model.num_heads"), _kv_heads_divide_heads),
+    Rule(("model.family", "model.num_kv_heads", "model.num_heads"), _neox_has_no_kv_groups),
+    Rule(("parallel.tensor", "model.num_heads"), _tensor_divides_heads),
+    Rule(("parallel.tensor", "model.ffn_hidden_size"), _tensor_divides_ffn),
+    Rule(
+        ("parallel.tensor", "model.vocab_size", "model.vocab_pad_multiple"), _tensor_divides_vocab
+    ),
+    Rule(("parallel.pipeline", "model.num_layers"), _pipeline_divides_layers),
+    Rule(("parallel.sequence", "parallel.tensor", "model.seq_len"), _sequence_needs_tensor),
+    Rule(("train.micro_batch", "train.global_batch"), _micro_divides_global),
+    Rule(("optim.min_lr", "optim.lr"), _min_lr_below_lr),
+    Rule(("optim.warmup_steps", "optim.decay_steps", "train.steps"), _warmup_before_decay_ends),
+    Rule(("optim.betas",), _betas_below_one),
+    Rule(("slurm.signal_lead_s", "slurm.time"), _lead_fits_time),
+)
+
+
+def broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
+    """The faults between fields.
+
+    Args:
+        values: dotted path → value, of the fields that are valid in themselves.
+    """
+    for rule in RULES:
+        if all(path in values for path in rule.paths):
+            fault = rule.check(*(values[path] for path in rule.paths))
+            if fault is not None:
+                yield fault

@@ -1,0 +1,107 @@
+"""Every error that slurmllm raises on purpose, with its exit code and who is to blame.
+
+    SlurmllmError                   exit  blame            a remedy is part of the message
+    ├── UserError                      2  user
+    │   ├── ConfigError                2  user             recipe, --set, cluster profile, mesh
+    │   ├── DataError                  2  user             corpus, tokenizer, input files
+    │   └── RunError                   2  user             run names, run directories, metrics files
+    ├── InfrastructureError            3  infrastructure
+    │   ├── SlurmError                 3  infrastructure   commands absent, failing or refusing
+    │   ├── NodeError                  3  infrastructure   a node, its disk or the network
+    │   └── StorageError               4  infrastructure   disk full, unreadable or damaged files
+    │       └── CheckpointError        4  infrastructure   no checkpoint that verifies
+    └── CodeError                     70  code
+        └── DivergenceError           71  code             a loss that is not a number
+
+Two more exit codes are no errors: 1, the negative answer of a verb that compares or checks
+(`compare`: the runs differ), and 75, `EX_TEMPFAIL`: a stage stopped early, saved its work and
+wants to be started again. 130 is an interrupt from the keyboard, as in every shell.
+
+A message says the value, the rule and the remedy:
+"parallel.tensor 6 does not divide 64 attention heads; choose 1, 2, 4, 8, 16, 32 or 64".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+Blame = Literal["user", "infrastructure", "code"]
+
+EXIT_OK = 0
+EXIT_NEGATIVE = 1
+EXIT_REQUEUE = 75
+EXIT_INTERRUPTED = 130
+
+
+class SlurmllmError(Exception):
+    """The root: what the command line prints without a traceback."""
+
+    exit_code: ClassVar[int] = 70
+    blame: ClassVar[Blame] = "code"
+
+
+class UserError(SlurmllmError):
+    """Something that the person at the keyboard can put right."""
+
+    exit_code = 2
+    blame = "user"
+
+
+class ConfigError(UserError):
+    """One or more faults of a recipe, an override, a cluster profile or a mesh.
+
+    Attributes:
+        faults: One line a fault, each beginning with its dotted path.
+    """
+
+    def __init__(self, title: str, faults: Sequence[str] = ()) -> None:
+        self.title = title
+        self.faults = tuple(faults)
+        super().__init__("\n".join([title, *(f"  {fault}" for fault in self.faults)]))
+
+
+class DataError(UserError):
+    """A corpus, a tokenizer or an input file that cannot serve."""
+
+
+class RunError(UserError):
+    """A run name or run directory that cannot serve, or a metrics file without readable rows."""
+
+
+class InfrastructureError(SlurmllmError):
+    """The machines, the network, the disks or Slurm failed, not the user and not the code."""
+
+    exit_code = 3
+    blame = "infrastructure"
+
+
+class SlurmError(InfrastructureError):
+    """A Slurm command is absent, failed or refused; the message holds Slurm's own words."""
+
+
+class NodeError(InfrastructureError):
+    """A node, its local disk or the network between nodes failed."""
+
+
+class StorageError(InfrastructureError):
+    """The shared file system is full, refuses to write or holds a damaged file."""
+
+    exit_code = 4
+
+
+class CheckpointError(StorageError):
+    """A checkpoint could not be written, or none of those present verifies."""
+
+
+class CodeError(SlurmllmError):
+    """A fault of the training code or of slurmllm itself."""
+
+    exit_code = 70
+    blame = "code"
+
+
+class DivergenceError(CodeError):
+    """The loss or the gradient norm is no longer a finite number."""
+
+    exit_code = 71

@@ -1,0 +1,1 @@
+"""Recipe × cluster × node count → mesh degrees and batch arithmetic."""

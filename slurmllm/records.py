@@ -1,0 +1,203 @@
+"""The schemas of the files that stages exchange through the run directory.
+
+Every record is a small frozen model. `save` writes it whole or not at all; `load` raises a
+StorageError with the file's name where the file is damaged.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from slurmllm.errors import StorageError
+from slurmllm.rundir import write_atomic
+
+EndingClass = Literal[
+    "done",  # the final step was reached
+    "advance_signal",  # time limit or preemption: saved and left on the signal sent ahead
+    "node_failure",  # a node, its hardware or the network between nodes
+    "out_of_memory",  # host or device memory
+    "bad_configuration",  # an error whose blame is the user's
+    "storage_failure",  # disk full, a damaged file
+    "code_error",  # an exception in code
+    "divergence",  # a loss that is not a number
+    "no_progress",  # several attempts in a row without a new checkpoint
+    "cancelled",  # somebody cancelled the job
+]
+Action = Literal["finish", "requeue", "stop"]
+
+
+class Record(BaseModel):
+    """A file of the run directory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    def save(self, path: Path) -> None:
+        """Write the record as JSON, whole or not at all."""
+        write_atomic(path, self.model_dump_json(indent=2, by_alias=True) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a record.
+
+        Raises:
+            StorageError: the file cannot be read or is not such a record.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise StorageError(
+                f"{path} is damaged: {where}: {first['msg']}; restore it or start a new run"
+            ) from error
+
+
+class Submission(Record):
+    """One call of `submit` or `resume`."""
+
+    submitted_at: float = Field(description="Unix time, s")
+    nodes: int
+    local: bool = Field(description="ran on this machine without Slurm")
+    first_attempt: int = Field(description="the train attempt that this submission begins with")
+    precompile_job: str | None = Field(default=None, description="job id, None where skipped")
+    train_job: str | None = None
+    pid: int | None = Field(default=None, description="process of a local submission")
+    host: str | None = Field(default=None, description="machine of a local submission")
+
+
+class JobsRecord(Record):
+    """`jobs.json`: every submission of a run, oldest first."""
+
+    submissions: tuple[Submission, ...] = ()
+
+
+class AttemptRecord(Record):
+    """`attempts/NNN/attempt.json`: what a try ran on, how it ended and why."""
+
+    attempt: int
+    stage: Literal["precompile", "train"]
+    job_id: str | None = Field(description="Slurm job id; None for a local run")
+    restart_count: int = Field(default=0, description="SLURM_RESTART_COUNT")
+    nodes: tuple[str, ...]
+    world_size: int
+    master_addr: str
+    master_port: int
+    started_at: float = Field(description="Unix time, s")
+    ended_at: float | None = None
+    ending: EndingClass | None = Field(default=None, alias="class")
+    action: Action | None = None
+    evidence: tuple[str, ...] = ()
+    blamed_nodes: tuple[str, ...] = ()
+    exit_code: int | None = Field(default=None, description="of the supervisor for this attempt")
+    first_step: int | None = Field(default=None, description="first step that this attempt made")
+    last_step: int | None = None
+    checkpoint_before: int | None = Field(default=None, description="newest step at the start")
+    checkpoint_after: int | None = Field(default=None, description="newest step at the end")
+    phases_s: dict[str, float] = Field(
+        default_factory=dict, description="seconds by phase: cache, start_up, first_step, …"
+    )
+
+
+class NodeRecord(Record):
+    """`attempts/NNN/nodes/<node>.json`: how a node's launcher and its workers fared."""
+
+    node: str
+    hostname: str
+    cache: Literal["none", "unpacked", "present"] = "none"
+    cache_s: float = 0.0
+    exit_codes: dict[int, int] = Field(
+        default_factory=dict, description="rank → exit code, negative: killed by that signal"
+    )
+    first_failed_rank: int | None = None
+
+
+class FailureRecord(Record):
+    """`attempts/NNN/failures/rank_RRRRR.json`: why a worker failed, in its own words."""
+
+    rank: int
+    node: str
+    error: str = Field(description="name of the exception's class")
+    message: str
+    blame: Literal["user", "infrastructure", "code"]
+    exit_code: int
+    step: int | None = None
+    time: float = Field(description="Unix time, s")
+    traceback: str = ""
+
+
+class WorkerRecord(Record):
+    """`attempts/NNN/workers/rank_RRRRR.json`: start-up and graph cache of a node's first worker."""
+
+    rank: int
+    node: str
+    start_up_s: float = Field(description="from the worker's start to the first step's start")
+    first_step_s: float = Field(description="duration of the first step, compilation included")
+    cache_hits: int
+    cache_misses: int
+    resumed_from: int | None = Field(default=None, description="checkpoint's step")
+    skipped_checkpoints: tuple[str, ...] = Field(
+        default=(), description="newer checkpoints that did not verify, with the reason"
+    )
+
+
+class GraphFile(Record):
+    """One file of the graph archive."""
+
+    path: str
+    bytes: int
+
+
+class GraphManifest(Record):
+    """`graphs/manifest.json`: what the archive of compiled graphs holds."""
+
+    complete: bool
+    backend: str
+    versions: dict[str, str] = Field(description="of torch, the compiler, …")
+    graphs: int = Field(description="number of compiled graphs")
+    archive_bytes: int
+    archive_sha256: str
+    cold_first_step_s: float = Field(description="first step with an empty cache, s")
+    files: tuple[GraphFile, ...]
+
+
+class CheckpointFile(Record):
+    """One file of a checkpoint."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+class CheckpointManifest(Record):
+    """`checkpoints/step_XXXXXXXX/manifest.json`, written last: without it there is no checkpoint."""
+
+    step: int
+    tokens: int = Field(description="trained on so far")
+    world_size: int
+    attempt: int
+    recipe: str
+    saved_at: float = Field(description="Unix time, s")
+    save_s: float
+    fingerprint: str = Field(description="of model and data configuration; must match to resume")
+    files: tuple[CheckpointFile, ...]
+
+
+class MetricsRow(Record):
+    """One line of `metrics/attempt_NNN.jsonl`: one optimizer step."""
+
+    step: int = Field(description="from 1")
+    attempt: int
+    loss: float = Field(description="mean over the global batch's tokens, nats")
+    grad_norm: float = Field(description="2-norm over all parameters, before clipping")
+    param_norm: float = Field(description="2-norm over all parameters, after the step")
+    lr: float
+    tokens: int = Field(description="trained on so far, this step included")
+    seq_per_s: float
+    tokens_per_s: float
+    step_time_s: float
+    time: float = Field(description="Unix time at the step's end, s")

@@ -1,0 +1,241 @@
+"""One object that names every file of a run, and the one way a file is written.
+
+Layout (`runs/<name>/`, on the shared file system):
+
+    config.yaml                       the resolved recipe and cluster, each value with its origin
+    plan.json                         mesh degrees and batch arithmetic
+    jobs.json                         what was submitted, and when
+    scripts/<stage>.sbatch            the scripts as submitted
+    logs/<stage>.log                  what the batch script and rank 0 print
+    logs/<stage>_NNN/rank_RRRRR.log   what the other workers of an attempt print
+    attempts/NNN/                     one try of the train stage (see AttemptDir)
+    graphs/                           manifest and archive of the compiled graphs
+    graphs/attempts/NNN/              one try of the precompile stage
+    checkpoints/step_XXXXXXXX/        one checkpoint, whole once manifest.json is there
+    metrics/attempt_NNN.jsonl         one line a step; a file an attempt, so nobody shares one
+    tensorboard/  reports/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slurmllm.errors import RunError, StorageError
+
+Stage = Literal["precompile", "train"]
+
+_STEP = re.compile(r"^step_(\d{8,})$")
+_NUMBER = re.compile(r"^(\d{3,})$")
+_METRICS = re.compile(r"^attempt_(\d{3,})\.jsonl$")
+RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file whole or not at all: temporary name, fsync, rename, fsync of the folder.
+
+    Raises:
+        StorageError: the file system refused (full, read-only, quota).
+    """
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        temporary = Path(name)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+        fsync_dir(path.parent)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}; "
+            "free space or mend the file system, then `slurmllm resume`"
+        ) from error
+
+
+def fsync_dir(path: Path) -> None:
+    """Make renames inside a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class AttemptDir:
+    """The files of one attempt of one stage."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        """The attempt's number, from 0."""
+        return int(self.path.name)
+
+    @property
+    def record(self) -> Path:
+        """What this attempt ran on, how it ended and why (`records.AttemptRecord`)."""
+        return self.path / "attempt.json"
+
+    def node(self, name: str) -> Path:
+        """What a node's launcher saw of its workers (`records.NodeRecord`)."""
+        return self.path / "nodes" / f"{name}.json"
+
+    def failure(self, rank: int) -> Path:
+        """Why a worker failed, in its own words (`records.FailureRecord`)."""
+        return self.path / "failures" / f"rank_{rank:05d}.json"
+
+    def worker(self, rank: int) -> Path:
+        """Start-up times and graph cache counts of a node's first worker (`records.WorkerRecord`)."""
+        return self.path / "workers" / f"rank_{rank:05d}.json"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name: the directory's."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """Mesh degrees and batch arithmetic."""
+        return self.path / "plan.json"
+
+    @property
+    def jobs(self) -> Path:
+        """What was submitted (`records.JobsRecord`)."""
+        return self.path / "jobs.json"
+
+    def script(self, stage: Stage) -> Path:
+        """A stage's batch script as submitted."""
+        return self.path / "scripts" / f"{stage}.sbatch"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of all logs."""
+        return self.path / "logs"
+
+    def stage_log(self, stage: Stage) -> Path:
+        """What the batch script and rank 0 print; every attempt appends in its turn."""
+        return self.logs / f"{stage}.log"
+
+    def worker_log(self, stage: Stage, attempt: int, rank: int) -> Path:
+        """What a worker other than rank 0 prints."""
+        return self.logs / f"{stage}_{attempt:03d}" / f"rank_{rank:05d}.log"
+
+    def attempts(self, stage: Stage) -> list[AttemptDir]:
+        """The attempts of a stage so far, oldest first."""
+        folder = self._attempts_dir(stage)
+        if not folder.is_dir():
+            return []
+        found = [AttemptDir(entry) for entry in folder.iterdir() if _NUMBER.match(entry.name)]
+        return sorted(found, key=lambda attempt: attempt.number)
+
+    def attempt(self, stage: Stage, number: int) -> AttemptDir:
+        """One attempt's files."""
+        return AttemptDir(self._attempts_dir(stage) / f"{number:03d}")
+
+    def _attempts_dir(self, stage: Stage) -> Path:
+        return self.path / "attempts" if stage == "train" else self.graphs / "attempts"
+
+    @property
+    def graphs(self) -> Path:
+        """The folder of the compiled graphs."""
+        return self.path / "graphs"
+
+    @property
+    def graphs_manifest(self) -> Path:
+        """What the archive holds (`records.GraphManifest`)."""
+        return self.graphs / "manifest.json"
+
+    @property
+    def graphs_archive(self) -> Path:
+        """The compiled graphs, packed."""
+        return self.graphs / "graphs.tar"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint after `step` optimizer steps."""
+        return self.checkpoints / f"step_{step:08d}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps of all checkpoint folders, oldest first, verified or not."""
+        if not self.checkpoints.is_dir():
+            return []
+        matches = (_STEP.match(entry.name) for entry in self.checkpoints.iterdir())
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def metrics(self, attempt: int) -> Path:
+        """The metrics of one attempt, a JSON line a step (`records.MetricsRow`)."""
+        return self.path / "metrics" / f"attempt_{attempt:03d}.jsonl"
+
+    def metrics_files(self) -> list[Path]:
+        """The metrics of all attempts, oldest attempt first."""
+        folder = self.path / "metrics"
+        if not folder.is_dir():
+            return []
+        found = [(int(m.group(1)), e) for e in folder.iterdir() if (m := _METRICS.match(e.name))]
+        return [entry for _, entry in sorted(found)]
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def reports(self) -> Path:
+        """Pictures and reports made after the run."""
+        return self.path / "reports"
+
+
+def runs_root(option: str | None = None) -> Path:
+    """The folder of all runs: the option, else $SLURMLLM_RUNS, else `runs` here."""
+    return Path(option or os.environ.get("SLURMLLM_RUNS") or "runs").absolute()
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run's."""
+    return (path / "config.yaml").is_file()
+
+
+def find_run(run: str, root: Path) -> RunDir:
+    """Find a run by its name under `root` or by its directory.
+
+    Raises:
+        RunError: there is none; the message lists those there are.
+    """
+    for candidate in (root / run, Path(run).absolute()):
+        if is_run(candidate):
+            return RunDir(candidate)
+    known = sorted(entry.name for entry in root.iterdir() if is_run(entry)) if root.is_dir() else []
+    listing = f"runs there: {', '.join(known[-10:])}" if known else "there are no runs yet"
+    raise RunError(
+        f"no run {run!r}: neither {root / run} nor {Path(run).absolute()} holds a config.yaml; "
+        f"{listing} (--runs-dir or $SLURMLLM_RUNS names another folder)"
+    )
