@@ -107,13 +107,20 @@ class NodeRecord(Record):
     """`attempts/NNN/nodes/<node>.json`: how a node's launcher and its workers fared."""
 
     node: str
-    hostname: str
-    cache: Literal["none", "unpacked", "present"] = "none"
-    cache_s: float = 0.0
-    exit_codes: dict[int, int] = Field(
-        default_factory=dict, description="rank → exit code, negative: killed by that signal"
+    cache: Literal["none", "present", "broadcast", "shared"] = Field(
+        default="none",
+        description="graphs: not needed, on this disk already, from the broadcast archive, or "
+        "read from the shared file system",
     )
-    first_failed_rank: int | None = None
+    cache_s: float = Field(default=0.0, description="seconds to put the graphs in place")
+    pids: dict[int, int] = Field(default_factory=dict, description="rank → process id")
+    exit_codes: dict[int, int] = Field(
+        default_factory=dict, description="rank → exit code, negative: ended by that signal"
+    )
+    stopped_ranks: tuple[int, ...] = Field(
+        default=(), description="ranks that the launcher itself ended, after another's failure"
+    )
+    error: str | None = Field(default=None, description="why the launcher itself failed")
 
 
 class FailureRecord(Record):
@@ -174,7 +181,7 @@ class CheckpointFile(Record):
 
 
 class CheckpointManifest(Record):
-    """`checkpoints/step_XXXXXXXX/manifest.json`, written last: without it there is no checkpoint."""
+    """`checkpoints/step_XXXXXXXX/manifest.json`, written last: it makes the checkpoint."""
 
     step: int
     tokens: int = Field(description="trained on so far")

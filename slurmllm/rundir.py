@@ -98,7 +98,7 @@ class AttemptDir:
         return self.path / "failures" / f"rank_{rank:05d}.json"
 
     def worker(self, rank: int) -> Path:
-        """Start-up times and graph cache counts of a node's first worker (`records.WorkerRecord`)."""
+        """Start-up and graph cache of a node's first worker (`records.WorkerRecord`)."""
         return self.path / "workers" / f"rank_{rank:05d}.json"
 
 

@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slurmllm.config.recipe import PositiveInt, Section
+from slurmllm.config.recipe import PositiveInt, Section, SlurmWord
+
+Directive = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[^\s\"'\\$`]+)?$")]
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Cluster(Section):
@@ -24,14 +27,16 @@ class Cluster(Section):
     node_local: Annotated[str, Field(pattern=r"^/[A-Za-z0-9_./-]*$")] = Field(
         description="A folder on every node's own disk, for the cache of compiled graphs."
     )
-    partition: str | None = Field(default=None, description="Partition where none is asked for.")
+    partition: SlurmWord | None = Field(
+        default=None, description="Partition where none is asked for."
+    )
     exclusive: bool = Field(default=True, description="Whether jobs take whole nodes.")
-    directives: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+    directives: Annotated[tuple[Directive, ...], Field(strict=False)] = Field(
         default=(), description="Further sbatch options, such as --gres=gpu:8."
     )
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = Field(
         default=None, description="Port of the rendezvous; a free one where left out."
     )
-    env: dict[str, str] = Field(
+    env: dict[EnvName, str] = Field(
         default_factory=dict, description="Environment variables for every job of this cluster."
     )

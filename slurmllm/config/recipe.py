@@ -5,9 +5,10 @@ Batches count sequences, lengths count tokens. Field names are the ones that `--
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -31,7 +32,9 @@ class ModelConfig(Section):
         default=None, description="Key and value heads; the attention heads where left out."
     )
     ffn_hidden_size: PositiveInt = Field(description="Width of the feed-forward layer.")
-    vocab_size: PositiveInt = Field(description="Entries of the vocabulary, at least the tokenizer's.")
+    vocab_size: PositiveInt = Field(
+        description="Vocabulary entries, no fewer than the tokenizer's."
+    )
     vocab_pad_multiple: PositiveInt = Field(
         default=1, description="The embedding's rows are rounded up to a multiple of this."
     )
@@ -118,7 +121,7 @@ class OptimConfig(Section):
     )
     decay_steps: PositiveInt | None = Field(
         default=None,
-        description="Step at which min_lr is reached, warm-up included; train.steps where left out.",
+        description="Step at which min_lr is reached, warm-up included; train.steps if left out.",
     )
     betas: Annotated[tuple[float, float], Field(strict=False)] = Field(
         default=(0.9, 0.95), description="Adam's averaging constants."
@@ -155,15 +158,28 @@ class CheckpointConfig(Section):
     keep: PositiveInt = Field(default=3, description="Newest checkpoints kept.")
 
 
-SlurmTime = Annotated[
-    str,
-    Field(
-        pattern=r"^(\d+|\d+:\d{1,2}|\d+:\d{1,2}:\d{1,2}|\d+-\d{1,2}(:\d{1,2}){0,2})$",
-    ),
-]
-# What Slurm reads in these places; anything else (spaces, quotes, newlines, a leading dash)
-# could end the directive or start another one.
-SlurmWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\]()|&*-]*$")]
+_SLURM_TIME = re.compile(r"^(\d+|\d+:\d{1,2}|\d+:\d{1,2}:\d{1,2}|\d+-\d{1,2}(:\d{1,2}){0,2})$")
+_SLURM_WORD = re.compile(r"^[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\]()|&*-]*$")
+
+
+def _slurm_time(value: Any) -> str:
+    """A time as sbatch reads it; a bare number counts minutes."""
+    text = str(value) if type(value) is int else value
+    if not isinstance(text, str) or not _SLURM_TIME.match(text):
+        raise ValueError("must be minutes, H:MM:SS or D-HH:MM:SS, such as 90, 8:00:00, 2-00:00:00")
+    return text
+
+
+def _slurm_word(value: Any) -> str:
+    """One word: blanks, quotes or a leading dash could end the directive or begin another."""
+    text = str(value) if type(value) is int else value
+    if not isinstance(text, str) or not _SLURM_WORD.match(text):
+        raise ValueError("must be one word without blanks or quotes, as Slurm itself shows it")
+    return text
+
+
+SlurmTime = Annotated[str, BeforeValidator(_slurm_time)]
+SlurmWord = Annotated[str, BeforeValidator(_slurm_word)]
 
 
 class SlurmConfig(Section):
@@ -200,7 +216,8 @@ class Recipe(Section):
     )
     description: str = Field(default="", description="One line for `slurmllm recipes`.")
     default_cluster: str = Field(
-        default="local", description="Cluster profile where neither --cluster nor $SLURMLLM_CLUSTER is given."
+        default="local",
+        description="Cluster profile where neither --cluster nor $SLURMLLM_CLUSTER is given.",
     )
     model: ModelConfig
     data: DataConfig = DataConfig()

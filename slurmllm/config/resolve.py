@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,21 +45,26 @@ class RunConfig:
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """(dotted path, value, source) of every value, in the models' order."""
-        values = flatten(self._values())
+        values = flatten(self.values())
         return [(path, value, self.origins.get(path, "default")) for path, value in values.items()]
 
-    def _values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
+        """The nested values, as config.yaml holds them."""
         return {
             **self.recipe.model_dump(mode="json"),
             "cluster": self.cluster.model_dump(mode="json"),
         }
 
+    def with_data(self, corpus: str, tokenizer: str) -> RunConfig:
+        """This configuration with the inputs settled; their origins stay."""
+        data = self.recipe.data.model_copy(update={"corpus": corpus, "tokenizer": tokenizer})
+        return replace(self, recipe=self.recipe.model_copy(update={"data": data}))
+
     def to_yaml(self) -> str:
         """The text of a run's config.yaml."""
         origin = {path: source for path, _, source in self.rows()}
-        return (
-            "# Resolved by slurmllm; `origin` names each value's source.\n"
-            + yaml.safe_dump({**self._values(), "origin": origin}, sort_keys=False)
+        return "# Resolved by slurmllm; `origin` names each value's source.\n" + yaml.safe_dump(
+            {**self.values(), "origin": origin}, sort_keys=False
         )
 
 
@@ -146,7 +151,9 @@ def _find(name: str, folder: Path, what: str, remedy: str) -> Path:
         return shipped_path
     close = difflib.get_close_matches(name, names, n=1)
     guess = f"did you mean {close[0]!r}? " if close else ""
-    raise ConfigError(f"unknown {what} {name!r}; {guess}choose one of {', '.join(names)}, or a .yaml file")
+    raise ConfigError(
+        f"unknown {what} {name!r}; {guess}choose one of {', '.join(names)}, or a .yaml file"
+    )
 
 
 def _assign(
@@ -216,6 +223,8 @@ def _build(
         bad: set[str] = set()
         for item in error.errors():
             path = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+            if path in bad:
+                continue  # another element of one list
             bad.add(path)
             faults.append(_describe(model, f"{prefix}{path}", path, dict(item), origins))
         return None, bad
@@ -234,9 +243,16 @@ def _describe(
         close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
         guess = f"did you mean {close[0]!r}? " if close else ""
         return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(known)}"
+    if item["type"] == "missing" and isinstance(item["loc"][-1], int):
+        return f"{dotted}: {list(item['input'])}{where}: an element is missing"
     if item["type"] == "missing":
         return f"{dotted}: missing; it has no default, so the recipe must set it"
-    rule = str(item["msg"]).replace("Input should be", "must be").replace("String", "it")
+    rule = (
+        str(item["msg"])
+        .removeprefix("Value error, ")
+        .replace("Input should be", "must be")
+        .replace("String", "it")
+    )
     return f"{dotted}: {item['input']!r}{where}: {rule}"
 
 

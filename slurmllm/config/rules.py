@@ -108,8 +108,7 @@ def _pipeline_divides_layers(pipeline: int, layers: int) -> str | None:
     if layers % pipeline == 0:
         return None
     return (
-        f"parallel.pipeline: {pipeline} does not divide {layers} layers; "
-        f"{choose(divisors(layers))}"
+        f"parallel.pipeline: {pipeline} does not divide {layers} layers; {choose(divisors(layers))}"
     )
 
 
@@ -158,11 +157,11 @@ def minutes_of(time: str) -> float:
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:  # days-hours[:minutes[:seconds]]
-        hours, minutes, seconds = (parts + [0, 0])[:3]
+        hours, minutes, seconds = [*parts, 0, 0][:3]
     elif len(parts) == 3:
         hours, minutes, seconds = parts
     else:  # minutes[:seconds]
-        hours, (minutes, seconds) = 0, (parts + [0])[:2]
+        hours, (minutes, seconds) = 0, [*parts, 0][:2]
     return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
 
 

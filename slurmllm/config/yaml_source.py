@@ -40,7 +40,7 @@ _Loader.add_implicit_resolver(
 def parse_scalar(text: str) -> Any:
     """The value of `text` after the `=` of a `--set`: a number, a list, true, null or a string."""
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 (a subclass of SafeLoader)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError:
         return text
 
@@ -60,7 +60,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise ConfigError(f"cannot read {path}: {error}") from error
     try:
         node = yaml.compose(text, _Loader)
-        values = yaml.load(text, _Loader)  # noqa: S506 (a subclass of SafeLoader)
+        values = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):

@@ -1,1 +1,1 @@
-""""""
+"""Training through neuronx-distributed on Trainium."""

@@ -1,0 +1,49 @@
+"""The verbs that the job scripts call: supervise, launch (a process a node), worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+_RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+_STAGE = click.option("--stage", type=click.Choice(["precompile", "train"]), required=True)
+_ATTEMPT = click.option("--attempt", type=int, required=True)
+
+
+@click.command(hidden=True)
+@_RUN
+@_STAGE
+@click.pass_context
+def supervise(ctx: click.Context, run: Path, stage: str) -> None:
+    """Run one attempt of a stage on this allocation (called by the batch script)."""
+    from slurmllm.rundir import RunDir
+    from slurmllm.supervise.supervisor import supervise as run_supervisor
+
+    ctx.exit(run_supervisor(RunDir(run), "train" if stage == "train" else "precompile"))
+
+
+@click.command(hidden=True)
+@_RUN
+@_STAGE
+@_ATTEMPT
+@click.pass_context
+def launch(ctx: click.Context, run: Path, stage: str, attempt: int) -> None:
+    """Start this node's workers (called by the supervisor through srun)."""
+    from slurmllm.rundir import RunDir
+    from slurmllm.supervise.launcher import launch as run_launcher
+
+    ctx.exit(run_launcher(RunDir(run), "train" if stage == "train" else "precompile", attempt))
+
+
+@click.command(hidden=True)
+@_RUN
+@_STAGE
+@_ATTEMPT
+@click.pass_context
+def worker(ctx: click.Context, run: Path, stage: str, attempt: int) -> None:
+    """Train on one device (called by the launcher)."""
+    from slurmllm.rundir import RunDir
+    from slurmllm.train.worker import run_worker
+
+    ctx.exit(run_worker(RunDir(run), "train" if stage == "train" else "precompile", attempt))

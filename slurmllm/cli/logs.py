@@ -1,0 +1,88 @@
+"""`slurmllm logs RUN [-f]`: what a run printed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from slurmllm.cli import options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slurmllm.rundir import RunDir
+
+
+@click.command()
+@click.argument("run")
+@click.option("-f", "--follow", is_flag=True, help="Go on printing until the run ends.")
+@click.option("--stage", type=click.Choice(["precompile", "train"]), help="One stage alone.")
+@click.option("--rank", type=int, help="The log of one worker of the last attempt.")
+@click.option("-n", "--lines", type=int, help="Only the last LINES lines of what there is.")
+@options.runs_dir
+def logs(
+    run: str,
+    follow: bool,
+    stage: str | None,
+    rank: int | None,
+    lines: int | None,
+    runs_dir: str | None,
+) -> None:
+    """Print the logs of RUN: the precompile stage's, then the train stage's."""
+    from slurmllm.errors import RunError
+    from slurmllm.rundir import Stage, find_run, runs_root
+
+    found = find_run(run, runs_root(runs_dir))
+    stages: tuple[Stage, ...] = ("precompile", "train")
+    if stage is not None:
+        stages = ("train",) if stage == "train" else ("precompile",)
+    paths = [found.stage_log(name) for name in stages]
+    if rank is not None:
+        attempts = found.attempts(stages[-1])
+        if rank != 0 and attempts:
+            paths = [found.worker_log(stages[-1], attempts[-1].number, rank)]
+        if rank != 0 and not (attempts and paths[0].is_file()):
+            raise RunError(f"rank {rank}: no worker of {found.name} wrote a log; see {found.logs}")
+    if not follow and not any(path.is_file() for path in paths):
+        raise RunError(f"{found.name} has no logs yet: its jobs wait; see `slurmllm status {run}`")
+    _Printer(found, paths, lines).run(follow)
+
+
+class _Printer:
+    """Prints files one after the other and, when following, what is added to them."""
+
+    def __init__(self, run: RunDir, paths: list[Path], lines: int | None) -> None:
+        self.run_dir, self.paths, self.lines = run, paths, lines
+        self.position = dict.fromkeys(paths, 0)
+
+    def run(self, follow: bool) -> None:
+        import time
+
+        for path in self.paths:
+            self._print_new(path, self.lines)
+        while follow:
+            ended = not self._active()  # asked first: what was written until then is printed below
+            for path in self.paths:
+                self._print_new(path, None)
+            if ended:
+                return
+            time.sleep(1.0)
+
+    def _print_new(self, path: Path, lines: int | None) -> None:
+        if not path.is_file():
+            return
+        with path.open("rb") as stream:
+            stream.seek(self.position[path])
+            data = stream.read()
+            self.position[path] = stream.tell()
+        text = data.decode("utf-8", errors="replace")
+        if lines is not None:
+            text = "".join(text.splitlines(keepends=True)[-lines:])
+        click.echo(text, nl=False)
+
+    def _active(self) -> bool:
+        from slurmllm.slurm.client import SlurmCommands
+        from slurmllm.supervise.state import is_active
+
+        return is_active(self.run_dir, SlurmCommands())

@@ -1,0 +1,69 @@
+"""`slurmllm`: the verbs, and the one place where an error becomes a message and an exit code."""
+
+from __future__ import annotations
+
+from typing import IO, Any
+
+import click
+
+from slurmllm import __version__
+from slurmllm.cli.cancel import cancel
+from slurmllm.cli.compare import compare
+from slurmllm.cli.data import data
+from slurmllm.cli.hidden import launch, supervise, worker
+from slurmllm.cli.logs import logs
+from slurmllm.cli.recipes import recipes
+from slurmllm.cli.resume import resume
+from slurmllm.cli.status import status
+from slurmllm.cli.submit import submit
+from slurmllm.cli.tokenizer import tokenizer
+from slurmllm.errors import SlurmllmError
+
+
+class _Failure(click.ClickException):
+    """An error of ours, as click prints it."""
+
+    def __init__(self, error: SlurmllmError) -> None:
+        super().__init__(str(error))
+        self.exit_code = error.exit_code  # type: ignore[misc]  # click's own subclasses do it
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"{click.style('error:', fg='red', bold=True)} {self.message}", err=True)
+
+
+class _Verbs(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SlurmllmError as error:
+            raise _Failure(error) from error
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of a run, not of the alphabet
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="slurmllm")
+def cli() -> None:
+    """Train language models on a Slurm cluster: one line, requeued, resumed, compared.
+
+    \b
+    slurmllm recipes                       what can be trained
+    slurmllm submit tiny_neox --nodes 4    precompile, then train
+    slurmllm status                        what became of it
+
+    Exit codes: 0 done; 1 a negative answer (compare: the runs differ); 2 something you can put
+    right; 3 Slurm or a node; 4 storage or a checkpoint; 70 a fault of the code; 71 divergence;
+    75 stopped early, to be started again; 130 interrupted.
+    """
+
+
+for _verb in (recipes, submit, status, logs, cancel, resume, data, tokenizer, compare):
+    cli.add_command(_verb)
+for _verb in (supervise, launch, worker):
+    cli.add_command(_verb)
+
+
+def main() -> None:
+    """The console script."""
+    cli(prog_name="slurmllm")

@@ -1,0 +1,78 @@
+"""`slurmllm recipes [NAME]`: list the recipes, or show one resolved."""
+
+from __future__ import annotations
+
+import click
+
+from slurmllm.cli import options
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--explain", is_flag=True, help="Show where each value comes from.")
+@options.cluster
+@options.set_value
+@options.as_json
+def recipes(
+    name: str | None, explain: bool, cluster: str | None, overrides: tuple[str, ...], as_json: bool
+) -> None:
+    """List the recipes; with NAME, show one resolved.
+
+    NAME is a shipped recipe or a .yaml file. --explain adds each value's source: file and line,
+    --set, or the built-in default.
+    """
+    if name is None:
+        _list(as_json)
+    else:
+        _show(name, explain, cluster, overrides, as_json)
+
+
+def _list(as_json: bool) -> None:
+    import json
+
+    from slurmllm import shipped
+    from slurmllm.config.resolve import available, resolve
+
+    found = [resolve(name).recipe for name in available(shipped.recipes_dir())]
+    if as_json:
+        rows = [{"name": recipe.name, "description": recipe.description} for recipe in found]
+        click.echo(json.dumps({"recipes": rows}, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("recipe", "what it is", "default cluster"):
+        table.add_column(heading)
+    for recipe in found:
+        table.add_row(recipe.name, recipe.description, recipe.default_cluster)
+    Console().print(table)
+
+
+def _show(
+    name: str, explain: bool, cluster: str | None, overrides: tuple[str, ...], as_json: bool
+) -> None:
+    import json
+
+    from slurmllm.config.resolve import resolve
+
+    config = resolve(name, cluster, overrides)
+    if as_json:
+        origin = {path: source for path, _, source in config.rows()}
+        tree = config.values()
+        click.echo(json.dumps({**tree, "origin": origin} if explain else tree, indent=2))
+        return
+    if not explain:
+        import yaml
+
+        click.echo(yaml.safe_dump(config.values(), sort_keys=False), nl=False)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("field", "value", "source"):
+        table.add_column(heading, overflow="fold")
+    for path, value, source in config.rows():
+        table.add_row(path, str(value), source)
+    Console().print(table)

@@ -1,0 +1,152 @@
+"""`slurmllm status [RUN]`: where the runs stand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slurmllm.cli import options
+
+if TYPE_CHECKING:
+    from slurmllm.supervise.state import RunState
+
+
+@click.command()
+@click.argument("run", required=False)
+@options.runs_dir
+@options.as_json
+def status(run: str | None, runs_dir: str | None, as_json: bool) -> None:
+    """Show where RUN stands, or all runs."""
+    import json
+
+    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.supervise.state import all_runs, run_state
+
+    root = runs_root(runs_dir)
+    client = SlurmCommands()
+    if run is not None:
+        one = run_state(find_run(run, root), client)
+        if as_json:
+            click.echo(json.dumps(_as_json(one), indent=2))
+        else:
+            _print_one(one)
+        return
+    states = [run_state(found, client) for found in all_runs(root)]
+    if as_json:
+        click.echo(json.dumps({"runs": [_as_json(state) for state in states]}, indent=2))
+    elif states:
+        _print_all(states)
+    else:
+        click.echo(f"no runs in {root} yet; `slurmllm submit tiny_neox --local` makes one")
+
+
+def _as_json(state: RunState) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    attempts = [attempt.model_dump(mode="json", by_alias=True) for attempt in state.attempts]
+    first = {
+        node: {"first_step_s": seconds, "cache_hits": hits, "cache_misses": misses}
+        for node, (seconds, hits, misses) in state.first_steps.items()
+    }
+    return {**asdict(state), "attempts": attempts, "first_steps": first}
+
+
+def _print_all(states: list[RunState]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("run", "state", "nodes", "step", "loss", "seq/s", "left", "attempts", ""):
+        table.add_column(heading)
+    for state in states:
+        table.add_row(
+            state.name,
+            state.state,
+            str(state.nodes),
+            f"{state.step}/{state.steps}",
+            _number(state.metrics.get("loss"), ".4f"),
+            _number(state.metrics.get("seq_per_s"), ".1f"),
+            _duration(state.eta_s),
+            str(len(state.attempts)),
+            state.why,
+        )
+    Console().print(table)
+
+
+def _print_one(state: RunState) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    why = f"  ({state.why})" if state.why else ""
+    rows = [
+        ("run", f"{state.name}  recipe {state.recipe}, {state.nodes} node(s)"),
+        ("directory", state.run_dir),
+        ("state", f"{state.state}{why}"),
+        (
+            "step",
+            f"{state.step}/{state.steps}"
+            + (f", {_duration(state.eta_s)} left" if state.eta_s else ""),
+        ),
+    ]
+    if state.metrics:
+        loss, norm = state.metrics.get("loss"), state.metrics.get("grad_norm")
+        rate, tokens = state.metrics.get("seq_per_s"), state.metrics.get("tokens_per_s")
+        rows.append(("loss", f"{_number(loss, '.4f')}, gradient norm {_number(norm, '.3f')}"))
+        rows.append(("rate", f"{_number(rate, '.1f')} seq/s, {_number(tokens, '.0f')} tokens/s"))
+    rows += [
+        (f"{stage} job", f"{j.job_id} {j.state} {j.reason}") for stage, j in state.jobs.items()
+    ]
+    if state.checkpoints:
+        rows.append(("checkpoints", ", ".join(f"step {step}" for step in state.checkpoints)))
+    if state.cold_first_step_s is not None:
+        cold = f"first step {state.cold_first_step_s:.1f} s with an empty cache (precompile)"
+        warm = "; ".join(
+            f"{node} {seconds:.1f} s, {hits} hits, {misses} misses"
+            for node, (seconds, hits, misses) in list(state.first_steps.items())[:4]
+        )
+        rows.append(("graph cache", f"{cold}{'; last attempt: ' + warm if warm else ''}"))
+    for name, value in rows:
+        console.print(f"[bold]{name:<14}[/bold] {value}", soft_wrap=True)
+    if not state.attempts:
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in (
+        "attempt",
+        "nodes",
+        "steps",
+        "checkpoint",
+        "time",
+        "ending",
+        "action",
+        "evidence",
+    ):
+        table.add_column(heading, overflow="fold")
+    for attempt in state.attempts:
+        ended = attempt.ended_at
+        steps = f"{attempt.first_step}–{attempt.last_step}" if attempt.last_step else ""
+        table.add_row(
+            str(attempt.attempt),
+            " ".join(attempt.nodes[:4]) + (" …" if len(attempt.nodes) > 4 else ""),
+            steps,
+            str(attempt.checkpoint_after or ""),
+            _duration(ended - attempt.started_at) if ended else "",
+            attempt.ending or "running",
+            attempt.action or "",
+            "; ".join(attempt.evidence),
+        )
+    console.print(table)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

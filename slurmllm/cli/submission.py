@@ -1,0 +1,204 @@
+"""What `submit` and `resume` share: check, write the run directory, hand the jobs over."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmllm.backends.environment import load_environment
+from slurmllm.config.resolve import RunConfig
+from slurmllm.errors import ConfigError, RunError, SlurmError
+from slurmllm.plan.mesh import Mesh, make_mesh
+from slurmllm.records import GraphManifest, JobsRecord, Submission
+from slurmllm.rundir import RUN_NAME, RunDir, Stage, is_run, write_atomic
+from slurmllm.slurm.client import SlurmClient, SlurmCommands
+from slurmllm.slurm.render import render
+
+STDLIB = "stdlib"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that has been checked and can be written and submitted."""
+
+    config: RunConfig
+    mesh: Mesh
+    run: RunDir
+    scripts: dict[Stage, str]
+
+
+def prepare(config: RunConfig, nodes: int, run: RunDir) -> Prepared:
+    """Work out mesh and scripts; touches nothing.
+
+    Raises:
+        ConfigError: the mesh does not fit or a value cannot go into a script.
+    """
+    mesh = make_mesh(config, nodes)
+    stages: tuple[Stage, ...] = ("precompile", "train")
+    scripts = {stage: render(stage, config, run, nodes, sys.executable) for stage in stages}
+    return Prepared(config, mesh, run, scripts)
+
+
+def check_trainable(config: RunConfig) -> None:
+    """Refuse what the backend of this version cannot train.
+
+    Raises:
+        ConfigError: with every reason.
+    """
+    reasons = load_environment(config.backend).unsupported(config)
+    if reasons:
+        raise ConfigError(
+            f"backend {config.backend} cannot train {config.recipe.name} like this", reasons
+        )
+
+
+def with_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
+    """Settle corpus and tokenizer: absolute paths, `stdlib` built where asked for, all checked.
+
+    Args:
+        config: The resolved configuration.
+        root: The folder of all runs; built-in data lie in its `.data`.
+        build: Whether to build what is missing; else built-in data are left as they are named.
+
+    Raises:
+        ConfigError: none is set.
+        DataError: one that cannot serve.
+    """
+    data = config.recipe.data
+    missing = [
+        f"data.{name}: not set; add --set data.{name}={example} ({maker})"
+        for name, value, example, maker in (
+            ("corpus", data.corpus, "corpus.arrow", "made by `slurmllm data build`"),
+            ("tokenizer", data.tokenizer, "tokenizer.json", "or `slurmllm tokenizer train`"),
+        )
+        if value is None
+    ]
+    if missing:
+        if not build:
+            return config
+        raise ConfigError(f"{config.recipe.name} has nothing to read yet", missing)
+    corpus, tokenizer = str(data.corpus), str(data.tokenizer)
+    if STDLIB in (corpus, tokenizer):
+        if not build:
+            return config
+        from slurmllm.data.builtin import ensure_stdlib
+
+        paths = ensure_stdlib(root / ".data")
+        corpus = str(paths[0]) if corpus == STDLIB else corpus
+        tokenizer = str(paths[1]) if tokenizer == STDLIB else tokenizer
+    corpus, tokenizer = str(Path(corpus).absolute()), str(Path(tokenizer).absolute())
+    from slurmllm.data.check import check_inputs
+
+    model, batch = config.recipe.model, config.recipe.train.global_batch
+    check_inputs(Path(corpus), Path(tokenizer), model.vocab_size, model.seq_len, batch)
+    return config.with_data(corpus, tokenizer)
+
+
+def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
+    """The directory of a run to come: `name`, or the recipe's name with the next free number.
+
+    Raises:
+        RunError: the name is taken or no name for a directory.
+    """
+    if name is None:
+        taken = {entry.name for entry in root.iterdir()} if root.is_dir() else set()
+        number = next(n for n in range(1, 10**6) if f"{recipe}-{n:03d}" not in taken)
+        return RunDir(root / f"{recipe}-{number:03d}")
+    if not RUN_NAME.match(name):
+        raise RunError(
+            f"run name {name!r}: must be letters, digits, '.', '_' and '-', at most 100, "
+            "beginning with a letter or digit; choose another --name"
+        )
+    run = RunDir(root / name)
+    if run.path.exists():
+        if is_run(run.path):
+            from slurmllm.config.resolve import load
+
+            owner = load(run.config).recipe.name
+            hint = f"`slurmllm resume {name}` continues it" if owner == recipe else "not this one"
+            raise RunError(
+                f"run name {name!r} is taken: {run.path} is a run of recipe {owner!r} ({hint}); "
+                "choose another --name"
+            )
+        raise RunError(f"run name {name!r} is taken: {run.path} exists; choose another --name")
+    return run
+
+
+def write_run(prepared: Prepared) -> None:
+    """Write (or, at a resume, rewrite) the run directory's configuration, plan and scripts."""
+    run = prepared.run
+    write_atomic(run.config, prepared.config.to_yaml())
+    write_atomic(run.plan, json.dumps(prepared.mesh.to_json(), indent=2) + "\n")
+    for stage, script in prepared.scripts.items():
+        write_atomic(run.script(stage), script)
+    run.logs.mkdir(parents=True, exist_ok=True)
+
+
+def has_graphs(run: RunDir) -> bool:
+    """Whether an earlier precompile stage left a complete archive."""
+    return run.graphs_manifest.is_file() and GraphManifest.load(run.graphs_manifest).complete
+
+
+def jobs_of(run: RunDir) -> JobsRecord:
+    """What was submitted so far."""
+    return JobsRecord.load(run.jobs) if run.jobs.is_file() else JobsRecord()
+
+
+def submit_jobs(
+    prepared: Prepared, stages: Sequence[Stage], client: SlurmClient | None = None
+) -> Submission:
+    """Hand the scripts to sbatch, each after the success of the one before, and record the ids.
+
+    Raises:
+        SlurmError: sbatch refused; a precompile job that was taken already is cancelled.
+    """
+    client = client or SlurmCommands()
+    ids: dict[Stage, str] = {}
+    try:
+        for stage in stages:
+            script = prepared.run.script(stage)
+            ids[stage] = client.submit(script, after_ok=next(iter(ids.values()), None))
+    except SlurmError as error:
+        client.cancel(list(ids.values()))
+        raise SlurmError(f"{error}\n  the script: {prepared.run.script(stage)}") from error
+    submission = _submission(
+        prepared, local=False, precompile_job=ids.get("precompile"), train_job=ids["train"]
+    )
+    record_submission(prepared.run, submission)
+    return submission
+
+
+def local_submission(prepared: Prepared) -> Submission:
+    """The record of a run on this machine, in this process."""
+    submission = _submission(prepared, local=True, pid=os.getpid(), host=socket.gethostname())
+    record_submission(prepared.run, submission)
+    return submission
+
+
+def _submission(prepared: Prepared, **fields: object) -> Submission:
+    attempts = prepared.run.attempts("train")
+    return Submission.model_validate(
+        {
+            "submitted_at": time.time(),
+            "nodes": prepared.mesh.nodes,
+            "first_attempt": attempts[-1].number + 1 if attempts else 0,
+            **fields,
+        }
+    )
+
+
+def record_submission(run: RunDir, submission: Submission) -> None:
+    """Add a submission to jobs.json."""
+    JobsRecord(submissions=(*jobs_of(run).submissions, submission)).save(run.jobs)
+
+
+def forget(run: RunDir) -> None:
+    """Remove a run directory in which nothing has run: its name is free again."""
+    shutil.rmtree(run.path, ignore_errors=True)

@@ -1,0 +1,154 @@
+"""`slurmllm submit RECIPE --nodes N`: write the run directory, submit precompile, then train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from slurmllm.cli import options
+
+if TYPE_CHECKING:
+    from slurmllm.cli.submission import Prepared
+    from slurmllm.records import Submission
+    from slurmllm.rundir import Stage
+
+
+@click.command()
+@click.argument("recipe")
+@click.option("--nodes", type=int, default=1, show_default=True, help="Nodes of the train job.")
+@click.option("--name", help="The run's name.  [default: RECIPE-001, -002, …]")
+@options.set_value
+@options.cluster
+@click.option("--partition", help="Slurm partition.")
+@click.option("--account", help="Slurm account.")
+@click.option("--qos", help="Slurm quality of service.")
+@click.option("--time", help="Time limit of the train job: minutes, H:MM:SS or D-HH:MM:SS.")
+@click.option("--reservation", help="Slurm reservation.")
+@click.option("--exclude", help="Nodes to keep away from, as n3 or n[1-4].")
+@options.runs_dir
+@click.option("--dry-run", is_flag=True, help="Print both scripts and submit nothing.")
+@click.option("--local", is_flag=True, help="Run both stages on this machine, without Slurm.")
+@options.as_json
+@click.pass_context
+def submit(
+    ctx: click.Context,
+    recipe: str,
+    nodes: int,
+    name: str | None,
+    overrides: tuple[str, ...],
+    cluster: str | None,
+    runs_dir: str | None,
+    dry_run: bool,
+    local: bool,
+    as_json: bool,
+    partition: str | None,
+    account: str | None,
+    qos: str | None,
+    time: str | None,
+    reservation: str | None,
+    exclude: str | None,
+) -> None:
+    """Train RECIPE on N nodes: submit a precompile job, then a train job that waits for it.
+
+    RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, each of the N nodes
+    is a launcher on this machine; Ctrl-C saves and leaves.
+    """
+    from slurmllm.cli import submission
+    from slurmllm.config.resolve import resolve
+    from slurmllm.errors import SlurmError
+    from slurmllm.rundir import runs_root
+
+    given = {
+        "slurm.partition": ("--partition", partition),
+        "slurm.account": ("--account", account),
+        "slurm.qos": ("--qos", qos),
+        "slurm.time": ("--time", time),
+        "slurm.reservation": ("--reservation", reservation),
+        "slurm.exclude": ("--exclude", exclude),
+    }
+    config = resolve(recipe, cluster, overrides, given)
+    root = runs_root(runs_dir)
+    run = submission.new_run(root, name, config.recipe.name)
+    if not dry_run:
+        submission.check_trainable(config)
+    prepared = submission.prepare(config, nodes, run)
+    config = submission.with_inputs(config, root, build=not dry_run)
+    if dry_run:
+        _print_scripts(prepared, as_json)
+        return
+    prepared = submission.prepare(config, nodes, run)
+    submission.write_run(prepared)
+    if local:
+        ctx.exit(run_and_report(prepared, ("precompile", "train"), as_json))
+    try:
+        sent = submission.submit_jobs(prepared, ("precompile", "train"))
+    except SlurmError:
+        submission.forget(run)
+        raise
+    print_submission(prepared, sent, as_json)
+
+
+def _print_scripts(prepared: Prepared, as_json: bool) -> None:
+    import json
+
+    run = prepared.run
+    if as_json:
+        scripts = {str(stage): text for stage, text in prepared.scripts.items()}
+        mesh = prepared.mesh.to_json()
+        click.echo(json.dumps({"run_dir": str(run.path), "mesh": mesh, "scripts": scripts}))
+        return
+    for stage, text in prepared.scripts.items():
+        click.echo(f"# ── {run.script(stage)}")
+        click.echo(text)
+    click.echo("dry run: nothing was written, nothing submitted", err=True)
+
+
+def print_submission(prepared: Prepared, sent: Submission, as_json: bool) -> None:
+    """Print job ids, directory, mesh and the next commands."""
+    import json
+
+    run, mesh = prepared.run, prepared.mesh
+    if as_json:
+        jobs = {"precompile": sent.precompile_job, "train": sent.train_job}
+        text = {"run": run.name, "run_dir": str(run.path), "jobs": jobs, "mesh": mesh.to_json()}
+        click.echo(json.dumps(text))
+        return
+    first = f"precompile job {sent.precompile_job}, then " if sent.precompile_job else ""
+    click.echo(f"run        {run.name}")
+    click.echo(f"directory  {run.path}")
+    click.echo(f"jobs       {first}train job {sent.train_job}")
+    click.echo(
+        f"mesh       {mesh.nodes} node(s) × {mesh.devices_per_node}: tensor {mesh.tensor}, "
+        f"pipeline {mesh.pipeline}, data {mesh.data}; {mesh.accumulation} × micro batch "
+        f"{mesh.micro_batch} a step"
+    )
+    click.echo("next       " + f"slurmllm status {run.name}")
+    for verb in ("logs -f", "cancel"):
+        click.echo(f"           slurmllm {verb} {run.name}")
+
+
+def run_and_report(prepared: Prepared, stages: Sequence[Stage], as_json: bool) -> int:
+    """Run the stages on this machine; returns the exit code."""
+    from slurmllm.cli import submission
+    from slurmllm.supervise.local import run_locally
+
+    submission.local_submission(prepared)
+    run = prepared.run
+    if not as_json:
+        click.echo(f"run        {run.name}\ndirectory  {run.path}")
+    code = run_locally(run, stages, prepared.mesh.nodes, quiet=as_json)
+    _print_local_end(run.name, str(run.path), code, as_json)
+    return code
+
+
+def _print_local_end(name: str, path: str, code: int, as_json: bool) -> None:
+    import json
+
+    if as_json:
+        click.echo(json.dumps({"run": name, "run_dir": path, "exit_code": code}))
+    elif code == 0:
+        click.echo(f"done       slurmllm status {name}; curves in {path}/metrics, /tensorboard")
+    else:
+        click.echo(f"stopped    exit code {code}; slurmllm resume {name} continues", err=True)

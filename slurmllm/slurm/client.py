@@ -1,0 +1,186 @@
+"""The seam to Slurm: a few verbs, over Slurm's own commands.
+
+`fake.py` has the same verbs in memory; tests/slurm/ runs the same tests on both.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmllm.errors import SlurmError
+
+# Slurm's long state names (squeue(1), JOB STATE CODES).
+ACTIVE_STATES = frozenset(
+    {
+        "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED",
+        "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED",
+    }
+)  # fmt: skip
+COMMAND_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job that Slurm still holds."""
+
+    job_id: str
+    state: str
+    reason: str
+    nodes: str
+
+    @property
+    def active(self) -> bool:
+        """Whether the job waits or runs."""
+        return self.state in ACTIVE_STATES
+
+
+@dataclass(frozen=True)
+class AccountingRow:
+    """One incarnation of a job, or one of its steps (`job_id` holds a dot), from sacct."""
+
+    job_id: str
+    state: str
+    exit_code: str
+    nodes: str
+    start: str
+    end: str
+
+
+class SlurmClient(ABC):
+    """What slurmllm asks of Slurm."""
+
+    @abstractmethod
+    def submit(self, script: Path, after_ok: str | None = None) -> str:
+        """Submit a batch script, after another job's success where one is named.
+
+        Returns:
+            The job id.
+
+        Raises:
+            SlurmError: sbatch is absent or refused; the message holds its words.
+        """
+
+    @abstractmethod
+    def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
+        """The jobs of these that Slurm still holds in memory, by id."""
+
+    @abstractmethod
+    def accounting(self, job_id: str) -> list[AccountingRow]:
+        """Every incarnation and step of a job, oldest first; empty without accounting."""
+
+    @abstractmethod
+    def requeue(self, job_id: str) -> None:
+        """Put a running job back into the queue."""
+
+    @abstractmethod
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """Cancel jobs; those that ended already are no error."""
+
+    @abstractmethod
+    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Keep a job away from nodes from its next start on; none clears the list."""
+
+    @abstractmethod
+    def hostnames(self, nodelist: str) -> list[str]:
+        """The names in a node list such as `n[1-4]`, in Slurm's order."""
+
+    @abstractmethod
+    def node_states(self) -> dict[str, str]:
+        """State of every node, lower case; a trailing `*` means that it does not respond."""
+
+
+class SlurmCommands(SlurmClient):
+    """The real thing: sbatch, squeue, sacct, scontrol, scancel, sinfo."""
+
+    def submit(self, script: Path, after_ok: str | None = None) -> str:
+        """See SlurmClient."""
+        dependency = [f"--dependency=afterok:{after_ok}"] if after_ok else []
+        words = _run(["sbatch", "--parsable", *dependency, str(script)])
+        job_id = words.strip().splitlines()[-1].split(";")[0] if words.strip() else ""
+        if not job_id.isdigit():
+            raise SlurmError(f"sbatch answered {words!r} instead of a job id")
+        return job_id
+
+    def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
+        """See SlurmClient."""
+        if not job_ids:
+            return {}
+        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N"]
+        try:
+            words = _run([*command, f"--jobs={','.join(job_ids)}"])
+        except SlurmError as error:
+            if "Invalid job id" in str(error):  # one id alone, already forgotten
+                return {}
+            raise
+        rows = (line.split("|") for line in words.splitlines() if line.count("|") == 3)
+        return {job: QueuedJob(job, state, reason, nodes) for job, state, reason, nodes in rows}
+
+    def accounting(self, job_id: str) -> list[AccountingRow]:
+        """See SlurmClient."""
+        fields = "JobID,State,ExitCode,NodeList,Start,End"
+        try:
+            words = _run(
+                ["sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}",
+                 f"--format={fields}"]
+            )  # fmt: skip
+        except SlurmError:  # a cluster may run without accounting
+            return []
+        rows = (line.split("|") for line in words.splitlines() if line.count("|") == 5)
+        # "CANCELLED by 1000" → "CANCELLED"
+        return [AccountingRow(r[0], r[1].split(" ")[0], r[2], r[3], r[4], r[5]) for r in rows]
+
+    def requeue(self, job_id: str) -> None:
+        """See SlurmClient."""
+        _run(["scontrol", "requeue", job_id])
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """See SlurmClient."""
+        if job_ids:
+            _run(["scancel", "--quiet", *job_ids])
+
+    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+        """See SlurmClient."""
+        _run(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
+
+    def hostnames(self, nodelist: str) -> list[str]:
+        """See SlurmClient."""
+        return _run(["scontrol", "show", "hostnames", nodelist]).split()
+
+    def node_states(self) -> dict[str, str]:
+        """See SlurmClient."""
+        words = _run(["sinfo", "--noheader", "--Node", "--format=%N|%T"])
+        return dict(line.split("|", 1) for line in words.split() if "|" in line)
+
+
+def _run(command: list[str]) -> str:
+    """Run a Slurm command and return what it printed.
+
+    Raises:
+        SlurmError: absent, too slow or failed, with the command's own words.
+    """
+    if shutil.which(command[0]) is None:
+        raise SlurmError(
+            f"{command[0]} is not on the PATH; run slurmllm on a node of the Slurm cluster, or "
+            "add --local to train on this machine"
+        )
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(
+            f"{command[0]} gave no answer for {COMMAND_TIMEOUT_S} s; is slurmctld up? "
+            "try `scontrol ping`"
+        ) from error
+    if done.returncode != 0:
+        words = re.sub(r"\s+", " ", (done.stderr.strip() or done.stdout.strip()))
+        raise SlurmError(
+            f"{command[0]} failed with exit code {done.returncode}: {words or 'no message'}"
+        )
+    return done.stdout

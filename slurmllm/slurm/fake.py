@@ -1,0 +1,143 @@
+"""Slurm in memory, with the verbs of `client.py`, for tests that need no cluster.
+
+Jobs wait until `start` and end with `finish`; dependencies, requeue and node states behave as
+Slurm's do, as far as slurmllm looks at them. Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurmllm.errors import SlurmError
+from slurmllm.slurm.client import AccountingRow, QueuedJob, SlurmClient
+
+
+@dataclass
+class _Job:
+    job_id: str
+    script: str
+    after_ok: str | None
+    state: str = "PENDING"
+    nodes: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    incarnations: list[AccountingRow] = field(default_factory=list)
+
+    @property
+    def wanted_nodes(self) -> int:
+        found = re.search(r"^#SBATCH --nodes=(\d+)$", self.script, re.MULTILINE)
+        return int(found.group(1)) if found else 1
+
+    def row(self, state: str) -> AccountingRow:
+        return AccountingRow(self.job_id, state, "0:0", ",".join(self.nodes), "", "")
+
+
+class FakeSlurm(SlurmClient):
+    """A cluster that does what the test says."""
+
+    def __init__(self, nodes: Sequence[str] = ("n1", "n2", "n3", "n4")) -> None:
+        self.states = dict.fromkeys(nodes, "idle")
+        self.jobs: dict[str, _Job] = {}
+        self.refuse: str | None = None
+        self._ids = itertools.count(1)
+
+    def submit(self, script: Path, after_ok: str | None = None) -> str:
+        """See SlurmClient; refuses with the words in `refuse` where that is set."""
+        if self.refuse is not None:
+            raise SlurmError(f"sbatch failed with exit code 1: sbatch: error: {self.refuse}")
+        job_id = str(next(self._ids))
+        self.jobs[job_id] = _Job(job_id, script.read_text(encoding="utf-8"), after_ok)
+        return job_id
+
+    def start(self, job_id: str) -> None:
+        """Let a waiting job run, on the first idle nodes that it may use."""
+        job = self._job(job_id)
+        if job.after_ok is not None and self._job(job.after_ok).state != "COMPLETED":
+            return
+        free = [n for n, state in self.states.items() if state == "idle" and n not in job.excluded]
+        if len(free) >= job.wanted_nodes:
+            job.nodes, job.state = tuple(free[: job.wanted_nodes]), "RUNNING"
+
+    def finish(self, job_id: str, state: str = "COMPLETED") -> None:
+        """End a job; jobs that waited for its success are cancelled where it failed."""
+        job = self._job(job_id)
+        job.state = state
+        job.incarnations.append(job.row(state))
+        if state != "COMPLETED":
+            for other in self.jobs.values():
+                if other.after_ok == job_id and other.state == "PENDING":
+                    self.finish(other.job_id, "CANCELLED")
+
+    def fail_node(self, node: str) -> None:
+        """Take a node down; its jobs go back into the queue, as with JobRequeue=1."""
+        self.states[node] = "down*"
+        for job in self.jobs.values():
+            if job.state == "RUNNING" and node in job.nodes:
+                job.incarnations.append(job.row("NODE_FAIL"))
+                job.state, job.nodes = "PENDING", ()
+
+    def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
+        """See SlurmClient."""
+        found = (self.jobs[job_id] for job_id in job_ids if job_id in self.jobs)
+        return {
+            job.job_id: QueuedJob(
+                job.job_id,
+                job.state,
+                "Dependency" if job.state == "PENDING" and job.after_ok else "None",
+                ",".join(job.nodes),
+            )
+            for job in found
+        }
+
+    def accounting(self, job_id: str) -> list[AccountingRow]:
+        """See SlurmClient."""
+        job = self.jobs.get(job_id)
+        if job is None:
+            return []
+        current = [job.row(job.state)] if job.state in ("RUNNING", "PENDING") else []
+        return [*job.incarnations, *current]
+
+    def requeue(self, job_id: str) -> None:
+        """See SlurmClient."""
+        job = self._job(job_id)
+        if job.state == "PENDING":
+            raise SlurmError("scontrol failed with exit code 1: Job is pending execution")
+        job.incarnations.append(job.row("REQUEUED"))
+        job.state, job.nodes = "PENDING", ()
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """See SlurmClient."""
+        for job_id in job_ids:
+            if job_id in self.jobs and self.jobs[job_id].state in ("PENDING", "RUNNING"):
+                self.finish(job_id, "CANCELLED")
+
+    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+        """See SlurmClient."""
+        self._job(job_id).excluded = tuple(nodes)
+
+    def hostnames(self, nodelist: str) -> list[str]:
+        """See SlurmClient."""
+        names: list[str] = []
+        for part in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", nodelist):
+            found = re.fullmatch(r"(.+)\[(.+)\]", part)
+            if not found:
+                names.append(part)
+                continue
+            for span in found.group(2).split(","):
+                first, _, last = span.partition("-")
+                width = len(first)
+                span_range = range(int(first), int(last or first) + 1)
+                names += [f"{found.group(1)}{number:0{width}d}" for number in span_range]
+        return names
+
+    def node_states(self) -> dict[str, str]:
+        """See SlurmClient."""
+        return dict(self.states)
+
+    def _job(self, job_id: str) -> _Job:
+        if job_id not in self.jobs:
+            raise SlurmError("slurm_load_jobs error: Invalid job id specified")
+        return self.jobs[job_id]

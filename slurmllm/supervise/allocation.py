@@ -1,0 +1,163 @@
+"""The nodes of an attempt and what can be done with them: Slurm's, or this machine's.
+
+`--local` names its nodes local0, local1, …: each is a launcher of its own on this machine, so
+that the path through rendezvous, records and restarts is the one that Slurm takes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from slurmllm.errors import SlurmError
+from slurmllm.rundir import Stage
+from slurmllm.slurm.client import SlurmClient, SlurmCommands
+
+LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
+NODE_RANK = "SLURMLLM_NODE_RANK"
+NODE_NAME = "SLURMLLM_NODE"
+
+
+class Allocation(ABC):
+    """The nodes that an attempt runs on; the first one is the supervisor's own."""
+
+    nodes: tuple[str, ...]
+    job_id: str | None = None
+    restart_count: int = 0
+
+    @property
+    @abstractmethod
+    def master_addr(self) -> str:
+        """The name by which all nodes reach the first one."""
+
+    @abstractmethod
+    def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
+        """Start a launcher on every node; the processes end when the launchers have."""
+
+    @abstractmethod
+    def broadcast(self, source: Path, target: Path) -> str | None:
+        """Copy a file to the same path on every node; returns why it could not, or None."""
+
+    @abstractmethod
+    def state(self) -> str:
+        """Slurm's word for the job now, `RUNNING` for a local one."""
+
+    @abstractmethod
+    def requeue(self) -> None:
+        """Have this stage started again once this process has ended."""
+
+
+class SlurmAllocation(Allocation):
+    """The nodes of the Slurm job that this process is the batch script of."""
+
+    def __init__(self, client: SlurmClient | None = None) -> None:
+        self.client = client or SlurmCommands()
+        self.job_id = os.environ["SLURM_JOB_ID"]
+        self.restart_count = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self.nodes = tuple(self.client.hostnames(os.environ["SLURM_JOB_NODELIST"]))
+
+    @property
+    def master_addr(self) -> str:
+        """The first node of this attempt: a requeued job may have others than before."""
+        return self.nodes[0]
+
+    def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
+        """One srun step, a launcher a node."""
+        command = [
+            "srun",
+            f"--nodes={len(self.nodes)}",
+            f"--ntasks={len(self.nodes)}",
+            "--ntasks-per-node=1",
+            # The launcher's workers share the whole node; Slurm would bind one task to one CPU.
+            "--cpu-bind=none",
+            # One launcher's failure ends the step on the other nodes too.
+            "--kill-on-bad-exit=1",
+            "--input=none",
+            *(f"--cpus-per-task={cpus}" for cpus in [os.environ.get("SLURM_CPUS_ON_NODE")] if cpus),
+            *_launcher(run_path, stage, attempt),
+        ]
+        return [subprocess.Popen(command)]
+
+    def broadcast(self, source: Path, target: Path) -> str | None:
+        """Through sbcast's tree; nodes without it read the shared file system once each."""
+        try:
+            done = subprocess.run(
+                ["sbcast", "--force", str(source), str(target)],
+                capture_output=True, text=True, timeout=600, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        return None if done.returncode == 0 else (done.stderr.strip() or f"exit {done.returncode}")
+
+    def state(self) -> str:
+        """Slurm's word for this job now; UNKNOWN where Slurm does not answer."""
+        assert self.job_id is not None
+        try:
+            job = self.client.queue([self.job_id]).get(self.job_id)
+        except SlurmError:
+            return "UNKNOWN"
+        return job.state if job is not None else "UNKNOWN"
+
+    def requeue(self) -> None:
+        """`scontrol requeue`: Slurm ends this process and starts the script again."""
+        assert self.job_id is not None
+        self.client.requeue(self.job_id)
+
+
+class LocalAllocation(Allocation):
+    """This machine, as one node or several."""
+
+    def __init__(self) -> None:
+        count = int(os.environ.get(LOCAL_NODES) or 1)
+        self.nodes = tuple(f"local{index}" for index in range(count))
+
+    @property
+    def master_addr(self) -> str:
+        """The loopback address: nothing leaves this machine."""
+        return "127.0.0.1"
+
+    def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
+        """One launcher process a node."""
+        return [
+            subprocess.Popen(
+                _launcher(run_path, stage, attempt),
+                env={**os.environ, NODE_RANK: str(index), NODE_NAME: name},
+            )
+            for index, name in enumerate(self.nodes)
+        ]
+
+    def broadcast(self, source: Path, target: Path) -> str | None:
+        """Nothing to do: every launcher reads the run directory on this machine."""
+        return None
+
+    def state(self) -> str:
+        """Always running while this process does."""
+        return "RUNNING"
+
+    def requeue(self) -> None:
+        """Nothing to do: the exit code tells `local.py`."""
+
+
+def current_allocation() -> Allocation:
+    """The nodes that this process was started on."""
+    # --local inside an interactive allocation has both: the narrower wish counts.
+    in_slurm = "SLURM_JOB_ID" in os.environ and LOCAL_NODES not in os.environ
+    return SlurmAllocation() if in_slurm else LocalAllocation()
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now, on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _launcher(run_path: Path, stage: Stage, attempt: int) -> list[str]:
+    return [
+        sys.executable, "-m", "slurmllm", "launch", str(run_path),
+        "--stage", stage, "--attempt", str(attempt),
+    ]  # fmt: skip

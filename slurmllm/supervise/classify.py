@@ -1,0 +1,148 @@
+"""The table of endings: what an attempt left behind → class, evidence, blamed nodes.
+
+A pure function of records, so that every row is tested without a cluster.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slurmllm.errors import EXIT_REQUEUE
+from slurmllm.records import Action, EndingClass, FailureRecord, NodeRecord
+
+ACTIONS: Mapping[EndingClass, Action] = {
+    "done": "finish",
+    "advance_signal": "requeue",
+    "node_failure": "requeue",
+    "out_of_memory": "stop",
+    "bad_configuration": "stop",
+    "storage_failure": "stop",
+    "code_error": "stop",
+    "divergence": "stop",
+    "no_progress": "stop",
+    "cancelled": "stop",
+}
+
+# What a worker says when another one is gone: never the cause, always a consequence.
+LOST_PEER = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"  # gloo
+    r"|Timed out waiting|Socket Timeout|wait timeout|recvValue|failed to recv"  # c10d TCPStore
+    r"|remote process exited|ncclRemoteError|NCCL.*(timeout|timed out)"  # NCCL
+    r"|DistNetworkError|No route to host|Socket is not connected|unhandled system error"
+)
+
+# Signals by which a process ends through a fault of its own code; others come from outside.
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the supervisor knows of an attempt that has ended."""
+
+    expected_nodes: Sequence[str]
+    nodes: Mapping[str, NodeRecord]
+    failures: Sequence[FailureRecord] = ()
+    slurm_state: str = "RUNNING"
+    step_out_of_memory: bool = False
+    stop_signal: str | None = None
+    overran_s: float | None = field(default=None)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended."""
+
+    ending: EndingClass
+    evidence: tuple[str, ...]
+    blamed_nodes: tuple[str, ...] = ()
+
+
+def classify(seen: Observed) -> Ending:
+    """Name the ending; the first row of the table that fits wins."""
+    silent = [n for n in seen.expected_nodes if not reported_all(seen.nodes.get(n))]
+    codes = {rank: code for n in seen.nodes.values() for rank, code in n.exit_codes.items()}
+    if not silent and codes and all(code == 0 for code in codes.values()):
+        return Ending("done", (f"all {len(codes)} workers finished",))
+    if seen.slurm_state == "CANCELLED":
+        return Ending("cancelled", ("Slurm: the job was cancelled",))
+    if seen.step_out_of_memory:
+        return Ending("out_of_memory", ("Slurm: the step ran out of host memory",))
+    if not silent and codes and all(code in (0, EXIT_REQUEUE) for code in codes.values()):
+        return Ending("advance_signal", (f"{seen.stop_signal or 'a stop signal'}: saved and left",))
+    return _by_failure(seen) or _by_signal(seen) or _by_silence(seen, silent) or _unexplained(codes)
+
+
+def reported_all(node: NodeRecord | None) -> bool:
+    """Whether a node's launcher lived to write down how all of its workers ended."""
+    if node is None:
+        return False
+    return node.error is not None or (bool(node.pids) and len(node.exit_codes) == len(node.pids))
+
+
+def _by_failure(seen: Observed) -> Ending | None:
+    """The earliest failure that is not another worker's echo."""
+    primary = [f for f in seen.failures if not LOST_PEER.search(f"{f.error} {f.message}")]
+    if not primary:
+        return None
+    first = min(primary, key=lambda failure: failure.time)
+    evidence = (f"rank {first.rank} on {first.node}: {first.error}: {first.message}",)
+    if first.blame == "user":
+        return Ending("bad_configuration", evidence)
+    if first.error == "DivergenceError":
+        return Ending("divergence", evidence)
+    if "OutOfMemory" in first.error or first.error == "MemoryError":
+        return Ending("out_of_memory", evidence)
+    if first.exit_code == 4:
+        return Ending("storage_failure", evidence)
+    if first.blame == "infrastructure":
+        return Ending("node_failure", evidence, (first.node,))
+    return Ending("code_error", evidence)
+
+
+def _by_signal(seen: Observed) -> Ending | None:
+    """A worker that a signal ended, other than its launcher's own."""
+    for name, node in seen.nodes.items():
+        if node.error is not None:
+            return Ending("node_failure", (f"{name}: {node.error}",), (name,))
+        for rank, code in sorted(node.exit_codes.items()):
+            if code >= 0 or rank in node.stopped_ranks:
+                continue
+            word = signal.Signals(-code).name
+            if signal.Signals(-code) in CRASHES:
+                return Ending("code_error", (f"rank {rank} on {name} crashed with {word}",))
+            if seen.overran_s is not None:
+                continue
+            evidence = f"rank {rank} on {name} was ended by {word} from outside"
+            return Ending("node_failure", (evidence,), (name,))
+    if seen.overran_s is not None:
+        evidence = f"{seen.stop_signal}: not saved and gone after {seen.overran_s:.0f} s; ended"
+        return Ending("advance_signal", (evidence,))
+    return None
+
+
+def _by_silence(seen: Observed, silent: Sequence[str]) -> Ending | None:
+    """A node that never reported, or workers that only lost their peers."""
+    if silent and seen.stop_signal is not None:
+        evidence = f"{seen.stop_signal}: {', '.join(silent)} ended before the workers reported"
+        return Ending("advance_signal", (evidence,))
+    if silent:
+        evidence = f"no word from {', '.join(silent)}"
+        return Ending("node_failure", (evidence,), tuple(silent))
+    if seen.failures:
+        first = min(seen.failures, key=lambda failure: failure.time)
+        return Ending(
+            "node_failure",
+            (f"communication: rank {first.rank} on {first.node}: {first.message}",),
+        )
+    return None
+
+
+def _unexplained(codes: Mapping[int, int]) -> Ending:
+    bad = {rank: code for rank, code in codes.items() if code not in (0, EXIT_REQUEUE)}
+    rank, code = next(iter(sorted(bad.items())), (-1, -1))
+    return Ending(
+        "code_error", (f"rank {rank} ended with exit code {code} and wrote no reason; see its log",)
+    )

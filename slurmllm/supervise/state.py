@@ -1,0 +1,199 @@
+"""Where a run stands now, from its directory and from Slurm: what `slurmllm status` shows."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmllm.analysis.rows import last_row
+from slurmllm.config.resolve import load
+from slurmllm.errors import SlurmError
+from slurmllm.records import (
+    AttemptRecord,
+    GraphManifest,
+    JobsRecord,
+    Submission,
+    WorkerRecord,
+)
+from slurmllm.rundir import RunDir, is_run
+from slurmllm.slurm.client import SlurmClient
+from slurmllm.supervise.attempts import load_attempts
+
+
+@dataclass(frozen=True)
+class JobState:
+    """One of the two jobs of a submission."""
+
+    job_id: str
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run as of now.
+
+    Attributes:
+        state: queued, precompiling, training, requeued, done, stopped, cancelled, interrupted.
+        why: One line that explains the state, where there is something to explain.
+        step: Last step trained, of `steps`.
+        eta_s: Seconds to the last step at the present rate.
+        cold_first_step_s: First step with an empty graph cache (precompile).
+        first_steps: The last attempt's node → (first step in s, cache hits, cache misses).
+    """
+
+    name: str
+    run_dir: str
+    recipe: str
+    state: str
+    why: str
+    nodes: int
+    step: int
+    steps: int
+    metrics: dict[str, Any]
+    eta_s: float | None
+    jobs: dict[str, JobState]
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    cold_first_step_s: float | None = None
+    first_steps: dict[str, tuple[float, int, int]] = field(default_factory=dict)
+
+
+def all_runs(root: Path) -> list[RunDir]:
+    """The runs under a folder, the newest last."""
+    if not root.is_dir():
+        return []
+    found = [RunDir(entry) for entry in root.iterdir() if is_run(entry)]
+    return sorted(found, key=lambda run: run.config.stat().st_mtime)
+
+
+def run_state(run: RunDir, client: SlurmClient) -> RunState:
+    """Put together where a run stands."""
+    recipe = load(run.config).recipe
+    submissions = JobsRecord.load(run.jobs).submissions if run.jobs.is_file() else ()
+    sent = submissions[-1] if submissions else None
+    attempts = load_attempts(run, "train")
+    jobs = _jobs(sent, client)
+    state, why = _state(run, sent, jobs, attempts)
+    row = last_row(run) or {}
+    step = int(row.get("step", 0))
+    left_s = (recipe.train.steps - step) * float(row.get("step_time_s", 0.0))
+    manifest = run.graphs_manifest
+    return RunState(
+        name=run.name,
+        run_dir=str(run.path),
+        recipe=recipe.name,
+        state=state,
+        why=why,
+        nodes=sent.nodes if sent else 0,
+        step=step,
+        steps=recipe.train.steps,
+        metrics=row,
+        eta_s=left_s if row and state == "training" else None,
+        jobs=jobs,
+        attempts=attempts,
+        checkpoints=run.checkpoint_steps(),
+        cold_first_step_s=(
+            GraphManifest.load(manifest).cold_first_step_s if manifest.is_file() else None
+        ),
+        first_steps=_first_steps(run),
+    )
+
+
+def is_active(run: RunDir, client: SlurmClient) -> bool:
+    """Whether jobs of a run wait or run.
+
+    Raises:
+        SlurmError: Slurm does not answer, and the run was submitted to it.
+    """
+    sent = JobsRecord.load(run.jobs).submissions[-1:] if run.jobs.is_file() else ()
+    if not sent:
+        return False
+    if sent[0].local:
+        return _alive(sent[0])
+    ids = [job for job in (sent[0].precompile_job, sent[0].train_job) if job is not None]
+    return any(job.active for job in client.queue(ids).values())
+
+
+def _jobs(sent: Submission | None, client: SlurmClient) -> dict[str, JobState]:
+    if sent is None or sent.local:
+        return {}
+    ids = {"precompile": sent.precompile_job, "train": sent.train_job}
+    known = {stage: job for stage, job in ids.items() if job is not None}
+    try:
+        queued = client.queue(list(known.values()))
+    except SlurmError as error:
+        return {stage: JobState(job, "UNKNOWN", str(error)) for stage, job in known.items()}
+    jobs = {}
+    for stage, job in known.items():
+        if job in queued:
+            jobs[stage] = JobState(job, queued[job].state, queued[job].reason)
+            continue
+        rows = [row for row in client.accounting(job) if row.job_id == job]
+        jobs[stage] = JobState(job, rows[-1].state if rows else "UNKNOWN")
+    return jobs
+
+
+_WAITING = ("PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD")
+
+
+def _state(
+    run: RunDir, sent: Submission | None, jobs: dict[str, JobState], attempts: list[AttemptRecord]
+) -> tuple[str, str]:
+    last = attempts[-1] if attempts else None
+    if last is not None and sent is not None and last.attempt < sent.first_attempt:
+        last = None  # of an earlier submission
+    if last is not None and last.action == "finish":
+        return "done", ""
+    if sent is None:
+        return "interrupted", "never submitted"
+    if sent.local:
+        return _local_state(run, sent, last)
+    precompile, train = jobs.get("precompile"), jobs.get("train")
+    if train is not None and train.state in ("RUNNING", "COMPLETING"):
+        return "training", ""
+    if precompile is not None and precompile.state in ("RUNNING", "COMPLETING"):
+        return "precompiling", ""
+    if train is not None and train.state in _WAITING:
+        state = "requeued" if last is not None else "queued"
+        return state, f"waiting for {train.reason}" if train.reason not in ("", "None") else ""
+    if last is not None and last.ended_at is not None:
+        state = "cancelled" if last.ending == "cancelled" else "stopped"
+        return state, f"{last.ending}: {'; '.join(last.evidence)}"
+    if precompile is not None and precompile.state not in ("COMPLETED", "UNKNOWN"):
+        word = "cancelled" if precompile.state == "CANCELLED" else "stopped"
+        return word, f"precompile job {precompile.state}; see {run.stage_log('precompile')}"
+    if train is not None and train.state == "CANCELLED":
+        return "cancelled", ""
+    return "interrupted", f"train job {train.state if train else 'unknown'}"
+
+
+def _local_state(run: RunDir, sent: Submission, last: AttemptRecord | None) -> tuple[str, str]:
+    if _alive(sent):
+        return ("training" if last is not None else "precompiling"), f"process {sent.pid}"
+    if last is not None and last.action == "stop":
+        return "stopped", f"{last.ending}: {'; '.join(last.evidence)}"
+    return "interrupted", f"`slurmllm resume {run.name}` continues"
+
+
+def _alive(sent: Submission) -> bool:
+    """Whether a local submission's process still runs, as far as this machine can tell."""
+    if sent.pid is None or sent.host != socket.gethostname():
+        return False
+    try:
+        command = Path(f"/proc/{sent.pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"slurmllm" in command and sent.pid != os.getpid()
+
+
+def _first_steps(run: RunDir) -> dict[str, tuple[float, int, int]]:
+    attempts = run.attempts("train")
+    folder = attempts[-1].worker(0).parent if attempts else None
+    if folder is None or not folder.is_dir():
+        return {}
+    workers = [WorkerRecord.load(path) for path in sorted(folder.glob("rank_*.json"))]
+    return {w.node: (w.first_step_s, w.cache_hits, w.cache_misses) for w in workers}

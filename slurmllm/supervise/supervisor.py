@@ -1,0 +1,209 @@
+"""The batch script's own process: one attempt of one stage, from the nodes to the verdict.
+
+    close what the last attempt left open → open this one → graphs onto the nodes → launchers →
+    wait (signals, deadlines) → classify → record → requeue, stop or finish
+
+It lives on the first node of the attempt. When that node dies it writes nothing, so the next
+attempt closes this one's record from Slurm's accounting.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from slurmllm.config.resolve import RunConfig, load
+from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, SlurmError, StorageError
+from slurmllm.records import AttemptRecord, GraphManifest, NodeRecord
+from slurmllm.rundir import RunDir, Stage
+from slurmllm.slurm.client import AccountingRow
+from slurmllm.slurm.render import node_local_cache
+from slurmllm.supervise import attempts
+from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
+from slurmllm.supervise.cache import broadcast_path
+from slurmllm.supervise.classify import Ending, Observed, classify, reported_all
+from slurmllm.supervise.requeue import avoid_lost_nodes
+
+POLL_S = 0.5
+REPEAT_SIGNAL_S = 5.0
+LAUNCHER_GRACE_S = 20.0  # from the first launcher's failure to the end of the others
+KILL_MARGIN_S = 30.0  # before the time limit: Slurm does not requeue a job that it timed out
+EXIT_FAILED = {"bad_configuration": 2, "storage_failure": 4, "divergence": 71}
+
+
+class Supervisor:
+    """One attempt of one stage."""
+
+    def __init__(self, run: RunDir, stage: Stage, allocation: Allocation) -> None:
+        self.run, self.stage, self.allocation = run, stage, allocation
+        self.config: RunConfig = load(run.config)
+        self.stop_signal: str | None = None
+        self.stop_at = 0.0
+        self.overran_s: float | None = None
+
+    def main(self) -> int:
+        """Run the attempt.
+
+        Returns:
+            0 finished, 75 to be started again, another code of errors.py where it stopped.
+        """
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_stop)
+        self._close_unfinished()
+        record = attempts.open_attempt(self.run, self.stage, self.config, self.allocation)
+        self._say(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
+        phases = {"cache": self._broadcast_graphs()}
+        launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
+        started = time.monotonic()
+        self._wait(launchers, record)
+        phases["workers"] = time.monotonic() - started
+        ending = classify(self._observe(record))
+        closed = attempts.close_attempt(self.run, record, ending, phases)
+        self._say(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
+        return self._act(closed)
+
+    def _broadcast_graphs(self) -> float:
+        """Send the archive to every node's own disk; returns the seconds it took.
+
+        Raises:
+            StorageError: precompile left no complete manifest.
+        """
+        if self.stage == "precompile":
+            return 0.0
+        started = time.monotonic()
+        if not self.run.graphs_manifest.is_file():
+            raise StorageError(
+                f"{self.run.graphs_manifest} is missing: the precompile stage did not finish; "
+                f"see {self.run.stage_log('precompile')}, then `slurmllm resume {self.run.name}`"
+            )
+        manifest = GraphManifest.load(self.run.graphs_manifest)
+        target = broadcast_path(Path(node_local_cache(self.config, self.run)))
+        fault = self.allocation.broadcast(self.run.graphs_archive, target)
+        if fault is not None:
+            print(f"sbcast: {fault}; the nodes read {self.run.graphs_archive}", flush=True)
+        seconds = time.monotonic() - started
+        print(f"graph cache: {manifest.graphs} graphs to all nodes in {seconds:.1f} s", flush=True)
+        return seconds
+
+    def _wait(self, launchers: list[subprocess.Popen[bytes]], record: AttemptRecord) -> None:
+        """Until every launcher has ended; passes signals on and keeps the deadlines."""
+        signalled_at = -REPEAT_SIGNAL_S
+        failed_at: float | None = None
+        while any(launcher.poll() is None for launcher in launchers):
+            now = time.monotonic()
+            if self.stop_signal is not None and now - signalled_at >= REPEAT_SIGNAL_S:
+                signalled_at = now
+                _send(launchers, signal.SIGUSR2)  # srun passes it on to the launchers
+            if failed_at is None and any(launcher.poll() for launcher in launchers):
+                failed_at = now
+            if failed_at is not None and now - failed_at > LAUNCHER_GRACE_S:
+                _send(launchers, signal.SIGKILL)
+            if self._past_deadline(now):
+                self.overran_s = now - self.stop_at
+                _send(launchers, signal.SIGKILL)
+            time.sleep(POLL_S)
+
+    def _past_deadline(self, now: float) -> bool:
+        """Whether a stop has taken so long that the time limit itself comes near."""
+        if self.stop_signal is None or self.allocation.job_id is None or self.overran_s is not None:
+            return False
+        lead_s = self.config.recipe.slurm.signal_lead_s
+        return now - self.stop_at > max(lead_s - KILL_MARGIN_S, lead_s / 2)
+
+    def _observe(self, record: AttemptRecord) -> Observed:
+        return Observed(
+            expected_nodes=record.nodes,
+            nodes=attempts.node_records(self.run, record),
+            failures=attempts.failure_records(self.run, record),
+            slurm_state=self.allocation.state(),
+            step_out_of_memory=self._out_of_memory(),
+            stop_signal=self.stop_signal,
+            overran_s=self.overran_s,
+        )
+
+    def _out_of_memory(self) -> bool:
+        rows = self._accounting(self.allocation.job_id)
+        return any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
+
+    def _accounting(self, job_id: str | None) -> list[AccountingRow]:
+        if job_id is None or not isinstance(self.allocation, SlurmAllocation):
+            return []
+        return self.allocation.client.accounting(job_id)
+
+    def _act(self, closed: AttemptRecord) -> int:
+        if closed.action == "finish":
+            return EXIT_OK
+        if closed.action == "requeue" and self.stage == "train":
+            if isinstance(self.allocation, SlurmAllocation):
+                reported = attempts.node_records(self.run, closed)
+                lost = [n for n in closed.blamed_nodes if not reported_all(reported.get(n))]
+                excluded = self.config.recipe.slurm.exclude
+                avoid_lost_nodes(self.allocation.client, closed, lost, excluded)
+            try:
+                self.allocation.requeue()
+            except SlurmError as error:
+                # A job that Slurm itself is requeueing or ending cannot be requeued by us.
+                print(f"{error}", file=sys.stderr, flush=True)
+            return EXIT_REQUEUE
+        return EXIT_FAILED.get(str(closed.ending), 1 if closed.ending == "cancelled" else 70)
+
+    def _close_unfinished(self) -> None:
+        """Close the attempt before this one where its supervisor could not."""
+        for record in attempts.load_attempts(self.run, self.stage):
+            if record.ended_at is None:
+                reported = attempts.node_records(self.run, record)
+                ending = ending_of_lost(record, reported, self._accounting(record.job_id))
+                closed = attempts.close_attempt(self.run, record, ending)
+                self._say(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.stop_signal is None:
+            self.stop_signal, self.stop_at = signal.Signals(number).name, time.monotonic()
+
+    def _say(self, record: AttemptRecord, words: str) -> None:
+        job = f" of job {record.job_id}" if record.job_id else ""
+        print(f"{self.stage} attempt {record.attempt}{job}: {words}", flush=True)
+
+
+def ending_of_lost(
+    record: AttemptRecord, reported: Mapping[str, NodeRecord], rows: Sequence[AccountingRow]
+) -> Ending:
+    """How an attempt ended whose supervisor died with its node, by Slurm's accounting.
+
+    Args:
+        record: The attempt, still open.
+        reported: What its launchers wrote before the end.
+        rows: sacct's rows of its job, every incarnation and step.
+    """
+    incarnations = [row for row in rows if row.job_id == record.job_id]
+    state = "UNKNOWN"
+    if record.restart_count < len(incarnations):
+        state = incarnations[record.restart_count].state
+    evidence = (
+        f"Slurm: {state}; the supervisor on {record.nodes[0]} ended without a word"
+        if record.job_id is not None
+        else "the supervisor ended without a word",
+    )
+    if state == "CANCELLED":
+        return Ending("cancelled", evidence)
+    if state in ("TIMEOUT", "PREEMPTED"):
+        return Ending("advance_signal", evidence)
+    silent = tuple(name for name in record.nodes if not reported_all(reported.get(name)))
+    # With Slurm's word for it one of the silent nodes is to blame; which one is not known.
+    return Ending("node_failure", evidence, silent if len(silent) == 1 else ())
+
+
+def _send(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def supervise(run: RunDir, stage: Stage) -> int:
+    """Entry of the hidden verb `supervise`."""
+    return Supervisor(run, stage, current_allocation()).main()
