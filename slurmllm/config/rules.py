@@ -165,8 +165,8 @@ def minutes_of(time: str) -> float:
     return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
 
 
-def _lead_fits_time(lead_s: int, time: str) -> str | None:
-    limit_s = minutes_of(time) * 60
+def _lead_fits_time(lead_s: int, time: str | int) -> str | None:
+    limit_s = minutes_of(str(time)) * 60
     if limit_s == 0:
         return f"slurm.time: {time} is no time at all; write for instance 8:00:00"
     if lead_s < limit_s:

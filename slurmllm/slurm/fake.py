@@ -55,6 +55,8 @@ class FakeSlurm(SlurmClient):
     def start(self, job_id: str) -> None:
         """Let a waiting job run, on the first idle nodes that it may use."""
         job = self._job(job_id)
+        if job.state != "PENDING":
+            return
         if job.after_ok is not None and self._job(job.after_ok).state != "COMPLETED":
             return
         free = [n for n, state in self.states.items() if state == "idle" and n not in job.excluded]

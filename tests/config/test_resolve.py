@@ -1,0 +1,187 @@
+"""Recipes, profiles and overrides: what they resolve to, and every fault at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slurmllm import shipped
+from slurmllm.config.resolve import available, load, resolve
+from slurmllm.errors import ConfigError
+
+
+def faults(*overrides: str, recipe: str = "tiny_neox") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(recipe, overrides=overrides)
+    return list(caught.value.faults)
+
+
+def test_every_shipped_recipe_and_profile_resolves() -> None:
+    recipes, profiles = available(shipped.recipes_dir()), available(shipped.clusters_dir())
+    assert {"tiny_neox", "neox_20b", "pythia_6.9b"} <= set(recipes)
+    assert {"local", "trn1", "p4d"} <= set(profiles)
+    for recipe in recipes:
+        for profile in profiles:
+            assert resolve(recipe, profile).recipe.name == recipe
+
+
+def test_neox_20b_has_the_figures_of_the_aws_run() -> None:
+    recipe = resolve("neox_20b").recipe
+    model, optim, parallel = recipe.model, recipe.optim, recipe.parallel
+    assert (model.num_layers, model.hidden_size, model.num_heads) == (44, 6144, 64)
+    assert (model.ffn_hidden_size, model.seq_len, model.rotary_pct) == (24576, 2048, 0.25)
+    assert (optim.lr, optim.min_lr, optim.warmup_steps) == (9.7e-5, 1e-5, 100)
+    assert (optim.weight_decay, optim.grad_clip, optim.betas) == (0.01, 1.0, (0.9, 0.95))
+    assert (model.init_std, recipe.train.global_batch, recipe.train.steps) == (0.021, 256, 10000)
+    assert (parallel.tensor, parallel.pipeline, recipe.train.micro_batch) == (8, 4, 1)
+    assert model.padded_vocab_size == 50264
+
+
+def test_pythia_6_9b_has_the_figures_of_the_aws_run() -> None:
+    recipe = resolve("pythia_6.9b").recipe
+    model, optim, parallel = recipe.model, recipe.optim, recipe.parallel
+    assert (model.num_layers, model.hidden_size, model.num_heads) == (32, 4096, 32)
+    assert (model.ffn_hidden_size, model.init_std) == (16384, 0.021)
+    assert (optim.lr, optim.min_lr, optim.weight_decay) == (1.2e-4, 1.2e-5, 0.01)
+    assert (parallel.tensor, parallel.pipeline, recipe.train.micro_batch) == (8, 1, 2)
+
+
+def test_backend_follows_the_device() -> None:
+    assert resolve("neox_20b").backend == "nxd"
+    assert resolve("neox_20b", "p4d").backend == "native"
+    assert resolve("neox_20b", overrides=["backend=native"]).backend == "native"
+
+
+def test_overrides_are_read_as_yaml_1_2() -> None:
+    config = resolve(
+        "tiny_neox",
+        overrides=["optim.lr=1e-3", "slurm.time=1:30:00", "data.corpus=null", "train.compile=false"],
+    )
+    assert config.recipe.optim.lr == 1e-3
+    assert config.recipe.slurm.time == "1:30:00"
+    assert config.recipe.data.corpus is None
+    assert config.recipe.train.compile is False
+
+
+def test_each_value_knows_its_source() -> None:
+    config = resolve(
+        "tiny_neox",
+        overrides=["optim.lr=1e-3", "cluster.node_local=/mnt/disk"],
+        options={"slurm.partition": ("--partition", "main"), "slurm.qos": ("--qos", None)},
+    )
+    source = {path: origin for path, _, origin in config.rows()}
+    lines = (shipped.recipes_dir() / "tiny_neox.yaml").read_text().splitlines()
+    file, line = source["train.steps"].split(":")
+    assert file == "tiny_neox.yaml"
+    assert lines[int(line) - 1].strip().startswith("steps:")
+    assert source["optim.lr"] == "--set optim.lr=1e-3"
+    assert source["cluster.node_local"] == "--set cluster.node_local=/mnt/disk"
+    assert source["slurm.partition"] == "--partition"
+    assert source["slurm.qos"] == "default"
+    assert source["optim.eps"] == "default"
+
+
+def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
+    tree = yaml.safe_load((shipped.recipes_dir() / "tiny_neox.yaml").read_text())
+    tree["model"]["num_heads"] = 7
+    tree["model"]["colour"] = "blue"
+    tree["train"]["steps"] = "many"
+    tree["train"]["micro_batch"] = 3
+    del tree["optim"]["lr"]
+    tree["optim"]["betas"] = [0.9]
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    found = faults(recipe=str(path))
+    begins = ("model.num_heads: 7", "model.colour: unknown", "train.steps: 'many'",
+              "train.micro_batch: 3 does not divide", "optim.lr: missing", "optim.betas")  # fmt: skip
+    for begin in begins:
+        assert any(fault.startswith(begin) for fault in found), (begin, found)
+    assert len(found) == len(begins)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.lrr=1", "did you mean 'lr'"),
+        ("train.steps=0", "greater than 0"),
+        ("train.steps=1.5", "valid integer"),
+        ("train.compile=maybe", "valid boolean"),
+        ("optim.lr=-1", "greater than 0"),
+        ("optim.lr=.nan", "finite"),
+        ("optim.betas=[0.9, 1.5]", "must lie in [0, 1)"),
+        ("optim.min_lr=1", "above optim.lr"),
+        ("optim.warmup_steps=500", "leaves nothing"),
+        ("parallel.tensor=5", "does not divide 6 attention heads; choose 1, 2, 3 or 6"),
+        ("parallel.pipeline=3", "does not divide 4 layers; choose 1, 2 or 4"),
+        ("model.num_kv_heads=4", "does not divide model.num_heads 6"),
+        ("model.num_kv_heads=2", "GPT-NeoX has as many"),
+        ("model.rotary_pct=0.1", "an odd number"),
+        ("train.micro_batch=5", "does not divide train.global_batch 8; choose 1, 2, 4 or 8"),
+        ("slurm.time=soon", "must be minutes"),
+        ("slurm.time=0", "no time at all"),
+        ("slurm.signal_lead_s=7200", "is not less than the time limit"),
+        ("slurm.partition=a b", "one word"),
+        ("slurm.exclude=-n1", "one word"),
+        ("cluster.node_local=relative", "cluster.node_local"),
+        ("cluster.directives=['--gres=gpu:8 --uid=0']", "cluster.directives"),
+        ("nonsense", "expected path=value"),
+        ("train.steps.more=1", "is no section"),
+        ("trian.steps=1", "unknown field"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_rule(override: str, words: str) -> None:
+    found = faults(override)
+    assert any(words in fault for fault in found), found
+
+
+def test_an_option_cannot_smuggle_in_a_directive() -> None:
+    with pytest.raises(ConfigError, match="one word"):
+        resolve("tiny_neox", options={"slurm.account": ("--account", "x\n#SBATCH --uid=0")})
+
+
+def test_one_fault_is_named_once() -> None:
+    assert len(faults("model.num_heads=6.5")) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no mapping"),
+        ("- a\n- b\n", "holds no mapping"),
+        ("model: {a: 1\n", "is not valid YAML"),
+        ("name: a\nname: b\n", "written twice"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        resolve(str(path))
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown recipe 'tiny_neo'; did you mean 'tiny_neox'"):
+        resolve("tiny_neo")
+    with pytest.raises(ConfigError, match=r"unknown cluster profile 'trn2'"):
+        resolve("tiny_neox", "trn2")
+    with pytest.raises(ConfigError, match="no recipe file"):
+        resolve("nowhere/mine.yaml")
+
+
+def test_cluster_by_option_environment_and_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve("neox_20b").cluster.name == "trn1"
+    monkeypatch.setenv("SLURMLLM_CLUSTER", "p4d")
+    assert resolve("neox_20b").cluster.name == "p4d"
+    assert resolve("neox_20b", "local").cluster.name == "local"
+
+
+def test_config_yaml_reads_back_equal(tmp_path: Path) -> None:
+    config = resolve("neox_20b", "p4d", ["optim.lr=3e-4", "slurm.time=90"])
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    again = load(path)
+    assert again.recipe == config.recipe
+    assert again.cluster == config.cluster
+    assert again.rows() == config.rows()

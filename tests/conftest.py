@@ -1,0 +1,73 @@
+"""What all tests share: a real Slurm where one may be had, and the environment kept clean."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVCLUSTER = ROOT / "tools" / "devcluster"
+_COMMANDS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "sbatch")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURMLLM_RUNS", "SLURMLLM_CLUSTER", "SLURMLLM_LOCAL_NODES", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class DevCluster:
+    """A running development cluster, by its command line."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def call(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, str(DEVCLUSTER), *arguments, "--dir", str(self.directory)],
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @property
+    def slurm_conf(self) -> str:
+        return self.call("env").split("SLURM_CONF=", 1)[1].split()[0].strip("'\"")
+
+    def node_names(self) -> list[str]:
+        return [node["name"] for node in json.loads(self.call("status", "--json"))["nodes"]]
+
+
+@pytest.fixture(scope="session")
+def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
+    missing = [name for name in _COMMANDS if shutil.which(name, path=_path()) is None]
+    reason = f"not installed: {', '.join(missing)}" if missing else ""
+    if os.geteuid() != 0:
+        reason = "a development cluster needs root"
+    if reason:
+        assert os.environ.get("SLURMLLM_REQUIRE_SLURM") != "1", f"Slurm is required here: {reason}"
+        pytest.skip(f"no real Slurm: {reason}")
+    cluster = DevCluster(tmp_path_factory.mktemp("devcluster") / "state")
+    cluster.call("up", "--nodes", "5")
+    try:
+        yield cluster
+    finally:
+        cluster.call("down")
+
+
+@pytest.fixture
+def slurm(_cluster: DevCluster, monkeypatch: pytest.MonkeyPatch) -> DevCluster:
+    """A real Slurm with five nodes, its commands pointed at by the environment."""
+    monkeypatch.setenv("SLURM_CONF", _cluster.slurm_conf)
+    return _cluster
+
+
+def _path() -> str:
+    return os.environ.get("PATH", "") + ":/usr/sbin:/sbin"

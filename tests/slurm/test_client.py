@@ -1,0 +1,152 @@
+"""The same tests on the fake and on a real Slurm: what slurmllm relies on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmllm.errors import SlurmError
+from slurmllm.slurm.client import SlurmClient, SlurmCommands
+from slurmllm.slurm.fake import FakeSlurm
+
+
+class Bench:
+    """A client and the means to bring its jobs to where a test wants them."""
+
+    def __init__(self, client: SlurmClient, folder: Path) -> None:
+        self.client, self.folder = client, folder
+
+    def script(self, body: str, nodes: int = 1) -> Path:
+        path = self.folder / f"job{len(list(self.folder.iterdir()))}.sh"
+        path.write_text(
+            f"#!/bin/bash\n#SBATCH --nodes={nodes}\n#SBATCH --requeue\n"
+            f"#SBATCH --output={self.folder}/out.%j\n#SBATCH --kill-on-invalid-dep=yes\n{body}\n"
+        )
+        return path
+
+    def wait(self, job_id: str, state: str) -> None:
+        fake = self.client
+        if isinstance(fake, FakeSlurm):
+            fake.start(job_id)
+            if state != "RUNNING":
+                fake.finish(job_id, state)
+        self.until(lambda: self.state(job_id) == state, f"{job_id} never {state}")
+
+    def state(self, job_id: str) -> str:
+        job = self.client.queue([job_id]).get(job_id)
+        return job.state if job else self.client.accounting(job_id)[-1].state
+
+    def until(self, holds: Callable[[], bool], words: str) -> None:
+        deadline = time.monotonic() + 40
+        while not holds():
+            assert time.monotonic() < deadline, words
+            time.sleep(0.2)
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.slurm)])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    if request.param == "fake":
+        yield Bench(FakeSlurm(("n1", "n2", "n3", "n4", "n5")), tmp_path)
+        return
+    request.getfixturevalue("slurm")
+    bench = Bench(SlurmCommands(), tmp_path)
+    yield bench
+
+
+def test_a_job_runs_and_is_accounted_for(bench: Bench) -> None:
+    job = bench.client.submit(bench.script("sleep 1"))
+    bench.wait(job, "COMPLETED")
+    assert [row.state for row in bench.client.accounting(job) if row.job_id == job] == ["COMPLETED"]
+
+
+def test_a_second_job_waits_for_the_first(bench: Bench) -> None:
+    first = bench.client.submit(bench.script("sleep 2"))
+    second = bench.client.submit(bench.script("true"), after_ok=first)
+    bench.wait(first, "RUNNING")
+    waiting = bench.client.queue([first, second])[second]
+    assert (waiting.state, waiting.reason) == ("PENDING", "Dependency")
+    bench.wait(first, "COMPLETED")
+    bench.wait(second, "COMPLETED")
+
+
+def test_a_failed_job_takes_the_one_that_waits_along(bench: Bench) -> None:
+    first = bench.client.submit(bench.script("sleep 1; exit 3"))
+    second = bench.client.submit(bench.script("true"), after_ok=first)
+    bench.wait(first, "RUNNING")
+    bench.wait(first, "FAILED")
+    bench.until(lambda: bench.state(second) == "CANCELLED", "the second job still waits")
+
+
+def test_requeue_starts_another_incarnation(bench: Bench) -> None:
+    job = bench.client.submit(bench.script("sleep 60"))
+    bench.wait(job, "RUNNING")
+    bench.client.requeue(job)
+    bench.until(lambda: bench.state(job) in ("PENDING", "COMPLETING", "RUNNING"), "not requeued")
+    bench.wait(job, "RUNNING")
+    bench.until(
+        lambda: "REQUEUED" in [r.state for r in bench.client.accounting(job) if r.job_id == job],
+        "sacct does not know of the requeue",
+    )
+    bench.client.cancel([job])
+    bench.until(lambda: bench.state(job) == "CANCELLED", "not cancelled")
+
+
+def test_cancelling_twice_is_no_error(bench: Bench) -> None:
+    job = bench.client.submit(bench.script("sleep 60"))
+    bench.client.cancel([job])
+    bench.until(lambda: bench.state(job) == "CANCELLED", "not cancelled")
+    bench.client.cancel([job])
+
+
+def test_an_excluded_node_is_kept_away_from(bench: Bench) -> None:
+    job = bench.client.submit(bench.script("sleep 60"))
+    bench.wait(job, "RUNNING")
+    node = bench.client.queue([job])[job].nodes
+    bench.client.requeue(job)
+    bench.until(lambda: bench.state(job) != "COMPLETING", "never requeued")
+    bench.client.exclude(job, [node])
+    bench.wait(job, "RUNNING")
+    assert bench.client.queue([job])[job].nodes != node
+    bench.client.cancel([job])
+
+
+def test_node_lists_and_states(bench: Bench) -> None:
+    assert bench.client.hostnames("n[1-3],n5") == ["n1", "n2", "n3", "n5"]
+    assert bench.client.hostnames("a-[08-10]") == ["a-08", "a-09", "a-10"]
+    assert set(bench.client.node_states()) == {"n1", "n2", "n3", "n4", "n5"}
+
+
+def test_unknown_jobs(bench: Bench) -> None:
+    assert bench.client.queue(["999999"]) == {}
+    assert bench.client.queue([]) == {}
+    assert bench.client.accounting("999999") == []
+    with pytest.raises(SlurmError, match="Invalid job id"):
+        bench.client.requeue("999999")
+
+
+@pytest.mark.slurm
+def test_sbatch_refusing_is_told_in_its_own_words(slurm: object, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --partition=nowhere\ntrue\n")
+    with pytest.raises(SlurmError, match="invalid partition specified: nowhere"):
+        SlurmCommands().submit(script)
+
+
+def test_absent_commands_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SlurmError, match=r"sbatch is not on the PATH.*--local"):
+        SlurmCommands().submit(tmp_path / "job.sh")
+
+
+def test_a_command_that_fails_shows_its_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Slurm controller not responding' >&2; exit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(SlurmError, match="controller not responding"):
+        SlurmCommands().submit(tmp_path / "job.sh")
