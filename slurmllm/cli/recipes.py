@@ -38,15 +38,10 @@ def _list(as_json: bool) -> None:
         rows = [{"name": recipe.name, "description": recipe.description} for recipe in found]
         click.echo(json.dumps({"recipes": rows}, indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from slurmllm.cli.output import print_table
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("recipe", "what it is", "default cluster"):
-        table.add_column(heading)
-    for recipe in found:
-        table.add_row(recipe.name, recipe.description, recipe.default_cluster)
-    Console().print(table)
+    table = ((recipe.name, recipe.description, recipe.default_cluster) for recipe in found)
+    print_table(("recipe", "what it is", "default cluster"), table, fold="what it is")
 
 
 def _show(
@@ -67,12 +62,7 @@ def _show(
 
         click.echo(yaml.safe_dump(config.values(), sort_keys=False), nl=False)
         return
-    from rich.console import Console
-    from rich.table import Table
+    from slurmllm.cli.output import print_table
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("field", "value", "source"):
-        table.add_column(heading, overflow="fold")
-    for path, value, source in config.rows():
-        table.add_row(path, str(value), source)
-    Console().print(table)
+    rows = ((path, str(value), source) for path, value, source in config.rows())
+    print_table(("field", "value", "source"), rows, fold="value")

@@ -9,6 +9,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
+    from slurmllm.records import AttemptRecord
     from slurmllm.supervise.state import RunState
 
 
@@ -54,14 +55,11 @@ def _as_json(state: RunState) -> dict[str, Any]:
 
 
 def _print_all(states: list[RunState]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from slurmllm.cli.output import print_table
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("run", "state", "nodes", "step", "loss", "seq/s", "left", "attempts", ""):
-        table.add_column(heading)
-    for state in states:
-        table.add_row(
+    headings = ("run", "state", "nodes", "step", "loss", "seq/s", "left", "attempts", "why")
+    rows = (
+        (
             state.name,
             state.state,
             str(state.nodes),
@@ -72,14 +70,14 @@ def _print_all(states: list[RunState]) -> None:
             str(len(state.attempts)),
             state.why,
         )
-    Console().print(table)
+        for state in states
+    )
+    print_table(headings, rows, fold="why")
 
 
 def _print_one(state: RunState) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from slurmllm.cli.output import console, print_table
 
-    console = Console(highlight=False)
     why = f"  ({state.why})" if state.why else ""
     rows = [
         ("run", f"{state.name}  recipe {state.recipe}, {state.nodes} node(s)"),
@@ -108,36 +106,27 @@ def _print_one(state: RunState) -> None:
             for node, (seconds, hits, misses) in list(state.first_steps.items())[:4]
         )
         rows.append(("graph cache", f"{cold}{'; last attempt: ' + warm if warm else ''}"))
+    terminal = console()
     for name, value in rows:
-        console.print(f"[bold]{name:<14}[/bold] {value}", soft_wrap=True)
+        terminal.print(f"[bold]{name:<14}[/bold] {value}", soft_wrap=True)
     if not state.attempts:
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in (
-        "attempt",
-        "nodes",
-        "steps",
-        "checkpoint",
-        "time",
-        "ending",
-        "action",
-        "evidence",
-    ):
-        table.add_column(heading, overflow="fold")
-    for attempt in state.attempts:
-        ended = attempt.ended_at
-        steps = f"{attempt.first_step}–{attempt.last_step}" if attempt.last_step else ""
-        table.add_row(
-            str(attempt.attempt),
-            " ".join(attempt.nodes[:4]) + (" …" if len(attempt.nodes) > 4 else ""),
-            steps,
-            str(attempt.checkpoint_after or ""),
-            _duration(ended - attempt.started_at) if ended else "",
-            attempt.ending or "running",
-            attempt.action or "",
-            "; ".join(attempt.evidence),
-        )
-    console.print(table)
+    headings = ("attempt", "nodes", "steps", "checkpoint", "time", "ending", "action", "evidence")
+    print_table(headings, (_attempt_row(attempt) for attempt in state.attempts), fold="evidence")
+
+
+def _attempt_row(attempt: AttemptRecord) -> tuple[str, ...]:
+    ended = attempt.ended_at
+    return (
+        str(attempt.attempt),
+        " ".join(attempt.nodes[:4]) + (" …" if len(attempt.nodes) > 4 else ""),
+        f"{attempt.first_step}–{attempt.last_step}" if attempt.last_step else "",
+        str(attempt.checkpoint_after or ""),
+        _duration(ended - attempt.started_at) if ended else "",
+        attempt.ending or "running",
+        attempt.action or "",
+        "; ".join(attempt.evidence),
+    )
 
 
 def _number(value: float | None, form: str) -> str:

@@ -71,9 +71,9 @@ def submit(
     config = resolve(recipe, cluster, overrides, given)
     root = runs_root(runs_dir)
     run = submission.new_run(root, name, config.recipe.name)
+    prepared = submission.prepare(config, nodes, run)
     if not dry_run:
         submission.check_trainable(config)
-    prepared = submission.prepare(config, nodes, run)
     config = submission.with_inputs(config, root, build=not dry_run)
     if dry_run:
         _print_scripts(prepared, as_json)

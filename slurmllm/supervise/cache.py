@@ -6,6 +6,7 @@ unpacked beside its final name and renamed, so that a folder is whole or absent.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -111,8 +112,21 @@ def put_in_place(
     Raises:
         NodeError: neither archive is whole, or the node-local disk refuses.
     """
-    if _marked(cache) == manifest.archive_sha256:
-        return "present"
+    try:
+        with cache.with_name(f"{cache.name}.lock").open("w") as lock:
+            # The launchers of --local share one disk: one unpacks, the others find it present.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _marked(cache) == manifest.archive_sha256:
+                return "present"
+            return _unpack(cache, run, manifest)
+    except OSError as error:
+        raise NodeError(
+            f"cannot unpack the compiled graphs into {cache} on {os.uname().nodename}: "
+            f"{error.strerror or error}; free space there or set cluster.node_local"
+        ) from error
+
+
+def _unpack(cache: Path, run: RunDir, manifest: GraphManifest) -> Literal["broadcast", "shared"]:
     source = broadcast_path(cache)
     origin: Literal["broadcast", "shared"] = "broadcast"
     if not (source.is_file() and checksum(source) == manifest.archive_sha256):
@@ -122,27 +136,16 @@ def put_in_place(
                 f"{source} does not match its manifest; remove {run.graphs_manifest} and "
                 "`slurmllm resume` to compile the graphs again"
             )
+    unpacked = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
     try:
-        unpacked = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
-        try:
-            with tarfile.open(source) as archive:
-                archive.extractall(unpacked, filter="data")
-            (unpacked / _MARKER).write_text(manifest.archive_sha256, encoding="utf-8")
-            if cache.exists() and _marked(cache) != manifest.archive_sha256:
-                shutil.rmtree(cache)
-            try:
-                unpacked.replace(cache)
-            except OSError:
-                # Another launcher of this machine (--local with several nodes) was faster.
-                if _marked(cache) != manifest.archive_sha256:
-                    raise
-        finally:
-            shutil.rmtree(unpacked, ignore_errors=True)
-    except OSError as error:
-        raise NodeError(
-            f"cannot unpack the compiled graphs into {cache} on {os.uname().nodename}: "
-            f"{error.strerror or error}; free space there or set cluster.node_local"
-        ) from error
+        with tarfile.open(source) as archive:
+            archive.extractall(unpacked, filter="data")
+        (unpacked / _MARKER).write_text(manifest.archive_sha256, encoding="utf-8")
+        if cache.exists():
+            shutil.rmtree(cache)
+        unpacked.replace(cache)
+    finally:
+        shutil.rmtree(unpacked, ignore_errors=True)
     return origin
 
 

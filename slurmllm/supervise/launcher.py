@@ -8,6 +8,7 @@ after SIGTERM (pytorch #119856), and how each rank ended is written down for the
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -102,10 +103,6 @@ class Launcher:
         self._save(pids={rank: worker.pid for rank, worker in self.workers.items()})
 
     def _worker_env(self, rank: int, local_rank: int, per_node: int) -> dict[str, str]:
-        cpus = self.config.cluster.cpus_per_node or len(os.sched_getaffinity(0))
-        if "SLURM_CPUS_ON_NODE" in os.environ and not self.config.cluster.cpus_per_node:
-            cpus = int(os.environ["SLURM_CPUS_ON_NODE"])
-        sharing = per_node * (len(self.record.nodes) if self.record.job_id is None else 1)
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
@@ -115,9 +112,22 @@ class Launcher:
             "MASTER_ADDR": self.record.master_addr,
             "MASTER_PORT": str(self.record.master_port),
             NODE_NAME: self.node,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus // sharing)),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(self._threads(per_node)),
             "PYTHONUNBUFFERED": "1",
         }
+
+    def _threads(self, per_node: int) -> int:
+        """CPU threads of a worker.
+
+        Compiled CPU graphs hold the number, so that precompile must use the one that train will:
+        the nodes of --local share this machine's CPUs in both stages.
+        """
+        on_node = os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))
+        cpus = self.config.cluster.cpus_per_node or int(on_node)
+        sharing = per_node
+        if self.record.job_id is None:
+            sharing *= int(json.loads(self.run.plan.read_text(encoding="utf-8"))["nodes"])
+        return max(1, cpus // sharing)
 
     def _wait(self) -> bool:
         """Wait for all workers; returns whether one of them failed."""
