@@ -96,8 +96,15 @@ class Backend(ABC):
         """The 2-norm over all parameters (collective)."""
 
     @abstractmethod
-    def save_shards(self, directory: Path) -> None:
-        """Write model, optimizer and random state into an existing folder (collective)."""
+    def save_shards(self, directory: Path) -> list[str]:
+        """Write model, optimizer and random state into an existing folder (collective).
+
+        Returns:
+            Names of the files that this worker wrote, on disk for good (fsync).
+
+        Raises:
+            StorageError: on all workers, where the file system refused one of them.
+        """
 
     @abstractmethod
     def load_shards(self, directory: Path) -> None:

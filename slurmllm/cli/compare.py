@@ -10,10 +10,20 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from slurmllm.analysis.comparison import Comparison, Overlap, Side, Tolerances
     from slurmllm.analysis.curves import Curve
+
+
+_HEADINGS = (
+    "metric",
+    "steps",
+    "max diff",
+    "at step",
+    "mean diff",
+    "parts at",
+    "tolerance",
+    "identical",
+)
 
 
 @click.command()
@@ -141,21 +151,24 @@ def _draw(a: Curve, b: Curve, comparison: Comparison, plot: str | None) -> Compa
 
 def _print(comparison: Comparison) -> None:
     """The table, the verdict, the warnings and where the picture is."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(_describe("A", comparison.a, comparison.overlaps["a"]))
-    console.print(_describe("B", comparison.b, comparison.overlaps["b"]))
-    console.print()
-    console.print(_table(comparison))
-    console.print()
+    from slurmllm.cli.output import console, print_table
+
+    def line(text: str | Text) -> None:
+        console().print(text, soft_wrap=True, markup=False)
+
+    line(_describe("A", comparison.a, comparison.overlaps["a"]))
+    line(_describe("B", comparison.b, comparison.overlaps["b"]))
+    line("")
+    print_table(_HEADINGS, _cells(comparison))
+    line("")
     color = "green" if comparison.match else "red"
-    console.print(Text.assemble((comparison.verdict, f"bold {color}"), ": ", comparison.reason))
+    line(Text.assemble((comparison.verdict, f"bold {color}"), ": ", comparison.reason))
     for warning in comparison.warnings:
-        console.print(f"warning: {warning}")
+        line(f"warning: {warning}")
     if comparison.plot is not None:
-        console.print(f"picture: {comparison.plot}")
+        line(f"picture: {comparison.plot}")
 
 
 def _describe(label: str, side: Side, overlap: Overlap) -> str:
@@ -170,29 +183,23 @@ def _describe(label: str, side: Side, overlap: Overlap) -> str:
     return text
 
 
-def _table(comparison: Comparison) -> Table:
-    from rich.table import Table
-
+def _cells(comparison: Comparison) -> list[tuple[str, ...]]:
+    """A row a metric, in the order of the headings."""
     from slurmllm.analysis.verdict import figure
 
     def shown(value: float | None) -> str:
         return "-" if value is None else figure(value)
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    headings = ("steps", "max diff", "at step", "mean diff", "parts at", "tolerance", "identical")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, metric in comparison.metrics.items():
-        departure = metric.first_departure_step
-        table.add_row(
+    return [
+        (
             name,
             str(metric.steps_compared),
             shown(metric.max_rel_diff),
             str(metric.max_rel_diff_step) if metric.max_rel_diff else "-",
             shown(metric.mean_rel_diff),
-            "-" if departure is None else str(departure),
+            "-" if metric.first_departure_step is None else str(metric.first_departure_step),
             "exact" if comparison.tolerance.exact else shown(metric.tolerance),
             "yes" if metric.bit_identical else "no",
         )
-    return table
+        for name, metric in comparison.metrics.items()
+    ]

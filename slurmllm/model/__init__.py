@@ -1,1 +1,5 @@
-""""""
+"""The model: one decoder, with what sets the families apart in `families.py`.
+
+`decoder.py` holds the modules, `rotary.py` the rotary positions, `init.py` the initial weights,
+which depend on the seed and never on how the weights are shared out.
+"""

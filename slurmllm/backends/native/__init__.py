@@ -1,1 +1,1 @@
-""""""
+"""Training through PyTorch itself, on CPUs and NVIDIA GPUs."""

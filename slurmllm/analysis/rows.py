@@ -1,0 +1,128 @@
+"""The lines of a metrics file, one row a step, without numpy: cheap enough for `status`.
+
+A worker that is killed can leave its last line cut in the middle, so the last line of a file
+may be broken and is then left out. A broken line before it is damage, and an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmllm.errors import RunError
+from slurmllm.rundir import RunDir
+
+Row = dict[str, Any]
+
+_TAIL_BYTES = 16 * 1024
+
+
+@dataclass
+class MetricsFile:
+    """A metrics file as it is read.
+
+    Attributes:
+        path: The file.
+        line: Number of the line read last, from 1.
+        cut_line: Number of a last line that was cut and left out, once the file is read.
+    """
+
+    path: Path
+    line: int = 0
+    cut_line: int | None = field(default=None, init=False)
+
+    def rows(self) -> Iterator[Row]:
+        """Read the rows from the first to the last whole one.
+
+        Raises:
+            RunError: a line is not a row, or the file cannot be read.
+        """
+        broken: RunError | None = None
+        try:
+            with self.path.open("rb") as stream:
+                for self.line, text in enumerate(stream, start=1):
+                    if not text.strip():
+                        continue
+                    if broken is not None:
+                        raise broken
+                    row = _parse(text)
+                    if row is None:
+                        broken = self.fault("not one whole JSON value")
+                        self.cut_line = self.line
+                        continue
+                    yield self._checked(row)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+    def fault(self, what: str) -> RunError:
+        """The error for the line read last."""
+        return RunError(
+            f"{self.path}:{self.line}: {what}; every line but a cut last one must be a JSON "
+            "object with a step; mend or remove the line"
+        )
+
+    def _checked(self, row: Any) -> Row:
+        if not isinstance(row, dict):
+            raise self.fault(f"a JSON {type(row).__name__}, not an object")
+        step = row.get("step")
+        if type(step) is not int or not 0 <= step < 2**53:
+            shown = "absent" if "step" not in row else f"{step!r:.40}"
+            raise self.fault(f"step is {shown}, not a whole number from 0")
+        return row
+
+
+def last_row(run: RunDir) -> Row | None:
+    """The newest whole row of a run, read from the end of its newest metrics file.
+
+    An attempt that has not finished a step yet leaves the row of the attempt before it.
+
+    Returns:
+        The row as written (`records.MetricsRow`), or None where the run has made no step.
+
+    Raises:
+        RunError: a metrics file cannot be read.
+    """
+    try:
+        for path in reversed(run.metrics_files()):
+            row = _last_row_of(path)
+            if row is not None:
+                return row
+    except OSError as error:
+        raise _unreadable(run.path, error) from error
+    return None
+
+
+def _last_row_of(path: Path) -> Row | None:
+    with path.open("rb") as stream:
+        size = stream.seek(0, 2)
+        start, tail = size, b""
+        while start > 0:
+            begin = max(0, start - max(_TAIL_BYTES, len(tail)))
+            stream.seek(begin)
+            tail = stream.read(start - begin) + tail
+            start = begin
+            lines = tail.split(b"\n")
+            # The first piece is the end of a line that begins before what was read.
+            for text in reversed(lines if start == 0 else lines[1:]):
+                row = _parse(text) if text.strip() else None
+                if isinstance(row, dict) and type(row.get("step")) is int:
+                    return row
+    return None
+
+
+def _parse(text: bytes) -> Any:
+    """The JSON value of a line; None where the line is broken (a bare `null` counts as such)."""
+    try:
+        return json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _unreadable(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"cannot read {error.filename or path}: {error.strerror or error}; a metrics file must "
+        "be readable: check its permissions and the file system"
+    )

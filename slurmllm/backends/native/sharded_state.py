@@ -1,0 +1,116 @@
+"""Model, optimizer and random state to files and back, by torch.distributed.checkpoint.
+
+Every worker writes its own shards into one file; `.metadata` maps parameter names to pieces, so
+that another number of workers can read them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from slurmllm.backends.base import Worker
+from slurmllm.errors import CodeError, SlurmllmError, StorageError
+
+
+def save(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    directory: Path,
+    worker: Worker,
+    group: dist.ProcessGroup,
+) -> list[str]:
+    """Write this worker's shards (collective).
+
+    Returns:
+        Names of the files that this worker wrote.
+
+    Raises:
+        StorageError: the file system refused one of the workers.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {
+        "model": model_state,
+        # Not its param_groups: learning rate and the like come from the recipe.
+        "optimizer": optimizer_state["state"],
+        "random": {_random_key(worker.rank): _random_state()},
+    }
+    try:
+        save_state(
+            state,
+            storage_writer=FileSystemWriter(directory, sync_files=True),
+            process_group=group,
+        )
+    except CheckpointException as error:  # on all workers alike
+        raise _blamed(error, f"cannot write shards into {directory}") from error
+    written = [path.name for path in directory.glob(f"__{worker.rank}_*.distcp")]
+    return sorted(written) + ([".metadata"] if worker.rank == 0 else [])
+
+
+def load(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    directory: Path,
+    worker: Worker,
+    group: dist.ProcessGroup,
+) -> None:
+    """Read what `save` wrote, by any number of workers (collective).
+
+    The random state comes back where the number of workers is the same; else it stays as the
+    start-up seeded it.
+    """
+    reader = FileSystemReader(directory)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
+    saved = [key for key in reader.read_metadata().state_dict_metadata if key.startswith("random.")]
+    same_world = len({key.split(".")[1] for key in saved}) == worker.world_size
+    if same_world:
+        state["random"] = {_random_key(worker.rank): _random_state()}
+    try:
+        load_state(state, storage_reader=reader, process_group=group)
+    except CheckpointException as error:
+        raise _blamed(error, f"cannot read shards from {directory}") from error
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+    )
+    if same_world:
+        _set_random_state(state["random"][_random_key(worker.rank)])
+
+
+def _blamed(error: CheckpointException, what: str) -> SlurmllmError:
+    """The file system's refusals told from faults of the code."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    # torch.save wraps what its stream raises; what is left is its own words.
+    refused = isinstance(cause, OSError) or "PytorchStreamWriter" in str(cause)
+    told = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+    kind = StorageError if refused else CodeError
+    return kind(f"{what}: {told} (rank {rank})")
+
+
+def _random_key(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,59 @@
+"""What the training loop must remember besides the backend's shards, and whose checkpoint it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from slurmllm.config.recipe import Recipe
+from slurmllm.config.resolve import flatten
+from slurmllm.records import Record
+
+TRAIN_STATE = "train_state.json"
+
+
+class TrainState(Record):
+    """`checkpoints/step_XXXXXXXX/train_state.json`."""
+
+    step: int
+    tokens: int = Field(description="trained on so far")
+    data: dict[str, Any] = Field(description="position in the corpus, of all workers together")
+    fingerprint: dict[str, Any] = Field(description="see `fingerprint`")
+
+
+def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be continued: dotted path → value.
+
+    Model and data order. Not the learning rate, the mesh or the number of steps, which may change.
+
+    Args:
+        recipe: The run's.
+        corpus: Identity of the corpus by its content.
+        tokenizer: Identity of the tokenizer by its content.
+    """
+    return {
+        **flatten(recipe.model.model_dump(mode="json"), "model."),
+        "data.corpus": corpus,
+        "data.tokenizer": tokenizer,
+        "data.mask": recipe.data.mask,
+        "train.seed": recipe.train.seed,
+        "train.global_batch": recipe.train.global_batch,
+    }
+
+
+def digest(fields: Mapping[str, Any]) -> str:
+    """One word for a fingerprint's fields."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """One line for each field that differs."""
+    return [
+        f"{path}: the checkpoint has {saved.get(path)!r}, the run {current.get(path)!r}"
+        for path in [*saved, *(path for path in current if path not in saved)]
+        if saved.get(path) != current.get(path)
+    ]

@@ -1,0 +1,128 @@
+"""Tokenizers: training one, and text → token ids for packing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from slurmllm.errors import DataError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# In the order tried: GPT-2, GPT-NeoX, Pythia; then Llama.
+_END_OF_DOCUMENT_TOKENS = (END_OF_DOCUMENT, "</s>")
+# 256 bytes and the end-of-document token: no byte-level tokenizer can be smaller.
+MIN_VOCAB_SIZE = 257
+
+
+class TokenEncoder:
+    """Text → token ids, a document at a time.
+
+    A document's ids are its text's and nothing else: no truncation, no padding, no added
+    beginning or end, whatever tokenizer.json asks for. Special tokens spelt out in the text are
+    encoded as ordinary text, so that no document can forge the end of a document.
+
+    Attributes:
+        end_of_document: Id of the token that ends a document.
+        num_ids: Largest id + 1: the smallest vocabulary a model can have.
+        fingerprint: Hex digest of the file.
+
+    Raises:
+        DataError: missing, unreadable, or without an end-of-document token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            data = path.read_bytes()
+            tokenizer = Tokenizer.from_buffer(data)
+        except OSError as error:
+            raise DataError(
+                f"cannot read tokenizer {path}: {error.strerror or error}; name a tokenizer.json, "
+                "or make one with `slurmllm tokenizer train`"
+            ) from error
+        except Exception as error:  # the library raises Exception itself
+            raise DataError(
+                f"{path} is not a tokenizer.json of the tokenizers library: {error}; "
+                "name another one, or make one with `slurmllm tokenizer train`"
+            ) from error
+        # One text at a time leaves a thread pool nothing to do, and a process that has used the
+        # pool is warned at every later fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        found = [tokenizer.token_to_id(token) for token in _END_OF_DOCUMENT_TOKENS]
+        ids = [token_id for token_id in found if token_id is not None]
+        if not ids:
+            raise DataError(
+                f"tokenizer {path} has no end-of-document token: neither "
+                f"{' nor '.join(_END_OF_DOCUMENT_TOKENS)} is in its vocabulary; add one to the "
+                "file's added_tokens, or train one with `slurmllm tokenizer train`"
+            )
+        self.end_of_document: int = ids[0]
+        self.fingerprint = hashlib.sha256(data).hexdigest()[:16]
+
+    @property
+    def num_ids(self) -> int:
+        """Largest id + 1, which exceeds the number of tokens where ids have gaps."""
+        return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """Token ids of a document and its end-of-document token.
+
+        Returns:
+            int32 [tokens + 1].
+        """
+        # The fast variant leaves out character offsets: 1.18 times the tokens/s of encode().
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids = encoding.ids
+        ids.append(self.end_of_document)
+        return np.array(ids, dtype=np.int32)
+
+    def decode(self, ids: npt.NDArray[np.integer]) -> str:
+        """Text of token ids, the end-of-document tokens spelt out."""
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
+    """Train a byte-level BPE tokenizer; the same texts give the same bytes.
+
+    Args:
+        texts: Documents.
+        vocab_size: Entries, 256 bytes and the end-of-document token (id 0) included. Short texts
+            give fewer: merging ends when no pair of tokens is left.
+
+    Returns:
+        The content of a tokenizer.json.
+
+    Raises:
+        DataError: a vocabulary too small to hold all bytes.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise DataError(
+            f"a vocabulary of {vocab_size} cannot hold the 256 bytes and {END_OF_DOCUMENT}; "
+            f"--vocab-size must be at least {MIN_VOCAB_SIZE}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str(pretty=True)) + "\n"
+
+
+def vocab_size_of(tokenizer_json: str) -> int:
+    """Entries of a tokenizer's vocabulary."""
+    return int(Tokenizer.from_str(tokenizer_json).get_vocab_size(with_added_tokens=True))

@@ -1,0 +1,122 @@
+"""The process that tokenizes ahead of the training: `python -m slurmllm.data.worker`.
+
+Started and read by `prefetch.WorkerProcess`; started anew rather than forked, because its parent
+holds torch, device handles and threads, none of which survive a fork. It imports none of them.
+
+    stdin    a JSON line, what to read; a JSON line, where to begin; then nothing until the end
+    stdout   frames: header (kind, rows), then the kind's content (`FRAME`)
+    stderr   the parent's
+
+It ends when its parent does, however that comes about: at the end of stdin, at a broken pipe, or
+when it finds itself adopted by another process (children that the parent forked may hold the
+pipes open after it).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from slurmllm.data.corpus import Corpus
+from slurmllm.data.slots import SlotGroup
+from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.errors import SlurmllmError
+
+# A frame's header: kind, and its length: rows of a batch, bytes of a failure.
+#   BATCH    int64 [rows, 2] positions after the batch, int32 [rows, seq_len + 1] tokens
+#   FAILURE  a JSON object {"error", "message", "traceback"}
+FRAME = struct.Struct("<BQ")
+BATCH = 1
+FAILURE = 2
+
+# Job launchers send these to every process of a job or a terminal; the parent decides when to
+# stop, and still needs batches for the step that it finishes first.
+PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_ADOPTION_POLL_S = 1.0
+
+
+def main() -> NoReturn:
+    """Tokenize until the parent ends."""
+    for number in PARENT_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # The parent blocked them while it started this process; ignored, they may come through.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)
+    frames = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a stray print must not land between frames
+
+    what = json.loads(sys.stdin.readline() or "null")
+    if what is None:
+        os._exit(0)
+    threading.Thread(target=_end_when_adopted, args=(what["parent_pid"],), daemon=True).start()
+    outgoing: queue.Queue[list[bytes]] = queue.Queue(maxsize=what["prefetch"])
+    threading.Thread(target=_send, args=(frames, outgoing), daemon=True).start()
+    try:
+        start = json.loads(sys.stdin.readline() or "null")
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+        if start is None:
+            os._exit(0)
+        _tokenize(what, start, outgoing)
+    except BaseException as error:
+        failure = {
+            "error": type(error).__name__ if isinstance(error, SlurmllmError) else "",
+            "message": str(error) or repr(error),
+            "traceback": traceback.format_exc(),
+        }
+        content = json.dumps(failure).encode()
+        outgoing.put([FRAME.pack(FAILURE, len(content)), content])
+    # The parent ends this process once it has read the failure.
+    while True:
+        time.sleep(_ADOPTION_POLL_S)
+
+
+def _tokenize(
+    what: dict[str, Any], start: dict[str, Any], outgoing: queue.Queue[list[bytes]]
+) -> NoReturn:
+    first, end = start["slots"]
+    group = SlotGroup(
+        Corpus(Path(what["corpus"])),
+        TokenEncoder(Path(what["tokenizer"])),
+        what["seq_len"],
+        what["global_batch"],
+        what["seed"],
+        range(first, end),
+        start["positions"],
+    )
+    while True:
+        batch = group.next_batch()
+        positions = group.positions()
+        outgoing.put([FRAME.pack(BATCH, len(batch)), positions.tobytes(), batch.tobytes()])
+
+
+def _send(frames: BinaryIO, outgoing: queue.Queue[list[bytes]]) -> None:
+    try:
+        while True:
+            for part in outgoing.get():
+                frames.write(part)
+            frames.flush()
+    except OSError:  # the parent closed its end
+        os._exit(0)
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+def _end_when_adopted(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_ADOPTION_POLL_S)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What a worker's exception means: who is to blame, the exit code, and the record of it."""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+import traceback
+from typing import NamedTuple
+
+from slurmllm.backends.base import Worker
+from slurmllm.errors import (
+    EXIT_INTERRUPTED,
+    Blame,
+    CodeError,
+    NodeError,
+    SlurmllmError,
+    StorageError,
+)
+from slurmllm.records import FailureRecord
+
+# What gloo, the rendezvous store and NCCL say when another worker is gone. The supervisor knows
+# the same words: such a failure is the echo of another one.
+_LOST_PEER = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"
+    r"|Timed out waiting|Socket Timeout|wait timeout|recvValue|failed to recv"
+    r"|remote process exited|ncclRemoteError|NCCL.*(timeout|timed out)"
+    r"|DistNetworkError|No route to host|Socket is not connected|unhandled system error"
+)
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
+
+
+class Verdict(NamedTuple):
+    """What an exception means."""
+
+    error: str
+    message: str
+    blame: Blame
+    exit_code: int
+
+
+def judge(error: BaseException) -> Verdict:
+    """Name the exception, its blame and its exit code."""
+    name, message = type(error).__name__, str(error) or type(error).__name__
+    if isinstance(error, SlurmllmError):
+        return Verdict(name, message, error.blame, error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        return Verdict(name, "interrupted", "user", EXIT_INTERRUPTED)
+    if isinstance(error, MemoryError) or "can't allocate memory" in message:
+        name = "OutOfMemoryError"  # as torch calls it on a GPU
+    if name == "OutOfMemoryError":
+        remedy = "choose a smaller train.micro_batch or train.activation_checkpointing=full"
+        return Verdict(name, f"{message}; {remedy}", CodeError.blame, CodeError.exit_code)
+    if _LOST_PEER.search(f"{name} {message}"):
+        return Verdict(name, message, NodeError.blame, NodeError.exit_code)
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return Verdict(name, message, StorageError.blame, StorageError.exit_code)
+    return Verdict(name, message, CodeError.blame, CodeError.exit_code)
+
+
+def failure_record(error: BaseException, worker: Worker, step: int | None) -> FailureRecord:
+    """The record of a worker's failure."""
+    verdict = judge(error)
+    return FailureRecord(
+        rank=worker.rank,
+        node=worker.node,
+        error=verdict.error,
+        message=verdict.message,
+        blame=verdict.blame,
+        exit_code=verdict.exit_code,
+        step=step,
+        time=time.time(),
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def spoken(record: FailureRecord) -> str:
+    """What the worker prints: one message where the user can act on it, else the traceback too."""
+    head = f"rank {record.rank} on {record.node}: "
+    if record.blame == "code" and record.error not in ("DivergenceError", "OutOfMemoryError"):
+        head = f"{record.traceback.rstrip()}\n{head}{record.error}: "
+    return f"{head}{record.message}"

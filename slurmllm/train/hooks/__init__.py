@@ -1,0 +1,28 @@
+"""What happens beside training, a file each; the order is the one in which a step's end runs."""
+
+from __future__ import annotations
+
+from slurmllm.train.hooks.base import Hook
+from slurmllm.train.hooks.checkpoint import CheckpointHook
+from slurmllm.train.hooks.metrics import MetricsHook
+from slurmllm.train.hooks.progress import ProgressHook
+from slurmllm.train.hooks.start_up import StartUpHook
+from slurmllm.train.job import Job
+
+
+def make_hooks(job: Job) -> list[Hook]:
+    """The hooks of this worker.
+
+    Metrics come before the checkpoint: where a checkpoint is, the rows up to it are on disk.
+    """
+    hooks: list[Hook] = []
+    if job.worker.local_rank == 0:
+        hooks.append(StartUpHook(job))
+    if job.stage == "precompile":
+        return hooks
+    if job.worker.rank == 0:
+        from slurmllm.train.hooks.tensorboard import TensorBoardHook
+
+        hooks += [MetricsHook(job), TensorBoardHook(job), ProgressHook(job)]
+    hooks.append(CheckpointHook(job))
+    return hooks

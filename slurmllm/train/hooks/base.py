@@ -1,0 +1,31 @@
+"""What a hook is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from slurmllm.records import MetricsRow
+
+
+class Moment(NamedTuple):
+    """The end of one step.
+
+    Attributes:
+        row: What was measured.
+        last: Whether the stage is complete with this step.
+        saving: Whether a checkpoint is written after this step.
+    """
+
+    row: MetricsRow
+    last: bool
+    saving: bool
+
+
+class Hook:
+    """Something that happens beside training."""
+
+    def after_step(self, moment: Moment) -> None:
+        """After each optimizer step, on every worker that has the hook."""
+
+    def close(self) -> None:
+        """At the end of training, however it ends; raises nothing, which would hide the end."""

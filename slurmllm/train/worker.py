@@ -1,0 +1,86 @@
+"""The process entry of a worker, and its ways out: finished, stopped, failed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+
+from slurmllm.backends.base import Worker
+from slurmllm.errors import EXIT_OK, ConfigError, SlurmllmError
+from slurmllm.rundir import AttemptDir, RunDir, Stage
+from slurmllm.train.failures import failure_record, spoken
+from slurmllm.train.job import Job, make_job, open_job
+from slurmllm.train.stop import StopRequest
+
+
+def run_worker(run: RunDir, stage: Stage, attempt: int) -> int:
+    """Do one worker's part in an attempt.
+
+    The launcher's variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and
+    SLURMLLM_NODE (the node's name; the host's where unset).
+
+    Returns:
+        The exit code: 0 finished, 75 stopped and saved, else a failure's (see `errors`). A worker
+        that fails after its process groups are open does not return but ends the process, for
+        closing a group whose peers are gone may take for ever.
+    """
+    started = time.time()
+    stop = StopRequest()
+    stop.install()
+    worker = _worker()
+    job: Job | None = None
+    try:
+        job = make_job(run, stage, attempt, worker, stop, started)
+        code = _work(job)
+        job.close()
+    except BaseException as error:  # KeyboardInterrupt too: every ending leaves a record
+        code = _fail(error, run.attempt(stage, attempt), worker, job)
+    return code
+
+
+def _work(job: Job) -> int:
+    open_job(job)
+    if job.step >= job.last_step:
+        job.say(f"nothing to do: step {job.step} of {job.last_step} is already reached")
+        return EXIT_OK
+    from slurmllm.train.hooks import make_hooks
+    from slurmllm.train.loop import train
+
+    hooks = make_hooks(job)
+    try:
+        return train(job, hooks)
+    finally:
+        for hook in hooks:
+            hook.close()
+
+
+def _fail(error: BaseException, attempt: AttemptDir, worker: Worker, job: Job | None) -> int:
+    """Write down and say why; end the process where closing the process groups could hang."""
+    record = failure_record(error, worker, job.step if job is not None else None)
+    with suppress(SlurmllmError):
+        record.save(attempt.failure(worker.rank))
+    print(spoken(record), file=sys.stderr, flush=True)
+    if job is not None:
+        with suppress(Exception):
+            job.close_stream()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        sys.stdout.flush()
+        os._exit(record.exit_code)
+    return record.exit_code
+
+
+def _worker() -> Worker:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set: `slurmllm worker` is started by the launcher"
+        )
+    rank, world_size, local_rank = (int(os.environ[name]) for name in names)
+    return Worker(
+        rank, world_size, local_rank, os.environ.get("SLURMLLM_NODE", socket.gethostname())
+    )

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from training_rows import MakeFile, MakeRun, make_row, make_rows
+
+from slurmllm.cli.compare import compare
+from slurmllm.cli.main import cli
+from slurmllm.errors import RunError, SlurmllmError, StorageError, UserError
+from slurmllm.rundir import RunDir
+
+
+@pytest.fixture
+def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURMLLM_RUNS", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(compare, [str(argument) for argument in arguments])
+
+    return run
+
+
+@pytest.fixture
+def three_runs(make_run: MakeRun) -> tuple[RunDir, RunDir, RunDir]:
+    other = [make_row(step, loss=9.0) if step >= 37 else make_row(step) for step in range(1, 51)]
+    return (
+        make_run("unbroken", make_rows(1, 50)),
+        make_run("requeued", make_rows(1, 30), make_rows(21, 50, 1)),
+        make_run("other", other),
+    )
+
+
+def refusal(result: Result, kind: type[SlurmllmError] = RunError) -> str:
+    """The message of the error that the command line prints, whose exit code is 2."""
+    assert isinstance(result.exception, kind), result.exception
+    assert result.exception.exit_code == 2
+    assert result.stdout == ""
+    return str(result.exception)
+
+
+def parsed(result: Result) -> dict[str, Any]:
+    def strict(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    answer = json.loads(result.stdout, parse_constant=strict)
+    assert isinstance(answer, dict)
+    return answer
+
+
+@pytest.mark.usefixtures("three_runs")
+def test_match_is_0_and_differ_is_1(run_command) -> None:
+    match = run_command("unbroken", "requeued")
+    assert match.exit_code == 0, match.exception
+    assert "match: loss and grad_norm are bit-identical at all 50 steps compared" in match.stdout
+    assert "10 rows made again and counted once (bit-identical)" in match.stdout
+    differ = run_command("unbroken", "other", "--no-plot")
+    assert differ.exit_code == 1
+    assert "differ: loss parts at step 37: " in differ.stdout
+    assert "picture" not in differ.stdout
+
+
+@pytest.mark.usefixtures("three_runs")
+@pytest.mark.parametrize(("other", "code"), [("requeued", 0), ("other", 1), ("absent", 2)])
+def test_exit_codes_of_the_whole_command_line(run_command, other: str, code: int) -> None:
+    result = CliRunner().invoke(cli, ["compare", "unbroken", other, "--no-plot", "--json"])
+    assert result.exit_code == code
+    assert (result.stdout == "") == (code == 2)
+    assert ("error: no run 'absent'" in result.stderr) == (code == 2)
+
+
+def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_runs) -> None:
+    result = run_command("unbroken", "other", "--json")
+    assert result.exit_code == 1
+    answer = parsed(result)
+    assert set(answer) == {
+        "verdict", "match", "reason", "causes", "tolerance", "a", "b", "steps_compared",
+        "first_step", "last_step", "only_in_a", "only_in_b", "metrics", "overlaps", "warnings",
+        "plot",
+    }  # fmt: skip
+    assert (answer["verdict"], answer["match"]) == ("differ", False)
+    assert answer["tolerance"] == {"loss": 1e-3, "grad_norm": 1e-2, "exact": False}
+    assert (answer["a"]["name"], answer["b"]["name"]) == ("unbroken", "other")
+    assert set(answer["metrics"]) == {"loss", "grad_norm"}
+    assert answer["metrics"]["loss"]["first_departure_step"] == 37
+    assert answer["overlaps"]["b"] == {"rows": 0, "identical": None, "max_rel_diff": None}
+    assert answer["plot"] == str(three_runs[0].reports / "compare-unbroken-other.png")
+    assert Path(answer["plot"]).is_file()
+
+
+def test_json_is_strict_where_values_are_not_finite(run_command, make_run: MakeRun) -> None:
+    make_run("a", [make_row(step, loss=float("nan")) for step in range(1, 4)])
+    make_run("b", [make_row(step, grad_norm=float("inf")) for step in range(1, 4)])
+    result = run_command("a", "b", "--json")
+    assert result.exit_code == 1
+    assert parsed(result)["metrics"]["loss"]["max_rel_diff"] is None
+
+
+def test_runs_by_directory_by_file_and_under_another_root(run_command, three_runs) -> None:
+    unbroken, requeued, _ = three_runs
+    for arguments in (
+        (unbroken.path, requeued.path),
+        ("runs/unbroken", "requeued"),
+        (unbroken.metrics(0), requeued.path),
+    ):
+        assert run_command(*arguments, "--no-plot", "--exact").exit_code == 0
+    unbroken.path.parent.rename("elsewhere")
+    assert "no run 'unbroken'" in refusal(run_command("unbroken", "requeued"))
+    assert run_command("unbroken", "requeued", "--runs-dir", "elsewhere").exit_code == 0
+    Path("elsewhere/unbroken/config.yaml").unlink()
+    copied = run_command("elsewhere/unbroken", "requeued", "--runs-dir", "elsewhere")
+    assert copied.exit_code == 0
+
+
+@pytest.mark.usefixtures("three_runs")
+def test_options_reach_the_comparison(run_command) -> None:
+    assert run_command("unbroken", "other", "--no-plot", "--to-step", 36).exit_code == 0
+    assert run_command("unbroken", "other", "--no-plot", "--from-step", 36).exit_code == 1
+    assert run_command("unbroken", "other", "--no-plot", "--tolerance", 2).exit_code == 0
+    answer = parsed(run_command("unbroken", "other", "--json", "--grad-norm-tolerance", "1e-4"))
+    assert answer["tolerance"] == {"loss": 1e-3, "grad_norm": 1e-4, "exact": False}
+    assert run_command("unbroken", "requeued", "--exact", "--no-plot").exit_code == 0
+
+
+@pytest.mark.usefixtures("three_runs")
+def test_the_picture_goes_where_it_is_wanted(run_command, tmp_path: Path) -> None:
+    answer = parsed(run_command("unbroken", "other", "--json", "--plot", "new/p.PNG"))
+    assert answer["plot"] == "new/p.PNG"
+    assert (tmp_path / "new" / "p.PNG").read_bytes().startswith(b"\x89PNG")
+    answer = parsed(run_command("unbroken", "other", "--json", "--no-plot"))
+    assert answer["plot"] is None
+    assert not list(tmp_path.glob("runs/*/reports"))
+
+
+def test_a_picture_nobody_asked_for_is_no_failure(run_command, three_runs) -> None:
+    three_runs[0].reports.write_text("in the way")
+    result = run_command("unbroken", "requeued", "--json")
+    assert result.exit_code == 0
+    answer = parsed(result)
+    assert answer["plot"] is None
+    assert "cannot write the picture" in answer["warnings"][0]
+    asked = run_command("unbroken", "requeued", "--plot", three_runs[0].reports / "p.png")
+    assert isinstance(asked.exception, StorageError)
+
+
+@pytest.mark.usefixtures("three_runs")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--plot", "p.pdf"), r"--plot p\.pdf: the picture is a PNG; name it p\.png"),
+        (("--plot", "p.png", "--no-plot"), "exclude each other"),
+        (("--tolerance", "-1"), "--tolerance -1: a tolerance is 0 or more"),
+        (("--grad-norm-tolerance", "nan"), "--grad-norm-tolerance nan: a tolerance is 0 or more"),
+        (("--exact", "--tolerance", "1e-3"), "--tolerance 0.001 and --exact exclude each other"),
+    ],
+)
+def test_options_that_make_no_sense(run_command, options: tuple[str, ...], words: str) -> None:
+    message = refusal(run_command("unbroken", "other", *options), UserError)
+    assert re.search(words, message)
+
+
+def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile) -> None:
+    make_run("good", make_rows(1, 9))
+    make_run("silent")
+    make_run("empty", [])
+    make_run("later", make_rows(20, 29))
+    broken = make_run("broken", make_rows(1, 9))
+    broken.metrics(0).write_text('{"step": 1, "loss": 2.0}\n{"step"\n{"step": 3, "loss": 2.0}\n')
+    binary = make_file("binary", [])
+    binary.write_bytes(bytes(range(256)) * 8)
+    assert "no run 'absent'" in refusal(run_command("good", "absent"))
+    assert "no run 'absent'" in refusal(run_command("absent", "good", "--json"))
+    assert "no metrics file" in refusal(run_command("good", "absent.jsonl"))
+    assert "holds no attempt_NNN.jsonl" in refusal(run_command("good", "silent"))
+    assert "without one whole row" in refusal(run_command("good", "empty"))
+    assert "attempt_000.jsonl:2: " in refusal(run_command("good", "broken"))
+    assert "no step in common" in refusal(run_command("good", "later"))
+    assert "binary.jsonl:1: " in refusal(run_command("good", binary))
+    assert "cannot look up" in refusal(run_command("good", "x" * 5000))
+
+
+def test_a_cut_last_line_is_shown_and_does_no_harm(run_command, three_runs) -> None:
+    metrics = three_runs[1].metrics(1)
+    metrics.write_text(metrics.read_text()[:-25])
+    result = run_command("unbroken", "requeued", "--no-plot")
+    assert result.exit_code == 0
+    assert "attempt_001.jsonl:30: the last line is cut and left out" in result.stdout
+    assert "only A (unbroken) has steps 50; they are not compared" in result.stdout
+
+
+def test_names_are_no_markup(run_command, make_run: MakeRun) -> None:
+    make_run("[red]a[/]", make_rows(1, 3))
+    result = run_command("runs/[red]a[/]", "runs/[red]a[/]", "--no-plot")
+    assert result.exit_code == 0, result.exception
+    assert "[red]a[/]" in result.stdout
+
+
+def test_what_is_imported_and_when(three_runs, tmp_path: Path) -> None:
+    """No torch at all, matplotlib for a picture only, and click alone to show the help."""
+    code = f"""
+import sys
+from slurmllm.cli.compare import compare
+heavy = {{"torch", "matplotlib", "numpy", "pydantic", "rich"}}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+arguments = ["unbroken", "requeued", "--runs-dir", {str(tmp_path / "runs")!r}]
+compare.main([*arguments, "--no-plot"], standalone_mode=False)
+assert not {{"torch", "matplotlib"}} & set(sys.modules)
+compare.main(arguments, standalone_mode=False)
+assert "matplotlib" in sys.modules
+assert not {{"torch", "matplotlib.pyplot"}} & set(sys.modules)
+"""
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )

@@ -1,0 +1,145 @@
+"""Runs and workers for tests: a small recipe, and processes started as a launcher starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.data.build import build_corpus
+from slurmllm.data.inputs import find_inputs
+from slurmllm.data.readers import ReadOptions
+from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.rundir import RunDir, Stage
+
+_ENTRY = """
+import sys
+from pathlib import Path
+from slurmllm.rundir import RunDir
+from slurmllm.train.worker import run_worker
+sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
+"""
+_SMALL = (
+    "model.num_layers=2", "model.hidden_size=64", "model.num_heads=4", "model.ffn_hidden_size=128",
+    "model.vocab_size=512", "model.seq_len=32", "train.global_batch=8", "train.micro_batch=2",
+    "train.compile=false", "data.num_workers=0", "optim.warmup_steps=4", "checkpoint.keep=3",
+)  # fmt: skip
+
+
+def make_data(folder: Path) -> tuple[str, str]:
+    """A corpus of a few hundred made-up documents, and its tokenizer."""
+    rng = random.Random(7)
+    words = [f"{a}{b}" for a in "the of and to in is".split() for b in ("", "s", "ing", " be")]
+    texts = [" ".join(rng.choices(words, k=rng.randint(5, 120))) for _ in range(300)]
+    source = folder / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    build_corpus(find_inputs([str(source)]), folder / "corpus.arrow", ReadOptions())
+    (folder / "tokenizer.json").write_text(train_tokenizer(texts, 400))
+    return str(folder / "corpus.arrow"), str(folder / "tokenizer.json")
+
+
+def small_config(*overrides: str, data: tuple[str, str] | None = None) -> RunConfig:
+    inputs = [f"data.corpus={data[0]}", f"data.tokenizer={data[1]}"] if data else []
+    return resolve("tiny_neox", "local", [*_SMALL, *inputs, *overrides])
+
+
+def make_run(folder: Path, data: tuple[str, str], *overrides: str) -> RunDir:
+    """A run directory as `submit` leaves it."""
+    folder.mkdir(parents=True)
+    run = RunDir(folder)
+    run.config.write_text(small_config(*overrides, data=data).to_yaml())
+    return run
+
+
+class Gang:
+    """The workers of one attempt."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        world: int = 1,
+        *,
+        attempt: int = 0,
+        stage: Stage = "train",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.run, self.attempt, self.stage = run, attempt, stage
+        logs = run.path / "logs"
+        logs.mkdir(exist_ok=True)
+        self.logs = [logs / f"{stage}_{attempt}_{rank}.log" for rank in range(world)]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            variables = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "SLURMLLM_NODE": "node-0", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+            }  # fmt: skip
+            with log.open("wb") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", _ENTRY, str(run.path), stage, str(attempt)],
+                        env={**os.environ, **variables, **(env or {})},
+                        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    )
+                )  # fmt: skip
+
+    def wait(self, timeout_s: float = 120) -> list[int]:
+        """The exit codes by rank; workers that do not end in time are killed and fail the test."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.processes]
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"workers hang:\n{self.output()}") from error
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.wait()
+
+    def finish(self) -> RunDir:
+        """Wait for success."""
+        assert self.wait() == [0] * len(self.processes), self.output()
+        return self.run
+
+    def signal_at(self, step: int, number: signal.Signals, ranks: list[int]) -> None:
+        """Send a signal to some workers as soon as the metrics show a step."""
+        deadline = time.monotonic() + 60
+        while not (found := rows(self.run, self.attempt)) or found[-1]["step"] < step:
+            assert time.monotonic() < deadline, self.output()
+            assert self.processes[0].poll() is None, self.output()
+            time.sleep(0.002)
+        for rank in ranks:
+            self.processes[rank].send_signal(number)
+
+    def output(self, rank: int | None = None) -> str:
+        logs = self.logs if rank is None else [self.logs[rank]]
+        return "\n".join(log.read_text(errors="replace") for log in logs)
+
+
+def rows(run: RunDir, attempt: int) -> list[dict[str, Any]]:
+    """The complete metrics rows of an attempt."""
+    path = run.metrics(attempt)
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def curve(run: RunDir, *attempts: int) -> dict[int, tuple[float, float, float]]:
+    """Step → (loss, gradient norm, parameter norm), later attempts winning."""
+    return {
+        row["step"]: (row["loss"], row["grad_norm"], row["param_norm"])
+        for attempt in attempts or (0,)
+        for row in rows(run, attempt)
+    }

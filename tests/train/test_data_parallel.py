@@ -1,0 +1,76 @@
+"""The number of workers changes nothing but rounding; the files of a finished run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from train.gang import Gang, curve, make_run, rows
+
+from slurmllm.records import CheckpointManifest, MetricsRow, WorkerRecord
+from slurmllm.rundir import RunDir
+
+STEPS = 60
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_world_size_changes_only_rounding(
+    tmp_path: Path, data: tuple[str, str], unbroken: RunDir, world: int
+) -> None:
+    # 12 steps of the schedule of 60, so that the learning rates are those of the long run.
+    run = make_run(
+        tmp_path / "run", data, f"cluster.devices_per_node={world}",
+        "train.steps=12", f"optim.decay_steps={STEPS}",
+    )  # fmt: skip
+    Gang(run, world).finish()
+    reference = curve(unbroken)
+    for step, values in curve(run).items():
+        assert values == pytest.approx(reference[step], rel=1e-5), f"step {step}"
+
+
+def test_metrics_have_every_step_once(unbroken: RunDir) -> None:
+    found = [MetricsRow.model_validate(row) for row in rows(unbroken, 0)]
+    assert [row.step for row in found] == list(range(1, STEPS + 1))
+    assert [row.tokens for row in found] == [step * 8 * 32 for step in range(1, STEPS + 1)]
+    for row in found:
+        assert row.tokens_per_s == pytest.approx(row.seq_per_s * 32)
+        assert row.seq_per_s == pytest.approx(8 / row.step_time_s)
+    assert found[-1].loss < found[0].loss - 1
+
+
+def test_log_tells_start_progress_and_end(unbroken: RunDir) -> None:
+    log = (unbroken.logs / "train_0_0.log").read_text()
+    assert "starting from step 0" in log
+    assert "graph cache: 0 hits, 0 misses; first step" in log
+    told = [line.split()[1] for line in log.splitlines() if line.startswith("step ")]
+    assert told == [f"{step}/60" for step in (1, 2, 3, 10, 20, 30, 40, 50, 60)]
+    assert (unbroken.logs / "train_0_1.log").read_text() == ""
+
+
+def test_worker_record(unbroken: RunDir) -> None:
+    record = WorkerRecord.load(unbroken.attempt("train", 0).worker(0))
+    assert (record.rank, record.node, record.resumed_from) == (0, "node-0", None)
+    assert 0 < record.first_step_s < 60
+    assert record.start_up_s > 0
+    assert not unbroken.attempt("train", 0).worker(1).exists(), "one record a node"
+
+
+def test_newest_checkpoints_are_kept_whole(unbroken: RunDir) -> None:
+    assert unbroken.checkpoint_steps() == [40, 50, 60]
+    assert sorted(p.name for p in unbroken.checkpoints.iterdir()) == [
+        f"step_{step:08d}" for step in (40, 50, 60)
+    ]
+    manifest = CheckpointManifest.load(unbroken.checkpoint(60) / "manifest.json")
+    assert (manifest.step, manifest.world_size, manifest.tokens) == (60, 2, 60 * 8 * 32)
+    names = {path.name for path in unbroken.checkpoint(60).iterdir()}
+    assert names == {file.path for file in manifest.files} | {"manifest.json"}
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp", "train_state.json"} <= names
+
+
+def test_nothing_is_done_twice(unbroken: RunDir) -> None:
+    gang = Gang(unbroken, world=2, attempt=1)
+    assert gang.wait() == [0, 0]
+    assert "nothing to do: step 60 of 60 is already reached" in gang.output(0)
+    assert rows(unbroken, 1) == []
+    assert json.loads((unbroken.checkpoint(60) / "manifest.json").read_text())["attempt"] == 0

@@ -1,0 +1,87 @@
+"""Whatever ends an attempt, the next one goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from train.conftest import LONG
+from train.gang import Gang, curve, rows
+
+from slurmllm.errors import EXIT_REQUEUE
+from slurmllm.records import CheckpointManifest, FailureRecord, WorkerRecord
+from slurmllm.rundir import RunDir
+
+NewRun = Callable[..., RunDir]
+TWO = ("cluster.devices_per_node=2", *LONG)
+
+
+def test_killed_worker(new_run: NewRun, unbroken: RunDir) -> None:
+    run = new_run(*TWO)
+    gang = Gang(run, world=2)
+    gang.signal_at(25, signal.SIGKILL, ranks=[1])
+    codes = gang.wait(timeout_s=30)  # the peer leaves by itself, promptly
+    assert codes == [3, -signal.SIGKILL], gang.output()
+    failure = FailureRecord.load(run.attempt("train", 0).failure(0))
+    assert (failure.blame, failure.exit_code, failure.node) == ("infrastructure", 3, "node-0")
+    broken_off_at = rows(run, 0)[-1]["step"]
+    assert 25 <= broken_off_at < 60
+    again = Gang(run, world=2, attempt=1)
+    again.finish()
+    last_saved = broken_off_at // 10 * 10
+    assert f"resumed from step {last_saved}" in again.output(0)
+    assert rows(run, 1)[0]["step"] == last_saved + 1
+    assert WorkerRecord.load(run.attempt("train", 1).worker(0)).resumed_from == last_saved
+    assert curve(run, 0, 1) == curve(unbroken), "bit-identical"
+    assert curve(run, 0).items() <= curve(unbroken).items()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_stop_signal_at_one_worker(
+    new_run: NewRun, unbroken: RunDir, number: signal.Signals
+) -> None:
+    run = new_run(*TWO)
+    gang = Gang(run, world=2)
+    gang.signal_at(15, number, ranks=[1])
+    assert gang.wait() == [EXIT_REQUEUE, EXIT_REQUEUE], gang.output()
+    stopped_at = rows(run, 0)[-1]["step"]
+    assert 15 <= stopped_at < 60
+    assert f"stopped by a signal after step {stopped_at} of 60" in gang.output(0)
+    assert run.checkpoint_steps()[-1] == stopped_at, "saved where it stopped, on all workers"
+    assert not run.attempt("train", 0).failure(0).exists()
+    if number == signal.SIGTERM:  # the same way out; one resume is enough
+        return
+    Gang(run, world=2, attempt=1).finish()
+    assert rows(run, 1)[0]["step"] == stopped_at + 1, "no step is made twice"
+    assert curve(run, 0, 1) == curve(unbroken), "bit-identical"
+
+
+def test_truncated_checkpoint_on_another_world_size(
+    tmp_path: Path, new_run: NewRun, unbroken: RunDir
+) -> None:
+    run = new_run("cluster.devices_per_node=1", *LONG)
+    shutil.copytree(unbroken.checkpoint(40), run.checkpoint(40))
+    shutil.copytree(unbroken.checkpoint(50), run.checkpoint(50))
+    shard = run.checkpoint(50) / "__1_0.distcp"
+    os.truncate(shard, shard.stat().st_size - 1)
+    leftover = run.checkpoints / ".step_00000055.tmp"
+    leftover.mkdir()
+    gang = Gang(run, world=1, attempt=1)
+    gang.finish()
+    assert "skipped a checkpoint that does not verify: step 50: __1_0.distcp has" in gang.output(0)
+    assert "resumed from step 40" in gang.output(0)
+    record = WorkerRecord.load(run.attempt("train", 1).worker(0))
+    assert record.resumed_from == 40
+    assert len(record.skipped_checkpoints) == 1
+    for step, values in curve(run, 1).items():
+        assert values == pytest.approx(curve(unbroken)[step], rel=1e-5)
+    assert not leftover.exists()
+    manifest = CheckpointManifest.load(run.checkpoint(50) / "manifest.json")
+    assert manifest.world_size == 1, "the damaged one was replaced when its step came again"
+    assert [p.name for p in sorted(run.checkpoints.iterdir())] == [
+        f"step_{step:08d}" for step in (40, 50, 60)
+    ]

@@ -1,0 +1,1 @@
+"""The parts of `tools/devcluster`: configuration, processes, cluster."""

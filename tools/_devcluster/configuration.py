@@ -1,0 +1,156 @@
+"""What a cluster is started with, and every file of its state directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from _devcluster.errors import Fault
+
+SLURM_CONF = """\
+ClusterName=devcluster
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={slurmctld_port}
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# A requeued job waits until its last credential has expired: two minutes by default.
+AuthInfo=socket={munge_socket},cred_expire=5
+
+StateSaveLocation={root}/slurmctld
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdSpoolDir={root}/nodes/%n/spool
+SlurmdPidFile={root}/nodes/%n/slurmd.pid
+SlurmdLogFile={root}/log/%n.slurmd.log
+MailProg=/bin/true
+
+# A node claims more than its share of this machine.
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/linux
+MpiDefault=none
+
+# A node that refuses connections is tried for MessageTimeout before it counts as silent.
+MessageTimeout=5
+SlurmdTimeout={slurmd_timeout_s}
+KillWait={kill_wait_s}
+ReturnToService=1
+JobRequeue=1
+
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmctldParameters=preempt_send_user_signal
+SchedulerType=sched/backfill
+# The scheduler's rounds: every minute and every half minute by default.
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={slurmdbd_port}
+AccountingStoragePass={munge_socket}
+
+NodeName=n[1-{num_nodes}] NodeAddr=127.0.1.[1-{num_nodes}] Port=[{first_port}-{last_port}] \
+CPUs={cpus} RealMemory={memory_mb}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime={grace_s}
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
+"""
+
+SLURMDBD_CONF = """\
+AuthType=auth/munge
+AuthInfo=socket={munge_socket}
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={slurmdbd_port}
+SlurmUser=root
+PidFile={root}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a cluster is started with; kept in its `cluster.json`."""
+
+    num_nodes: int
+    cpus: int
+    node_local: str  # the path at which a node sees its own disk
+    slurmd_timeout_s: int
+    kill_wait_s: int
+    grace_s: int
+    first_port: int = 0  # slurmctld's; then come slurmdbd's and the nodes'
+
+    @property
+    def nodes(self) -> list[str]:
+        """The names of the nodes, in order."""
+        return [f"n{k}" for k in range(1, self.num_nodes + 1)]
+
+
+class StateDirectory:
+    """Names every file of a cluster that more than one place of the code needs."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.settings_file = root / "cluster.json"
+        self.slurm_conf = root / "slurm.conf"
+        self.slurmdbd_conf = root / "slurmdbd.conf"  # slurmdbd finds it beside slurm.conf
+        self.hosts = root / "hosts"
+        self.munge_key = root / "munge.key"
+        self.munge_socket = root / "munge.socket"
+        self.mariadb = root / "mariadb"
+        self.mariadb_socket = root / "mariadb.socket"
+        self.logs = root / "log"
+
+    def log(self, name: str) -> Path:
+        """What a daemon or a node prints."""
+        return self.logs / f"{name}.log"
+
+    def node(self, name: str) -> Path:
+        """What a node keeps: its slurmd's spool and its disk."""
+        return self.root / "nodes" / name
+
+    def disk(self, node: str) -> Path:
+        """A node's own disk."""
+        return self.node(node) / "disk"
+
+    def settings(self) -> Settings:
+        """The settings of the last `up`."""
+        try:
+            return Settings(**json.loads(self.settings_file.read_text()))
+        except FileNotFoundError:
+            raise Fault(f"no cluster in {self.root}; `devcluster up` starts one", 3) from None
+
+    def write(self, settings: Settings) -> None:
+        """Make the directory with every configuration file."""
+        for folder in (self.root, self.logs, self.root / "slurmctld"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.settings_file.write_text(json.dumps(asdict(settings)) + "\n")
+        values = asdict(settings) | {
+            "root": self.root,
+            "host": socket.gethostname().partition(".")[0],
+            "munge_socket": self.munge_socket,
+            "slurmctld_port": settings.first_port,
+            "slurmdbd_port": settings.first_port + 1,
+            "first_port": settings.first_port + 2,
+            "last_port": settings.first_port + 1 + settings.num_nodes,
+            "memory_mb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
+        }
+        self.slurm_conf.write_text(SLURM_CONF.format_map(values))
+        _write_private(self.slurmdbd_conf, SLURMDBD_CONF.format_map(values).encode())
+        _write_private(self.munge_key, secrets.token_bytes(128))
+        names = [f"127.0.1.{k} {node}" for k, node in enumerate(settings.nodes, 1)]
+        self.hosts.write_text("\n".join([Path("/etc/hosts").read_text().rstrip(), *names, ""]))
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    path.touch(mode=0o600)
+    path.write_bytes(content)

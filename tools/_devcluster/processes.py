@@ -1,0 +1,173 @@
+"""Starting, finding and killing the processes of a cluster.
+
+No process ids are written down. Every daemon carries MARK in its environment, with the state
+directory and its own name, and is found by that in /proc: nothing is stale after an unclean end,
+and nothing is killed that is not ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from _devcluster.configuration import StateDirectory
+from _devcluster.errors import Fault
+
+MARK = "SLURMLLM_DEVCLUSTER_PROCESS"
+PROC = Path("/proc")
+
+# A cluster takes one block of consecutive ports. The blocks lie below the range from which the
+# kernel serves outgoing connections (32768 and up), so that nobody takes a failed node's port.
+PORT_BLOCK = 256
+PORT_BLOCKS = range(10240, 28160, PORT_BLOCK)
+
+
+class Processes:
+    """The processes of one cluster, by the names of its daemons and nodes."""
+
+    def __init__(self, directory: StateDirectory, env: Mapping[str, str]):
+        self.directory = directory
+        self.env = env
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def all(self) -> Iterator[tuple[str, int]]:
+        """The name and the id of every marked process."""
+        mark = f"{MARK}={self.directory.root}:".encode()
+        for pid in all_pids():
+            with contextlib.suppress(OSError):  # gone, or not ours to read
+                for variable in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+                    if variable.startswith(mark):
+                        yield variable.removeprefix(mark).decode(), pid
+
+    def named(self, name: str) -> list[int]:
+        """The processes of a daemon or a node."""
+        return sorted(pid for found, pid in self.all() if found == name)
+
+    def start(self, name: str, command: list[str]) -> None:
+        """Start a daemon or a node; what it prints goes to its log."""
+        with self.directory.log(name).open("ab") as log:
+            self._children[name] = subprocess.Popen(
+                command,
+                env={**self.env, MARK: f"{self.directory.root}:{name}"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd="/",
+            )
+
+    def wait(self, limit_s: float, late: Callable[[], list[str]]) -> None:
+        """Wait until `late` names none of the processes that were started.
+
+        Raises:
+            Fault: one of them has ended, or is late after `limit_s`; with the end of its log.
+        """
+        deadline = time.monotonic() + limit_s
+        while names := late():
+            for name in names:
+                if self._children[name].poll() is not None:
+                    raise Fault(f"{name} has ended\n{self.tail(name)}")
+            if time.monotonic() > deadline:
+                listed = ", ".join(names)
+                raise Fault(f"not ready after {limit_s:.0f} s: {listed}\n{self.tail(names[0])}")
+            time.sleep(0.05)
+
+    def tail(self, name: str) -> str:
+        """The end of the log of a daemon or a node, with a heading."""
+        log = self.directory.log(name)
+        return "\n".join(
+            [f"the end of {log}:", *log.read_text(errors="replace").splitlines()[-12:]]
+        )
+
+    def kill_all(self) -> None:
+        """Kill whatever is left of the cluster."""
+        for child in self._children.values():  # amid its exec, a process shows no mark
+            child.kill()
+        for _, pid in self.all():
+            kill(pid, signal.SIGKILL)
+        wait_gone(lambda: [pid for _, pid in self.all()])
+
+
+def all_pids() -> list[int]:
+    """Every process of this machine."""
+    return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]
+
+
+def kill(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def wait_gone(pids: Callable[[], list[int]]) -> None:
+    """Wait until killed processes are gone."""
+    deadline = time.monotonic() + 30
+    while left := pids():
+        if time.monotonic() > deadline:
+            raise Fault(f"killed, but still there after 30 s: processes {left}")
+        time.sleep(0.02)
+
+
+def run_state(pid: int) -> str:
+    """The letter of a process's state as in ps(1); X where there is no such process."""
+    with contextlib.suppress(OSError):
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
+
+
+def is_namespace_init(pid: int) -> bool:
+    """Whether a process is the first of a process namespace below ours."""
+    with contextlib.suppress(OSError):
+        for line in (PROC / str(pid) / "status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                inner = line.split()[2:]
+                return inner[-1:] == ["1"]
+    return False
+
+
+def same_namespace(pid: int) -> list[int]:
+    """Every process in a process's own process namespace."""
+
+    def namespace(pid: int) -> Path | None:
+        with contextlib.suppress(OSError):
+            return (PROC / str(pid) / "ns/pid").readlink()
+        return None
+
+    wanted = namespace(pid)
+    return [other for other in all_pids() if wanted and namespace(other) == wanted]
+
+
+def answers(address: str | tuple[str, int]) -> bool:
+    """Whether connections are accepted at a Unix socket's path, or at a host and port."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as client:
+        return client.connect_ex(address) == 0
+
+
+def free_ports(count: int, preferred: int) -> int:
+    """The first of `count` free consecutive ports, at the start of a block.
+
+    A cluster's slurmctld holds the first port of its block, so that no two clusters share one
+    even while nodes have failed. `preferred` numbers the block to look at first.
+    """
+    first = preferred % len(PORT_BLOCKS)
+    for block in (*PORT_BLOCKS[first:], *PORT_BLOCKS[:first]):
+        if all(_is_free(port) for port in range(block, block + count)):
+            return block
+    raise Fault(f"no {count} consecutive ports are free in {PORT_BLOCKS[0]}-{PORT_BLOCKS.stop}", 2)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("", port))
+        except OSError:
+            return False
+    return True
