@@ -23,6 +23,7 @@ A message says the value, the rule and the remedy:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -32,6 +33,15 @@ EXIT_OK = 0
 EXIT_NEGATIVE = 1
 EXIT_REQUEUE = 75
 EXIT_INTERRUPTED = 130
+
+
+# What libraries say when another worker is gone: never the cause, always an echo of one.
+LOST_PEER = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"  # gloo
+    r"|Timed out waiting|Socket Timeout|wait timeout|recvValue|failed to recv"  # c10d TCPStore
+    r"|remote process exit|ncclRemoteError|NCCL.*(timeout|timed out)"  # NCCL
+    r"|DistNetworkError|No route to host|Socket is not connected|unhandled system error"
+)
 
 
 class SlurmllmError(Exception):

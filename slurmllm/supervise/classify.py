@@ -5,12 +5,11 @@ A pure function of records, so that every row is tested without a cluster.
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from slurmllm.errors import EXIT_REQUEUE
+from slurmllm.errors import EXIT_REQUEUE, LOST_PEER
 from slurmllm.records import Action, EndingClass, FailureRecord, NodeRecord
 
 ACTIONS: Mapping[EndingClass, Action] = {
@@ -26,29 +25,33 @@ ACTIONS: Mapping[EndingClass, Action] = {
     "cancelled": "stop",
 }
 
-# What a worker says when another one is gone: never the cause, always a consequence.
-LOST_PEER = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"  # gloo
-    r"|Timed out waiting|Socket Timeout|wait timeout|recvValue|failed to recv"  # c10d TCPStore
-    r"|remote process exited|ncclRemoteError|NCCL.*(timeout|timed out)"  # NCCL
-    r"|DistNetworkError|No route to host|Socket is not connected|unhandled system error"
-)
-
 # Signals by which a process ends through a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS}
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What the supervisor knows of an attempt that has ended."""
+    """What the supervisor knows of an attempt that has ended.
+
+    Attributes:
+        expected_nodes: The nodes it ran on.
+        nodes: What their launchers reported.
+        failures: What workers wrote down before they failed.
+        slurm_state: Slurm's word for the job at the end.
+        step_out_of_memory: Whether Slurm's accounting says so.
+        down_nodes: Nodes that Slurm no longer counts on.
+        stop_signal: The signal that asked for a stop, where it came before any failure.
+        overran_s: Seconds from that signal to the end, where the supervisor had to end it.
+    """
 
     expected_nodes: Sequence[str]
     nodes: Mapping[str, NodeRecord]
     failures: Sequence[FailureRecord] = ()
     slurm_state: str = "RUNNING"
     step_out_of_memory: bool = False
+    down_nodes: Sequence[str] = ()
     stop_signal: str | None = None
-    overran_s: float | None = field(default=None)
+    overran_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,13 @@ def classify(seen: Observed) -> Ending:
         return Ending("out_of_memory", ("Slurm: the step ran out of host memory",))
     if not silent and codes and all(code in (0, EXIT_REQUEUE) for code in codes.values()):
         return Ending("advance_signal", (f"{seen.stop_signal or 'a stop signal'}: saved and left",))
-    return _by_failure(seen) or _by_signal(seen) or _by_silence(seen, silent) or _unexplained(codes)
+    return (
+        _by_slurm(seen, silent)
+        or _by_failure(seen)
+        or _by_signal(seen)
+        or _by_silence(seen, silent)
+        or _unexplained(codes)
+    )
 
 
 def reported_all(node: NodeRecord | None) -> bool:
@@ -80,6 +89,12 @@ def reported_all(node: NodeRecord | None) -> bool:
     if node is None:
         return False
     return node.error is not None or (bool(node.pids) and len(node.exit_codes) == len(node.pids))
+
+
+def _by_slurm(seen: Observed, silent: Sequence[str]) -> Ending | None:
+    """Nodes that fell silent and that Slurm no longer counts on either."""
+    down = tuple(name for name in silent if name in seen.down_nodes)
+    return Ending("node_failure", (f"Slurm: {', '.join(down)} down",), down) if down else None
 
 
 def _by_failure(seen: Observed) -> Ending | None:

@@ -27,7 +27,7 @@ from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
 from slurmllm.supervise.cache import broadcast_path
 from slurmllm.supervise.classify import Ending, Observed, classify, reported_all
-from slurmllm.supervise.requeue import avoid_lost_nodes
+from slurmllm.supervise.requeue import avoid_lost_nodes, usable
 
 POLL_S = 0.5
 REPEAT_SIGNAL_S = 5.0
@@ -45,6 +45,7 @@ class Supervisor:
         self.stop_signal: str | None = None
         self.stop_at = 0.0
         self.overran_s: float | None = None
+        self.failed_first = False
 
     def main(self) -> int:
         """Run the attempt.
@@ -99,7 +100,7 @@ class Supervisor:
             if self.stop_signal is not None and now - signalled_at >= REPEAT_SIGNAL_S:
                 signalled_at = now
                 _send(launchers, signal.SIGUSR2)  # srun passes it on to the launchers
-            if failed_at is None and any(launcher.poll() for launcher in launchers):
+            if failed_at is None and self._failed(launchers, record):
                 failed_at = now
             if failed_at is not None and now - failed_at > LAUNCHER_GRACE_S:
                 _send(launchers, signal.SIGKILL)
@@ -107,6 +108,16 @@ class Supervisor:
                 self.overran_s = now - self.stop_at
                 _send(launchers, signal.SIGKILL)
             time.sleep(POLL_S)
+
+    def _failed(self, launchers: list[subprocess.Popen[bytes]], record: AttemptRecord) -> bool:
+        """Whether a launcher has failed; a stop signal after that is Slurm cleaning up."""
+        reported = attempts.node_records(self.run, record).values()
+        codes = [code for node in reported for code in node.exit_codes.values()]
+        failed = any(launcher.poll() for launcher in launchers) or any(
+            code not in (EXIT_OK, EXIT_REQUEUE) for code in codes
+        )
+        self.failed_first = self.failed_first or (failed and self.stop_signal is None)
+        return failed
 
     def _past_deadline(self, now: float) -> bool:
         """Whether a stop has taken so long that the time limit itself comes near."""
@@ -122,13 +133,23 @@ class Supervisor:
             failures=attempts.failure_records(self.run, record),
             slurm_state=self.allocation.state(),
             step_out_of_memory=self._out_of_memory(),
-            stop_signal=self.stop_signal,
+            down_nodes=self._down_nodes(record),
+            stop_signal=None if self.failed_first else self.stop_signal,
             overran_s=self.overran_s,
         )
 
     def _out_of_memory(self) -> bool:
         rows = self._accounting(self.allocation.job_id)
         return any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
+
+    def _down_nodes(self, record: AttemptRecord) -> list[str]:
+        if not isinstance(self.allocation, SlurmAllocation):
+            return []
+        try:
+            states = self.allocation.client.node_states()
+        except SlurmError:
+            return []
+        return [name for name in record.nodes if not usable(states.get(name, "unknown"))]
 
     def _accounting(self, job_id: str | None) -> list[AccountingRow]:
         if job_id is None or not isinstance(self.allocation, SlurmAllocation):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import time
 import traceback
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from typing import NamedTuple
 from slurmllm.backends.base import Worker
 from slurmllm.errors import (
     EXIT_INTERRUPTED,
+    LOST_PEER,
     Blame,
     CodeError,
     NodeError,
@@ -19,14 +19,6 @@ from slurmllm.errors import (
 )
 from slurmllm.records import FailureRecord
 
-# What gloo, the rendezvous store and NCCL say when another worker is gone. The supervisor knows
-# the same words: such a failure is the echo of another one.
-_LOST_PEER = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"
-    r"|Timed out waiting|Socket Timeout|wait timeout|recvValue|failed to recv"
-    r"|remote process exited|ncclRemoteError|NCCL.*(timeout|timed out)"
-    r"|DistNetworkError|No route to host|Socket is not connected|unhandled system error"
-)
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
 
 
@@ -51,7 +43,7 @@ def judge(error: BaseException) -> Verdict:
     if name == "OutOfMemoryError":
         remedy = "choose a smaller train.micro_batch or train.activation_checkpointing=full"
         return Verdict(name, f"{message}; {remedy}", CodeError.blame, CodeError.exit_code)
-    if _LOST_PEER.search(f"{name} {message}"):
+    if LOST_PEER.search(f"{name} {message}"):
         return Verdict(name, message, NodeError.blame, NodeError.exit_code)
     if isinstance(error, OSError) and error.errno in _DISK:
         return Verdict(name, message, StorageError.blame, StorageError.exit_code)

@@ -20,5 +20,14 @@ class StopRequest:
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
+    def ignore(self) -> None:
+        """Ignore the signals from now on.
+
+        The launcher repeats its signal until the worker is gone, and Python puts the default
+        action (the process ends) back while it shuts down.
+        """
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name

@@ -38,6 +38,7 @@ def run_worker(run: RunDir, stage: Stage, attempt: int) -> int:
         job.close()
     except BaseException as error:  # KeyboardInterrupt too: every ending leaves a record
         code = _fail(error, run.attempt(stage, attempt), worker, job)
+    stop.ignore()
     return code
 
 

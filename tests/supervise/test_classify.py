@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
+from slurmllm.errors import LOST_PEER
 from slurmllm.records import EndingClass, FailureRecord, NodeRecord
-from slurmllm.supervise.classify import ACTIONS, LOST_PEER, Observed, classify
+from slurmllm.supervise.classify import ACTIONS, Observed, classify
 
 NODES = ("n1", "n2")
 
@@ -54,6 +55,16 @@ ROWS: dict[str, tuple[Observed, EndingClass, str]] = {
         "node_failure",
         "from n2",
     ),
+    "Slurm took the node down and ended the job": (
+        seen({"n1": node("n1", {0: -9})}, stop_signal="SIGTERM", down_nodes=["n2"]),
+        "node_failure",
+        "n2 down",
+    ),
+    "preempted without the time to report": (
+        seen({"n1": NodeRecord(node="n1", pids={0: 7})}, stop_signal="SIGTERM"),
+        "advance_signal",
+        "SIGTERM",
+    ),
     "a launcher failed": (
         seen({"n1": node("n1", {0: 70}), "n2": NodeRecord(node="n2", error="disk gone")}, LOST),
         "node_failure",
@@ -75,7 +86,9 @@ ROWS: dict[str, tuple[Observed, EndingClass, str]] = {
         "no corpus",
     ),
     "disk full": (
-        seen(both(4, 4), failure(0, "CheckpointError", "full", blame="infrastructure", exit_code=4)),
+        seen(
+            both(4, 4), failure(0, "CheckpointError", "full", blame="infrastructure", exit_code=4)
+        ),
         "storage_failure",
         "full",
     ),
@@ -125,14 +138,14 @@ def test_every_class_has_an_action() -> None:
     "line",
     [
         # gloo, transport/tcp/pair.cc
-        "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:5",
+        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:5",
         "readBoundBuffer: Connection reset by peer",
         # torch, distributed/c10d/TCPStore and socket.cpp
         "recvValue failed on SocketImpl(fd=3)",
         "DistNetworkError: The client socket has timed out after 60000ms: Connection refused",
         "Timed out waiting 1800000ms for recv operation to complete",
         # NCCL
-        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",
+        "ncclRemoteError: A call failed possibly due to a network",
     ],
 )
 def test_what_a_lost_peer_says(line: str) -> None:
