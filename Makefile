@@ -1,0 +1,48 @@
+# make demo    train tiny_neox here, kill it once, resume, compare with an unbroken run
+# make test    all tests, on a real Slurm where one may be installed
+# make check   ruff, mypy, shellcheck, links
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test check install dev slurm clean
+
+demo: install
+	$(BIN)/python tools/demo.py
+
+test: dev slurm
+	$(BIN)/python -m pytest
+
+check: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py tools/check_links.py
+	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run
+	$(BIN)/python tools/check_links.py
+
+install: $(VENV)/.installed
+dev: $(VENV)/.dev
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+# A real Slurm for the tests, from Debian's packages; left alone where it is there already, and
+# where it may not be installed (the tests that need it then say so and are skipped).
+slurm:
+	@if PATH="$$PATH:/usr/sbin" command -v slurmctld mariadbd munged slurmdbd >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+	    slurm-wlm slurmdbd mariadb-server munge >/dev/null; \
+	else echo "no Slurm here and no right to install one: its tests will be skipped"; fi
+
+clean:
+	rm -rf $(VENV) .demo runs build dist
