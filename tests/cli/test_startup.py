@@ -1,0 +1,64 @@
+"""The login node never loads torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COUNT = """
+import sys
+from slurmllm.cli.main import cli
+code = 0
+try:
+    cli(sys.argv[1:], prog_name="slurmllm")
+except SystemExit as ending:
+    code = ending.code
+heavy = sorted({name.partition(".")[0] for name in sys.modules} & set(sys.stdin.read().split()))
+print("loaded", ",".join(heavy) or "nothing", "code", code, file=sys.stderr)
+"""
+
+
+def loaded(*arguments: str, among: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, *arguments],
+        input=among, capture_output=True, text=True, cwd=cwd, check=True,
+    )  # fmt: skip
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("recipes",),
+        ("recipes", "neox_20b", "--explain"),
+        ("submit", "neox_20b", "--nodes", "4", "--dry-run"),
+        ("submit", "tiny_neox", "--nodes", "4", "--dry-run"),
+        ("status",),
+    ],
+)
+def test_no_torch_on_the_login_node(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    among = "torch transformers matplotlib tensorboard numpy pandas"
+    assert loaded(*arguments, among=among, cwd=tmp_path) == "loaded nothing code 0"
+
+
+def test_help_loads_click_and_little_else(tmp_path: Path) -> None:
+    among = "torch numpy pyarrow pydantic rich yaml tokenizers submitit asyncio"
+    assert loaded("--help", among=among, cwd=tmp_path) == "loaded nothing code 0"
+
+
+def test_every_module_but_the_workers_loads_without_torch() -> None:
+    script = (
+        "import pkgutil, importlib, sys, slurmllm\n"
+        "worker = ('slurmllm.train', 'slurmllm.model', 'slurmllm.backends.native.', '"
+        "slurmllm.checkpoint', 'slurmllm.__main__')\n"
+        "light = ('slurmllm.backends.native.environment', 'slurmllm.backends.native.limits')\n"
+        "for module in pkgutil.walk_packages(slurmllm.__path__, 'slurmllm.'):\n"
+        "    if not module.name.startswith(worker) or module.name in light:\n"
+        "        importlib.import_module(module.name)\n"
+        "assert 'slurmllm.supervise.supervisor' in sys.modules\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,161 @@
+"""Attempts opened, closed and counted; the supervisor's own table for lost attempts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurmllm.config.resolve import resolve
+from slurmllm.records import AttemptRecord, JobsRecord, NodeRecord, Submission
+from slurmllm.rundir import RunDir
+from slurmllm.slurm.client import AccountingRow
+from slurmllm.slurm.fake import FakeSlurm
+from slurmllm.supervise.allocation import Allocation, LocalAllocation
+from slurmllm.supervise.attempts import close_attempt, load_attempts, open_attempt
+from slurmllm.supervise.classify import Ending
+from slurmllm.supervise.requeue import avoid_lost_nodes, usable
+from slurmllm.supervise.supervisor import ending_of_lost
+
+LOST = Ending("node_failure", ("no word from local0",), ("local0",))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    found = RunDir(tmp_path / "r")
+    found.path.mkdir()
+    limits = ["slurm.no_progress_limit=3", "slurm.failure_budget=4"]
+    found.config.write_text(resolve("tiny_neox", overrides=limits).to_yaml())
+    return found
+
+
+def attempt(run: RunDir, ending: Ending, checkpoint: int | None = None) -> AttemptRecord:
+    """One attempt from its opening to its closing, which saved a checkpoint or did not."""
+    allocation: Allocation = LocalAllocation()
+    record = open_attempt(run, "train", resolve("tiny_neox"), allocation)
+    if checkpoint is not None:
+        run.checkpoint(checkpoint).mkdir(parents=True)
+    return close_attempt(run, record, ending)
+
+
+def test_attempts_are_numbered_and_kept(run: RunDir) -> None:
+    first = attempt(run, LOST, checkpoint=20)
+    second = attempt(run, Ending("done", ("2 workers finished",)), checkpoint=40)
+    assert [a.attempt for a in load_attempts(run, "train")] == [0, 1]
+    assert (first.action, second.action) == ("requeue", "finish")
+    assert (second.checkpoint_before, second.checkpoint_after) == (20, 40)
+    assert AttemptRecord.load(run.attempt("train", 0).record) == first
+    text = run.attempt("train", 0).record.read_text()
+    assert '"class": "node_failure"' in text
+
+
+def test_attempts_without_a_new_checkpoint_come_to_an_end(run: RunDir) -> None:
+    endings = [attempt(run, LOST) for _ in range(3)]
+    assert [a.action for a in endings] == ["requeue", "requeue", "stop"]
+    assert endings[-1].ending == "no_progress"
+    assert "3 attempts in a row" in endings[-1].evidence[0]
+    assert "no word from local0" in endings[-1].evidence
+
+
+def test_a_new_checkpoint_starts_the_count_again(run: RunDir) -> None:
+    endings = [attempt(run, LOST, step) for step in (None, None, 20, None, None)]
+    assert all(a.action == "requeue" for a in endings[:4])
+
+
+def test_time_limits_without_progress_count_too(run: RunDir) -> None:
+    left = Ending("advance_signal", ("SIGUSR1: saved and left",))
+    assert [attempt(run, left).action for _ in range(3)][-1] == "stop"
+
+
+def test_time_limits_with_progress_cost_nothing(run: RunDir) -> None:
+    left = Ending("advance_signal", ("SIGUSR1: saved and left",))
+    assert {attempt(run, left, step).action for step in range(1, 12)} == {"requeue"}
+
+
+def test_the_failure_budget_ends_a_run_that_goes_on_failing(run: RunDir) -> None:
+    endings = [attempt(run, LOST, step) for step in range(1, 6)]
+    assert [a.action for a in endings] == ["requeue"] * 4 + ["stop"]
+    assert "slurm.failure_budget is 4" in endings[-1].evidence[-1]
+
+
+def test_a_resume_counts_from_its_own_first_attempt(run: RunDir) -> None:
+    for _ in range(3):
+        attempt(run, LOST)
+    sent = Submission(submitted_at=0.0, nodes=1, local=True, first_attempt=3)
+    JobsRecord(submissions=(sent,)).save(run.jobs)
+    assert attempt(run, LOST).action == "requeue"
+
+
+def test_a_code_error_stops_at_once(run: RunDir) -> None:
+    assert attempt(run, Ending("code_error", ("KeyError",))).action == "stop"
+
+
+def open_record(restart_count: int = 0) -> AttemptRecord:
+    return AttemptRecord(
+        attempt=0, stage="train", job_id="7", restart_count=restart_count, nodes=("n1", "n2"),
+        world_size=2, master_addr="n1", master_port=1, started_at=0.0,
+    )  # fmt: skip
+
+
+def rows(*states: str) -> list[AccountingRow]:
+    found = []
+    for state in states:
+        found += [
+            AccountingRow("7", state, "0:0", "n[1-2]", "", ""),
+            AccountingRow("7.batch", "CANCELLED", "0:15", "n1", "", ""),
+        ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("states", "restart_count", "ending"),
+    [
+        (("NODE_FAIL", "RUNNING"), 0, "node_failure"),
+        (("TIMEOUT", "RUNNING"), 0, "advance_signal"),
+        (("PREEMPTED", "RUNNING"), 0, "advance_signal"),
+        (("CANCELLED",), 0, "cancelled"),
+        (("NODE_FAIL", "PREEMPTED", "RUNNING"), 1, "advance_signal"),
+        ((), 0, "node_failure"),
+    ],
+)
+def test_a_lost_attempt_ends_as_slurm_says(
+    states: tuple[str, ...], restart_count: int, ending: str
+) -> None:
+    found = ending_of_lost(open_record(restart_count), {}, rows(*states))
+    assert found.ending == ending
+
+
+def test_one_silent_node_is_blamed_for_a_lost_attempt() -> None:
+    reported = {"n1": NodeRecord(node="n1", pids={0: 5}, exit_codes={0: 70})}
+    assert ending_of_lost(open_record(), reported, rows("NODE_FAIL")).blamed_nodes == ("n2",)
+    assert ending_of_lost(open_record(), {}, rows("NODE_FAIL")).blamed_nodes == ()
+
+
+@pytest.mark.parametrize(
+    ("state", "good"),
+    [("idle", True), ("mixed", True), ("allocated", True), ("allocated*", False),
+     ("down*", False), ("drained", False), ("draining", False)],
+)  # fmt: skip
+def test_usable_nodes(state: str, good: bool) -> None:
+    assert usable(state) is good
+
+
+def test_a_lost_node_is_excluded_where_others_can_take_its_place(tmp_path: Path) -> None:
+    cluster = FakeSlurm(("n1", "n2", "n3"))
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n")
+    for _ in range(7):
+        cluster.submit(script)
+    avoid_lost_nodes(cluster, open_record(), ["n2"], excluded="n9")
+    assert cluster.jobs["7"].excluded == ("n9", "n2")
+
+
+def test_without_a_spare_node_slurm_is_waited_for(tmp_path: Path) -> None:
+    cluster = FakeSlurm(("n1", "n2"))
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n")
+    for _ in range(7):
+        cluster.submit(script)
+    cluster.states["n2"] = "down*"
+    avoid_lost_nodes(cluster, open_record(), ["n2"], excluded=None)
+    assert cluster.jobs["7"].excluded == ()
