@@ -60,7 +60,7 @@ def write_atomic(path: Path, text: str) -> None:
                 temporary.unlink(missing_ok=True)
         raise StorageError(
             f"cannot write {path}: {error.strerror or error}; "
-            "free space or mend the file system, then `slurmllm resume`"
+            "free space or mend the file system and try again"
         ) from error
 
 

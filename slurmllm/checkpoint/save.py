@@ -79,9 +79,11 @@ def _agree(backend: Backend, part: Callable[[], T]) -> list[T]:
     result, fault = None, None
     try:
         result = part()
-    except (OSError, StorageError) as error:
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        fault = f"{reason} (rank {backend.worker.rank} on {backend.worker.node})"
+    except OSError as error:
+        worker = backend.worker
+        fault = f"{error.strerror or error} (rank {worker.rank} on {worker.node})"
+    except StorageError as error:
+        fault = str(error)
     answers = backend.gather((result, fault))
     failed = [fault for _, fault in answers if fault is not None]
     if failed:

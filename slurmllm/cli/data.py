@@ -111,6 +111,7 @@ def build(
 def report_bad(count: int, examples: tuple[str, ...]) -> None:
     """Say on stderr what was left out."""
     if count:
-        click.echo(f"left out {count:,} that could not be read; the first:", err=True)
+        plural = "s; the first are" if count > 1 else ""
+        click.echo(f"left out {count:,} unreadable document{plural}:", err=True)
         for example in examples[:5]:
             click.echo(f"  {example}", err=True)

@@ -182,12 +182,15 @@ def _new_file(path: Path) -> Iterator[_HashedFile]:
                 os.fsync(stream.fileno())
             except OSError as error:
                 raise _refused(path, error) from error
-        temporary.chmod(0o644)
-        # An old manifest must not be found beside a new corpus, should this end in between.
-        manifest_path(path).unlink(missing_ok=True)
-        temporary.replace(path)
-        temporary = None
-        fsync_dir(path.parent)
+        try:
+            temporary.chmod(0o644)
+            # An old manifest must not be found beside a new corpus, should this end in between.
+            manifest_path(path).unlink(missing_ok=True)
+            temporary.replace(path)
+            temporary = None
+            fsync_dir(path.parent)
+        except OSError as error:
+            raise _refused(path, error) from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)

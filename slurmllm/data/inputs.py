@@ -63,6 +63,12 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
     Raises:
         DataError: no such file, or an ending that says nothing.
     """
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file; write the text to a file first")
     found = _classify(path, format)
     if found is None:
         raise DataError(
@@ -76,12 +82,6 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
             f"{path}: a Parquet file is read from its end and cannot be compressed as a whole; "
             "unpack it first"
         )
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if not path.is_file():
-        raise DataError(f"{path} is not a regular file; write the text to a file first")
     # File names are bytes to the system; Arrow and JSON take only what is UTF-8.
     shown = (name or str(path)).encode("utf-8", "backslashreplace").decode("utf-8")
     return InputFile(path, shown, kind, compression, size)

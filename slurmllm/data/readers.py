@@ -119,12 +119,15 @@ class DocumentReader(AbstractContextManager["DocumentReader"]):
                 continue
             where = f"{self.file.name}:{number}"
             try:
-                row = json.loads(line.decode("utf-8"))
+                row = json.loads(line.decode("utf-8").rstrip())
             except UnicodeDecodeError as error:
                 self._on_fault(f"{where}: byte {error.start} of the line is not UTF-8")
                 continue
             except (ValueError, RecursionError) as error:
-                self._on_fault(f"{where}: not JSON: {error}; a line must hold one whole object")
+                reason = str(error)
+                if isinstance(error, json.JSONDecodeError):  # whose own text counts other lines
+                    reason = f"{error.msg} at character {error.pos + 1}"
+                self._on_fault(f"{where}: not JSON: {reason}; a line must hold one whole object")
                 continue
             if not isinstance(row, dict):
                 self._on_fault(f"{where}: a JSON {type(row).__name__}, not an object")

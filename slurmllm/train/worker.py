@@ -63,13 +63,15 @@ def _fail(error: BaseException, attempt: AttemptDir, worker: Worker, job: Job | 
     record = failure_record(error, worker, job.step if job is not None else None)
     with suppress(SlurmllmError):
         record.save(attempt.failure(worker.rank))
-    print(spoken(record), file=sys.stderr, flush=True)
+    with suppress(OSError):  # the log may lie on the disk that is full
+        print(spoken(record), file=sys.stderr, flush=True)
     if job is not None:
         with suppress(Exception):
             job.close_stream()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         os._exit(record.exit_code)
     return record.exit_code
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -20,9 +21,11 @@ def shared_file(name: str) -> Path:
     return path
 
 
-def make_corpus(folder: Path, texts: list[str], name: str = "corpus") -> Path:
-    import json
+def names_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
 
+
+def make_corpus(folder: Path, texts: list[str], name: str = "corpus") -> Path:
     source = folder / f"{name}.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     out = folder / f"{name}.arrow"
@@ -33,8 +36,9 @@ def make_corpus(folder: Path, texts: list[str], name: str = "corpus") -> Path:
 def some_texts(count: int, seed: int = 0) -> list[str]:
     """Documents of 1 to 60 words, each beginning with its own number."""
     rng = random.Random(seed)
-    words = "the quick brown fox jumps over a lazy dog – größer, naïve 東京 <unk> 3.14\n".split(" ")
-    return [f"{i}: {' '.join(rng.choices(words, k=rng.randint(1, 60)))}" for i in range(count)]
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
+    words += ["–", "größer,", "naïve", "東京", "<unk>", "3.14"]
+    return [f"{i}: {' '.join(rng.choices(words, k=rng.randint(1, 60)))}\n" for i in range(count)]
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,8 @@ from slurmllm.data.manifest import CorpusManifest, manifest_path
 from slurmllm.data.readers import ReadOptions
 from slurmllm.errors import DataError, StorageError
 
+from .conftest import names_in
+
 PARAGRAPHS = ["one line", "two\nlines – größer", "東京\n  indented <|endoftext|>"]
 TEXT = "\n \n" + "\n\n".join(PARAGRAPHS) + "\n\t\n\n"
 
@@ -148,7 +150,7 @@ def test_bad_documents_are_errors_or_counted(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, content)
     with pytest.raises(DataError, match=message):
         build(tmp_path, name)
-    assert sorted(os.listdir(tmp_path)) == [name]
+    assert names_in(tmp_path) == [name]
     assert "good" in build(tmp_path, name, skip_bad=True)
     manifest = CorpusManifest.load(tmp_path / "out.arrow.json")
     assert manifest.bad == 1
@@ -188,14 +190,14 @@ def test_no_text_at_all(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", b" \n\n \n")
     with pytest.raises(DataError, match="no text in 1 input file"):
         build(tmp_path, "a.txt")
-    assert os.listdir(tmp_path) == ["a.txt"]
+    assert names_in(tmp_path) == ["a.txt"]
 
 
 def test_existing_output_is_kept(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", TEXT.encode())
     out = write(tmp_path / "out.arrow", b"precious")
     files = find_inputs([str(source)])
-    with pytest.raises(DataError, match="already there; .*--overwrite"):
+    with pytest.raises(DataError, match=r"already there; .*--overwrite"):
         build_corpus(files, out, ReadOptions())
     assert out.read_bytes() == b"precious"
     with pytest.raises(DataError, match="is a folder"):
@@ -222,7 +224,7 @@ def test_full_disk(tmp_path: Path) -> None:
             build_corpus(files, tmp_path / "out.arrow", ReadOptions())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert os.listdir(tmp_path) == ["a.txt"]
+    assert names_in(tmp_path) == ["a.txt"]
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def test_odd_file_names_are_made_printable(tmp_path: Path) -> None:
     [
         ("in/missing.txt", "cannot read in/missing.txt: No such file"),
         ("in/*.zip", r"in/\*.zip: no file to read there"),
-        ("in/.git/objects", "ending does not say"),
+        ("in/missing", "cannot read in/missing: No such file"),
+        ("/dev/null", "/dev/null is not a regular file"),
         ("in/no.csv", "known endings are .txt"),
         ("empty", "empty: no file to read there"),
     ],

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from train.gang import Gang, make_data, make_run
 
 from slurmllm.rundir import RunDir
+from train.gang import Gang, make_data, make_run
 
 # Long enough to be broken off in the middle, and the unbroken run to compare with.
 LONG = ("train.steps=60", "checkpoint.every_steps=10")

@@ -22,8 +22,10 @@ from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.rundir import RunDir, Stage
 
 _ENTRY = """
-import sys
+import os, resource, sys
 from pathlib import Path
+if limit := int(os.environ.get("TEST_FILE_SIZE_LIMIT", 0)):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 from slurmllm.rundir import RunDir
 from slurmllm.train.worker import run_worker
 sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
@@ -38,7 +40,9 @@ _SMALL = (
 def make_data(folder: Path) -> tuple[str, str]:
     """A corpus of a few hundred made-up documents, and its tokenizer."""
     rng = random.Random(7)
-    words = [f"{a}{b}" for a in "the of and to in is".split() for b in ("", "s", "ing", " be")]
+    words = [
+        f"{a}{b}" for a in ["the", "of", "and", "to", "in", "is"] for b in ("", "s", "ing", " be")
+    ]
     texts = [" ".join(rng.choices(words, k=rng.randint(5, 120))) for _ in range(300)]
     source = folder / "texts.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from train.gang import Gang, curve, make_run, rows
 
 from slurmllm.records import CheckpointManifest, MetricsRow, WorkerRecord
 from slurmllm.rundir import RunDir
+from train.gang import Gang, curve, make_run, rows
 
 STEPS = 60
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from train.conftest import LONG
-from train.gang import Gang, curve, rows
 
 from slurmllm.errors import EXIT_REQUEUE
 from slurmllm.records import CheckpointManifest, FailureRecord, WorkerRecord
 from slurmllm.rundir import RunDir
+from train.conftest import LONG
+from train.gang import Gang, curve, rows
 
 NewRun = Callable[..., RunDir]
 TWO = ("cluster.devices_per_node=2", *LONG)

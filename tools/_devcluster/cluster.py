@@ -183,7 +183,6 @@ class Cluster:
                 f"--key-file={self.directory.munge_key}",
                 f"--seed-file={root / 'munge.seed'}",
                 f"--pid-file={root / 'munged.pid'}",
-                f"--log-file={self.directory.logs / 'munged.daemon.log'}",
             ]
         if daemon == "mariadbd":
             return [

@@ -157,7 +157,8 @@ def free_ports(count: int, preferred: int) -> int:
     even while nodes have failed. `preferred` numbers the block to look at first.
     """
     first = preferred % len(PORT_BLOCKS)
-    for block in (*PORT_BLOCKS[first:], *PORT_BLOCKS[:first]):
+    blocks = [*PORT_BLOCKS[first:], *PORT_BLOCKS[:first]]
+    for block in blocks:
         if all(_is_free(port) for port in range(block, block + count)):
             return block
     raise Fault(f"no {count} consecutive ports are free in {PORT_BLOCKS[0]}-{PORT_BLOCKS.stop}", 2)

@@ -6,20 +6,34 @@ that another number of workers can read them.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedWriter, FileIO, IOBase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from slurmllm.backends.base import Worker
 from slurmllm.errors import CodeError, SlurmllmError, StorageError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 
 def save(
@@ -47,11 +61,11 @@ def save(
     try:
         save_state(
             state,
-            storage_writer=FileSystemWriter(directory, sync_files=True),
+            storage_writer=_Writer(directory),
             process_group=group,
         )
     except CheckpointException as error:  # on all workers alike
-        raise _blamed(error, f"cannot write shards into {directory}") from error
+        raise _blamed(error, "cannot write shards") from error
     written = [path.name for path in directory.glob(f"__{worker.rank}_*.distcp")]
     return sorted(written) + ([".metadata"] if worker.rank == 0 else [])
 
@@ -89,13 +103,55 @@ def load(
         _set_random_state(state["random"][_random_key(worker.rank)])
 
 
+class _Files(FileSystem):
+    """DCP's files, with the refusals of the file system kept.
+
+    torch.save swallows what its stream raises ("unexpected pos 704 vs 598").
+    """
+
+    def __init__(self) -> None:
+        self.refusals: list[OSError] = []
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
+        with BufferedWriter(_WatchedFile(path, mode, self.refusals)) as stream:
+            yield stream
+
+
+class _WatchedFile(FileIO):
+    def __init__(self, path: str | os.PathLike[str], mode: str, refusals: list[OSError]) -> None:
+        super().__init__(os.fspath(path), mode)
+        self._refusals = refusals
+
+    def write(self, data: Buffer) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._refusals.append(error)
+            raise
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer, raising the file system's own error where there is one."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, sync_files=True)
+        self.fs: _Files = _Files()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            if self.fs.refusals:
+                raise self.fs.refusals[0] from error
+            raise
+
+
 def _blamed(error: CheckpointException, what: str) -> SlurmllmError:
     """The file system's refusals told from faults of the code."""
     rank, (cause, _) = next(iter(error.failures.items()))
-    # torch.save wraps what its stream raises; what is left is its own words.
-    refused = isinstance(cause, OSError) or "PytorchStreamWriter" in str(cause)
     told = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
-    kind = StorageError if refused else CodeError
+    kind = StorageError if isinstance(cause, OSError) else CodeError
     return kind(f"{what}: {told} (rank {rank})")
 
 

@@ -1,0 +1,113 @@
+"""The verbs of the native backend, on one worker in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from backends.conftest import NewBackend, batch, micro_batches
+from slurmllm.backends.base import Backend
+from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.errors import StorageError
+from slurmllm.model.decoder import build_model
+from slurmllm.model.init import initialize
+
+
+def train(backend: Backend, steps: int, *, first: int = 0, micro_batch: int = 2) -> list[float]:
+    """Loss, gradient norm and parameter norm of some steps, one after the other."""
+    figures = []
+    for step in range(first, first + steps):
+        loss = backend.forward_backward(micro_batches(batch(seed=step), micro_batch))
+        figures += [loss, backend.optimizer_step(1e-2), backend.param_norm()]
+    return figures
+
+
+def test_one_step_is_a_plain_training_step(new_backend: NewBackend) -> None:
+    backend = new_backend("optim.grad_clip=0.5", "optim.weight_decay=0.1")
+    loss, norm, param_norm = train(backend, 1)
+    config = backend.config.recipe.model
+    model = build_model(config)
+    initialize(model, config, backend.config.recipe.train.seed)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=1e-2, betas=(0.9, 0.95), eps=1e-8,
+    )  # fmt: skip
+    tokens = torch.from_numpy(batch())
+    plain = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    plain.backward()
+    plain_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    assert loss == pytest.approx(plain.item(), rel=1e-6)
+    assert norm == pytest.approx(plain_norm.item(), rel=1e-5)
+    assert norm > 0.5, "or clipping is not seen"
+    total = torch.nn.utils.get_total_norm(list(model.parameters()))
+    assert param_norm == pytest.approx(total.item(), rel=1e-6)
+    assert isinstance(backend, NativeBackend)
+    for (name, ours), (_, theirs) in zip(
+        backend.model.named_parameters(), model.named_parameters(), strict=True
+    ):
+        assert isinstance(ours, DTensor)
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 8])
+def test_accumulation_changes_only_rounding(new_backend: NewBackend, micro_batch: int) -> None:
+    reference = train(new_backend(), 3)
+    assert train(new_backend(), 3, micro_batch=micro_batch) == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.activation_checkpointing=full", "parallel.zero=0", "parallel.zero=3"],
+)
+def test_what_only_saves_memory_changes_nothing(new_backend: NewBackend, override: str) -> None:
+    assert train(new_backend(override), 3) == train(new_backend(), 3)
+
+
+def test_bf16_mixed_stays_near_fp32(new_backend: NewBackend) -> None:
+    exact = train(new_backend(), 5)
+    mixed = new_backend("train.precision=bf16_mixed")
+    figures = train(mixed, 5)
+    assert figures != exact
+    assert figures == pytest.approx(exact, rel=2e-2)
+    assert isinstance(mixed, NativeBackend)
+    assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}, "master weights"
+
+
+def test_every_parameter_decays_if_asked(new_backend: NewBackend) -> None:
+    backend = new_backend("optim.decay_norms_and_biases=true")
+    assert isinstance(backend, NativeBackend)
+    assert [group["weight_decay"] for group in backend.optimizer.param_groups] == [0.01]
+
+
+def test_shards_bring_back_the_exact_state(new_backend: NewBackend, tmp_path: Path) -> None:
+    backend = new_backend()
+    train(backend, 3)
+    names = backend.save_shards(tmp_path)
+    assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
+    random_numbers = torch.rand(3)
+    expected = train(backend, 3, first=3)
+    again = new_backend()
+    again.load_shards(tmp_path)
+    assert torch.equal(torch.rand(3), random_numbers)
+    assert train(again, 3, first=3) == expected
+
+
+def test_missing_shards_are_the_storage_s_fault(new_backend: NewBackend, tmp_path: Path) -> None:
+    backend = new_backend()
+    backend.save_shards(tmp_path)
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(StorageError, match=r"cannot read shards from .*No such file"):
+        backend.load_shards(tmp_path)
+
+
+def test_gather_and_counts(new_backend: NewBackend) -> None:
+    backend = new_backend()
+    assert backend.gather({"a": 1}) == [{"a": 1}]
+    assert backend.graph_cache_counts() == (0, 0)

@@ -1,0 +1,100 @@
+"""The newest checkpoint that verifies, else the one before, and what was wrong with the others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoint.pretend import FINGERPRINT, PretendGang, state
+from slurmllm.checkpoint.resume import Resumable, find_resumable
+from slurmllm.checkpoint.save import save
+from slurmllm.errors import CheckpointError, RunError
+from slurmllm.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Checkpoints of two workers at steps 10 and 20."""
+    run = RunDir(tmp_path)
+    for step in (10, 20):
+        PretendGang().all(lambda backend, step=step: save(run, backend, state(step), attempt=0))
+    return run
+
+
+def find(run: RunDir, world: int = 3, fingerprint: dict[str, object] = FINGERPRINT) -> Resumable:
+    """On another number of workers than saved; all must answer alike."""
+    answers = PretendGang(world).all(lambda backend: find_resumable(run, backend, fingerprint))
+    assert len({str(answer) for answer in answers}) == 1, answers
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[500] ^= 1
+    path.write_bytes(content)
+
+
+def test_newest(run: RunDir) -> None:
+    assert find(run) == Resumable(state(20), ())
+
+
+def test_no_checkpoints_at_all(tmp_path: Path) -> None:
+    assert find(RunDir(tmp_path / "new")) == Resumable(None, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "told"),
+    [
+        ("shard_1", truncate, "step 20: shard_1 has 999 bytes instead of 1000"),
+        ("shard_0", flip, "step 20: shard_0 does not match its checksum"),
+        ("shard_1", Path.unlink, "step 20: shard_1 cannot be read: No such file or directory"),
+        ("manifest.json", Path.unlink, "step 20: step_00000020 has no manifest.json"),
+        ("manifest.json", truncate, "is damaged"),
+    ],
+)
+def test_the_one_before(run: RunDir, name: str, damage: Callable[[Path], None], told: str) -> None:
+    if (name, damage) == ("manifest.json", truncate):
+        truncate(run.checkpoint(20) / name)  # the newline at the end is no loss
+    damage(run.checkpoint(20) / name)
+    found = find(run)
+    assert found.state == state(10)
+    assert len(found.skipped) == 1
+    assert told in found.skipped[0]
+
+
+def test_none_verifies(run: RunDir) -> None:
+    truncate(run.checkpoint(10) / "shard_0")
+    flip(run.checkpoint(20) / "shard_1")
+    with pytest.raises(CheckpointError) as caught:
+        find(run)
+    for words in ("step 10: shard_0 has", "step 20: shard_1 does", "move the folder away"):
+        assert words in str(caught.value)
+
+
+def test_another_model_s_checkpoint(run: RunDir) -> None:
+    other = {**FINGERPRINT, "model.hidden_size": 128, "data.corpus": "corpus-b"}
+    with pytest.raises(RunError) as caught:
+        find(run, fingerprint=other)
+    assert "model.hidden_size: the checkpoint has 64, the run 128" in str(caught.value)
+    assert "data.corpus: the checkpoint has 'corpus-a', the run 'corpus-b'" in str(caught.value)
+    assert "train.seed" not in str(caught.value)
+
+
+def test_a_field_that_only_one_side_knows(run: RunDir) -> None:
+    with pytest.raises(RunError, match=r"model\.new: the checkpoint has None, the run 1"):
+        find(run, fingerprint={**FINGERPRINT, "model.new": 1})
+
+
+def test_moved_checkpoints_still_verify(run: RunDir, tmp_path: Path) -> None:
+    moved = RunDir(tmp_path / "moved")
+    shutil.copytree(run.checkpoints, moved.checkpoints)
+    assert find(moved, world=1) == Resumable(state(20), ())

@@ -1,0 +1,120 @@
+"""A checkpoint is there whole or not at all, and the others stay."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpoint.pretend import FINGERPRINT, PretendGang, state
+from slurmllm.checkpoint import save as saving
+from slurmllm.checkpoint.manifest import describe, faults, read_manifest
+from slurmllm.checkpoint.save import remove_leftovers, save
+from slurmllm.checkpoint.state import TrainState, digest
+from slurmllm.errors import CheckpointError, StorageError
+from slurmllm.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def save_all(gang: PretendGang, run: RunDir, step: int) -> list[float | Exception]:
+    return gang.all(lambda backend: save(run, backend, state(step), attempt=3))
+
+
+def folders(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def test_files_and_manifest(run: RunDir) -> None:
+    seconds = save_all(PretendGang(), run, 20)
+    assert all(isinstance(s, float) for s in seconds), seconds
+    directory = run.checkpoint(20)
+    manifest = read_manifest(directory)
+    assert [file.path for file in manifest.files] == ["shard_0", "shard_1", "train_state.json"]
+    assert faults(directory, manifest.files) == []
+    assert (manifest.step, manifest.tokens, manifest.world_size) == (20, 20 * 256, 2)
+    assert (manifest.attempt, manifest.recipe) == (3, "tiny_neox")
+    assert manifest.fingerprint == digest(FINGERPRINT)
+    assert TrainState.load(directory / "train_state.json") == state(20)
+    assert folders(run) == ["step_00000020"]
+
+
+def test_the_newest_are_kept(run: RunDir) -> None:
+    for step in (10, 20, 30):
+        save_all(PretendGang(), run, step)
+    assert run.checkpoint_steps() == [20, 30]
+
+
+def test_later_damaged_ones_do_not_count_and_are_replaced(run: RunDir) -> None:
+    for step in (20, 30):
+        save_all(PretendGang(), run, step)
+    (run.checkpoint(30) / "shard_0").write_text("damaged")
+    save_all(PretendGang(), run, 25)
+    assert run.checkpoint_steps() == [20, 25, 30], "two that count and the damaged one"
+    save_all(PretendGang(), run, 30)
+    assert run.checkpoint_steps() == [25, 30]
+    assert faults(run.checkpoint(30), read_manifest(run.checkpoint(30)).files) == []
+    assert folders(run) == ["step_00000025", "step_00000030"]
+
+
+def test_what_cannot_be_removed_is_told(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20):
+        save_all(PretendGang(), run, step)
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    saving.retain(run, 20, keep=1)
+    assert "cannot remove" in capsys.readouterr().out
+    assert run.checkpoint_steps() == [10, 20]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), StorageError("no space left")]
+)
+def test_a_refusal_at_one_worker_ends_the_save_on_all(
+    run: RunDir, rank: int, error: Exception
+) -> None:
+    save_all(PretendGang(), run, 10)
+    gang = PretendGang()
+    gang.refuse[rank] = error
+    told = save_all(gang, run, 20)
+    assert [type(one) for one in told] == [CheckpointError, CheckpointError]
+    assert "pace left" in str(told[1])
+    assert (f"(rank {rank} on n{rank})" in str(told[0])) == isinstance(error, OSError)
+    for words in ("step_00000020", "MB are free", "took 0.0 MB", "free space", "resume"):
+        assert words in str(told[0])
+    assert folders(run) == ["step_00000010"], "no temporary folder is left"
+    assert faults(run.checkpoint(10), read_manifest(run.checkpoint(10)).files) == []
+
+
+def test_an_unwritable_parent(run: RunDir) -> None:
+    run.checkpoints.write_text("a file where the folder should be")
+    told = save_all(PretendGang(), run, 20)
+    assert [type(one) for one in told] == [CheckpointError, CheckpointError]
+
+
+def test_leftovers_of_dead_attempts_go(run: RunDir) -> None:
+    save_all(PretendGang(), run, 10)
+    for name in (".step_00000020.tmp", ".step_00000010.replaced", "notes"):
+        (run.checkpoints / name).mkdir()
+    remove_leftovers(run)
+    assert folders(run) == ["notes", "step_00000010"]
+    remove_leftovers(RunDir(run.path / "nothing"))
+
+
+def test_describe_is_sha256(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abc")
+    file = describe(tmp_path, "f")
+    assert file.bytes == 3
+    # FIPS 180-2, appendix B.1
+    assert file.sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

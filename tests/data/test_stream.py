@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from slurmllm.data.corpus import Corpus
+from slurmllm.data.order import DocumentOrder
+from slurmllm.data.stream import PackedStream, State, merge_states
+from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.errors import DataError
+
+from .conftest import make_corpus
+
+Batches = npt.NDArray[np.int64]  # [steps, rows, seq_len + 1]
+
+SEQ_LEN = 24
+GLOBAL_BATCH = 8
+
+
+def streams(
+    corpus: Path, tokenizer: Path, dp_size: int = 1, workers: int = 0, **other: int
+) -> list[PackedStream]:
+    shape = {"seq_len": SEQ_LEN, "global_batch": GLOBAL_BATCH, "seed": 11, **other}
+    return [
+        PackedStream(corpus, tokenizer, **shape, dp_rank=r, dp_size=dp_size, num_workers=workers)
+        for r in range(dp_size)
+    ]
+
+
+def take(ranks: list[PackedStream], steps: int) -> Batches:
+    """Global batches: those of the ranks one under the other."""
+    batches = [np.concatenate([rank.next_batch() for rank in ranks]) for _ in range(steps)]
+    return np.stack(batches)
+
+
+def saved(ranks: list[PackedStream]) -> State:
+    """The merged state, through JSON as a checkpoint keeps it."""
+    state: State = json.loads(json.dumps(merge_states([rank.state() for rank in ranks])))
+    return state
+
+
+def restored(ranks: list[PackedStream], state: State) -> list[PackedStream]:
+    for rank in ranks:
+        rank.load_state(state)
+    return ranks
+
+
+def close(ranks: list[PackedStream]) -> None:
+    for rank in ranks:
+        rank.close()
+
+
+def slot_tokens(batches: Batches, slot: int) -> list[int]:
+    """The stream of a slot: sequences overlap by the token that each was handed out with."""
+    rows = batches[:, slot]
+    assert np.array_equal(rows[1:, 0], rows[:-1, -1])
+    return [*rows[:, :-1].reshape(-1).tolist(), int(rows[-1, -1])]
+
+
+def test_shape_and_type(corpus: Path, tokenizer: Path) -> None:
+    (rank,) = streams(corpus, tokenizer)
+    batch = rank.next_batch()
+    assert batch.shape == (GLOBAL_BATCH, SEQ_LEN + 1)
+    assert batch.dtype == np.int64
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4, 8])
+def test_batches_do_not_depend_on_the_ranks(corpus: Path, tokenizer: Path, dp_size: int) -> None:
+    expected = take(streams(corpus, tokenizer), 40)
+    assert np.array_equal(take(streams(corpus, tokenizer, dp_size), 40), expected)
+
+
+@pytest.mark.parametrize(("dp_size", "workers"), [(1, 1), (1, 3), (2, 1), (4, 5)])
+def test_batches_do_not_depend_on_the_workers(
+    corpus: Path, tokenizer: Path, dp_size: int, workers: int
+) -> None:
+    expected = take(streams(corpus, tokenizer), 40)
+    ranks = streams(corpus, tokenizer, dp_size, workers)
+    try:
+        assert np.array_equal(take(ranks, 40), expected)
+    finally:
+        close(ranks)
+
+
+def test_seeds_give_other_batches(corpus: Path, tokenizer: Path) -> None:
+    here, there = (take(streams(corpus, tokenizer, seed=seed), 3) for seed in (1, 2))
+    assert not np.array_equal(here, there)
+
+
+def test_packing_loses_no_token(corpus: Path, tokenizer: Path) -> None:
+    batches = take(streams(corpus, tokenizer), 100)
+    documents, encoder = Corpus(corpus), TokenEncoder(tokenizer)
+    order = DocumentOrder(len(documents), seed=11)
+    for slot in range(GLOBAL_BATCH):
+        tokens = slot_tokens(batches, slot)
+        expected: list[int] = []
+        position = slot
+        while len(expected) < len(tokens):
+            expected += encoder.encode(documents.text(order.document(position))).tolist()
+            position += GLOBAL_BATCH
+        assert tokens == expected[: len(tokens)]
+
+
+def test_every_document_once_an_epoch(corpus: Path, tokenizer: Path, texts: list[str]) -> None:
+    batches = take(streams(corpus, tokenizer), 400)
+    encoder = TokenEncoder(tokenizer)
+    seen: dict[int, str] = {}  # by position
+    for slot in range(GLOBAL_BATCH):
+        text = encoder.decode(np.array(slot_tokens(batches, slot)))
+        for visit, document in enumerate(text.split("<|endoftext|>")[:-1]):
+            seen[slot + visit * GLOBAL_BATCH] = document
+    for epoch in range(2):
+        positions = range(epoch * len(texts), (epoch + 1) * len(texts))
+        assert sorted(seen[position] for position in positions) == sorted(texts)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7, 33])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (4, 2), (8, 1)])
+def test_resume_is_exact(corpus: Path, tokenizer: Path, stop: int, before: int, after: int) -> None:
+    expected = take(streams(corpus, tokenizer), stop + 20)
+    ranks = streams(corpus, tokenizer, before)
+    assert np.array_equal(take(ranks, stop), expected[:stop]) if stop else True
+    state = saved(ranks)
+    resumed = restored(streams(corpus, tokenizer, after), state)
+    assert saved(resumed) == state
+    assert np.array_equal(take(resumed, 20), expected[stop:])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_state_is_of_batches_handed_out(corpus: Path, tokenizer: Path, workers: int) -> None:
+    expected = take(streams(corpus, tokenizer), 30)
+    ahead, plain = streams(corpus, tokenizer, 2, workers), streams(corpus, tokenizer, 2)
+    try:
+        take(ahead, 10)  # the workers are further by now
+        take(plain, 10)
+        state = saved(ahead)
+        assert state == saved(plain)
+        for ranks in (ahead, streams(corpus, tokenizer, 4, workers)):
+            assert np.array_equal(take(restored(ranks, state), 20), expected[10:])
+            close(ranks)
+    finally:
+        close(ahead)
+
+
+def test_going_back_on_the_same_stream(corpus: Path, tokenizer: Path) -> None:
+    ranks = streams(corpus, tokenizer)
+    first = take(ranks, 5)
+    state = saved(streams(corpus, tokenizer))
+    assert np.array_equal(take(restored(ranks, state), 5), first)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=30),
+    seed=st.integers(0, 2**32),
+    seq_len=st.integers(1, 40),
+    degrees=st.sampled_from([(1, 1), (2, 1), (2, 4), (4, 2), (8, 4)]),
+    stop=st.integers(0, 12),
+)
+def test_any_corpus_resumes_exactly(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: Path,
+    lengths: list[int],
+    seed: int,
+    seq_len: int,
+    degrees: tuple[int, int],
+    stop: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    corpus = make_corpus(folder, [f"{i}" + "x" * length for i, length in enumerate(lengths)])
+    other = {"seed": seed, "seq_len": seq_len}
+    expected = take(streams(corpus, tokenizer, **other), stop + 6)
+    ranks = streams(corpus, tokenizer, degrees[0], **other)
+    if stop:
+        take(ranks, stop)
+    resumed = restored(streams(corpus, tokenizer, degrees[1], **other), saved(ranks))
+    assert np.array_equal(take(resumed, 6), expected[stop:])
+
+
+def test_one_huge_document(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = make_corpus(tmp_path, ["word " * 50_000])
+    expected = take(streams(corpus, tokenizer), 12)
+    ranks = streams(corpus, tokenizer)
+    take(ranks, 8)
+    assert np.array_equal(take(restored(streams(corpus, tokenizer), saved(ranks)), 4), expected[8:])
+
+
+def test_state_is_small(corpus: Path, tokenizer: Path) -> None:
+    ranks = streams(corpus, tokenizer, global_batch=1024)
+    take(ranks, 3)
+    assert len(json.dumps(saved(ranks))) < 16_000
+
+
+def test_state_of_another_stream_is_refused(
+    tmp_path: Path, corpus: Path, tokenizer: Path, texts: list[str]
+) -> None:
+    state = saved(streams(corpus, tokenizer))
+    other_corpus = make_corpus(tmp_path, texts[:-1])
+    other_tokenizer = tmp_path / "tokenizer.json"
+    other_tokenizer.write_text(tokenizer.read_text() + " ")
+    for other, message in (
+        (streams(corpus, tokenizer, seed=12), "train.seed 11, this stream has 12"),
+        (streams(corpus, tokenizer, global_batch=16), "train.global_batch 8, .* has 16"),
+        (streams(other_corpus, tokenizer), "corpus"),
+        (streams(corpus, other_tokenizer), "tokenizer"),
+    ):
+        with pytest.raises(DataError, match=message):
+            other[0].load_state(state)
+
+
+def test_states_must_be_of_all_ranks_and_one_moment(corpus: Path, tokenizer: Path) -> None:
+    ranks = streams(corpus, tokenizer, 4)
+    states = [rank.state() for rank in ranks]
+    with pytest.raises(DataError, match=r"2 of 8 slots .* the first is 2"):
+        merge_states([states[0], *states[2:]])
+    with pytest.raises(DataError, match="no data state"):
+        merge_states([])
+    with pytest.raises(DataError, match="this rank needs 2 to 3; load the merged state"):
+        ranks[1].load_state(states[0])
+    # Tensor-parallel neighbours report the same slots.
+    assert merge_states([*states, states[0]]) == merge_states(states)
+    ranks[0].next_batch()
+    with pytest.raises(DataError, match="different positions for slot 0"):
+        merge_states([*states, ranks[0].state()])
+
+
+def test_a_position_beyond_its_document_is_refused(corpus: Path, tokenizer: Path) -> None:
+    (rank,) = streams(corpus, tokenizer)
+    state = saved([rank])
+    state["slots"][0] = [0, 10_000]
+    rank.load_state(state)
+    with pytest.raises(DataError, match="token 10000 of a document of"):
+        rank.next_batch()
+
+
+def test_ranks_must_divide_the_global_batch(corpus: Path, tokenizer: Path) -> None:
+    with pytest.raises(DataError, match=r"global_batch 8 is not a multiple of the 3 .*choose 6"):
+        streams(corpus, tokenizer, 3)
+
+
+def test_real_text_gives_the_tokens_of_the_library(
+    tmp_path: Path, wikitext: Path, gpt2: Path
+) -> None:
+    paragraphs = [p.strip("\n") for p in wikitext.read_text().split("\n \n") if p.strip()]
+    corpus = make_corpus(tmp_path, paragraphs)
+    library = Tokenizer.from_file(str(gpt2))
+    ids = [[*e.ids, 50256] for e in library.encode_batch(paragraphs)]
+    order = DocumentOrder(len(paragraphs), seed=11)
+    batches = take(streams(corpus, gpt2, seq_len=512, global_batch=4), 30)
+    for slot in range(4):
+        tokens = slot_tokens(batches, slot)
+        expected = [t for p in range(slot, 4 * 400, 4) for t in ids[order.document(p)]]
+        assert tokens == expected[: len(tokens)]

@@ -1,0 +1,20 @@
+"""A folder of runs and something to read, for all end-to-end tests."""
+
+from __future__ import annotations
+
+import pytest
+from end_to_end.bench import Bench
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The standard library's texts, built once for all runs, as --set options."""
+    from slurmllm.data.builtin import ensure_stdlib
+
+    corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
+    return (f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}")
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("end_to_end") / "runs")

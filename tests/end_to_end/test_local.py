@@ -1,0 +1,123 @@
+"""`submit --local`: two launchers on this machine, killed, interrupted, resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from end_to_end.bench import SMALL, Bench, processes_with
+
+TRAIN = ("submit", "tiny_neox", "--nodes=2", "--local", "--set=train.compile=false", *SMALL)
+
+
+@pytest.fixture(scope="module")
+def unbroken(bench: Bench, inputs: tuple[str, ...]) -> str:
+    text = bench.call(*TRAIN, *inputs, "--name=unbroken")
+    assert "train attempt 0: done → finish" in text
+    assert bench.endings("unbroken") == [("done", "finish")]
+    return "unbroken"
+
+
+def test_the_run_directory_is_complete(bench: Bench, unbroken: str) -> None:
+    run = bench.runs / unbroken
+    for name in (
+        "config.yaml", "plan.json", "jobs.json", "scripts/train.sbatch", "scripts/precompile.sbatch",
+        "logs/train.log", "logs/precompile.log", "logs/train_000/rank_00001.log",
+        "graphs/manifest.json", "graphs/attempts/000/attempt.json", "attempts/000/attempt.json",
+        "attempts/000/nodes/local1.json", "metrics/attempt_000.jsonl",
+        "checkpoints/step_00000040/manifest.json",
+    ):  # fmt: skip
+        assert (run / name).is_file(), name
+    assert list((run / "tensorboard").rglob("*tfevents*"))
+    assert bench.status(unbroken)["checkpoints"] == [20, 30, 40]
+    hidden = [p for p in run.rglob(".*") if p.name != ".metadata"]  # DCP's index is .metadata
+    assert hidden == []
+
+
+def test_logs_are_shown(bench: Bench, unbroken: str) -> None:
+    text = bench.call("logs", unbroken)
+    assert text.index("precompile attempt 0") < text.index("step 40/40") < text.rindex("→ finish")
+    assert bench.call("logs", unbroken, "-f") == text
+    assert bench.call("logs", unbroken, "-n", "1", "--stage=train").count("\n") == 1
+
+
+def test_a_killed_worker_is_made_good(bench: Bench, inputs: tuple[str, ...], unbroken: str) -> None:
+    process = bench.start(*TRAIN, *inputs, "--name=killed")
+    bench.wait_for_step("killed", 15)
+    os.kill(bench.node("killed", 0, "local1")["pids"]["1"], signal.SIGKILL)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert bench.endings("killed") == [("node_failure", "requeue"), ("done", "finish")]
+    first, second = bench.attempt("killed", 0), bench.attempt("killed", 1)
+    assert first["blamed_nodes"] == ["local1"]
+    assert "SIGKILL" in first["evidence"][0]
+    assert (first["first_step"], first["checkpoint_after"]) == (1, 10)
+    assert (second["first_step"], second["last_step"]) == (11, 40)
+    found = bench.compare_exactly(unbroken, "killed")
+    assert found["overlaps"]["b"]["rows"] >= 4
+    assert found["overlaps"]["b"]["identical"]
+
+
+def test_ctrl_c_saves_and_resume_continues(
+    bench: Bench, inputs: tuple[str, ...], unbroken: str
+) -> None:
+    process = bench.start(*TRAIN, *inputs, "--name=stopped")
+    bench.wait_for_step("stopped", 13)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert bench.endings("stopped") == [("advance_signal", "requeue")]
+    assert bench.status("stopped")["state"] == "interrupted"
+    saved = bench.status("stopped")["checkpoints"][-1]
+    assert saved == bench.attempt("stopped", 0)["last_step"] >= 13
+    assert not processes_with(str(bench.runs / "stopped"))
+    text = bench.call("resume", "stopped")
+    assert f"resumed from step {saved}" in text
+    assert "precompile attempt" not in text
+    assert bench.compare_exactly(unbroken, "stopped")["overlaps"]["b"]["rows"] == 0
+    assert "nothing to resume" in bench.call("resume", "stopped", code=2)
+
+
+def test_a_supervisor_killed_outright_leaves_nothing_running(
+    bench: Bench, inputs: tuple[str, ...], unbroken: str
+) -> None:
+    process = bench.start(*TRAIN, *inputs, "--name=orphaned")
+    bench.wait_for_step("orphaned", 12)
+    run = str(bench.runs / "orphaned")
+    supervisors = [
+        pid
+        for pid in processes_with(run)
+        if b"supervise" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    for pid in (*supervisors, process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    bench.until(lambda: not processes_with(run), "workers outlived their supervisor", 20)
+    assert bench.status("orphaned")["state"] == "interrupted"
+    bench.call("resume", "orphaned")
+    assert bench.endings("orphaned") == [("node_failure", "requeue"), ("done", "finish")]
+    assert "without a word" in bench.attempt("orphaned", 0)["evidence"][0]
+    bench.compare_exactly(unbroken, "orphaned")
+
+
+def test_a_fault_of_the_user_stops_with_one_message(
+    bench: Bench, inputs: tuple[str, ...], tmp_path: Path
+) -> None:
+    corpus = Path(inputs[0].partition("=")[2].partition("=")[2])
+    moved = tmp_path / "c.arrow"
+    moved.write_bytes(corpus.read_bytes())
+    manifest = corpus.with_name(f"{corpus.name}.json")
+    manifest_copy = tmp_path / "c.arrow.json"
+    manifest_copy.write_bytes(manifest.read_bytes())
+    process = bench.start(*TRAIN, inputs[1], f"--set=data.corpus={moved}", "--name=gone")
+    bench.wait_for_step("gone", 12)
+    moved.unlink()
+    os.kill(bench.node("gone", 0, "local0")["pids"]["0"], signal.SIGKILL)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 2, output
+    assert bench.endings("gone")[-1] == ("bad_configuration", "stop")
+    assert str(moved) in bench.attempt("gone", 1)["evidence"][0]
+    assert "Traceback" not in output.rpartition("train attempt 1")[2]
+    assert bench.status("gone")["checkpoints"][-1] == 10

@@ -1,0 +1,59 @@
+"""Whom an exception is laid to."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+
+from slurmllm.backends.base import Worker
+from slurmllm.errors import CheckpointError, ConfigError, DivergenceError
+from slurmllm.train.failures import failure_record, judge, spoken
+
+WORKER = Worker(3, 4, 1, "node-2")
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "blame", "exit_code"),
+    [
+        (ConfigError("bad"), "ConfigError", "user", 2),
+        (CheckpointError("full"), "CheckpointError", "infrastructure", 4),
+        (DivergenceError("nan"), "DivergenceError", "code", 71),
+        (KeyboardInterrupt(), "KeyboardInterrupt", "user", 130),
+        (ValueError("oops"), "ValueError", "code", 70),
+        (MemoryError(), "OutOfMemoryError", "code", 70),
+        (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError", "code", 70),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+            "OutOfMemoryError", "code", 70,
+        ),
+        (
+            RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]"),
+            "RuntimeError", "infrastructure", 3,
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "OSError", "infrastructure", 4),
+        (FileNotFoundError(errno.ENOENT, "gone"), "FileNotFoundError", "code", 70),
+    ],
+)  # fmt: skip
+def test_verdicts(error: BaseException, name: str, blame: str, exit_code: int) -> None:
+    verdict = judge(error)
+    assert (verdict.error, verdict.blame, verdict.exit_code) == (name, blame, exit_code)
+    assert verdict.message
+
+
+def test_out_of_memory_has_a_remedy() -> None:
+    assert "smaller train.micro_batch" in judge(torch.OutOfMemoryError("CUDA")).message
+
+
+def test_record_and_words() -> None:
+    try:
+        raise ValueError("oops")
+    except ValueError as error:
+        record = failure_record(error, WORKER, step=7)
+    assert (record.rank, record.node, record.step) == (3, "node-2", 7)
+    assert "test_record_and_words" in record.traceback
+    assert spoken(record).startswith("Traceback")
+    assert spoken(record).endswith("rank 3 on node-2: ValueError: oops")
+    plain = failure_record(ConfigError("model.x: 3 is wrong"), WORKER, step=None)
+    assert spoken(plain) == "rank 3 on node-2: model.x: 3 is wrong"

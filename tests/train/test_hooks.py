@@ -1,0 +1,87 @@
+"""What happens beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from slurmllm.records import MetricsRow
+from slurmllm.rundir import RunDir
+from slurmllm.train.hooks.base import Moment
+from slurmllm.train.hooks.metrics import MetricsHook
+from slurmllm.train.hooks.progress import ProgressHook
+from slurmllm.train.hooks.tensorboard import TAGS, TensorBoardHook
+
+from .gang import small_config
+
+
+def moment(step: int, *, loss: float = 5.0, last: bool = False, saving: bool = False) -> Moment:
+    row = MetricsRow(
+        step=step, attempt=0, loss=loss, grad_norm=1.5, param_norm=9.0, lr=1e-3, tokens=step * 256,
+        seq_per_s=16.0, tokens_per_s=512.0, step_time_s=0.5, time=1e9 + step,
+    )  # fmt: skip
+    return Moment(row, last=last, saving=saving)
+
+
+@pytest.fixture
+def job_at(tmp_path: Path) -> Callable[[int], Any]:
+    """A job that stands at a step, as far as hooks need it."""
+    config = small_config("train.steps=40", "train.log_every=10")
+    return lambda step: SimpleNamespace(
+        run=RunDir(tmp_path), attempt=0, step=step, last_step=40, config=config
+    )
+
+
+def test_tensorboard_curve_is_one_over_restarts(job_at: Callable[[int], Any]) -> None:
+    first = TensorBoardHook(job_at(0))
+    for step in range(1, 8):
+        first.after_step(moment(step, loss=100.0 + step, saving=step == 4))
+    first.close()
+    again = TensorBoardHook(job_at(4))  # killed after step 7, resumed from step 4
+    for step in range(5, 11):
+        again.after_step(moment(step, loss=200.0 + step))
+    again.close()
+    events = EventAccumulator(str(job_at(0).run.tensorboard)).Reload()
+    assert sorted(events.Tags()["scalars"]) == sorted(TAGS)
+    losses = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert losses == [(s, 100.0 + s) for s in range(1, 5)] + [(s, 200.0 + s) for s in range(5, 11)]
+
+
+def test_metrics_rows_are_there_at_once(job_at: Callable[[int], Any]) -> None:
+    job = job_at(0)
+    hook = MetricsHook(job)
+    for step in (1, 2):
+        hook.after_step(moment(step, saving=step == 2))
+        lines = job.run.metrics(0).read_text().splitlines()
+        assert MetricsRow.model_validate_json(lines[-1]) == moment(step).row
+    hook.close()
+    assert len(lines) == 2
+
+
+def test_progress_lines(job_at: Callable[[int], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    hook = ProgressHook(job_at(14))
+    for step in range(15, 41):
+        hook.after_step(moment(step, last=step == 40))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [
+        f"{step}/40" for step in (15, 16, 17, 20, 30, 40)
+    ]
+    assert lines[0].endswith("eta ?"), "the first step compiles and tells nothing"
+    assert lines[1] == (
+        "step 16/40  loss 5.0000  grad norm 1.500  lr 1.00e-03  16.0 seq/s  512 tokens/s  "
+        "eta 0:00:12"
+    )
+
+
+def test_progress_tells_a_last_step_that_no_line_falls_on(
+    job_at: Callable[[int], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = ProgressHook(job_at(0))
+    for step in range(1, 8):
+        hook.after_step(moment(step, last=step == 7))
+    assert capsys.readouterr().out.splitlines()[-1].startswith("step 7/40")

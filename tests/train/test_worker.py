@@ -1,0 +1,97 @@
+"""A worker's ways out that are nobody's kill: bad input, divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from train.gang import Gang, rows
+
+from slurmllm.errors import ConfigError
+from slurmllm.records import FailureRecord
+from slurmllm.rundir import RunDir
+from slurmllm.train.job import precompile_mesh
+from slurmllm.train.worker import run_worker
+
+from .gang import small_config
+
+NewRun = Callable[..., RunDir]
+
+
+def test_divergence(new_run: NewRun) -> None:
+    run = new_run("optim.lr=1e30", "optim.warmup_steps=0", "checkpoint.every_steps=1")
+    gang = Gang(run)
+    assert gang.wait() == [71], gang.output()
+    failure = FailureRecord.load(run.attempt("train", 0).failure(0))
+    assert (failure.error, failure.exit_code) == ("DivergenceError", 71)
+    assert "optim.lr" in failure.message
+    saved = run.checkpoint_steps()[-1]
+    assert failure.step == saved == rows(run, 0)[-1]["step"], "nothing was saved after that"
+    assert "Traceback" not in gang.output()
+
+
+def test_user_s_fault_is_one_message(new_run: NewRun) -> None:
+    run = new_run("parallel.tensor=2", "train.precision=bf16", "cluster.devices_per_node=2")
+    gang = Gang(run, world=2)
+    assert gang.wait() == [2, 2], gang.output()
+    assert gang.output(0).count("\n  ") == 2, "both faults"
+    assert "parallel.tensor: 2:" in gang.output(0)
+    assert "Traceback" not in gang.output()
+    failure = FailureRecord.load(run.attempt("train", 0).failure(1))
+    assert (failure.error, failure.blame, failure.step) == ("ConfigError", "user", 0)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker's environment; no signal handlers left behind."""
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("slurmllm.train.worker.StopRequest.install", lambda self: None)
+    monkeypatch.setattr("slurmllm.train.worker.StopRequest.ignore", lambda self: None)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("overrides", "error", "told"),
+    [
+        (["data.corpus=null"], "ConfigError", "data.corpus: not set"),
+        (["data.corpus=/nowhere.arrow"], "DataError", "/nowhere.arrow"),
+        (["cluster.devices_per_node=2"], "ConfigError", "1 workers are no multiple"),
+        (["train.micro_batch=8", "train.global_batch=8"], None, ""),
+    ],
+)
+def test_what_is_refused_before_torch(
+    new_run: NewRun,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    error: str | None,
+    told: str,
+) -> None:
+    def no_backend(name: str) -> None:
+        raise ConfigError("no backend in this test")
+
+    monkeypatch.setattr("slurmllm.train.job.load_backend", no_backend)
+    run = new_run(*overrides)
+    assert run_worker(run, "train", 0) == 2
+    failure = FailureRecord.load(run.attempt("train", 0).failure(0))
+    assert failure.error == error or error is None
+    assert told in failure.message
+    assert failure.message in capfd.readouterr().err
+
+
+def test_launcher_s_variables_are_needed(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("slurmllm.train.worker.StopRequest.install", lambda self: None)
+    with pytest.raises(ConfigError, match="RANK, .* not set"):
+        run_worker(new_run(), "train", 0)
+
+
+def test_precompile_mesh_needs_no_fitting_batch() -> None:
+    config = small_config(
+        "cluster.devices_per_node=3", "train.global_batch=8", "train.micro_batch=4"
+    )
+    mesh = precompile_mesh(config, nodes=1)
+    assert (mesh.data, mesh.global_batch, mesh.accumulation) == (3, 12, 1)
