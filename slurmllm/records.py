@@ -93,7 +93,6 @@ class AttemptRecord(Record):
     action: Action | None = None
     evidence: tuple[str, ...] = ()
     blamed_nodes: tuple[str, ...] = ()
-    exit_code: int | None = Field(default=None, description="of the supervisor for this attempt")
     first_step: int | None = Field(default=None, description="first step that this attempt made")
     last_step: int | None = None
     checkpoint_before: int | None = Field(default=None, description="newest step at the start")

@@ -6,7 +6,9 @@ that the path through rendezvous, records and restarts is the one that Slurm tak
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from slurmllm.slurm.client import SlurmClient, SlurmCommands
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 NODE_RANK = "SLURMLLM_NODE_RANK"
 NODE_NAME = "SLURMLLM_NODE"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Allocation(ABC):
@@ -80,7 +83,10 @@ class SlurmAllocation(Allocation):
             *(f"--cpus-per-task={cpus}" for cpus in [os.environ.get("SLURM_CPUS_ON_NODE")] if cpus),
             *_launcher(run_path, stage, attempt),
         ]
-        return [subprocess.Popen(command)]
+        try:
+            return [subprocess.Popen(command)]
+        except OSError as error:
+            raise SlurmError(f"srun cannot be started on {self.nodes[0]}: {error}") from error
 
     def broadcast(self, source: Path, target: Path) -> str | None:
         """Through sbcast's tree; nodes without it read the shared file system once each."""
@@ -126,6 +132,7 @@ class LocalAllocation(Allocation):
             subprocess.Popen(
                 _launcher(run_path, stage, attempt),
                 env={**os.environ, NODE_RANK: str(index), NODE_NAME: name},
+                preexec_fn=die_with_parent,
             )
             for index, name in enumerate(self.nodes)
         ]
@@ -147,6 +154,11 @@ def current_allocation() -> Allocation:
     # --local inside an interactive allocation has both: the narrower wish counts.
     in_slurm = "SLURM_JOB_ID" in os.environ and LOCAL_NODES not in os.environ
     return SlurmAllocation() if in_slurm else LocalAllocation()
+
+
+def die_with_parent() -> None:
+    """In a child before exec: end when the parent does, however it does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def free_port() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slurmllm.analysis.rows import last_row
 from slurmllm.config.resolve import RunConfig, load
@@ -48,7 +48,11 @@ def open_attempt(
 
 
 def close_attempt(
-    run: RunDir, record: AttemptRecord, ending: Ending, phases_s: dict[str, float] | None = None
+    run: RunDir,
+    record: AttemptRecord,
+    ending: Ending,
+    phases_s: Mapping[str, float] | None = None,
+    ended_at: float | None = None,
 ) -> AttemptRecord:
     """Write down how an attempt ended and what follows.
 
@@ -66,7 +70,7 @@ def close_attempt(
     before = record.checkpoint_before
     closed = record.model_copy(
         update={
-            "ended_at": time.time(),
+            "ended_at": ended_at or time.time(),
             "ending": ending.ending,
             "action": ACTIONS[ending.ending],
             "evidence": ending.evidence,

@@ -7,7 +7,6 @@ after SIGTERM (pytorch #119856), and how each rank ended is written down for the
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -22,7 +21,7 @@ from slurmllm.errors import EXIT_REQUEUE, NodeError, SlurmllmError
 from slurmllm.records import AttemptRecord, GraphManifest, NodeRecord, WorkerRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.supervise import cache as graph_cache
-from slurmllm.supervise.allocation import NODE_NAME, NODE_RANK
+from slurmllm.supervise.allocation import NODE_NAME, NODE_RANK, die_with_parent
 
 # CAUTION: NCCL may use SIGUSR1 in the workers (submitit's warning), so they get SIGUSR2.
 WORKER_SIGNAL = signal.SIGUSR2
@@ -30,7 +29,6 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 POLL_S = 0.2
 REPEAT_SIGNAL_S = 5.0  # a worker that still imports torch ignores the signal: it comes again
 PEER_GRACE_S = 5.0  # for workers to write down what they saw when another one failed
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Launcher:
@@ -62,7 +60,8 @@ class Launcher:
             self._prepare_cache()
             self._start_workers()
             failed = self._wait()
-            if self.stage == "precompile" and not failed and self.node_rank == 0:
+            finished = all(worker.returncode == 0 for worker in self.workers.values())
+            if self.stage == "precompile" and finished and self.node_rank == 0:
                 self._pack_cache()
         except SlurmllmError as error:
             self._end_workers()
@@ -196,7 +195,7 @@ def _prepare_child() -> None:
     Ignored signals stay ignored through exec, so a signal that comes while the worker imports
     torch does not kill it.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -24,7 +24,11 @@ def usable(state: str) -> bool:
 
 
 def avoid_lost_nodes(
-    client: SlurmClient, closed: AttemptRecord, lost: Sequence[str], excluded: str | None
+    client: SlurmClient,
+    closed: AttemptRecord,
+    lost: Sequence[str],
+    lost_before: Sequence[str],
+    excluded: str | None,
 ) -> None:
     """Exclude lost nodes where others can take their place, else wait until Slurm knows.
 
@@ -32,17 +36,19 @@ def avoid_lost_nodes(
         client: Slurm.
         closed: The attempt that lost them.
         lost: Nodes whose launchers fell silent.
+        lost_before: Such nodes of earlier attempts; taken again where there are no others.
         excluded: What the recipe excludes anyway.
     """
     if closed.job_id is None or not lost:
         return
     try:
         states = client.node_states()
-        spare = [name for name, state in states.items() if usable(state) and name not in lost]
-        if len(spare) >= len(closed.nodes):
-            client.exclude(closed.job_id, [*([excluded] if excluded else []), *lost])
-            print(f"keeping off {' '.join(lost)} from now on", flush=True)
-            return
+        for avoid in (sorted({*lost, *lost_before}), list(lost)):
+            spare = [name for name, state in states.items() if usable(state) and name not in avoid]
+            if len(spare) >= len(closed.nodes):
+                client.exclude(closed.job_id, [*([excluded] if excluded else []), *avoid])
+                print(f"keeping off {' '.join(avoid)} from now on", flush=True)
+                return
         print(f"no node to take the place of {' '.join(lost)}: waiting for Slurm", flush=True)
         deadline = time.monotonic() + NOTICE_S
         while time.monotonic() < deadline:

@@ -130,7 +130,8 @@ def _jobs(sent: Submission | None, client: SlurmClient) -> dict[str, JobState]:
     jobs = {}
     for stage, job in known.items():
         if job in queued:
-            jobs[stage] = JobState(job, queued[job].state, queued[job].reason)
+            reason = queued[job].reason if queued[job].reason != "None" else ""
+            jobs[stage] = JobState(job, queued[job].state, reason)
             continue
         rows = [row for row in client.accounting(job) if row.job_id == job]
         jobs[stage] = JobState(job, rows[-1].state if rows else "UNKNOWN")
@@ -159,7 +160,7 @@ def _state(
         return "precompiling", ""
     if train is not None and train.state in _WAITING:
         state = "requeued" if last is not None else "queued"
-        return state, f"waiting for {train.reason}" if train.reason not in ("", "None") else ""
+        return state, f"waiting for {train.reason}" if train.reason else ""
     if last is not None and last.ended_at is not None:
         state = "cancelled" if last.ending == "cancelled" else "stopped"
         return state, f"{last.ending}: {'; '.join(last.evidence)}"

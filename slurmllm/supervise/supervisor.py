@@ -14,11 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
 from slurmllm.config.resolve import RunConfig, load
-from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, SlurmError, StorageError
+from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, SlurmError, SlurmllmError, StorageError
 from slurmllm.records import AttemptRecord, GraphManifest, NodeRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import AccountingRow
@@ -58,8 +59,12 @@ class Supervisor:
         self._close_unfinished()
         record = attempts.open_attempt(self.run, self.stage, self.config, self.allocation)
         self._say(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
-        phases = {"cache": self._broadcast_graphs()}
-        launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
+        try:
+            phases = {"cache": self._broadcast_graphs()}
+            launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
+        except SlurmllmError as error:
+            attempts.close_attempt(self.run, record, ending_of_error(error, record.nodes[0]))
+            raise
         started = time.monotonic()
         self._wait(launchers, record)
         phases["workers"] = time.monotonic() - started
@@ -161,10 +166,13 @@ class Supervisor:
             return EXIT_OK
         if closed.action == "requeue" and self.stage == "train":
             if isinstance(self.allocation, SlurmAllocation):
-                reported = attempts.node_records(self.run, closed)
-                lost = [n for n in closed.blamed_nodes if not reported_all(reported.get(n))]
-                excluded = self.config.recipe.slurm.exclude
-                avoid_lost_nodes(self.allocation.client, closed, lost, excluded)
+                avoid_lost_nodes(
+                    self.allocation.client,
+                    closed,
+                    lost=self._lost_nodes(closed),
+                    lost_before=self._lost_before(closed),
+                    excluded=self.config.recipe.slurm.exclude,
+                )
             try:
                 self.allocation.requeue()
             except SlurmError as error:
@@ -173,13 +181,25 @@ class Supervisor:
             return EXIT_REQUEUE
         return EXIT_FAILED.get(str(closed.ending), 1 if closed.ending == "cancelled" else 70)
 
+    def _lost_nodes(self, record: AttemptRecord) -> list[str]:
+        """The nodes that an attempt blames and that did not live to report."""
+        reported = attempts.node_records(self.run, record)
+        return [name for name in record.blamed_nodes if not reported_all(reported.get(name))]
+
+    def _lost_before(self, closed: AttemptRecord) -> list[str]:
+        """Nodes that earlier attempts of the same job lost."""
+        earlier = attempts.load_attempts(self.run, self.stage)
+        of_job = [a for a in earlier if a.job_id == closed.job_id and a.attempt < closed.attempt]
+        return sorted({name for record in of_job for name in self._lost_nodes(record)})
+
     def _close_unfinished(self) -> None:
         """Close the attempt before this one where its supervisor could not."""
         for record in attempts.load_attempts(self.run, self.stage):
             if record.ended_at is None:
                 reported = attempts.node_records(self.run, record)
-                ending = ending_of_lost(record, reported, self._accounting(record.job_id))
-                closed = attempts.close_attempt(self.run, record, ending)
+                row = incarnation(record, self._accounting(record.job_id))
+                ending = ending_of_lost(record, reported, row)
+                closed = attempts.close_attempt(self.run, record, ending, ended_at=ended_at(row))
                 self._say(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
@@ -191,20 +211,42 @@ class Supervisor:
         print(f"{self.stage} attempt {record.attempt}{job}: {words}", flush=True)
 
 
+def ending_of_error(error: SlurmllmError, node: str) -> Ending:
+    """How an attempt ended that the supervisor could not even start."""
+    if error.blame == "user":
+        return Ending("bad_configuration", (str(error),))
+    if isinstance(error, StorageError):
+        return Ending("storage_failure", (str(error),))
+    if error.blame == "infrastructure":
+        return Ending("node_failure", (str(error),), (node,))
+    return Ending("code_error", (str(error),))
+
+
+def incarnation(record: AttemptRecord, rows: Sequence[AccountingRow]) -> AccountingRow | None:
+    """The row of the job's start that an attempt belongs to, of all rows that sacct has."""
+    of_job = [row for row in rows if row.job_id == record.job_id]
+    return of_job[record.restart_count] if record.restart_count < len(of_job) else None
+
+
+def ended_at(row: AccountingRow | None) -> float | None:
+    """Unix time of an incarnation's end; None where Slurm knows none."""
+    try:
+        return datetime.fromisoformat(row.end).timestamp() if row is not None else None
+    except ValueError:  # "Unknown", "None"
+        return None
+
+
 def ending_of_lost(
-    record: AttemptRecord, reported: Mapping[str, NodeRecord], rows: Sequence[AccountingRow]
+    record: AttemptRecord, reported: Mapping[str, NodeRecord], row: AccountingRow | None
 ) -> Ending:
     """How an attempt ended whose supervisor died with its node, by Slurm's accounting.
 
     Args:
         record: The attempt, still open.
         reported: What its launchers wrote before the end.
-        rows: sacct's rows of its job, every incarnation and step.
+        row: sacct's row of its incarnation of the job, where there is accounting.
     """
-    incarnations = [row for row in rows if row.job_id == record.job_id]
-    state = "UNKNOWN"
-    if record.restart_count < len(incarnations):
-        state = incarnations[record.restart_count].state
+    state = row.state if row is not None else "UNKNOWN"
     evidence = (
         f"Slurm: {state}; the supervisor on {record.nodes[0]} ended without a word"
         if record.job_id is not None

@@ -22,17 +22,18 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
     Raises:
         DivergenceError: the loss or the gradient norm is not finite; nothing is saved.
     """
-    recipe, every = job.config.recipe, job.config.recipe.checkpoint.every_steps
-    stopping = stop_requested(job)
-    while job.step < job.last_step and not stopping:
+    every = job.config.recipe.checkpoint.every_steps
+    signal_name = stop_requested(job)
+    while job.step < job.last_step and signal_name is None:
         row = one_step(job)
-        stopping = stop_requested(job)
+        signal_name = stop_requested(job)
         last = job.step == job.last_step
-        moment = Moment(row, last=last, saving=last or stopping or job.step % every == 0)
+        due = job.step % every == 0
+        moment = Moment(row, last=last, saving=last or due or signal_name is not None)
         for hook in hooks:
             hook.after_step(moment)
     if job.step < job.last_step:
-        job.say(f"stopped by a signal after step {job.step} of {recipe.train.steps}")
+        job.say(f"stopped by {signal_name} after step {job.step} of {job.last_step}")
         return EXIT_REQUEUE
     return EXIT_OK
 
@@ -67,9 +68,9 @@ def one_step(job: Job) -> MetricsRow:
     )
 
 
-def stop_requested(job: Job) -> bool:
-    """Whether a signal reached any worker; the same answer on all (collective)."""
-    return any(job.backend.gather(job.stop.signal_name))
+def stop_requested(job: Job) -> str | None:
+    """The signal that reached one of the workers, if any; the same answer on all (collective)."""
+    return next((name for name in job.backend.gather(job.stop.signal_name) if name), None)
 
 
 def _require_finite(name: str, value: float, step: int) -> None:

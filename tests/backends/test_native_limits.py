@@ -43,6 +43,14 @@ def test_worker_refuses_too() -> None:
     assert len(caught.value.faults) == 4
 
 
+def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    config = small_config("train.compile=true")
+    backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 1, 0, "node"))
+    with pytest.raises(ConfigError, match=r"no C\+\+ compiler 'no-such-compiler'.*compile=false"):
+        backend.start()
+
+
 def test_no_torch_on_the_login_node() -> None:
     code = (
         "import sys, slurmllm.backends.native.limits, slurmllm.checkpoint.save, "

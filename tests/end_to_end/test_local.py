@@ -23,7 +23,8 @@ def unbroken(bench: Bench, inputs: tuple[str, ...]) -> str:
 def test_the_run_directory_is_complete(bench: Bench, unbroken: str) -> None:
     run = bench.runs / unbroken
     for name in (
-        "config.yaml", "plan.json", "jobs.json", "scripts/train.sbatch", "scripts/precompile.sbatch",
+        "config.yaml", "plan.json", "jobs.json", "scripts/train.sbatch",
+        "scripts/precompile.sbatch",
         "logs/train.log", "logs/precompile.log", "logs/train_000/rank_00001.log",
         "graphs/manifest.json", "graphs/attempts/000/attempt.json", "attempts/000/attempt.json",
         "attempts/000/nodes/local1.json", "metrics/attempt_000.jsonl",
@@ -93,7 +94,7 @@ def test_a_supervisor_killed_outright_leaves_nothing_running(
     ]
     for pid in (*supervisors, process.pid):
         os.kill(pid, signal.SIGKILL)
-    process.wait()
+    process.communicate(timeout=30)
     bench.until(lambda: not processes_with(run), "workers outlived their supervisor", 20)
     assert bench.status("orphaned")["state"] == "interrupted"
     bench.call("resume", "orphaned")

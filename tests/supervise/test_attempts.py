@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from slurmllm.supervise.allocation import Allocation, LocalAllocation
 from slurmllm.supervise.attempts import close_attempt, load_attempts, open_attempt
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.requeue import avoid_lost_nodes, usable
-from slurmllm.supervise.supervisor import ending_of_lost
+from slurmllm.supervise.supervisor import ended_at, ending_of_lost, incarnation
 
 LOST = Ending("node_failure", ("no word from local0",), ("local0",))
 
@@ -121,14 +122,17 @@ def rows(*states: str) -> list[AccountingRow]:
 def test_a_lost_attempt_ends_as_slurm_says(
     states: tuple[str, ...], restart_count: int, ending: str
 ) -> None:
-    found = ending_of_lost(open_record(restart_count), {}, rows(*states))
+    record = open_record(restart_count)
+    found = ending_of_lost(record, {}, incarnation(record, rows(*states)))
     assert found.ending == ending
 
 
 def test_one_silent_node_is_blamed_for_a_lost_attempt() -> None:
     reported = {"n1": NodeRecord(node="n1", pids={0: 5}, exit_codes={0: 70})}
-    assert ending_of_lost(open_record(), reported, rows("NODE_FAIL")).blamed_nodes == ("n2",)
-    assert ending_of_lost(open_record(), {}, rows("NODE_FAIL")).blamed_nodes == ()
+    row = AccountingRow("7", "NODE_FAIL", "0:0", "n[1-2]", "", "2026-11-21T05:14:09")
+    assert ending_of_lost(open_record(), reported, row).blamed_nodes == ("n2",)
+    assert ending_of_lost(open_record(), {}, row).blamed_nodes == ()
+    assert datetime.fromtimestamp(ended_at(row) or 0).isoformat() == row.end
 
 
 @pytest.mark.parametrize(
@@ -141,13 +145,13 @@ def test_usable_nodes(state: str, good: bool) -> None:
 
 
 def test_a_lost_node_is_excluded_where_others_can_take_its_place(tmp_path: Path) -> None:
-    cluster = FakeSlurm(("n1", "n2", "n3"))
+    cluster = FakeSlurm(("n1", "n2", "n3", "n4"))
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n")
     for _ in range(7):
         cluster.submit(script)
-    avoid_lost_nodes(cluster, open_record(), ["n2"], excluded="n9")
-    assert cluster.jobs["7"].excluded == ("n9", "n2")
+    avoid_lost_nodes(cluster, open_record(), ["n2"], ["n4"], excluded="n9")
+    assert cluster.jobs["7"].excluded == ("n9", "n2", "n4")
 
 
 def test_without_a_spare_node_slurm_is_waited_for(tmp_path: Path) -> None:
@@ -157,5 +161,5 @@ def test_without_a_spare_node_slurm_is_waited_for(tmp_path: Path) -> None:
     for _ in range(7):
         cluster.submit(script)
     cluster.states["n2"] = "down*"
-    avoid_lost_nodes(cluster, open_record(), ["n2"], excluded=None)
+    avoid_lost_nodes(cluster, open_record(), ["n2"], [], excluded=None)
     assert cluster.jobs["7"].excluded == ()

@@ -40,9 +40,8 @@ _SMALL = (
 def make_data(folder: Path) -> tuple[str, str]:
     """A corpus of a few hundred made-up documents, and its tokenizer."""
     rng = random.Random(7)
-    words = [
-        f"{a}{b}" for a in ["the", "of", "and", "to", "in", "is"] for b in ("", "s", "ing", " be")
-    ]
+    roots, endings = ("the", "of", "and", "to", "in"), ("", "s", "ing", " be")
+    words = [root + ending for root in roots for ending in endings]
     texts = [" ".join(rng.choices(words, k=rng.randint(5, 120))) for _ in range(300)]
     source = folder / "texts.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -75,6 +74,7 @@ class Gang:
         attempt: int = 0,
         stage: Stage = "train",
         env: Mapping[str, str] | None = None,
+        entry: str = _ENTRY,
     ) -> None:
         self.run, self.attempt, self.stage = run, attempt, stage
         logs = run.path / "logs"
@@ -93,7 +93,7 @@ class Gang:
             with log.open("wb") as output:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-c", _ENTRY, str(run.path), stage, str(attempt)],
+                        [sys.executable, "-c", entry, str(run.path), stage, str(attempt)],
                         env={**os.environ, **variables, **(env or {})},
                         stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                     )

@@ -50,7 +50,7 @@ def test_stop_signal_at_one_worker(
     assert gang.wait() == [EXIT_REQUEUE, EXIT_REQUEUE], gang.output()
     stopped_at = rows(run, 0)[-1]["step"]
     assert 15 <= stopped_at < 60
-    assert f"stopped by a signal after step {stopped_at} of 60" in gang.output(0)
+    assert f"stopped by {number.name} after step {stopped_at} of 60" in gang.output(0)
     assert run.checkpoint_steps()[-1] == stopped_at, "saved where it stopped, on all workers"
     assert not run.attempt("train", 0).failure(0).exists()
     if number == signal.SIGTERM:  # the same way out; one resume is enough

@@ -25,11 +25,11 @@ WORKER = Worker(3, 4, 1, "node-2")
         (MemoryError(), "OutOfMemoryError", "code", 70),
         (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError", "code", 70),
         (
-            RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
             "OutOfMemoryError", "code", 70,
         ),
         (
-            RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]"),
+            RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]"),
             "RuntimeError", "infrastructure", 3,
         ),
         (OSError(errno.ENOSPC, "No space left on device"), "OSError", "infrastructure", 4),

@@ -31,8 +31,10 @@ def test_precompile_on_one_worker_train_on_two(
     warm = Path(shutil.move(cold, tmp_path / "warm"))
     kernels = sorted(path.name for path in warm.rglob("*.so"))
     assert kernels
-    two = make_run(tmp_path / "two", data, *COMPILED, "cluster.devices_per_node=2")
-    gang = Gang(two, world=2, env={"TORCHINDUCTOR_CACHE_DIR": str(warm / "inductor")})
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(warm / "inductor")}
+    overrides = ("cluster.devices_per_node=2", "checkpoint.every_steps=4")
+    two = make_run(tmp_path / "two", data, *COMPILED, *overrides)
+    gang = Gang(two, world=2, env=env)
     gang.finish()
     second = WorkerRecord.load(two.attempt("train", 0).worker(0))
     assert (second.cache_hits, second.cache_misses) == (2, 0)
@@ -43,3 +45,8 @@ def test_precompile_on_one_worker_train_on_two(
     reference = curve(unbroken)  # not compiled
     for step, values in curve(two).items():
         assert values == pytest.approx(reference[step], rel=1e-5)
+
+    shutil.rmtree(two.checkpoint(8))
+    Gang(two, world=2, attempt=1, env=env).finish()
+    assert [row["step"] for row in rows(two, 1)] == [5, 6, 7, 8]
+    assert curve(two, 1).items() <= curve(two, 0).items(), "bit-identical"

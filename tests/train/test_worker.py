@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from train.gang import Gang, rows
 
 from slurmllm.errors import ConfigError
 from slurmllm.records import FailureRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train.job import precompile_mesh
 from slurmllm.train.worker import run_worker
+from train.gang import Gang, rows
 
 from .gang import small_config
 
@@ -80,12 +80,10 @@ def test_what_is_refused_before_torch(
     assert failure.message in capfd.readouterr().err
 
 
-def test_launcher_s_variables_are_needed(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launcher_s_variables_are_needed(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("slurmllm.train.worker.StopRequest.install", lambda self: None)
-    with pytest.raises(ConfigError, match="RANK, .* not set"):
+    with pytest.raises(ConfigError, match=r"RANK, .* not set"):
         run_worker(new_run(), "train", 0)
 
 

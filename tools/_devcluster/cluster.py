@@ -33,6 +33,7 @@ DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld")
 CONTROLLER_START = 'mount --bind "$1" /etc/hosts && exec slurmctld -D -f "$2"'
 
 # A node's first process. It collects orphans, and the node goes down with its slurmd.
+# -b has slurmd report that the node has booted: jobs of before are lost, and Slurm should know.
 NODE_START = """\
 name=$1 hosts=$2 disk=$3 disk_path=$4 conf=$5
 hostname "$name"
@@ -50,7 +51,7 @@ class Cluster:
 
     def __init__(self, root: Path):
         self.directory = StateDirectory(root)
-        # Nothing of the caller's environment: his SLURM_… variables would change what is printed.
+        # Not the caller's environment: SLURM_… variables would change what the commands print.
         self.env = {
             "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin",
             "HOME": "/root",

@@ -81,9 +81,8 @@ class Processes:
     def tail(self, name: str) -> str:
         """The end of the log of a daemon or a node, with a heading."""
         log = self.directory.log(name)
-        return "\n".join(
-            [f"the end of {log}:", *log.read_text(errors="replace").splitlines()[-12:]]
-        )
+        last = log.read_text(errors="replace").splitlines()[-12:]
+        return "\n".join([f"the end of {log}:", *last])
 
     def kill_all(self) -> None:
         """Kill whatever is left of the cluster."""
@@ -157,7 +156,7 @@ def free_ports(count: int, preferred: int) -> int:
     even while nodes have failed. `preferred` numbers the block to look at first.
     """
     first = preferred % len(PORT_BLOCKS)
-    blocks = [*PORT_BLOCKS[first:], *PORT_BLOCKS[:first]]
+    blocks: list[int] = [*PORT_BLOCKS[first:], *PORT_BLOCKS[:first]]
     for block in blocks:
         if all(_is_free(port) for port in range(block, block + count)):
             return block

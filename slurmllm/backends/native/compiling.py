@@ -8,6 +8,8 @@ does not depend on the number of workers, and one node's precompilation serves a
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Forward = Callable[..., Tensor]
+
+
+def missing_compiler() -> list[str]:
+    """What torch.compile lacks on this machine, as a line for a ConfigError.
+
+    Also with a full cache: Inductor asks the compiler for its version before it looks there.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is not None:
+        return []
+    return [
+        f"train.compile: true, but there is no C++ compiler {compiler!r} on this node; install "
+        "one, name one in $CXX, or --set train.compile=false"
+    ]
 
 
 def wrap_blocks(blocks: Sequence[nn.Module], *, compiled: bool, recompute: bool) -> None:

@@ -42,6 +42,8 @@ class NativeBackend(Backend):
     def start(self) -> None:
         """Open process groups and the device mesh (collective)."""
         faults = unsupported(self.config)
+        if self.config.recipe.train.compile:
+            faults += compiling.missing_compiler()
         if faults:
             raise ConfigError("the native backend cannot run this recipe", faults)
         worker, kind = self.worker, self.config.cluster.device
@@ -54,6 +56,7 @@ class NativeBackend(Backend):
             rank=worker.rank,
             world_size=worker.world_size,
             timeout=COLLECTIVE_TIMEOUT,
+            device_id=self.device if kind == "cuda" else None,
         )
         self.data_mesh = init_device_mesh(kind, (self.mesh.data,), mesh_dim_names=("data",))
         # A group of its own over the host's network: its messages never queue behind the device's.

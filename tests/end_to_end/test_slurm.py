@@ -1,0 +1,187 @@
+"""The whole way on a real Slurm: two jobs, a node that dies, signals, resume, cancel."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from end_to_end.bench import SMALL, Bench
+
+from slurmllm.slurm.client import SlurmCommands
+
+pytestmark = pytest.mark.slurm
+
+
+class Cluster:
+    """The development cluster's verbs that these tests use (tests/conftest.py)."""
+
+    def call(self, *arguments: str) -> str:
+        raise AssertionError("stands for conftest.DevCluster")
+
+
+def submit(bench: Bench, inputs: tuple[str, ...], name: str, *more: str) -> dict[str, str]:
+    arguments = ("submit", "tiny_neox", "--nodes=4", f"--name={name}", *SMALL, *inputs, *more)
+    return dict(json.loads(bench.call(*arguments, "--json"))["jobs"])
+
+
+def wait(bench: Bench, name: str, *states: str) -> None:
+    bench.until(lambda: bench.status(name)["state"] in states, f"{name} never {states}", 240)
+
+
+@pytest.fixture
+def unbroken(slurm: Cluster, bench: Bench, inputs: tuple[str, ...]) -> str:
+    if not (bench.runs / "whole").is_dir():
+        submit(bench, inputs, "whole")
+        wait(bench, "whole", "done", "stopped", "interrupted")
+    return "whole"
+
+
+def accounted(job: str) -> list[str]:
+    """The states of a job's incarnations, by sacct."""
+    return [row.state for row in SlurmCommands().accounting(job) if row.job_id == job]
+
+
+def test_both_jobs_complete(bench: Bench, unbroken: str) -> None:
+    shown = bench.status(unbroken)
+    assert bench.endings(unbroken) == [("done", "finish")]
+    jobs = {stage: job["job_id"] for stage, job in shown["jobs"].items()}
+    bench.until(lambda: accounted(jobs["train"]) == ["COMPLETED"], "sacct: train not COMPLETED")
+    assert accounted(jobs["precompile"]) == ["COMPLETED"]
+    assert shown["step"] == 40
+
+
+def test_every_node_starts_warm(bench: Bench, unbroken: str) -> None:
+    nodes = bench.attempt(unbroken, 0)["nodes"]
+    first = bench.first_steps(unbroken)
+    assert sorted(first) == sorted(nodes)
+    assert len(nodes) == 4
+    assert all(step["cache_hits"] > 0 and step["cache_misses"] == 0 for step in first.values())
+    precompile = bench.runs / unbroken / "graphs" / "attempts" / "000" / "workers"
+    cold = json.loads((precompile / "rank_00000.json").read_text())
+    assert cold["cache_misses"] > 0
+    origins = [bench.node(unbroken, 0, node)["cache"] for node in nodes]
+    # The archive went over sbcast; no node found the precompile node's folder on its own disk
+    # but, perhaps, the precompile node itself.
+    assert origins.count("broadcast") >= 3
+    assert "shared" not in origins
+
+
+def test_node_local_disks_are_apart(slurm: Cluster, bench: Bench, unbroken: str) -> None:
+    script = (bench.runs / unbroken / "scripts" / "train.sbatch").read_text()
+    cache = script.partition("SLURMLLM_CACHE=")[2].split()[0]
+    on_host = subprocess.run(["ls", "-d", cache], capture_output=True, check=False)
+    assert on_host.returncode != 0
+    nodes = bench.attempt(unbroken, 0)["nodes"]
+    other = next(name for name in ("n1", "n2", "n3", "n4", "n5") if name not in nodes)
+    for node, there in ((nodes[1], True), (other, False)):
+        found = subprocess.run(
+            ["srun", "-Q", "-w", node, "-N1", "-n1", "ls", "-d", cache],
+            capture_output=True, check=False,
+        )  # fmt: skip
+        assert (found.returncode == 0) is there
+
+
+def test_a_node_that_dies(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str
+) -> None:
+    job = submit(bench, inputs, "nodeless")["train"]
+    bench.wait_for_step("nodeless", 15)
+    before = bench.attempt("nodeless", 0)["nodes"]
+    lost = before[2]
+    slurm.call("fail", lost)
+    try:
+        wait(bench, "nodeless", "done", "stopped", "cancelled")
+    finally:
+        slurm.call("heal", lost)
+    assert bench.endings("nodeless") == [("node_failure", "requeue"), ("done", "finish")]
+    assert bench.attempt("nodeless", 0)["blamed_nodes"] == [lost]
+    after = bench.attempt("nodeless", 1)["nodes"]
+    (fresh,) = set(after) - set(before)
+    warm = bench.first_steps("nodeless")[fresh]
+    assert warm["cache_misses"] == 0
+    assert warm["cache_hits"] > 0
+    assert bench.node("nodeless", 1, fresh)["cache"] == "broadcast"
+    assert bench.compare_exactly(unbroken, "nodeless")["overlaps"]["b"]["identical"]
+    bench.until(lambda: accounted(job)[-1] == "COMPLETED", "sacct: not COMPLETED")
+
+
+def test_the_first_node_dies_with_the_supervisor(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str
+) -> None:
+    submit(bench, inputs, "headless", "--set=train.compile=false")
+    bench.wait_for_step("headless", 15)
+    lost = bench.attempt("headless", 0)["nodes"][0]
+    slurm.call("fail", lost)
+    try:
+        wait(bench, "headless", "done", "stopped", "cancelled")
+    finally:
+        slurm.call("heal", lost)
+    assert bench.endings("headless") == [("node_failure", "requeue"), ("done", "finish")]
+    assert "Slurm: NODE_FAIL" in bench.attempt("headless", 0)["evidence"][0]
+
+
+@pytest.mark.parametrize("to_batch_alone", [True, False])
+def test_a_signal_as_at_the_time_limit(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str, to_batch_alone: bool
+) -> None:
+    name = "signal-batch" if to_batch_alone else "signal-steps"
+    job = submit(bench, inputs, name)["train"]
+    bench.wait_for_step(name, 15)
+    batch = ["--batch"] if to_batch_alone else []
+    subprocess.run(["scancel", "--signal=USR1", *batch, job], check=True)
+    wait(bench, name, "done", "stopped", "cancelled")
+    assert bench.endings(name) == [("advance_signal", "requeue"), ("done", "finish")]
+    saved = bench.attempt(name, 0)["checkpoint_after"]
+    assert saved == bench.attempt(name, 0)["last_step"] >= 15
+    assert bench.attempt(name, 1)["first_step"] == saved + 1
+    assert bench.compare_exactly(unbroken, name)["overlaps"]["b"]["rows"] == 0
+
+
+def test_the_time_limit_itself(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str
+) -> None:
+    # Slurm's clock ticks in minutes here: signalled 30 s before the end of the first minute.
+    submit(
+        bench, inputs, "limited", "--time=1", "--set=slurm.signal_lead_s=30",
+        "--set=train.compile=false", "--set=train.steps=100000",
+    )  # fmt: skip
+    bench.until(lambda: (bench.runs / "limited/attempts/001").is_dir(), "not requeued", 180)
+    assert bench.attempt("limited", 0)["class"] == "advance_signal"
+    assert bench.attempt("limited", 0)["evidence"] == ["SIGUSR1: saved and left"]
+    bench.wait_for_step("limited", bench.attempt("limited", 0)["last_step"] + 1, attempt=1)
+    bench.call("cancel", "limited")
+    wait(bench, "limited", "cancelled")
+    bench.until(lambda: bench.attempt("limited", 1)["ended_at"] is not None, "record left open")
+    assert bench.attempt("limited", 1)["class"] == "cancelled"
+
+
+def test_a_code_error_stops_and_is_not_requeued(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
+) -> None:
+    job = submit(bench, inputs, "crashed", "--set=train.compile=false")["train"]
+    bench.wait_for_step("crashed", 5)
+    node = bench.attempt("crashed", 0)["nodes"][1]
+    os.kill(_outside_pid(bench.runs / "crashed", rank=1), signal.SIGSEGV)
+    wait(bench, "crashed", "stopped")
+    assert bench.endings("crashed") == [("code_error", "stop")]
+    assert f"on {node} crashed with SIGSEGV" in bench.attempt("crashed", 0)["evidence"][0]
+    bench.until(lambda: accounted(job) == ["FAILED"], "sacct: not FAILED")
+
+
+def _outside_pid(run: Path, rank: int) -> int:
+    """The process id of a worker as this machine numbers it; nodes number their own."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"worker" in words and str(run).encode() in words and b"RANK=%d" % rank in variables:
+            return int(entry.name)
+    raise AssertionError(f"no worker {rank} of {run}")

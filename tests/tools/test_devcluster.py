@@ -1,0 +1,231 @@
+"""tools/devcluster on this machine: nodes, failures, requeues, and nothing left afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
+
+TOOL = Path(__file__).parents[2] / "tools" / "devcluster"
+PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
+PROGRAMS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "srun", "unshare")
+
+
+class Cluster:
+    """A cluster under test, by its command line and Slurm's."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
+        self.env = outside | {"PATH": PATH, "SLURM_CONF": str(root / "slurm.conf")}
+
+    def tool(self, *arguments: str, code: int = 0) -> str:
+        """What a verb prints, its errors included; it must end with `code`."""
+        command = [sys.executable, str(TOOL), *arguments, "--dir", str(self.root)]
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def run(self, *command: str) -> str:
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip()
+
+    def submit(self, folder: Path, script: str, *options: str) -> str:
+        """Submit a batch script that prints to `folder/out`; its job's id."""
+        (folder / "job.sh").write_text(f"#!/bin/bash\n{script}")
+        kept = ("--output", str(folder / "out"), "--open-mode=append", "--chdir", str(folder))
+        return self.run("sbatch", "--parsable", *kept, *options, str(folder / "job.sh"))
+
+    def sacct(self, job: str) -> list[str]:
+        """The states of a job's tries, oldest first."""
+        options = ("--noheader", "--parsable2", "--allocations", "--duplicates")
+        return self.run("sacct", *options, "--format=state", "--jobs", job).splitlines()
+
+    def status(self) -> dict[str, tuple[str, str]]:
+        """For each node, Slurm's state and the power's."""
+        shown = json.loads(self.tool("status", "--json"))
+        return {node["name"]: (node["slurm"], node["power"]) for node in shown["nodes"]}
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 30) -> float:
+    """Wait until `condition` holds; the seconds it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < limit_s, f"not after {limit_s} s"
+        time.sleep(0.2)
+    return time.monotonic() - started
+
+
+def processes_of(root: Path) -> list[str]:
+    """The command lines of all processes that know of a state directory."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                command = (process / "cmdline").read_bytes()
+                known = command + (process / "environ").read_bytes()
+            except OSError:
+                continue
+            if bytes(root) in known:
+                found.append(command.replace(b"\0", b" ").decode())
+    return found
+
+
+@pytest.fixture(scope="module")
+def new_cluster() -> Iterator[Callable[[], Cluster]]:
+    """Makes state directories; every cluster in one is taken down in the end."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    reason = f"not installed: {', '.join(missing)}" if missing else ""
+    reason = reason or ("must be root" if os.geteuid() != 0 else "")
+    if reason and os.environ.get("SLURMLLM_REQUIRE_SLURM") == "1":
+        pytest.fail(f"SLURMLLM_REQUIRE_SLURM=1, but {reason}")
+    if reason:
+        pytest.skip(f"no Slurm here: {reason}")
+    clusters: list[Cluster] = []
+
+    def make() -> Cluster:
+        # Not tmp_path: its length could exceed what a Unix socket's path may have.
+        clusters.append(Cluster(Path(tempfile.mkdtemp(prefix="devcluster-", dir="/tmp"))))
+        return clusters[-1]
+
+    yield make
+    for cluster in clusters:
+        if (cluster.root / "cluster.json").exists():
+            cluster.tool("down")
+        shutil.rmtree(cluster.root, ignore_errors=True)
+        assert processes_of(cluster.root) == []
+    assert not [c for c in clusters if str(c.root) in Path("/proc/self/mounts").read_text()]
+
+
+@pytest.fixture(scope="module")
+def cluster(new_cluster: Callable[[], Cluster]) -> Cluster:
+    """Three nodes that are missed after five seconds."""
+    cluster = new_cluster()
+    cluster.tool("up", "--nodes", "3", "--slurmd-timeout", "5", "--kill-wait", "2")
+    return cluster
+
+
+def test_every_node_is_idle_and_has_its_own_name(cluster: Cluster) -> None:
+    assert cluster.status() == {f"n{k}": ("idle", "on") for k in (1, 2, 3)}
+    assert sorted(cluster.run("srun", "-N3", "hostname").split()) == ["n1", "n2", "n3"]
+
+
+def test_every_node_knows_the_names_of_the_others(cluster: Cluster) -> None:
+    resolve = "for k in 1 2 3; do getent hosts n$k; done"
+    shown = cluster.run("srun", "-N1", "-w", "n2", "sh", "-c", resolve)
+    assert shown.split() == [word for k in (1, 2, 3) for word in (f"127.0.1.{k}", f"n{k}")]
+
+
+def test_a_node_has_a_disk_and_processes_of_its_own(cluster: Cluster) -> None:
+    cluster.run("srun", "-N1", "-w", "n1", "touch", "/var/tmp/mine")
+    assert cluster.run("srun", "-N1", "-w", "n1", "ls", "/var/tmp") == "mine"
+    assert cluster.run("srun", "-N1", "-w", "n2", "ls", "/var/tmp") == ""
+    assert not Path("/var/tmp/mine").exists()
+    assert int(cluster.run("srun", "-N1", "-w", "n2", "sh", "-c", "ls -d /proc/[0-9]* | wc -l")) < 9
+
+
+def test_sbcast_and_srun_within_a_job_reach_every_node(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("content\n")
+    script = "sbcast file /var/tmp/copy && srun --ntasks-per-node=1 cat /var/tmp/copy"
+    job = cluster.submit(tmp_path, script, "--nodes=3", "--exclusive", "--wait").partition("\n")[0]
+    assert (tmp_path / "out").read_text() == "content\n" * 3
+    wait_for(lambda: cluster.sacct(job) == ["COMPLETED"])
+
+
+def test_a_job_that_requeues_itself_starts_again_soon(cluster: Cluster, tmp_path: Path) -> None:
+    script = """
+    echo "$(hostname) ${SLURM_RESTART_COUNT:-0}"
+    if [ -z "$SLURM_RESTART_COUNT" ]; then
+        trap '' TERM  # a requeue kills; and before it, Slurm refuses the update
+        scontrol requeue $SLURM_JOB_ID
+        scontrol update JobId=$SLURM_JOB_ID ExcNodeList=n1
+        sleep 60
+    fi
+    """
+    job = cluster.submit(tmp_path, script, "--nodes=1", "--exclusive", "--requeue")
+    took_s = wait_for(lambda: cluster.sacct(job) == ["REQUEUED", "COMPLETED"])
+    assert took_s < 20
+    printed = [x for x in (tmp_path / "out").read_text().splitlines() if x.startswith("n")]
+    assert printed == ["n1 0", "n2 1"]
+
+
+def test_a_failed_node_is_missed_and_its_job_starts_again(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run("srun", "-N1", "-w", "n3", "touch", "/var/tmp/gone")
+    script = 'if [ -n "$SLURM_RESTART_COUNT" ]; then echo again; else srun sleep 60; fi'
+    job = cluster.submit(tmp_path, script, "--nodes=3", "--exclusive", "--requeue")
+    steps = ("squeue", "--steps", "--noheader", "--jobs", job)
+    wait_for(lambda: f"{job}.0" in cluster.run(*steps))
+    cluster.tool("fail", "n3")
+    assert cluster.status()["n3"] == ("allocated", "off")  # Slurm has not been told
+    assert "has failed already" in cluster.tool("fail", "n3", code=2)
+    wait_for(lambda: cluster.status()["n3"][0] == "down*")
+    wait_for(lambda: cluster.sacct(job) == ["NODE_FAIL", "PENDING"])
+    cluster.tool("heal", "n3")
+    assert cluster.status()["n3"][1] == "on"
+    wait_for(lambda: cluster.sacct(job) == ["NODE_FAIL", "COMPLETED"])
+    assert (tmp_path / "out").read_text().splitlines()[-1] == "again"
+    wait_for(lambda: set(cluster.status().values()) == {("idle", "on")})
+    assert cluster.run("srun", "-N1", "-w", "n3", "ls", "/var/tmp") == ""
+    assert "has not failed" in cluster.tool("heal", "n3", code=2)
+
+
+def test_a_frozen_node_stands_still_until_it_is_healed(cluster: Cluster) -> None:
+    cluster.tool("fail", "n2", "--freeze")
+    assert cluster.status()["n2"][1] == "frozen"
+    cluster.tool("heal", "n2")
+    assert cluster.run("srun", "-N1", "-w", "n2", "hostname") == "n2"
+
+
+def test_a_second_cluster_beside_the_first(
+    cluster: Cluster, new_cluster: Callable[[], Cluster]
+) -> None:
+    second = new_cluster()
+    shown = second.tool("up", "--nodes", "2")
+    assert f"export SLURM_CONF={second.root}/slurm.conf" in shown
+    assert "up already" in second.tool("up", "--nodes", "2")
+    assert "other settings" in second.tool("up", "--nodes", "1", code=2)
+    assert sorted(second.run("srun", "-N2", "hostname").split()) == ["n1", "n2"]
+    assert len(cluster.run("srun", "-N3", "hostname").split()) == 3
+    assert processes_of(second.root)
+    second.tool("down")
+    assert processes_of(second.root) == []
+    assert not second.root.exists()
+    assert len(cluster.run("srun", "-N3", "hostname").split()) == 3
+    assert "no cluster" in second.tool("down", code=3)
+    assert "no cluster" in second.tool("env", code=3)
+
+
+def test_up_after_an_unclean_end(new_cluster: Callable[[], Cluster]) -> None:
+    cluster = new_cluster()
+    cluster.tool("up", "--nodes", "1")
+    pid = json.loads(cluster.tool("status", "--json"))["daemons"]["slurmctld"]
+    os.kill(pid, 9)
+    wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists())
+    assert "not running" in cluster.tool("status", code=3)
+    assert "no cluster is running" in cluster.tool("fail", "n1", code=3)
+    cluster.tool("up", "--nodes", "1")
+    assert cluster.run("srun", "-N1", "hostname") == "n1"
+
+
+def test_refusals_say_what_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
+    assert "no node n9; there are n1, n2, n3" in cluster.tool("fail", "n9", code=2)
+    (tmp_path / "a file").touch()
+    assert "not a devcluster's" in Cluster(tmp_path).tool("up", code=2)
+    assert (tmp_path / "a file").exists()
+    free = Cluster(tmp_path / "new")
+    assert "not within 1 to" in free.tool("up", "--nodes", "0", code=2)
+    assert "would hide" in free.tool("up", "--node-local", str(tmp_path), code=2)
+    assert not free.root.exists()
+    free.env["PATH"] = str(tmp_path)
+    assert "apt-get install" in free.tool("up", code=2)
