@@ -32,7 +32,8 @@ Action = Literal["finish", "requeue", "stop"]
 class Record(BaseModel):
     """A file of the run directory."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    # Unknown fields are passed over: a run directory outlives the version that wrote it.
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
     def save(self, path: Path) -> None:
         """Write the record as JSON, whole or not at all."""

@@ -55,7 +55,7 @@ def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
         assert os.environ.get("SLURMLLM_REQUIRE_SLURM") != "1", f"Slurm is required here: {reason}"
         pytest.skip(f"no real Slurm: {reason}")
     cluster = DevCluster(tmp_path_factory.mktemp("devcluster") / "state")
-    cluster.call("up", "--nodes", "5")
+    cluster.call("up", "--nodes", "5", "--kill-wait", "30")  # Slurm's own default
     try:
         yield cluster
     finally:

@@ -112,10 +112,12 @@ def _print_one(state: RunState) -> None:
     if not state.attempts:
         return
     headings = ("attempt", "nodes", "steps", "checkpoint", "time", "ending", "action", "evidence")
-    print_table(headings, (_attempt_row(attempt) for attempt in state.attempts), fold="evidence")
+    open_word = "running" if state.state == "training" else "not recorded"
+    attempts = (_attempt_row(attempt, open_word) for attempt in state.attempts)
+    print_table(headings, attempts, fold="evidence")
 
 
-def _attempt_row(attempt: AttemptRecord) -> tuple[str, ...]:
+def _attempt_row(attempt: AttemptRecord, open_word: str) -> tuple[str, ...]:
     ended = attempt.ended_at
     return (
         str(attempt.attempt),
@@ -123,7 +125,7 @@ def _attempt_row(attempt: AttemptRecord) -> tuple[str, ...]:
         f"{attempt.first_step}–{attempt.last_step}" if attempt.last_step else "",
         str(attempt.checkpoint_after or ""),
         _duration(ended - attempt.started_at) if ended else "",
-        attempt.ending or "running",
+        attempt.ending or open_word,
         attempt.action or "",
         "; ".join(attempt.evidence),
     )

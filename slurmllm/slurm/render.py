@@ -70,7 +70,7 @@ def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> lis
         options.append(("signal", f"B:USR1@{slurm.signal_lead_s}"))
     words = [f"--{name}={_quoted(name, value)}" for name, value in options if value is not None]
     words += ["--exclusive"] if cluster.exclusive else []
-    words += ["--requeue"] if stage == "train" else ["--no-requeue"]
+    words += ["--requeue"]  # by Slurm too, when a node of the job dies
     words += ["--kill-on-invalid-dep=yes"] if stage == "train" else []
     return words + list(cluster.directives)
 

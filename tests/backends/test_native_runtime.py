@@ -64,7 +64,12 @@ def test_accumulation_changes_only_rounding(new_backend: NewBackend, micro_batch
 
 @pytest.mark.parametrize(
     "override",
-    ["train.activation_checkpointing=full", "parallel.zero=0", "parallel.zero=3"],
+    [
+        "train.activation_checkpointing=full",
+        "parallel.zero=0",
+        "parallel.zero=2",
+        "parallel.zero=3",
+    ],
 )
 def test_what_only_saves_memory_changes_nothing(new_backend: NewBackend, override: str) -> None:
     assert train(new_backend(override), 3) == train(new_backend(), 3)

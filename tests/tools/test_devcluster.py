@@ -110,7 +110,7 @@ def new_cluster() -> Iterator[Callable[[], Cluster]]:
 
 @pytest.fixture(scope="module")
 def cluster(new_cluster: Callable[[], Cluster]) -> Cluster:
-    """Three nodes that are missed after five seconds."""
+    """Three nodes."""
     cluster = new_cluster()
     cluster.tool("up", "--nodes", "3", "--slurmd-timeout", "5", "--kill-wait", "2")
     return cluster

@@ -1,7 +1,9 @@
 """The native backend's worker: PyTorch's FSDP2 on a data-parallel mesh, torch.compile per block.
 
-FSDP2 shares out parameters, gradients and optimizer state alike, which is at least what any
-`parallel.zero` asks for; zero 3 also drops the gathered parameters between forward and backward.
+FSDP2 shares out parameters, gradients and optimizer state alike between steps, which is at least
+what any `parallel.zero` asks for. Within a step, zero 0 and 1 keep whole gradients until the last
+micro batch and send them once; 2 and 3 send them after each. Zero 3 also drops whole parameters
+between forward and backward; the others gather them once a step.
 """
 
 from __future__ import annotations
@@ -119,12 +121,12 @@ class NativeBackend(Backend):
             The mean loss over the tokens of the global batch, in nats, equal on all workers.
         """
         assert isinstance(self.model, FSDPModule)
-        keep_gathered = self.config.recipe.parallel.zero < 3
+        zero = self.config.recipe.parallel.zero
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_reshard_after_backward(last or not keep_gathered)
+            self.model.set_requires_gradient_sync(last or zero >= 2)
+            self.model.set_reshard_after_backward(last or zero == 3)
             # Equal token counts everywhere: the mean over micro batches here, and FSDP's mean
             # over the data-parallel workers, make the mean over the global batch.
             loss = self._loss(micro_batch) / len(micro_batches)
