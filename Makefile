@@ -13,7 +13,7 @@ demo: install
 	$(BIN)/python tools/demo.py
 
 test: dev slurm
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: dev
 	$(BIN)/ruff check .

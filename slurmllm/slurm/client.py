@@ -84,7 +84,11 @@ class SlurmClient(ABC):
 
     @abstractmethod
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Keep a job away from nodes from its next start on; none clears the list."""
+        """Keep a job away from nodes from its next start on; none clears the list.
+
+        Raises:
+            SlurmError: the job runs; Slurm takes the list once a requeue has begun.
+        """
 
     @abstractmethod
     def hostnames(self, nodelist: str) -> list[str]:

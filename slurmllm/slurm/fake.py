@@ -118,7 +118,10 @@ class FakeSlurm(SlurmClient):
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """See SlurmClient."""
-        self._job(job_id).excluded = tuple(nodes)
+        job = self._job(job_id)
+        if job.state != "PENDING":
+            raise SlurmError("scontrol failed with exit code 1: Job is no longer pending execution")
+        job.excluded = tuple(nodes)
 
     def hostnames(self, nodelist: str) -> list[str]:
         """See SlurmClient."""

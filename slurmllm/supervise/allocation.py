@@ -29,7 +29,7 @@ class Allocation(ABC):
     """The nodes that an attempt runs on; the first one is the supervisor's own."""
 
     nodes: tuple[str, ...]
-    job_id: str | None = None
+    job_id: str | None
     restart_count: int = 0
 
     @property
@@ -49,13 +49,11 @@ class Allocation(ABC):
     def state(self) -> str:
         """Slurm's word for the job now, `RUNNING` for a local one."""
 
-    @abstractmethod
-    def requeue(self) -> None:
-        """Have this stage started again once this process has ended."""
-
 
 class SlurmAllocation(Allocation):
     """The nodes of the Slurm job that this process is the batch script of."""
+
+    job_id: str
 
     def __init__(self, client: SlurmClient | None = None) -> None:
         self.client = client or SlurmCommands()
@@ -100,22 +98,24 @@ class SlurmAllocation(Allocation):
         return None if done.returncode == 0 else (done.stderr.strip() or f"exit {done.returncode}")
 
     def state(self) -> str:
-        """Slurm's word for this job now; UNKNOWN where Slurm does not answer."""
-        assert self.job_id is not None
+        """Slurm's word for this start of the job; UNKNOWN where Slurm does not answer.
+
+        From the accounting where there is one: squeue says COMPLETING to every ending alike.
+        """
+        rows = [row for row in self.client.accounting(self.job_id) if row.job_id == self.job_id]
+        if self.restart_count < len(rows):
+            return rows[self.restart_count].state
         try:
             job = self.client.queue([self.job_id]).get(self.job_id)
         except SlurmError:
             return "UNKNOWN"
         return job.state if job is not None else "UNKNOWN"
 
-    def requeue(self) -> None:
-        """`scontrol requeue`: Slurm ends this process and starts the script again."""
-        assert self.job_id is not None
-        self.client.requeue(self.job_id)
-
 
 class LocalAllocation(Allocation):
     """This machine, as one node or several."""
+
+    job_id = None
 
     def __init__(self) -> None:
         count = int(os.environ.get(LOCAL_NODES) or 1)
@@ -144,9 +144,6 @@ class LocalAllocation(Allocation):
     def state(self) -> str:
         """Always running while this process does."""
         return "RUNNING"
-
-    def requeue(self) -> None:
-        """Nothing to do: the exit code tells `local.py`."""
 
 
 def current_allocation() -> Allocation:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 
 from slurmllm.errors import SlurmError
-from slurmllm.records import AttemptRecord
 from slurmllm.slurm.client import SlurmClient
 
 POLL_S = 2.0
@@ -23,37 +22,53 @@ def usable(state: str) -> bool:
     return not any(word in state for word in _UNUSABLE)
 
 
-def avoid_lost_nodes(
-    client: SlurmClient,
-    closed: AttemptRecord,
-    lost: Sequence[str],
-    lost_before: Sequence[str],
-    excluded: str | None,
-) -> None:
-    """Exclude lost nodes where others can take their place, else wait until Slurm knows.
+def nodes_to_avoid(
+    client: SlurmClient, wanted: int, lost: Sequence[str], lost_before: Sequence[str]
+) -> list[str]:
+    """The nodes to exclude: those lost, where others can take their place.
+
+    Where none can, wait until Slurm itself has noticed, and exclude nothing.
 
     Args:
         client: Slurm.
-        closed: The attempt that lost them.
-        lost: Nodes whose launchers fell silent.
+        wanted: Nodes of the job.
+        lost: Nodes whose launchers fell silent in the attempt that just ended.
         lost_before: Such nodes of earlier attempts; taken again where there are no others.
-        excluded: What the recipe excludes anyway.
     """
-    if closed.job_id is None or not lost:
-        return
+    if not lost:
+        return []
+    states = client.node_states()
+    for avoid in (sorted({*lost, *lost_before}), list(lost)):
+        spare = [name for name, state in states.items() if usable(state) and name not in avoid]
+        if len(spare) >= wanted:
+            return avoid
+    print(f"no node to take the place of {' '.join(lost)}: waiting for Slurm", flush=True)
+    deadline = time.monotonic() + NOTICE_S
+    while time.monotonic() < deadline:
+        if any(not usable(client.node_states().get(name, "unknown")) for name in lost):
+            break
+        time.sleep(POLL_S)
+    return []
+
+
+def requeue(client: SlurmClient, job_id: str, avoid: Sequence[str], excluded: str | None) -> None:
+    """Put this process's own job back into the queue, away from nodes.
+
+    Slurm refuses a new ExcNodeList while the job runs and takes it once the requeue has begun;
+    the caller must ignore the SIGTERM that comes with it.
+
+    Args:
+        client: Slurm.
+        job_id: The job.
+        avoid: Nodes to keep it off.
+        excluded: What the recipe excludes anyway; the new list replaces it.
+    """
     try:
-        states = client.node_states()
-        for avoid in (sorted({*lost, *lost_before}), list(lost)):
-            spare = [name for name, state in states.items() if usable(state) and name not in avoid]
-            if len(spare) >= len(closed.nodes):
-                client.exclude(closed.job_id, [*([excluded] if excluded else []), *avoid])
-                print(f"keeping off {' '.join(avoid)} from now on", flush=True)
-                return
-        print(f"no node to take the place of {' '.join(lost)}: waiting for Slurm", flush=True)
-        deadline = time.monotonic() + NOTICE_S
-        while time.monotonic() < deadline:
-            if any(not usable(client.node_states().get(name, "unknown")) for name in lost):
-                return
-            time.sleep(POLL_S)
+        client.requeue(job_id)
     except SlurmError as error:
-        print(f"{error}; requeueing without a look at the nodes", flush=True)
+        if "pending" not in str(error):
+            raise
+        print(f"job {job_id}: Slurm requeues it already", flush=True)
+    if avoid:
+        client.exclude(job_id, [*([excluded] if excluded else []), *avoid])
+        print(f"job {job_id} keeps off {' '.join(avoid)} from now on", flush=True)

@@ -161,9 +161,10 @@ def _state(
     if train is not None and train.state in _WAITING:
         state = "requeued" if last is not None else "queued"
         return state, f"waiting for {train.reason}" if train.reason else ""
+    if train is not None and train.state == "CANCELLED" and attempts:
+        return "cancelled", f"`slurmllm resume {run.name}` continues"
     if last is not None and last.ended_at is not None:
-        state = "cancelled" if last.ending == "cancelled" else "stopped"
-        return state, f"{last.ending}: {'; '.join(last.evidence)}"
+        return "stopped", f"{last.ending}: {'; '.join(last.evidence)}"
     if precompile is not None and precompile.state not in ("COMPLETED", "UNKNOWN"):
         word = "cancelled" if precompile.state == "CANCELLED" else "stopped"
         return word, f"precompile job {precompile.state}; see {run.stage_log('precompile')}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -28,11 +27,12 @@ from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
 from slurmllm.supervise.cache import broadcast_path
 from slurmllm.supervise.classify import Ending, Observed, classify, reported_all
-from slurmllm.supervise.requeue import avoid_lost_nodes, usable
+from slurmllm.supervise.requeue import nodes_to_avoid, requeue, usable
 
 POLL_S = 0.5
 REPEAT_SIGNAL_S = 5.0
 LAUNCHER_GRACE_S = 20.0  # from the first launcher's failure to the end of the others
+ACCOUNTING_LAG_S = 3.0
 KILL_MARGIN_S = 30.0  # before the time limit: Slurm does not requeue a job that it timed out
 EXIT_FAILED = {"bad_configuration": 2, "storage_failure": 4, "divergence": 71}
 
@@ -136,12 +136,21 @@ class Supervisor:
             expected_nodes=record.nodes,
             nodes=attempts.node_records(self.run, record),
             failures=attempts.failure_records(self.run, record),
-            slurm_state=self.allocation.state(),
+            slurm_state=self._slurm_state(),
             step_out_of_memory=self._out_of_memory(),
             down_nodes=self._down_nodes(record),
             stop_signal=None if self.failed_first else self.stop_signal,
             overran_s=self.overran_s,
         )
+
+    def _slurm_state(self) -> str:
+        """Slurm's word for what happened; it comes into the accounting a moment after SIGTERM."""
+        deadline = time.monotonic() + (ACCOUNTING_LAG_S if self.stop_signal == "SIGTERM" else 0.0)
+        state = self.allocation.state()
+        while state in ("RUNNING", "COMPLETING") and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            state = self.allocation.state()
+        return state
 
     def _out_of_memory(self) -> bool:
         rows = self._accounting(self.allocation.job_id)
@@ -164,22 +173,21 @@ class Supervisor:
     def _act(self, closed: AttemptRecord) -> int:
         if closed.action == "finish":
             return EXIT_OK
-        if closed.action == "requeue" and self.stage == "train":
+        if closed.action == "requeue":
             if isinstance(self.allocation, SlurmAllocation):
-                avoid_lost_nodes(
-                    self.allocation.client,
-                    closed,
-                    lost=self._lost_nodes(closed),
-                    lost_before=self._lost_before(closed),
-                    excluded=self.config.recipe.slurm.exclude,
-                )
-            try:
-                self.allocation.requeue()
-            except SlurmError as error:
-                # A job that Slurm itself is requeueing or ending cannot be requeued by us.
-                print(f"{error}", file=sys.stderr, flush=True)
+                self._requeue(self.allocation, closed)
             return EXIT_REQUEUE
         return EXIT_FAILED.get(str(closed.ending), 1 if closed.ending == "cancelled" else 70)
+
+    def _requeue(self, allocation: SlurmAllocation, closed: AttemptRecord) -> None:
+        client, slurm = allocation.client, self.config.recipe.slurm
+        try:
+            lost, before = self._lost_nodes(closed), self._lost_before(closed)
+            avoid = nodes_to_avoid(client, len(closed.nodes), lost, before)
+            requeue(client, allocation.job_id, avoid, slurm.exclude)
+        except SlurmError as error:
+            # The record says requeue and the job may be lost to it: say so where it is looked for.
+            print(f"{error}; if the job ends here, `slurmllm resume {self.run.name}`", flush=True)
 
     def _lost_nodes(self, record: AttemptRecord) -> list[str]:
         """The nodes that an attempt blames and that did not live to report."""

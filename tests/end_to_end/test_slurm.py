@@ -124,21 +124,22 @@ def test_the_first_node_dies_with_the_supervisor(
     assert "Slurm: NODE_FAIL" in bench.attempt("headless", 0)["evidence"][0]
 
 
-@pytest.mark.parametrize("to_batch_alone", [True, False])
-def test_a_signal_as_at_the_time_limit(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str, to_batch_alone: bool
+def test_signals_as_at_the_time_limit(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str
 ) -> None:
-    name = "signal-batch" if to_batch_alone else "signal-steps"
-    job = submit(bench, inputs, name)["train"]
-    bench.wait_for_step(name, 15)
-    batch = ["--batch"] if to_batch_alone else []
-    subprocess.run(["scancel", "--signal=USR1", *batch, job], check=True)
-    wait(bench, name, "done", "stopped", "cancelled")
-    assert bench.endings(name) == [("advance_signal", "requeue"), ("done", "finish")]
-    saved = bench.attempt(name, 0)["checkpoint_after"]
-    assert saved == bench.attempt(name, 0)["last_step"] >= 15
-    assert bench.attempt(name, 1)["first_step"] == saved + 1
-    assert bench.compare_exactly(unbroken, name)["overlaps"]["b"]["rows"] == 0
+    job = submit(bench, inputs, "signalled")["train"]
+    bench.wait_for_step("signalled", 8)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)  # as --signal=B:USR1
+    bench.wait_for_step("signalled", 25, attempt=1)
+    subprocess.run(["scancel", "--signal=USR1", job], check=True)  # to every process of the step
+    wait(bench, "signalled", "done", "stopped", "cancelled")
+    left = ("advance_signal", "requeue")
+    assert bench.endings("signalled") == [left, left, ("done", "finish")]
+    for number, step in ((0, 8), (1, 25)):
+        attempt = bench.attempt("signalled", number)
+        assert attempt["checkpoint_after"] == attempt["last_step"] >= step
+        assert bench.attempt("signalled", number + 1)["first_step"] == attempt["last_step"] + 1
+    assert bench.compare_exactly(unbroken, "signalled")["overlaps"]["b"]["rows"] == 0
 
 
 def test_the_time_limit_itself(

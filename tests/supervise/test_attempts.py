@@ -15,7 +15,7 @@ from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.supervise.allocation import Allocation, LocalAllocation
 from slurmllm.supervise.attempts import close_attempt, load_attempts, open_attempt
 from slurmllm.supervise.classify import Ending
-from slurmllm.supervise.requeue import avoid_lost_nodes, usable
+from slurmllm.supervise.requeue import nodes_to_avoid, requeue, usable
 from slurmllm.supervise.supervisor import ended_at, ending_of_lost, incarnation
 
 LOST = Ending("node_failure", ("no word from local0",), ("local0",))
@@ -144,22 +144,38 @@ def test_usable_nodes(state: str, good: bool) -> None:
     assert usable(state) is good
 
 
-def test_a_lost_node_is_excluded_where_others_can_take_its_place(tmp_path: Path) -> None:
+@pytest.fixture
+def job(tmp_path: Path) -> tuple[FakeSlurm, str]:
+    """A job that runs on n1 and n2 of four nodes."""
     cluster = FakeSlurm(("n1", "n2", "n3", "n4"))
     script = tmp_path / "job.sh"
-    script.write_text("#!/bin/bash\n")
-    for _ in range(7):
-        cluster.submit(script)
-    avoid_lost_nodes(cluster, open_record(), ["n2"], ["n4"], excluded="n9")
-    assert cluster.jobs["7"].excluded == ("n9", "n2", "n4")
+    script.write_text("#!/bin/bash\n#SBATCH --nodes=2\n")
+    job_id = cluster.submit(script)
+    cluster.start(job_id)
+    return cluster, job_id
 
 
-def test_without_a_spare_node_slurm_is_waited_for(tmp_path: Path) -> None:
-    cluster = FakeSlurm(("n1", "n2"))
-    script = tmp_path / "job.sh"
-    script.write_text("#!/bin/bash\n")
-    for _ in range(7):
-        cluster.submit(script)
-    cluster.states["n2"] = "down*"
-    avoid_lost_nodes(cluster, open_record(), ["n2"], [], excluded=None)
-    assert cluster.jobs["7"].excluded == ()
+def test_lost_nodes_are_avoided_where_others_can_take_their_place(
+    job: tuple[FakeSlurm, str],
+) -> None:
+    cluster, job_id = job
+    assert nodes_to_avoid(cluster, 2, [], ["n4"]) == []
+    assert nodes_to_avoid(cluster, 2, ["n2"], ["n4"]) == ["n2", "n4"]
+    assert nodes_to_avoid(cluster, 2, ["n2"], ["n3", "n4"]) == ["n2"]
+    requeue(cluster, job_id, ["n2", "n4"], excluded="n9")
+    assert cluster.jobs[job_id].excluded == ("n9", "n2", "n4")
+    cluster.start(job_id)
+    assert cluster.jobs[job_id].nodes == ("n1", "n3")
+
+
+def test_without_a_spare_node_slurm_is_waited_for(job: tuple[FakeSlurm, str]) -> None:
+    cluster, _ = job
+    cluster.states.update(n2="down*", n3="drained", n4="down")
+    assert nodes_to_avoid(cluster, 2, ["n2"], []) == []
+
+
+def test_a_job_that_slurm_requeued_itself_is_no_error(job: tuple[FakeSlurm, str]) -> None:
+    cluster, job_id = job
+    cluster.fail_node("n2")
+    requeue(cluster, job_id, ["n2"], excluded=None)
+    assert cluster.jobs[job_id].excluded == ("n2",)
