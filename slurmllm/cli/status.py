@@ -95,7 +95,8 @@ def _print_one(state: RunState) -> None:
         rows.append(("loss", f"{_number(loss, '.4f')}, gradient norm {_number(norm, '.3f')}"))
         rows.append(("rate", f"{_number(rate, '.1f')} seq/s, {_number(tokens, '.0f')} tokens/s"))
     rows += [
-        (f"{stage} job", f"{j.job_id} {j.state} {j.reason}".rstrip()) for stage, j in state.jobs.items()
+        (f"{stage} job", f"{job.job_id} {job.state} {job.reason}".rstrip())
+        for stage, job in state.jobs.items()
     ]
     if state.checkpoints:
         rows.append(("checkpoints", ", ".join(f"step {step}" for step in state.checkpoints)))
