@@ -1,6 +1,6 @@
 """The `stdlib` corpus: text that every machine with Python has, for demos and first runs.
 
-The sources of this Python's standard library, a module a document, with the language reference
+The sources of this Python's standard library, a paragraph a document, with the language reference
 that `help()` prints (`pydoc_data/topics.py`) among them; and a tokenizer trained on a part.
 """
 
@@ -51,7 +51,8 @@ def ensure_stdlib(folder: Path) -> tuple[Path, Path]:
     version = f"{sys.implementation.name}-{'.'.join(map(str, sys.version_info[:3]))}"
     corpus = folder / f"stdlib-{version}.arrow"
     tokenizer = folder / f"stdlib-{version}.tokenizer.json"
-    options = ReadOptions(text_by="document", skip_bad=True)
+    # Whole modules are so long that a short run would read a handful of them and little else.
+    options = ReadOptions(text_by="paragraph", skip_bad=True)
     files: list[InputFile] = []
     if not corpus.is_file():
         files = _sources()
