@@ -19,7 +19,8 @@ check: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py tools/check_links.py
+	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py tools/check_links.py \
+	  tools/benchmarks/startup.py
 	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run
 	$(BIN)/python tools/check_links.py
 
