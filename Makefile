@@ -13,7 +13,7 @@ demo: install
 	$(BIN)/python tools/demo.py
 
 test: dev slurm
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: dev
 	$(BIN)/ruff check .

@@ -33,7 +33,7 @@ Stage = Literal["precompile", "train"]
 _STEP = re.compile(r"^step_(\d{8,})$")
 _NUMBER = re.compile(r"^(\d{3,})$")
 _METRICS = re.compile(r"^attempt_(\d{3,})\.jsonl$")
-RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def write_atomic(path: Path, text: str) -> None:

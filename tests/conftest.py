@@ -23,6 +23,12 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests that mostly wait come first, so that the short ones fill the time beside them."""
+    slow = ("end_to_end", "tools", "slurm")
+    items.sort(key=lambda item: item.path.parent.name not in slow)
+
+
 class DevCluster:
     """A running development cluster, by its command line."""
 

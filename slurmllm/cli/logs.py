@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @click.argument("run")
 @click.option("-f", "--follow", is_flag=True, help="Go on printing until the run ends.")
 @click.option("--stage", type=click.Choice(["precompile", "train"]), help="One stage alone.")
-@click.option("--rank", type=int, help="The log of one worker of the last attempt.")
-@click.option("-n", "--lines", type=int, help="Only the last LINES lines of what there is.")
+@click.option("--rank", type=click.IntRange(min=0), help="One worker's log of the last attempt.")
+@click.option("-n", "--lines", type=click.IntRange(min=1), help="Only the last LINES lines so far.")
 @options.runs_dir
 def logs(
     run: str,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
 from typing import IO, Any
 
 import click
@@ -17,7 +20,9 @@ from slurmllm.cli.resume import resume
 from slurmllm.cli.status import status
 from slurmllm.cli.submit import submit
 from slurmllm.cli.tokenizer import tokenizer
-from slurmllm.errors import SlurmllmError
+from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError
+
+EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 
 
 class _Failure(click.ClickException):
@@ -37,6 +42,9 @@ class _Verbs(click.Group):
             return super().invoke(ctx)
         except SlurmllmError as error:
             raise _Failure(error) from error
+        except BrokenPipeError:  # `slurmllm logs RUN | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(EXIT_BROKEN_PIPE)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of a run, not of the alphabet
@@ -65,5 +73,21 @@ for _verb in (supervise, launch, worker):
 
 
 def main() -> None:
-    """The console script."""
-    cli(prog_name="slurmllm")
+    """The console script; no ending but `compare`'s own verdict has the exit code 1."""
+    try:
+        code = cli.main(prog_name="slurmllm", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        code = EXIT_INTERRUPTED
+    except OSError as error:
+        click.echo(f"error: {error.strerror or error}; where does the output go?", err=True)
+        code = StorageError.exit_code
+    except Exception:
+        traceback.print_exc()
+        click.echo("error: a fault of slurmllm itself; please report the lines above", err=True)
+        code = CodeError.exit_code
+    sys.exit(code if isinstance(code, int) else 0)

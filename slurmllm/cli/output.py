@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 # Where nobody looks at a terminal (a pipe, a log) there is no width to fit into.
@@ -29,5 +30,5 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], fold: st
     for heading in headings:
         table.add_column(heading, overflow="fold", no_wrap=heading != fold)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(escape(cell) for cell in row))
     console().print(table)

@@ -35,7 +35,8 @@ def _list(as_json: bool) -> None:
 
     found = [resolve(name).recipe for name in available(shipped.recipes_dir())]
     if as_json:
-        rows = [{"name": recipe.name, "description": recipe.description} for recipe in found]
+        fields = {"name", "description", "default_cluster"}
+        rows = [recipe.model_dump(include=fields) for recipe in found]
         click.echo(json.dumps({"recipes": rows}, indent=2))
         return
     from slurmllm.cli.output import print_table

@@ -50,7 +50,7 @@ def resume(
     config = load(found.config)
     submission.check_trainable(config)
     config = submission.with_inputs(config, root, build=True)
-    wanted = nodes or (before.nodes if before else 1)
+    wanted = nodes if nodes is not None else before.nodes if before else 1
     prepared = submission.prepare(config, wanted, found)
     submission.write_run(prepared)
     stages: tuple[Stage, ...] = ("precompile", "train")

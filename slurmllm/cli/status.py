@@ -23,7 +23,7 @@ def status(run: str | None, runs_dir: str | None, as_json: bool) -> None:
 
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
-    from slurmllm.supervise.state import all_runs, run_state
+    from slurmllm.supervise.state import all_runs, any_state, run_state
 
     root = runs_root(runs_dir)
     client = SlurmCommands()
@@ -34,7 +34,7 @@ def status(run: str | None, runs_dir: str | None, as_json: bool) -> None:
         else:
             _print_one(one)
         return
-    states = [run_state(found, client) for found in all_runs(root)]
+    states = [any_state(found, client) for found in all_runs(root)]
     if as_json:
         click.echo(json.dumps({"runs": [_as_json(state) for state in states]}, indent=2))
     elif states:
@@ -76,6 +76,8 @@ def _print_all(states: list[RunState]) -> None:
 
 
 def _print_one(state: RunState) -> None:
+    from rich.markup import escape
+
     from slurmllm.cli.output import console, print_table
 
     why = f"  ({state.why})" if state.why else ""
@@ -109,7 +111,7 @@ def _print_one(state: RunState) -> None:
         rows.append(("graph cache", f"{cold}{'; last attempt: ' + warm if warm else ''}"))
     terminal = console()
     for name, value in rows:
-        terminal.print(f"[bold]{name:<14}[/bold] {value}", soft_wrap=True)
+        terminal.print(f"[bold]{name:<14}[/bold] {escape(value)}", soft_wrap=True)
     if not state.attempts:
         return
     headings = ("attempt", "nodes", "steps", "checkpoint", "time", "ending", "action", "evidence")

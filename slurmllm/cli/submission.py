@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import ConfigError, RunError, SlurmError
+from slurmllm.errors import ConfigError, DataError, RunError, SlurmError, StorageError
 from slurmllm.plan.mesh import Mesh, make_mesh
 from slurmllm.records import GraphManifest, JobsRecord, Submission
 from slurmllm.rundir import RUN_NAME, RunDir, Stage, is_run, write_atomic
@@ -87,6 +87,9 @@ def with_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     corpus, tokenizer = str(data.corpus), str(data.tokenizer)
     if STDLIB in (corpus, tokenizer):
         if not build:
+            for option, path in (("data.corpus", corpus), ("data.tokenizer", tokenizer)):
+                if path != STDLIB and not Path(path).is_file():
+                    raise DataError(f"{option}: {path!r} is no file; name one that exists")
             return config
         from slurmllm.data.builtin import ensure_stdlib
 
@@ -111,7 +114,7 @@ def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
         taken = {entry.name for entry in root.iterdir()} if root.is_dir() else set()
         number = next(n for n in range(1, 10**6) if f"{recipe}-{n:03d}" not in taken)
         return RunDir(root / f"{recipe}-{number:03d}")
-    if not RUN_NAME.match(name):
+    if not RUN_NAME.fullmatch(name):
         raise RunError(
             f"run name {name!r}: must be letters, digits, '.', '_' and '-', at most 100, "
             "beginning with a letter or digit; choose another --name"
@@ -131,6 +134,31 @@ def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
     return run
 
 
+def claim_run(root: Path, name: str | None, recipe: str) -> RunDir:
+    """Make the run's directory: of two submits at the same moment one gets the name.
+
+    Raises:
+        RunError: the name is taken.
+        StorageError: the file system refuses.
+    """
+    while True:
+        run = new_run(root, name, recipe)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            run.path.mkdir()
+        except FileExistsError:
+            if not root.is_dir():
+                raise RunError(f"--runs-dir: {root} is no folder; name another one") from None
+            continue  # another submit was faster: look again
+        except NotADirectoryError:
+            raise RunError(f"--runs-dir: {root} lies below a file; name another one") from None
+        except OSError as error:
+            raise StorageError(
+                f"cannot make {run.path}: {error.strerror or error}; choose another --runs-dir"
+            ) from error
+        return run
+
+
 def write_run(prepared: Prepared) -> None:
     """Write (or, at a resume, rewrite) the run directory's configuration, plan and scripts."""
     run = prepared.run
@@ -143,7 +171,10 @@ def write_run(prepared: Prepared) -> None:
 
 def has_graphs(run: RunDir) -> bool:
     """Whether an earlier precompile stage left a complete archive."""
-    return run.graphs_manifest.is_file() and GraphManifest.load(run.graphs_manifest).complete
+    try:
+        return run.graphs_manifest.is_file() and GraphManifest.load(run.graphs_manifest).complete
+    except StorageError:
+        return False  # a damaged one: compile again
 
 
 def jobs_of(run: RunDir) -> JobsRecord:
@@ -160,19 +191,38 @@ def submit_jobs(
         SlurmError: sbatch refused; a precompile job that was taken already is cancelled.
     """
     client = client or SlurmCommands()
-    ids: dict[Stage, str] = {}
+    before = jobs_of(prepared.run)
+    sent = _submission(prepared, local=False)
+    for stage in stages:
+        try:
+            job = client.submit(prepared.run.script(stage), after_ok=sent.precompile_job)
+        except SlurmError as error:
+            raise SlurmError(_taken_back(prepared.run, before, sent, client, str(error))) from error
+        sent = sent.model_copy(update={f"{stage}_job": job})
+        # Written at once: whatever comes next, no job is without a record.
+        JobsRecord(submissions=(*before.submissions, sent)).save(prepared.run.jobs)
+    return sent
+
+
+def _taken_back(
+    run: RunDir, before: JobsRecord, sent: Submission, client: SlurmClient, words: str
+) -> str:
+    """Cancel what was submitted before sbatch refused; returns what to tell."""
+    words += "; --dry-run shows the scripts"
+    if sent.precompile_job is None:
+        return words
     try:
-        for stage in stages:
-            script = prepared.run.script(stage)
-            ids[stage] = client.submit(script, after_ok=next(iter(ids.values()), None))
+        client.cancel([sent.precompile_job])
     except SlurmError as error:
-        client.cancel(list(ids.values()))
-        raise SlurmError(f"{error}\n  the script: {prepared.run.script(stage)}") from error
-    submission = _submission(
-        prepared, local=False, precompile_job=ids.get("precompile"), train_job=ids["train"]
-    )
-    record_submission(prepared.run, submission)
-    return submission
+        return (
+            f"{words}\n  and the precompile job is still there: {error}; "
+            f"`scancel {sent.precompile_job}` ends it, {run.path} is kept"
+        )
+    if before.submissions:
+        before.save(run.jobs)
+    else:
+        run.jobs.unlink(missing_ok=True)
+    return words
 
 
 def local_submission(prepared: Prepared) -> Submission:
@@ -200,5 +250,7 @@ def record_submission(run: RunDir, submission: Submission) -> None:
 
 
 def forget(run: RunDir) -> None:
-    """Remove a run directory in which nothing has run: its name is free again."""
+    """Remove the directory of a run that has no jobs: its name is free again."""
+    if run.jobs.is_file():
+        return
     shutil.rmtree(run.path, ignore_errors=True)

@@ -57,7 +57,7 @@ def submit(
     """
     from slurmllm.cli import submission
     from slurmllm.config.resolve import resolve
-    from slurmllm.errors import SlurmError
+    from slurmllm.errors import SlurmllmError
     from slurmllm.rundir import runs_root
 
     given = {
@@ -70,23 +70,25 @@ def submit(
     }
     config = resolve(recipe, cluster, overrides, given)
     root = runs_root(runs_dir)
-    run = submission.new_run(root, name, config.recipe.name)
-    prepared = submission.prepare(config, nodes, run)
+    prepared = submission.prepare(config, nodes, submission.new_run(root, name, config.recipe.name))
     if not dry_run:
         submission.check_trainable(config)
     config = submission.with_inputs(config, root, build=not dry_run)
     if dry_run:
         _print_scripts(prepared, as_json)
         return
-    prepared = submission.prepare(config, nodes, run)
-    submission.write_run(prepared)
-    if local:
-        ctx.exit(run_and_report(prepared, ("precompile", "train"), as_json))
+    run = submission.claim_run(root, name, config.recipe.name)
+    sent = None
     try:
-        sent = submission.submit_jobs(prepared, ("precompile", "train"))
-    except SlurmError:
+        prepared = submission.prepare(config, nodes, run)
+        submission.write_run(prepared)
+        if not local:
+            sent = submission.submit_jobs(prepared, ("precompile", "train"))
+    except SlurmllmError:
         submission.forget(run)
         raise
+    if sent is None:
+        ctx.exit(run_and_report(prepared, ("precompile", "train"), as_json))
     print_submission(prepared, sent, as_json)
 
 
@@ -146,9 +148,14 @@ def run_and_report(prepared: Prepared, stages: Sequence[Stage], as_json: bool) -
 def _print_local_end(name: str, path: str, code: int, as_json: bool) -> None:
     import json
 
+    from slurmllm.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+
     if as_json:
         click.echo(json.dumps({"run": name, "run_dir": path, "exit_code": code}))
     elif code == 0:
         click.echo(f"done       slurmllm status {name}; curves in {path}/metrics, /tensorboard")
+    elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):
+        click.echo(f"stopped    saved; slurmllm resume {name} continues", err=True)
     else:
-        click.echo(f"stopped    exit code {code}; slurmllm resume {name} continues", err=True)
+        words = f"see the reason above, mend it, then slurmllm resume {name}"
+        click.echo(f"stopped    exit code {code}; {words}", err=True)

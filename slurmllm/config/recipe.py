@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
+PositiveInt = Annotated[int, Field(gt=0, lt=2**40)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -92,7 +92,7 @@ class TrainConfig(Section):
     steps: PositiveInt = Field(description="Optimizer steps to the run's end.")
     global_batch: PositiveInt = Field(description="Sequences in one optimizer step.")
     micro_batch: PositiveInt = Field(description="Sequences in one forward pass of one worker.")
-    seed: Annotated[int, Field(ge=0)] = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
         default=1234, description="Seed of the initial weights and of the data order."
     )
     precision: Literal["fp32", "bf16_mixed", "bf16_sr", "bf16"] = Field(
@@ -158,22 +158,25 @@ class CheckpointConfig(Section):
     keep: PositiveInt = Field(default=3, description="Newest checkpoints kept.")
 
 
-_SLURM_TIME = re.compile(r"^(\d+|\d+:\d{1,2}|\d+:\d{1,2}:\d{1,2}|\d+-\d{1,2}(:\d{1,2}){0,2})$")
-_SLURM_WORD = re.compile(r"^[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\]()|&*-]*$")
+_SLURM_TIME = re.compile(r"\d+|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d){0,2}")
+_SLURM_WORD = re.compile(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\]()|&*-]*")
 
 
 def _slurm_time(value: Any) -> str:
     """A time as sbatch reads it; a bare number counts minutes."""
     text = str(value) if type(value) is int else value
-    if not isinstance(text, str) or not _SLURM_TIME.match(text):
-        raise ValueError("must be minutes, H:MM:SS or D-HH:MM:SS, such as 90, 8:00:00, 2-00:00:00")
+    if not isinstance(text, str) or not _SLURM_TIME.fullmatch(text):
+        raise ValueError(
+            "must be minutes, H:MM:SS or D-HH:MM:SS, such as 90, 8:00:00, 2-00:00:00 "
+            "(Slurm reads 8:00 as eight minutes)"
+        )
     return text
 
 
 def _slurm_word(value: Any) -> str:
     """One word: blanks, quotes or a leading dash could end the directive or begin another."""
     text = str(value) if type(value) is int else value
-    if not isinstance(text, str) or not _SLURM_WORD.match(text):
+    if not isinstance(text, str) or not _SLURM_WORD.fullmatch(text):
         raise ValueError("must be one word without blanks or quotes, as Slurm itself shows it")
     return text
 

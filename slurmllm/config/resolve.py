@@ -106,7 +106,7 @@ def resolve(
     recipe_path = _find(recipe, shipped.recipes_dir(), "recipe", "slurmllm recipes")
     values, origins = read_yaml(recipe_path)
     chosen = cluster or os.environ.get("SLURMLLM_CLUSTER")
-    if chosen is None:
+    if not chosen:
         default = values.get("default_cluster")
         chosen = default if isinstance(default, str) else "local"
     cluster_path = _find(chosen, shipped.clusters_dir(), "cluster profile", "--cluster FILE.yaml")
@@ -118,7 +118,7 @@ def resolve(
         faults.append("cluster: belongs into a profile, not into a recipe; see --cluster")
     for item in overrides:
         dotted, equals, text = item.partition("=")
-        if not equals or not dotted:
+        if not equals or not all(dotted.strip().split(".")):
             faults.append(f"--set {item!r}: expected path=value, such as optim.lr=1e-4")
             continue
         _assign(tree, dotted.strip(), parse_scalar(text), f"--set {item}", origins, faults)

@@ -57,17 +57,22 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error}; it must be UTF-8 text") from error
     try:
         node = yaml.compose(text, _Loader)
         values = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; a recipe has two levels") from None
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path} holds no mapping of sections; see `slurmllm recipes tiny_neox`")
     origins: dict[str, str] = {}
     faults: list[str] = []
-    _walk(node, "", path, origins, faults)
+    try:
+        _walk(node, "", path, origins, faults)
+    except RecursionError:
+        raise ConfigError(f"{path} holds an alias of itself; write the value out") from None
     if faults:
         raise ConfigError(f"{path}: {len(faults)} fault(s)", faults)
     return values, origins

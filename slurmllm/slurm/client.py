@@ -175,8 +175,11 @@ def _run(command: list[str]) -> str:
         )
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
-        )
+            command, capture_output=True, text=True, errors="replace",
+            timeout=COMMAND_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise SlurmError(f"{command[0]} cannot be started: {error}") from error
     except subprocess.TimeoutExpired as error:
         raise SlurmError(
             f"{command[0]} gave no answer for {COMMAND_TIMEOUT_S} s; is slurmctld up? "

@@ -16,7 +16,7 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, Stage
 
-_PLAIN = re.compile(r"^[A-Za-z0-9_+.,:=@/%\[\]()|&*-]+$")
+_PLAIN = re.compile(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*-]+")
 
 
 def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str) -> str:
@@ -77,7 +77,7 @@ def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> lis
 
 def _quoted(name: str, value: str) -> str:
     """A directive's value as sbatch reads it: plain, or in double quotes."""
-    if _PLAIN.match(value):
+    if _PLAIN.fullmatch(value):
         return value
     if re.search(r'[\n\r"\\$`]', value):
         raise ConfigError(

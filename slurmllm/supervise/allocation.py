@@ -91,7 +91,7 @@ class SlurmAllocation(Allocation):
         try:
             done = subprocess.run(
                 ["sbcast", "--force", str(source), str(target)],
-                capture_output=True, text=True, timeout=600, check=False,
+                capture_output=True, text=True, errors="replace", timeout=600, check=False,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)

@@ -7,6 +7,7 @@ would; a second Ctrl-C kills it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from types import FrameType
 
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.supervise.allocation import LOCAL_NODES
+from slurmllm.supervise.allocation import LOCAL_NODES, die_with_parent
 
 
 class _LocalJob:
@@ -51,6 +52,7 @@ class _LocalJob:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace",
             start_new_session=True,  # Ctrl-C must reach this process alone
+            preexec_fn=die_with_parent,
         )  # fmt: skip
         assert self.process.stdout is not None
         reader = threading.Thread(target=self._copy, args=(self.process.stdout,), daemon=True)
@@ -60,13 +62,18 @@ class _LocalJob:
         return code
 
     def _copy(self, stream: Sequence[str]) -> None:
+        # Whatever happens to log or terminal, the pipe must be read on, or the run would stall.
         with self.run.stage_log(self.stage).open("a", encoding="utf-8") as log:
             for line in stream:
-                log.write(line)
-                log.flush()
+                with contextlib.suppress(OSError):
+                    log.write(line)
+                    log.flush()
                 if not self.quiet:
-                    sys.stdout.write(line)
-                    sys.stdout.flush()
+                    try:
+                        sys.stdout.write(line)
+                        sys.stdout.flush()
+                    except OSError:  # nobody looks any more: `submit --local | head`
+                        self.quiet = True
 
 
 def run_locally(run: RunDir, stages: Sequence[Stage], nodes: int, quiet: bool = False) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from slurmllm.analysis.rows import last_row
 from slurmllm.config.resolve import load
-from slurmllm.errors import SlurmError
+from slurmllm.errors import SlurmError, SlurmllmError, StorageError
 from slurmllm.records import (
     AttemptRecord,
     GraphManifest,
@@ -37,7 +37,8 @@ class RunState:
     """A run as of now.
 
     Attributes:
-        state: queued, precompiling, training, requeued, done, stopped, cancelled, interrupted.
+        state: queued, precompiling, training, requeued, done, stopped, cancelled, interrupted,
+            unknown (Slurm does not answer) or damaged (a record cannot be read).
         why: One line that explains the state, where there is something to explain.
         step: Last step trained, of `steps`.
         eta_s: Seconds to the last step at the present rate.
@@ -101,6 +102,15 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         ),
         first_steps=_first_steps(run),
     )
+
+
+def any_state(run: RunDir, client: SlurmClient) -> RunState:
+    """Where a run stands, `damaged` where its records do not tell."""
+    try:
+        return run_state(run, client)
+    except SlurmllmError as error:
+        why = str(error).splitlines()[0]
+        return RunState(run.name, str(run.path), "", "damaged", why, 0, 0, 0, {}, None, {})
 
 
 def is_active(run: RunDir, client: SlurmClient) -> bool:
@@ -170,12 +180,15 @@ def _state(
         return word, f"precompile job {precompile.state}; see {run.stage_log('precompile')}"
     if train is not None and train.state == "CANCELLED":
         return "cancelled", ""
-    return "interrupted", f"train job {train.state if train else 'unknown'}"
+    if train is not None and train.state == "UNKNOWN":
+        return "unknown", train.reason or "Slurm no longer knows the job and has no accounting"
+    return "interrupted", f"train job {train.state if train else 'never submitted'}"
 
 
 def _local_state(run: RunDir, sent: Submission, last: AttemptRecord | None) -> tuple[str, str]:
     if _alive(sent):
         return ("training" if last is not None else "precompiling"), f"process {sent.pid}"
+    last = last or next(reversed(load_attempts(run, "precompile")), None)
     if last is not None and last.action == "stop":
         return "stopped", f"{last.ending}: {'; '.join(last.evidence)}"
     return "interrupted", f"`slurmllm resume {run.name}` continues"
@@ -197,5 +210,8 @@ def _first_steps(run: RunDir) -> dict[str, tuple[float, int, int]]:
     folder = attempts[-1].worker(0).parent if attempts else None
     if folder is None or not folder.is_dir():
         return {}
-    workers = [WorkerRecord.load(path) for path in sorted(folder.glob("rank_*.json"))]
+    try:
+        workers = [WorkerRecord.load(path) for path in sorted(folder.glob("rank_*.json"))]
+    except StorageError:
+        return {}  # figures only: a damaged one must not hide the run's state
     return {w.node: (w.first_step_s, w.cache_hits, w.cache_misses) for w in workers}

@@ -7,6 +7,8 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from slurmllm.cli import submission
 from slurmllm.cli.main import cli
+from slurmllm.errors import SlurmError
 from slurmllm.records import GraphManifest, JobsRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
@@ -102,6 +105,63 @@ def test_submit_tells_what_to_type_next(fake: FakeSlurm, inputs: tuple[str, ...]
     text = call("submit", "tiny_neox", "--nodes", "2", "--name", "first", *inputs).stdout
     for words in ("precompile job 1, then train job 2", "slurmllm logs -f first", "data 2"):
         assert words in text
+
+
+def test_a_job_that_cannot_be_taken_back_is_named(
+    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = fake.submit
+
+    def refuse_the_second(script: Path, after_ok: str | None = None) -> str:
+        fake.refuse = None if after_ok is None else "QOSMaxSubmitJobPerUserLimit"
+        return submit(script, after_ok)
+
+    def cannot_cancel(job_ids: object) -> None:
+        raise SlurmError("scancel failed with exit code 1: down")
+
+    monkeypatch.setattr(fake, "submit", refuse_the_second)
+    words = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
+    assert "QOSMaxSubmitJobPerUserLimit" in words
+    assert fake.jobs["1"].state == "CANCELLED"
+    assert not Path("runs/r").exists()
+    monkeypatch.setattr(fake, "cancel", cannot_cancel)
+    words = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
+    assert "QOSMaxSubmitJobPerUserLimit" in words
+    assert "`scancel 2` ends it" in words
+    assert JobsRecord.load(RunDir(Path("runs/r")).jobs).submissions[0].precompile_job == "2"
+
+
+def test_two_submits_at_the_same_moment_get_two_names(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with ThreadPoolExecutor(8) as pool:
+        claims = [pool.submit(submission.claim_run, runs, None, "tiny_neox") for _ in range(8)]
+        names = sorted(claim.result().name for claim in claims)
+    assert names == [f"tiny_neox-{number:03d}" for number in range(1, 9)]
+
+
+def test_a_damaged_run_does_not_hide_the_others(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    submitted(fake, inputs, "--name", "whole")
+    sent = submitted(fake, inputs, "--name", "broken")
+    RunDir(Path(str(sent["run_dir"]))).jobs.write_text("{")
+    states = {run["name"]: run for run in json.loads(call("status", "--json").stdout)["runs"]}
+    assert states["whole"]["state"] == "queued"
+    assert states["broken"]["state"] == "damaged"
+    assert "jobs.json" in states["broken"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("python -m slurmllm recipes neox_20b | head -1; exit ${PIPESTATUS[0]}", (0, 141)),
+        ("python -m slurmllm recipes > /dev/full", (4,)),
+        ("python -m slurmllm nosuch", (2,)),
+    ],
+)
+def test_only_compare_answers_with_exit_code_1(script: str, code: tuple[int, ...]) -> None:
+    script = script.replace("python", sys.executable, 1)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode in code, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("recipe", ["neox_20b", "tiny_neox", "pythia_6.9b"])
@@ -240,8 +300,6 @@ def test_recipes_and_profiles_are_in_the_wheel(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parent.parent.parent
     source = tmp_path / "source"
     shutil.copytree(root, source, ignore=shutil.ignore_patterns(".*", "runs", "build", "dist"))
-    import sys
-
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
         cwd=source, check=True, capture_output=True,

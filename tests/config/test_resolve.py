@@ -126,6 +126,9 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("model.rotary_pct=0.1", "an odd number"),
         ("train.micro_batch=5", "does not divide train.global_batch 8; choose 1, 2, 4 or 8"),
         ("slurm.time=soon", "must be minutes"),
+        ("slurm.time=8:00", "eight minutes"),
+        ("train.seed=99999999999999999999", "less than"),
+        ("optim..lr=1", "expected path=value"),
         ("slurm.time=0", "no time at all"),
         ("slurm.signal_lead_s=7200", "is not less than the time limit"),
         ("slurm.partition=a b", "one word"),
@@ -145,6 +148,8 @@ def test_a_bad_value_is_named_with_its_rule(override: str, words: str) -> None:
 def test_an_option_cannot_smuggle_in_a_directive() -> None:
     with pytest.raises(ConfigError, match="one word"):
         resolve("tiny_neox", options={"slurm.account": ("--account", "x\n#SBATCH --uid=0")})
+    with pytest.raises(ConfigError, match="one word"):
+        resolve("tiny_neox", options={"slurm.account": ("--account", "x\n")})
 
 
 def test_one_fault_is_named_once() -> None:
@@ -158,6 +163,8 @@ def test_one_fault_is_named_once() -> None:
         ("- a\n- b\n", "holds no mapping"),
         ("model: {a: 1\n", "is not valid YAML"),
         ("name: a\nname: b\n", "written twice"),
+        ("a: &a {b: *a}\n", "alias of itself"),
+        ("a: " + "[" * 3000, "nested too deeply"),
     ],
 )
 def test_files_that_are_no_recipe(tmp_path: Path, text: str, words: str) -> None:

@@ -99,7 +99,7 @@ class Gang:
                     )
                 )  # fmt: skip
 
-    def wait(self, timeout_s: float = 120) -> list[int]:
+    def wait(self, timeout_s: float = 200) -> list[int]:
         """The exit codes by rank; workers that do not end in time are killed and fail the test."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -118,7 +118,7 @@ class Gang:
 
     def signal_at(self, step: int, number: signal.Signals, ranks: list[int]) -> None:
         """Send a signal to some workers as soon as the metrics show a step."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while not (found := rows(self.run, self.attempt)) or found[-1]["step"] < step:
             assert time.monotonic() < deadline, self.output()
             assert self.processes[0].poll() is None, self.output()

@@ -32,7 +32,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def assert_saved_nothing_more(gang: Gang, reason: str, step: int) -> None:
-    assert gang.wait(timeout_s=60) == [4, 4], gang.output()
+    assert gang.wait() == [4, 4], gang.output()
     assert [p.name for p in gang.run.checkpoints.iterdir()] == [f"step_{step:08d}"]
     manifest = read_manifest(gang.run.checkpoint(step))
     assert faults(gang.run.checkpoint(step), manifest.files) == []

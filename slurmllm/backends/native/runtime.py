@@ -44,11 +44,11 @@ class NativeBackend(Backend):
     def start(self) -> None:
         """Open process groups and the device mesh (collective)."""
         faults = unsupported(self.config)
-        if self.config.recipe.train.compile:
+        worker, kind = self.worker, self.config.cluster.device
+        if self.config.recipe.train.compile and kind == "cpu":
             faults += compiling.missing_compiler()
         if faults:
             raise ConfigError("the native backend cannot run this recipe", faults)
-        worker, kind = self.worker, self.config.cluster.device
         self.device = torch.device(kind)
         if kind == "cuda":
             self.device = torch.device(kind, worker.local_rank)

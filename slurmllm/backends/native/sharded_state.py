@@ -85,10 +85,9 @@ def load(
     reader = FileSystemReader(directory)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
-    saved = [key for key in reader.read_metadata().state_dict_metadata if key.startswith("random.")]
-    same_world = len({key.split(".")[1] for key in saved}) == worker.world_size
-    if same_world:
-        state["random"] = {_random_key(worker.rank): _random_state()}
+    random_state = _saved_random_state(reader, worker)
+    if random_state:
+        state["random"] = {_random_key(worker.rank): random_state}
     try:
         load_state(state, storage_reader=reader, process_group=group)
     except CheckpointException as error:
@@ -99,8 +98,7 @@ def load(
         model_state_dict=model_state,
         optim_state_dict=optimizer_state,
     )
-    if same_world:
-        _set_random_state(state["random"][_random_key(worker.rank)])
+    _set_random_state(random_state)
 
 
 class _Files(FileSystem):
@@ -166,7 +164,18 @@ def _random_state() -> dict[str, Tensor]:
     return state
 
 
+def _saved_random_state(reader: FileSystemReader, worker: Worker) -> dict[str, Tensor]:
+    """Tensors to read this worker's random state into; none if another number of them saved."""
+    saved = reader.read_metadata().state_dict_metadata
+    savers = {key.split(".")[1] for key in saved if key.startswith("random.")}
+    if len(savers) != worker.world_size:
+        return {}
+    mine = f"random.{_random_key(worker.rank)}"
+    return {device: now for device, now in _random_state().items() if f"{mine}.{device}" in saved}
+
+
 def _set_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
