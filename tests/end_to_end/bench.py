@@ -64,11 +64,17 @@ class Bench:
             timeout_s,
         )
 
-    def until(self, holds: Callable[[], bool], words: str, timeout_s: float = 150) -> None:
+    def until(
+        self,
+        holds: Callable[[], bool],
+        words: str,
+        timeout_s: float = 150,
+        every_s: float = 0.05,
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < deadline, words
-            time.sleep(0.05)
+            time.sleep(every_s)
 
     def compare_exactly(self, one: str, other: str) -> dict[str, Any]:
         found = dict(json.loads(self.call("compare", one, other, "--exact", "--json")))

@@ -29,7 +29,10 @@ def submit(bench: Bench, inputs: tuple[str, ...], name: str, *more: str) -> dict
 
 
 def wait(bench: Bench, name: str, *states: str) -> None:
-    bench.until(lambda: bench.status(name)["state"] in states, f"{name} never {states}", 240)
+    # Seldom: a `status` takes a third of a second of the CPUs that the run needs.
+    bench.until(
+        lambda: bench.status(name)["state"] in states, f"{name} never {states}", 240, every_s=1.5
+    )
 
 
 @pytest.fixture
