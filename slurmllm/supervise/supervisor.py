@@ -115,12 +115,11 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _failed(self, launchers: list[subprocess.Popen[bytes]], record: AttemptRecord) -> bool:
-        """Whether a launcher has failed; a stop signal after that is Slurm cleaning up."""
-        reported = attempts.node_records(self.run, record).values()
-        codes = [code for node in reported for code in node.exit_codes.values()]
-        failed = any(launcher.poll() for launcher in launchers) or any(
-            code not in (EXIT_OK, EXIT_REQUEUE) for code in codes
-        )
+        """Whether somebody has failed; a stop signal after that is Slurm cleaning up."""
+        # The folder appears with the first failure written: one look at the shared file system,
+        # however many nodes there are. A worker killed outright is told by its peers' failures.
+        failures = self.run.attempt(self.stage, record.attempt).failure(0).parent
+        failed = any(launcher.poll() for launcher in launchers) or failures.is_dir()
         self.failed_first = self.failed_first or (failed and self.stop_signal is None)
         return failed
 
