@@ -13,15 +13,15 @@ demo: install
 	$(BIN)/python tools/demo.py
 
 test: dev slurm
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 check: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py tools/check_links.py \
-	  tools/benchmarks/startup.py
-	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run
+	  tools/benchmarks/*.py tools/check_parallelcluster.py
+	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run configs/parallelcluster/*.sh
 	$(BIN)/python tools/check_links.py
 
 install: $(VENV)/.installed

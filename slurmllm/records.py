@@ -7,7 +7,7 @@ StorageError with the file's name where the file is damaged.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +19,7 @@ EndingClass = Literal[
     "advance_signal",  # time limit or preemption: saved and left on the signal sent ahead
     "node_failure",  # a node, its hardware or the network between nodes
     "out_of_memory",  # host or device memory
+    "compile_failure",  # a graph that does not compile, or has no compiled artifact
     "bad_configuration",  # an error whose blame is the user's
     "storage_failure",  # disk full, a damaged file
     "code_error",  # an exception in code
@@ -101,18 +102,38 @@ class AttemptRecord(Record):
     phases_s: dict[str, float] = Field(
         default_factory=dict, description="seconds by phase: cache, start_up, first_step, …"
     )
+    graphs_added: tuple[str, ...] = Field(
+        default=(), description="graphs compiled while training, which the archive lacked"
+    )
 
 
 class NodeRecord(Record):
     """`attempts/NNN/nodes/<node>.json`: how a node's launcher and its workers fared."""
 
     node: str
-    cache: Literal["none", "present", "broadcast", "shared"] = Field(
+    cache: Literal["none", "present", "broadcast", "shared", "other_versions"] = Field(
         default="none",
-        description="graphs: not needed, on this disk already, from the broadcast archive, or "
-        "read from the shared file system",
+        description="graphs: not needed, on this disk already, from the broadcast archive, "
+        "read from the shared file system, or none because the archive is of other versions",
     )
     cache_s: float = Field(default=0.0, description="seconds to put the graphs in place")
+    compile_s: float = Field(
+        default=0.0, description="precompile: seconds of the compiler, after the workers' steps"
+    )
+    environment: dict[str, str] = Field(
+        default_factory=dict,
+        description="the workers' variables of backend, profile and recipe, as they were on the "
+        "node; what is not there was not set",
+    )
+    versions: dict[str, str] = Field(
+        default_factory=dict, description="of driver, runtime, compiler, … on this node"
+    )
+    graphs: tuple[str, ...] = Field(
+        default=(), description="precompile: folders of the graphs that this node compiled"
+    )
+    graphs_added: tuple[str, ...] = Field(
+        default=(), description="train: names of the graphs that this node handed in"
+    )
     pids: dict[int, int] = Field(default_factory=dict, description="rank → process id")
     exit_codes: dict[int, int] = Field(
         default_factory=dict, description="rank → exit code, negative: ended by that signal"
@@ -159,17 +180,77 @@ class GraphFile(Record):
     bytes: int
 
 
+class GraphState(Record):
+    """One graph that a stage met, and whether it was compiled."""
+
+    name: str
+    folder: str = Field(description="inside the cache: which graph it is")
+    state: Literal["compiled", "failed", "missing"] = Field(
+        description="missing: the compiler left neither an artifact nor a reason"
+    )
+    compiler: str = Field(description="name and version")
+    log: str | None = Field(
+        default=None, description="of a failed one: the compiler's log, inside the run directory"
+    )
+
+
 class GraphManifest(Record):
     """`graphs/manifest.json`: what the archive of compiled graphs holds."""
 
-    complete: bool
+    complete: bool = Field(description="every graph is compiled, and every node was heard")
     backend: str
     versions: dict[str, str] = Field(description="of torch, the compiler, …")
     graphs: int = Field(description="number of compiled graphs")
+    archive: str = Field(default="graphs.tar", description="the archive's name, beside this file")
     archive_bytes: int
     archive_sha256: str
     cold_first_step_s: float = Field(description="first step with an empty cache, s")
+    compile_s: float = Field(default=0.0, description="seconds of the compiler after those steps")
     files: tuple[GraphFile, ...]
+    states: tuple[GraphState, ...] = Field(default=(), description="of every graph met")
+    absent_nodes: tuple[str, ...] = Field(
+        default=(), description="precompile nodes that handed nothing in"
+    )
+    fingerprint: str = Field(
+        default="", description="of model, mesh, precision, flags and versions; empty: not known"
+    )
+    taken_from: str | None = Field(default=None, description="the run that compiled the graphs")
+
+
+class AddedGraphs(Record):
+    """`graphs/added/NNN_<node>.json`: what a node compiled while training, until it is merged."""
+
+    node: str
+    attempt: int
+    nodes: tuple[str, ...] = Field(description="of the attempt")
+    versions: dict[str, str]
+    archive_sha256: str
+    files: tuple[GraphFile, ...]
+    states: tuple[GraphState, ...]
+
+
+class MicroBatchCandidate(Record):
+    """A micro batch that was tried."""
+
+    micro_batch: int
+    seconds_per_sequence: float = Field(
+        description="forward and backward of a step as long as the run's, by its sequences on one "
+        "data-parallel worker; the slowest worker's"
+    )
+    peak_bytes: int = Field(description="memory, of the worker that used most")
+    first_step_s: float = Field(description="first step, compilation included")
+
+
+class MicroBatchRecord(Record):
+    """`graphs/micro_batch.json`: what `train.micro_batch: auto` was found to be."""
+
+    micro_batch: int = Field(description="chosen; used where it divides a worker's share")
+    reason: str = Field(description="why no larger one was tried")
+    candidates: tuple[MicroBatchCandidate, ...] = Field(description="smallest first")
+    limit_bytes: int = Field(description="memory that a worker may use, of the one with least")
+    nodes: tuple[str, ...] = Field(description="on which it was measured")
+    device: str
+    workers: int
 
 
 class CheckpointFile(Record):
@@ -192,6 +273,18 @@ class CheckpointManifest(Record):
     save_s: float
     fingerprint: str = Field(description="of model and data configuration; must match to resume")
     files: tuple[CheckpointFile, ...]
+
+
+class ImportedModel(Record):
+    """`model.json` of an imported checkpoint: what its weights are of; it stands in for a run's."""
+
+    source: str = Field(description="the folder that it was made from")
+    architecture: str = Field(description="class of transformers")
+    model: dict[str, Any] = Field(description="the model section of a recipe")
+    parameters: int
+    dtypes: tuple[str, ...] = Field(description="of the weights, as safetensors names them")
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
 
 
 class MetricsRow(Record):

@@ -9,7 +9,9 @@ Layout (`runs/<name>/`, on the shared file system):
     logs/<stage>.log                  what the batch script and rank 0 print
     logs/<stage>_NNN/rank_RRRRR.log   what the other workers of an attempt print
     attempts/NNN/                     one try of the train stage (see AttemptDir)
-    graphs/                           manifest and archive of the compiled graphs
+    graphs/                           manifest and archive of the compiled graphs, micro batch
+    graphs/failed/<graph>.log         the compiler's log of a graph that failed
+    graphs/added/                     graphs compiled while training, until the archive has them
     graphs/attempts/NNN/              one try of the precompile stage
     checkpoints/step_XXXXXXXX/        one checkpoint, whole once manifest.json is there
     metrics/attempt_NNN.jsonl         one line a step; a file an attempt, so nobody shares one
@@ -170,10 +172,27 @@ class RunDir:
         """What the archive holds (`records.GraphManifest`)."""
         return self.graphs / "manifest.json"
 
+    def graphs_archive(self, name: str = "graphs.tar") -> Path:
+        """The compiled graphs, packed; the manifest holds the name of the archive in force."""
+        return self.graphs / name
+
+    def graph_log(self, graph: str) -> Path:
+        """The compiler's log of a graph that failed."""
+        return self.graphs / "failed" / f"{graph}.log"
+
     @property
-    def graphs_archive(self) -> Path:
-        """The compiled graphs, packed."""
-        return self.graphs / "graphs.tar"
+    def graphs_added(self) -> Path:
+        """The folder of graphs compiled while training, until the archive has them."""
+        return self.graphs / "added"
+
+    def graphs_of_node(self, name: str) -> Path:
+        """The compiled graphs of one of several precompile nodes, until the archive has them."""
+        return self.graphs / f"from_{name}.tar"
+
+    @property
+    def micro_batch(self) -> Path:
+        """The micro batch that was measured (`records.MicroBatchRecord`)."""
+        return self.graphs / "micro_batch.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +22,39 @@ from slurmllm.errors import ConfigError
 from slurmllm.plan.mesh import Mesh
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 ModelFactory = Callable[[], "nn.Module"]
+# Name of a parameter and a region of the whole of it → its values.
+WeightReader = Callable[[str, tuple[slice, ...]], "Tensor"]
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Who this process is among the workers, as its launcher told it (torchrun's variables)."""
+    """Who this process is among the workers, as its launcher told it (torchrun's variables).
+
+    Attributes:
+        sharing: Workers that share this one's machine, itself included: the node's, and with
+            --local those of all nodes.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     node: str
+    sharing: int = 1
+
+
+class Memory(NamedTuple):
+    """A worker's memory, of its device or, where that computes in the host's, of its host.
+
+    Attributes:
+        peak_bytes: The most that it used.
+        limit_bytes: What it may use: its own and what is free for it.
+    """
+
+    peak_bytes: int
+    limit_bytes: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +70,52 @@ class MicroBatch:
     labels: npt.NDArray[np.int64]
 
 
+class Saving(ABC):
+    """Shards on their way to the disk."""
+
+    @abstractmethod
+    def wait(self) -> list[str]:
+        """Wait until this worker's shards are on disk for good (fsync); from any thread.
+
+        Returns:
+            Names of the files that this worker wrote.
+
+        Raises:
+            OSError: the file system refused.
+            StorageError: likewise.
+        """
+
+    @abstractmethod
+    def finish(self) -> list[str]:
+        """Complete what all workers have written (collective), after `wait` on all of them.
+
+        Returns:
+            Names of further files that this worker wrote.
+        """
+
+    def abandon(self) -> None:  # noqa: B027  most have nothing to give up
+        """Give up a save that failed on one of the workers."""
+
+
+class Saved(Saving):
+    """Shards that are on disk already.
+
+    Args:
+        names: Files that this worker wrote.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def wait(self) -> list[str]:
+        """The files."""
+        return self._names
+
+    def finish(self) -> list[str]:
+        """Nothing is left to do."""
+        return []
+
+
 class Backend(ABC):
     """One worker's share of the computation.
 
@@ -57,6 +123,10 @@ class Backend(ABC):
     forward_backward and optimizer_step for each step with save_shards in between, then stop.
     Every worker calls every verb; those with communication in them are marked collective.
     """
+
+    # Whether a step's figures are better read when the next step is under way: before that,
+    # reading makes the device wait for the host.
+    late_readings: bool = False
 
     def __init__(self, config: RunConfig, mesh: Mesh, worker: Worker) -> None:
         self.config = config
@@ -76,15 +146,24 @@ class Backend(ABC):
         """Build this worker's share of the optimizer from `config.recipe.optim`."""
 
     @abstractmethod
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def fill_weights(self, read: WeightReader) -> None:
+        """Set the weights of this worker's shard, before the first step.
+
+        Args:
+            read: Is asked for no more than this worker's share of each parameter.
+        """
+
+    @abstractmethod
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> SupportsFloat:
         """Accumulate the gradients of one step (collective).
 
         Returns:
             The mean loss over the tokens of the global batch, in nats, equal on all workers.
+            It may not be computed yet: float() waits for it, here and below.
         """
 
     @abstractmethod
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float) -> SupportsFloat:
         """Clip, update, clear the gradients (collective).
 
         Returns:
@@ -92,15 +171,14 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def param_norm(self) -> float:
+    def param_norm(self) -> SupportsFloat:
         """The 2-norm over all parameters (collective)."""
 
     @abstractmethod
-    def save_shards(self, directory: Path) -> list[str]:
-        """Write model, optimizer and random state into an existing folder (collective).
+    def save_shards(self, directory: Path) -> Saving:
+        """Begin to write model, optimizer and random state into an existing folder (collective).
 
-        Returns:
-            Names of the files that this worker wrote, on disk for good (fsync).
+        Training may go on when this returns. One save at a time.
 
         Raises:
             StorageError: on all workers, where the file system refused one of them.
@@ -109,6 +187,9 @@ class Backend(ABC):
     @abstractmethod
     def load_shards(self, directory: Path) -> None:
         """Read back what `save_shards` wrote, on the same mesh or another one (collective)."""
+
+    def rehearse_resume(self) -> None:  # noqa: B027  most have no graphs of it
+        """Let the precompile stage meet the graphs of a resume, after its steps (collective)."""
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
@@ -120,6 +201,21 @@ class Backend(ABC):
     @abstractmethod
     def graph_cache_counts(self) -> tuple[int, int]:
         """Compiled graphs found in the cache and graphs that had to be compiled, so far."""
+
+    def change_batch(self, mesh: Mesh) -> None:
+        """Go on with another micro batch or accumulation (collective).
+
+        Args:
+            mesh: Of the same degrees.
+        """
+        self.mesh = mesh
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """What this worker used at most since the last call, and what it may use.
+
+        After a second call at once the peak is what it uses now.
+        """
 
     @abstractmethod
     def stop(self) -> None:

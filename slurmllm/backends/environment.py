@@ -6,10 +6,12 @@ Read on the login node (`submit`, `--dry-run`) and by the supervisor and the lau
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from slurmllm.config.resolve import RunConfig
+from slurmllm.plan.mesh import Mesh
 
 
 class Variable(NamedTuple):
@@ -17,6 +19,23 @@ class Variable(NamedTuple):
 
     value: str
     source: str
+
+
+class Graph(NamedTuple):
+    """A graph in a compiler's cache folder.
+
+    Attributes:
+        folder: Inside the cache; it says which graph this is, and holds the graph's own files.
+        state: `missing` where the compiler left neither an artifact nor a reason.
+        compiler: Name and version.
+        log: What the compiler wrote of a failed one.
+    """
+
+    name: str
+    folder: str
+    state: Literal["compiled", "failed", "missing"]
+    compiler: str
+    log: Path | None = None
 
 
 class BackendEnvironment(Protocol):
@@ -31,16 +50,58 @@ class BackendEnvironment(Protocol):
         """Where the compiler keeps its graphs, inside the node-local folder `cache`."""
 
     @staticmethod
-    def precompile_nodes(nodes: int) -> int:
-        """Nodes that the precompile stage needs for a run on `nodes`."""
+    def precompile_nodes(config: RunConfig, nodes: int) -> int:
+        """Nodes that the precompile stage needs for a run on `nodes`, which its mesh fits."""
+
+    @staticmethod
+    def precompile_commands(
+        config: RunConfig, workers: Sequence[str], work: Path
+    ) -> list[list[str]]:
+        """The commands that fill a node's cache, in order; the first one runs the workers.
+
+        Args:
+            config: The run's.
+            workers: The command that starts the node's workers and waits for them.
+            work: A folder on the node's own disk that the commands may use and nobody keeps.
+        """
+
+    @staticmethod
+    def graphs_hold_steps(config: RunConfig) -> bool:
+        """Whether graphs depend on a step's micro batches, so that precompile makes whole steps."""
+
+    @staticmethod
+    def expects_graphs(config: RunConfig) -> bool:
+        """Whether the run has graphs to compile."""
+
+    @staticmethod
+    def graphs(cache: Path) -> list[Graph]:
+        """The graphs in a cache folder, by name."""
 
     @staticmethod
     def count_graphs(cache: Path) -> int:
         """Compiled graphs in a cache folder."""
 
     @staticmethod
+    def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
+        """What changes the graphs of a run, versions aside: plain values with names.
+
+        Args:
+            config: The run's.
+            mesh: Of the train stage; its micro batch is the one that precompile uses.
+            threads: CPU threads of a worker, None where nobody can say before the nodes are known.
+        """
+
+    @staticmethod
     def versions() -> dict[str, str]:
         """Versions that decide whether a compiled graph still serves."""
+
+    @staticmethod
+    def node_versions() -> dict[str, str]:
+        """Those, and what else the attempt's record should say of a node: driver, runtime."""
+
+    @staticmethod
+    def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+        """What goes into the library's functions, as `submit --dry-run` shows it; JSON's types."""
 
     @staticmethod
     def unsupported(config: RunConfig) -> list[str]:

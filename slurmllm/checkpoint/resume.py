@@ -38,7 +38,7 @@ def find_resumable(run: RunDir, backend: Backend, fingerprint: Mapping[str, Any]
     skipped: list[str] = []
     for step in reversed(steps):
         directory = run.checkpoint(step)
-        fault = _first_fault(directory, backend)
+        fault = first_fault(directory, backend)
         if fault is None:
             state = TrainState.load(directory / TRAIN_STATE)
             _check_fingerprint(directory, state, fingerprint)
@@ -53,7 +53,8 @@ def find_resumable(run: RunDir, backend: Backend, fingerprint: Mapping[str, Any]
     return Resumable(None, ())
 
 
-def _first_fault(directory: Path, backend: Backend) -> str | None:
+def first_fault(directory: Path, backend: Backend) -> str | None:
+    """What is wrong with a checkpoint; the workers share the checksums (collective)."""
     manifest: CheckpointManifest | None = None
     fault: str | None = None
     if backend.worker.rank == 0:

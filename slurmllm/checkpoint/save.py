@@ -1,8 +1,9 @@
 """Writing a checkpoint.
 
-1. Rank 0 makes `.step_XXXXXXXX.tmp` beside the checkpoints.
-2. The backend writes its shards into it; every worker checksums the files that it wrote.
-3. Rank 0 writes the manifest last, fsyncs, renames the folder, fsyncs the parent.
+1. Rank 0 makes `.step_XXXXXXXX.tmp` beside the checkpoints; the backend begins to write its shards
+   into it. Where the backend can, training goes on from here.
+2. A thread of each worker waits for its files and checksums them.
+3. `finish`: rank 0 writes the manifest last, fsyncs, renames the folder, fsyncs the parent.
 4. Retention: rank 0 removes what is beyond `checkpoint.keep`.
 
 After each part the workers agree on whether it went well everywhere, so that a full disk on one
@@ -14,11 +15,13 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from slurmllm.backends.base import Backend
+from slurmllm.backends.base import Backend, Saving
 from slurmllm.checkpoint.manifest import MANIFEST, describe, read_manifest
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, digest
 from slurmllm.errors import CheckpointError, StorageError
@@ -39,43 +42,108 @@ def save(run: RunDir, backend: Backend, state: TrainState, attempt: int) -> floa
     Raises:
         CheckpointError: on all workers, if it failed on one.
     """
-    started = time.monotonic()
-    target = run.checkpoint(state.step)
-    temporary = run.checkpoints / f".{target.name}.tmp"
-    first = backend.worker.rank == 0
-    try:
-        _agree(backend, lambda: _fresh(temporary) if first else None)
-        files = _agree(backend, lambda: _write(backend, state, temporary))
-        manifest = CheckpointManifest(
-            step=state.step,
-            tokens=state.tokens,
-            world_size=backend.worker.world_size,
-            attempt=attempt,
-            recipe=backend.config.recipe.name,
-            saved_at=time.time(),
-            save_s=time.monotonic() - started,
-            fingerprint=digest(state.fingerprint),
-            files=tuple(sorted((f for part in files for f in part or []), key=lambda f: f.path)),
-        )
-        _agree(backend, lambda: _publish(manifest, temporary, target) if first else None)
-    except _SaveFailed as failure:
-        if first:
-            message = _advice(run, target, failure)
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            message = f"cannot save {target}: {failure}"
-        raise CheckpointError(message) from failure
-    if first:
-        retain(run, state.step, backend.config.recipe.checkpoint.keep)
-    return time.monotonic() - started
+    return Save(run, backend, state, attempt).finish()
+
+
+class Save:
+    """A checkpoint that is being written; made and finished by all workers together (collective).
+
+    Args:
+        run: The run.
+        backend: Whose shards are written.
+        state: What goes beside the shards.
+        attempt: Of the train stage.
+
+    Raises:
+        CheckpointError: on all workers, if it failed on one; so does `finish`.
+    """
+
+    def __init__(self, run: RunDir, backend: Backend, state: TrainState, attempt: int) -> None:
+        self.step = state.step
+        self._started = time.monotonic()
+        self._run, self._backend, self._state, self._attempt = run, backend, state, attempt
+        self._target = run.checkpoint(state.step)
+        self._temporary = run.checkpoints / f".{self._target.name}.tmp"
+        self._first = backend.worker.rank == 0
+        self._saving: Saving | None = None
+        with self._whole_or_not():
+            _agree(backend, lambda: _fresh(self._temporary) if self._first else None)
+            self._saving = _agree(backend, lambda: backend.save_shards(self._temporary))
+        executor = ThreadPoolExecutor(1, thread_name_prefix=self._target.name)
+        self._files = executor.submit(self._describe_shards, self._saving)
+        executor.shutdown(wait=False)
+
+    def written(self) -> bool:
+        """Whether this worker's files are written, as far as it goes without the others."""
+        return self._files.done()
+
+    def finish(self) -> float:
+        """Wait for all workers' files, and make the checkpoint one.
+
+        Returns:
+            Seconds since the save began.
+        """
+        with self._whole_or_not():
+            _agree(self._backend, self._files.result)
+            files = _agree_all(self._backend, self._complete)
+            manifest = CheckpointManifest(
+                step=self.step,
+                tokens=self._state.tokens,
+                world_size=self._backend.worker.world_size,
+                attempt=self._attempt,
+                recipe=self._backend.config.recipe.name,
+                saved_at=time.time(),
+                save_s=time.monotonic() - self._started,
+                fingerprint=digest(self._state.fingerprint),
+                files=tuple(sorted((f for part in files for f in part), key=lambda f: f.path)),
+            )
+            _agree(
+                self._backend,
+                lambda: _publish(manifest, self._temporary, self._target) if self._first else None,
+            )
+        if self._first:
+            retain(self._run, self.step, self._backend.config.recipe.checkpoint.keep)
+        return time.monotonic() - self._started
+
+    def _describe_shards(self, saving: Saving) -> list[CheckpointFile]:
+        return [describe(self._temporary, name) for name in saving.wait()]
+
+    def _complete(self) -> list[CheckpointFile]:
+        assert self._saving is not None
+        names = self._saving.finish()
+        if self._first:
+            self._state.save(self._temporary / TRAIN_STATE)
+            names = [*names, TRAIN_STATE]
+        return self._files.result() + [describe(self._temporary, name) for name in names]
+
+    @contextmanager
+    def _whole_or_not(self) -> Iterator[None]:
+        try:
+            yield
+        except _SaveFailed as failure:
+            if self._saving is not None:
+                self._saving.abandon()
+            if self._first:
+                message = _advice(self._run, self._target, failure)
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            else:
+                message = f"cannot save {self._target}: {failure}"
+            raise CheckpointError(message) from failure
 
 
 class _SaveFailed(Exception):
     """A part of the save failed on one worker or more."""
 
 
-def _agree(backend: Backend, part: Callable[[], T]) -> list[T]:
-    """Do a part of the save on every worker; all go on with all results, or all fail."""
+def _agree(backend: Backend, part: Callable[[], T]) -> T:
+    """Do a part of the save on every worker; all go on, each with its own result, or all fail."""
+    result: list[T] = []
+    _agree_all(backend, lambda: result.append(part()))
+    return result[0]
+
+
+def _agree_all(backend: Backend, part: Callable[[], T]) -> list[T]:
+    """Likewise, with the results of all workers, by rank; they are sent."""
     result, fault = None, None
     try:
         result = part()
@@ -88,21 +156,13 @@ def _agree(backend: Backend, part: Callable[[], T]) -> list[T]:
     failed = [fault for _, fault in answers if fault is not None]
     if failed:
         raise _SaveFailed(failed[0])
-    return [result for result, _ in answers]
+    return [answer for answer, _ in answers]
 
 
 def _fresh(temporary: Path) -> None:
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
-
-
-def _write(backend: Backend, state: TrainState, temporary: Path) -> list[CheckpointFile]:
-    names = backend.save_shards(temporary)
-    if backend.worker.rank == 0:
-        state.save(temporary / TRAIN_STATE)
-        names = [*names, TRAIN_STATE]
-    return [describe(temporary, name) for name in names]
 
 
 def _publish(manifest: CheckpointManifest, temporary: Path, target: Path) -> None:

@@ -7,13 +7,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from slurmllm.config.recipe import Recipe
+from slurmllm.config.recipe import ModelConfig, Recipe
 from slurmllm.config.resolve import flatten
 from slurmllm.records import Record
 
 TRAIN_STATE = "train_state.json"
+# What AdamW keeps of each parameter besides `step`, as torch names it.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TrainState(Record):
@@ -51,9 +53,22 @@ def digest(fields: Mapping[str, Any]) -> str:
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """One line for each field that differs."""
+    """One line for each field that differs; fields newer than the checkpoint have their default."""
+    saved = _completed(saved)
     return [
         f"{path}: the checkpoint has {saved.get(path)!r}, the run {current.get(path)!r}"
         for path in [*saved, *(path for path in current if path not in saved)]
         if saved.get(path) != current.get(path)
     ]
+
+
+def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = "model."
+    stored = {
+        path.removeprefix(prefix): value for path, value in saved.items() if path.startswith(prefix)
+    }
+    try:
+        model = ModelConfig.model_validate(stored).model_dump(mode="json")
+    except ValidationError:  # of another version, whose fields then show as differences
+        return dict(saved)
+    return {**saved, **flatten(model, prefix)}

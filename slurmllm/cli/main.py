@@ -11,8 +11,10 @@ import click
 
 from slurmllm import __version__
 from slurmllm.cli.cancel import cancel
+from slurmllm.cli.checkpoint import checkpoint
 from slurmllm.cli.compare import compare
 from slurmllm.cli.data import data
+from slurmllm.cli.doctor import doctor
 from slurmllm.cli.hidden import launch, supervise, worker
 from slurmllm.cli.logs import logs
 from slurmllm.cli.recipes import recipes
@@ -66,7 +68,9 @@ def cli() -> None:
     """
 
 
-for _verb in (recipes, submit, status, logs, cancel, resume, data, tokenizer, compare):
+for _verb in (
+    doctor, recipes, submit, status, logs, cancel, resume, data, tokenizer, checkpoint, compare,
+):  # fmt: skip
     cli.add_command(_verb)
 for _verb in (supervise, launch, worker):
     cli.add_command(_verb)

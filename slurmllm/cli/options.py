@@ -17,6 +17,13 @@ set_value = click.option(
     metavar="PATH=VALUE",
     help="Override a value of recipe or cluster profile, such as optim.lr=1e-4; repeatable.",
 )
+precompile = click.option(
+    "--precompile",
+    type=click.Choice(["auto", "always"]),
+    default="auto",
+    show_default=True,
+    help="auto: skip the precompile stage where this or an earlier run has compiled the graphs.",
+)
 cluster = click.option(
     "--cluster",
     metavar="PROFILE",

@@ -32,17 +32,34 @@ def _list(as_json: bool) -> None:
 
     from slurmllm import shipped
     from slurmllm.config.resolve import available, resolve
+    from slurmllm.plan.parameters import parameters
 
-    found = [resolve(name).recipe for name in available(shipped.recipes_dir())]
+    recipes = (resolve(name).recipe for name in available(shipped.recipes_dir()))
+    counted = ((recipe, parameters(recipe.model)) for recipe in recipes)
+    found = sorted(counted, key=lambda row: (row[0].name.partition("_")[0], row[1], row[0].name))
     if as_json:
         fields = {"name", "description", "default_cluster"}
-        rows = [recipe.model_dump(include=fields) for recipe in found]
+        rows = [
+            {**recipe.model_dump(include=fields), "parameters": count} for recipe, count in found
+        ]
         click.echo(json.dumps({"recipes": rows}, indent=2))
         return
     from slurmllm.cli.output import print_table
 
-    table = ((recipe.name, recipe.description, recipe.default_cluster) for recipe in found)
-    print_table(("recipe", "what it is", "default cluster"), table, fold="what it is")
+    table = (
+        (recipe.name, _rounded(count), recipe.description, recipe.default_cluster)
+        for recipe, count in found
+    )
+    headings = ("recipe", "parameters", "what it is", "default cluster")
+    print_table(headings, table, fold="what it is")
+
+
+def _rounded(count: int) -> str:
+    """`6.86B`: a number of parameters with three digits."""
+    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= unit:
+            return f"{count / unit:#.3g}".rstrip(".") + letter
+    return str(count)
 
 
 def _show(

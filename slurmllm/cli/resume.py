@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from slurmllm.cli import options
+
+if TYPE_CHECKING:
+    from slurmllm.cli.submission import Precompile
 
 
 @click.command()
 @click.argument("run")
 @click.option("--nodes", type=int, help="Nodes from now on.  [default: as before]")
+@click.option("--cluster", help="Profile from now on: a name or a YAML file.  [default: as before]")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="PATH=VALUE",
+    help="Change a value from now on, such as parallel.tensor=8; may be repeated. Model, data, "
+    "seed and global batch are the checkpoints' and stay.",
+)
 @click.option("--local", is_flag=True, help="Go on on this machine, without Slurm.")
+@options.precompile
 @options.runs_dir
 @options.as_json
 @click.pass_context
@@ -18,20 +33,26 @@ def resume(
     ctx: click.Context,
     run: str,
     nodes: int | None,
+    cluster: str | None,
+    overrides: tuple[str, ...],
     local: bool,
+    precompile: Precompile,
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
     """Continue RUN after it was cancelled or stopped: same directory, next attempt.
 
-    The precompile stage runs again only where it left no complete archive. A run that was
-    started with --local goes on locally.
+    On other nodes, on another cluster (and so through another backend), on another mesh: the
+    checkpoints are read by all of them.
+
+    The precompile stage runs again where the graphs are not all compiled, or would be others by
+    now. A run that was started with --local goes on locally.
     """
     from slurmllm.cli import submission
     from slurmllm.cli.submit import print_submission, run_and_report
-    from slurmllm.config.resolve import load
+    from slurmllm.config.resolve import change, load
     from slurmllm.errors import RunError
-    from slurmllm.rundir import Stage, find_run, runs_root
+    from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
     from slurmllm.supervise.state import is_active, run_state
 
@@ -45,17 +66,27 @@ def resume(
             f"{found.name} still waits or runs; follow it with `slurmllm status {found.name}` or "
             f"`slurmllm cancel {found.name}` first"
         )
-    if run_state(found, client).state == "done":
-        raise RunError(f"{found.name} is done: it has trained all its steps; nothing to resume")
     config = load(found.config)
+    steps, init_from = config.recipe.train.steps, config.recipe.train.init_from
+    if cluster is not None or overrides:
+        config = change(config, cluster, overrides)
+    if run_state(found, client).state == "done" and config.recipe.train.steps <= steps:
+        raise RunError(
+            f"{found.name} is done: it has trained all its {steps} steps; --set train.steps=… with "
+            "more of them goes on"
+        )
     submission.check_trainable(config)
+    if config.recipe.train.init_from != init_from:
+        config = submission.with_weights(config)
     config = submission.with_inputs(config, root, build=True)
     wanted = nodes if nodes is not None else before.nodes if before else 1
+    here = local or (before is not None and before.local)
+    submission.prepare(config, wanted, found)  # nothing is touched where the mesh does not fit
+    graphs_from = submission.take_graphs(config, wanted, here, found, precompile)
+    stages = submission.stages(graphs_from)
     prepared = submission.prepare(config, wanted, found)
     submission.write_run(prepared)
-    stages: tuple[Stage, ...] = ("precompile", "train")
-    if submission.has_graphs(found):
-        stages = ("train",)
-    if local or (before is not None and before.local):
-        ctx.exit(run_and_report(prepared, stages, as_json))
-    print_submission(prepared, submission.submit_jobs(prepared, stages, client), as_json)
+    if here:
+        ctx.exit(run_and_report(prepared, stages, as_json, graphs_from))
+    sent = submission.submit_jobs(prepared, stages, client)
+    print_submission(prepared, sent, as_json, graphs_from)

@@ -9,7 +9,8 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.records import AttemptRecord
+    from slurmllm.plan.mesh import Mesh
+    from slurmllm.records import AttemptRecord, GraphManifest, MicroBatchRecord
     from slurmllm.supervise.state import RunState
 
 
@@ -51,7 +52,20 @@ def _as_json(state: RunState) -> dict[str, Any]:
         node: {"first_step_s": seconds, "cache_hits": hits, "cache_misses": misses}
         for node, (seconds, hits, misses) in state.first_steps.items()
     }
-    return {**asdict(state), "attempts": attempts, "first_steps": first}
+    return {
+        **asdict(state),
+        "attempts": attempts,
+        "first_steps": first,
+        "mesh": state.mesh.to_json() if state.mesh else None,
+        "micro_batch": state.micro_batch.model_dump(mode="json") if state.micro_batch else None,
+        "graphs": _graphs_as_json(state.graphs),
+        "warnings": [state.unequal_versions] if state.unequal_versions else [],
+    }
+
+
+def _graphs_as_json(manifest: GraphManifest | None) -> dict[str, Any] | None:
+    """The manifest without its list of files."""
+    return manifest.model_dump(mode="json", exclude={"files"}) if manifest is not None else None
 
 
 def _print_all(states: list[RunState]) -> None:
@@ -91,6 +105,8 @@ def _print_one(state: RunState) -> None:
             + (f", {_duration(state.eta_s)} left" if state.eta_s else ""),
         ),
     ]
+    if state.mesh is not None:
+        rows.append(("batch", _batch(state.mesh, state.micro_batch)))
     if state.metrics:
         loss, norm = state.metrics.get("loss"), state.metrics.get("grad_norm")
         rate, tokens = state.metrics.get("seq_per_s"), state.metrics.get("tokens_per_s")
@@ -109,6 +125,15 @@ def _print_one(state: RunState) -> None:
             for node, (seconds, hits, misses) in list(state.first_steps.items())[:4]
         )
         rows.append(("graph cache", f"{cold}{'; last attempt: ' + warm if warm else ''}"))
+    if state.graphs is not None and state.graphs.taken_from is not None:
+        rows.append(("graphs", f"compiled by run {state.graphs.taken_from}"))
+    rows += [("uncompiled", line) for line in state.uncompiled]
+    if state.attempts and state.attempts[-1].graphs_added:
+        added = state.attempts[-1].graphs_added
+        words = ", ".join(added[:4]) + (" …" if len(added) > 4 else "")
+        rows.append(("graphs added", f"{len(added)} by the last attempt: {words}"))
+    if state.unequal_versions:
+        rows.append(("warning", state.unequal_versions))
     terminal = console()
     for name, value in rows:
         terminal.print(f"[bold]{name:<14}[/bold] {escape(value)}", soft_wrap=True)
@@ -118,6 +143,20 @@ def _print_one(state: RunState) -> None:
     open_word = "running" if state.state == "training" else "not recorded"
     attempts = (_attempt_row(attempt, open_word) for attempt in state.attempts)
     print_table(headings, attempts, fold="evidence")
+
+
+def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:
+    """`8 = data 2 × 1 × micro batch 4`, and where that came from."""
+    if mesh.unmeasured:
+        return f"{mesh.global_batch}; micro batch auto: measured by the precompile stage"
+    words = (
+        f"{mesh.global_batch} = data {mesh.data} × {mesh.accumulation} × micro batch "
+        f"{mesh.micro_batch}"
+    )
+    if measured is None:
+        return words
+    tried = ", ".join(str(candidate.micro_batch) for candidate in measured.candidates)
+    return f"{words}; auto: {measured.micro_batch} chosen of {tried} on {measured.nodes[0]}"
 
 
 def _attempt_row(attempt: AttemptRecord, open_word: str) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -11,17 +10,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, DataError, RunError, SlurmError, StorageError
-from slurmllm.plan.mesh import Mesh, make_mesh
+from slurmllm.plan.mesh import Mesh, make_mesh, save_mesh
 from slurmllm.records import GraphManifest, JobsRecord, Submission
 from slurmllm.rundir import RUN_NAME, RunDir, Stage, is_run, write_atomic
 from slurmllm.slurm.client import SlurmClient, SlurmCommands
 from slurmllm.slurm.render import render
+from slurmllm.supervise import reuse
 
 STDLIB = "stdlib"
+Precompile = Literal["auto", "always"]
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,52 @@ def prepare(config: RunConfig, nodes: int, run: RunDir) -> Prepared:
     Raises:
         ConfigError: the mesh does not fit or a value cannot go into a script.
     """
-    mesh = make_mesh(config, nodes)
-    stages: tuple[Stage, ...] = ("precompile", "train")
-    scripts = {stage: render(stage, config, run, nodes, sys.executable) for stage in stages}
+    mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
+    scripts = {s: render(s, config, run, nodes, sys.executable) for s in stages(None)}
     return Prepared(config, mesh, run, scripts)
 
 
 def check_trainable(config: RunConfig) -> None:
-    """Refuse what the backend of this version cannot train.
+    """Refuse what the backend of this version cannot train, or lacks the weights to begin with.
 
     Raises:
         ConfigError: with every reason.
     """
-    reasons = load_environment(config.backend).unsupported(config)
+    reasons = refusals(config)
     if reasons:
         raise ConfigError(
             f"backend {config.backend} cannot train {config.recipe.name} like this", reasons
         )
+
+
+def refusals(config: RunConfig) -> list[str]:
+    """Why it cannot be trained; one line a reason."""
+    reasons = load_environment(config.backend).unsupported(config)
+    train = config.recipe.train
+    if train.finetune and train.init_from is None:
+        reasons.append(
+            "train.init_from: not set, and this recipe starts from trained weights "
+            "(train.finetune); add --set train.init_from=FOLDER, a checkpoint of another run or "
+            "one that `slurmllm checkpoint import` made"
+        )
+    return reasons
+
+
+def with_weights(config: RunConfig) -> RunConfig:
+    """Settle the weights to start from, where the recipe names some: an absolute path, looked at.
+
+    Raises:
+        RunError: it is no checkpoint, or another model's.
+        StorageError: it is damaged.
+    """
+    named = config.recipe.train.init_from
+    if named is None:
+        return config
+    from slurmllm.checkpoint.origin import check_fit
+
+    source = Path(named).absolute()
+    check_fit(source, config.recipe.model)
+    return config.with_init_from(str(source))
 
 
 def with_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
@@ -163,18 +194,44 @@ def write_run(prepared: Prepared) -> None:
     """Write (or, at a resume, rewrite) the run directory's configuration, plan and scripts."""
     run = prepared.run
     write_atomic(run.config, prepared.config.to_yaml())
-    write_atomic(run.plan, json.dumps(prepared.mesh.to_json(), indent=2) + "\n")
+    save_mesh(prepared.mesh, run.plan)
     for stage, script in prepared.scripts.items():
         write_atomic(run.script(stage), script)
     run.logs.mkdir(parents=True, exist_ok=True)
 
 
-def has_graphs(run: RunDir) -> bool:
-    """Whether an earlier precompile stage left a complete archive."""
-    try:
-        return run.graphs_manifest.is_file() and GraphManifest.load(run.graphs_manifest).complete
-    except StorageError:
-        return False  # a damaged one: compile again
+def take_graphs(
+    config: RunConfig, nodes: int, local: bool, run: RunDir, precompile: Precompile
+) -> str | None:
+    """See whether the run's graphs are compiled already; takes another run's archive if so.
+
+    Args:
+        config: The configuration, inputs settled.
+        nodes: Of the train stage.
+        local: Whether they are launchers on this machine.
+        run: The run, its directory made.
+        precompile: `always`: whatever there is, the run compiles its own.
+
+    Returns:
+        The run that compiled the graphs, None where the precompile stage must do it.
+
+    Raises:
+        StorageError: the shared file system refuses.
+    """
+    if precompile == "always":
+        reuse.forget(run)
+        return None
+    going_on = config.recipe.train.incomplete_graphs == "compile" and reuse.usable(run)
+    if going_on or reuse.serves(config, nodes, local, run, run):
+        return GraphManifest.load(run.graphs_manifest).taken_from or run.name
+    source = reuse.find(config, nodes, local, run)
+    taken = source is not None and reuse.adopt(source, run)
+    return GraphManifest.load(run.graphs_manifest).taken_from if taken else None
+
+
+def stages(graphs_from: str | None) -> tuple[Stage, ...]:
+    """The stages to run, by where the graphs come from."""
+    return ("train",) if graphs_from is not None else ("precompile", "train")
 
 
 def jobs_of(run: RunDir) -> JobsRecord:

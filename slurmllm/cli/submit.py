@@ -10,7 +10,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.cli.submission import Prepared
+    from slurmllm.cli.submission import Precompile, Prepared
     from slurmllm.records import Submission
     from slurmllm.rundir import Stage
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 @click.option("--time", help="Time limit of the train job: minutes, H:MM:SS or D-HH:MM:SS.")
 @click.option("--reservation", help="Slurm reservation.")
 @click.option("--exclude", help="Nodes to keep away from, as n3 or n[1-4].")
+@options.precompile
 @options.runs_dir
-@click.option("--dry-run", is_flag=True, help="Print both scripts and submit nothing.")
+@click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
 @click.option("--local", is_flag=True, help="Run both stages on this machine, without Slurm.")
 @options.as_json
 @click.pass_context
@@ -39,6 +40,7 @@ def submit(
     name: str | None,
     overrides: tuple[str, ...],
     cluster: str | None,
+    precompile: Precompile,
     runs_dir: str | None,
     dry_run: bool,
     local: bool,
@@ -73,41 +75,76 @@ def submit(
     prepared = submission.prepare(config, nodes, submission.new_run(root, name, config.recipe.name))
     if not dry_run:
         submission.check_trainable(config)
+    config = submission.with_weights(config)
     config = submission.with_inputs(config, root, build=not dry_run)
     if dry_run:
-        _print_scripts(prepared, as_json)
+        _print_plan(prepared, as_json)
         return
     run = submission.claim_run(root, name, config.recipe.name)
     sent = None
     try:
+        graphs_from = submission.take_graphs(config, nodes, local, run, precompile)
+        stages = submission.stages(graphs_from)
         prepared = submission.prepare(config, nodes, run)
         submission.write_run(prepared)
         if not local:
-            sent = submission.submit_jobs(prepared, ("precompile", "train"))
+            sent = submission.submit_jobs(prepared, stages)
     except SlurmllmError:
         submission.forget(run)
         raise
     if sent is None:
-        ctx.exit(run_and_report(prepared, ("precompile", "train"), as_json))
-    print_submission(prepared, sent, as_json)
+        ctx.exit(run_and_report(prepared, stages, as_json, graphs_from))
+    print_submission(prepared, sent, as_json, graphs_from)
 
 
-def _print_scripts(prepared: Prepared, as_json: bool) -> None:
+def _print_plan(prepared: Prepared, as_json: bool) -> None:
+    """Print what a run would be: scripts, the workers' environment, the library's arguments."""
     import json
 
-    run = prepared.run
+    from slurmllm.backends.environment import load_environment
+    from slurmllm.cli.submission import refusals
+    from slurmllm.slurm.render import worker_environment
+
+    run, config, mesh = prepared.run, prepared.config, prepared.mesh
+    variables = worker_environment(config, run)
+    arguments = load_environment(config.backend).arguments(config, mesh)
+    reasons = refusals(config)
+    for reason in reasons:
+        click.echo(f"warning: submit would refuse this: {reason}", err=True)
     if as_json:
-        scripts = {str(stage): text for stage, text in prepared.scripts.items()}
-        mesh = prepared.mesh.to_json()
-        click.echo(json.dumps({"run_dir": str(run.path), "mesh": mesh, "scripts": scripts}))
+        shown = {
+            "run_dir": str(run.path),
+            "config": config.values(),
+            "mesh": mesh.to_json(),
+            "scripts": {str(stage): text for stage, text in prepared.scripts.items()},
+            "environment": [
+                {"name": name, "value": variable.value, "source": variable.source}
+                for name, variable in variables.items()
+            ],
+            "backend_arguments": arguments,
+            "refusals": reasons,
+        }
+        click.echo(json.dumps(shown))
         return
+    import yaml
+
+    from slurmllm.cli.output import print_table
+
     for stage, text in prepared.scripts.items():
         click.echo(f"# ── {run.script(stage)}")
         click.echo(text)
+    click.echo("# ── the workers' environment")
+    rows = ((name, var.value or "''", var.source) for name, var in variables.items())
+    print_table(("variable", "value", "source"), rows, fold="value")
+    if arguments:
+        click.echo(f"\n# ── arguments of backend {config.backend}")
+        click.echo(yaml.safe_dump(arguments, sort_keys=False), nl=False)
     click.echo("dry run: nothing was written, nothing submitted", err=True)
 
 
-def print_submission(prepared: Prepared, sent: Submission, as_json: bool) -> None:
+def print_submission(
+    prepared: Prepared, sent: Submission, as_json: bool, graphs_from: str | None
+) -> None:
     """Print job ids, directory, mesh and the next commands."""
     import json
 
@@ -115,23 +152,34 @@ def print_submission(prepared: Prepared, sent: Submission, as_json: bool) -> Non
     if as_json:
         jobs = {"precompile": sent.precompile_job, "train": sent.train_job}
         text = {"run": run.name, "run_dir": str(run.path), "jobs": jobs, "mesh": mesh.to_json()}
-        click.echo(json.dumps(text))
+        click.echo(json.dumps({**text, "graphs_from": graphs_from}))
         return
     first = f"precompile job {sent.precompile_job}, then " if sent.precompile_job else ""
     click.echo(f"run        {run.name}")
     click.echo(f"directory  {run.path}")
     click.echo(f"jobs       {first}train job {sent.train_job}")
+    _print_graphs(graphs_from, run.name)
+    batch = f"{mesh.accumulation} × micro batch {mesh.micro_batch} a step"
+    if mesh.unmeasured:
+        batch = "micro batch auto: measured by the precompile stage"
     click.echo(
         f"mesh       {mesh.nodes} node(s) × {mesh.devices_per_node}: tensor {mesh.tensor}, "
-        f"pipeline {mesh.pipeline}, data {mesh.data}; {mesh.accumulation} × micro batch "
-        f"{mesh.micro_batch} a step"
+        f"pipeline {mesh.pipeline}, data {mesh.data}; {batch}"
     )
     click.echo("next       " + f"slurmllm status {run.name}")
     for verb in ("logs -f", "cancel"):
         click.echo(f"           slurmllm {verb} {run.name}")
 
 
-def run_and_report(prepared: Prepared, stages: Sequence[Stage], as_json: bool) -> int:
+def _print_graphs(graphs_from: str | None, run: str) -> None:
+    if graphs_from is not None:
+        owner = "this run" if graphs_from == run else f"run {graphs_from}"
+        click.echo(f"graphs     compiled by {owner} already; no precompile stage")
+
+
+def run_and_report(
+    prepared: Prepared, stages: Sequence[Stage], as_json: bool, graphs_from: str | None
+) -> int:
     """Run the stages on this machine; returns the exit code."""
     from slurmllm.cli import submission
     from slurmllm.supervise.local import run_locally
@@ -140,18 +188,22 @@ def run_and_report(prepared: Prepared, stages: Sequence[Stage], as_json: bool) -
     run = prepared.run
     if not as_json:
         click.echo(f"run        {run.name}\ndirectory  {run.path}")
+        _print_graphs(graphs_from, run.name)
     code = run_locally(run, stages, prepared.mesh.nodes, quiet=as_json)
-    _print_local_end(run.name, str(run.path), code, as_json)
+    _print_local_end(run.name, str(run.path), code, as_json, graphs_from)
     return code
 
 
-def _print_local_end(name: str, path: str, code: int, as_json: bool) -> None:
+def _print_local_end(
+    name: str, path: str, code: int, as_json: bool, graphs_from: str | None
+) -> None:
     import json
 
     from slurmllm.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 
     if as_json:
-        click.echo(json.dumps({"run": name, "run_dir": path, "exit_code": code}))
+        ended = {"run": name, "run_dir": path, "exit_code": code, "graphs_from": graphs_from}
+        click.echo(json.dumps(ended))
     elif code == 0:
         click.echo(f"done       slurmllm status {name}; curves in {path}/metrics, /tensorboard")
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):

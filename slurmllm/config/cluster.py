@@ -6,18 +6,24 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slurmllm.config.recipe import PositiveInt, Section, SlurmWord
+from slurmllm.config.recipe import EnvName, PositiveInt, Section, SlurmWord
 
 Directive = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[^\s\"'\\$`]+)?$")]
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Cluster(Section):
     """What `--cluster` brings; `--set cluster.<field>=…` overrides a value."""
 
-    name: str = Field(description="The profile's name.")
+    # It stands in comments of the scripts, so that it must not hold a line break.
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        description="The profile's name."
+    )
     description: str = Field(default="", description="One line on what this cluster is.")
     device: Literal["cpu", "cuda", "neuron"] = Field(description="What the workers compute on.")
+    instance_type: Annotated[str, Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")] | None = Field(
+        default=None,
+        description="The nodes' EC2 instance type, such as trn1.32xlarge, where they are of one.",
+    )
     devices_per_node: PositiveInt = Field(
         description="Workers on a node: GPUs, NeuronCores, or processes on CPUs."
     )

@@ -6,10 +6,14 @@ Batches count sequences, lengths count tokens. Field names are the ones that `--
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from slurmllm.config.families import FAMILIES, Activation, FamilyName, gate_block
+
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 PositiveInt = Annotated[int, Field(gt=0, lt=2**40)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -22,9 +26,11 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The shape of the model."""
+    """The shape of the model; what a family settles may be left out (`config/families.py`)."""
 
-    family: Literal["neox"] = Field(description="Model family: GPT-NeoX (Pythia too).")
+    family: FamilyName = Field(
+        description="Model family: neox (GPT-NeoX, Pythia), llama (Llama 2) or gpt3."
+    )
     num_layers: PositiveInt = Field(description="Decoder layers.")
     hidden_size: PositiveInt = Field(description="Width of the residual stream.")
     num_heads: PositiveInt = Field(description="Attention heads.")
@@ -40,13 +46,41 @@ class ModelConfig(Section):
     )
     seq_len: PositiveInt = Field(description="Tokens in a training sequence.")
     rotary_pct: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.25, description="Share of each head's dimensions that rotary positions turn."
+        description="Share of each head's dimensions that rotary positions turn; the family's."
     )
     rotary_base: PositiveFloat = Field(default=10000.0, description="Base of the rotary angles.")
-    norm_eps: PositiveFloat = Field(default=1e-5, description="Epsilon of the layer norms.")
+    activation: Activation = Field(
+        description="Between the matrices of the feed-forward layer: gelu (by erf), gelu_tanh or "
+        "silu; the family's."
+    )
+    attention_bias: bool = Field(description="Biases of attention's matrices; the family's.")
+    mlp_bias: bool = Field(description="Biases of the feed-forward matrices; the family's.")
+    parallel_residual: bool = Field(
+        description="Attention and feed-forward both read the block's input, and one sum adds "
+        "them; the family's."
+    )
+    tied_embeddings: bool = Field(
+        description="The head is the embedding, transposed; the family's."
+    )
+    norm_eps: PositiveFloat = Field(default=1e-5, description="Epsilon of the norms.")
     init_std: PositiveFloat = Field(
         default=0.02, description="Standard deviation of the initial weights."
     )
+    scaled_init: bool = Field(
+        default=False,
+        description="Divide the standard deviation of each layer's two output matrices by "
+        "sqrt(2 · num_layers), as HLAT does.",
+    )
+    output_init_std: PositiveFloat | None = Field(
+        default=None,
+        description="Standard deviation of each layer's two output matrices; init_std where left "
+        "out (and scaled_init is off).",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ask_the_family(cls, values: Any) -> Any:
+        return with_family(values) if isinstance(values, Mapping) else values
 
     @property
     def kv_heads(self) -> int:
@@ -59,10 +93,27 @@ class ModelConfig(Section):
         return self.hidden_size // self.num_heads
 
     @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer has a gate."""
+        return FAMILIES[self.family].gated
+
+    @property
+    def gate_block(self) -> int:
+        """Rows of gate and of up that alternate in the coalesced matrix."""
+        return gate_block(self.ffn_hidden_size)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: the vocabulary rounded up."""
         multiple = self.vocab_pad_multiple
         return (self.vocab_size + multiple - 1) // multiple * multiple
+
+
+def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model section, those left out filled in with the family's values."""
+    family = values.get("family")
+    defaults = FAMILIES[family].defaults if isinstance(family, str) and family in FAMILIES else {}
+    return {**defaults, **values}
 
 
 class DataConfig(Section):
@@ -86,12 +137,30 @@ class DataConfig(Section):
     )
 
 
+def _micro_batch(value: Any) -> Any:
+    """One fault and not one for each kind of value that would do."""
+    if value == "auto" or (type(value) is int and 0 < value < 2**40):
+        return value
+    raise ValueError("must be a whole number above 0, or auto")
+
+
 class TrainConfig(Section):
     """How long and in which batches the model trains."""
 
     steps: PositiveInt = Field(description="Optimizer steps to the run's end.")
     global_batch: PositiveInt = Field(description="Sequences in one optimizer step.")
-    micro_batch: PositiveInt = Field(description="Sequences in one forward pass of one worker.")
+    micro_batch: Annotated[PositiveInt | Literal["auto"], BeforeValidator(_micro_batch)] = Field(
+        description="Sequences in one forward pass of one worker; auto: measured once, in the "
+        "precompile stage; 1 on Neuron devices, where nothing can measure it."
+    )
+    init_from: str | None = Field(
+        default=None,
+        description="A checkpoint folder whose weights the run starts from, at step 0: one that "
+        "`slurmllm checkpoint import` made, or another run's.",
+    )
+    finetune: bool = Field(
+        default=False, description="Whether train.init_from must be set before the run can start."
+    )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
         default=1234, description="Seed of the initial weights and of the data order."
     )
@@ -104,6 +173,11 @@ class TrainConfig(Section):
         default="none", description="What the backward pass computes again instead of keeping."
     )
     compile: bool = Field(default=True, description="torch.compile on the native backend.")
+    incomplete_graphs: Literal["refuse", "compile"] = Field(
+        default="refuse",
+        description="What the train stage does where precompile left a graph uncompiled: refuse "
+        "to start, or compile it while training.",
+    )
     log_every: PositiveInt = Field(default=10, description="Steps between lines in the log.")
 
 
@@ -141,6 +215,11 @@ class ParallelConfig(Section):
 
     tensor: PositiveInt = Field(default=1, description="Tensor-parallel degree.")
     pipeline: PositiveInt = Field(default=1, description="Pipeline stages.")
+    virtual_pipeline: PositiveInt = Field(
+        default=1,
+        description="Chunks of layers that each pipeline stage holds; more than 1 interleaves "
+        "them (1F1B either way).",
+    )
     sequence: bool = Field(
         default=False, description="Sequence parallelism inside the tensor-parallel group."
     )
@@ -156,6 +235,10 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt = Field(default=100, description="Steps between checkpoints.")
     keep: PositiveInt = Field(default=3, description="Newest checkpoints kept.")
+    asynchronous: bool = Field(
+        default=False,
+        description="Write checkpoints while training goes on, where the backend can (nxd).",
+    )
 
 
 _SLURM_TIME = re.compile(r"\d+|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d){0,2}")
@@ -231,4 +314,9 @@ class Recipe(Section):
     slurm: SlurmConfig = SlurmConfig()
     backend: Literal["auto", "native", "nxd"] = Field(
         default="auto", description="nxd on Neuron devices, native elsewhere."
+    )
+    env: dict[EnvName, str] = Field(
+        default_factory=dict,
+        description="Environment variables for this recipe's workers; they replace those of the "
+        "same name from the cluster profile and the backend.",
     )

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from slurmllm import shipped
 from slurmllm.config.cluster import Cluster
-from slurmllm.config.recipe import Recipe
+from slurmllm.config.recipe import Recipe, with_family
 from slurmllm.config.rules import broken_rules
-from slurmllm.config.yaml_source import parse_scalar, read_yaml
+from slurmllm.config.yaml_source import parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
 
 M = TypeVar("M", bound=BaseModel)
@@ -60,11 +59,16 @@ class RunConfig:
         data = self.recipe.data.model_copy(update={"corpus": corpus, "tokenizer": tokenizer})
         return replace(self, recipe=self.recipe.model_copy(update={"data": data}))
 
+    def with_init_from(self, folder: str) -> RunConfig:
+        """This configuration with the weights to start from settled; the origin stays."""
+        train = self.recipe.train.model_copy(update={"init_from": folder})
+        return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
+
     def to_yaml(self) -> str:
         """The text of a run's config.yaml."""
         origin = {path: source for path, _, source in self.rows()}
-        return "# Resolved by slurmllm; `origin` names each value's source.\n" + yaml.safe_dump(
-            {**self.values(), "origin": origin}, sort_keys=False
+        return "# Resolved by slurmllm; `origin` names each value's source.\n" + write_yaml(
+            {**self.values(), "origin": origin}
         )
 
 
@@ -116,16 +120,47 @@ def resolve(
     faults: list[str] = []
     if "cluster" in values:
         faults.append("cluster: belongs into a profile, not into a recipe; see --cluster")
+    _override(tree, overrides, origins, faults)
+    for dotted, (option, value) in (options or {}).items():
+        if value is not None:
+            _assign(tree, dotted, value, option, origins, faults)
+    return _validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
+
+
+def change(config: RunConfig, cluster: str | None, overrides: Iterable[str]) -> RunConfig:
+    """A run's configuration with another cluster profile or other values.
+
+    Args:
+        config: The run's.
+        cluster: Name of a shipped profile, or a YAML file's path; None leaves it.
+        overrides: `a.b=value`, as given to --set.
+
+    Raises:
+        ConfigError: with all faults.
+    """
+    tree, origins = config.values(), dict(config.origins)
+    if cluster is not None:
+        path = _find(cluster, shipped.clusters_dir(), "cluster profile", "--cluster FILE.yaml")
+        tree["cluster"], sources = read_yaml(path)
+        origins = {name: how for name, how in origins.items() if not name.startswith("cluster.")}
+        origins |= {f"cluster.{name}": source for name, source in sources.items()}
+    faults: list[str] = []
+    _override(tree, overrides, origins, faults)
+    return _validate(tree, origins, faults, f"run of {config.recipe.name}")
+
+
+def _override(
+    tree: dict[str, Any], overrides: Iterable[str], origins: dict[str, str], faults: list[str]
+) -> None:
     for item in overrides:
         dotted, equals, text = item.partition("=")
         if not equals or not all(dotted.strip().split(".")):
             faults.append(f"--set {item!r}: expected path=value, such as optim.lr=1e-4")
             continue
-        _assign(tree, dotted.strip(), parse_scalar(text), f"--set {item}", origins, faults)
-    for dotted, (option, value) in (options or {}).items():
-        if value is not None:
-            _assign(tree, dotted, value, option, origins, faults)
-    return _validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
+        dotted = dotted.strip()
+        # A variable's value is a text whatever it looks like: 1, true, 007 and nothing at all.
+        value = text if dotted.startswith(("env.", "cluster.env.")) else parse_scalar(text)
+        _assign(tree, dotted, value, f"--set {item}", origins, faults)
 
 
 def load(path: Path) -> RunConfig:
@@ -185,6 +220,7 @@ def _validate(
 ) -> RunConfig:
     faults = list(faults)
     recipe_tree = {key: value for key, value in tree.items() if key != "cluster"}
+    origins = {**origins, **_ask_the_family(recipe_tree)}
     recipe, bad = _build(Recipe, recipe_tree, "", faults, origins)
     cluster, _ = _build(Cluster, tree.get("cluster", {}), "cluster.", faults, origins)
     values = {**_defaults(Recipe), **flatten(recipe_tree)}
@@ -192,6 +228,16 @@ def _validate(
     if recipe is None or cluster is None or faults:
         raise ConfigError(f"{title}: {len(faults)} fault(s)", faults)
     return RunConfig(recipe, cluster, dict(origins))
+
+
+def _ask_the_family(recipe_tree: dict[str, Any]) -> dict[str, str]:
+    """Fill in what the recipe leaves to the model's family; returns the sources."""
+    given = recipe_tree.get("model")
+    if not isinstance(given, Mapping):
+        return {}
+    recipe_tree["model"] = with_family(given)
+    left = recipe_tree["model"].keys() - given.keys()
+    return {f"model.{field}": f"family {given['family']}" for field in left}
 
 
 def _faulty(path: str, bad: set[str]) -> bool:

@@ -6,9 +6,13 @@ itself, so that a file's faults are reported all at once and each of them once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from slurmllm.config.families import FAMILIES, gate_block
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,27 @@ def divisors(number: int) -> list[int]:
 
 def choose(options: list[int]) -> str:
     """`choose 1, 2, 4 or 8`: a remedy from a list of numbers that would do."""
-    words = [str(option) for option in options]
-    return "choose " + (f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0])
+    return f"choose {_alternatives(options)}"
+
+
+def _alternatives(options: Iterable[Any]) -> str:
+    words = [_written(option) for option in options]
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+
+
+def _written(value: Any) -> str:
+    """A value as a recipe spells it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _possible_in_family(field: str, family: str, value: Any) -> str | None:
+    choices = FAMILIES[family].choices.get(field)
+    if choices is None or value in choices:
+        return None
+    return (
+        f"model.{field}: {_written(value)} does not go with model.family {family}; "
+        f"set {_alternatives(choices)}, or leave it out"
+    )
 
 
 def _heads_divide_hidden(heads: int, hidden: int) -> str | None:
@@ -37,8 +60,8 @@ def _heads_divide_hidden(heads: int, hidden: int) -> str | None:
     return f"model.num_heads: {heads} does not divide model.hidden_size {hidden}; {choose(near)}"
 
 
-def _head_dim_is_even(heads: int, hidden: int) -> str | None:
-    if hidden % heads or (hidden // heads) % 2 == 0:
+def _head_dim_is_even(heads: int, hidden: int, pct: float) -> str | None:
+    if pct == 0 or hidden % heads or (hidden // heads) % 2 == 0:
         return None
     return (
         f"model.num_heads: {heads} heads of {hidden} give {hidden // heads} dimensions a head, "
@@ -67,12 +90,21 @@ def _kv_heads_divide_heads(kv_heads: int | None, heads: int) -> str | None:
     )
 
 
-def _neox_has_no_kv_groups(family: str, kv_heads: int | None, heads: int) -> str | None:
-    if family != "neox" or kv_heads is None or kv_heads == heads or heads % kv_heads:
+def _family_has_kv_groups(family: str, kv_heads: int | None, heads: int) -> str | None:
+    if FAMILIES[family].kv_groups or kv_heads in (None, heads) or heads % (kv_heads or 1):
         return None
     return (
-        f"model.num_kv_heads: {kv_heads}: GPT-NeoX has as many key and value heads as attention "
-        f"heads; set {heads} or leave it out"
+        f"model.num_kv_heads: {kv_heads}: model.family {family} has as many key and value heads "
+        f"as attention heads; set {heads} or leave it out"
+    )
+
+
+def _one_output_init(scaled: bool, std: float | None) -> str | None:
+    if not scaled or std is None:
+        return None
+    return (
+        f"model.output_init_std: {std:g} and model.scaled_init both set the standard deviation of "
+        "the output matrices; leave one of them out"
     )
 
 
@@ -85,12 +117,35 @@ def _tensor_divides_heads(tensor: int, heads: int) -> str | None:
     )
 
 
-def _tensor_divides_ffn(tensor: int, ffn: int) -> str | None:
-    if ffn % tensor == 0:
+def _tensor_fits_kv_heads(tensor: int, kv_heads: int | None, heads: int) -> str | None:
+    if kv_heads is None or heads % kv_heads or heads % tensor:
+        return None
+    if kv_heads % tensor == 0 or tensor % kv_heads == 0:
+        return None
+    fitting = [d for d in divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
+    return (
+        f"parallel.tensor: {tensor} neither divides model.num_kv_heads {kv_heads} nor is a "
+        f"multiple of it; {choose(fitting)}"
+    )
+
+
+def _tensor_divides_ffn(tensor: int, ffn: int, family: str, heads: int) -> str | None:
+    block = gate_block(ffn) if FAMILIES[family].gated else 1
+    if ffn // block % tensor == 0:
+        return None
+    blocks = f", which is {ffn // block} blocks of {block} gates" if block > 1 else ""
+    return (
+        f"parallel.tensor: {tensor} does not divide model.ffn_hidden_size {ffn}{blocks}; "
+        f"{choose(divisors(math.gcd(heads, ffn // block)))}"
+    )
+
+
+def _tensor_divides_positions(tensor: int, seq_len: int, family: str) -> str | None:
+    if FAMILIES[family].positions != "learned" or seq_len % tensor == 0:
         return None
     return (
-        f"parallel.tensor: {tensor} does not divide model.ffn_hidden_size {ffn}; "
-        "choose a divisor of both heads and feed-forward width"
+        f"parallel.tensor: {tensor} does not divide model.seq_len {seq_len}, the rows of the "
+        f"table of positions; {choose([d for d in divisors(seq_len) if d <= 2 * tensor])}"
     )
 
 
@@ -104,11 +159,26 @@ def _tensor_divides_vocab(tensor: int, vocab: int, multiple: int) -> str | None:
     )
 
 
-def _pipeline_divides_layers(pipeline: int, layers: int) -> str | None:
-    if layers % pipeline == 0:
+def _pipeline_divides_layers(pipeline: int, virtual: int, layers: int) -> str | None:
+    if layers % pipeline:
+        return (
+            f"parallel.pipeline: {pipeline} does not divide {layers} layers; "
+            f"{choose(divisors(layers))}"
+        )
+    if pipeline == 1 or layers % (pipeline * virtual) == 0:
         return None
     return (
-        f"parallel.pipeline: {pipeline} does not divide {layers} layers; {choose(divisors(layers))}"
+        f"parallel.virtual_pipeline: {virtual} does not divide the {layers // pipeline} layers of "
+        f"each of {pipeline} pipeline stages; {choose(divisors(layers // pipeline))}"
+    )
+
+
+def _virtual_needs_pipeline(virtual: int, pipeline: int) -> str | None:
+    if virtual == 1 or pipeline > 1:
+        return None
+    return (
+        f"parallel.virtual_pipeline: {virtual} chunks a stage need more stages than one; set "
+        "parallel.pipeline, or leave it out"
     )
 
 
@@ -121,8 +191,8 @@ def _sequence_needs_tensor(sequence: bool, tensor: int, seq_len: int) -> str | N
     )
 
 
-def _micro_divides_global(micro: int, batch: int) -> str | None:
-    if batch % micro == 0:
+def _micro_divides_global(micro: int | str, batch: int) -> str | None:
+    if isinstance(micro, str) or batch % micro == 0:  # auto: measured, and fitted then
         return None
     return (
         f"train.micro_batch: {micro} does not divide train.global_batch {batch}; "
@@ -177,18 +247,34 @@ def _lead_fits_time(lead_s: int, time: str | int) -> str | None:
     )
 
 
+_CHOSEN = sorted({field for family in FAMILIES.values() for field in family.choices})
+
 RULES: tuple[Rule, ...] = (
+    *(
+        Rule(("model.family", f"model.{field}"), partial(_possible_in_family, field))
+        for field in _CHOSEN
+    ),
     Rule(("model.num_heads", "model.hidden_size"), _heads_divide_hidden),
-    Rule(("model.num_heads", "model.hidden_size"), _head_dim_is_even),
+    Rule(("model.num_heads", "model.hidden_size", "model.rotary_pct"), _head_dim_is_even),
     Rule(("model.num_heads", "model.hidden_size", "model.rotary_pct"), _rotary_dim_is_even),
     Rule(("model.num_kv_heads", "model.num_heads"), _kv_heads_divide_heads),
-    Rule(("model.family", "model.num_kv_heads", "model.num_heads"), _neox_has_no_kv_groups),
+    Rule(("model.family", "model.num_kv_heads", "model.num_heads"), _family_has_kv_groups),
+    Rule(("model.scaled_init", "model.output_init_std"), _one_output_init),
     Rule(("parallel.tensor", "model.num_heads"), _tensor_divides_heads),
-    Rule(("parallel.tensor", "model.ffn_hidden_size"), _tensor_divides_ffn),
+    Rule(("parallel.tensor", "model.num_kv_heads", "model.num_heads"), _tensor_fits_kv_heads),
+    Rule(
+        ("parallel.tensor", "model.ffn_hidden_size", "model.family", "model.num_heads"),
+        _tensor_divides_ffn,
+    ),
     Rule(
         ("parallel.tensor", "model.vocab_size", "model.vocab_pad_multiple"), _tensor_divides_vocab
     ),
-    Rule(("parallel.pipeline", "model.num_layers"), _pipeline_divides_layers),
+    Rule(("parallel.tensor", "model.seq_len", "model.family"), _tensor_divides_positions),
+    Rule(
+        ("parallel.pipeline", "parallel.virtual_pipeline", "model.num_layers"),
+        _pipeline_divides_layers,
+    ),
+    Rule(("parallel.virtual_pipeline", "parallel.pipeline"), _virtual_needs_pipeline),
     Rule(("parallel.sequence", "parallel.tensor", "model.seq_len"), _sequence_needs_tensor),
     Rule(("train.micro_batch", "train.global_batch"), _micro_divides_global),
     Rule(("optim.min_lr", "optim.lr"), _min_lr_below_lr),

@@ -24,17 +24,26 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, regexp) for tag, regexp in resolvers if tag not in _TAGS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
-        r"|\.inf|\.Inf|\.INF)$|^(\.nan|\.NaN|\.NAN)$"
-    ),
-    list("-+0123456789."),
+_FLOAT = re.compile(
+    r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
+    r"|\.inf|\.Inf|\.INF)$|^(\.nan|\.NaN|\.NAN)$"
 )
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?\d[\d_]*$"), list("-+0123456789")
 )
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes what either idea would take for a number."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    """YAML that `read_yaml` reads back as it was."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def parse_scalar(text: str) -> Any:

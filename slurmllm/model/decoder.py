@@ -1,14 +1,27 @@
-"""The decoder: embedding, blocks, final norm, head."""
+"""The decoder: embedding, blocks, final norm, head.
+
+What sets the families apart is a value of `ModelConfig`, the family's or the recipe's own
+(`config/families.py`); here it is used.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.model.families import FAMILIES, Family
+from slurmllm.model.output import Output
 from slurmllm.model.rotary import rotary_table, rotate
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
 
 
 class Attention(nn.Module):
@@ -18,38 +31,58 @@ class Attention(nn.Module):
     A contiguous share of the rows therefore holds whole groups, as tensor parallelism needs.
     """
 
-    def __init__(self, config: ModelConfig, family: Family) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.group = config.num_heads // config.kv_heads
         rows = config.kv_heads * (self.group + 2) * self.head_dim
-        self.qkv = nn.Linear(config.hidden_size, rows, bias=family.bias)
-        self.out = nn.Linear(config.num_heads * self.head_dim, config.hidden_size, bias=family.bias)
+        self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias)
+        self.core = CausalCore(turning=config.rotary_pct > 0, grouped=self.group > 1)
+        self.out = nn.Linear(
+            config.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
+        )
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         q, k, v = qkv.split([self.group, 1, 1], dim=-2)
-        q, k, v = q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
+        out: Tensor = self.out(self.core(q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2), rotary))
+        return out
+
+
+class CausalCore(nn.Module):
+    """The part of attention without weights, which selective checkpointing computes again."""
+
+    def __init__(self, *, turning: bool, grouped: bool) -> None:
+        super().__init__()
+        self.turning, self.grouped = turning, grouped
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor) -> Tensor:
+        """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim].
+
+        k and v may have fewer heads. rotary: of at least `seq` positions.
+        """
+        if self.turning:
+            rotary = rotary[:, : q.shape[1]]
+            q, k = rotate(q, rotary), rotate(k, rotary)
         attended = F.scaled_dot_product_attention(
-            rotate(q, rotary).transpose(1, 2),
-            rotate(k, rotary).transpose(1, 2),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
             v.transpose(1, 2),
             is_causal=True,
-            enable_gqa=self.group > 1,
+            enable_gqa=self.grouped,
         )
-        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
-        return out
+        return attended.transpose(1, 2).flatten(2)
 
 
 class FeedForward(nn.Module):
     """Two matrices with an activation between them."""
 
-    def __init__(self, config: ModelConfig, family: Family) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = family.activation
-        self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=family.bias)
-        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=family.bias)
+        self.activation = ACTIVATIONS[config.activation]
+        self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]."""
@@ -57,16 +90,38 @@ class FeedForward(nn.Module):
         return out
 
 
+class GatedFeedForward(nn.Module):
+    """A feed-forward layer with a gate (Shazeer 2020, arXiv 2002.05202), gate and up coalesced.
+
+    The rows of `gate_up` alternate: `gate_block` of the gate, as many of up, and so on.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.block = config.gate_block
+        self.gate_up = nn.Linear(
+            config.hidden_size, 2 * config.ffn_hidden_size, bias=config.mlp_bias
+        )
+        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]."""
+        gate, up = self.gate_up(x).unflatten(-1, (-1, 2, self.block)).unbind(-2)
+        out: Tensor = self.down((self.activation(gate) * up).flatten(-2))
+        return out
+
+
 class Block(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, config: ModelConfig, family: Family) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.parallel_residual = family.parallel_residual
-        self.attention_norm = family.norm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, family)
-        self.mlp_norm = family.norm(config.hidden_size, config.norm_eps)
-        self.mlp = FeedForward(config, family)
+        self.parallel_residual = config.parallel_residual
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = GatedFeedForward(config) if config.gated else FeedForward(config)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]."""
@@ -80,21 +135,50 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits."""
+    """Tokens to logits, or tokens and labels to the loss.
+
+    A pipeline stage is a decoder of which `keep` has taken parts away; names stay as they are.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        family = FAMILIES[config.family]
         self.config = config
-        self.embed = nn.Embedding(config.padded_vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, family) for _ in range(config.num_layers))
-        self.final_norm = family.norm(config.hidden_size, config.norm_eps)
-        self.head = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+        learned = FAMILIES[config.family].positions == "learned"
+        vocabulary, width = config.padded_vocab_size, config.hidden_size
+        self.embed: nn.Embedding | None = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(config.seq_len, width) if learned else None
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
+        self.final_norm: nn.Module | None = make_norm(config)
+        self.head = None if config.tied_embeddings else nn.Linear(width, vocabulary, bias=False)
+        self.first = self.last = True
+        self.output = Output(config.vocab_size)
         self.rotary: Tensor
         self.register_buffer(
             "rotary", torch.empty(2, config.seq_len, config.head_dim // 2), persistent=False
         )
         self.reset_buffers()
+
+    def keep(self, layers: range, *, first: bool, last: bool) -> None:
+        """Become a pipeline stage.
+
+        Args:
+            layers: The layers of this stage.
+            first: Whether it embeds the tokens; else it reads hidden states.
+            last: Whether it ends in logits or loss; else in hidden states.
+        """
+        self.first, self.last = first, last
+        for name in [name for name in self.layers if int(name) not in layers]:
+            del self.layers[name]
+        if not first:
+            self.positions = None
+            if not (last and self.config.tied_embeddings):
+                self.embed = None
+        if not last:
+            self.final_norm = self.head = None
+
+    def blocks(self) -> list[Block]:
+        """The layers that are here, in order."""
+        return [block for block in self.layers.values() if isinstance(block, Block)]
 
     def reset_buffers(self) -> None:
         """Fill what is computed and not trained; needed again after leaving the meta device."""
@@ -103,17 +187,43 @@ class Decoder(nn.Module):
             table = rotary_table(c.seq_len, c.head_dim, c.rotary_pct, c.rotary_base)
             self.rotary.copy_(table)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[batch, seq] → logits [batch, seq, padded vocabulary]."""
-        x = self.embed(tokens)
-        rotary = self.rotary[:, : tokens.shape[1]]
-        for block in self.layers:
-            x = block(x, rotary)
-        logits: Tensor = self.head(self.final_norm(x))
-        return logits
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Compute this stage.
+
+        Args:
+            x: Tokens [batch, seq]; hidden states [batch, seq, hidden] where this is not the first
+                stage.
+            labels: [batch, seq]; only the last stage reads them.
+
+        Returns:
+            Logits [batch, seq, padded vocabulary]; with labels the mean loss in nats, fp32;
+            hidden states where this is not the last stage.
+        """
+        if self.first:
+            assert self.embed is not None
+            length = x.shape[1]
+            x = self.embed(x)
+            if self.positions is not None:
+                x = x + self.positions(torch.arange(length, device=x.device).unsqueeze(0))
+        for block in self.blocks():
+            x = block(x, self.rotary)
+        if not self.last:
+            return x
+        assert self.final_norm is not None
+        head = self.embed if self.head is None else self.head
+        assert head is not None
+        out: Tensor = self.output(self.final_norm(x), head.weight, labels)
+        return out
 
 
-def build_model(config: ModelConfig) -> nn.Module:
+def make_norm(config: ModelConfig) -> nn.Module:
+    """The normalization before attention, feed-forward and head."""
+    if FAMILIES[config.family].norm == "rms":
+        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+
+def build_model(config: ModelConfig) -> Decoder:
     """The model of a recipe, its weights not yet set (`init.initialize` sets them).
 
     Under `torch.device("meta")` no memory is taken.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import choose, divisors
-from slurmllm.errors import ConfigError
+from slurmllm.errors import ConfigError, StorageError
+from slurmllm.rundir import write_atomic
+
+_TITLE = "the mesh does not fit"
 
 
 @dataclass(frozen=True)
@@ -16,6 +22,12 @@ class Mesh:
 
     Ranks count through tensor first, then data, then pipeline, so that a tensor-parallel group
     lies inside a node and pipeline stages lie on different nodes.
+
+    Attributes:
+        micro_batch: Sequences in one forward pass of one worker.
+        virtual_pipeline: Chunks of layers that a pipeline stage holds.
+        unmeasured: Whether the recipe leaves the micro batch to be measured and nobody has yet;
+            the smallest that fits stands in for it.
     """
 
     nodes: int
@@ -25,6 +37,13 @@ class Mesh:
     data: int
     global_batch: int
     micro_batch: int
+    virtual_pipeline: int = 1
+    unmeasured: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """Pieces that the layers are cut into: stages times chunks a stage."""
+        return self.pipeline * self.virtual_pipeline
 
     @property
     def world_size(self) -> int:
@@ -40,17 +59,63 @@ class Mesh:
         """Which of the `data` shares of the global batch a worker reads."""
         return rank // self.tensor % self.data
 
+    def pipeline_rank(self, rank: int) -> int:
+        """Which pipeline stage a worker is."""
+        return rank // (self.tensor * self.data)
+
     def to_json(self) -> dict[str, Any]:
-        """The content of a run's plan.json."""
-        return {
+        """The content of a run's plan.json; null where the micro batch is to be measured yet."""
+        found = {
             **asdict(self),
             "world_size": self.world_size,
             "accumulation": self.accumulation,
         }
+        unknown = ("micro_batch", "accumulation") if self.unmeasured else ()
+        del found["unmeasured"]
+        return {**found, **dict.fromkeys(unknown)}
 
 
-def make_mesh(config: RunConfig, nodes: int) -> Mesh:
+def pipelines(mesh: Mesh) -> list[list[int]]:
+    """The ranks of each pipeline, first stage first."""
+    apart = mesh.tensor * mesh.data
+    return [[first + stage * apart for stage in range(mesh.pipeline)] for first in range(apart)]
+
+
+def replica_nodes(config: RunConfig) -> int:
+    """The fewest nodes whose workers are whole replicas of the model."""
+    model = config.recipe.parallel.tensor * config.recipe.parallel.pipeline
+    return model // math.gcd(model, config.cluster.devices_per_node)
+
+
+def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[int]:
+    """The micro batches that a worker's share of the global batch can be cut into.
+
+    Args:
+        sequences: The share: sequences in one step of one data-parallel worker.
+        pipeline: Stages. Cuts that give fewer micro batches than stages leave stages idle and
+            are named only where there is no other.
+        virtual_pipeline: With more than one chunk a stage, micro batches come in whole rounds
+            over the stages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+    Returns:
+        Smallest first; nothing where there is no whole round.
+    """
+    found = divisors(sequences)
+    if pipeline == 1:
+        return found
+    if virtual_pipeline > 1:
+        return [size for size in found if sequences // size % pipeline == 0]
+    return [size for size in found if sequences // size >= pipeline] or found
+
+
+def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:
     """Work out the mesh of a run.
+
+    Args:
+        config: The run's.
+        nodes: Of the train stage.
+        measured: The micro batch that was measured, for a recipe that says `auto`: the largest
+            that fits and is no larger is used. None: not measured yet.
 
     Raises:
         ConfigError: degrees that do not divide the workers, or a global batch that cannot be
@@ -58,30 +123,116 @@ def make_mesh(config: RunConfig, nodes: int) -> Mesh:
     """
     recipe, per_node = config.recipe, config.cluster.devices_per_node
     tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
-    batch, micro = recipe.train.global_batch, recipe.train.micro_batch
     if nodes < 1:
-        raise ConfigError("the mesh does not fit", [f"--nodes: {nodes} is less than 1"])
+        raise ConfigError(_TITLE, [f"--nodes: {nodes} is less than 1"])
     world, model = nodes * per_node, tensor * pipeline
     if world % model:
         fitting = [n for n in range(1, 4 * nodes + model + 1) if n * per_node % model == 0][:6]
         raise ConfigError(
-            "the mesh does not fit",
+            _TITLE,
             [
                 f"parallel: tensor {tensor} × pipeline {pipeline} = {model} does not divide the "
-                f"{world} workers of {nodes} node(s) × {per_node}; {choose(fitting)} nodes, or "
+                f"{world} workers of {_nodes(nodes)} × {per_node}; {_choose_nodes(fitting)}, or "
                 "change the degrees with --set"
             ],
         )
-    data = world // model
-    if batch % (data * micro):
-        shares = [d * model / per_node for d in divisors(batch // micro)]
-        fitting = [int(n) for n in shares if n >= 1 and n == int(n)][-8:]
-        remedy = f"{choose(fitting)} nodes" if fitting else "choose another micro batch"
-        raise ConfigError(
-            "the mesh does not fit",
-            [
-                f"train.global_batch: {batch} sequences are not a multiple of {data} data-parallel "
-                f"workers × train.micro_batch {micro}; {remedy}, or change the batch with --set"
-            ],
+    data, virtual = world // model, recipe.parallel.virtual_pipeline
+    _require_shares(config, data)
+    sequences = recipe.train.global_batch // data
+    fitting = micro_batches(sequences, pipeline, virtual)
+    wanted = recipe.train.micro_batch
+    measured = measured or assumed_micro_batch(config)
+    if not fitting or (wanted != "auto" and pipeline > 1 < virtual and wanted not in fitting):
+        raise ConfigError(_TITLE, [_no_whole_rounds(config, data, fitting)])
+    if wanted == "auto":
+        size = max((size for size in fitting if size <= (measured or 0)), default=fitting[0])
+    else:
+        size = wanted
+    return Mesh(
+        nodes, per_node, tensor, pipeline, data, recipe.train.global_batch, size, virtual,
+        unmeasured=wanted == "auto" and measured is None,
+    )  # fmt: skip
+
+
+def assumed_micro_batch(config: RunConfig) -> int | None:
+    """What `train.micro_batch: auto` is where nothing can measure it; None where something can.
+
+    The precompile stage computes nothing on Neuron devices. Nearly all published trn1 runs use 1.
+    """
+    return 1 if config.cluster.device == "neuron" else None
+
+
+def save_mesh(mesh: Mesh, plan: Path) -> None:
+    """Write a run's plan.json, whole or not at all."""
+    write_atomic(plan, json.dumps(mesh.to_json(), indent=2) + "\n")
+
+
+def load_mesh(plan: Path) -> Mesh:
+    """The mesh in a run's plan.json.
+
+    Raises:
+        StorageError: the file cannot be read or holds no mesh.
+    """
+    try:
+        held = json.loads(plan.read_text(encoding="utf-8"))
+        unmeasured = held["micro_batch"] is None
+        names = {field.name for field in fields(Mesh)} - {"unmeasured"}
+        values = {name: int(held[name] or 1) for name in names if name in held}
+        return Mesh(**values, unmeasured=unmeasured)
+    except OSError as error:
+        raise StorageError(f"cannot read {plan}: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise StorageError(
+            f"{plan} is damaged: {error}; `slurmllm resume` writes it again"
+        ) from error
+
+
+def _require_shares(config: RunConfig, data: int) -> None:
+    """The global batch is whole micro batches for each data-parallel worker."""
+    recipe, per_node = config.recipe, config.cluster.devices_per_node
+    model = recipe.parallel.tensor * recipe.parallel.pipeline
+    batch, wanted = recipe.train.global_batch, recipe.train.micro_batch
+    micro = 1 if wanted == "auto" else wanted
+    if batch % (data * micro) == 0:
+        return
+    shares = [d * model / per_node for d in divisors(batch // micro)]
+    fitting = [int(n) for n in shares if n >= 1 and n == int(n)][-8:]
+    other = "change the batch" if wanted == "auto" else "choose another micro batch"
+    remedy = _choose_nodes(fitting) if fitting else other
+    by = "" if wanted == "auto" else f" × train.micro_batch {micro}"
+    raise ConfigError(
+        _TITLE,
+        [
+            f"train.global_batch: {batch} sequences are not a multiple of {data} data-parallel "
+            f"workers{by}; {remedy}, or change the batch with --set"
+        ],
+    )
+
+
+def _nodes(count: int) -> str:
+    return f"{count} {'node' if count == 1 else 'nodes'}"
+
+
+def _choose_nodes(fitting: list[int]) -> str:
+    return f"{choose(fitting)} {'node' if fitting == [1] else 'nodes'}"
+
+
+def _no_whole_rounds(config: RunConfig, data: int, fitting: list[int]) -> str:
+    train, parallel = config.recipe.train, config.recipe.parallel
+    share = train.global_batch // data
+    rule = (
+        f"parallel.virtual_pipeline: {parallel.virtual_pipeline} chunks a stage take micro "
+        f"batches in rounds of {parallel.pipeline} (parallel.pipeline)"
+    )
+    if not fitting:
+        return (
+            f"{rule}, and train.global_batch {train.global_batch} gives each of {data} "
+            f"data-parallel workers {share} sequences; make it a multiple of "
+            f"{data * parallel.pipeline} with --set, or --set parallel.virtual_pipeline=1"
         )
-    return Mesh(nodes, per_node, tensor, pipeline, data, batch, micro)
+    assert train.micro_batch != "auto"
+    return (
+        f"{rule}, and train.micro_batch {train.micro_batch} makes {share // train.micro_batch} a "
+        f"step; {choose(fitting)} with --set train.micro_batch, or --set "
+        "parallel.virtual_pipeline=1"
+    )

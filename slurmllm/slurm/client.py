@@ -23,6 +23,8 @@ ACTIVE_STATES = frozenset(
     }
 )  # fmt: skip
 COMMAND_TIMEOUT_S = 60
+# All that slurmllm calls; srun and sbcast inside the jobs.
+COMMANDS = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "srun", "sbcast")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,29 @@ class AccountingRow:
     nodes: str
     start: str
     end: str
+
+
+@dataclass(frozen=True)
+class PartitionNode:
+    """A node as one of its partitions shows it.
+
+    Attributes:
+        partition: The partition's name.
+        default: Whether jobs that name no partition go there.
+        up: Whether the partition takes and starts jobs.
+        name: The node's.
+        state: Lower case, with Slurm's suffix (`*` not responding, `~` powered down).
+        cpus: As Slurm counts them.
+        gres: Generic resources, such as `gpu:a100:8`; empty where there are none.
+    """
+
+    partition: str
+    default: bool
+    up: bool
+    name: str
+    state: str
+    cpus: int
+    gres: str = ""
 
 
 class SlurmClient(ABC):
@@ -97,6 +122,30 @@ class SlurmClient(ABC):
     @abstractmethod
     def node_states(self) -> dict[str, str]:
         """State of every node, lower case; a trailing `*` means that it does not respond."""
+
+    @abstractmethod
+    def missing_commands(self) -> list[str]:
+        """Those of Slurm's commands that are not on the PATH."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, str]:
+        """What slurmctld runs with: slurm.conf's keys and `SLURM_VERSION`.
+
+        Raises:
+            SlurmError: slurmctld does not answer.
+        """
+
+    @abstractmethod
+    def ask_accounting(self) -> None:
+        """Ask the accounting database for something small.
+
+        Raises:
+            SlurmError: there is none, or it does not answer.
+        """
+
+    @abstractmethod
+    def partition_nodes(self) -> list[PartitionNode]:
+        """Every node of every partition that is open to this user."""
 
 
 class SlurmCommands(SlurmClient):
@@ -160,6 +209,31 @@ class SlurmCommands(SlurmClient):
         """See SlurmClient."""
         words = _run(["sinfo", "--noheader", "--Node", "--format=%N|%T"])
         return dict(line.split("|", 1) for line in words.split() if "|" in line)
+
+    def missing_commands(self) -> list[str]:
+        """See SlurmClient."""
+        return [command for command in COMMANDS if shutil.which(command) is None]
+
+    def settings(self) -> dict[str, str]:
+        """See SlurmClient."""
+        rows = (line.partition("=") for line in _run(["scontrol", "show", "config"]).splitlines())
+        return {key.strip(): value.strip() for key, equals, value in rows if equals}
+
+    def ask_accounting(self) -> None:
+        """See SlurmClient."""
+        _run(["sacct", "--noheader", "--allocations", "--starttime=now"])
+
+    def partition_nodes(self) -> list[PartitionNode]:
+        """See SlurmClient."""
+        words = _run(["sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%T|%c|%G"])
+        rows = (line.strip().split("|") for line in words.splitlines() if line.count("|") == 5)
+        return [
+            PartitionNode(
+                partition.removesuffix("*"), partition.endswith("*"), up == "up", name, state,
+                int(cpus), "" if gres == "(null)" else gres,
+            )
+            for partition, up, name, state, cpus, gres in rows
+        ]  # fmt: skip
 
 
 def _run(command: list[str]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmllm.errors import SlurmError
-from slurmllm.slurm.client import AccountingRow, QueuedJob, SlurmClient
+from slurmllm.slurm.client import AccountingRow, PartitionNode, QueuedJob, SlurmClient
 
 
 @dataclass
@@ -36,12 +36,29 @@ class _Job:
 
 
 class FakeSlurm(SlurmClient):
-    """A cluster that does what the test says."""
+    """A cluster that does what the test says.
+
+    Attributes:
+        states: Node → state.
+        refuse: What sbatch says instead of a job id.
+        missing: Commands that are not there.
+        config: What slurmctld runs with; None: it does not answer.
+        cpus: CPUs of every node.
+        gres: Generic resources of every node.
+        partition: The one partition, the default.
+    """
 
     def __init__(self, nodes: Sequence[str] = ("n1", "n2", "n3", "n4")) -> None:
         self.states = dict.fromkeys(nodes, "idle")
         self.jobs: dict[str, _Job] = {}
         self.refuse: str | None = None
+        self.missing: list[str] = []
+        self.config: dict[str, str] | None = {
+            "SLURM_VERSION": "22.05.8",
+            "JobRequeue": "1",
+            "AccountingStorageType": "accounting_storage/slurmdbd",
+        }
+        self.cpus, self.gres, self.partition = 4, "", "main"
         self._ids = itertools.count(1)
 
     def submit(self, script: Path, after_ok: str | None = None) -> str:
@@ -141,6 +158,28 @@ class FakeSlurm(SlurmClient):
     def node_states(self) -> dict[str, str]:
         """See SlurmClient."""
         return dict(self.states)
+
+    def missing_commands(self) -> list[str]:
+        """See SlurmClient."""
+        return list(self.missing)
+
+    def settings(self) -> dict[str, str]:
+        """See SlurmClient."""
+        if self.config is None:
+            raise SlurmError("scontrol failed with exit code 1: Unable to contact slurm controller")
+        return dict(self.config)
+
+    def ask_accounting(self) -> None:
+        """See SlurmClient."""
+        if self.settings().get("AccountingStorageType") != "accounting_storage/slurmdbd":
+            raise SlurmError("sacct failed with exit code 1: accounting storage is disabled")
+
+    def partition_nodes(self) -> list[PartitionNode]:
+        """See SlurmClient."""
+        return [
+            PartitionNode(self.partition, True, True, name, state, self.cpus, self.gres)
+            for name, state in self.states.items()
+        ]
 
     def _job(self, job_id: str) -> _Job:
         if job_id not in self.jobs:

@@ -9,9 +9,10 @@ import getpass
 import hashlib
 import re
 import shlex
+from collections.abc import Mapping
 
 from slurmllm import shipped
-from slurmllm.backends.environment import load_environment
+from slurmllm.backends.environment import Variable, load_environment
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, Stage
@@ -33,7 +34,7 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
         ConfigError: a value that Slurm would misread, such as a path with a line break.
     """
     environment = load_environment(config.backend)
-    wanted = environment.precompile_nodes(nodes) if stage == "precompile" else nodes
+    wanted = environment.precompile_nodes(config, nodes) if stage == "precompile" else nodes
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, wanted)]
     lines += ["", "# What the body below reads.", *_exports(config, run, python)]
@@ -48,6 +49,39 @@ def node_local_cache(config: RunConfig, run: RunDir) -> str:
     """
     digest = hashlib.sha256(str(run.path).encode()).hexdigest()[:8]
     return f"{config.cluster.node_local}/slurmllm-{getpass.getuser()}-{run.name}-{digest}"
+
+
+def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
+    """The variables that a job exports for its workers, each with its source.
+
+    The recipe's replace the cluster profile's, and those the backend's; what was replaced stands
+    where its replacement belongs.
+    """
+    environment = load_environment(config.backend)
+    cluster, recipe = config.cluster, config.recipe
+    layers = (
+        environment.variables(config),
+        environment.cache_variables(node_local_cache(config, run)),
+        _given(config, "cluster.env", cluster.env, f"cluster {cluster.name}"),
+        _given(config, "env", recipe.env, f"recipe {recipe.name}"),
+    )
+    found: dict[str, Variable] = {}
+    for layer in layers:
+        for name, variable in layer.items():
+            found.pop(name, None)
+            found[name] = variable
+    return found
+
+
+def _given(
+    config: RunConfig, path: str, values: Mapping[str, str], owner: str
+) -> dict[str, Variable]:
+    """Variables of a profile or a recipe: their source is its name, or --set."""
+    given = {name: config.origins.get(f"{path}.{name}", "") for name in values}
+    return {
+        name: Variable(value, "--set" if given[name].startswith("--set") else owner)
+        for name, value in values.items()
+    }
 
 
 def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> list[str]:
@@ -88,7 +122,6 @@ def _quoted(name: str, value: str) -> str:
 
 
 def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
-    environment = load_environment(config.backend)
     cache = node_local_cache(config, run)
     port = config.cluster.master_port
     lines = [
@@ -99,14 +132,8 @@ def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
         "",
         f"# The workers' environment: backend {config.backend}, cluster {config.cluster.name}.",
     ]
-    variables = {**environment.variables(config), **environment.cache_variables(cache)}
     lines += [
         f"export {name}={shlex.quote(variable.value)}  # {variable.source}"
-        for name, variable in variables.items()
-        if name not in config.cluster.env
-    ]
-    lines += [
-        f"export {name}={shlex.quote(value)}  # cluster {config.cluster.name}"
-        for name, value in config.cluster.env.items()
+        for name, variable in worker_environment(config, run).items()
     ]
     return lines

@@ -18,10 +18,12 @@ from pathlib import Path
 from slurmllm.errors import SlurmError
 from slurmllm.rundir import Stage
 from slurmllm.slurm.client import SlurmClient, SlurmCommands
+from slurmllm.supervise.interfaces import reachable_address
 
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 NODE_RANK = "SLURMLLM_NODE_RANK"
 NODE_NAME = "SLURMLLM_NODE"
+SHARING = "SLURMLLM_SHARING"  # workers that share a machine
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -35,7 +37,7 @@ class Allocation(ABC):
     @property
     @abstractmethod
     def master_addr(self) -> str:
-        """The name by which all nodes reach the first one."""
+        """The name or address by which all nodes reach the first one."""
 
     @abstractmethod
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
@@ -64,7 +66,7 @@ class SlurmAllocation(Allocation):
     @property
     def master_addr(self) -> str:
         """The first node of this attempt: a requeued job may have others than before."""
-        return self.nodes[0]
+        return reachable_address(self.nodes[0])
 
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
         """One srun step, a launcher a node."""

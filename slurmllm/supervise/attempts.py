@@ -17,7 +17,8 @@ from slurmllm.records import (
 )
 from slurmllm.rundir import AttemptDir, RunDir, Stage
 from slurmllm.supervise.allocation import Allocation, free_port
-from slurmllm.supervise.classify import ACTIONS, Ending
+from slurmllm.supervise.classify import ACTIONS, Ending, device_fault, reported_all
+from slurmllm.supervise.refill import added_by
 
 
 def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:
@@ -79,14 +80,25 @@ def close_attempt(
             "last_step": None if row is None else int(row["step"]),
             "checkpoint_after": max(run.checkpoint_steps(), default=before),
             "phases_s": {name: round(seconds, 3) for name, seconds in phases.items()},
+            "graphs_added": added_by([n.graphs_added for n in node_records(run, record).values()]),
         }
     )
     if closed.action == "requeue" and record.stage == "precompile":
         closed = closed.model_copy(update={"action": "stop"})  # train waits for its success
+    elif closed.ending == "compile_failure" and record.stage == "precompile":
+        closed = _in_spite_of(closed, load(run.config))
     elif closed.action == "requeue":
         closed = _within_budget(run, closed)
     closed.save(paths.record)
     return closed
+
+
+def _in_spite_of(closed: AttemptRecord, config: RunConfig) -> AttemptRecord:
+    """Let the train stage start on incomplete graphs, where the recipe says so."""
+    if config.recipe.train.incomplete_graphs != "compile":
+        return closed
+    words = "train.incomplete_graphs: compile: the train stage starts all the same"
+    return closed.model_copy(update={"action": "finish", "evidence": (*closed.evidence, words)})
 
 
 def _within_budget(run: RunDir, closed: AttemptRecord) -> AttemptRecord:
@@ -126,6 +138,31 @@ def node_records(run: RunDir, record: AttemptRecord) -> dict[str, NodeRecord]:
     paths = run.attempt(record.stage, record.attempt)
     found = ((name, paths.node(name)) for name in record.nodes)
     return {name: NodeRecord.load(path) for name, path in found if path.is_file()}
+
+
+def lost_nodes(run: RunDir, record: AttemptRecord) -> list[str]:
+    """The nodes that an attempt blames and that did not live to report, or whose device broke."""
+    reported = node_records(run, record)
+    broken = {f.node for f in failure_records(run, record) if device_fault(f)}
+    return [
+        name
+        for name in record.blamed_nodes
+        if name in broken or not reported_all(reported.get(name))
+    ]
+
+
+def unequal_versions(by_node: Mapping[str, Mapping[str, str]]) -> str:
+    """The versions that nodes do not share, by node; empty where they share all."""
+    reported = {name: versions for name, versions in by_node.items() if versions}
+    lines = []
+    for what in sorted({what for versions in reported.values() for what in versions}):
+        by_version: dict[str, list[str]] = {}
+        for name, versions in reported.items():
+            by_version.setdefault(versions.get(what, "none"), []).append(name)
+        if len(by_version) > 1:
+            said = (f"{version} on {' '.join(names)}" for version, names in by_version.items())
+            lines.append(f"{what} {', '.join(said)}")
+    return f"the nodes have unequal versions: {'; '.join(lines)}" if lines else ""
 
 
 def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecord]:

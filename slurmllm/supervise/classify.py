@@ -5,11 +5,12 @@ A pure function of records, so that every row is tested without a cluster.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from slurmllm.errors import EXIT_REQUEUE, LOST_PEER
+from slurmllm.errors import DEVICE_FAULT, DEVICE_MEMORY, EXIT_OK, EXIT_REQUEUE, LOST_PEER
 from slurmllm.records import Action, EndingClass, FailureRecord, NodeRecord
 
 ACTIONS: Mapping[EndingClass, Action] = {
@@ -17,6 +18,7 @@ ACTIONS: Mapping[EndingClass, Action] = {
     "advance_signal": "requeue",
     "node_failure": "requeue",
     "out_of_memory": "stop",
+    "compile_failure": "stop",
     "bad_configuration": "stop",
     "storage_failure": "stop",
     "code_error": "stop",
@@ -27,6 +29,16 @@ ACTIONS: Mapping[EndingClass, Action] = {
 
 # Signals by which a process ends through a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS}
+
+# A graph that its compiler refuses while training: by the exception's name, or by the words of
+# Neuron's compile cache.
+_COMPILER = re.compile(
+    r"^(InductorError|BackendCompilerFailed|CppCompileError|CompilationError)\b"
+    r"|neuronx-cc.*(failed|error)|[Ff]ailed compilation|cached failed neff"
+)
+
+# torch's TCPStore, where the port that was free a moment ago is no longer.
+_TAKEN_PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,7 @@ class Observed:
         down_nodes: Nodes that Slurm no longer counts on.
         stop_signal: The signal that asked for a stop, where it came before any failure.
         overran_s: Seconds from that signal to the end, where the supervisor had to end it.
+        uncompiled: Why the archive that a precompile attempt left is not complete.
     """
 
     expected_nodes: Sequence[str]
@@ -52,6 +65,7 @@ class Observed:
     down_nodes: Sequence[str] = ()
     stop_signal: str | None = None
     overran_s: float | None = None
+    uncompiled: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -67,13 +81,20 @@ def classify(seen: Observed) -> Ending:
     """Name the ending; the first row of the table that fits wins."""
     silent = [n for n in seen.expected_nodes if not reported_all(seen.nodes.get(n))]
     codes = {rank: code for n in seen.nodes.values() for rank, code in n.exit_codes.items()}
-    if not silent and codes and all(code == 0 for code in codes.values()):
+    finished = not silent and bool(codes) and all(code == 0 for code in codes.values())
+    finished = finished and all(node.error is None for node in seen.nodes.values())
+    if finished and not seen.uncompiled:
         return Ending("done", (f"all {len(codes)} workers finished",))
     if seen.slurm_state == "CANCELLED":
         return Ending("cancelled", ("Slurm: the job was cancelled",))
     if seen.step_out_of_memory:
-        return Ending("out_of_memory", ("Slurm: the step ran out of host memory",))
-    if not silent and codes and all(code in (0, EXIT_REQUEUE) for code in codes.values()):
+        left = seen.uncompiled if finished else ()
+        return Ending("out_of_memory", ("Slurm: the step ran out of host memory", *left))
+    if finished:
+        cut = (f"{seen.stop_signal} came before the compiler was done",) if seen.stop_signal else ()
+        return Ending("compile_failure", (*cut, *seen.uncompiled))
+    ended = set(codes.values())
+    if not silent and EXIT_REQUEUE in ended and ended <= {EXIT_OK, EXIT_REQUEUE}:
         return Ending("advance_signal", (f"{seen.stop_signal or 'a stop signal'}: saved and left",))
     return (
         _by_slurm(seen, silent)
@@ -99,7 +120,12 @@ def _by_slurm(seen: Observed, silent: Sequence[str]) -> Ending | None:
 
 def _by_failure(seen: Observed) -> Ending | None:
     """The earliest failure that is not another worker's echo."""
-    primary = [f for f in seen.failures if not LOST_PEER.search(f"{f.error} {f.message}")]
+    for taken in seen.failures:
+        if _TAKEN_PORT.search(taken.message):
+            # Nobody's fault: another process was quicker. Its peers, who waited, may be silent.
+            words = f"rank {taken.rank} on {taken.node}: {taken.message}"
+            return Ending("node_failure", (f"the rendezvous port was taken: {words}",))
+    primary = [f for f in seen.failures if device_fault(f) or not LOST_PEER.search(_words(f))]
     if not primary:
         return None
     first = min(primary, key=lambda failure: failure.time)
@@ -108,13 +134,32 @@ def _by_failure(seen: Observed) -> Ending | None:
         return Ending("bad_configuration", evidence)
     if first.error == "DivergenceError":
         return Ending("divergence", evidence)
-    if "OutOfMemory" in first.error or first.error == "MemoryError":
+    if _out_of_memory(first):
         return Ending("out_of_memory", evidence)
     if first.exit_code == 4:
         return Ending("storage_failure", evidence)
+    if device_fault(first):
+        return Ending("node_failure", evidence, (first.node,))
+    if _COMPILER.search(f"{first.error}: {first.message}"):
+        return Ending("compile_failure", evidence)
     if first.blame == "infrastructure":
         return Ending("node_failure", evidence, (first.node,))
     return Ending("code_error", evidence)
+
+
+def device_fault(failure: FailureRecord) -> bool:
+    """Whether the runtime of a worker's device said that the device is broken."""
+    return DEVICE_FAULT.search(_words(failure)) is not None
+
+
+def _out_of_memory(failure: FailureRecord) -> bool:
+    if "OutOfMemory" in failure.error or failure.error == "MemoryError":
+        return True
+    return DEVICE_MEMORY.search(_words(failure)) is not None
+
+
+def _words(failure: FailureRecord) -> str:
+    return f"{failure.error} {failure.message}"
 
 
 def _by_signal(seen: Observed) -> Ending | None:

@@ -1,50 +1,46 @@
-"""One process a node: puts the graphs in place, starts the node's workers, records their ends.
+"""One process a node: puts the graphs in place, runs the node's workers, keeps its new graphs.
 
-It plays torchrun's part (the same environment variables) and differs where a long run needs it:
-a stop signal is passed on and the workers get the time to save, where torchrun kills them 30 s
-after SIGTERM (pytorch #119856), and how each rank ended is written down for the supervisor.
+The precompile stage runs the workers under the compiler's own tool, where it has one, and judges
+by what then lies in the cache: such tools say 0 after a failure, and more than 0 after none.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
-from slurmllm.config.resolve import RunConfig, load
-from slurmllm.errors import EXIT_REQUEUE, NodeError, SlurmllmError
-from slurmllm.records import AttemptRecord, GraphManifest, NodeRecord, WorkerRecord
+from slurmllm.backends.environment import load_environment
+from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
+from slurmllm.plan.mesh import load_mesh
+from slurmllm.records import GraphManifest, NodeRecord, WorkerRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.supervise import cache as graph_cache
-from slurmllm.supervise.allocation import NODE_NAME, NODE_RANK, die_with_parent
+from slurmllm.supervise import refill
+from slurmllm.supervise.fingerprint import graph_fingerprint
+from slurmllm.supervise.reuse import measured_micro_batch
+from slurmllm.supervise.workers import POLL_S, WORKER_SIGNAL, Workers, run_command
 
-# CAUTION: NCCL may use SIGUSR1 in the workers (submitit's warning), so they get SIGUSR2.
-WORKER_SIGNAL = signal.SIGUSR2
-STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-POLL_S = 0.2
-REPEAT_SIGNAL_S = 5.0  # a worker that still imports torch ignores the signal: it comes again
-PEER_GRACE_S = 5.0  # for workers to write down what they saw when another one failed
+STOPPED_GRACE_S = 10.0  # for other nodes to hand in what they have, after a stop signal
 
 
 class Launcher:
-    """The workers of one node in one attempt."""
+    """One node's part in one attempt."""
 
     def __init__(self, run: RunDir, stage: Stage, attempt: int) -> None:
         self.run, self.stage = run, stage
-        self.attempt = run.attempt(stage, attempt)
-        self.record = AttemptRecord.load(self.attempt.record)
-        self.config: RunConfig = load(run.config)
-        self.node_rank = int(os.environ.get(NODE_RANK) or os.environ.get("SLURM_NODEID") or 0)
-        self.node = os.environ.get(NODE_NAME) or self.record.nodes[self.node_rank]
+        self.workers = Workers(run, stage, attempt)
+        self.config, self.record = self.workers.config, self.workers.record
+        self.attempt, self.node = self.workers.attempt, self.workers.node
+        self.environment = load_environment(self.config.backend)
         self.cache = Path(os.environ["SLURMLLM_CACHE"])
-        self.workers: dict[int, subprocess.Popen[bytes]] = {}
-        self.stop_requested = False
-        self.seen = NodeRecord(node=self.node)
+        self.manifest: GraphManifest | None = None  # of the archive, train stage
+        self.stopped_at: float | None = None
 
     def main(self) -> int:
         """Run the node's share of the attempt.
@@ -53,133 +49,209 @@ class Launcher:
             0 where every worker finished or saved and left, else 1: the supervisor reads the
             records, and srun ends the other launchers on any other code than 0.
         """
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._on_stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.workers.watch_signals()
         try:
+            self.workers.save(versions=self.environment.node_versions())
             self._prepare_cache()
-            self._start_workers()
-            failed = self._wait()
-            finished = all(worker.returncode == 0 for worker in self.workers.values())
-            if self.stage == "precompile" and finished and self.node_rank == 0:
-                self._pack_cache()
+            run = self._precompile if self.stage == "precompile" else self.workers.run_to_end
+            failed = run()
         except SlurmllmError as error:
-            self._end_workers()
-            self._save(error=str(error))
+            self.workers.end()
+            self.workers.save(error=str(error))
             print(f"{self.node}: {error}", file=sys.stderr, flush=True)
-            return 1
-        self._save()
+            failed = True
+        self._hand_in_added()
         return 1 if failed else 0
 
     def _prepare_cache(self) -> None:
         started = time.monotonic()
         if self.stage == "precompile":
-            graph_cache.fresh_cache(self.cache)
+            # The nodes of --local share one folder. The first one empties it, before its workers
+            # open the rendezvous: nobody has compiled anything by then.
+            if self.workers.node_rank == 0 or not self.workers.local:
+                graph_cache.fresh_cache(self.cache)
+                self._continue_earlier()
+            if self.workers.node_rank == 0:
+                graph_cache.forget_handed_in(self.run, self.record.nodes)
+                self._forget_complete()
             return
-        manifest = GraphManifest.load(self.run.graphs_manifest)
-        origin = graph_cache.put_in_place(self.cache, self.run, manifest)
-        self._save(cache=origin, cache_s=time.monotonic() - started)
+        self.manifest = GraphManifest.load(self.run.graphs_manifest)
+        here = self.environment.versions()
+        if here != self.manifest.versions:
+            words = differences(self.manifest.versions, here)
+            print(
+                f"{self.node}: the archive's graphs are of other versions ({words}) and stay "
+                "unused; this node compiles its own",
+                flush=True,
+            )
+            graph_cache.without_archive(self.cache, f"{self.run.path} {self.attempt.number}")
+            self.workers.save(cache="other_versions", cache_s=time.monotonic() - started)
+            return
+        origin = graph_cache.put_in_place(self.cache, self.run, self.manifest)
+        self.workers.save(cache=origin, cache_s=time.monotonic() - started)
 
-    def _start_workers(self) -> None:
-        per_node = self.config.cluster.devices_per_node
-        for local_rank in range(per_node):
-            rank = self.node_rank * per_node + local_rank
-            log = self.run.worker_log(self.stage, self.attempt.number, rank)
-            if rank != 0:
-                log.parent.mkdir(parents=True, exist_ok=True)
-            # Rank 0 speaks into the stage's log; the others have a file each.
-            output = None if rank == 0 else log.open("ab")
-            self.workers[rank] = subprocess.Popen(
-                [sys.executable, "-m", "slurmllm", "worker", str(self.run.path),
-                 "--stage", self.stage, "--attempt", str(self.attempt.number)],
-                env={**os.environ, **self._worker_env(rank, local_rank, per_node)},
-                stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT if output else None,
-                preexec_fn=_prepare_child,
-            )  # fmt: skip
-            if output is not None:
-                output.close()
-        self._save(pids={rank: worker.pid for rank, worker in self.workers.items()})
+    def _continue_earlier(self) -> None:
+        """Begin with the graphs that an earlier precompile attempt got compiled.
 
-    def _worker_env(self, rank: int, local_rank: int, per_node: int) -> dict[str, str]:
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.record.world_size),
-            "LOCAL_WORLD_SIZE": str(per_node),
-            "GROUP_RANK": str(self.node_rank),
-            "MASTER_ADDR": self.record.master_addr,
-            "MASTER_PORT": str(self.record.master_port),
-            NODE_NAME: self.node,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(self._threads(per_node)),
-            "PYTHONUNBUFFERED": "1",
-        }
-
-    def _threads(self, per_node: int) -> int:
-        """CPU threads of a worker.
-
-        Compiled CPU graphs hold the number, so that precompile must use the one that train will:
-        the nodes of --local share this machine's CPUs in both stages.
+        Those that failed are not among them, so that they are tried again.
         """
-        on_node = os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))
-        cpus = self.config.cluster.cpus_per_node or int(on_node)
-        sharing = per_node
-        if self.record.job_id is None:
-            sharing *= int(json.loads(self.run.plan.read_text(encoding="utf-8"))["nodes"])
-        return max(1, cpus // sharing)
+        if not self.run.graphs_manifest.is_file():
+            return
+        with suppress(StorageError, NodeError):
+            earlier = GraphManifest.load(self.run.graphs_manifest)
+            same = earlier.versions == self.environment.versions()
+            if same and not earlier.complete and earlier.fingerprint == self._fingerprint():
+                graph_cache.put_in_place(self.cache, self.run, earlier)
 
-    def _wait(self) -> bool:
-        """Wait for all workers; returns whether one of them failed."""
-        signalled_at = -REPEAT_SIGNAL_S
-        while any(worker.poll() is None for worker in self.workers.values()):
-            if self._failed_ranks():
-                self._let_peers_speak()
-                self._end_workers()
-                break
-            if self.stop_requested and time.monotonic() - signalled_at >= REPEAT_SIGNAL_S:
-                signalled_at = time.monotonic()
-                for worker in self.workers.values():
-                    if worker.poll() is None:
-                        worker.send_signal(WORKER_SIGNAL)
-            time.sleep(POLL_S)
-        return bool(self._failed_ranks())
+    def _forget_complete(self) -> None:
+        """Take back an archive that was whole: somebody found that it does not serve."""
+        with suppress(StorageError):
+            if GraphManifest.load(self.run.graphs_manifest).complete:
+                self.run.graphs_manifest.unlink(missing_ok=True)
 
-    def _failed_ranks(self) -> list[int]:
-        codes = {rank: worker.poll() for rank, worker in self.workers.items()}
-        return [rank for rank, code in codes.items() if code not in (None, 0, EXIT_REQUEUE)]
+    def _fingerprint(self) -> str | None:
+        mesh, measured = load_mesh(self.run.plan), measured_micro_batch(self.run)
+        return graph_fingerprint(self.config, mesh, self.workers.local, measured)
 
-    def _let_peers_speak(self) -> None:
-        deadline = time.monotonic() + PEER_GRACE_S
-        while time.monotonic() < deadline:
-            if all(worker.poll() is not None for worker in self.workers.values()):
-                return
-            time.sleep(POLL_S)
+    def _precompile(self) -> bool:
+        """Run the workers under the backend's commands and archive what the cache then holds.
 
-    def _end_workers(self) -> None:
-        """Kill what still runs: a peer of a failed rank waits in a collective for ever."""
-        running = [rank for rank, worker in self.workers.items() if worker.poll() is None]
-        for rank in running:
-            self.workers[rank].kill()
-        for rank in running:
-            self.workers[rank].wait()
-        self.seen = self.seen.model_copy(update={"stopped_ranks": tuple(running)})
+        Returns:
+            Whether a worker failed.
+        """
+        work = self.cache.with_name(f"{self.cache.name}.work-{self.node}")
+        inner = [
+            sys.executable, "-m", "slurmllm.supervise.workers",
+            str(self.run.path), self.stage, str(self.attempt.number),
+        ]  # fmt: skip
+        run_workers, *compilers = self.environment.precompile_commands(self.config, inner, work)
+        try:
+            code = self._command(run_workers, WORKER_SIGNAL)
+            self.workers.load_seen()
+            seen = self.workers.seen
+            codes = set(seen.exit_codes.values())
+            if seen.error is not None or codes - {EXIT_OK, EXIT_REQUEUE}:
+                return True
+            if not seen.pids or len(seen.exit_codes) < len(seen.pids):
+                raise NodeError(
+                    f"{run_workers[0]} ended with exit code {code} and did not see the workers "
+                    f"through; its words are in {self.run.stage_log(self.stage)}"
+                )
+            if EXIT_REQUEUE in codes:
+                return False  # stopped on the way
+            # The nodes of --local share one cache: the first one compiles for all.
+            if not self.workers.local or self._others_done():
+                started = time.monotonic()
+                for command in compilers:
+                    code = self._command(command, signal.SIGKILL)
+                    print(f"{self.node}: {Path(command[0]).name}: exit code {code}", flush=True)
+                self._archive_graphs(time.monotonic() - started if compilers else 0.0)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        return False
 
-    def _pack_cache(self) -> None:
-        first = WorkerRecord.load(self.attempt.worker(0))
-        manifest = graph_cache.pack(self.cache, self.run, self.config.backend, first.first_step_s)
+    def _command(self, command: Sequence[str], on_stop: signal.Signals) -> int:
+        def send(group: int) -> None:
+            self.stopped_at = self.stopped_at or time.monotonic()
+            with suppress(ProcessLookupError):
+                os.killpg(group, on_stop)
+
+        try:
+            return run_command(list(command), lambda: self.workers.stop_requested, send)
+        except OSError as error:
+            raise NodeError(
+                f"{command[0]} cannot be started on {self.node}: {error.strerror or error}; it "
+                f"must be on $PATH there or beside {sys.executable}"
+            ) from error
+
+    def _others_done(self) -> bool:
+        """Of --local's nodes: whether this is the first, once the others' workers have ended."""
+        if self.workers.node_rank != 0:
+            return False
+        for name in self.record.nodes[1:]:
+            while not self._ended(name) and not self._given_up(name):
+                time.sleep(POLL_S)
+        return True
+
+    def _archive_graphs(self, compile_s: float) -> None:
+        """Pack the graphs of all nodes: the others leave theirs in the run directory."""
+        others = () if self.workers.local else self.record.nodes[1:]
+        found = self.environment.graphs(self.cache)
+        compiled = tuple(graph.folder for graph in found if graph.state == "compiled")
+        self.workers.save(compile_s=compile_s, graphs=compiled)
+        if self.workers.node_rank != 0:
+            elsewhere = self._compiled_before()
+            graph_cache.hand_in(self.cache, self.run, self.node, without=elsewhere)
+            return
+        absent = graph_cache.take_in(self.cache, self.run, others, self._given_up)
+        first = self.attempt.worker(0)
+        manifest = graph_cache.pack(
+            self.cache,
+            self.run,
+            self.config.backend,
+            WorkerRecord.load(first).first_step_s if first.is_file() else 0.0,
+            compile_s=compile_s,
+            fingerprint=self._fingerprint(),
+            expected=self.environment.expects_graphs(self.config),
+            absent=absent,
+        )
+        graphs = f"{manifest.graphs} of {len(manifest.states)}"
         print(
-            f"graph cache: {manifest.graphs} graphs in {manifest.archive_bytes / 1e6:.1f} MB; "
-            f"first step {first.first_step_s:.1f} s with an empty cache",
+            f"graph cache: {manifest.graphs if manifest.complete else graphs} graphs in "
+            f"{manifest.archive_bytes / 1e6:.1f} MB; "
+            f"first step {manifest.cold_first_step_s:.1f} s with an empty cache"
+            + (f", compiled in {compile_s:.1f} s" if compile_s else ""),
             flush=True,
         )
 
-    def _save(self, **update: object) -> None:
-        codes = {r: w.returncode for r, w in self.workers.items() if w.poll() is not None}
-        self.seen = self.seen.model_copy(update={**update, "exit_codes": codes})
-        self.seen.save(self.attempt.node(self.node))
+    def _compiled_before(self) -> set[str]:
+        """Graphs that a node before this one compiled too, and hands in."""
+        records = (self._record_of(name) for name in self.record.nodes[: self.workers.node_rank])
+        return {folder for record in records if record is not None for folder in record.graphs}
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        self.stop_requested = True
+    def _record_of(self, node: str) -> NodeRecord | None:
+        path = self.attempt.node(node)
+        with suppress(StorageError):
+            return NodeRecord.load(path) if path.is_file() else None
+        return None
+
+    def _ended(self, node: str) -> bool:
+        record = self._record_of(node)
+        if record is None:
+            return False
+        all_codes = bool(record.pids) and len(record.exit_codes) == len(record.pids)
+        return record.error is not None or all_codes
+
+    def _given_up(self, node: str) -> bool:
+        """Whether nothing more can be hoped for from another node of the precompile stage."""
+        record = self._record_of(node)
+        if record is not None and (record.error is not None or any(record.exit_codes.values())):
+            return True
+        if self.workers.stop_requested and self.stopped_at is None:
+            self.stopped_at = time.monotonic()
+        return self.stopped_at is not None and time.monotonic() > self.stopped_at + STOPPED_GRACE_S
+
+    def _hand_in_added(self) -> None:
+        """Leave what was compiled while training; a failure here changes nothing of the attempt."""
+        if self.manifest is None or not self.workers.seen.pids:
+            return
+        try:
+            names = refill.hand_in_added(
+                self.cache, self.run, self.attempt.number, self.record.nodes, self.node,
+                self.manifest,
+            )  # fmt: skip
+            if names:
+                self.workers.save(graphs_added=names)
+        except (SlurmllmError, OSError) as error:
+            print(f"{self.node}: new graphs are not kept: {error}", file=sys.stderr, flush=True)
+
+
+def differences(before: dict[str, str], now: dict[str, str]) -> str:
+    """`torch 2.9 there, 2.10 here`, for every version that differs."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return "; ".join(
+        f"{name} {before.get(name, 'none')} there, {now.get(name, 'none')} here" for name in names
+    )
 
 
 def launch(run: RunDir, stage: Stage, attempt: int) -> int:
@@ -187,15 +259,3 @@ def launch(run: RunDir, stage: Stage, attempt: int) -> int:
     if "SLURMLLM_CACHE" not in os.environ:
         raise NodeError("SLURMLLM_CACHE is not set: `launch` is started by the job scripts")
     return Launcher(run, stage, attempt).main()
-
-
-def _prepare_child() -> None:
-    """In the child before exec: die with the launcher; ignore stop signals until handled.
-
-    Ignored signals stay ignored through exec, so a signal that comes while the worker imports
-    torch does not kill it.
-    """
-    die_with_parent()
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
+from slurmllm.backends.environment import load_environment
+from slurmllm.config.resolve import load
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.supervise.allocation import LOCAL_NODES, die_with_parent
@@ -82,8 +84,10 @@ def run_locally(run: RunDir, stages: Sequence[Stage], nodes: int, quiet: bool = 
     Returns:
         0, or the exit code of the stage that stopped; 130 after Ctrl-C.
     """
+    config = load(run.config)
+    before = load_environment(config.backend).precompile_nodes(config, nodes)
     for stage in stages:
-        job = _LocalJob(run, stage, 1 if stage == "precompile" else nodes, quiet)
+        job = _LocalJob(run, stage, before if stage == "precompile" else nodes, quiet)
         previous = {n: signal.signal(n, job.on_interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             code = job.run_to_end()

@@ -32,7 +32,7 @@ def nodes_to_avoid(
     Args:
         client: Slurm.
         wanted: Nodes of the job.
-        lost: Nodes whose launchers fell silent in the attempt that just ended.
+        lost: Nodes that fell silent, or whose device broke, in the attempt that just ended.
         lost_before: Such nodes of earlier attempts; taken again where there are no others.
     """
     if not lost:

@@ -11,16 +11,19 @@ from typing import Any
 from slurmllm.analysis.rows import last_row
 from slurmllm.config.resolve import load
 from slurmllm.errors import SlurmError, SlurmllmError, StorageError
+from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.records import (
     AttemptRecord,
     GraphManifest,
     JobsRecord,
+    MicroBatchRecord,
     Submission,
     WorkerRecord,
 )
 from slurmllm.rundir import RunDir, is_run
 from slurmllm.slurm.client import SlurmClient
-from slurmllm.supervise.attempts import load_attempts
+from slurmllm.supervise.attempts import load_attempts, node_records, unequal_versions
+from slurmllm.supervise.gate import faults
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,12 @@ class RunState:
         eta_s: Seconds to the last step at the present rate.
         cold_first_step_s: First step with an empty graph cache (precompile).
         first_steps: The last attempt's node → (first step in s, cache hits, cache misses).
+        mesh: As planned, None where plan.json is absent.
+        micro_batch: What was measured for `train.micro_batch: auto`, None where nothing was.
+        graphs: What the archive of compiled graphs holds, None where there is none.
+        uncompiled: Why that archive is not complete.
+        versions: The last attempt's node → versions of driver, runtime, compiler, …
+        unequal_versions: Which nodes differ in them, empty where none do.
     """
 
     name: str
@@ -61,6 +70,12 @@ class RunState:
     checkpoints: list[int] = field(default_factory=list)
     cold_first_step_s: float | None = None
     first_steps: dict[str, tuple[float, int, int]] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    micro_batch: MicroBatchRecord | None = None
+    graphs: GraphManifest | None = None
+    uncompiled: tuple[str, ...] = ()
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)
+    unequal_versions: str = ""
 
 
 def all_runs(root: Path) -> list[RunDir]:
@@ -82,7 +97,8 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
     row = last_row(run) or {}
     step = int(row.get("step", 0))
     left_s = (recipe.train.steps - step) * float(row.get("step_time_s", 0.0))
-    manifest = run.graphs_manifest
+    versions = _versions(run, attempts)
+    manifest = GraphManifest.load(run.graphs_manifest) if run.graphs_manifest.is_file() else None
     return RunState(
         name=run.name,
         run_dir=str(run.path),
@@ -97,10 +113,14 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         jobs=jobs,
         attempts=attempts,
         checkpoints=run.checkpoint_steps(),
-        cold_first_step_s=(
-            GraphManifest.load(manifest).cold_first_step_s if manifest.is_file() else None
-        ),
+        cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
         first_steps=_first_steps(run),
+        mesh=load_mesh(run.plan) if run.plan.is_file() else None,
+        micro_batch=(MicroBatchRecord.load(run.micro_batch) if run.micro_batch.is_file() else None),
+        graphs=manifest,
+        uncompiled=faults(manifest, run) if manifest is not None else (),
+        versions=versions,
+        unequal_versions=unequal_versions(versions),
     )
 
 
@@ -177,6 +197,9 @@ def _state(
         return "stopped", f"{last.ending}: {'; '.join(last.evidence)}"
     if precompile is not None and precompile.state not in ("COMPLETED", "UNKNOWN"):
         word = "cancelled" if precompile.state == "CANCELLED" else "stopped"
+        tried = next(reversed(load_attempts(run, "precompile")), None)
+        if tried is not None and tried.job_id == precompile.job_id and tried.ending is not None:
+            return word, f"precompile: {tried.ending}: {'; '.join(tried.evidence)}"
         return word, f"precompile job {precompile.state}; see {run.stage_log('precompile')}"
     if train is not None and train.state == "CANCELLED":
         return "cancelled", ""
@@ -203,6 +226,17 @@ def _alive(sent: Submission) -> bool:
     except OSError:
         return False
     return b"slurmllm" in command and sent.pid != os.getpid()
+
+
+def _versions(run: RunDir, attempts: list[AttemptRecord]) -> dict[str, dict[str, str]]:
+    """Of the last train attempt's nodes; of the last precompile attempt's before there is one."""
+    tries = attempts or load_attempts(run, "precompile")
+    if not tries:
+        return {}
+    try:
+        return {name: node.versions for name, node in node_records(run, tries[-1]).items()}
+    except StorageError:
+        return {}  # as with the first steps
 
 
 def _first_steps(run: RunDir) -> dict[str, tuple[float, int, int]]:

@@ -27,6 +27,8 @@ from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
 from slurmllm.supervise.cache import broadcast_path
 from slurmllm.supervise.classify import Ending, Observed, classify, reported_all
+from slurmllm.supervise.gate import IncompleteGraphsError, faults, require_complete
+from slurmllm.supervise.refill import merge_added
 from slurmllm.supervise.requeue import nodes_to_avoid, requeue, usable
 
 POLL_S = 0.5
@@ -60,6 +62,7 @@ class Supervisor:
         record = attempts.open_attempt(self.run, self.stage, self.config, self.allocation)
         self._say(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
         try:
+            self._merge_added()
             phases = {"cache": self._broadcast_graphs()}
             launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
         except SlurmllmError as error:
@@ -71,13 +74,19 @@ class Supervisor:
         ending = classify(self._observe(record))
         closed = attempts.close_attempt(self.run, record, ending, phases)
         self._say(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
+        nodes = attempts.node_records(self.run, record)
+        if line := attempts.unequal_versions({name: n.versions for name, n in nodes.items()}):
+            self._say(closed, f"warning: {line}")
+        if closed.action != "requeue":  # a requeue must not wait; the next attempt begins with it
+            self._merge_added()
         return self._act(closed)
 
     def _broadcast_graphs(self) -> float:
         """Send the archive to every node's own disk; returns the seconds it took.
 
         Raises:
-            StorageError: precompile left no complete manifest.
+            StorageError: precompile left no manifest.
+            IncompleteGraphsError: graphs are not compiled, and the recipe says to refuse.
         """
         if self.stage == "precompile":
             return 0.0
@@ -88,13 +97,36 @@ class Supervisor:
                 f"see {self.run.stage_log('precompile')}, then `slurmllm resume {self.run.name}`"
             )
         manifest = GraphManifest.load(self.run.graphs_manifest)
+        require_complete(manifest, self.run, self.config.recipe.train.incomplete_graphs)
         target = broadcast_path(Path(node_local_cache(self.config, self.run)))
-        fault = self.allocation.broadcast(self.run.graphs_archive, target)
+        archive = self.run.graphs_archive(manifest.archive)
+        fault = self.allocation.broadcast(archive, target)
         if fault is not None:
-            print(f"sbcast: {fault}; the nodes read {self.run.graphs_archive}", flush=True)
+            print(f"sbcast: {fault}; the nodes read {archive}", flush=True)
         seconds = time.monotonic() - started
         print(f"graph cache: {manifest.graphs} graphs to all nodes in {seconds:.1f} s", flush=True)
         return seconds
+
+    def _merge_added(self) -> None:
+        """Put graphs that were compiled while training into the archive."""
+        if self.stage == "precompile":
+            return
+        try:
+            names = merge_added(self.run)
+        except StorageError as error:
+            print(f"warning: {error}", flush=True)  # they can be compiled again
+            return
+        if names:
+            shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+            print(f"graph cache: {len(names)} new graphs in the archive: {shown}", flush=True)
+
+    def _uncompiled(self) -> tuple[str, ...]:
+        """Why the archive that this precompile attempt left is not complete."""
+        if self.stage == "train":
+            return ()
+        if not self.run.graphs_manifest.is_file():
+            return ("no archive of compiled graphs was written",)
+        return faults(GraphManifest.load(self.run.graphs_manifest), self.run)
 
     def _wait(self, launchers: list[subprocess.Popen[bytes]], record: AttemptRecord) -> None:
         """Until every launcher has ended; passes signals on and keeps the deadlines."""
@@ -140,6 +172,7 @@ class Supervisor:
             down_nodes=self._down_nodes(record),
             stop_signal=None if self.failed_first else self.stop_signal,
             overran_s=self.overran_s,
+            uncompiled=self._uncompiled(),
         )
 
     def _slurm_state(self) -> str:
@@ -181,23 +214,18 @@ class Supervisor:
     def _requeue(self, allocation: SlurmAllocation, closed: AttemptRecord) -> None:
         client, slurm = allocation.client, self.config.recipe.slurm
         try:
-            lost, before = self._lost_nodes(closed), self._lost_before(closed)
+            lost, before = attempts.lost_nodes(self.run, closed), self._lost_before(closed)
             avoid = nodes_to_avoid(client, len(closed.nodes), lost, before)
             requeue(client, allocation.job_id, avoid, slurm.exclude)
         except SlurmError as error:
             # The record says requeue and the job may be lost to it: say so where it is looked for.
             print(f"{error}; if the job ends here, `slurmllm resume {self.run.name}`", flush=True)
 
-    def _lost_nodes(self, record: AttemptRecord) -> list[str]:
-        """The nodes that an attempt blames and that did not live to report."""
-        reported = attempts.node_records(self.run, record)
-        return [name for name in record.blamed_nodes if not reported_all(reported.get(name))]
-
     def _lost_before(self, closed: AttemptRecord) -> list[str]:
         """Nodes that earlier attempts of the same job lost."""
         earlier = attempts.load_attempts(self.run, self.stage)
         of_job = [a for a in earlier if a.job_id == closed.job_id and a.attempt < closed.attempt]
-        return sorted({name for record in of_job for name in self._lost_nodes(record)})
+        return sorted({name for record in of_job for name in attempts.lost_nodes(self.run, record)})
 
     def _close_unfinished(self) -> None:
         """Close the attempt before this one where its supervisor could not."""
@@ -220,6 +248,8 @@ class Supervisor:
 
 def ending_of_error(error: SlurmllmError, node: str) -> Ending:
     """How an attempt ended that the supervisor could not even start."""
+    if isinstance(error, IncompleteGraphsError):
+        return Ending("compile_failure", tuple(line.strip() for line in str(error).splitlines()))
     if error.blame == "user":
         return Ending("bad_configuration", (str(error),))
     if isinstance(error, StorageError):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from slurmllm.backends.base import Worker
 from slurmllm.errors import (
+    DEVICE_MEMORY,
     EXIT_INTERRUPTED,
     LOST_PEER,
     Blame,
@@ -40,6 +41,8 @@ def judge(error: BaseException) -> Verdict:
         return Verdict(name, "interrupted", "user", EXIT_INTERRUPTED)
     if isinstance(error, MemoryError) or "can't allocate memory" in message:
         name = "OutOfMemoryError"  # as torch calls it on a GPU
+    if DEVICE_MEMORY.search(message):
+        name = "OutOfMemoryError"
     if name == "OutOfMemoryError":
         remedy = "choose a smaller train.micro_batch or train.activation_checkpointing=full"
         return Verdict(name, f"{message}; {remedy}", CodeError.blame, CodeError.exit_code)

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from slurmllm.backends.base import Backend, MicroBatch, Worker, load_backend
-from slurmllm.checkpoint.resume import find_resumable
+from slurmllm.backends.environment import load_environment
+from slurmllm.checkpoint.resume import find_resumable, first_fault
 from slurmllm.checkpoint.save import remove_leftovers
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.config.resolve import RunConfig, load
 from slurmllm.data.stream import PackedStream, merge_states
-from slurmllm.errors import ConfigError
-from slurmllm.plan.mesh import Mesh, make_mesh
+from slurmllm.errors import ConfigError, StorageError
+from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
+from slurmllm.records import MicroBatchRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.train.stop import StopRequest
 
@@ -34,6 +36,8 @@ class Job:
         tokens: Trained on so far.
         resumed_from: The checkpoint's step, None at a start from nothing.
         skipped: Newer checkpoints that did not verify, with the reason.
+        first_step_s: Of the first step, where it was made before the loop began.
+        read_at: time.perf_counter() when the figures of the last step were there.
     """
 
     run: RunDir
@@ -51,6 +55,8 @@ class Job:
     tokens: int = 0
     resumed_from: int | None = None
     skipped: tuple[str, ...] = ()
+    first_step_s: float | None = None
+    read_at: float = 0.0
 
     def micro_batches(self) -> list[MicroBatch]:
         """This worker's sequences of the next global batch."""
@@ -106,22 +112,56 @@ def make_job(
             "start as many workers on each node"
         )
     nodes = worker.world_size // per_node
+    measured = measured_micro_batch(run, config, stage)
     if stage == "train":
-        mesh, last_step = make_mesh(config, nodes), config.recipe.train.steps
+        mesh, last_step = make_mesh(config, nodes, measured), config.recipe.train.steps
     else:
-        mesh, last_step = precompile_mesh(config, nodes), PRECOMPILE_STEPS
+        mesh, last_step = precompile_mesh(config, nodes, measured), PRECOMPILE_STEPS
     return Job(run, stage, attempt, config, mesh, worker, stop, started, last_step)
 
 
-def precompile_mesh(config: RunConfig, nodes: int) -> Mesh:
+def measured_micro_batch(run: RunDir, config: RunConfig, stage: Stage) -> int | None:
+    """The micro batch that was measured for a recipe that says `auto`; None where there is none.
+
+    Raises:
+        StorageError: the train stage needs it and there is none.
+    """
+    if config.recipe.train.micro_batch != "auto":
+        return None
+    if assumed := assumed_micro_batch(config):
+        return assumed
+    if run.micro_batch.is_file():
+        return MicroBatchRecord.load(run.micro_batch).micro_batch
+    if stage == "precompile":
+        return None
+    raise StorageError(
+        f"{run.micro_batch} is missing: train.micro_batch is auto, and the precompile stage "
+        f"measures it; `slurmllm resume {run.name}` runs that stage again"
+    )
+
+
+def precompile_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:
     """A mesh whose graphs are the run's, on whatever nodes the precompile stage has.
 
-    Graphs depend on the micro batch alone, so one of them a step and worker is enough.
+    Where graphs depend on the micro batch alone, one of them a step and worker is enough, or one
+    for each stage of a pipeline.
+
+    Args:
+        config: The run's.
+        nodes: Of the precompile stage.
+        measured: The micro batch, where the recipe says `auto` and it is known.
     """
     recipe, per_node = config.recipe, config.cluster.devices_per_node
     tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
     data, micro = nodes * per_node // (tensor * pipeline), recipe.train.micro_batch
-    return Mesh(nodes, per_node, tensor, pipeline, data, data * micro, micro)
+    unmeasured = micro == "auto" and measured is None
+    if micro == "auto":
+        micro = measured or 1
+    virtual = recipe.parallel.virtual_pipeline
+    batch = data * micro * pipeline
+    if load_environment(config.backend).graphs_hold_steps(config):
+        batch = recipe.train.global_batch
+    return Mesh(nodes, per_node, tensor, pipeline, data, batch, micro, virtual, unmeasured)
 
 
 def open_job(job: Job) -> None:
@@ -137,6 +177,14 @@ def open_job(job: Job) -> None:
     job.backend.build_optimizer()
     if job.stage == "train":
         _resume(job)
+
+
+def reopen(job: Job, measured: int) -> None:
+    """Go on with the precompile stage on the micro batch that was measured (collective)."""
+    job.mesh = precompile_mesh(job.config, job.mesh.nodes, measured)
+    job.backend.change_batch(job.mesh)
+    job.close_stream()
+    job.stream = _open_stream(job)
 
 
 def _open_stream(job: Job) -> PackedStream:
@@ -162,6 +210,23 @@ def _open_stream(job: Job) -> PackedStream:
     )
 
 
+def _start(job: Job) -> None:
+    recipe = job.config.recipe
+    if recipe.train.init_from is None:
+        job.say("starting from step 0")
+        return
+    from slurmllm.checkpoint.weights import weight_reader
+
+    source = Path(recipe.train.init_from)
+    fault = first_fault(source, job.backend)
+    if fault is not None:
+        raise StorageError(
+            f"train.init_from: {source} does not verify: {fault}; restore it, or import it again"
+        )
+    job.backend.fill_weights(weight_reader(source, recipe.model))
+    job.say(f"starting from step 0 with the weights of {source}")
+
+
 def _resume(job: Job) -> None:
     if job.worker.rank == 0:
         remove_leftovers(job.run)
@@ -170,7 +235,7 @@ def _resume(job: Job) -> None:
     for line in found.skipped:
         job.say(f"skipped a checkpoint that does not verify: {line}")
     if found.state is None:
-        job.say("starting from step 0")
+        _start(job)
         return
     job.step, job.tokens = found.state.step, found.state.tokens
     job.resumed_from = found.state.step

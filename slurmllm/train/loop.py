@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import NamedTuple, SupportsFloat
 
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, DivergenceError
 from slurmllm.records import MetricsRow
@@ -24,45 +25,85 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
     """
     every = job.config.recipe.checkpoint.every_steps
     signal_name = stop_requested(job)
+    unread: list[Step] = []
     while job.step < job.last_step and signal_name is None:
-        row = one_step(job)
+        unread.append(one_step(job))
         signal_name = stop_requested(job)
         last = job.step == job.last_step
-        due = job.step % every == 0
-        moment = Moment(row, last=last, saving=last or due or signal_name is not None)
-        for hook in hooks:
-            hook.after_step(moment)
+        leaving = last or signal_name is not None
+        saving = leaving or job.step % every == 0
+        # A save comes after the figures of all steps that it holds: one that is not finite is
+        # found before.
+        late = job.backend.late_readings and not saving
+        while len(unread) > late:
+            row = read(job, unread.pop(0))
+            newest = not unread
+            moment = Moment(
+                row, last=last and newest, saving=saving and newest, leaving=leaving and newest
+            )
+            for hook in hooks:
+                hook.after_step(moment)
     if job.step < job.last_step:
         job.say(f"stopped by {signal_name} after step {job.step} of {job.last_step}")
         return EXIT_REQUEUE
     return EXIT_OK
 
 
-def one_step(job: Job) -> MetricsRow:
-    """One optimizer step and what was measured (collective)."""
+class Step(NamedTuple):
+    """A step that was made, or is under way on the device.
+
+    Attributes:
+        began: time.perf_counter() before it.
+        tokens: Trained on so far, this step included.
+    """
+
+    number: int
+    began: float
+    lr: float
+    tokens: int
+    loss: SupportsFloat
+    grad_norm: SupportsFloat
+    param_norm: SupportsFloat
+
+
+def one_step(job: Job) -> Step:
+    """One optimizer step (collective)."""
     began = time.perf_counter()
     recipe, backend = job.config.recipe, job.backend
-    step = job.step + 1
-    lr = learning_rate(recipe.optim, recipe.train.steps, step)
+    number = job.step + 1
+    lr = learning_rate(recipe.optim, recipe.train.steps, number)
     loss = backend.forward_backward(job.micro_batches())
-    _require_finite("loss", loss, step)
+    if not backend.late_readings:
+        _require_finite(job, "loss", float(loss), number)
     grad_norm = backend.optimizer_step(lr)
-    _require_finite("gradient norm", grad_norm, step)
     param_norm = backend.param_norm()
-    step_time_s = time.perf_counter() - began
+    job.step = number
+    job.tokens += job.mesh.global_batch * recipe.model.seq_len
+    return Step(number, began, lr, job.tokens, loss, grad_norm, param_norm)
+
+
+def read(job: Job, step: Step) -> MetricsRow:
+    """What was measured in a step; waits for it."""
+    loss, grad_norm = float(step.loss), float(step.grad_norm)
+    _require_finite(job, "loss", loss, step.number)
+    _require_finite(job, "gradient norm", grad_norm, step.number)
+    param_norm = float(step.param_norm)
+    now = time.perf_counter()
+    # A step that was begun before the one before it was read took the time between the two.
+    step_time_s = now - max(step.began, job.read_at)
+    job.read_at = now
     sequences = job.mesh.global_batch
-    job.step = step
-    job.tokens += sequences * recipe.model.seq_len
+    seq_len = job.config.recipe.model.seq_len
     return MetricsRow(
-        step=step,
+        step=step.number,
         attempt=job.attempt,
         loss=loss,
         grad_norm=grad_norm,
         param_norm=param_norm,
-        lr=lr,
-        tokens=job.tokens,
+        lr=step.lr,
+        tokens=step.tokens,
         seq_per_s=sequences / step_time_s,
-        tokens_per_s=sequences * recipe.model.seq_len / step_time_s,
+        tokens_per_s=sequences * seq_len / step_time_s,
         step_time_s=step_time_s,
         time=time.time(),
     )
@@ -73,8 +114,9 @@ def stop_requested(job: Job) -> str | None:
     return next((name for name in job.backend.gather(job.stop.signal_name) if name), None)
 
 
-def _require_finite(name: str, value: float, step: int) -> None:
-    if not math.isfinite(value):
+def _require_finite(job: Job, name: str, value: float, step: int) -> None:
+    # A compiler that only collects graphs (precompile on trn1) hands back whatever was in memory.
+    if job.stage == "train" and not math.isfinite(value):
         raise DivergenceError(
             f"the {name} of step {step} is {value}; the checkpoints hold earlier weights: "
             "lower optim.lr or lengthen optim.warmup_steps in a new run"

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 from slurmllm.backends.base import Worker
-from slurmllm.errors import EXIT_OK, ConfigError, SlurmllmError
+from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, SlurmllmError
 from slurmllm.rundir import AttemptDir, RunDir, Stage
 from slurmllm.train.failures import failure_record, spoken
 from slurmllm.train.job import Job, make_job, open_job
@@ -47,12 +47,21 @@ def _work(job: Job) -> int:
     if job.step >= job.last_step:
         job.say(f"nothing to do: step {job.step} of {job.last_step} is already reached")
         return EXIT_OK
+    if job.mesh.unmeasured:
+        from slurmllm.train.micro_batch import settle
+
+        if signal_name := settle(job):
+            job.say(f"stopped by {signal_name} while the micro batch was measured")
+            return EXIT_REQUEUE
     from slurmllm.train.hooks import make_hooks
     from slurmllm.train.loop import train
 
     hooks = make_hooks(job)
     try:
-        return train(job, hooks)
+        code = train(job, hooks)
+        if job.stage == "precompile" and code == EXIT_OK:
+            job.backend.rehearse_resume()
+        return code
     finally:
         for hook in hooks:
             hook.close()
@@ -84,6 +93,6 @@ def _worker() -> Worker:
             f"{', '.join(missing)} not set: `slurmllm worker` is started by the launcher"
         )
     rank, world_size, local_rank = (int(os.environ[name]) for name in names)
-    return Worker(
-        rank, world_size, local_rank, os.environ.get("SLURMLLM_NODE", socket.gethostname())
-    )
+    node = os.environ.get("SLURMLLM_NODE", socket.gethostname())
+    sharing = int(os.environ.get("SLURMLLM_SHARING") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return Worker(rank, world_size, local_rank, node, sharing)

@@ -6,13 +6,16 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from mesh_pool import Case, MeshPool, Outcome, small_run
 from train.gang import small_config
 
 from slurmllm.backends.base import Backend, MicroBatch, Worker, load_backend
+from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
 
 NewBackend = Callable[..., Backend]
+Reference = Callable[[str], list[Outcome]]
 
 
 def batch(rows: int = 8, seed: int = 0) -> np.ndarray:
@@ -47,3 +50,33 @@ def new_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[NewBackend]:
             return backend
 
         yield build
+
+
+@pytest.fixture(scope="package")
+def pool() -> Iterator[MeshPool]:
+    """Four processes for any mesh that they can make."""
+    with MeshPool(4) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="package")
+def reference(pool: MeshPool) -> Reference:
+    """family → 20 steps of one process, and its weight decays."""
+    found: dict[str, list[Outcome]] = {}
+
+    def run(family: str) -> list[Outcome]:
+        if family not in found:
+            found[family] = pool.run(Case(small_run(family), after=decayed))
+        return found[family]
+
+    return run
+
+
+def decayed(backend: NativeBackend) -> dict[str, float]:
+    """Weight decay of each parameter that lies on a worker."""
+    names = {id(p): name for name, p in backend.model.named_parameters()}
+    return {
+        names[id(p)]: group["weight_decay"]
+        for group in backend.optimizer.param_groups
+        for p in group["params"]
+    }

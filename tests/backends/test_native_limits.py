@@ -14,25 +14,37 @@ from slurmllm.errors import ConfigError
 from slurmllm.plan.mesh import make_mesh
 
 TOO_MUCH = (
-    "parallel.tensor=2", "parallel.pipeline=2", "train.precision=bf16_sr",
-    "train.activation_checkpointing=selective", "cluster.devices_per_node=4",
+    "model.family=llama", "model.num_kv_heads=2", "model.vocab_pad_multiple=8",
+    "parallel.tensor=4", "cluster.device=neuron", "cluster.devices_per_node=4", "backend=native",
 )  # fmt: skip
 
 
 def test_every_reason_has_value_and_remedy() -> None:
     faults = unsupported(small_config(*TOO_MUCH))
-    assert [fault.split(":")[:2] for fault in faults] == [
-        ["parallel.tensor", " 2"],
-        ["parallel.pipeline", " 2"],
-        ["train.precision", " bf16_sr"],
-        ["train.activation_checkpointing", " selective"],
-    ]
-    assert all("--set " in fault for fault in faults)
+    assert [fault.split(":")[0] for fault in faults] == ["parallel.tensor", "backend"]
+    assert "4 does not divide 2 key and value heads" in faults[0]
+    assert "choose 1 or 2 with --set parallel.tensor" in faults[0]
+    assert "another --cluster" in faults[1]
 
 
 def test_supported_settings() -> None:
-    settings = ("train.precision=bf16_mixed", "train.activation_checkpointing=full")
-    assert unsupported(small_config(*settings, "parallel.zero=3")) == []
+    settings = ("train.precision=bf16_sr", "train.activation_checkpointing=selective")
+    assert unsupported(small_config(*settings, "parallel.tensor=2", "parallel.pipeline=2")) == []
+
+
+def test_tensor_parallelism_of_padding_and_of_compiled_selective_checkpointing() -> None:
+    vocabulary = ("model.vocab_size=300", "model.vocab_pad_multiple=256")
+    selective = ("train.activation_checkpointing=selective", "train.compile=true")
+    faults = unsupported(small_config("parallel.tensor=4", *vocabulary, *selective))
+    assert [fault.split(":")[0] for fault in faults] == [
+        "train.activation_checkpointing",
+        "model.vocab_pad_multiple",
+    ]
+    assert "--set train.activation_checkpointing=full or none" in faults[0]
+    assert "300 entries to 512" in faults[1]
+    assert "set a smaller multiple of 4" in faults[1]
+    assert unsupported(small_config("parallel.tensor=2", *vocabulary)) == []
+    assert unsupported(small_config(*selective)) == []
 
 
 def test_worker_refuses_too() -> None:
@@ -40,7 +52,7 @@ def test_worker_refuses_too() -> None:
     backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 4, 0, "node"))
     with pytest.raises(ConfigError) as caught:
         backend.start()
-    assert len(caught.value.faults) == 4
+    assert len(caught.value.faults) == 2
 
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ def train(backend: Backend, steps: int, *, first: int = 0, micro_batch: int = 2)
 
 
 def test_one_step_is_a_plain_training_step(new_backend: NewBackend) -> None:
-    backend = new_backend("optim.grad_clip=0.5", "optim.weight_decay=0.1")
+    # Epsilon above rounding: Adam's first step is the gradient's sign where it is far below.
+    backend = new_backend("optim.grad_clip=0.5", "optim.weight_decay=0.1", "optim.eps=1e-5")
     loss, norm, param_norm = train(backend, 1)
     config = backend.config.recipe.model
     model = build_model(config)
@@ -36,7 +37,7 @@ def test_one_step_is_a_plain_training_step(new_backend: NewBackend) -> None:
     others = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=1e-2, betas=(0.9, 0.95), eps=1e-8,
+        lr=1e-2, betas=(0.9, 0.95), eps=1e-5,
     )  # fmt: skip
     tokens = torch.from_numpy(batch())
     plain = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -94,7 +95,7 @@ def test_every_parameter_decays_if_asked(new_backend: NewBackend) -> None:
 def test_shards_bring_back_the_exact_state(new_backend: NewBackend, tmp_path: Path) -> None:
     backend = new_backend()
     train(backend, 3)
-    names = backend.save_shards(tmp_path)
+    names = backend.save_shards(tmp_path).wait()
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
     random_numbers = torch.rand(3)
     expected = train(backend, 3, first=3)
@@ -115,4 +116,6 @@ def test_missing_shards_are_the_storage_s_fault(new_backend: NewBackend, tmp_pat
 def test_gather_and_counts(new_backend: NewBackend) -> None:
     backend = new_backend()
     assert backend.gather({"a": 1}) == [{"a": 1}]
-    assert backend.graph_cache_counts() == (0, 0)
+    before = backend.graph_cache_counts()  # of this process, other tests included
+    train(backend, 1)
+    assert backend.graph_cache_counts() == before, "nothing is compiled where compile is off"

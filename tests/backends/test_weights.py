@@ -1,47 +1,52 @@
-"""The same seed gives the same weights, however many workers share them out."""
+"""The same seed gives the same weights, however the workers share them out."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from pathlib import Path
 
-from train.gang import Gang, make_data, make_run
+import pytest
+from mesh_pool import Case, MeshPool
+from mesh_pool import small_run as small
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from slurmllm.config.resolve import load
+from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import initialize
 
-_ENTRY = """
-import hashlib, json, os, sys
-from pathlib import Path
-from slurmllm.backends.base import Worker, load_backend
-from slurmllm.config.resolve import load
-from slurmllm.model.decoder import build_model
-from slurmllm.plan.mesh import make_mesh
-run, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-config = load(run / "config.yaml")
-backend = load_backend("native")(config, make_mesh(config, 1), Worker(rank, 3, rank, "node"))
-backend.start()
-backend.build(lambda: build_model(config.recipe.model))
-whole = {name: p.full_tensor() for name, p in backend.model.named_parameters()}
-sums = {n: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for n, t in whole.items()}
-(run / f"sums_{rank}.json").write_text(json.dumps(sums))
-backend.stop()
-"""
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
 
 
-def test_three_workers_and_one(tmp_path: Path) -> None:
-    # 3 divides neither the vocabulary nor the widths: shards of unequal sizes.
-    overrides = ("cluster.devices_per_node=3", "train.global_batch=6", "train.micro_batch=1")
-    run = make_run(tmp_path / "run", make_data(tmp_path), *overrides)
-    Gang(run, world=3, entry=_ENTRY).finish()
-    recipe = load(run.config).recipe
+def digests(backend: NativeBackend) -> dict[str, str]:
+    """Of the whole parameters that this worker has a share of."""
+    return {
+        name: digest(p.full_tensor())
+        for name, p in backend.model.named_parameters()
+        if isinstance(p, DTensor)
+    }
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        # 3 divides neither the vocabulary nor the widths: shards of unequal sizes.
+        ("neox", 1, 1, 3, "train.global_batch=6"),
+        ("neox", 2, 1, 2),
+        ("llama", 4, 1, 1),
+        ("llama", 2, 2, 1, "parallel.virtual_pipeline=2"),
+        ("gpt3", 1, 2, 2),
+    ],
+    ids=str,
+)
+def test_one_process_has_the_same(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
+    config = small(*mesh)
+    recipe = config.recipe
     model = build_model(recipe.model)
     initialize(model, recipe.model, recipe.train.seed)
-    expected = {
-        name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest()
-        for name, p in model.named_parameters()
-    }
-    for rank in range(3):
-        assert json.loads((run.path / f"sums_{rank}.json").read_text()) == expected
+    expected = {name: digest(p) for name, p in model.named_parameters()}
+    outcomes = pool.run(Case(config, last=0, before=digests))
+    assert {name for outcome in outcomes for name in outcome.before} == expected.keys()
+    for outcome in outcomes:
+        assert outcome.before.items() <= expected.items()

@@ -10,7 +10,16 @@ from typing import Any, TypeVar
 
 from train.gang import small_config
 
-from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, Worker
+from slurmllm.backends.base import (
+    Backend,
+    Memory,
+    MicroBatch,
+    ModelFactory,
+    Saved,
+    Saving,
+    WeightReader,
+    Worker,
+)
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.plan.mesh import make_mesh
 
@@ -30,12 +39,12 @@ class PretendBackend(Backend):
         super().__init__(CONFIG, make_mesh(CONFIG, 1), Worker(rank, gang.world, rank, f"n{rank}"))
         self._gang = gang
 
-    def save_shards(self, directory: Path) -> list[str]:
+    def save_shards(self, directory: Path) -> Saving:
         if self.worker.rank in self._gang.refuse:
             raise self._gang.refuse[self.worker.rank]
         name = f"shard_{self.worker.rank}"
         (directory / name).write_bytes(bytes([self.worker.rank]) * 1000)
-        return [name]
+        return Saved([name])
 
     def gather(self, value: Any) -> list[Any]:
         return self._gang.gather(self.worker.rank, value)
@@ -43,6 +52,7 @@ class PretendBackend(Backend):
     def start(self) -> None: ...
     def build(self, model_factory: ModelFactory) -> None: ...
     def build_optimizer(self) -> None: ...
+    def fill_weights(self, read: WeightReader) -> None: ...
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
         raise NotImplementedError
 
@@ -55,6 +65,9 @@ class PretendBackend(Backend):
     def load_shards(self, directory: Path) -> None: ...
     def graph_cache_counts(self) -> tuple[int, int]:
         return (0, 0)
+
+    def memory(self) -> Memory:
+        return Memory(0, 0)
 
     def stop(self) -> None: ...
 

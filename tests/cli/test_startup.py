@@ -53,8 +53,9 @@ def test_every_module_but_the_workers_loads_without_torch() -> None:
     script = (
         "import pkgutil, importlib, sys, slurmllm\n"
         "worker = ('slurmllm.train', 'slurmllm.model', 'slurmllm.backends.native.', '"
-        "slurmllm.checkpoint', 'slurmllm.__main__')\n"
-        "light = ('slurmllm.backends.native.environment', 'slurmllm.backends.native.limits')\n"
+        "slurmllm.backends.nxd.', 'slurmllm.checkpoint', 'slurmllm.__main__')\n"
+        "light = ('slurmllm.backends.native.environment', 'slurmllm.backends.native.limits', '"
+        "slurmllm.backends.nxd.environment')\n"
         "for module in pkgutil.walk_packages(slurmllm.__path__, 'slurmllm.'):\n"
         "    if not module.name.startswith(worker) or module.name in light:\n"
         "        importlib.import_module(module.name)\n"

@@ -17,11 +17,15 @@ from click.testing import CliRunner, Result
 
 from slurmllm.cli import submission
 from slurmllm.cli.main import cli
+from slurmllm.config.resolve import load
 from slurmllm.errors import SlurmError
-from slurmllm.records import GraphManifest, JobsRecord
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.records import GraphManifest, JobsRecord, MicroBatchCandidate, MicroBatchRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
 from slurmllm.slurm.fake import FakeSlurm
+from slurmllm.supervise.cache import checksum
+from slurmllm.supervise.fingerprint import graph_fingerprint
 
 
 @pytest.fixture
@@ -174,6 +178,51 @@ def test_dry_run_prints_and_touches_nothing(fake: FakeSlurm, tmp_path: Path, rec
     assert not fake.jobs
 
 
+def test_dry_run_shows_environment_and_arguments(fake: FakeSlurm) -> None:
+    more = ("--set", "env.NEURON_RT_EXEC_TIMEOUT=7", "--set", "env.EMPTY=")
+    result = call("submit", "neox_20b", "--nodes", "4", "--dry-run", "--json", *more)
+    shown = json.loads(result.stdout)
+    assert {"run_dir", "mesh", "scripts", "environment", "backend_arguments"} <= shown.keys()
+    rows = {row["name"]: row for row in shown["environment"]}
+    assert rows["NEURON_RT_EXEC_TIMEOUT"]["value"] == "7"
+    assert rows["NEURON_RT_EXEC_TIMEOUT"]["source"] == "--set"
+    assert rows["EMPTY"]["value"] == ""
+    # What the table says is what a shell has after the script's exports.
+    exports = shown["scripts"]["train"].partition("# Body")[0]
+    done = subprocess.run(
+        ["bash", "-c", exports + "env -0"], env={}, capture_output=True, text=True, check=True
+    )
+    exported = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+    assert {name: row["value"] for name, row in rows.items()}.items() <= exported.items()
+    config = shown["backend_arguments"]["neuronx_distributed_config"]
+    assert (config["tensor_parallel_size"], config["pipeline_parallel_size"]) == (8, 4)
+
+
+def test_dry_run_shows_the_same_to_people(fake: FakeSlurm) -> None:
+    shown = call("submit", "neox_20b", "--nodes", "4", "--dry-run", "--set", "env.A=b").stdout
+    table = shown.partition("# ── the workers' environment\n")[2]
+    table, _, arguments = table.partition("# ── arguments of backend nxd\n")
+    assert ["A", "b", "--set"] in [line.split() for line in table.splitlines()]
+    assert "NEURON_TRANSFER_WITH_STATIC_RING_OPS" in table
+    assert yaml.safe_load(arguments)["neuronx_distributed_config"]["tensor_parallel_size"] == 8
+    native = call("submit", "tiny_neox", "--dry-run").stdout
+    assert "the workers' environment" in native
+    assert "# ── arguments" not in native
+
+
+def test_dry_run_warns_of_what_submit_refuses(fake: FakeSlurm) -> None:
+    words = "train.init_from: not set, and this recipe starts from trained weights"
+    refused = call("submit", "tiny_neox_finetune", "--dry-run")
+    assert refused.exit_code == 0
+    assert f"warning: submit would refuse this: {words}" in refused.stderr
+    assert words not in refused.stdout
+    shown = json.loads(call("submit", "tiny_neox_finetune", "--dry-run", "--json").stdout)
+    assert [reason.partition(" (")[0] for reason in shown["refusals"]] == [words]
+    sound = call("submit", "tiny_neox", "--dry-run", "--json")
+    assert json.loads(sound.stdout)["refusals"] == []
+    assert "warning" not in sound.stderr
+
+
 def test_status_follows_the_jobs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     submitted(fake, inputs, "--name", "r")
 
@@ -224,6 +273,116 @@ def test_resume_submits_again_in_the_same_directory(
     assert len(JobsRecord.load(run.jobs).submissions) == 3
 
 
+def test_resume_looks_at_other_weights_to_start_from(
+    fake: FakeSlurm, inputs: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = submitted(fake, inputs, "--name", "r")
+    call("cancel", "r")
+    run, jobs = RunDir(Path(str(sent["run_dir"]))), len(fake.jobs)
+    assert "nosuch" in fails(2, "resume", "r", "--set", "train.init_from=nosuch")
+    assert load(run.config).recipe.train.init_from is None
+    assert len(fake.jobs) == jobs
+    monkeypatch.chdir(tmp_path)
+    looked_at = []
+    monkeypatch.setattr(
+        "slurmllm.checkpoint.origin.check_fit", lambda source, model: looked_at.append(source)
+    )
+    assert call("resume", "r", "--set", "train.init_from=weights").exit_code == 0
+    assert load(run.config).recipe.train.init_from == str(tmp_path / "weights")
+    call("cancel", "r")
+    assert call("resume", "r").exit_code == 0
+    assert looked_at == [tmp_path / "weights"]  # once: later it may be gone
+
+
+def compiled(run: RunDir, nodes: int = 4, *, complete: bool = True) -> None:
+    """Leave what a precompile job leaves."""
+    config, archive = load(run.config), run.graphs_archive()
+    archive.parent.mkdir()
+    archive.write_bytes(b"graphs")
+    GraphManifest(
+        complete=complete, backend="native", versions={}, graphs=2, archive_bytes=6,
+        archive_sha256=checksum(archive), cold_first_step_s=1.0, files=(),
+        fingerprint=graph_fingerprint(config, make_mesh(config, nodes), local=False) or "",
+    ).save(run.graphs_manifest)  # fmt: skip
+
+
+def test_graphs_of_an_earlier_run_spare_the_precompile_job(
+    fake: FakeSlurm, inputs: tuple[str, ...]
+) -> None:
+    first = submitted(fake, inputs, "--name", "first")
+    assert first["graphs_from"] is None
+    compiled(RunDir(Path(str(first["run_dir"]))))
+    second = submitted(fake, inputs, "--name", "second")
+    assert second["graphs_from"] == "first"
+    assert second["jobs"] == {"precompile": None, "train": "3"}
+    assert fake.jobs["3"].after_ok is None
+    run = RunDir(Path(str(second["run_dir"])))
+    assert run.graphs_archive().read_bytes() == b"graphs"
+    assert JobsRecord.load(run.jobs).submissions[0].precompile_job is None
+    text = call("submit", "tiny_neox", "--nodes", "4", "--name", "third", *inputs).stdout
+    assert "compiled by run first already; no precompile stage" in text
+    always = submitted(fake, inputs, "--name", "fourth", "--precompile", "always")
+    assert always["graphs_from"] is None
+    other = submitted(fake, inputs, "--name", "fifth", "--set", "train.micro_batch=1")
+    assert other["graphs_from"] is None
+    call("cancel", "second")
+    again = json.loads(call("resume", "second", "--json").stdout)
+    assert (again["graphs_from"], again["jobs"]["precompile"]) == ("first", None)
+    call("cancel", "second")
+    forced = json.loads(call("resume", "second", "--precompile", "always", "--json").stdout)
+    assert forced["jobs"]["precompile"] is not None
+
+
+def test_resume_past_incomplete_graphs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    sent = submitted(fake, inputs, "--name", "r")
+    run = RunDir(Path(str(sent["run_dir"])))
+    compiled(run, complete=False)
+    call("cancel", "r")
+    again = json.loads(call("resume", "r", "--json").stdout)
+    assert again["jobs"]["precompile"] is not None
+    call("cancel", "r")
+    past = json.loads(call("resume", "r", "--set=train.incomplete_graphs=compile", "--json").stdout)
+    assert past["jobs"]["precompile"] is None
+    config = yaml.safe_load(run.config.read_text())
+    assert config["train"]["incomplete_graphs"] == "compile"
+    assert config["origin"]["train.incomplete_graphs"] == "--set train.incomplete_graphs=compile"
+
+
+def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    auto = ("--set", "train.micro_batch=auto")
+    sent = submitted(fake, inputs, "--name", "r", *auto)
+    mesh = sent["mesh"]
+    assert isinstance(mesh, dict)
+    assert (mesh["micro_batch"], mesh["accumulation"], mesh["data"]) == (None, None, 4)
+    assert "auto: measured by the precompile stage" in call("status", "r").stdout
+    call("cancel", "r")
+    run = RunDir(Path(str(sent["run_dir"])))
+    GraphManifest(
+        complete=True, backend="native", versions={}, graphs=0, archive_bytes=0,
+        archive_sha256="", cold_first_step_s=1.0, files=(),
+    ).save(run.graphs_manifest)  # fmt: skip
+    again = json.loads(call("resume", "r", "--json").stdout)
+    assert again["jobs"]["precompile"] is not None, "graphs without the micro batch"
+    call("cancel", "r")
+    tried = tuple(
+        MicroBatchCandidate(
+            micro_batch=size, seconds_per_sequence=1 / size, peak_bytes=1, first_step_s=1.0
+        )
+        for size in (1, 2)
+    )
+    MicroBatchRecord(
+        micro_batch=2, reason="", candidates=tried, limit_bytes=9, nodes=("n1",), device="cpu",
+        workers=1,
+    ).save(run.micro_batch)  # fmt: skip
+    more = json.loads(call("resume", "r", "--nodes", "8", "--json").stdout)
+    assert more["jobs"]["precompile"] is None
+    assert (more["mesh"]["micro_batch"], more["mesh"]["global_batch"]) == (1, 8)
+    words = call("status", "r").stdout
+    assert "8 = data 8 × 1 × micro batch 1; auto: 2 chosen of 1, 2 on n1" in words
+    assert json.loads(call("status", "r", "--json").stdout)["micro_batch"]["micro_batch"] == 2
+    assert "auto: measured" in call("submit", "tiny_neox", "--name", "s", *inputs, *auto).stdout
+
+
 def test_sbatch_refusing_leaves_the_name_free(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     fake.refuse = "Batch job submission failed: Invalid account"
     words = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
@@ -248,11 +407,30 @@ def test_a_taken_name(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
         (("submit", "nosuch"), "unknown recipe 'nosuch'"),
         (("submit", "tiny_neox", "--cluster", "moon"), "unknown cluster profile 'moon'"),
         (("submit", "tiny_neox", "--nodes", "3"), "choose 1, 2 or 4 nodes"),
+        (
+            ("submit", "tiny_neox", "--nodes", "3", "--set", "train.micro_batch=auto"),
+            "1, 2, 4 or 8",
+        ),
+        (("submit", "tiny_neox", "--set", "train.micro_batch=0"), "above 0, or auto"),
+        (("submit", "tiny_neox", "--set", "train.micro_batch=Auto"), "above 0, or auto"),
         (("submit", "tiny_neox", "--set", "optim.lrr=1"), "did you mean 'lr'"),
         (("submit", "tiny_neox", "--set", "data.corpus=no.arrow"), "no.arrow"),
-        (("submit", "neox_20b", "--nodes", "4"), "cannot train on them yet"),
-        (("submit", "neox_20b", "--nodes", "1", "--set", "backend=native"), "parallel.tensor"),
+        (
+            ("submit", "neox_20b", "--nodes", "4", "--set", "train.precision=bf16_mixed"),
+            "--set parallel.zero=1, or train.precision=bf16_sr",
+        ),
+        (
+            ("submit", "neox_20b", "--nodes", "4", "--set", "cluster.devices_per_node=64"),
+            "trn1.32xlarge has 32 NeuronCores; set 32",
+        ),
+        (("submit", "tiny_neox", "--set", "env.9LIVES=1"), "env.9LIVES"),
+        (("submit", "neox_20b", "--nodes", "1", "--set", "backend=native"), "not on neuron"),
+        (
+            ("submit", "llama2_70b", "--nodes", "32", "--cluster", "p4d"),
+            "parallel.tensor: 32 does not divide 8 key and value heads",
+        ),
         (("submit", "tiny_neox", "--set", "data.corpus=null"), "data.corpus: not set"),
+        (("submit", "tiny_neox_finetune"), "add --set train.init_from=FOLDER, a checkpoint of"),
         (("status", "nosuch"), "no run 'nosuch'"),
         (("logs", "nosuch"), "no run 'nosuch'"),
         (("cancel", "nosuch"), "no run 'nosuch'"),

@@ -21,31 +21,10 @@ def faults(*overrides: str, recipe: str = "tiny_neox") -> list[str]:
 def test_every_shipped_recipe_and_profile_resolves() -> None:
     recipes, profiles = available(shipped.recipes_dir()), available(shipped.clusters_dir())
     assert {"tiny_neox", "neox_20b", "pythia_6.9b"} <= set(recipes)
-    assert {"local", "trn1", "p4d"} <= set(profiles)
+    assert {"local", "trn1", "trn1n", "p4d"} <= set(profiles)
     for recipe in recipes:
         for profile in profiles:
             assert resolve(recipe, profile).recipe.name == recipe
-
-
-def test_neox_20b_has_the_figures_of_the_aws_run() -> None:
-    recipe = resolve("neox_20b").recipe
-    model, optim, parallel = recipe.model, recipe.optim, recipe.parallel
-    assert (model.num_layers, model.hidden_size, model.num_heads) == (44, 6144, 64)
-    assert (model.ffn_hidden_size, model.seq_len, model.rotary_pct) == (24576, 2048, 0.25)
-    assert (optim.lr, optim.min_lr, optim.warmup_steps) == (9.7e-5, 1e-5, 100)
-    assert (optim.weight_decay, optim.grad_clip, optim.betas) == (0.01, 1.0, (0.9, 0.95))
-    assert (model.init_std, recipe.train.global_batch, recipe.train.steps) == (0.021, 256, 10000)
-    assert (parallel.tensor, parallel.pipeline, recipe.train.micro_batch) == (8, 4, 1)
-    assert model.padded_vocab_size == 50264
-
-
-def test_pythia_6_9b_has_the_figures_of_the_aws_run() -> None:
-    recipe = resolve("pythia_6.9b").recipe
-    model, optim, parallel = recipe.model, recipe.optim, recipe.parallel
-    assert (model.num_layers, model.hidden_size, model.num_heads) == (32, 4096, 32)
-    assert (model.ffn_hidden_size, model.init_std) == (16384, 0.021)
-    assert (optim.lr, optim.min_lr, optim.weight_decay) == (1.2e-4, 1.2e-5, 0.01)
-    assert (parallel.tensor, parallel.pipeline, recipe.train.micro_batch) == (8, 1, 2)
 
 
 def test_backend_follows_the_device() -> None:
@@ -65,6 +44,45 @@ def test_overrides_are_read_as_yaml_1_2() -> None:
     assert config.recipe.train.log_every == 7
 
 
+@pytest.mark.parametrize("where", ["env", "cluster.env"])
+def test_a_variables_value_is_a_text_whatever_it_looks_like(where: str, tmp_path: Path) -> None:
+    given = {"A": "1", "B": "007", "C": "true", "D": "", "E": "a=b: [c", "F": "null", "G": "1e-4"}
+    config = resolve("tiny_neox", overrides=[f"{where}.{name}={v}" for name, v in given.items()])
+    holder = config.recipe if where == "env" else config.cluster
+    assert holder.env == given
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    again = load(path)
+    assert (again.recipe.env, again.cluster.env) == (config.recipe.env, config.cluster.env)
+    assert again.origins[f"{where}.B"] == f"--set {where}.B=007"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("env.9LIVES=1", "env.9LIVES"),
+        ("env.A-B=1", "env.A-B"),
+        ("env.A.B=1", "env.A"),
+        ("env=[1]", "must be a valid dictionary"),
+        ("cluster.env.A B=1", "cluster.env.A B"),
+        ("cluster.instance_type=trn1", "cluster.instance_type: 'trn1'"),
+    ],
+)
+def test_bad_variables_and_instance_types(override: str, words: str) -> None:
+    (fault,) = faults(override)
+    assert words in fault
+
+
+def test_a_number_in_a_file_is_no_variable(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = (shipped.recipes_dir() / "tiny_neox.yaml").read_text()
+    path.write_text(f'{text}env:\n  A: 1\n  B: ""\n')
+    (fault,) = faults(recipe=str(path))
+    assert fault.startswith("env.A: 1 (mine.yaml:")
+    path.write_text(path.read_text().replace("A: 1", 'A: "1"'))
+    assert resolve(str(path)).recipe.env == {"A": "1", "B": ""}
+
+
 def test_each_value_knows_its_source() -> None:
     config = resolve(
         "tiny_neox",
@@ -81,6 +99,28 @@ def test_each_value_knows_its_source() -> None:
     assert source["slurm.partition"] == "--partition"
     assert source["slurm.qos"] == "default"
     assert source["optim.eps"] == "default"
+
+
+def test_what_is_left_to_the_family_says_so(tmp_path: Path) -> None:
+    config = resolve("tiny_llama", overrides=["model.attention_bias=true"])
+    rows = {path: (value, source) for path, value, source in config.rows()}
+    assert rows["model.rotary_pct"] == (1.0, "family llama")
+    assert rows["model.parallel_residual"] == (False, "family llama")
+    assert rows["model.attention_bias"] == (True, "--set model.attention_bias=true")
+    assert rows["model.num_kv_heads"][1].startswith("tiny_llama.yaml:")
+    assert rows["model.rotary_base"][1] == "default"
+    other = {path: value for path, value, _ in resolve("tiny_gpt3").rows()}
+    assert other["model.activation"] == "gelu_tanh"
+    assert other["model.tied_embeddings"] is True
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    assert load(path).rows() == config.rows()
+
+
+def test_an_unknown_family_is_one_fault() -> None:
+    found = faults("model.family=gpt5")
+    assert found[0].startswith("model.family: 'gpt5' (--set model.family=gpt5): must be 'neox'")
+    assert all(fault.endswith("so the recipe must set it") for fault in found[1:])
 
 
 def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
@@ -122,7 +162,7 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("parallel.tensor=5", "does not divide 6 attention heads; choose 1, 2, 3 or 6"),
         ("parallel.pipeline=3", "does not divide 4 layers; choose 1, 2 or 4"),
         ("model.num_kv_heads=4", "does not divide model.num_heads 6"),
-        ("model.num_kv_heads=2", "GPT-NeoX has as many"),
+        ("model.num_kv_heads=2", "family neox has as many key and value heads as attention heads"),
         ("model.rotary_pct=0.1", "an odd number"),
         ("train.micro_batch=5", "does not divide train.global_batch 8; choose 1, 2, 4 or 8"),
         ("slurm.time=soon", "must be minutes"),

@@ -78,7 +78,7 @@ def test_ctrl_c_saves_and_resume_continues(
     assert f"resumed from step {saved}" in text
     assert "precompile attempt" not in text
     assert bench.compare_exactly(unbroken, "stopped")["overlaps"]["b"]["rows"] == 0
-    assert "nothing to resume" in bench.call("resume", "stopped", code=2)
+    assert "is done: it has trained all its" in bench.call("resume", "stopped", code=2)
 
 
 def test_a_supervisor_killed_outright_leaves_nothing_running(

@@ -148,15 +148,20 @@ def test_signals_as_at_the_time_limit(
 def test_the_time_limit_itself(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str
 ) -> None:
-    # Slurm's clock ticks in minutes here: signalled 30 s before the end of the first minute.
+    # Slurm looks at time limits every 30 s, and signals when the lead would begin before it looks
+    # again: 30 to 60 s after the start.
     submit(
-        bench, inputs, "limited", "--time=1", "--set=slurm.signal_lead_s=30",
+        bench, inputs, "limited", "--time=2", "--set=slurm.signal_lead_s=60",
         "--set=train.compile=false", "--set=train.steps=100000",
     )  # fmt: skip
-    bench.until(lambda: (bench.runs / "limited/attempts/001").is_dir(), "not requeued", 180)
-    assert bench.attempt("limited", 0)["class"] == "advance_signal"
-    assert bench.attempt("limited", 0)["evidence"] == ["SIGUSR1: saved and left"]
-    bench.wait_for_step("limited", bench.attempt("limited", 0)["last_step"] + 1, attempt=1)
+    again = bench.runs / "limited" / "attempts" / "001" / "attempt.json"
+    bench.until(again.is_file, "not requeued", 240)
+    left = bench.attempt("limited", 0)
+    assert left["class"] == "advance_signal"
+    assert left["evidence"] == ["SIGUSR1: saved and left"]
+    assert left["checkpoint_after"] == left["last_step"]
+    assert bench.attempt("limited", 1)["checkpoint_before"] == left["checkpoint_after"]
+    bench.wait_for_step("limited", left["last_step"] + 1, attempt=1)
     bench.call("cancel", "limited")
     wait(bench, "limited", "cancelled")
     bench.until(lambda: bench.attempt("limited", 1)["ended_at"] is not None, "record left open")

@@ -1,6 +1,10 @@
-"""The decoder against transformers' GPT-NeoX: logits, loss and every gradient."""
+"""The decoder against transformers' models: logits, loss and every gradient, in fp32, to 1e-5."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,107 +13,191 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
+from slurmllm.config.rules import broken_rules
+from slurmllm.model import output
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import initialize
 from slurmllm.model.rotary import slice_order
 
 transformers = pytest.importorskip("transformers")
 
+EXACT = {"rtol": 1e-5, "atol": 1e-5}
+
 
 @st.composite
-def configs(draw: st.DrawFn) -> ModelConfig:
-    heads = draw(st.sampled_from([1, 2, 3, 4]))
-    head_dim = draw(st.sampled_from([4, 8, 12, 16]))
-    turned = draw(st.integers(0, head_dim // 2)) * 2
-    return ModelConfig(
-        family="neox",
-        num_layers=draw(st.integers(1, 3)),
-        hidden_size=heads * head_dim,
-        num_heads=heads,
-        ffn_hidden_size=draw(st.sampled_from([8, 33, 64])),
-        vocab_size=draw(st.integers(11, 97)),
-        seq_len=draw(st.integers(2, 40)),
-        rotary_pct=turned / head_dim,
-        rotary_base=draw(st.sampled_from([100.0, 10000.0])),
-        init_std=0.1,
-    )
+def configs(draw: st.DrawFn, family: str) -> ModelConfig:
+    heads, head_dim = draw(st.sampled_from([1, 2, 3, 4, 6])), draw(st.sampled_from([4, 8, 12]))
+    values = {
+        "family": family,
+        "num_layers": draw(st.integers(1, 3)),
+        "hidden_size": heads * head_dim,
+        "num_heads": heads,
+        "ffn_hidden_size": draw(st.sampled_from([8, 33, 48, 64])),
+        "vocab_size": draw(st.integers(11, 97)),
+        "vocab_pad_multiple": draw(st.sampled_from([1, 8, 64])),
+        "seq_len": draw(st.integers(2, 40)),
+        "rotary_base": draw(st.sampled_from([100.0, 10000.0])),
+        "tied_embeddings": draw(st.booleans()),
+        "init_std": 0.1,
+        "norm_eps": draw(st.sampled_from([1e-5, 1e-3])),
+    }
+    if family == "neox":
+        values["rotary_pct"] = draw(st.integers(0, head_dim // 2)) * 2 / head_dim
+        values["parallel_residual"] = draw(st.booleans())
+        values["attention_bias"] = draw(st.booleans())
+    if family == "llama":
+        values["num_kv_heads"] = draw(st.sampled_from([d for d in (1, 2, 3, 6) if heads % d == 0]))
+        values["attention_bias"] = draw(st.booleans())
+        values["mlp_bias"] = draw(st.booleans())
+    else:
+        values["activation"] = draw(st.sampled_from(["gelu", "gelu_tanh"]))
+    config = ModelConfig.model_validate(values)
+    assert not [*broken_rules({f"model.{k}": v for k, v in config.model_dump().items()})]
+    return config
 
 
-def reference(config: ModelConfig) -> nn.Module:
-    model: nn.Module = transformers.GPTNeoXForCausalLM(
-        transformers.GPTNeoXConfig(
-            vocab_size=config.padded_vocab_size,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            intermediate_size=config.ffn_hidden_size,
-            max_position_embeddings=config.seq_len,
-            layer_norm_eps=config.norm_eps,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": config.rotary_base,
-                "partial_rotary_factor": config.rotary_pct,
-            },
-            attn_implementation="eager",
-        )
-    )
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
+
+
+def reference(c: ModelConfig) -> nn.Module:
+    """transformers' model of the same shape, its vocabulary not padded."""
+    common = {
+        "vocab_size": c.vocab_size,
+        "tie_word_embeddings": c.tied_embeddings,
+        "attn_implementation": "eager",
+    }
+    if c.family == "gpt3":
+        gpt2 = transformers.GPT2Config(
+            **common, n_positions=c.seq_len, n_embd=c.hidden_size, n_layer=c.num_layers,
+            n_head=c.num_heads, n_inner=c.ffn_hidden_size, layer_norm_epsilon=c.norm_eps,
+            activation_function=ACTIVATIONS[c.activation],
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        return cast(nn.Module, transformers.GPT2LMHeadModel(gpt2))
+    common |= {
+        "hidden_size": c.hidden_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "intermediate_size": c.ffn_hidden_size,
+        "max_position_embeddings": c.seq_len,
+        "hidden_act": ACTIVATIONS[c.activation],
+        "attention_bias": c.attention_bias,
+    }
+    rope = {"rope_type": "default", "rope_theta": c.rotary_base}
+    if c.family == "llama":
+        llama = transformers.LlamaConfig(
+            **common, num_key_value_heads=c.kv_heads, mlp_bias=c.mlp_bias,
+            rms_norm_eps=c.norm_eps, rope_parameters=rope,
+        )  # fmt: skip
+        return cast(nn.Module, transformers.LlamaForCausalLM(llama))
+    neox = transformers.GPTNeoXConfig(
+        **common, use_parallel_residual=c.parallel_residual, layer_norm_eps=c.norm_eps,
+        rope_parameters=rope | {"partial_rotary_factor": c.rotary_pct},
+    )  # fmt: skip
+    return cast(nn.Module, transformers.GPTNeoXForCausalLM(neox))
+
+
+NAMES = {
+    "neox": {
+        "embed": "gpt_neox.embed_in", "final_norm": "gpt_neox.final_layer_norm",
+        "head": "lm_head", "layers": "gpt_neox.layers",
+        "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+        "attention.qkv": "attention.query_key_value", "attention.out": "attention.dense",
+        "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
+    },
+    "llama": {
+        "embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head",
+        "layers": "model.layers", "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm", "attention.out": "self_attn.o_proj",
+        "mlp.down": "mlp.down_proj",
+    },
+    "gpt3": {
+        "embed": "transformer.wte", "positions": "transformer.wpe",
+        "final_norm": "transformer.ln_f", "head": "lm_head", "layers": "transformer.h",
+        "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.qkv": "attn.c_attn",
+        "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+    },
+}  # fmt: skip
+
+
+def theirs(name: str, values: Tensor, c: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """One of our tensors, a parameter or its gradient, as transformers names and orders it."""
+    module, _, leaf = name.rpartition(".")
+    names, prefix = NAMES[c.family], ""
+    if module.startswith("layers."):
+        _, layer, module = module.split(".", 2)
+        prefix = f"{names['layers']}.{layer}."
+    if module in ("embed", "head"):
+        values = values[: c.vocab_size]
+    if module == "attention.qkv":
+        group = c.num_heads // c.kv_heads
+        grouped = values.unflatten(0, (c.kv_heads, group + 2, c.head_dim))
+        q, k, v = (part.flatten(0, 1) for part in grouped.split([group, 1, 1], dim=1))
+        if c.family == "neox":  # q, k and v of each head, in the order of sliced rotation
+            order = torch.tensor(slice_order(c.head_dim, c.rotary_pct)).argsort()
+            values = torch.stack([q[:, order], k[:, order], v], dim=1).flatten(0, 2)
+        elif c.family == "gpt3":
+            values = torch.cat([q, k, v]).flatten(0, 1)
+        else:
+            for one, part in (("q", q), ("k", k), ("v", v)):
+                yield f"{prefix}self_attn.{one}_proj.{leaf}", part.flatten(0, 1)
+            return
+    if module == "mlp.gate_up":
+        blocks = values.unflatten(0, (-1, 2, c.gate_block))
+        yield f"{prefix}mlp.gate_proj.{leaf}", blocks[:, 0].flatten(0, 1)
+        yield f"{prefix}mlp.up_proj.{leaf}", blocks[:, 1].flatten(0, 1)
+        return
+    if c.family == "gpt3" and values.ndim == 2 and prefix:  # Conv1D: [in, out]
+        values = values.T
+    yield f"{prefix}{names[module]}.{leaf}", values
+
+
+def filled(config: ModelConfig) -> nn.Module:
+    """Our model with weights of which none is without effect, biases and norms included."""
+    model = build_model(config)
+    initialize(model, config, seed=3)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise, alpha=0.1)
     return model
 
 
-def reference_name(name: str) -> str:
-    for ours, theirs in (
-        ("embed.", "gpt_neox.embed_in."),
-        ("layers.", "gpt_neox.layers."),
-        ("final_norm", "gpt_neox.final_layer_norm"),
-        ("head.weight", "lm_head.weight"),
-        ("attention_norm", "input_layernorm"),
-        ("mlp_norm", "post_attention_layernorm"),
-        ("attention.qkv", "attention.query_key_value"),
-        ("attention.out", "attention.dense"),
-        ("mlp.up", "mlp.dense_h_to_4h"),
-        ("mlp.down", "mlp.dense_4h_to_h"),
-    ):
-        name = name.replace(ours, theirs)
-    return name
-
-
-def reference_layout(name: str, values: Tensor, config: ModelConfig) -> Tensor:
-    """Our tensor in transformers' order of dimensions (it is its own kind of inverse for grads)."""
-    if "attention.qkv" not in name:
-        return values
-    order = torch.tensor(slice_order(config.head_dim, config.rotary_pct))
-    grouped = values.clone().unflatten(0, (config.num_heads, 3, config.head_dim))
-    out = grouped.clone()
-    out[:, :2].index_copy_(2, order, grouped[:, :2])
-    return out.flatten(0, 2)
-
-
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(configs())
-def test_logits_loss_and_gradients(config: ModelConfig) -> None:
-    ours, theirs = build_model(config), reference(config)
-    initialize(ours, config, seed=3)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_logits_loss_and_gradients(family: str, data: st.DataObject) -> None:
+    c = data.draw(configs(family))
+    at_a_time = data.draw(st.sampled_from([2**27, 5 * c.vocab_size]))
+    model, other = filled(c), reference(c)
+    expected = dict(other.named_parameters())
     with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            if parameter.ndim == 1:  # biases and norms too must matter
-                generator = torch.Generator().manual_seed(len(name))
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-            target = theirs.get_parameter(reference_name(name))
-            target.copy_(reference_layout(name, parameter, config))
-    tokens = torch.randint(0, config.vocab_size, (2, config.seq_len + 1))
-    logits = ours(tokens[:, :-1])
-    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    their_logits = theirs(tokens[:, :-1]).logits
-    their_loss = F.cross_entropy(their_logits.flatten(0, 1), tokens[:, 1:].flatten())
-    torch.testing.assert_close(logits, their_logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(loss, their_loss, rtol=1e-5, atol=1e-5)
+        for name, parameter in model.named_parameters():
+            for their_name, values in theirs(name, parameter, c):
+                expected[their_name].copy_(values)
+    generator = torch.Generator().manual_seed(7)
+    text = torch.randint(0, c.vocab_size, (2, c.seq_len + 1), generator=generator)
+    tokens, labels = text[:, :-1], text[:, 1:]
+
+    logits, their_logits = model(tokens), other(tokens).logits
+    torch.testing.assert_close(logits[..., : c.vocab_size], their_logits, **EXACT)
+    with patch.object(output, "_LOGITS_AT_A_TIME", at_a_time):
+        loss = model(tokens, labels)
+    their_loss = F.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(loss, their_loss, **EXACT)
+
     loss.backward()
     their_loss.backward()
-    names = dict(ours.named_parameters())
-    assert len(names) == len(dict(theirs.named_parameters()))
-    for name, parameter in names.items():
+    compared = set()
+    for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        grad = reference_layout(name, parameter.grad, config)
-        their_grad = theirs.get_parameter(reference_name(name)).grad
-        torch.testing.assert_close(grad, their_grad, rtol=1e-5, atol=1e-5, msg=name)
+        for their_name, grad in theirs(name, parameter.grad, c):
+            compared.add(their_name)
+            torch.testing.assert_close(grad, expected[their_name].grad, **EXACT, msg=name)
+        if name in ("embed.weight", "head.weight"):
+            assert parameter.grad[c.vocab_size :].eq(0).all(), "padding learns nothing"
+    assert compared == set(expected)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from train.gang import small_config
 
+from slurmllm.config.families import FAMILIES
+from slurmllm.config.recipe import ModelConfig
+from slurmllm.config.resolve import resolve
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import initialize, normal
+from slurmllm.plan.parameters import parameters
 
 CONFIG = small_config("model.hidden_size=128", "model.ffn_hidden_size=512").recipe.model
 
@@ -50,8 +57,89 @@ def test_meta_construction_gives_the_same_weights() -> None:
     assert torch.equal(plain(tokens), late(tokens)), "buffers too"
 
 
+def relative_std(config: ModelConfig) -> dict[str, float]:
+    """Parameter → its standard deviation, measured, in units of the recipe's."""
+    model = build_model(config)
+    initialize(model, config, seed=5)
+    return {
+        name: parameter.std().item() / config.init_std
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2
+    }
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    ("how", "factor"),
+    [({}, 1.0), ({"scaled_init": True}, 1 / math.sqrt(4)), ({"output_init_std": 0.005}, 0.25)],
+)
+def test_output_matrices_may_begin_smaller(
+    family: str, how: dict[str, object], factor: float
+) -> None:
+    config = ModelConfig.model_validate(
+        {
+            "family": family, "num_layers": 2, "hidden_size": 128, "num_heads": 4,
+            "ffn_hidden_size": 512, "vocab_size": 512, "seq_len": 128, **how,
+        }
+    )  # fmt: skip
+    for name, measured in relative_std(config).items():
+        scaled = name.endswith(("attention.out.weight", "mlp.down.weight"))
+        assert measured == pytest.approx(factor if scaled else 1.0, rel=0.03), name
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_rectangle_is_a_slice_of_the_whole(data: st.DataObject) -> None:
+    """Drawn across the edges of tiles, which are 64 by 1024."""
+    draw = data.draw
+    shape = draw(st.tuples(st.integers(1, 200), st.sampled_from([1, 30, 1023, 1024, 2500])))
+    top, left = (draw(st.integers(0, size - 1)) for size in shape)
+    height = draw(st.integers(0, shape[0] - top))
+    width = draw(st.integers(0, shape[1] - left))
+    whole = normal(shape, 0.5, 5, "a.weight")
+    part = normal(shape, 0.5, 5, "a.weight", (top, left), (height, width))
+    assert torch.equal(part, whole[top : top + height, left : left + width])
+
+
+def test_meta_construction_takes_no_memory() -> None:
+    config = resolve("neox_20b").recipe.model
+    with torch.device("meta"):
+        model = build_model(config)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert all(tensor.is_meta for tensor in tensors)
+    assert sum(p.numel() for p in model.parameters()) == parameters(config) > 20e9
+
+
 def test_vocabulary_is_padded() -> None:
     config = CONFIG.model_copy(update={"vocab_size": 509, "vocab_pad_multiple": 128})
     model = build_model(config)
     assert model.get_parameter("embed.weight").shape[0] == 512
     assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 512)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_padding_of_the_vocabulary_changes_nothing(family: str) -> None:
+    shape = {
+        "family": family, "num_layers": 1, "hidden_size": 32, "num_heads": 4,
+        "ffn_hidden_size": 64, "vocab_size": 61, "seq_len": 16,
+    }  # fmt: skip
+    plain = ModelConfig.model_validate(shape)
+    padded = ModelConfig.model_validate({**shape, "vocab_pad_multiple": 64})
+    ours, wider = build_model(plain), build_model(padded)
+    initialize(ours, plain, seed=5)
+    initialize(wider, padded, seed=5)
+    with torch.no_grad():
+        for name, parameter in wider.named_parameters():
+            values = ours.get_parameter(name)
+            parameter[: len(values)] = values  # the rows beyond stay as they were drawn
+    text = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(5))
+    losses = [model(text[:, :-1], text[:, 1:]) for model in (ours, wider)]
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-7)
+    for loss in losses:
+        loss.backward()
+    for name, parameter in wider.named_parameters():
+        grad, expected = parameter.grad, ours.get_parameter(name).grad
+        assert grad is not None
+        assert expected is not None
+        torch.testing.assert_close(grad[: len(expected)], expected, rtol=1e-5, atol=1e-8)
+        assert grad[len(expected) :].eq(0).all(), name

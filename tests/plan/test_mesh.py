@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import resolve
-from slurmllm.errors import ConfigError
-from slurmllm.plan.mesh import make_mesh
+from slurmllm.errors import ConfigError, StorageError
+from slurmllm.plan.mesh import load_mesh, make_mesh, micro_batches, save_mesh
 
 
 def test_neox_20b_on_four_nodes_as_in_the_aws_run() -> None:
@@ -39,5 +42,113 @@ def test_a_mesh_that_does_not_fit_names_one_that_does(recipe: str, nodes: int, w
 
 def test_degrees_that_do_not_divide_the_workers() -> None:
     config = resolve("tiny_neox", overrides=["parallel.tensor=2"])
-    with pytest.raises(ConfigError, match="does not divide the 3 workers"):
+    with pytest.raises(ConfigError, match="does not divide the 3 workers of 3 nodes × 1;"):
         make_mesh(config, 3)
+    with pytest.raises(ConfigError, match=r"the 1 workers of 1 node × 1; choose 2, 4 or 6 nodes,"):
+        make_mesh(config, 1)
+
+
+def test_one_node_is_no_nodes() -> None:
+    config = resolve("tiny_neox", overrides=["train.global_batch=1", "train.micro_batch=1"])
+    with pytest.raises(ConfigError, match="choose 1 node, or change the batch"):
+        make_mesh(config, 2)
+
+
+AUTO = "train.micro_batch=auto"
+
+
+def test_an_unmeasured_micro_batch_is_null_in_the_plan(tmp_path: Path) -> None:
+    mesh = make_mesh(resolve("tiny_neox", overrides=[AUTO]), 2)
+    assert mesh.unmeasured
+    assert (mesh.to_json()["micro_batch"], mesh.to_json()["accumulation"]) == (None, None)
+    save_mesh(mesh, tmp_path / "plan.json")
+    assert load_mesh(tmp_path / "plan.json") == mesh
+
+
+@pytest.mark.parametrize(
+    ("nodes", "micro_batch", "accumulation"),
+    [(1, 6, 4), (2, 6, 2), (3, 4, 2), (8, 3, 1), (24, 1, 1)],
+)
+def test_a_measured_micro_batch_fits_every_node_count(
+    tmp_path: Path, nodes: int, micro_batch: int, accumulation: int
+) -> None:
+    config = resolve("tiny_neox", overrides=[AUTO, "train.global_batch=24"])
+    mesh = make_mesh(config, nodes, measured=7)
+    assert (mesh.micro_batch, mesh.accumulation) == (micro_batch, accumulation)
+    assert mesh.data * mesh.micro_batch * mesh.accumulation == 24
+    assert not mesh.unmeasured
+    save_mesh(mesh, tmp_path / "plan.json")
+    assert load_mesh(tmp_path / "plan.json") == mesh
+
+
+def test_a_fixed_micro_batch_asks_for_no_measurement() -> None:
+    mesh = make_mesh(resolve("tiny_neox"), 2, measured=7)
+    assert (mesh.micro_batch, mesh.unmeasured) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "fitting"),
+    [
+        (1, 1, [1, 2, 3, 4, 6, 12]),
+        (4, 1, [1, 2, 3]),  # as many micro batches as stages, or more
+        (16, 1, [1, 2, 3, 4, 6, 12]),  # there is no such cut
+        (2, 2, [1, 2, 3, 6]),
+        (5, 2, []),
+    ],
+)
+def test_micro_batches_that_fit_a_pipeline(pipeline: int, virtual: int, fitting: list[int]) -> None:
+    assert micro_batches(12, pipeline, virtual) == fitting
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "words"),
+    [
+        ([AUTO], 3, "8 sequences are not a multiple of 3 data-parallel workers; choose 1, 2, 4 or"),
+        (
+            ["parallel.virtual_pipeline=2", "train.micro_batch=4"], 4,
+            "micro batches in rounds of 2 (parallel.pipeline), and train.micro_batch 4 makes 1 a "
+            "step; choose 1 or 2",
+        ),
+        (
+            [AUTO, "parallel.virtual_pipeline=2", "train.global_batch=6"], 4,
+            "gives each of 2 data-parallel workers 3 sequences; make it a multiple of 4",
+        ),
+    ],
+)  # fmt: skip
+def test_batches_that_do_not_fit(overrides: list[str], nodes: int, words: str) -> None:
+    pipeline = ["parallel.pipeline=2"] if "virtual" in "".join(overrides) else []
+    with pytest.raises(ConfigError) as caught:
+        make_mesh(resolve("tiny_neox", overrides=[*pipeline, *overrides]), nodes)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "per_node", "nodes", "wanted"),
+    [(1, 1, 8, 4, 1), (8, 1, 8, 4, 1), (8, 4, 8, 8, 4), (2, 2, 1, 4, 4), (2, 3, 4, 6, 3)],
+)
+def test_precompile_takes_whole_replicas(
+    tensor: int, pipeline: int, per_node: int, nodes: int, wanted: int
+) -> None:
+    overrides = [
+        f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}",
+        f"cluster.devices_per_node={per_node}", "model.num_layers=12", "model.num_heads=8",
+    ]  # fmt: skip
+    config = resolve("tiny_neox", overrides=overrides)
+    assert load_environment("native").precompile_nodes(config, nodes) == wanted
+    assert load_environment("nxd").precompile_nodes(config, nodes) == nodes
+
+
+def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    with pytest.raises(StorageError, match=r"cannot read .*plan\.json"):
+        load_mesh(plan)
+    plan.write_text('{"nodes": 1}')
+    with pytest.raises(StorageError, match="`slurmllm resume` writes it again"):
+        load_mesh(plan)
+
+
+def test_nothing_measures_the_micro_batch_on_neuron_devices() -> None:
+    config = resolve("gpt3_125m", "trn1")
+    assert config.recipe.train.micro_batch == "auto"
+    mesh = make_mesh(config, 1)
+    assert (mesh.micro_batch, mesh.accumulation, mesh.unmeasured) == (1, 8, False)

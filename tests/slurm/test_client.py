@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,3 +153,17 @@ def test_a_command_that_fails_shows_its_words(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(SlurmError, match="controller not responding"):
         SlurmCommands().submit(tmp_path / "job.sh")
+
+
+def test_the_partition_shows_its_nodes(bench: Bench) -> None:
+    main = [node for node in bench.client.partition_nodes() if node.partition == "main"]
+    assert sorted(node.name for node in main) == ["n1", "n2", "n3", "n4", "n5"]
+    assert all(node.default and node.up and node.cpus > 0 and node.gres == "" for node in main)
+
+
+def test_what_slurmctld_runs_with(bench: Bench) -> None:
+    settings = bench.client.settings()
+    assert settings["JobRequeue"] == "1"
+    assert re.match(r"\d\d\.\d\d", settings["SLURM_VERSION"])
+    bench.client.ask_accounting()
+    assert bench.client.missing_commands() == []

@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 
 from slurmllm.config.resolve import resolve
-from slurmllm.records import AttemptRecord, JobsRecord, NodeRecord, Submission
+from slurmllm.records import AttemptRecord, FailureRecord, JobsRecord, NodeRecord, Submission
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.supervise.allocation import Allocation, LocalAllocation
-from slurmllm.supervise.attempts import close_attempt, load_attempts, open_attempt
+from slurmllm.supervise.attempts import (
+    close_attempt,
+    load_attempts,
+    lost_nodes,
+    open_attempt,
+    unequal_versions,
+)
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.requeue import nodes_to_avoid, requeue, usable
 from slurmllm.supervise.supervisor import ended_at, ending_of_lost, incarnation
@@ -91,6 +97,22 @@ def test_a_code_error_stops_at_once(run: RunDir) -> None:
     assert attempt(run, Ending("code_error", ("KeyError",))).action == "stop"
 
 
+def test_graphs_added_by_the_nodes_come_into_the_record(run: RunDir) -> None:
+    record = open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation())
+    for name, graphs in (("local0", ("b", "a")), ("local1", ("a",))):
+        NodeRecord(node=name, graphs_added=graphs).save(run.attempt("train", 0).node(name))
+    record = record.model_copy(update={"nodes": ("local0", "local1")})
+    assert close_attempt(run, record, LOST).graphs_added == ("a", "b")
+
+
+def test_unequal_versions_are_named_with_their_nodes() -> None:
+    same = {"torch": "2.9", "neuron-driver": "2.24"}
+    assert unequal_versions({"n1": same, "n2": same, "n3": {}}) == ""
+    said = unequal_versions({"n1": same, "n2": {**same, "neuron-driver": "2.21"}, "n3": same})
+    assert "neuron-driver 2.24 on n1 n3, 2.21 on n2" in said
+    assert "torch" not in said
+
+
 def open_record(restart_count: int = 0) -> AttemptRecord:
     return AttemptRecord(
         attempt=0, stage="train", job_id="7", restart_count=restart_count, nodes=("n1", "n2"),
@@ -142,6 +164,30 @@ def test_one_silent_node_is_blamed_for_a_lost_attempt() -> None:
 )  # fmt: skip
 def test_usable_nodes(state: str, good: bool) -> None:
     assert usable(state) is good
+
+
+@pytest.mark.parametrize(
+    ("message", "reports", "lost"),
+    [
+        ("nrt_execute status=1201 message=x", True, ["local0"]),  # its device broke
+        ("ended by SIGKILL", True, []),
+        ("ended by SIGKILL", False, ["local0"]),
+    ],
+)
+def test_nodes_to_keep_off(run: RunDir, message: str, reports: bool, lost: list[str]) -> None:
+    record = attempt(run, Ending("node_failure", (message,), ("local0",)))
+    folder = run.attempt("train", record.attempt)
+    if reports:
+        path = folder.node("local0")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        NodeRecord(node="local0", pids={0: 5}, exit_codes={0: 70}).save(path)
+    path = folder.failure(0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FailureRecord(
+        rank=0, node="local0", error="RuntimeError", message=message, blame="code", exit_code=70,
+        step=1, time=1.0, traceback="",
+    ).save(path)  # fmt: skip
+    assert lost_nodes(run, record) == lost
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from slurmllm.errors import NodeError
 from slurmllm.records import GraphManifest
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import cache as graph_cache
+from slurmllm.supervise.gate import faults
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def test_the_manifest_tells_what_the_archive_holds(run: RunDir, manifest: GraphM
     assert GraphManifest.load(run.graphs_manifest) == manifest
     assert manifest.complete
     assert manifest.graphs == 2
-    assert manifest.archive_bytes == run.graphs_archive.stat().st_size
+    assert manifest.archive_bytes == run.graphs_archive().stat().st_size
     assert [file.path for file in manifest.files][-1] == "inductor/k/kernel.so"
     assert "torch" in manifest.versions
     assert not list(run.graphs.glob(".graphs*"))
@@ -52,7 +54,7 @@ def test_the_broadcast_archive_comes_first(
 ) -> None:
     node = tmp_path / "node" / "cache"
     node.parent.mkdir()
-    run.graphs_archive.rename(graph_cache.broadcast_path(node))
+    run.graphs_archive().rename(graph_cache.broadcast_path(node))
     assert graph_cache.put_in_place(node, run, manifest) == "broadcast"
 
 
@@ -75,9 +77,9 @@ def test_a_stale_cache_is_replaced(run: RunDir, manifest: GraphManifest, tmp_pat
 
 
 def test_a_damaged_archive_is_refused(run: RunDir, manifest: GraphManifest, tmp_path: Path) -> None:
-    data = bytearray(run.graphs_archive.read_bytes())
+    data = bytearray(run.graphs_archive().read_bytes())
     data[700] ^= 1
-    run.graphs_archive.write_bytes(data)
+    run.graphs_archive().write_bytes(data)
     node = tmp_path / "node" / "cache"
     node.parent.mkdir()
     with pytest.raises(NodeError, match="does not match its manifest"):
@@ -108,6 +110,56 @@ def test_launchers_of_one_machine_do_not_collide(
     for thread in threads:
         thread.join()
     assert sorted(found) == ["present"] * 7 + ["shared"]
+
+
+def test_graphs_of_several_nodes_come_into_one_archive(run: RunDir, tmp_path: Path) -> None:
+    for node, names in (("n1", ("a", "both")), ("n2", ("both", "b"))):
+        for name in names:
+            path = tmp_path / node / "inductor" / "fxgraph" / "aa" / name / "x"
+            path.parent.mkdir(parents=True)
+            path.write_text(node)
+    graph_cache.hand_in(tmp_path / "n2", run, "n2")
+    assert graph_cache.take_in(tmp_path / "n1", run, ["n2"], lambda node: False) == []
+    manifest = graph_cache.pack(tmp_path / "n1", run, "native", cold_first_step_s=1.0)
+    assert manifest.graphs == 3
+    assert (tmp_path / "n1/inductor/fxgraph/aa/both/x").read_text() == "n1"
+    assert sorted(path.name for path in run.graphs.iterdir()) == ["graphs.tar", "manifest.json"]
+
+
+def test_a_node_that_hands_nothing_in_makes_the_archive_incomplete(
+    run: RunDir, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    kernel = cache / "inductor/fxgraph/aa/abc/x"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("x")
+    graph_cache.hand_in(cache, run, "n2")
+    graph_cache.forget_handed_in(run, ["n1", "n2"])
+    absent = graph_cache.take_in(cache, run, ["n2"], lambda node: node == "n2")
+    assert absent == ["n2"]
+    manifest = graph_cache.pack(cache, run, "native", cold_first_step_s=1.0, absent=absent)
+    assert not manifest.complete
+    assert faults(manifest, run) == ("no graphs from n2",)
+
+
+def test_a_cache_without_graphs_is_incomplete_where_some_are_expected(
+    run: RunDir, tmp_path: Path
+) -> None:
+    assert graph_cache.pack(tmp_path, run, "native", 1.0, expected=False).complete
+    manifest = graph_cache.pack(tmp_path, run, "native", 1.0, expected=True)
+    assert not manifest.complete
+    assert "left no compiled graph" in faults(manifest, run)[0]
+
+
+def test_graphs_that_another_node_hands_in_are_left_out(run: RunDir, tmp_path: Path) -> None:
+    for name in ("ab/abc", "cd/cde"):
+        path = tmp_path / "n2/inductor/fxgraph" / name / "x"
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
+    (tmp_path / "n2/inductor/k.lock").write_text("")
+    graph_cache.hand_in(tmp_path / "n2", run, "n2", without={"inductor/fxgraph/ab/abc"})
+    with tarfile.open(run.graphs_of_node("n2")) as archive:
+        assert archive.getnames() == ["inductor/fxgraph/cd/cde/x"]
 
 
 def test_a_fresh_cache_is_empty(tmp_path: Path) -> None:

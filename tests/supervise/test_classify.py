@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from slurmllm.errors import LOST_PEER
+from slurmllm.errors import DEVICE_FAULT, DEVICE_MEMORY, LOST_PEER
 from slurmllm.records import EndingClass, FailureRecord, NodeRecord
 from slurmllm.supervise.classify import ACTIONS, Observed, classify
 
@@ -35,6 +35,8 @@ def seen(nodes: dict[str, NodeRecord], *failures: FailureRecord, **more: object)
 
 
 LOST = failure(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.1.2]:1234")
+HUNG = failure(0, "RuntimeError", 'nrt_execute status=5 message="Timeout"')
+BROKEN = failure(1, "RuntimeError", 'nrt_execute status=1201 message="HBM UE"')
 ROWS: dict[str, tuple[Observed, EndingClass, str]] = {
     "finished": (seen(both(0, 0)), "done", "2 workers finished"),
     "finished just as the signal came": (seen(both(0, 0), stop_signal="SIGUSR1"), "done", "2"),
@@ -44,6 +46,46 @@ ROWS: dict[str, tuple[Observed, EndingClass, str]] = {
         seen(both(-9, -9), stop_signal="SIGUSR1", overran_s=30.0),
         "advance_signal",
         "after 30 s",
+    ),
+    "a graph did not compile": (
+        seen(both(0, 0), uncompiled=["MODULE_1 failed: too large; graphs/failed/MODULE_1.log"]),
+        "compile_failure",
+        "MODULE_1 failed: too large; graphs/failed/MODULE_1.log",
+    ),
+    "the time limit came while compiling": (
+        seen(both(0, 0), stop_signal="SIGTERM", uncompiled=["MODULE_1 missing"]),
+        "compile_failure",
+        "SIGTERM came before the compiler was done",
+    ),
+    "cancelled while compiling": (
+        seen(both(0, 0), slurm_state="CANCELLED", uncompiled=["MODULE_1 missing"]),
+        "cancelled",
+        "cancelled",
+    ),
+    "the compiler ran out of host memory": (
+        seen(both(0, 0), step_out_of_memory=True, uncompiled=["MODULE_1 missing"]),
+        "out_of_memory",
+        "MODULE_1",
+    ),
+    "the compiler failed while training": (
+        seen(both(70, -9), failure(0, "RuntimeError", "neuronx-cc failed with exit code 70"), LOST),
+        "compile_failure",
+        "neuronx-cc failed",
+    ),
+    "an earlier failure of the compiler was kept": (
+        seen(both(70, 70), failure(0, "RuntimeError", "Got a cached failed neff at /x/model.neff")),
+        "compile_failure",
+        "cached failed neff",
+    ),
+    "inductor failed": (
+        seen(both(70, 70), failure(1, "InductorError", "CppCompileError: C++ compile error")),
+        "compile_failure",
+        "C++ compile error",
+    ),
+    "the workers finished and their launcher did not": (
+        seen({"n1": node("n1", {0: 0}, error="no space"), "n2": node("n2", {1: 0})}),
+        "node_failure",
+        "no space",
     ),
     "cancelled": (seen(both(75, 75), slurm_state="CANCELLED"), "cancelled", "cancelled"),
     "killed from outside": (seen(both(70, -9), LOST), "node_failure", "rank 1 on n2"),
@@ -107,6 +149,27 @@ ROWS: dict[str, tuple[Observed, EndingClass, str]] = {
         "out_of_memory",
         "CUDA",
     ),
+    "memory of a Neuron device": (
+        seen(
+            both(70, 70),
+            HUNG,
+            failure(1, "RuntimeError", 'nrt_tensor_allocate status=4 message="Allocation Failure"'),
+        ),
+        "out_of_memory",
+        "rank 1",
+    ),
+    "a Neuron device is broken": (seen(both(3, 70), HUNG, BROKEN), "node_failure", "rank 1 on n2"),
+    "a collective hangs": (seen(both(3, 3), HUNG), "node_failure", "communication"),
+    "a bad input of a Neuron device": (
+        seen(both(70, 70), failure(0, "RuntimeError", "nrt_execute status=1006 message=OOB")),
+        "code_error",
+        "1006",
+    ),
+    "a failed graph whose log speaks of a device": (
+        seen(both(70, 70), failure(0, "RuntimeError", "neuronx-cc failed: NCC_EOOM001 HBM limit")),
+        "compile_failure",
+        "NCC_EOOM001",
+    ),
     "host memory, by Slurm's word": (
         seen(both(70, -9), LOST, step_out_of_memory=True),
         "out_of_memory",
@@ -128,6 +191,17 @@ def test_the_silent_node_is_blamed_and_not_its_peers() -> None:
     assert classify(ROWS["a node fell silent"][0]).blamed_nodes == ("n2",)
     assert classify(ROWS["killed from outside"][0]).blamed_nodes == ("n2",)
     assert classify(ROWS["only echoes"][0]).blamed_nodes == ()
+    assert classify(ROWS["a Neuron device is broken"][0]).blamed_nodes == ("n2",)
+    assert classify(ROWS["a collective hangs"][0]).blamed_nodes == ()
+
+
+def test_a_taken_port_is_no_node_s_fault() -> None:
+    words = "The server socket has failed to listen. port: 38237, name: EADDRINUSE"
+    for error in ("RuntimeError", "DistNetworkError"):  # the latter also means a lost peer
+        taken = failure(0, error, words)
+        ending = classify(seen({"n1": node("n1", {0: 70})}, taken))
+        assert (ending.ending, ending.blamed_nodes) == ("node_failure", ())
+        assert "the rendezvous port was taken" in ending.evidence[0]
 
 
 def test_every_class_has_an_action() -> None:
@@ -146,7 +220,80 @@ def test_every_class_has_an_action() -> None:
         "Timed out waiting 1800000ms for recv operation to complete",
         # NCCL
         "ncclRemoteError: A call failed possibly due to a network",
+        # aws-neuron-sdk 81ce03a, neuron-runtime/nrt-troubleshoot.rst
+        "RX, connection closed by remote peer",
+        "missing collectives status on Neuron Device 0 NC 0, model 0 - suspected hang in "
+        "collectives operation 0 out of 100",
+        "[ND 1][NC 0] execution timeout (30000 ms) on model x.neff",
+        # the same, neuron-runtime/api/nrt_status.rst, in the words of core-dump.rst
+        "Failure: NRT_EXEC_HW_ERR_COLLECTIVES in nrt_execute()",
+        "Failure: NRT_TIMEOUT in nrt_execute()",
+        "NRT_NETWORK_PROXY_FAILURE",
+        'nrt_execute status=1200 message="stuck"',
+        "Failed to execute the model status=5 message=Timeout",
+        # libfabric, prov/efa/src/efa_errno.h
+        "Unresponsive receiver (reachable by EFA device but handshake failed or timed out)",
+        "Unreachable remote (never received a response)",
+        # aws-ofi-nccl, issue 161
+        "NET/OFI Request completed with error. RC: 21. Error: unknown error",
     ],
 )
 def test_what_a_lost_peer_says(line: str) -> None:
     assert LOST_PEER.search(line)
+    assert not DEVICE_FAULT.search(line)
+    assert not DEVICE_MEMORY.search(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # aws-neuron-sdk 81ce03a, neuron-runtime/nrt-troubleshoot.rst, "Hardware Errors"
+        "(FATAL-RT-UNDEFINED-STATE) [ND 0][NC 0] Uncorrectable memory error is detected, metadata",
+        "(FATAL-RT-UNDEFINED-STATE) Uncorrectable HBM memory error is detected. Execution results",
+        "[MLA 0][NC 0] DMA TX engine 0 is in an abort state",
+        "(FATAL-RT-UNDEFINED-STATE) execution timeout (30000 ms) on Neuron Device 0 NC 0, "
+        "model xxx.neff, waiting for execution completion notification",
+        "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR instance-id=i-05 hostname=ip-172-31-61-252",
+        # the same, neuron-runtime/api/nrt_status.rst
+        "NRT_EXEC_HW_ERR_HBM_UE", "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE", "NRT_EXEC_HW_ERR_NC_UE",
+        "NRT_EXEC_HW_ERR_DMA_ABORT", "NRT_HW_ERROR", "NRT_EXEC_UNIT_UNRECOVERABLE",
+        "NRT_EXEC_COMPLETED_WITH_ERR", "nrt_execute status=1202 message=x",
+        "Failed to execute model file.neff with status 1203",
+    ],
+)  # fmt: skip
+def test_what_a_broken_device_says(line: str) -> None:
+    ending = classify(seen(both(70, 70), failure(1, "RuntimeError", line)))
+    assert (ending.ending, ending.blamed_nodes) == ("node_failure", ("n2",))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # aws-neuron-sdk 81ce03a, neuron-runtime/explore/device-memory.rst
+        "Failed to allocate 4.000GB (alignment: none, usage: tensors) on ND 0:NC 4",
+        # the same, neuron-runtime/api/nrt_status.rst
+        "Failure: NRT_RESOURCE in nrt_load()", "NRT_FAIL_HOST_MEM_ALLOC",
+        # vllm issue 12443, aws-neuron-samples issue 96
+        'nrt_tensor_allocate status=4 message="Allocation Failure"',
+        'nrt_load_collectives status=4 message="Allocation Failure"',
+    ],
+)  # fmt: skip
+def test_what_a_full_device_says(line: str) -> None:
+    assert classify(seen(both(70, 70), failure(1, "RuntimeError", line))).ending == "out_of_memory"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # aws-neuron-sdk 81ce03a: nrt-troubleshoot.rst, core-dump.rst, nrt_status.rst
+        "Failure: NRT_EXEC_SW_NQ_OVERFLOW in nrt_execute()",
+        "execution timeout (30000 ms) on model x.neff, potentially caused by DGE notifications "
+        "enabled. Please disable it",
+        "Failure: NRT_EXEC_OOB in nrt_execute()",
+        "nrt_execute status=1204 message=x", "NRT_LOAD_NOT_ENOUGH_NC",
+        "Failed to execute the model status=1003 message=Numerical Error",
+        "the job's status=5", "HTTP status 101",
+    ],
+)  # fmt: skip
+def test_what_no_other_node_mends(line: str) -> None:
+    assert classify(seen(both(70, 70), failure(1, "RuntimeError", line))).ending == "code_error"

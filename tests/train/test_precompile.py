@@ -22,8 +22,8 @@ def test_precompile_on_one_worker_train_on_two(
     one = make_run(tmp_path / "one", data, *COMPILED)
     Gang(one, stage="precompile", env={"TORCHINDUCTOR_CACHE_DIR": str(cold / "inductor")}).finish()
     first = WorkerRecord.load(one.attempt("precompile", 0).worker(0))
-    assert (first.cache_hits, first.cache_misses) == (0, 2), "forward and backward of all blocks"
-    assert count_graphs(cold) == 2
+    assert (first.cache_hits, first.cache_misses) == (0, 4), "blocks both ways, two of the loss"
+    assert count_graphs(cold) == 4
     assert rows(one, 0) == []
     assert not one.checkpoints.exists()
 
@@ -37,8 +37,8 @@ def test_precompile_on_one_worker_train_on_two(
     gang = Gang(two, world=2, env=env)
     gang.finish()
     second = WorkerRecord.load(two.attempt("train", 0).worker(0))
-    assert (second.cache_hits, second.cache_misses) == (2, 0)
-    assert "graph cache: 2 hits, 0 misses; first step" in gang.output(0)
+    assert (second.cache_hits, second.cache_misses) == (4, 0)
+    assert "graph cache: 4 hits, 0 misses; first step" in gang.output(0)
     assert sorted(path.name for path in warm.rglob("*.so")) == kernels, "nothing was compiled"
     assert second.first_step_s < first.first_step_s
 
@@ -50,3 +50,21 @@ def test_precompile_on_one_worker_train_on_two(
     Gang(two, world=2, attempt=1, env=env).finish()
     assert [row["step"] for row in rows(two, 1)] == [5, 6, 7, 8]
     assert curve(two, 1).items() <= curve(two, 0).items(), "bit-identical"
+
+
+def test_one_tensor_parallel_replica_serves_others(
+    tmp_path: Path, data: tuple[str, str], unbroken: RunDir
+) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache" / "inductor")}
+    tensor = (*COMPILED, "train.steps=5", "parallel.tensor=2")
+    one = make_run(tmp_path / "one", data, *tensor, "cluster.devices_per_node=2")
+    Gang(one, world=2, stage="precompile", env=env).finish()
+    kernels = sorted(path.name for path in (tmp_path / "cache").rglob("*.so"))
+    two = make_run(tmp_path / "two", data, *tensor, "cluster.devices_per_node=4")
+    Gang(two, world=4, env=env).finish()
+    record = WorkerRecord.load(two.attempt("train", 0).worker(0))
+    assert record.cache_misses == 0
+    # Of all four workers: two of them are another tensor-parallel group than precompile's.
+    assert sorted(path.name for path in (tmp_path / "cache").rglob("*.so")) == kernels
+    for step, values in curve(two).items():
+        assert values == pytest.approx(curve(unbroken)[step], rel=1e-5)

@@ -31,11 +31,14 @@ def test_divergence(new_run: NewRun) -> None:
 
 
 def test_user_s_fault_is_one_message(new_run: NewRun) -> None:
-    run = new_run("parallel.tensor=2", "train.precision=bf16", "cluster.devices_per_node=2")
+    run = new_run(
+        "model.family=llama", "model.num_kv_heads=1", "parallel.tensor=2",
+        "cluster.devices_per_node=2", "cluster.device=neuron", "backend=native",
+    )  # fmt: skip
     gang = Gang(run, world=2)
     assert gang.wait() == [2, 2], gang.output()
     assert gang.output(0).count("\n  ") == 2, "both faults"
-    assert "parallel.tensor: 2:" in gang.output(0)
+    assert "parallel.tensor: 2 does not divide 1 key and value heads" in gang.output(0)
     assert "Traceback" not in gang.output()
     failure = FailureRecord.load(run.attempt("train", 0).failure(1))
     assert (failure.error, failure.blame, failure.step) == ("ConfigError", "user", 0)

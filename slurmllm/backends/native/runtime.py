@@ -1,4 +1,7 @@
-"""The native backend's worker: PyTorch's FSDP2 on a data-parallel mesh, torch.compile per block.
+"""The native backend's worker: PyTorch on a mesh of pipeline × data × tensor workers.
+
+Tensor parallelism is DTensor's (`tensor_parallel.py`), pipelining torch.distributed.pipelining's
+(`pipeline.py`), data parallelism FSDP2's, torch.compile works per block (`compiling.py`).
 
 FSDP2 shares out parameters, gradients and optimizer state alike between steps, which is at least
 what any `parallel.zero` asks for. Within a step, zero 0 and 1 keep whole gradients until the last
@@ -13,19 +16,34 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn import functional as F
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from slurmllm.backends.base import Backend, MicroBatch, ModelFactory
-from slurmllm.backends.native import compiling, sharded_state
+from slurmllm.backends.base import (
+    Backend,
+    Memory,
+    MicroBatch,
+    ModelFactory,
+    Saved,
+    Saving,
+    WeightReader,
+)
+from slurmllm.backends.host_memory import host_memory
+from slurmllm.backends.native import compiling, precision, sharded_state
+from slurmllm.backends.native.graph_keys import alike_everywhere
 from slurmllm.backends.native.limits import unsupported
-from slurmllm.backends.native.norms import scale_, total_norm
+from slurmllm.backends.native.memory import device_memory
+from slurmllm.backends.native.norms import copies_of, local_part, scale_, total_norm
+from slurmllm.backends.native.pipeline import Pipeline, as_one, chunks_of, make_chunk
+from slurmllm.backends.native.tensor_parallel import share_out
 from slurmllm.errors import ConfigError
-from slurmllm.model.init import initialize
+from slurmllm.model.decoder import Decoder
+from slurmllm.model.init import fill, initialize
+from slurmllm.plan.mesh import Mesh, pipelines
 
 # A collective that waits longer than this has lost a peer. Long, because peers may compile or
 # write a checkpoint meanwhile.
@@ -33,18 +51,27 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 class NativeBackend(Backend):
-    """Data-parallel training on CPUs or CUDA devices."""
+    """Training on CPUs or CUDA devices.
+
+    Attributes:
+        chunks: The parts of the model that this worker holds: one, unless pipeline stages
+            interleave. Names of parameters are those of the whole model.
+        model: The chunks under one module.
+    """
 
     device: torch.device
-    data_mesh: DeviceMesh
+    device_mesh: DeviceMesh
     control: dist.ProcessGroup
+    chunks: list[Decoder]
     model: nn.Module
+    pipeline: Pipeline | None
+    tied_group: dist.ProcessGroup | None = None
     optimizer: torch.optim.Optimizer
 
     def start(self) -> None:
         """Open process groups and the device mesh (collective)."""
         faults = unsupported(self.config)
-        worker, kind = self.worker, self.config.cluster.device
+        worker, mesh, kind = self.worker, self.mesh, self.config.cluster.device
         if self.config.recipe.train.compile and kind == "cpu":
             faults += compiling.missing_compiler()
         if faults:
@@ -60,59 +87,85 @@ class NativeBackend(Backend):
             timeout=COLLECTIVE_TIMEOUT,
             device_id=self.device if kind == "cuda" else None,
         )
-        self.data_mesh = init_device_mesh(kind, (self.mesh.data,), mesh_dim_names=("data",))
+        self.device_mesh = init_device_mesh(
+            kind,
+            (mesh.pipeline, mesh.data, mesh.tensor),
+            mesh_dim_names=("pipeline", "data", "tensor"),
+        )
         # A group of its own over the host's network: its messages never queue behind the device's.
         self.control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        if self.config.recipe.model.tied_embeddings and mesh.pipeline > 1:
+            pairs = [[ranks[0], ranks[-1]] for ranks in pipelines(mesh)]
+            self.tied_group, _ = dist.new_subgroups_by_enumeration(pairs)  # type: ignore[no-untyped-call]
         torch.manual_seed(self.config.recipe.train.seed + worker.rank)
 
     def build(self, model_factory: ModelFactory) -> None:
         """Build this worker's shard of the model; weights depend on the seed alone (collective)."""
-        recipe = self.config.recipe
+        recipe, mesh = self.config.recipe, self.mesh
+        numbers = chunks_of(mesh.pipeline_rank(self.worker.rank), mesh)
         with torch.device("meta"):
-            self.model = model_factory()
-        blocks = list(self.model.get_submodule("layers").children())
-        compiling.wrap_blocks(
-            blocks,
-            compiled=recipe.train.compile,
-            recompute=recipe.train.activation_checkpointing == "full",
-        )
-        self._shard(blocks)
-        self.model.to_empty(device=self.device)
-        initialize(self.model, recipe.model, recipe.train.seed)
+            self.chunks = [make_chunk(model_factory, number, mesh) for number in numbers]
+        tensor_mesh = self.device_mesh["tensor"]
+        if mesh.tensor > 1:
+            alike_everywhere(tensor_mesh, "tensor parallel")
+        for chunk in self.chunks:
+            precision.store_weights(chunk, recipe.train.precision)
+            if mesh.tensor > 1:
+                share_out(chunk, tensor_mesh, sequence=recipe.parallel.sequence)
+        self._wrap()
+        for chunk in self.chunks:
+            self._shard(chunk)
+            chunk.to_empty(device=self.device)
+            initialize(chunk, recipe.model, recipe.train.seed)
+        self.model = as_one(self.chunks)
+        self.pipeline = self._pipeline() if mesh.pipeline > 1 else None
 
-    def _shard(self, blocks: Sequence[nn.Module]) -> None:
+    def _wrap(self) -> None:
+        train = self.config.recipe.train
+        compiling.wrap_blocks(
+            [block for chunk in self.chunks for block in chunk.blocks()],
+            compiled=train.compile,
+            recompute=train.activation_checkpointing,
+        )
+        if train.compile:
+            compiling.wrap_output(self.chunks[-1].output)
+
+    def _shard(self, chunk: Decoder) -> None:
         recipe = self.config.recipe
-        policy = MixedPrecisionPolicy()
-        if recipe.train.precision == "bf16_mixed":
-            # The rotary table stays fp32 (cast_forward_inputs): in bf16, far positions blur.
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16,
-                reduce_dtype=torch.float32,
-                cast_forward_inputs=False,
-            )
-        drop = recipe.parallel.zero == 3
-        for block in blocks:
-            fully_shard(block, mesh=self.data_mesh, mp_policy=policy, reshard_after_forward=drop)
-        fully_shard(self.model, mesh=self.data_mesh, mp_policy=policy, reshard_after_forward=drop)
+        options: dict[str, Any] = {
+            "mesh": self.device_mesh["data"],
+            "mp_policy": precision.sharding_policy(recipe.train.precision),
+            "reshard_after_forward": recipe.parallel.zero == 3,
+        }
+        for block in chunk.blocks():
+            fully_shard(block, **options)
+        fully_shard(chunk, **options)
+
+    def _pipeline(self) -> Pipeline:
+        recipe, mesh = self.config.recipe, self.mesh
+        length = recipe.model.seq_len
+        hidden = torch.empty(
+            mesh.micro_batch,
+            length // mesh.tensor if recipe.parallel.sequence else length,
+            recipe.model.hidden_size,
+            dtype=precision.compute_dtype(recipe.train.precision),
+            device="meta",
+            requires_grad=True,  # or no gradient is sent back
+        )
+        group = self.device_mesh["pipeline"]
+        return Pipeline(self.chunks, mesh, group, self.device, hidden, length)
 
     def build_optimizer(self) -> None:
         """Build this worker's share of the optimizer from `config.recipe.optim`."""
-        optim = self.config.recipe.optim
-        parameters = list(self.model.parameters())
-        # Matrices and embeddings have two dimensions; norms and biases have one.
-        decayed = [p for p in parameters if p.ndim > 1 or optim.decay_norms_and_biases]
-        others = [p for p in parameters if p.ndim <= 1 and not optim.decay_norms_and_biases]
-        groups = [
-            {"params": decayed, "weight_decay": optim.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            fused=True,
+        recipe = self.config.recipe
+        self.optimizer = precision.make_optimizer(
+            self.model.named_parameters(), recipe.optim, recipe.train
         )
+
+    def fill_weights(self, read: WeightReader) -> None:
+        """Set the weights of this worker's shard, before the first step."""
+        for chunk in self.chunks:
+            fill(chunk, read)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Accumulate the gradients of one step (collective).
@@ -120,26 +173,54 @@ class NativeBackend(Backend):
         Returns:
             The mean loss over the tokens of the global batch, in nats, equal on all workers.
         """
-        assert isinstance(self.model, FSDPModule)
+        if self.pipeline is not None:
+            tokens = self._to_device([m.tokens for m in micro_batches])
+            labels = self._to_device([m.labels for m in micro_batches])
+            mean = self.pipeline.forward_backward(tokens, labels)
+        else:
+            mean = self._accumulate(micro_batches)
+        self._add_tied_gradients()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if mean is not None:
+            total += mean
+        dist.all_reduce(total)
+        # The last stage's workers have added it, tensor-parallel ones each the same.
+        return float(total.item()) / (self.mesh.data * self.mesh.tensor)
+
+    def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        (model,) = self.chunks
+        assert isinstance(model, FSDPModule)
         zero = self.config.recipe.parallel.zero
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
-            self.model.set_requires_gradient_sync(last or zero >= 2)
-            self.model.set_reshard_after_backward(last or zero == 3)
+            model.set_requires_gradient_sync(last or zero >= 2)
+            model.set_reshard_after_backward(last or zero == 3)
+            tokens = self._to_device([micro_batch.tokens])
+            labels = self._to_device([micro_batch.labels])
             # Equal token counts everywhere: the mean over micro batches here, and FSDP's mean
             # over the data-parallel workers, make the mean over the global batch.
-            loss = self._loss(micro_batch) / len(micro_batches)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = model(tokens, labels) / len(micro_batches)
+            loss.backward()
             total += loss.detach()
-        dist.all_reduce(total, group=self.data_mesh.get_group())
-        return float(total.item()) / self.mesh.data
+        return total
 
-    def _loss(self, micro_batch: MicroBatch) -> Tensor:
-        tokens = torch.from_numpy(micro_batch.tokens).to(self.device, non_blocking=True)
-        labels = torch.from_numpy(micro_batch.labels).to(self.device, non_blocking=True)
-        logits: Tensor = self.model(tokens)
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    def _to_device(self, arrays: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(self.device, non_blocking=True)
+
+    def _add_tied_gradients(self) -> None:
+        """Add up the gradients of an embedding that first and last stage both hold."""
+        tied = self._tied_embedding()
+        if tied is not None:
+            assert tied.grad is not None
+            dist.all_reduce(local_part(tied.grad), group=self.tied_group)
+
+    def _tied_embedding(self) -> nn.Parameter | None:
+        """This worker's copy of an embedding that lies on two stages."""
+        ends = self.chunks[0].first or self.chunks[-1].last
+        if self.tied_group is None or not ends:
+            return None
+        return self.model.get_parameter("embed.weight")
 
     def optimizer_step(self, lr: float) -> float:
         """Clip, update, clear the gradients (collective).
@@ -147,32 +228,44 @@ class NativeBackend(Backend):
         Returns:
             The 2-norm of the gradient over all parameters before clipping.
         """
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = total_norm(gradients, self.data_mesh)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = total_norm(gradients, self._copies(parameters))
         limit = self.config.recipe.optim.grad_clip
         if limit > 0 and norm > limit:
             scale_(gradients, limit / (norm + 1e-6))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        precision.set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def param_norm(self) -> float:
         """The 2-norm over all parameters (collective)."""
-        return total_norm(list(self.model.parameters()), self.data_mesh)
+        parameters = list(self.model.parameters())
+        return total_norm(parameters, self._copies(parameters))
 
-    def save_shards(self, directory: Path) -> list[str]:
-        """Write model, optimizer and random state into an existing folder (collective).
+    def _copies(self, parameters: Sequence[Tensor]) -> list[int]:
+        """On how many workers each parameter's elements lie."""
+        workers = self.mesh.data * self.mesh.tensor
+        tied = self._tied_embedding()
+        return [copies_of(p, workers) * (2 if p is tied else 1) for p in parameters]
 
-        Returns:
-            Names of the files that this worker wrote.
-        """
-        return sharded_state.save(self.model, self.optimizer, directory, self.worker, self.control)
+    def save_shards(self, directory: Path) -> Saving:
+        """Write model, optimizer and random state into an existing folder (collective)."""
+        return Saved(
+            sharded_state.save(self.model, self.optimizer, directory, self.worker, self.control)
+        )
 
     def load_shards(self, directory: Path) -> None:
         """Read back what `save_shards` wrote, on the same mesh or another one (collective)."""
-        sharded_state.load(self.model, self.optimizer, directory, self.worker, self.control)
+        sharded_state.load(
+            self.model,
+            self.optimizer,
+            directory,
+            self.worker,
+            self.control,
+            config=self.config.recipe.model,
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """Every worker's small picklable value, by rank, on all workers (collective)."""
@@ -183,6 +276,20 @@ class NativeBackend(Backend):
     def graph_cache_counts(self) -> tuple[int, int]:
         """Compiled graphs found in the cache and graphs that had to be compiled, so far."""
         return compiling.cache_counts()
+
+    def change_batch(self, mesh: Mesh) -> None:
+        """Go on with another micro batch or accumulation (collective)."""
+        if mesh.micro_batch != self.mesh.micro_batch:
+            torch.compiler.reset()  # shapes are fixed, and dynamo keeps no more than eight
+        super().change_batch(mesh)
+        if self.pipeline is not None:
+            self.pipeline = self._pipeline()
+
+    def memory(self) -> Memory:
+        """What this worker used at most since the last call, and what it may use."""
+        if self.device.type == "cuda":
+            return device_memory(self.device)
+        return host_memory(self.worker.sharing)
 
     def stop(self) -> None:
         """Close the process groups."""

@@ -6,34 +6,28 @@ that another number of workers can read them.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from io import BufferedWriter, FileIO, IOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemReader,
-    FileSystemWriter,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slurmllm.backends.base import Worker
-from slurmllm.errors import CodeError, SlurmllmError, StorageError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
+from slurmllm.checkpoint.nxd_layout import read_layout
+from slurmllm.checkpoint.origin import read_origin
+from slurmllm.checkpoint.sharded_writer import Writer, blamed
+from slurmllm.checkpoint.state import MOMENTS
+from slurmllm.checkpoint.training_files import TrainingFiles, open_training
+from slurmllm.config.recipe import ModelConfig
+from slurmllm.errors import StorageError
 
 
 def save(
@@ -61,11 +55,11 @@ def save(
     try:
         save_state(
             state,
-            storage_writer=_Writer(directory),
+            storage_writer=Writer(directory),
             process_group=group,
         )
     except CheckpointException as error:  # on all workers alike
-        raise _blamed(error, "cannot write shards") from error
+        raise blamed(error, "cannot write shards") from error
     written = [path.name for path in directory.glob(f"__{worker.rank}_*.distcp")]
     return sorted(written) + ([".metadata"] if worker.rank == 0 else [])
 
@@ -76,81 +70,89 @@ def load(
     directory: Path,
     worker: Worker,
     group: dist.ProcessGroup,
+    config: ModelConfig | None = None,
 ) -> None:
-    """Read what `save` wrote, by any number of workers (collective).
+    """Read what any number of workers wrote, by `save` or by NxD (collective).
 
     The random state comes back where the number of workers is the same; else it stays as the
     start-up seeded it.
+
+    Args:
+        model: This worker's.
+        optimizer: Likewise.
+        directory: The folder.
+        worker: This one.
+        group: All workers, over the host's network.
+        config: The whole model's; None: as `train_state.json` says.
+
+    Raises:
+        StorageError: on all workers, where one of them cannot read its shares.
     """
-    reader = FileSystemReader(directory)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
-    random_state = _saved_random_state(reader, worker)
-    if random_state:
-        state["random"] = {_random_key(worker.rank): random_state}
-    try:
-        load_state(state, storage_reader=reader, process_group=group)
-    except CheckpointException as error:
-        raise _blamed(error, f"cannot read shards from {directory}") from error
+    if read_layout(directory) is None:
+        _load_own(state, directory, worker, group)
+    else:
+        _fill(state, directory, group, config)
     set_state_dict(
         model,
         optimizer,
         model_state_dict=model_state,
         optim_state_dict=optimizer_state,
     )
-    _set_random_state(random_state)
+    _set_random_state(state.get("random", {}).get(_random_key(worker.rank), {}))
 
 
-class _Files(FileSystem):
-    """DCP's files, with the refusals of the file system kept.
-
-    torch.save swallows what its stream raises ("unexpected pos 704 vs 598").
-    """
-
-    def __init__(self) -> None:
-        self.refusals: list[OSError] = []
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
-        with BufferedWriter(_WatchedFile(path, mode, self.refusals)) as stream:
-            yield stream
+def _load_own(
+    state: dict[str, Any], directory: Path, worker: Worker, group: dist.ProcessGroup
+) -> None:
+    reader = FileSystemReader(directory)
+    random_state = _saved_random_state(reader, worker)
+    if random_state:
+        state["random"] = {_random_key(worker.rank): random_state}
+    try:
+        load_state(state, storage_reader=reader, process_group=group)
+    except CheckpointException as error:
+        raise blamed(error, f"cannot read shards from {directory}") from error
 
 
-class _WatchedFile(FileIO):
-    def __init__(self, path: str | os.PathLike[str], mode: str, refusals: list[OSError]) -> None:
-        super().__init__(os.fspath(path), mode)
-        self._refusals = refusals
-
-    def write(self, data: Buffer) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            self._refusals.append(error)
-            raise
-
-
-class _Writer(FileSystemWriter):
-    """DCP's writer, raising the file system's own error where there is one."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, sync_files=True)
-        self.fs: _Files = _Files()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            if self.fs.refusals:
-                raise self.fs.refusals[0] from error
-            raise
+def _fill(
+    state: dict[str, Any], directory: Path, group: dist.ProcessGroup, config: ModelConfig | None
+) -> None:
+    """Set this worker's shares from another backend's checkpoint (collective)."""
+    fault: str | None = None
+    try:
+        _read_shares(state, open_training(directory, config or read_origin(directory).model))
+    except StorageError as error:
+        fault = str(error)
+    faults: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(faults, fault, group=group)
+    for rank, found in enumerate(faults):
+        if found is not None:
+            raise StorageError(f"{found} (rank {rank})")
 
 
-def _blamed(error: CheckpointException, what: str) -> SlurmllmError:
-    """The file system's refusals told from faults of the code."""
-    rank, (cause, _) = next(iter(error.failures.items()))
-    told = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
-    kind = StorageError if isinstance(cause, OSError) else CodeError
-    return kind(f"{what}: {told} (rank {rank})")
+@torch.no_grad()
+def _read_shares(state: dict[str, Any], files: TrainingFiles) -> None:
+    for name, parameter in state["model"].items():
+        local, region = _share(parameter)
+        local.copy_(files.read(name, region))
+    for name, held in state["optimizer"].items():
+        held["step"].fill_(files.step(name))
+        for kind in MOMENTS:
+            local, region = _share(held[kind])
+            local.copy_(files.read_moment(kind, name, region))
+
+
+def _share(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """This worker's part of a tensor, and which it is."""
+    local, size, offset = tensor, tuple(tensor.shape), (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        size, offset = compute_local_shape_and_global_offset(
+            size, tensor.device_mesh, tensor.placements
+        )
+    return local, tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
 
 
 def _random_key(rank: int) -> str:

@@ -14,11 +14,13 @@ class Moment(NamedTuple):
         row: What was measured.
         last: Whether the stage is complete with this step.
         saving: Whether a checkpoint is written after this step.
+        leaving: Whether training ends with this step, here or for now.
     """
 
     row: MetricsRow
     last: bool
     saving: bool
+    leaving: bool
 
 
 class Hook:

@@ -21,14 +21,15 @@ class StartUpHook(Hook):
         self._done = True
         job, row = self._job, moment.row
         hits, misses = job.backend.graph_cache_counts()
+        first_step_s = job.first_step_s or row.step_time_s
         WorkerRecord(
             rank=job.worker.rank,
             node=job.worker.node,
             start_up_s=row.time - row.step_time_s - job.started,
-            first_step_s=row.step_time_s,
+            first_step_s=first_step_s,
             cache_hits=hits,
             cache_misses=misses,
             resumed_from=job.resumed_from,
             skipped_checkpoints=job.skipped,
         ).save(job.run.attempt(job.stage, job.attempt).worker(job.worker.rank))
-        job.say(f"graph cache: {hits} hits, {misses} misses; first step {row.step_time_s:.1f} s")
+        job.say(f"graph cache: {hits} hits, {misses} misses; first step {first_step_s:.1f} s")

@@ -1,0 +1,75 @@
+"""How much memory a worker used at most and may use, where it computes in the host's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+from slurmllm.backends.base import Memory
+
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_MEMINFO, _OWN_CGROUP = Path("/proc/meminfo"), Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def host_memory(sharing: int) -> Memory:
+    """This process's resident set and its share of the machine; counting starts anew.
+
+    Args:
+        sharing: Workers that share the machine, this one included.
+    """
+    status = _table(_STATUS)
+    peak, now = status["VmHWM"], status["VmRSS"]
+    total, free = _machine()
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps would hide the next peak
+    with contextlib.suppress(OSError):
+        _CLEAR_REFS.write_text("5", encoding="ascii")  # proc(5): resets VmHWM
+    return Memory(peak, min(total // sharing, now + free // sharing))
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take."""
+    return _machine()[1]
+
+
+def _machine() -> tuple[int, int]:
+    """Total and free memory of this machine, or of the control group that holds this process."""
+    memory = _table(_MEMINFO)
+    total, free = memory["MemTotal"], memory["MemAvailable"]
+    for limit, used in _cgroup_limits():
+        total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of each control group around this process (Slurm makes some)."""
+    for line in _OWN_CGROUP.read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names, reclaimable = _CGROUPS, ("memory.max", "memory.current"), "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, reclaimable = _CGROUPS / "memory", "total_inactive_file"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        own = root / path.strip("/")
+        for group in (own, *own.parents):
+            if not group.is_relative_to(root):
+                break
+            # Absent at the root, "max" without a limit; a container may see none of them.
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                limit, used = (int((group / name).read_text(encoding="ascii")) for name in names)
+                stat = dict(
+                    line.split()
+                    for line in (group / "memory.stat").read_text(encoding="ascii").splitlines()
+                )
+                yield limit, used - int(stat[reclaimable])
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Name → bytes, of the lines of a /proc file that count kB."""
+    rows = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}

@@ -1,0 +1,107 @@
+"""What a run asks of neuronx-distributed: the arguments of its public functions; torch-free.
+
+Plain values under NxD's own names, as `submit --dry-run` shows them; classes and functions stand
+as their names, which `runtime.py` replaces by the objects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slurmllm.config.resolve import RunConfig
+from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.shares import kv_copies
+
+# Classes of `layers.py` and `model.py`, by name. NxD's tracer takes a module for one piece where
+# its class's name holds one of the leaf names.
+BLOCK, CORE = "ParallelBlock", "CoreAttention"
+LEAVES = ("LayerNorm", "RMSNorm", "VocabularyEmbedding", "Positions", "ParallelLoss")
+INPUTS = ("tokens", "labels")
+# The sequence is the second dimension of [batch, seq, hidden], as in the one model definition.
+SEQUENCE_DIMENSION = 1
+
+_RECOMPUTED = {"none": None, "selective": [CORE], "full": [BLOCK]}
+
+
+def dtype(precision: str) -> str:
+    """The format of weights and activations on the device."""
+    return "float32" if precision == "fp32" else "bfloat16"
+
+
+def optimizer_dtype(precision: str) -> str:
+    """The format of the optimizer's state and, under ZeRO-1, of the weights that it updates."""
+    return "float32" if precision in ("fp32", "bf16_mixed") else "bfloat16"
+
+
+def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    """Everything that goes into NxD, by function.
+
+    Args:
+        config: The run's.
+        mesh: The run's.
+    """
+    recipe = config.recipe
+    optim, parallel, train = recipe.optim, recipe.parallel, recipe.train
+    zero, master = parallel.zero > 0, train.precision == "bf16_mixed"
+    optimizer: dict[str, Any] = {
+        "optimizer_class": "torch.optim.AdamW",
+        "lr": optim.lr,
+        "betas": list(optim.betas),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        # The step and the learning rate as data of the graph, not as numbers in it.
+        "capturable": config.cluster.device == "neuron",
+    }
+    if zero:
+        optimizer["optimizer_dtype"] = optimizer_dtype(train.precision)
+    return {
+        "neuronx_distributed_config": {
+            "tensor_parallel_size": mesh.tensor,
+            "pipeline_parallel_size": mesh.pipeline,
+            "sequence_parallel": parallel.sequence,
+            "pipeline_config": _pipeline(config, mesh) if mesh.pipeline > 1 else None,
+            # Norm and clipping are ours (`gradients.py`), for NxD's are wrong with replicated keys
+            # and values, and its ZeRO-1 always clips at 1.
+            "optimizer_config": {"zero_one_enabled": zero, "grad_clipping": False},
+            "activation_checkpoint_config": _RECOMPUTED[train.activation_checkpointing],
+            "model_init_config": {"meta_device_init": True, "param_init_fn": "initialize"},
+            # With master weights in the checkpoint, a resume has the fp32 weights back.
+            "mixed_precision_config": {
+                "use_master_weights": master,
+                "use_fp32_grad_acc": master,
+                "use_master_weights_in_ckpt": master,
+            },
+        },
+        "initialize_parallel_optimizer": optimizer,
+        "parallel_layers": {
+            "dtype": dtype(train.precision),
+            # NxD's default, fp32, drops the reduced gradient of a bf16 layer.
+            "reduce_dtype": dtype(train.precision),
+            "sequence_parallel_enabled": parallel.sequence,
+            "sequence_dimension": SEQUENCE_DIMENSION if parallel.sequence else None,
+            "kv_size_multiplier": kv_copies(recipe.model, mesh.tensor),
+        },
+        "save_checkpoint": {
+            # Always in a thread: that way a write that fails can be told to all workers. Training
+            # waits for it where `checkpoint.asynchronous` is false.
+            "async_save": True,
+            "num_kept_ckpts": None,
+        },
+    }
+
+
+def _pipeline(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    each = config.recipe.model.num_layers // mesh.chunks
+    return {
+        "transformer_layer_cls": BLOCK,
+        "num_microbatches": mesh.accumulation,
+        "virtual_pipeline_size": mesh.virtual_pipeline,
+        "pipeline_cuts": [f"layers.{each * chunk - 1}" for chunk in range(1, mesh.chunks)],
+        "input_names": list(INPUTS),
+        "output_loss_value_spec": True,
+        "leaf_module_cls": list(LEAVES),
+        "use_optimizer_wrapper": True,
+        "use_zero1_optimizer": config.recipe.parallel.zero > 0,
+        # Copying the loss to the host would wait for the device inside the step.
+        "return_loss_on_cpu": False,
+    }

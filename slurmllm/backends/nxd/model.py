@@ -1,0 +1,293 @@
+"""The one decoder in neuronx-distributed's layers.
+
+`slurmllm.model.decoder` says what is computed; the family's sharding plan says which of its
+modules is which of NxD's layers. Parameters keep their names. What NxD's tracer asks of a model
+that is to be cut into stages (a straight-line forward, no tensor used by several stages) holds here
+for all meshes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from neuronx_distributed.parallel_layers import mappings
+from neuronx_distributed.parallel_layers.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
+from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_entropy
+from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_rank
+from torch import Tensor, nn
+
+from slurmllm.backends.nxd.arguments import SEQUENCE_DIMENSION
+from slurmllm.config.families import sharding_plan
+from slurmllm.config.recipe import ModelConfig
+from slurmllm.model.decoder import Block, CausalCore, Decoder
+from slurmllm.model.rotary import rotary_table, rotate
+from slurmllm.plan.shares import kv_copies
+
+IGNORED = -100  # a label that takes no part in the loss, as in torch's cross_entropy
+
+
+class Layers:
+    """Makes NxD's layers for one worker.
+
+    Args:
+        config: Of the whole model.
+        tensor: Tensor-parallel degree.
+        dtype: Of weights and activations.
+        sequence: Whether the stretches between the matrices share the sequence.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tensor: int, dtype: torch.dtype, *, sequence: bool
+    ) -> None:
+        self.config, self.tensor, self.dtype, self.sequence = config, tensor, dtype, sequence
+        self._options: dict[str, Any] = {
+            "dtype": dtype,
+            # NxD's default of fp32 drops the reduced gradient of a bf16 layer (issue in the source
+            # since 0.11: `LinearWithAsyncCommunication.backward` reduces a copy).
+            "reduce_dtype": dtype,
+            "sequence_parallel_enabled": sequence and tensor > 1,
+            "sequence_dimension": SEQUENCE_DIMENSION if sequence and tensor > 1 else None,
+        }
+
+    def column(self, linear: nn.Linear, rows: int | None = None) -> nn.Module:
+        """Shared by output features; `rows` of all workers together, where heads are repeated."""
+        made: nn.Module = ColumnParallelLinear(
+            linear.in_features,
+            rows or linear.out_features,
+            bias=linear.bias is not None,
+            gather_output=False,
+            **self._options,
+        )
+        return made
+
+    def row(self, linear: nn.Linear) -> nn.Module:
+        """Shared by input features."""
+        made: nn.Module = RowParallelLinear(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            input_is_parallel=True,
+            **self._options,
+        )
+        return made
+
+    def vocabulary(self, embedding: nn.Embedding, kind: type[VocabularyEmbedding]) -> nn.Module:
+        """Shared by entries."""
+        return kind(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            dtype=self.dtype,
+            sequence_parallel_enabled=self.sequence and self.tensor > 1,
+            sequence_dimension=SEQUENCE_DIMENSION,
+        )
+
+
+class VocabularyEmbedding(ParallelEmbedding):  # type: ignore[misc]
+    """An embedding of which each worker has a share of the entries."""
+
+    def forward(self, entries: Tensor) -> Tensor:
+        """[batch, seq] → [batch, seq or a share of it, hidden]."""
+        rows: Tensor = super().forward(entries)
+        if self.sequence_parallel_enabled:
+            # NxD leaves the sums to the caller where the sequence is not the first dimension.
+            rows = mappings.reduce_scatter_to_sequence_parallel_region(rows, SEQUENCE_DIMENSION)
+        return rows
+
+
+class Positions(VocabularyEmbedding):
+    """The table of learned positions."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [batch, seq] → [1, seq or a share of it, hidden]."""
+        return super().forward(torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0))
+
+
+class Rotary:
+    """One table of rotary positions for all layers of a worker.
+
+    Not a buffer: a tensor that several pipeline stages use cannot be cut by NxD's tracer.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._table: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """[2, seq, head_dim / 2], fp32."""
+        if self._table is None or self._table.device != device:
+            c = self._config
+            table = rotary_table(c.seq_len, c.head_dim, c.rotary_pct, c.rotary_base)
+            self._table = table.to(device)
+        return self._table
+
+
+class CoreAttention(CausalCore):
+    """Attention without weights, in the products that neuronx-cc fuses (NEURON_FUSE_SOFTMAX).
+
+    Selective checkpointing computes it again, by its class.
+    """
+
+    def __init__(self, *, turning: bool, group: int) -> None:
+        super().__init__(turning=turning, grouped=group > 1)
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor) -> Tensor:
+        """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim].
+
+        k and v may have fewer heads. The softmax is computed in fp32.
+        """
+        if self.turning:
+            rotary = rotary[:, : q.shape[1]]
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self.group > 1:
+            k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
+        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+        length = q.shape[-2]
+        later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        # Not -inf: a compiler may multiply a mask, and 0 · inf is no number.
+        scores = scores.float().masked_fill(later, torch.finfo(torch.float32).min / 2)
+        attended = torch.matmul(scores.softmax(-1).to(v.dtype), v)
+        return attended.transpose(1, 2).flatten(2)
+
+
+class ParallelBlock(Block):
+    """A decoder layer in NxD's layers; takes the modules of the layer that it is made from."""
+
+    def __init__(self, block: Block, layers: Layers, rotary: Rotary) -> None:
+        nn.Module.__init__(self)
+        config = layers.config
+        self.parallel_residual = block.parallel_residual
+        self.attention_norm, self.mlp_norm = block.attention_norm, block.mlp_norm
+        self.attention, self.mlp = block.attention, block.mlp
+        self._rotary = rotary
+        plan = sharding_plan(config.family, config.tied_embeddings).block
+        for name, how in plan.items():
+            module = block.get_submodule(name)
+            if how in ("column", "row"):
+                assert isinstance(module, nn.Linear)
+                copies = kv_copies(config, layers.tensor) if name == "attention.qkv" else 1
+                new = layers.row(module) if how == "row" else self._column(module, layers, copies)
+                parent, _, leaf = name.rpartition(".")
+                setattr(self.get_submodule(parent), leaf, new)
+        self.attention.core = CoreAttention(
+            turning=config.rotary_pct > 0, group=self.attention.group
+        )
+
+    def _column(self, linear: nn.Linear, layers: Layers, copies: int) -> nn.Module:
+        if copies == 1:
+            return layers.column(linear)
+        # Each worker has one key and value head and its part of that head's queries.
+        self.attention.group //= copies
+        rows = layers.tensor * (self.attention.group + 2) * self.attention.head_dim
+        return layers.column(linear, rows)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """[batch, seq or a share of it, hidden] → the same."""
+        return super().forward(x, self._rotary.on(x.device))
+
+
+class ParallelLoss(nn.Module):
+    """The mean cross entropy over logits of which each worker has a share of the entries.
+
+    Args:
+        vocab_size: Entries.
+        padded: Rows of the head, padding included.
+    """
+
+    def __init__(self, vocab_size: int, padded: int) -> None:
+        super().__init__()
+        self.vocab_size, self.padded = vocab_size, padded
+        self._padding: Tensor | None = None
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Nats, fp32, over the labels that are not IGNORED.
+
+        Args:
+            logits: [batch, seq, this worker's entries].
+            labels: [batch, seq], of the whole vocabulary.
+        """
+        # A copy: NxD's function overwrites what it is given.
+        logits = logits.to(torch.float32, copy=True)
+        if self.padded > self.vocab_size:  # padding takes no part
+            padding = self._padding_of(logits)
+            logits = logits.masked_fill(padding, torch.finfo(torch.float32).min / 2)
+        counted = (labels != IGNORED).to(torch.float32)
+        losses = parallel_cross_entropy(logits, torch.where(labels == IGNORED, 0, labels))
+        loss: Tensor = (losses * counted).sum() / counted.sum().clamp(min=1)
+        return loss
+
+    def _padding_of(self, logits: Tensor) -> Tensor:
+        """Which of this worker's entries are padding; data, so that all workers' graphs are one."""
+        if self._padding is None or self._padding.device != logits.device:
+            entries = logits.shape[-1]
+            first = get_tensor_model_parallel_rank() * entries
+            mask = torch.arange(first, first + entries) >= self.vocab_size
+            self._padding = mask.to(logits.device)
+        return self._padding
+
+
+class ParallelDecoder(nn.Module):
+    """Tokens and labels to the loss, in NxD's layers; takes the modules of a decoder."""
+
+    def __init__(self, decoder: Decoder, layers: Layers) -> None:
+        super().__init__()
+        self.config = config = decoder.config
+        assert decoder.embed is not None
+        rotary = Rotary(config)
+        self.embed = layers.vocabulary(decoder.embed, VocabularyEmbedding)
+        self.positions: nn.Module | None = None
+        if decoder.positions is not None:
+            self.positions = layers.vocabulary(decoder.positions, Positions)
+        self.layers = nn.ModuleDict(
+            {
+                name: ParallelBlock(block, layers, rotary)
+                for name, block in zip(decoder.layers, decoder.blocks(), strict=True)
+            }
+        )
+        self.final_norm = decoder.final_norm
+        head = decoder.head or _like(decoder.embed)
+        self.head = layers.column(head)
+        self.tie()
+        self.loss = ParallelLoss(config.vocab_size, config.padded_vocab_size)
+        self._store_norms(layers)
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's, where the model has them tied."""
+        if self.config.tied_embeddings:
+            self.head.weight = self.embed.weight
+
+    def _store_norms(self, layers: Layers) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.to(layers.dtype)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Tokens and labels, [batch, seq], to the mean loss in nats."""
+        assert self.final_norm is not None
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x = x + self.positions(tokens)
+        for block in self.layers.values():
+            x = block(x)
+        loss: Tensor = self.loss(self.head(self.final_norm(x)), labels)
+        return loss
+
+
+def _like(embedding: nn.Embedding) -> nn.Linear:
+    """The head's shape where it is the embedding itself."""
+    return nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta")
+
+
+def make_parallel(factory: Callable[[], nn.Module], layers: Layers) -> ParallelDecoder:
+    """The model of a factory in NxD's layers."""
+    decoder = factory()
+    assert isinstance(decoder, Decoder)
+    return ParallelDecoder(decoder, layers)

@@ -1,0 +1,447 @@
+"""The NxD backend's worker: neuronx-distributed on Neuron devices, or on a CPU (NXD_CPU_MODE=1).
+
+NxD's public functions do the work: `neuronx_distributed_config`, `initialize_parallel_model` (with
+NxDPPModel for pipelines), `initialize_parallel_optimizer` (with ZeRO-1), `save_checkpoint`. What
+goes into them is in `arguments.py`, what is computed in `model.py`.
+
+On a Neuron device operations are recorded and run when a step is marked. Nothing here waits for
+them: losses and norms are tensors, which the training loop reads a step later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import neuronx_distributed as nxd
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch_xla.core.xla_model as xm
+from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed.utils import cpu_mode, mark_step
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from slurmllm.backends.base import (
+    Backend,
+    Memory,
+    MicroBatch,
+    ModelFactory,
+    Saving,
+    WeightReader,
+)
+from slurmllm.backends.environment import load_environment
+from slurmllm.backends.host_memory import host_memory
+from slurmllm.backends.nxd import model as parallel_model
+from slurmllm.backends.nxd import saving
+from slurmllm.backends.nxd.arguments import arguments, dtype, optimizer_dtype
+from slurmllm.backends.nxd.gradients import Norm, add_up_repeated, clip_
+from slurmllm.backends.nxd.limits import unsupported
+from slurmllm.backends.nxd.placing import Placing
+from slurmllm.backends.nxd.saving import NxdSaving
+from slurmllm.checkpoint.nxd_layout import NxdLayout, read_layout
+from slurmllm.errors import CodeError, ConfigError
+from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.shares import kv_copies
+
+# A collective of the host that waits longer than this has lost a peer. Long, because peers may
+# compile meanwhile.
+CONTROL_TIMEOUT = timedelta(hours=2)
+
+
+class NxdBackend(Backend):
+    """Training through neuronx-distributed.
+
+    Attributes:
+        model: What `initialize_parallel_model` returned.
+        optimizer: What `initialize_parallel_optimizer` returned.
+        parameters: This worker's, by name in the whole model, in the optimizer's order.
+    """
+
+    late_readings = True
+
+    control: dist.ProcessGroup
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    parameters: dict[str, nn.Parameter]
+    _watched: torch.optim.Optimizer | None = None
+
+    def start(self) -> None:
+        """Open process groups and NxD's mesh (collective)."""
+        faults = unsupported(self.config)
+        if faults:
+            raise ConfigError("the NxD backend cannot run this recipe", faults)
+        if cpu_mode():
+            dist.init_process_group("gloo", timeout=CONTROL_TIMEOUT)
+        else:
+            import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
+
+            dist.init_process_group("xla")
+        # The host's own network: its messages never wait for the device.
+        self.control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        self.device = torch.device("cpu") if cpu_mode() else xm.xla_device()
+        self.late_readings = not cpu_mode()  # a CPU has computed a step when it is made
+        self._arguments = arguments(self.config, self.mesh)
+        # After the process group: NxD makes its groups here.
+        self._nxd_config = nxd.neuronx_distributed_config(**self._resolved())
+        self._check_ranks()
+        copies = kv_copies(self.config.recipe.model, self.mesh.tensor)
+        if copies > 1:
+            parallel_state.initialize_kv_group(copies)
+        self._graphs_at_start = self._graphs()
+
+    def _resolved(self) -> dict[str, Any]:
+        """NxD's configuration with objects for names."""
+        found = dict(self._arguments["neuronx_distributed_config"])
+        recomputed = found["activation_checkpoint_config"]
+        if recomputed:
+            found["activation_checkpoint_config"] = [
+                getattr(parallel_model, name) for name in recomputed
+            ]
+        if found["pipeline_config"]:
+            layer = found["pipeline_config"]["transformer_layer_cls"]
+            found["pipeline_config"] |= {"transformer_layer_cls": getattr(parallel_model, layer)}
+        found["model_init_config"] = {
+            "meta_device_init": True,
+            # NxD asks for it before there are ranks to place weights by.
+            "param_init_fn": lambda module, device: self._initialize(module, device),
+        }
+        return found
+
+    def _check_ranks(self) -> None:
+        """NxD's order of the workers is the mesh's."""
+        here = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        if here != self._place:
+            raise CodeError(
+                f"rank {self.worker.rank} is {here} (pipeline, data, tensor) to NxD, "
+                f"not {self._place}"
+            )
+
+    def build(self, model_factory: ModelFactory) -> None:
+        """Build this worker's shard of the model; weights depend on the seed alone (collective)."""
+        recipe, mesh = self.config.recipe, self.mesh
+        self._placing = Placing(recipe.model, mesh.tensor)
+        self._initialize = self._placing.initializer(recipe.train.seed)
+        layers = parallel_model.Layers(
+            recipe.model,
+            mesh.tensor,
+            getattr(torch, dtype(recipe.train.precision)),
+            sequence=recipe.parallel.sequence,
+        )
+
+        def model_fn() -> nn.Module:
+            with torch.device("meta"):
+                decoder = model_factory()
+            model = parallel_model.make_parallel(lambda: decoder, layers)
+            self._placing.label(model)
+            return model
+
+        self.model = nxd.initialize_parallel_model(self._nxd_config, model_fn)
+        if mesh.pipeline == 1:
+            # NxD loses ties when it leaves the meta device, where the outermost module has no
+            # parameters of its own (`analyze_shared_parameters`); between stages it keeps them.
+            self.model.original_module().tie()  # type: ignore[operator]
+        parameters: dict[str, nn.Parameter] = {}
+        for part in self.model.local_modules():  # type: ignore[operator]
+            for name, parameter in self._placing.named_parameters(part).items():
+                parameters.setdefault(name, parameter)
+        self.parameters = parameters
+        sequence = recipe.parallel.sequence and mesh.tensor > 1
+        self._placing.mark(parameters, sequence=sequence)
+
+    def build_optimizer(self) -> None:
+        """Build this worker's share of the optimizer from `config.recipe.optim`."""
+        optim = self.config.recipe.optim
+        decayed = {n: p for n, p in self.parameters.items() if p.ndim > 1}
+        others = {n: p for n, p in self.parameters.items() if p.ndim <= 1}
+        self.parameters = {**decayed, **others}  # the optimizer's order
+        # Two groups whatever the recipe says, so that checkpoints of all recipes are alike.
+        decay_others = optim.weight_decay if optim.decay_norms_and_biases else 0.0
+        groups = [
+            {"params": list(decayed.values()), "weight_decay": optim.weight_decay},
+            {"params": list(others.values()), "weight_decay": decay_others},
+        ]
+        options = dict(self._arguments["initialize_parallel_optimizer"])
+        del options["optimizer_class"], options["weight_decay"]
+        options["betas"] = tuple(options["betas"])
+        options["capturable"] = self._on_device
+        if "optimizer_dtype" in options:
+            options["optimizer_dtype"] = getattr(torch, options["optimizer_dtype"])
+        self.optimizer = nxd.initialize_parallel_optimizer(
+            self._nxd_config,
+            torch.optim.AdamW,
+            groups,
+            **options,
+        )
+        stages = self.mesh.pipeline
+        self._norm = Norm(
+            [self._placing.counted(name, stages) for name in self.parameters],
+            [len(parameter) for parameter in self.parameters.values()],
+            self.mesh,
+            self.device,
+            sharded=self._sharded,
+        )
+        self._watch_updates()
+
+    @property
+    def _on_device(self) -> bool:
+        """Whether the optimizer's numbers live on the device too.
+
+        As Python numbers they would go into the graph wherever they round to 1, as `1 - lr · decay`
+        does in a warm-up: another graph than the one that precompile saw.
+        """
+        return self.device.type != "cpu"
+
+    @property
+    def _sharded(self) -> bool:
+        return self.config.recipe.parallel.zero > 0
+
+    @property
+    def _updating(self) -> torch.optim.Optimizer:
+        """The optimizer that makes the update: inside NxD's, and inside ZeRO-1's."""
+        inner: Any = self.optimizer.optimizer  # type: ignore[attr-defined]
+        found: torch.optim.Optimizer = inner.base_optimizer if self._sharded else inner
+        return found
+
+    def _updated(self) -> list[Tensor]:
+        """What the update works on: parameters, or under ZeRO-1 this worker's shards of them."""
+        return [p for group in self._updating.param_groups for p in group["params"]]
+
+    def _watch_updates(self) -> None:
+        """Clip before each update; ZeRO-1 makes itself another optimizer at every load."""
+        if self._watched is not self._updating:
+            self._watched = self._updating
+            self._watched.register_step_pre_hook(lambda *_: self._clip())
+
+    def _clip(self) -> None:
+        """Between the reduction of the gradients and the update."""
+        gradients = [tensor.grad for tensor in self._updated()]
+        self._grad_norm = self._norm.of(gradients)
+        present = [gradient for gradient in gradients if gradient is not None]
+        clip_(present, self._grad_norm, self.config.recipe.optim.grad_clip)
+
+    def fill_weights(self, read: WeightReader) -> None:
+        """Set the weights of this worker's shard, before the first step."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self._placing.read(name, read))
+        self._share_out_anew()
+
+    def _share_out_anew(self) -> None:
+        """Let ZeRO-1 copy its shards from the weights as they are now."""
+        if self._sharded:
+            self.optimizer.optimizer.init_zero()  # type: ignore[attr-defined]
+            self._watch_updates()
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Accumulate the gradients of one step (collective)."""
+        if self.mesh.pipeline > 1:
+            loss = self.model.run_train(  # type: ignore[operator]
+                tokens=_joined([m.tokens for m in micro_batches]),
+                labels=_joined([m.labels for m in micro_batches]),
+            )
+        else:
+            loss = self._accumulate(micro_batches)
+        return self._mean(loss)
+
+    def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        for micro_batch in micro_batches:
+            tokens = torch.from_numpy(micro_batch.tokens).to(self.device)
+            labels = torch.from_numpy(micro_batch.labels).to(self.device)
+            loss = self.model(tokens, labels) / len(micro_batches)
+            loss.backward()
+            total += loss.detach()
+            mark_step()
+        return total
+
+    def _mean(self, loss: Tensor | None) -> Tensor:
+        """A worker's mean loss, None off the last stage, to that of the global batch."""
+        mean = torch.zeros((), dtype=torch.float32, device=self.device)
+        if loss is not None:
+            mean += loss.detach() / self.mesh.data
+        if self.mesh.data > 1:
+            dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+        if self.mesh.pipeline > 1:
+            dist.all_reduce(mean, group=parallel_state.get_pipeline_model_parallel_group())
+        return mean
+
+    def optimizer_step(self, lr: float) -> Tensor:
+        """Clip, update, clear the gradients (collective)."""
+        self._set_learning_rate(
+            torch.tensor(lr, dtype=torch.float32).to(self.device) if self._on_device else lr
+        )
+        add_up_repeated(self._repeated())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._param_norm = self._norm.of(self._updated())
+        mark_step()
+        return self._grad_norm
+
+    def _set_learning_rate(self, lr: float | Tensor) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def _repeated(self) -> list[tuple[Tensor, int]]:
+        """Gradients with the keys and values that other workers hold too."""
+        found = []
+        for name, parameter in self.parameters.items():
+            row = self._placing.first_key(name)
+            if row is not None:
+                # Under fp32 accumulation NxD moves each gradient into `main_grad`.
+                gradient = parameter.grad
+                if gradient is None:
+                    gradient = parameter.main_grad  # type: ignore[attr-defined]
+                found.append((gradient, row))
+        return found
+
+    def param_norm(self) -> Tensor:
+        """The 2-norm over all parameters, as the last update left them."""
+        return self._param_norm
+
+    def save_shards(self, directory: Path) -> Saving:
+        """Begin to write model and optimizer into an existing folder (collective)."""
+        self._set_learning_rate(self.config.recipe.optim.lr)  # a number, for whoever reads it
+        return NxdSaving(directory, self._layout(), self._place, self.model, self.optimizer)
+
+    def _layout(self) -> NxdLayout:
+        mesh, precision = self.mesh, self.config.recipe.train.precision
+        stages = self.gather(tuple(self.parameters))[:: mesh.tensor * mesh.data]
+        return NxdLayout(
+            tensor=mesh.tensor,
+            pipeline=mesh.pipeline,
+            data=mesh.data,
+            virtual_pipeline=mesh.virtual_pipeline,
+            zero=self._sharded,
+            optimizer_dtype=optimizer_dtype(precision),
+            dtype=dtype(precision),
+            names=tuple(stages),
+        )
+
+    def load_shards(self, directory: Path) -> None:
+        """Read back what `save_shards` wrote, here or on another mesh or backend (collective)."""
+        if read_layout(directory) == self._layout():
+            wanted = [_hyperparameters(group) for group in self.optimizer.param_groups]
+            saving.load(directory, self.model, self.optimizer)
+            self._take_up_loaded()
+            # NxD takes these from the file too; they are the recipe's, which may have changed.
+            for groups in (self.optimizer.param_groups, self._updating.param_groups):
+                for group, values in zip(groups, wanted, strict=True):
+                    group.update(values)
+            return
+        from slurmllm.checkpoint.training_files import open_training
+
+        self._fill_training(open_training(directory, self.config.recipe.model))
+
+    def _fill_training(self, files: Any) -> None:
+        """Take weights and optimizer state from another mesh's or backend's checkpoint."""
+        self.fill_weights(files.read)
+        for name, updated in zip(self.parameters, self._updated(), strict=True):
+            if self._sharded:  # in the optimizer's own format, which may be wider
+                weight = self._placing.read(name, files.read)
+                updated.data.copy_(self._shard(weight, updated))
+            moments = {
+                kind: self._moment(name, kind, files, updated) for kind in ("exp_avg", "exp_avg_sq")
+            }
+            step = torch.tensor(float(files.step(name)), dtype=torch.float32)
+            self._updating.state[updated] = {"step": step, **moments}
+        self._take_up_loaded()
+
+    def _take_up_loaded(self) -> None:
+        """Go on with an optimizer state that was read, in the graphs that there are."""
+        self._watch_updates()
+        if self._on_device:
+            # torch-xla sends equal numbers to the device once: each parameter needs a step of its
+            # own, or the next graph has fewer inputs than the ones before.
+            for state in self._updating.state.values():
+                zero = torch.zeros((), dtype=torch.float32, device=self.device)
+                state["step"] = zero + state["step"].to(self.device)
+            mark_step()
+
+    def _moment(self, name: str, kind: str, files: Any, like: Tensor) -> Tensor:
+        whole = self._placing.read(name, lambda n, region: files.read_moment(kind, n, region))
+        return self._shard(whole, like).to(like.device, like.dtype, copy=True)
+
+    def _shard(self, whole: Tensor, like: Tensor) -> Tensor:
+        """This worker's shard of its part of a parameter, as ZeRO-1 cuts it; else the part."""
+        if not self._sharded:
+            return whole
+        rows = len(like)
+        first = self._place[1] * rows
+        shard = whole[first : first + rows]
+        return torch.cat([shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])])
+
+    @property
+    def _place(self) -> tuple[int, int, int]:
+        """This worker's rank in its pipeline, among the replicas, in its tensor-parallel group."""
+        rank, mesh = self.worker.rank, self.mesh
+        return mesh.pipeline_rank(rank), mesh.data_rank(rank), rank % mesh.tensor
+
+    def rehearse_resume(self) -> None:
+        """Make the graphs of a resume: ZeRO-1 gathers all weights from loaded master weights."""
+        self._set_learning_rate(self.config.recipe.optim.lr)
+        on_host = tree_map_only(torch.Tensor, Tensor.cpu, self.optimizer.state_dict())
+        self.optimizer.load_state_dict(on_host)
+        self._take_up_loaded()
+        xm.rendezvous("rehearsal")  # on the device too, and part of each save
+        mark_step()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every worker's small picklable value, by rank, on all workers (collective)."""
+        values: list[Any] = [None] * self.worker.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def graph_cache_counts(self) -> tuple[int, int]:
+        """Compiled graphs found in the cache and graphs that had to be compiled, so far."""
+        import torch_xla.debug.metrics as metrics
+
+        compiled = self._graphs() - self._graphs_at_start
+        asked = metrics.metric_data("CompileTime")
+        return max(0, (asked[0] if asked else 0) - compiled), compiled
+
+    def _graphs(self) -> int:
+        cache = os.environ.get("SLURMLLM_CACHE")
+        return load_environment("nxd").count_graphs(Path(cache)) if cache else 0
+
+    def change_batch(self, mesh: Mesh) -> None:
+        """Go on with another micro batch or accumulation (collective)."""
+        super().change_batch(mesh)
+        if mesh.pipeline > 1:
+            pipeline: Any = self.model.module
+            pipeline.num_microbatches = mesh.accumulation
+            pipeline.shape_traced = False
+            pipeline.clear_minibatch_state()
+            pipeline.create_schedule()
+
+    def memory(self) -> Memory:
+        """What this worker used at most since the last call, and what it may use."""
+        if cpu_mode():
+            return host_memory(self.worker.sharing)
+        told = xm.get_memory_info(self.device)
+        return Memory(told.get("peak_bytes_used", told["bytes_used"]), told["bytes_limit"])
+
+    def stop(self) -> None:
+        """Close the process groups."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _joined(arrays: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+    """[batch, seq] on the host, as NxD's pipeline asks."""
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+BACKEND = NxdBackend

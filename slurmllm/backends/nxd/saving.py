@@ -1,0 +1,113 @@
+"""Checkpoints by neuronx-distributed's own functions, each in a folder of its own.
+
+NxD writes in a thread of each worker once the tensors are copied to the host. What of its ways
+would lose a checkpoint is kept from it here:
+
+- It marks a checkpoint as done at the next save or at exit. `finish` does so at once, before the
+  process groups go; and our manifest, written after that, is what a resume looks for.
+- It remembers the folder and writes into it again at its next save and at exit. It is made to
+  forget, for by then the folder has its final name.
+- A worker whose write failed would leave the others waiting. `wait` tells before anyone waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import os
+from pathlib import Path
+from typing import Any
+
+import neuronx_distributed as nxd
+import torch.distributed as dist
+from neuronx_distributed.trainer import checkpoint as nxd_checkpoint
+
+from slurmllm.backends.base import Saving
+from slurmllm.checkpoint.nxd_layout import LAYOUT, TAG, NxdLayout, model_file, optimizer_file
+from slurmllm.errors import StorageError
+from slurmllm.rundir import fsync_dir
+
+
+class NxdSaving(Saving):
+    """A checkpoint that NxD writes.
+
+    Args:
+        directory: An existing folder.
+        layout: Of the checkpoint.
+        rank: Of this worker in the pipeline, among the replicas, in the tensor-parallel group.
+        model: NxD's.
+        optimizer: NxD's.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        layout: NxdLayout,
+        rank: tuple[int, int, int],
+        model: Any,
+        optimizer: Any,
+    ) -> None:
+        self._directory, self._layout, self._rank = directory, layout, rank
+        self._first = dist.get_rank() == 0
+        # In a thread also where training waits: that way a write that fails can be told.
+        nxd.save_checkpoint(
+            str(directory), TAG, model=model, optimizer=optimizer, async_save=True,
+            num_kept_ckpts=None,
+        )  # fmt: skip
+        self._task: concurrent.futures.Future[None] | None = nxd_checkpoint.g_iostate._save_task
+
+    def wait(self) -> list[str]:
+        """Wait for this worker's files; names those that it wrote."""
+        try:
+            if self._task is not None:
+                self._task.result()
+            names = self._names()
+            for name in names:
+                descriptor = os.open(self._directory / name, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+        except RuntimeError as error:  # torch.save hides the file system's error in its own
+            raise StorageError(
+                f"NxD cannot write shards into {self._directory}: {error}"
+            ) from error
+        return names
+
+    def _names(self) -> list[str]:
+        pipeline, data, tensor = self._rank
+        names = [model_file(tensor, pipeline)] if data == 0 else []
+        if self._layout.zero or data == 0:
+            names.append(optimizer_file(data, tensor, pipeline))
+        return names
+
+    def finish(self) -> list[str]:
+        """Let NxD mark the checkpoint as done, and forget it (collective)."""
+        nxd.finalize_checkpoint()
+        forget()
+        if not self._first:
+            return []
+        self._layout.save(self._directory / LAYOUT)
+        for folder in (TAG, f"{TAG}/model", f"{TAG}/optim"):
+            fsync_dir(self._directory / folder)
+        return [LAYOUT, f"{TAG}/checkpoint", f"{TAG}/done"]
+
+    def abandon(self) -> None:
+        """Forget a checkpoint that cannot be finished."""
+        forget()
+
+
+def forget() -> None:
+    """Take NxD's memory of the last checkpoint from it, and what it would do at exit."""
+    state = nxd_checkpoint.CheckpointIOState
+    nxd_checkpoint.g_iostate = None
+    atexit.unregister(state.wait_all)
+    atexit.unregister(state.finalize_shutdown)
+
+
+def load(directory: Path, model: Any, optimizer: Any) -> None:
+    """Read back what was written, on the same mesh (collective).
+
+    In two calls: in one, NxD reads the optimizer first, and ZeRO-1 takes its shards from weights
+    that are not loaded yet. The tag is named: without one NxD goes by the files' times.
+    """
+    nxd.load_checkpoint(str(directory), tag=TAG, model=model)
+    nxd.load_checkpoint(str(directory), tag=TAG, optimizer=optimizer)

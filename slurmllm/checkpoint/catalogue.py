@@ -1,0 +1,87 @@
+"""What checkpoints there are, and whether they verify; torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.errors import CheckpointError, StorageError
+from slurmllm.records import CheckpointManifest
+from slurmllm.rundir import RunDir
+
+if TYPE_CHECKING:
+    from slurmllm.data.documents import OnProgress
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint folder.
+
+    Attributes:
+        directory: The folder.
+        manifest: None where it is missing or damaged.
+        faults: What is wrong, a line each; None where nobody has looked at the files.
+    """
+
+    directory: Path
+    manifest: CheckpointManifest | None
+    faults: tuple[str, ...] | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its files by the manifest."""
+        return sum(file.bytes for file in self.manifest.files) if self.manifest else 0
+
+
+def look_at(directory: Path) -> Entry:
+    """A checkpoint by its manifest alone."""
+    try:
+        return Entry(directory, read_manifest(directory), None)
+    except StorageError as error:
+        return Entry(directory, None, (str(error),))
+
+
+def checkpoints(run: RunDir) -> list[Entry]:
+    """The checkpoints of a run, oldest first."""
+    return [look_at(run.checkpoint(step)) for step in run.checkpoint_steps()]
+
+
+def verify(entry: Entry, on_progress: OnProgress = lambda _: None) -> Entry:
+    """Check every file's size and checksum.
+
+    Args:
+        entry: What to look at.
+        on_progress: Told the bytes checked so far, of this checkpoint.
+    """
+    if entry.manifest is None:
+        return entry
+    found: list[str] = []
+    done_bytes = 0
+    for file in entry.manifest.files:
+        found += faults(entry.directory, [file])
+        done_bytes += file.bytes
+        on_progress(done_bytes)
+    return Entry(entry.directory, entry.manifest, tuple(found))
+
+
+def newest_sound(run: RunDir) -> tuple[Path, list[str]]:
+    """The newest checkpoint that verifies.
+
+    Returns:
+        Its folder, and a line for each newer one that does not verify.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    skipped: list[str] = []
+    for entry in reversed(checkpoints(run)):
+        entry = verify(entry)
+        if not entry.faults:
+            return entry.directory, skipped
+        skipped.append(f"{entry.directory.name}: {'; '.join(entry.faults)}")
+    if not skipped:
+        raise CheckpointError(f"run {run.name} has no checkpoint yet; see `slurmllm status`")
+    lines = "\n".join(f"  {line}" for line in skipped)
+    raise CheckpointError(f"none of the checkpoints of run {run.name} verifies:\n{lines}")

@@ -1,0 +1,342 @@
+"""A Hugging Face config.json as our `ModelConfig`, and back; torch-free.
+
+What our decoder cannot do, or transformers' model of the family cannot, is refused by name, all
+faults at once. Keys of transformers 4 (rotary_pct, rope_theta, rope_scaling) and of 5
+(rope_parameters) are both read and both written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from slurmllm.config.families import FAMILIES
+from slurmllm.config.recipe import ModelConfig
+from slurmllm.config.rules import broken_rules
+
+CONFIG = "config.json"
+_REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How transformers writes a family's configuration.
+
+    Attributes:
+        model_type: Its name there.
+        causal: The class with a head.
+        base: The class without one, whose weights may do where the head is tied.
+        keys: Our field → (their key, what transformers takes where it is absent).
+        settled: Their key → (the only value that we can do, what it takes where it is absent).
+    """
+
+    model_type: str
+    causal: str
+    base: str
+    keys: Mapping[str, tuple[str, Any]]
+    settled: Mapping[str, tuple[Any, Any]]
+
+
+_COMMON = {
+    "vocab_size": ("vocab_size", _REQUIRED),
+    "init_std": ("initializer_range", 0.02),
+}
+_LATER = {
+    **_COMMON,
+    "num_layers": ("num_hidden_layers", _REQUIRED),
+    "hidden_size": ("hidden_size", _REQUIRED),
+    "num_heads": ("num_attention_heads", _REQUIRED),
+    "ffn_hidden_size": ("intermediate_size", _REQUIRED),
+    "seq_len": ("max_position_embeddings", 2048),
+    "tied_embeddings": ("tie_word_embeddings", False),
+}
+# Defaults: the configuration classes of transformers 4.45 and 5.23, which agree.
+DIALECTS: dict[str, Dialect] = {
+    "neox": Dialect(
+        model_type="gpt_neox",
+        causal="GPTNeoXForCausalLM",
+        base="GPTNeoXModel",
+        keys={
+            **_LATER,
+            "activation": ("hidden_act", "gelu"),
+            "attention_bias": ("attention_bias", True),
+            "parallel_residual": ("use_parallel_residual", True),
+            "norm_eps": ("layer_norm_eps", 1e-5),
+        },
+        settled={},
+    ),
+    "llama": Dialect(
+        model_type="llama",
+        causal="LlamaForCausalLM",
+        base="LlamaModel",
+        keys={
+            **_LATER,
+            "num_kv_heads": ("num_key_value_heads", None),
+            "activation": ("hidden_act", "silu"),
+            "attention_bias": ("attention_bias", False),
+            "mlp_bias": ("mlp_bias", False),
+            "norm_eps": ("rms_norm_eps", 1e-6),
+        },
+        settled={},
+    ),
+    "gpt3": Dialect(
+        model_type="gpt2",
+        causal="GPT2LMHeadModel",
+        base="GPT2Model",
+        keys={
+            **_COMMON,
+            "num_layers": ("n_layer", _REQUIRED),
+            "hidden_size": ("n_embd", _REQUIRED),
+            "num_heads": ("n_head", _REQUIRED),
+            "ffn_hidden_size": ("n_inner", None),
+            "seq_len": ("n_positions", 1024),
+            "activation": ("activation_function", "gelu_new"),
+            "tied_embeddings": ("tie_word_embeddings", True),
+            "norm_eps": ("layer_norm_epsilon", 1e-5),
+        },
+        settled={
+            "scale_attn_weights": (True, True),
+            "scale_attn_by_inverse_layer_idx": (False, False),
+            "add_cross_attention": (False, False),
+        },
+    ),
+}
+# transformers has three spellings of GELU by tanh, which differ in speed alone.
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+_THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """What a config.json says.
+
+    Attributes:
+        model: The model, as ours.
+        architecture: Its class in transformers.
+        bos_token_id: Of the text's beginning, if known.
+        eos_token_id: Of its end; some models have several.
+    """
+
+    model: ModelConfig
+    architecture: str
+    bos_token_id: int | None
+    eos_token_id: int | list[int] | None
+
+
+def read_config(directory: Path) -> tuple[SourceConfig | None, list[str]]:
+    """Read the config.json of a Hugging Face model.
+
+    Returns:
+        What it says, None where something is wrong, and the faults: one line each.
+    """
+    values, fault = _read_json(directory / CONFIG)
+    if fault is not None:
+        return None, [fault]
+    family, faults = _family(values)
+    if family is None:
+        return None, faults
+    dialect = DIALECTS[family]
+    faults += _unsettled(values, dialect)
+    fields, found = _fields(values, family)
+    faults += found
+    model: ModelConfig | None = None
+    if not found:
+        model, found = _validated(fields, dialect)
+        faults += found
+    bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
+    for key, value in (("bos_token_id", bos), ("eos_token_id", eos)):
+        several = value if isinstance(value, list) and key == "eos_token_id" else [value]
+        if value is not None and any(type(one) is not int for one in several):
+            faults.append(f"{key}: must be the number of a token, not {value!r}")
+    if faults or model is None:
+        return None, faults
+    architecture = (values.get("architectures") or [dialect.causal])[0]
+    return SourceConfig(model, architecture, bos, eos), []
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], str | None]:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}, f"{path.name}: not there; is this the folder of a Hugging Face model?"
+    except OSError as error:
+        return {}, f"{path.name}: cannot be read: {error.strerror or error}"
+    except (ValueError, RecursionError) as error:
+        return {}, f"{path.name}: is not JSON: {error}; fetch it again"
+    if not isinstance(values, dict):
+        return {}, f"{path.name}: holds no mapping of settings; fetch it again"
+    return values, None
+
+
+def _family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
+    """The family that architectures and model_type name together."""
+    model_type, architectures = values.get("model_type"), values.get("architectures") or []
+    known = ", ".join(dialect.causal for dialect in DIALECTS.values())
+    if not isinstance(architectures, list) or not (architectures or model_type):
+        return None, [f"architectures: must name the model's class; known are {known}"]
+    by_type = [name for name, d in DIALECTS.items() if d.model_type == model_type]
+    by_class = [
+        name for name, d in DIALECTS.items() if {d.causal, d.base} & {*map(str, architectures)}
+    ]
+    faults = []
+    if model_type is not None and not by_type:
+        types = ", ".join(d.model_type for d in DIALECTS.values())
+        faults.append(f"model_type: {model_type!r} is not known; known are {types}")
+    if architectures and not by_class:
+        faults.append(
+            f"architectures: {', '.join(map(str, architectures))} is not known; known are {known}"
+        )
+    if by_type and by_class and by_type != by_class:
+        faults.append(
+            f"model_type: {model_type!r} is not that of {', '.join(map(str, architectures))}; "
+            f"that is {DIALECTS[by_class[0]].model_type!r}"
+        )
+    return (None if faults else (by_class or by_type)[0]), faults
+
+
+def _unsettled(values: Mapping[str, Any], dialect: Dialect) -> list[str]:
+    """What changes the function in a way that our decoder does not know."""
+    faults = []
+    for key, (only, absent) in dialect.settled.items():
+        if values.get(key, absent) != only:
+            faults.append(f"{key}: {values[key]!r} is not supported; it must be {only!r}")
+    if values.get("quantization_config") is not None:
+        method = values["quantization_config"]
+        method = method.get("quant_method") if isinstance(method, Mapping) else method
+        faults.append(
+            f"quantization_config: quantized weights ({method}) cannot be trained; import the "
+            "model that they were made of"
+        )
+    return faults
+
+
+def _fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
+    """The fields of our model section, not yet validated, and what is wrong."""
+    dialect = DIALECTS[family]
+    fields: dict[str, Any] = {"family": family}
+    faults = []
+    for field, (key, absent) in dialect.keys.items():
+        if key not in values and absent is _REQUIRED:
+            faults.append(f"{key}: is missing")
+        fields[field] = values.get(key, absent)
+    activation = fields["activation"]
+    fields["activation"] = _ACTIVATIONS.get(str(activation))
+    if fields["activation"] is None:
+        key = dialect.keys["activation"][0]
+        faults.append(f"{key}: {activation!r} is not known; known are {', '.join(_ACTIVATIONS)}")
+    hidden, heads = fields["hidden_size"], fields["num_heads"]
+    if family == "gpt3" and fields["ffn_hidden_size"] is None and isinstance(hidden, int):
+        fields["ffn_hidden_size"] = 4 * hidden
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        head_dim = values.get("head_dim")
+        if head_dim is not None and (type(head_dim) is not int or head_dim * heads != hidden):
+            faults.append(
+                f"head_dim: {head_dim!r} times {heads} heads is not the hidden size {hidden}; "
+                f"only {hidden / heads:g} is supported"
+            )
+    if FAMILIES[family].positions == "rotary":
+        rotary, found = _rotary(values, family)
+        fields.update(rotary)
+        faults += found
+    return fields, faults
+
+
+def _rotary(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
+    faults = []
+    found: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = values.get(key) or {}
+        if not isinstance(rope, Mapping):
+            faults.append(f"{key}: must be a mapping, not {rope!r}")
+            continue
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            faults.append(
+                f"{key}: positions scaled by {kind!r} are not supported; only 'default' is"
+            )
+        found.update({name: value for name, value in rope.items() if value is not None})
+    default_pct = FAMILIES[family].defaults["rotary_pct"]
+    pct = _first(found, values, ("partial_rotary_factor", "rotary_pct"), default_pct)
+    base = _first(found, values, ("rope_theta", "rotary_emb_base"), 10000.0)
+    return {"rotary_pct": pct, "rotary_base": base}, faults
+
+
+def _first(
+    inner: Mapping[str, Any], outer: Mapping[str, Any], keys: tuple[str, ...], absent: Any
+) -> Any:
+    for values in (inner, outer):
+        for key in keys:
+            if values.get(key) is not None:
+                return values[key]
+    return absent
+
+
+def _validated(fields: Mapping[str, Any], dialect: Dialect) -> tuple[ModelConfig | None, list[str]]:
+    try:
+        model = ModelConfig.model_validate(fields)
+    except ValidationError as error:
+        faults = []
+        for one in error.errors():
+            field = str(one["loc"][0]) if one["loc"] else "family"
+            key = dialect.keys.get(field, (field, None))[0]
+            faults.append(f"{key}: {one['input']!r}: {one['msg']}")
+        return None, faults
+    return model, impossible(model)
+
+
+def impossible(model: ModelConfig) -> list[str]:
+    """Why a model cannot be one of its family in transformers: one line each."""
+    return list(broken_rules({f"model.{k}": v for k, v in model.model_dump().items()}))
+
+
+def write_config(
+    model: ModelConfig,
+    path: Path,
+    *,
+    dtype: str,
+    bos_token_id: int | None,
+    eos_token_id: int | list[int] | None,
+) -> None:
+    """Write a config.json.
+
+    Args:
+        model: What it describes; its biases must be those that transformers' model has.
+        path: The file.
+        dtype: Of the weights, as torch calls it (`bfloat16`).
+        bos_token_id: Of the text's beginning, if known.
+        eos_token_id: Of its end, if known.
+    """
+    dialect = DIALECTS[model.family]
+    values: dict[str, Any] = {"architectures": [dialect.causal], "model_type": dialect.model_type}
+    values.update({key: getattr(model, field) for field, (key, _) in dialect.keys.items()})
+    values[dialect.keys["activation"][0]] = _THEIR_ACTIVATIONS[model.activation]
+    if model.family == "neox":
+        values.update(rotary_pct=model.rotary_pct, rotary_emb_base=model.rotary_base)
+        values.update(attention_dropout=0.0, hidden_dropout=0.0)
+    if model.family == "llama":
+        values.update(num_key_value_heads=model.kv_heads, head_dim=model.head_dim)
+        values.update(rope_theta=model.rotary_base, attention_dropout=0.0)
+    if FAMILIES[model.family].positions == "rotary":
+        values["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": model.rotary_base,
+            "partial_rotary_factor": model.rotary_pct,
+        }
+    if model.family == "gpt3":  # its dropouts are 0.1 where nothing is said
+        values.update(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    # Written where unknown too: transformers would take ids of its own tokenizers.
+    values.update(bos_token_id=bos_token_id, eos_token_id=eos_token_id)
+    values.update(torch_dtype=dtype, use_cache=True)
+    path.write_text(json.dumps(dict(sorted(values.items())), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,94 @@
+"""The files that make a tokenizer, into a checkpoint and out of it; torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.errors import StorageError
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# What transformers reads a tokenizer from.
+FILES = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+class Tokenizer(NamedTuple):
+    """Files of a tokenizer.
+
+    Attributes:
+        files: Name to have → where it is.
+        end_of_document: Id of the token that ends a document, where no config.json says it.
+        end_token: That token.
+        num_ids: Largest id + 1, 0 where not looked at.
+    """
+
+    files: Mapping[str, Path]
+    end_of_document: int | None = None
+    end_token: str | None = None
+    num_ids: int = 0
+
+
+def beside(folder: Path) -> Tokenizer:
+    """The tokenizer files of a folder."""
+    return Tokenizer({name: folder / name for name in FILES if (folder / name).is_file()})
+
+
+def of_file(path: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, with what lies beside it.
+
+    Raises:
+        DataError: it is none, or it has no token that ends a document.
+    """
+    encoder = TokenEncoder(path)
+    end = encoder.end_of_document
+    files: Mapping[str, Path] = {TOKENIZER: path}
+    if path.name == TOKENIZER and (path.parent / TOKENIZER_CONFIG).is_file():
+        files = beside(path.parent).files
+    return Tokenizer(files, end, encoder.decode(np.array([end])), encoder.num_ids)
+
+
+def copy(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy files into a folder, on disk for good (fsync).
+
+    Raises:
+        StorageError: one of them cannot be read.
+    """
+    for name, path in files.items():
+        try:
+            source = path.open("rb")
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        with source, (folder / name).open("wb") as target:
+            shutil.copyfileobj(source, target)
+            target.flush()
+            os.fsync(target.fileno())
+
+
+def write_config(folder: Path, *, seq_len: int, end_token: str | None) -> None:
+    """Write the tokenizer_config.json of a bare tokenizer.json, so that AutoTokenizer loads it."""
+    values: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    if end_token is not None:
+        values.update(bos_token=end_token, eos_token=end_token)
+    path = folder / TOKENIZER_CONFIG
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""The stage behind `slurmllm doctor`: looks at installation and cluster, changes nothing."""

@@ -1,0 +1,189 @@
+"""Head and cross entropy in one, without logits in fp32 and without gathering them.
+
+The matrix product with the head gives logits in the precision of training; they become the loss's
+gradient in place, and two more products make the gradients of hidden states and head. So the
+largest tensor of a small model, [tokens, vocabulary], exists once, in parts of bounded size, and
+the backward pass finds its gradients ready. Under tensor parallelism each worker has its share of
+the vocabulary and sends two numbers a token (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+
+torch's own `linear_cross_entropy` (2.13) does the like for a whole vocabulary; not for a share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# Logits at a time: 256 MiB of bf16, half as many in fp32. Fewer, larger products are faster.
+_LOGITS_AT_A_TIME = 2**27
+
+Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
+SoftmaxInPlace = Callable[[Tensor, Tensor], Tensor]
+
+
+class VocabularyShare(NamedTuple):
+    """Which entries of the vocabulary this worker has.
+
+    Attributes:
+        first: The entry that its first row stands for.
+        rows: Rows that stand for entries; those after them are padding and take no part.
+        group: The workers that share the vocabulary; None where this one has all of it.
+    """
+
+    first: int
+    rows: int
+    group: dist.ProcessGroup | None
+
+
+class Output(nn.Module):
+    """Hidden states and head to logits or loss; without parameters of its own.
+
+    `statistics` and `softmax_` may be replaced by compiled ones.
+
+    Attributes:
+        wide: Whether bf16 products are computed in fp32, from the same numbers: for processors on
+            which that is faster.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.statistics: Statistics = statistics
+        self.softmax_: SoftmaxInPlace = softmax_
+        self.wide = False
+
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
+        """Logits [batch, seq, padded vocabulary], or with labels [batch, seq] the mean loss, fp32.
+
+        Args:
+            x: [batch, seq, hidden].
+            weight: [padded vocabulary, hidden].
+            labels: Entries of the vocabulary.
+        """
+        if labels is None:
+            return F.linear(x, weight)
+        return self.loss(x, weight, labels, VocabularyShare(0, self.vocab_size, None))
+
+    def loss(self, x: Tensor, weight: Tensor, labels: Tensor, share: VocabularyShare) -> Tensor:
+        """The mean cross entropy over all labels, nats, equal on all workers of the share."""
+        functions = self.statistics, self.softmax_
+        total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            x.flatten(0, 1), weight, labels.flatten(), share, functions, self.wide
+        )
+        return total
+
+
+def statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row and the sum of exp(logit - largest), fp32 [rows]."""
+    values = logits.float()
+    largest = values.amax(-1)
+    return largest, (values - largest.unsqueeze(-1)).exp().sum(-1)
+
+
+def softmax_(logits: Tensor, log_sum: Tensor) -> Tensor:
+    """Overwrite logits [rows, entries] by exp(logit - log_sum [rows])."""
+    return logits.copy_((logits.float() - log_sum.unsqueeze(-1)).exp())
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Mean of -log softmax(x · weightᵀ)[label]; gradients are made on the way forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        share: VocabularyShare,
+        functions: tuple[Statistics, SoftmaxInPlace],
+        wide: bool,
+    ) -> Tensor:
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        rows = weight[: share.rows]
+        if wide and x.is_cpu:
+            x, rows = x.float(), rows.float()
+        count = len(labels)
+        limit = _LOGITS_AT_A_TIME * 2 / rows.element_size()
+        parts = max(1, math.ceil(count * len(rows) / limit))
+        size = math.ceil(count / parts)
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        logits = x.new_empty(size, len(rows))
+        grad_x = torch.empty_like(x) if need_x else None
+        # Several parts are summed in fp32.
+        kind = torch.float32 if parts > 1 else rows.dtype
+        grad_rows = rows.new_empty(rows.shape, dtype=kind) if need_weight else None
+        for start in range(0, count, size):
+            part = x[start : start + size]
+            gradient = torch.mm(part, rows.T, out=logits[: len(part)])
+            loss += _softmax_gradient_(
+                gradient, labels[start : start + size] - share.first, share.group, functions
+            )
+            if grad_x is not None:
+                torch.mm(gradient, rows, out=grad_x[start : start + size])
+            if grad_rows is None:
+                continue
+            if start == 0 and kind == gradient.dtype:
+                torch.mm(gradient.T, part, out=grad_rows)
+            elif start == 0:
+                grad_rows.copy_(gradient.T @ part)
+            elif kind == gradient.dtype:
+                grad_rows.addmm_(gradient.T, part)
+            else:
+                grad_rows += gradient.T @ part
+        ctx.save_for_backward(grad_x, grad_rows)
+        ctx.count, ctx.shape, ctx.kind = count, weight.shape, weight.dtype
+        return loss / count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        grad_x, grad_rows = ctx.saved_tensors
+        factor = grads[0] / ctx.count
+        if grad_x is not None:
+            grad_x = _scaled(grad_x, factor, grad_x.shape, ctx.kind)
+        grad_weight = None
+        if grad_rows is not None:
+            grad_weight = _scaled(grad_rows, factor, ctx.shape, ctx.kind)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _scaled(values: Tensor, factor: Tensor, shape: torch.Size, kind: torch.dtype) -> Tensor:
+    """Values times factor in the format and with the rows asked for; rows beyond them are 0."""
+    out = values.new_empty(shape, dtype=kind)
+    torch.mul(values, factor, out=out[: len(values)])
+    out[len(values) :] = 0
+    return out
+
+
+def _softmax_gradient_(
+    logits: Tensor,
+    labels: Tensor,
+    group: dist.ProcessGroup | None,
+    functions: tuple[Statistics, SoftmaxInPlace],
+) -> Tensor:
+    """Turn logits into the gradient of the summed loss, softmax - one_hot; returns that sum.
+
+    Args:
+        logits: [rows, entries], overwritten.
+        labels: [rows], counted from this share's first entry; others' are out of range.
+    """
+    of_rows, softmax_in_place = functions
+    largest, total = of_rows(logits)
+    own = (labels >= 0) & (labels < logits.shape[1])
+    index = torch.where(own, labels, 0).unsqueeze(-1)
+    hit = torch.where(own, logits.gather(1, index).squeeze(-1).float(), 0.0)
+    if group is not None:
+        common = largest.clone()
+        dist.all_reduce(common, dist.ReduceOp.MAX, group=group)
+        sums = torch.stack([total * (largest - common).exp(), hit])
+        dist.all_reduce(sums, group=group)
+        largest, (total, hit) = common, sums.unbind()
+    log_sum = largest + total.log()
+    softmax_in_place(logits, log_sum)
+    logits.scatter_add_(1, index, -own.to(logits.dtype).unsqueeze(-1))
+    return (log_sum - hit).sum()

@@ -1,0 +1,271 @@
+"""Memory of a worker under the native backend, by arithmetic; torch-free.
+
+What lies between steps (weights, optimizer state) is exact: shapes, sharding plan and formats
+decide it. What a step adds is the sum of what its operators keep for the backward pass, after
+Korthikanti et al. 2022 (arXiv 2205.05198, section 4), whose count of 34 · tokens · hidden bytes a
+layer is for another block: no dropout here, no saved attention scores (they are computed again
+from their log-sums), and head and loss in one operator (`model/output.py`). Not counted: the
+interpreter and its libraries, an accelerator's context, communication libraries' buffers, the
+allocator's fragments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slurmllm.config.families import FAMILIES, sharding_plan
+from slurmllm.config.recipe import ModelConfig
+from slurmllm.config.resolve import RunConfig
+from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.parameters import Shape, parameter_shapes
+
+_FP32, _FP64, _BF16 = 4, 8, 2
+_LOGITS_AT_A_TIME = 2**27  # as in model/output.py
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Bytes of one worker.
+
+    Attributes:
+        weights: Its share, in the format they are kept in.
+        optimizer: Both moments of its share.
+        gradients: Of its share, from the end of the backward pass to the optimizer's step.
+        whole_weights: What FSDP gathers within a step, of this worker's tensor-parallel share.
+        whole_gradients: What is carried from one micro batch to the next.
+        activations: What the blocks keep for the backward pass, of all micro batches in flight.
+        output: Logits, their gradient and the head's at the loss.
+        block: The largest passing need of one block's backward pass.
+        pipeline: Receive buffers of pipeline stages, one a micro batch each way.
+        ending: What the end of the backward pass holds beside the shares: whole gradients of
+            embedding and head, and their copy on its way.
+        passing: The optimizer step's own need.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    whole_weights: int
+    whole_gradients: int
+    activations: int
+    output: int
+    block: int
+    pipeline: int
+    ending: int
+    passing: int
+
+    @property
+    def at_rest(self) -> int:
+        """Between two steps."""
+        return self.weights + self.optimizer + self.pipeline
+
+    @property
+    def peak(self) -> int:
+        """The most within a step."""
+        full = self.whole_weights + self.whole_gradients + self.activations
+        return self.at_rest + max(
+            full + max(self.output, self.block),
+            self.gradients + self.ending,
+            self.gradients + self.passing,
+        )
+
+
+@dataclass(frozen=True)
+class _Formats:
+    """Bytes of one number."""
+
+    kept: int
+    computed: int
+    summed: int
+
+
+def _formats(precision: str) -> _Formats:
+    if precision == "fp32":
+        return _Formats(_FP32, _FP32, _FP32)
+    return _Formats(_FP32 if precision == "bf16_mixed" else _BF16, _BF16, _FP32)
+
+
+def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
+    """What one worker needs.
+
+    Args:
+        config: The run's.
+        mesh: Of the run.
+        rank: Which worker; the first of a pipeline stage has the largest shares of it.
+    """
+    train, zero = config.recipe.train, config.recipe.parallel.zero
+    formats = _formats(train.precision)
+    data_rank = mesh.data_rank(rank)
+    held = held_shapes(config.recipe.model, mesh, mesh.pipeline_rank(rank))
+    own = {name: _share(shape, mesh.data, data_rank) for name, shape in held.items()}
+    stored = sum(math.prod(_share(shape, mesh.data, 0)) for shape in held.values())
+    whole = stored * mesh.data  # FSDP pads every share to the first one's size
+    blocks = {name for name in held if name.startswith("layers.")}
+    largest_block = _largest_block(held)
+    rest = sum(math.prod(held[name]) for name in held.keys() - blocks)
+    several = mesh.accumulation > 1
+    until_last = several and (zero <= 1 or mesh.pipeline > 1)
+    dropped = zero == 3 and mesh.pipeline == 1  # pipelining keeps a stage's weights gathered
+    carried = whole * formats.summed if until_last else stored * formats.kept if several else 0
+    steps = _Step(config, mesh, rank, formats)
+    transient = 0 if until_last else rest + 2 * largest_block
+    return WorkerMemory(
+        weights=stored * formats.kept,
+        optimizer=2 * sum(math.prod(shape) for shape in own.values()) * formats.kept,
+        gradients=stored * formats.kept,
+        whole_weights=(rest + 2 * largest_block if dropped else whole) * formats.computed,
+        whole_gradients=carried,
+        activations=steps.activations(),
+        output=steps.output(),
+        block=steps.block() + transient * formats.summed,
+        pipeline=steps.receive_buffers(),
+        ending=2 * rest * formats.summed,
+        # On CPUs the norm's fp64 sum copies one tensor at a time.
+        passing=max(math.prod(shape) for shape in own.values()) * _FP64
+        if config.cluster.device == "cpu"
+        else 0,
+    )
+
+
+def held_shapes(model: ModelConfig, mesh: Mesh, stage: int) -> dict[str, Shape]:
+    """Name → shape of each parameter on the workers of a pipeline stage, before FSDP shares it."""
+    plan = sharding_plan(model.family, model.tied_embeddings)
+    each = model.num_layers // mesh.chunks
+    held = {}
+    for name, shape in parameter_shapes(model).items():
+        if name.startswith("layers."):
+            _, layer, inner = name.split(".", 2)
+            stages, table = {int(layer) // each % mesh.pipeline}, plan.block
+        else:
+            inner, table = name, plan.rest
+            stages = _ends(name, model, mesh)
+        if stage in stages:
+            held[name] = _tensor_share(inner, shape, table, mesh.tensor)
+    return held
+
+
+def _ends(name: str, model: ModelConfig, mesh: Mesh) -> set[int]:
+    first, last = 0, mesh.pipeline - 1
+    if name == "embed.weight":
+        return {first, last} if model.tied_embeddings else {first}
+    return {first} if name == "positions.weight" else {last}
+
+
+def _tensor_share(name: str, shape: Shape, plan: Mapping[str, str], tensor: int) -> Shape:
+    module, _, leaf = name.rpartition(".")
+    how = plan[module]
+    if how in ("column", "vocabulary"):
+        return (shape[0] // tensor, *shape[1:])
+    if how == "row" and leaf == "weight":
+        return (shape[0], shape[1] // tensor)
+    return shape
+
+
+def _share(shape: Shape, workers: int, worker: int) -> Shape:
+    """FSDP's: rows in equal pieces, the last ones shorter or empty."""
+    rows = math.ceil(shape[0] / workers)
+    return (max(0, min(rows, shape[0] - worker * rows)), *shape[1:])
+
+
+def _largest_block(held: Mapping[str, Shape]) -> int:
+    sums: dict[str, int] = {}
+    for name, shape in held.items():
+        if name.startswith("layers."):
+            layer = name.split(".", 2)[1]
+            sums[layer] = sums.get(layer, 0) + math.prod(shape)
+    return max(sums.values(), default=0)
+
+
+class _Step:
+    """What one step of a worker adds, part by part, bytes."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, rank: int, formats: _Formats) -> None:
+        self.model, self.train, self.mesh = config.recipe.model, config.recipe.train, mesh
+        self.stage = mesh.pipeline_rank(rank)
+        self.formats = formats
+        self.tokens = mesh.micro_batch * self.model.seq_len
+        # Tokens of the stretches that sequence parallelism shares.
+        self.own_tokens = self.tokens // (mesh.tensor if config.recipe.parallel.sequence else 1)
+        self.hidden = self.model.hidden_size
+        self.bytes = formats.computed
+
+    def activations(self) -> int:
+        """Kept by all blocks of this worker, and by the final norm."""
+        chunk = self.model.num_layers // self.mesh.chunks
+        kept = self._stream() if self.train.activation_checkpointing == "full" else self._block()
+        total = self.in_flight() * chunk * kept
+        return total + (self._norm() if self.stage == self.mesh.pipeline - 1 else 0)
+
+    def in_flight(self) -> int:
+        """Passes of a chunk whose backward pass is still to come, at most."""
+        mesh, count = self.mesh, self.mesh.accumulation
+        if mesh.pipeline == 1:
+            return 1
+        after = mesh.pipeline - 1 - self.stage
+        if mesh.virtual_pipeline > 1:  # Narayanan et al. 2021 (arXiv 2104.04473), figure 4
+            warm_up = 2 * after + (mesh.virtual_pipeline - 1) * mesh.pipeline
+            return min(count * mesh.virtual_pipeline, warm_up + 1)
+        return count if count < mesh.pipeline else after + 1  # GPipe where too few for 1F1B
+
+    def output(self) -> int:
+        """At the loss: forward, or backward with each gradient and its scaled copy."""
+        if self.stage != self.mesh.pipeline - 1:
+            return 0
+        rows = self.model.padded_vocab_size // self.mesh.tensor
+        at_once = min(self.tokens, max(1, _LOGITS_AT_A_TIME // rows))
+        gradients = (self.tokens + rows) * self.hidden * self.bytes
+        # Uncompiled, the softmax makes copies in fp32.
+        copies = 0 if self.train.compile else (2 if self.bytes == _FP32 else 3) * _FP32
+        logits = at_once * rows * (self.bytes + copies)
+        sums = rows * self.hidden * (_FP32 + self.bytes)
+        in_parts = at_once < self.tokens and self.bytes == _BF16
+        hidden = self.tokens * self.hidden * self.bytes
+        return max(hidden + logits + gradients + (sums if in_parts else 0), 2 * gradients)
+
+    def block(self) -> int:
+        """Backward through a block: its widest gradients, and a matrix's before it is added."""
+        width = self._up_width() // self.mesh.tensor
+        passing = 2 * self.tokens * (self.hidden + width) * self.bytes
+        matrix = self.hidden * width * self.bytes
+        again = self._block() if self.train.activation_checkpointing == "full" else 0
+        return passing + matrix + again
+
+    def receive_buffers(self) -> int:
+        """torch.distributed.pipelining keeps one for each micro batch of a step."""
+        mesh = self.mesh
+        chunks = [self.stage + mesh.pipeline * i for i in range(mesh.virtual_pipeline)]
+        ways = sum((chunk > 0) + (chunk < mesh.chunks - 1) for chunk in chunks)
+        return ways * mesh.accumulation * self._stream() if mesh.pipeline > 1 else 0
+
+    def _stream(self) -> int:
+        return self.own_tokens * self.hidden * self.bytes
+
+    def _norm(self) -> int:
+        """The input; uncompiled, RMSNorm is made of parts that keep two copies in fp32."""
+        if FAMILIES[self.model.family].norm == "layer" or self.train.compile:
+            return self._stream()
+        return 2 * self.own_tokens * self.hidden * _FP32
+
+    def _up_width(self) -> int:
+        return self.model.ffn_hidden_size * (2 if self.model.gated else 1)
+
+    def _block(self) -> int:
+        """What one block keeps of one micro batch."""
+        model, tensor = self.model, self.mesh.tensor
+        queries = model.num_heads * model.head_dim
+        keys = model.kv_heads * model.head_dim
+        # Both norms' results, gathered, are inputs of matrices.
+        norms = (1 if model.parallel_residual else 2) * self._norm()
+        norms += 2 * self.tokens * self.hidden * self.bytes
+        shared = queries + 2 * keys + queries  # of qkv, and what attention gives
+        if model.rotary_pct > 0 and self.train.activation_checkpointing == "none":
+            shared += queries + keys
+        # Input of the activation and of the last matrix; the gated one keeps the activated gate
+        # too, which a compiled block computes again.
+        shared += self._up_width() + model.ffn_hidden_size
+        if model.gated and not self.train.compile:
+            shared += model.ffn_hidden_size
+        log_sums = self.tokens * model.num_heads // tensor * _FP32
+        return norms + self.tokens * shared // tensor * self.bytes + log_sums

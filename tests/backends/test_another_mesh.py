@@ -1,0 +1,69 @@
+"""A run goes on from a checkpoint on another mesh, or on the same one bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mesh_pool import Case, MeshPool, deviation
+from mesh_pool import small_run as small
+
+from backends.conftest import Reference
+from slurmllm.config.resolve import RunConfig
+
+FEW, SEQUENCE = "train.micro_batch=4", "parallel.sequence=true"
+INTERLEAVED = "parallel.virtual_pipeline=2"
+
+CHANGES = {
+    "pp2-tp2 to dp4": (
+        small("neox", 2, 2, 1, FEW, SEQUENCE),
+        small("neox", 1, 1, 4, "parallel.zero=3"),
+    ),
+    "dp2 to tp2-pp2 interleaved": (
+        small("llama", 1, 1, 2),
+        small("llama", 2, 2, 1, FEW, INTERLEAVED),
+    ),
+    "tied over four stages to one process": (small("gpt3", 1, 4, 1), small("gpt3")),
+    "tied, one process to two stages of two": (
+        small("gpt3"),
+        small("gpt3", 1, 2, 2, INTERLEAVED),
+    ),
+    "tp4 to tp2-dp2": (small("llama", 4, 1, 1, FEW), small("llama", 2, 1, 2, FEW, SEQUENCE)),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES.values(), ids=CHANGES)
+def test_goes_on(
+    pool: MeshPool, reference: Reference, tmp_path: Path, before: RunConfig, after: RunConfig
+) -> None:
+    expected = reference(after.recipe.model.family)
+    pool.run(Case(before, last=10, save=tmp_path))
+    found = pool.run(Case(after, first=10, load=tmp_path))
+    assert max(deviation(found, expected)) < 1e-5
+
+
+def test_goes_on_on_another_number_of_nodes(
+    pool: MeshPool, reference: Reference, tmp_path: Path
+) -> None:
+    node_of_one = small("neox")
+    pool.run(Case(node_of_one, nodes=4, last=10, save=tmp_path))
+    found = pool.run(Case(node_of_one, nodes=2, first=10, load=tmp_path))
+    assert max(deviation(found, reference("neox"))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        small("neox", 2, 1, 2, FEW, SEQUENCE),
+        small("gpt3", 2, 2, 1, FEW, INTERLEAVED),
+        small("gpt3", 1, 4, 1),
+    ],
+    ids=["tp2-dp2", "tp2-pp2 tied", "pp4 tied"],
+)
+def test_the_same_mesh_goes_on_bit_for_bit(
+    pool: MeshPool, tmp_path: Path, config: RunConfig
+) -> None:
+    whole = pool.run(Case(config, last=12))
+    pool.run(Case(config, last=6, save=tmp_path))
+    found = pool.run(Case(config, first=6, last=12, load=tmp_path))
+    assert found[0].rows == whole[0].rows[6:]

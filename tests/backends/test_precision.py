@@ -1,0 +1,349 @@
+"""What each precision mode keeps, and whether stochastic rounding is what it claims to be."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from train.gang import Gang, make_data, make_run
+
+from backends.conftest import NewBackend, batch, micro_batches
+from slurmllm.backends.native.norms import local_part
+from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.backends.native.stochastic_rounding import (
+    StochasticAdamW,
+    round_to_bf16,
+    scramble,
+)
+
+MODES = ("fp32", "bf16_mixed", "bf16_sr", "bf16")
+PURE = ("bf16_sr", "bf16")
+
+
+def new(new_backend: NewBackend, precision: str, *overrides: str) -> NativeBackend:
+    backend = new_backend(f"train.precision={precision}", *overrides)
+    assert isinstance(backend, NativeBackend)
+    return backend
+
+
+def train(backend: NativeBackend, steps: int, first: int = 0) -> list[float]:
+    figures = []
+    for step in range(first, first + steps):
+        loss = backend.forward_backward(micro_batches(batch(seed=step % 2), 4))
+        figures += [loss, backend.optimizer_step(2e-3), backend.param_norm()]
+    return figures
+
+
+def optimizer(*weights: Tensor, seed: int = 0, compiled: bool = False, **options: float):
+    groups = [{"params": list(weights), "weight_decay": options.get("weight_decay", 0.0)}]
+    return StochasticAdamW(
+        groups, {w: f"weight {i}" for i, w in enumerate(weights)}, lr=options.get("lr", 1e-3),
+        betas=(0.9, options.get("beta2", 0.95)), eps=1e-8, seed=seed, compiled=compiled,
+    )  # fmt: skip
+
+
+def spacing(x: Tensor) -> Tensor:
+    """Between the bf16 values around x."""
+    return torch.exp2(x.abs().log2().floor() - 7)
+
+
+# The rounding itself
+
+
+def test_rounding_is_exactly_unbiased() -> None:
+    x = torch.tensor([0.3, -0.3, 1.0039, 1e-3, -7e5, 1e-39, 3.3e38, 0.0])
+    every = torch.arange(2**16, dtype=torch.int32)
+    rounded = round_to_bf16(x.unsqueeze(1), every)
+    assert torch.equal(rounded.bfloat16().float(), rounded), "bf16 holds it"
+    assert torch.equal(rounded.double().mean(1), x.double()), "over all random numbers there are"
+    assert ((rounded - x.unsqueeze(1)).abs().amax(1)[:5] < spacing(x)[:5]).all()
+
+
+def test_what_bf16_holds_never_moves() -> None:
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[x.isfinite() | x.isinf()].float()
+    for random in (0, 1, 2**15, 2**16 - 1):
+        assert torch.equal(round_to_bf16(x, torch.tensor(random, dtype=torch.int32)), x)
+
+
+def test_hash_is_the_one_it_is_named_after() -> None:
+    def lowbias32(x: int) -> int:
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = (x ^ x >> shift) * factor % 2**32
+        return x ^ x >> 16
+
+    inputs = torch.randint(-(2**31), 2**31, (1003,), dtype=torch.int32)  # odd: vectors and the rest
+    expected = torch.tensor([lowbias32(x % 2**32) for x in inputs.tolist()])
+    assert torch.equal(scramble(inputs).long() % 2**32, expected)
+
+
+def test_random_bits_are_even_and_unrelated() -> None:
+    weights = [torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2)]
+    noise = optimizer(*weights, seed=5)._noise
+    halves = []
+    for step in range(1, 201):
+        for weight in weights:
+            keys, columns = noise.of(weight, step)
+            bits = scramble(keys ^ columns).long() % 2**32
+            halves.append(torch.stack([bits >> 16, bits & 0xFFFF]).double() / 2**16 - 0.5)
+    # [steps, weights, halves, rows, columns], each in [-0.5, 0.5), variance 1/12
+    drawn = torch.stack(halves).unflatten(0, (200, 2))
+
+    def sigmas(x: Tensor) -> float:
+        return x.mean().item() / x.std().item() * x.numel() ** 0.5
+
+    assert abs(sigmas(drawn)) < 4
+    of_elements = drawn.mean(0) / (1 / 12 / 200) ** 0.5
+    assert of_elements.std().item() == pytest.approx(1, abs=0.03)
+    for a, b in (
+        (drawn[1:], drawn[:-1]),  # steps
+        (drawn[:, 0], drawn[:, 1]),  # parameters
+        (drawn[:, :, 0], drawn[:, :, 1]),  # the weight's bits and the moments'
+        (drawn[..., 1:, :], drawn[..., :-1, :]),  # rows
+        (drawn[..., 1:], drawn[..., :-1]),  # columns
+    ):
+        assert abs(sigmas(a * b)) < 4
+    other = optimizer(*weights, seed=6)._noise
+    assert not torch.equal(other.of(weights[0], 1)[0], noise.of(weights[0], 1)[0])
+
+
+# The optimizer
+
+
+def test_it_is_adamw_but_for_the_rounding() -> None:
+    torch.manual_seed(3)
+    for weight in (torch.randn(300, 400).bfloat16(), torch.randn(77).bfloat16()):
+        ours = optimizer(weight, weight_decay=0.1, lr=3e-3)
+        for _ in range(5):
+            state = {k: v.clone() for k, v in ours.state[weight].items()}
+            exact = weight.float()
+            theirs = torch.optim.AdamW([exact], 3e-3, (0.9, 0.95), weight_decay=0.1)
+            if state:
+                exact_state = {k: v.float() for k, v in state.items()}
+                theirs.load_state_dict({**theirs.state_dict(), "state": {0: exact_state}})
+            weight.grad = torch.randn_like(weight)
+            exact.grad = weight.grad.float()
+            ours.step()
+            theirs.step()
+            results = [(weight, exact)]
+            for name in ("exp_avg", "exp_avg_sq"):
+                results.append((ours.state[weight][name], theirs.state[exact][name]))
+            for rounded, fp32 in results:
+                # Where a sum cancels to almost nothing, fp32's own rounding would be seen.
+                off = (rounded.float() - fp32) / spacing(fp32.abs().clamp(min=1e-2))
+                assert off.abs().max() < 1.01, "one of the two neighbours"
+                assert off.abs().max() > 0.6, "and not always the nearest"
+                assert abs(off.mean()) < 4 * 0.5 / off.numel() ** 0.5
+        assert ours.state[weight]["step"] == 5
+
+
+def test_small_updates_arrive_on_average() -> None:
+    start = torch.ones(4096)
+    weights = {"fp32": start.clone(), "bf16": start.bfloat16(), "bf16_sr": start.bfloat16()}
+    optimizers = {
+        "fp32": torch.optim.AdamW([weights["fp32"]], 1e-4),
+        "bf16": torch.optim.AdamW([weights["bf16"]], 1e-4),
+        "bf16_sr": optimizer(weights["bf16_sr"], lr=1e-4, weight_decay=0.01),
+    }
+    for _ in range(100):
+        for mode, weight in weights.items():
+            weight.grad = torch.full_like(weight, 1e-3)
+            optimizers[mode].step()
+    moved = {mode: (weight.float() - start).mean().item() for mode, weight in weights.items()}
+    assert moved["fp32"] == pytest.approx(-0.0101, rel=1e-2)
+    assert moved["bf16"] == 0, "each step is a fortieth of bf16's spacing"
+    assert moved["bf16_sr"] == pytest.approx(moved["fp32"], rel=2e-2)
+
+
+def test_second_moment_falls_at_any_beta2() -> None:
+    weight = torch.zeros(4096, dtype=torch.bfloat16)
+    ours = optimizer(weight, beta2=0.999)
+    plain = torch.optim.AdamW([other := weight.clone()], betas=(0.9, 0.999))
+    for step in range(300):
+        for w, o in ((weight, ours), (other, plain)):
+            w.grad = torch.full_like(w, 1.0 if step == 0 else 0.0)
+            o.step()
+    exact = 0.001 * 0.999**299
+    assert ours.state[weight]["exp_avg_sq"].float().mean().item() == pytest.approx(exact, rel=1e-2)
+    assert plain.state[other]["exp_avg_sq"].float().mean().item() > 1.3 * exact
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+def test_compiled_rounds_alike() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(40, 50), torch.randn(33, 7), torch.randn(50), torch.randn(0, 50)]
+    results = []
+    for compiled in (False, True):
+        weights = [tensor.bfloat16() for tensor in tensors]
+        tested = optimizer(*weights, weight_decay=0.1, compiled=compiled)
+        for step in range(3):
+            for weight, tensor in zip(weights, tensors, strict=True):
+                weight.grad = (tensor * (step + 1)).bfloat16()
+            tested.param_groups[0]["lr"] = 1e-3 * (step + 1)
+            tested.step()
+        results.append([*weights, *(tested.state[w]["exp_avg_sq"] for w in weights)])
+    for eager, compiled_ in zip(*results, strict=True):
+        assert torch.equal(eager, compiled_)
+
+
+def test_nobody_else_s_random_numbers_change() -> None:
+    weight = torch.ones(8, dtype=torch.bfloat16)
+    weight.grad = torch.ones_like(weight)
+    before = torch.get_rng_state()
+    optimizer(weight).step()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# The modes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_kept_in_which_format(new_backend: NewBackend, mode: str) -> None:
+    backend = new(new_backend, mode)
+    backend.forward_backward(micro_batches(batch(), 2))
+    gradients = {p.grad.dtype for p in backend.model.parameters() if p.grad is not None}
+    bytes_ = sum(
+        local_part(t).nbytes
+        for p in backend.model.parameters()
+        for t in (p, p.grad)
+        if t is not None
+    )
+    backend.optimizer_step(1e-3)
+    moments = [
+        local_part(value)
+        for state in backend.optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
+    bytes_ += sum(moment.nbytes for moment in moments)
+    kept = torch.bfloat16 if mode in PURE else torch.float32
+    assert {p.dtype for p in backend.model.parameters()} == {kept}
+    assert gradients == {m.dtype for m in moments} == {kept}
+    count = sum(p.numel() for p in backend.model.parameters())
+    assert bytes_ == count * (8 if mode in PURE else 16)
+    assert {b.dtype for b in backend.model.buffers()} == {torch.float32}, "rotary table"
+
+
+@pytest.mark.parametrize("family", ["neox", "llama", "gpt3"])
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_trains(new_backend: NewBackend, mode: str, family: str) -> None:
+    figures = train(new(new_backend, mode, f"model.family={family}"), 12)
+    losses, norms = figures[::3], figures[2::3]
+    assert losses[-1] < losses[0] - 0.5
+    assert all(a != b for a, b in pairwise(norms))
+
+
+def test_stochastic_rounding_resumes_exactly(new_backend: NewBackend, tmp_path: Path) -> None:
+    backend = new(new_backend, "bf16_sr")
+    train(backend, 3)
+    backend.save_shards(tmp_path)
+    expected = train(backend, 3, first=3)
+    again = new(new_backend, "bf16_sr")
+    again.load_shards(tmp_path)
+    torch.manual_seed(99)  # nor does it draw from torch's own generator
+    assert train(again, 3, first=3) == expected
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [("fp32", "bf16_mixed"), ("bf16_sr", "fp32"), ("fp32", "bf16_sr"), ("bf16_sr", "bf16")],
+)
+def test_precision_may_change_at_a_resume(
+    new_backend: NewBackend, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    backend = new(new_backend, saved)
+    train(backend, 3)
+    backend.save_shards(tmp_path)
+    before = {n: local_part(p).float().clone() for n, p in backend.model.named_parameters()}
+    expected = train(backend, 3, first=3)
+    again = new(new_backend, resumed)
+    again.load_shards(tmp_path)
+    kept = torch.bfloat16 if resumed in PURE else torch.float32
+    for name, parameter in again.model.named_parameters():
+        state = again.optimizer.state[parameter]
+        assert parameter.dtype == state["exp_avg"].dtype == state["exp_avg_sq"].dtype == kept
+        assert state["step"] == 3
+        assert torch.equal(local_part(parameter), before[name].to(kept)), name
+    assert train(again, 3, first=3) == pytest.approx(expected, rel=2e-2)
+
+
+# Several workers
+
+_ENTRY = """
+import hashlib, json, os, sys
+from pathlib import Path
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from backends.conftest import batch, micro_batches
+from slurmllm.backends.base import Worker, load_backend
+from slurmllm.backends.native.norms import local_part
+from slurmllm.backends.native.stochastic_rounding import StochasticAdamW
+from slurmllm.config.resolve import load
+from slurmllm.model.decoder import build_model
+from slurmllm.plan.mesh import make_mesh
+
+run, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+config = load(run / "config.yaml")
+backend = load_backend("native")(config, make_mesh(config, 1), Worker(rank, 2, rank, "node"))
+backend.start()
+backend.build(lambda: build_model(config.recipe.model))
+backend.build_optimizer()
+for step in range(20):
+    backend.forward_backward(micro_batches(batch(seed=step), 4))
+    backend.optimizer_step(1e-3)
+sums = {}
+for name, p in backend.model.named_parameters():
+    if all(x.is_replicate() for x in p.placements[1:]) or p.device_mesh.ndim == 1:
+        sums[name] = hashlib.sha256(local_part(p).view(torch.int16).numpy().tobytes()).hexdigest()
+
+def updated(placement):
+    torch.manual_seed(0)
+    weights = []
+    for shape in ((50, 30), (50,)):
+        pair = torch.randn(2, *shape).bfloat16()
+        if placement is not None:
+            places = [Shard(0) if len(shape) == 1 and placement == Shard(1) else placement]
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+            pair = [distribute_tensor(t, mesh, places, src_data_rank=None) for t in pair]
+        weights.append(torch.nn.Parameter(pair[0]))
+        weights[-1].grad = pair[1]
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "seed": 1, "compiled": False}
+    names = {w: str(w.ndim) for w in weights}
+    optimizer = StochasticAdamW([{"params": weights}], names, **options)
+    for _ in range(3):
+        optimizer.step()
+    return [w.full_tensor() if isinstance(w, DTensor) else w for w in weights]
+
+for placement in (Replicate(), Shard(0), Shard(1)):
+    for a, b in zip(updated(placement), updated(None), strict=True):
+        assert torch.equal(a, b), placement
+(run / f"sums_{rank}.json").write_text(json.dumps(sums))
+backend.stop()
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copied"),
+    [
+        (("parallel.tensor=2",), ("layers.0.attention_norm.weight", "layers.1.mlp.down.bias")),
+        (("parallel.pipeline=2", "model.family=gpt3"), ("embed.weight",)),
+    ],
+)
+def test_copies_stay_equal(
+    tmp_path: Path, overrides: tuple[str, ...], copied: tuple[str, ...]
+) -> None:
+    settings = ("cluster.devices_per_node=2", "train.micro_batch=4", "train.precision=bf16_sr")
+    run = make_run(tmp_path / "run", make_data(tmp_path), *settings, *overrides)
+    # What pytest's own settings put on the path; this test's folder needs both.
+    tests = Path(__file__).parent.parent
+    path = os.pathsep.join([str(tests), str(tests.parent / "tools" / "benchmarks")])
+    Gang(run, world=2, entry=_ENTRY, env={"PYTHONPATH": path}).finish()
+    first, second = (json.loads((run.path / f"sums_{rank}.json").read_text()) for rank in (0, 1))
+    common = first.keys() & second.keys()
+    assert common >= set(copied)
+    assert [name for name in sorted(common) if first[name] != second[name]] == []

@@ -1,0 +1,287 @@
+"""`slurmllm checkpoint` as a person types it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+from torch.optim import AdamW
+from train.gang import make_data, make_run, small_config
+
+from checkpoint import hub
+from checkpoint.pretend import CONFIG, PretendBackend, PretendGang, state
+from slurmllm.backends.base import Saving
+from slurmllm.checkpoint import importing
+from slurmllm.checkpoint.save import save
+from slurmllm.checkpoint.state import TrainState, fingerprint
+from slurmllm.cli.main import cli
+from slurmllm.config.recipe import Recipe
+from slurmllm.model.decoder import build_model
+from slurmllm.model.init import initialize
+from slurmllm.rundir import RunDir
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*arguments: object) -> Result:
+        return CliRunner().invoke(cli, ["checkpoint", *(str(a) for a in arguments)])
+
+    return invoke
+
+
+def answer(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
+    """A real checkpoint, of one worker, as the native backend writes it."""
+    import torch.distributed as dist
+
+    from slurmllm.backends.base import Saved, Worker
+    from slurmllm.backends.native import sharded_state
+
+    model = build_model(recipe.model)
+    initialize(model, recipe.model, seed=step)
+    worker = Worker(0, 1, 0, "here")
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+
+        class OneWorker(PretendBackend):
+            def save_shards(self, directory: Path) -> Saving:
+                optimizer = AdamW(model.parameters())
+                return Saved(sharded_state.save(model, optimizer, directory, worker, group))
+
+        held = TrainState(
+            step=step, tokens=9, data={}, fingerprint=fingerprint(recipe, "corpus", "tokenizer")
+        )
+        save(run, OneWorker(PretendGang(1), 0), held, attempt=0)
+    finally:
+        dist.destroy_process_group()
+    return model
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[RunDir, dict[int, nn.Module]]:
+    """A run with checkpoints at steps 10 and 20; 400 tokens, a vocabulary of 500 padded to 512."""
+    data = make_data(tmp_path)
+    found = make_run(
+        tmp_path / "runs" / "a", data, "model.vocab_size=500", "model.vocab_pad_multiple=64"
+    )
+    recipe = small_config("model.vocab_size=500", "model.vocab_pad_multiple=64").recipe
+    return found, {step: write_checkpoint(found, recipe, step) for step in (10, 20)}
+
+
+def same_logits(folder: Path, model: nn.Module) -> None:
+    loaded = hub.transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = torch.randint(0, 500, (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found, expected = loaded(tokens).logits, model(tokens)[..., :500]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_s_checkpoint_in_transformers(
+    run: Run, trained: tuple[RunDir, dict[int, nn.Module]]
+) -> None:
+    directory, models = trained
+    told = run("export", "10", "--run", "a", "--out", "hub")
+    assert told.exit_code == 0, told.output
+    assert "hub: 0.1M parameters, 0.5 MB of weights in 1 file(s), from " in told.stdout
+    assert sorted(p.name for p in Path("hub").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    same_logits(Path("hub"), models[10])
+    config = json.loads(Path("hub/config.json").read_text())
+    assert (config["vocab_size"], config["bos_token_id"], config["eos_token_id"]) == (500, 0, 0)
+    tokenizer = hub.transformers.AutoTokenizer.from_pretrained("hub")
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.decode(tokenizer("the sing")["input_ids"]) == "the sing"
+
+    found = answer(run("export", directory.checkpoint(20), "--out", "b", "--dtype", "bf16",
+                       "--shard-size", "100KB", "--json"))  # fmt: skip
+    assert found["tokenizer"] == ["tokenizer.json"]
+    assert "model.safetensors.index.json" in found["files"]
+    loaded = hub.transformers.AutoModelForCausalLM.from_pretrained("b", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+
+    # The newest is damaged: the one before, and it is said.
+    shard = next(directory.checkpoint(20).glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    latest = run("export", "latest", "--run", "a", "--out", "c")
+    assert latest.exit_code == 0
+    assert "skipped a checkpoint that does not verify: step_00000020: __0_0" in latest.stderr
+    same_logits(Path("c"), models[10])
+    named = run("export", "20", "--run", "a", "--out", "d")
+    assert named.exit_code == 4
+    assert "does not verify" in named.stderr
+    assert not Path("d").exists()
+
+
+def test_into_our_format_and_back(run: Run) -> None:
+    source = hub.save(hub.small("llama"), Path("source"), shard="20KB")
+    made = answer(run("import", source, "--out", "new/ours", "--json"))
+    assert made["architecture"] == "LlamaForCausalLM"
+    assert made["model"]["num_kv_heads"] == 2
+    assert run("verify", "new/ours").exit_code == 0
+    text = run("import", source, "--out", "second", "--dtype", "bf16", "--shard-size", "1KiB")
+    assert "second: LlamaForCausalLM, 0.0M parameters" in text.stdout
+    assert "source has no tokenizer.json: name the tokenizer in data.tokenizer" in text.stdout
+    assert "train from it: --set train.init_from=second" in text.stdout
+    assert answer(run("export", "new/ours", "--out", "back", "--json"))["tokenizer"] == []
+    loaded = hub.transformers.AutoModelForCausalLM.from_pretrained("back")
+    original = hub.transformers.AutoModelForCausalLM.from_pretrained("source")
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+    again = run("export", "new/ours", "--out", "back")
+    assert again.exit_code == 2
+    assert "back is not empty (config.json, model.safetensors)" in again.stderr
+    flipped = next(Path("new/ours").glob("*.safetensors"))
+    content = bytearray(flipped.read_bytes())
+    content[-1] ^= 1
+    flipped.write_bytes(content)
+    bad = run("export", "new/ours", "--out", "other")
+    assert bad.exit_code == 4
+    assert f"{flipped.name} does not match its checksum" in bad.stderr
+
+
+def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_path: Path) -> None:
+    directory, _ = trained
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(directory.checkpoint(10), moved)
+    bare = run("export", moved, "--out", "bare")
+    assert "no tokenizer is known: --tokenizer FILE" in bare.stdout
+    assert json.loads(Path("bare/config.json").read_text())["eos_token_id"] is None
+    hub.transformers.AutoModelForCausalLM.from_pretrained("bare")
+    (tmp_path / "tokenizer.json").rename(tmp_path / "mine.json")
+    lost = run("export", "10", "--run", "a", "--out", "x")
+    assert lost.exit_code == 2
+    assert "the run's tokenizer: cannot read tokenizer" in lost.stderr
+    assert "--tokenizer FILE" in lost.stderr
+    done = run("export", "10", "--run", "a", "--out", "x", "--tokenizer", "mine.json")
+    assert done.exit_code == 0
+    assert Path("x/tokenizer.json").read_bytes() == Path("mine.json").read_bytes()
+    values = json.loads(Path("mine.json").read_text())
+    end = values["added_tokens"][0]
+    more = [{**end, "id": 400 + i, "content": f"<extra_{i}>"} for i in range(400)]
+    Path("big.json").write_text(json.dumps({**values, "added_tokens": [end, *more]}))
+    tight = run("export", "10", "--run", "a", "--out", "y", "--tokenizer", "big.json")
+    assert tight.exit_code == 2
+    assert "entries and the model 500; give the one that it was trained with" in tight.stderr
+    assert not Path("y").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("import", "nowhere", "--out", "x"), 2, "config.json: not there"),
+        (("export", "nowhere", "--out", "x"), 2, "no checkpoint folder 'nowhere'"),
+        (("export", "latest", "--out", "x"), 2, "a step or latest needs --run RUN"),
+        (("export", ".", "--out", "x"), 2, "is no checkpoint: it holds neither"),
+        (("export", "7", "--run", "a", "--out", "x"), 2, "no checkpoint of step 7; it has: 10, 20"),
+        (("export", "ten", "--run", "a", "--out", "x"), 2, "no checkpoint of step ten"),
+        (("export", "10", "--run", "b", "--out", "x"), 2, "no run 'b'"),
+        (("export", "10", "--run", "a", "--out", "full"), 2, "full is not empty (held)"),
+        (("export", "10", "--run", "a", "--out", "x", "--shard-size", "big"), 2, "such as 5GB"),
+        (("export", "10", "--run", "a", "--out", "x", "--dtype", "int8"), 2, "int8"),
+        (("verify", "nowhere"), 2, "no run 'nowhere'"),
+        (("verify", "full"), 4, "full has no manifest.json"),
+        (("list", "nowhere"), 2, "no run 'nowhere'"),
+    ],
+)
+def test_refusals(run: Run, arguments: tuple[str, ...], code: int, words: str) -> None:
+    folder = RunDir(Path("runs/a"))
+    folder.path.mkdir(parents=True)
+    folder.config.write_text(CONFIG.to_yaml())
+    for step in (10, 20):
+        PretendGang().all(lambda backend, step=step: save(folder, backend, state(step), attempt=0))
+    Path("full").mkdir()
+    Path("full/held").write_text("")
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert words in result.output
+    assert not Path("x").exists()
+
+
+def test_list_and_verify(run: Run) -> None:
+    folder = RunDir(Path("runs/a"))
+    folder.path.mkdir(parents=True)
+    folder.config.write_text(CONFIG.to_yaml())
+    assert "run a has no checkpoint yet" in run("list", "a").stdout
+    assert "has no checkpoint yet" in run("verify", "a").stderr
+    for step in (10, 20):
+        PretendGang().all(lambda backend, step=step: save(folder, backend, state(step), attempt=3))
+    listed = answer(run("list", "a", "--json"))
+    assert [c["step"] for c in listed["checkpoints"]] == [10, 20]
+    assert [c["verified"] for c in listed["checkpoints"]] == [None, None]
+    assert listed["checkpoints"][0]["attempt"] == 3
+    assert "not checked" in run("list", "a").stdout
+    verified = run("list", "a", "--verify").stdout
+    assert verified.splitlines()[0].split() == [
+        "step", "saved", "size", "attempt", "workers", "state",
+    ]  # fmt: skip
+    assert verified.count("verified") == 2
+    assert run("verify", "a").exit_code == 0
+    (folder.checkpoint(20) / "shard_1").write_bytes(b"")
+    (folder.checkpoint(10) / "manifest.json").unlink()
+    assert "shard_1 has 0 bytes instead of 1000" in run("list", "a", "--verify").stdout
+    told = run("verify", "a")
+    assert told.exit_code == 4
+    assert "step_00000010 has no manifest.json: its save did not finish" in told.stdout
+    assert "  shard_1 has 0 bytes instead of 1000" in told.stdout
+    one = run("verify", folder.checkpoint(20), "--json")
+    assert one.exit_code == 4
+    (held,) = json.loads(one.stdout)["checkpoints"]
+    assert held["verified"] is False
+    assert held["faults"] == ["shard_1 has 0 bytes instead of 1000"]
+    latest = run("export", "latest", "--run", "a", "--out", "x")
+    assert latest.exit_code == 4
+    assert "none of the checkpoints of run a verifies" in latest.stderr
+
+
+def test_a_full_disk_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hub.save(hub.small("gpt3"), Path("source"))
+
+    def full(path: Path, tensors: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(importing, "write_shard", full)
+    result = run("import", source, "--out", "ours")
+    assert result.exit_code == 4
+    assert "No space left on device; nothing is left of it: free space" in result.stderr
+    assert [path.name for path in Path().iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("verb", [("list", "a"), ("verify", "a"), ("import", "--help")])
+def test_looking_needs_no_torch(run: Run, verb: tuple[str, ...]) -> None:
+    folder = RunDir(Path("runs/a"))
+    folder.path.mkdir(parents=True)
+    folder.config.write_text(CONFIG.to_yaml())
+    PretendGang().all(lambda backend: save(folder, backend, state(10), attempt=0))
+    script = (
+        "import sys; from slurmllm.cli.main import cli\n"
+        "try: cli(sys.argv[1:])\n"
+        "except SystemExit as e: assert not e.code, e.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script, "checkpoint", *verb], check=True, capture_output=True
+    )

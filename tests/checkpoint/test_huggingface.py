@@ -1,0 +1,171 @@
+"""In from Hugging Face, through our model, and out again, for three families."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from checkpoint import hub
+from slurmllm.checkpoint import exporting, importing
+from slurmllm.checkpoint.exporting import plan_export, run_export
+from slurmllm.checkpoint.importing import plan_import, run_import
+from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.checkpoint.origin import INDEX, MODEL, read_origin
+from slurmllm.checkpoint.safetensors_files import write_index, write_shard
+from slurmllm.checkpoint.tokenizer_files import Tokenizer, beside
+from slurmllm.checkpoint.weights import open_weights, weight_reader
+from slurmllm.config.recipe import ModelConfig
+from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.errors import StorageError
+from slurmllm.model.decoder import Decoder, build_model
+from slurmllm.model.init import fill
+from slurmllm.records import ImportedModel
+
+AutoModel = hub.transformers.AutoModelForCausalLM
+FAMILIES = ("neox", "llama", "gpt3")
+MANY = 2000  # bytes of a file: a few tensors in each
+
+
+def bring_in(source: Path, out: Path, shard_bytes: int = 10**9) -> ModelConfig:
+    run_import(plan_import(source), out, shard_bytes)
+    return read_origin(out).model
+
+
+def ours(checkpoint: Path, config: ModelConfig) -> Decoder:
+    model = build_model(config)
+    fill(model, weight_reader(checkpoint, config))
+    return model
+
+
+def equal(a: nn.Module, b: nn.Module) -> None:
+    theirs = b.state_dict()
+    assert a.state_dict().keys() == theirs.keys()
+    for name, tensor in a.state_dict().items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.data())
+def test_there_and_back(family: str, data: st.DataObject) -> None:
+    original = data.draw(hub.models(family))
+    sharded = data.draw(st.booleans(), label="sharded")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source = hub.save(original, folder / "hub", shard="2KB" if sharded else "5GB")
+        size = MANY if sharded else 10**9
+        config = bring_in(source, folder / "ours", size)
+        assert config.family == family
+        found = ours(folder / "ours", config)(hub.tokens(original))
+        expected = original(hub.tokens(original)).logits
+        torch.testing.assert_close(found[..., : config.vocab_size], expected, rtol=1e-5, atol=1e-5)
+        run_export(plan_export(folder / "ours", Tokenizer({})), folder / "back", size)
+        back = AutoModel.from_pretrained(folder / "back")
+        assert type(back) is type(original)
+        equal(original, back)
+        again = back.eval()(hub.tokens(original)).logits
+        torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_of_a_sharded_and_of_a_whole_export(family: str, tmp_path: Path) -> None:
+    source = hub.save(hub.small(family), tmp_path / "hub")
+    bring_in(source, tmp_path / "ours", MANY)
+    manifest = read_manifest(tmp_path / "ours")
+    assert faults(tmp_path / "ours", manifest.files) == []
+    written = {str(p.relative_to(tmp_path / "ours")) for p in (tmp_path / "ours").rglob("*")}
+    assert written == {file.path for file in manifest.files} | {"manifest.json"}
+    shards = sorted(p.name for p in (tmp_path / "ours").glob("*.safetensors"))
+    assert shards[0] == f"weights-00001-of-{len(shards):05d}.safetensors"
+    assert len(shards) > 3
+    plan = plan_export(tmp_path / "ours", Tokenizer({}))
+    assert run_export(plan, tmp_path / "whole", 10**9) == ["config.json", "model.safetensors"]
+    names = run_export(plan, tmp_path / "many", MANY)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {n for n in names if n.endswith(".safetensors")}
+    equal(
+        AutoModel.from_pretrained(tmp_path / "whole"), AutoModel.from_pretrained(tmp_path / "many")
+    )
+
+
+def test_no_more_than_a_file_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+
+    def watched(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        stored = [tensor.untyped_storage().nbytes() for tensor in tensors.values()]
+        held.append(sum(stored))
+        assert held[-1] <= max(20_000, max(stored))
+        write_shard(path, tensors)
+
+    monkeypatch.setattr(importing, "write_shard", watched)
+    monkeypatch.setattr(exporting, "write_shard", watched)
+    source = hub.save(hub.small("llama"), tmp_path / "hub")
+    bring_in(source, tmp_path / "ours", 20_000)
+    run_export(plan_export(tmp_path / "ours", Tokenizer({})), tmp_path / "back", 20_000)
+    assert len(held) >= 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_stays_and_is_made(family: str, tmp_path: Path) -> None:
+    original = hub.small(family)
+    half = hub.save(original.to(torch.bfloat16), tmp_path / "hub")
+    bring_in(half, tmp_path / "ours")
+    for dtype, expected in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        out = tmp_path / str(expected)
+        run_export(plan_export(tmp_path / "ours", Tokenizer({}), dtype), out, 10**9)
+        back = AutoModel.from_pretrained(out, dtype="auto")
+        assert back.dtype == expected
+        equal(original.to(expected), back)
+    run_import(plan_import(tmp_path / "torch.float32", torch.bfloat16), tmp_path / "b", 10**9)
+    for file in (tmp_path / "ours").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "missing"),
+    [("neox", ("mlp_bias",)), ("gpt3", ("mlp_bias", "attention_bias"))],
+)
+def test_biases_that_only_theirs_has_become_0(
+    family: str, missing: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = tmp_path / "ours"
+    bring_in(hub.save(hub.small(family), tmp_path / "hub"), folder)
+    record = ImportedModel.load(folder / MODEL)
+    model = {**record.model, **dict.fromkeys(missing, False)}
+    record.model_copy(update={"model": model}).save(folder / MODEL)
+    config = read_origin(folder).model
+    with pytest.raises(StorageError, match=r"layers\.1\.mlp\.up\.bias: is no tensor of this model"):
+        plan_export(folder, Tokenizer({}))
+    weights, kept = open_weights(read_origin(folder)), dict(build_model(config).named_parameters())
+    (file,) = folder.glob("*.safetensors")
+    write_shard(file, {name: weights.read(name).clone() for name in kept})
+    write_index(folder / INDEX, dict.fromkeys(kept, file.name), 0)
+    run_export(plan_export(tmp_path / "ours", Tokenizer({})), tmp_path / "back", 10**9)
+    back = AutoModel.from_pretrained(tmp_path / "back").eval()
+    found = ours(tmp_path / "ours", config)(hub.tokens(back))
+    torch.testing.assert_close(found, back(hub.tokens(back)).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    source = hub.save(hub.small("neox", vocab_size=300), tmp_path / "hub")
+    (source / "tokenizer.json").write_text(train_tokenizer(["to be or not to be"] * 9, 300))
+    bring_in(source, tmp_path / "ours")
+    assert read_origin(tmp_path / "ours").imported is not None
+    tokenizer = beside(tmp_path / "ours" / "tokenizer")
+    run_export(plan_export(tmp_path / "ours", tokenizer), tmp_path / "back", 10**9)
+    loaded = hub.transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert loaded.decode(loaded("to be")["input_ids"]) == "to be"
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 0)
+    # A second time: what lies beside tokenizer.json now goes along as it is.
+    bring_in(tmp_path / "back", tmp_path / "again")
+    assert sorted(p.name for p in (tmp_path / "again" / "tokenizer").iterdir()) == [
+        "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip

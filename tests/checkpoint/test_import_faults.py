@@ -1,0 +1,320 @@
+"""What cannot be imported: each fault by its name, all at once, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint import hub
+from slurmllm.checkpoint import importing
+from slurmllm.checkpoint.importing import plan_import, run_import
+from slurmllm.errors import ConfigError, RunError, SlurmllmError, StorageError
+
+SAVED = ("neox", "llama", "gpt3")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("hub")
+    found = {family: hub.save(hub.small(family), folder / family) for family in SAVED}
+    found["sharded"] = hub.save(hub.small("llama"), folder / "sharded", shard="20KB")
+    return found
+
+
+@pytest.fixture
+def copy(saved: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    def copied(name: str) -> Path:
+        return Path(shutil.copytree(saved[name], tmp_path / "source" / name))
+
+    return copied
+
+
+def refused(source: Path, kind: type[SlurmllmError] = ConfigError) -> str:
+    with pytest.raises(SlurmllmError) as caught:
+        plan_import(source)
+    assert type(caught.value) is kind, caught.value
+    assert caught.value.exit_code == (2 if kind is ConfigError else 4)
+    return str(caught.value)
+
+
+def settings(source: Path, **changes: Any) -> None:
+    """Change config.json; None removes a key."""
+    path = source / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    held = load_file(source / "model.safetensors")
+    change(held)
+    save_file(held, source / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        (
+            "llama",
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+            "architectures: MistralForCausalLM is not known; known are GPTNeoXForCausalLM, "
+            "LlamaForCausalLM, GPT2LMHeadModel",
+        ),
+        ("llama", {"model_type": "mistral"}, "model_type: 'mistral' is not known; known are"),
+        ("llama", {"model_type": "gpt2"}, "model_type: 'gpt2' is not that of LlamaForCausalLM"),
+        (
+            "llama",
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification is not known",
+        ),
+        ("llama", {"architectures": None, "model_type": None}, "must name the model's class"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling: positions scaled by 'linear' are not supported",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
+            "rope_parameters: positions scaled by 'llama3'",
+        ),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "model.rotary_pct: 0.5"),
+        ("llama", {"head_dim": 16}, "head_dim: 16 times 4 heads is not the hidden size 32"),
+        ("llama", {"head_dim": {}}, "head_dim: {} times 4 heads"),
+        ("llama", {"bos_token_id": "<s>"}, "bos_token_id: must be the number of a token"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act: 'relu' is not known; known are gelu"),
+        ("llama", {"hidden_size": None}, "hidden_size: is missing"),
+        ("llama", {"hidden_size": "wide"}, "hidden_size: 'wide': Input should be a valid integer"),
+        ("llama", {"num_key_value_heads": 3}, "model.num_kv_heads: 3 does not divide"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantization_config: quantized weights (gptq)",
+        ),
+        (
+            "gpt3",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx: True is not supported; it must be False",
+        ),
+        ("gpt3", {"scale_attn_weights": False}, "scale_attn_weights: False is not supported"),
+        ("gpt3", {"add_cross_attention": True}, "add_cross_attention: True is not supported"),
+        ("neox", {"rope_scaling": {"rope_type": "dynamic"}}, "scaled by 'dynamic'"),
+        ("neox", {"rope_parameters": 3}, "rope_parameters: must be a mapping, not 3"),
+    ],
+)
+def test_configs(
+    copy: Callable[[str], Path], family: str, changes: dict[str, Any], words: str
+) -> None:
+    source = copy(family)
+    settings(source, **changes)
+    assert words in refused(source)
+
+
+def test_all_faults_at_once(copy: Callable[[str], Path]) -> None:
+    source = copy("sharded")
+    settings(source, hidden_act="relu", rope_scaling={"type": "yarn"}, head_dim=3)
+    shard = source / "model-00001-of-00005.safetensors"
+    shard = shard if shard.exists() else sorted(source.glob("*.safetensors"))[0]
+    shard.unlink()
+    told = refused(source)
+    for words in ("'relu'", "'yarn'", "head_dim: 3", f"names {shard.name}, which is not there"):
+        assert words in told
+    assert "4 fault(s)" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "config.json: not there"),
+        ("{", "config.json: is not JSON"),
+        ("[1]", "config.json: holds no mapping"),
+        ("\udcff", "config.json: is not JSON"),
+    ],
+)
+def test_config_json_itself(copy: Callable[[str], Path], text: str | None, words: str) -> None:
+    path = copy("neox") / "config.json"
+    path.unlink()
+    if text is not None:
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert words in refused(path.parent)
+
+
+def test_missing_extra_and_misshaped_tensors(copy: Callable[[str], Path]) -> None:
+    source = copy("llama")
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        del held["model.norm.weight"]
+        held["model.layers.0.self_attn.q_norm.weight"] = torch.ones(8)
+        held["model.layers.1.mlp.up_proj.weight"] = torch.ones(32, 40)
+        held["model.layers.1.mlp.down_proj.weight"] = torch.ones(32, 40, dtype=torch.int8)
+
+    tensors(source, change)
+    assert refused(source).splitlines()[1:] == [
+        "  model.layers.0.self_attn.q_norm.weight: is no tensor of this model; [8] was found",
+        "  model.layers.1.mlp.up_proj.weight: is [32, 40]; [40, 32] was expected",
+        "  model.layers.1.mlp.down_proj.weight: is of type I8; weights must be one of F64, F32, "
+        "F16, BF16",
+        "  model.norm.weight: is missing; [32] was expected",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix", "buffers"),
+    [
+        ("neox", "gpt_neox.", ("layers.0.attention.bias", "layers.1.attention.masked_bias",
+                               "layers.1.attention.rotary_emb.inv_freq")),
+        ("llama", "model.", ("layers.0.self_attn.rotary_emb.inv_freq",)),
+        ("gpt3", "transformer.", ("h.0.attn.bias", "h.1.attn.masked_bias")),
+    ],
+)  # fmt: skip
+def test_what_older_files_hold_is_passed_over(
+    copy: Callable[[str], Path], tmp_path: Path, family: str, prefix: str, buffers: tuple[str, ...]
+) -> None:
+    source = copy(family)
+    run_import(plan_import(source), tmp_path / "plain", 10**9)
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        for name in buffers:
+            held[prefix + name] = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+        if family == "gpt3":
+            held["lm_head.weight"] = held["transformer.wte.weight"].clone()
+        if family == "neox" and "embed_out.weight" in held:
+            held["lm_head.weight"] = held.pop("embed_out.weight")
+        for name in list(held):  # saved without the head around it
+            if name.startswith(prefix):
+                held[name.removeprefix(prefix)] = held.pop(name)
+
+    tensors(source, change)
+    run_import(plan_import(source), tmp_path / "older", 10**9)
+    plain, older = (
+        next((tmp_path / name).glob("*.safetensors")).read_bytes() for name in ("plain", "older")
+    )
+    assert plain == older
+
+
+def test_a_tied_head_that_is_another(copy: Callable[[str], Path]) -> None:
+    source = copy("gpt3")
+    tensors(source, lambda held: held.update({"lm_head.weight": torch.ones(67, 32)}))
+    told = refused(source)
+    assert "lm_head.weight: is not equal to transformer.wte.weight" in told
+    settings(source, tie_word_embeddings=False)
+    assert plan_import(source).config.model.tied_embeddings is False
+
+
+def test_a_tensor_under_two_names(copy: Callable[[str], Path]) -> None:
+    source = copy("gpt3")
+    tensors(source, lambda held: held.update({"wpe.weight": torch.ones(24, 32)}))
+    assert "is there as" in refused(source)
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: cut(path, path.stat().st_size - 1), "is cut short: "),
+        (lambda path: cut(path, 100), "is cut short: 100 bytes, where its header alone takes"),
+        (lambda path: cut(path, 3), "is cut short: 3 bytes"),
+        (lambda path: cut(path, 0), "is cut short: 0 bytes"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "is too long: "),
+        (lambda path: path.write_bytes(b"\xff" * 5000), "is not a safetensors file"),
+        (lambda path: path.write_bytes(b"\x04" + bytes(7) + b"[13]"), "is not a safetensors file"),
+        (
+            lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid 1\n"),
+            "is a pointer of Git LFS",
+        ),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"F32", b"F99")), "is damaged"),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "sharded"])
+def test_damaged_files(
+    copy: Callable[[str], Path], name: str, damage: Callable[[Path], None], words: str
+) -> None:
+    source = copy(name)
+    file = sorted(source.glob("*.safetensors"))[-1]
+    damage(file)
+    assert f"{file.name} {words}" in refused(source, StorageError)
+
+
+def test_an_index_that_is_wrong(copy: Callable[[str], Path]) -> None:
+    source = copy("sharded")
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    files = sorted(set(index["weight_map"].values()))
+    moved = dict(index["weight_map"])
+    name = next(key for key, file in moved.items() if file == files[0])
+    moved[name] = files[1]
+    path.write_text(json.dumps({"weight_map": moved}))
+    assert f"the index places {name} in {files[1]}, which does not" in refused(source, StorageError)
+    path.write_text(json.dumps({"weight_map": {**moved, "x": "../elsewhere.safetensors"}}))
+    assert "names '../elsewhere.safetensors', outside the folder" in refused(source, StorageError)
+    for text in ("{", "[]", '{"weight_map": 3}'):
+        path.write_text(text)
+        assert "is no index of safetensors files" in refused(source, StorageError)
+
+
+def test_no_weights_and_pickled_ones(copy: Callable[[str], Path]) -> None:
+    source = copy("neox")
+    (source / "model.safetensors").unlink()
+    assert "neither model.safetensors nor" in refused(source, StorageError)
+    (source / "pytorch_model.bin").write_bytes(b"x")
+    assert "pytorch_model.bin: pickled weights are not read" in refused(source, StorageError)
+    assert "config.json: not there" in refused(source / "nowhere")
+
+
+def test_nothing_is_left_of_an_import_that_fails(
+    copy: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_import(copy("neox"))
+    out = tmp_path / "new" / "deeper" / "ours"
+
+    def full(path: Path, held: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(importing, "write_shard", full)
+    with pytest.raises(StorageError, match=r"cannot write .*ours: No space left on device"):
+        run_import(plan, out, 10**9)
+    assert not (tmp_path / "new").exists()
+
+    def interrupted(path: Path, held: object) -> None:
+        full_path = path.with_name("weights")
+        full_path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importing, "write_shard", interrupted)
+    out.parent.mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt):
+        run_import(plan, out, 10**9)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_what_is_there_is_left_alone(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    plan = plan_import(copy("neox"))
+    out = tmp_path / "ours"
+    out.mkdir()
+    run_import(plan, out, 10**9)  # an empty folder is no loss
+    before = sorted(out.iterdir())
+    with pytest.raises(RunError, match=r"is not empty \(manifest.json, model.json, weights-0"):
+        run_import(plan, out, 10**9)
+    assert sorted(out.iterdir()) == before
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(RunError, match="is a file"):
+        run_import(plan, file, 10**9)
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_refusal_of_the_file_system_is_told(tmp_path: Path) -> None:
+    from slurmllm.checkpoint.safetensors_files import write_shard
+
+    with pytest.raises(OSError, match="No such file or directory"):
+        write_shard(tmp_path / "absent" / "x.safetensors", {"a": torch.ones(3)})

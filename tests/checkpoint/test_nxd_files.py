@@ -1,0 +1,255 @@
+"""Reading what NxD writes, on a machine without it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from train.gang import Gang, make_data, make_run
+
+from checkpoint.nxd_folders import Layout, Whole, random_whole, write_nxd
+from slurmllm.checkpoint.exporting import plan_export, run_export
+from slurmllm.checkpoint.origin import read_origin
+from slurmllm.checkpoint.safetensors_files import Region
+from slurmllm.checkpoint.state import TrainState, fingerprint
+from slurmllm.checkpoint.tokenizer_files import Tokenizer
+from slurmllm.checkpoint.training_files import TrainingFiles, open_training
+from slurmllm.checkpoint.weights import weight_reader
+from slurmllm.config.resolve import load
+from slurmllm.errors import RunError, StorageError
+from slurmllm.model.decoder import build_model
+from slurmllm.model.init import fill
+from slurmllm.plan.parameters import parameter_shapes
+
+LAYOUTS = {
+    "one worker": ("neox", Layout()),
+    "zero pads": ("neox", Layout(2, 2, 3)),
+    "kv heads on two workers each": ("llama", Layout(4, 1, 3)),
+    "kv heads on four": ("llama", Layout(8, 2, 1, zero=False)),
+    "as many workers as kv heads": ("llama", Layout(2, 4, 2)),
+    "tied": ("gpt3", Layout(4, 1, 3)),
+    "tied over stages": ("gpt3", Layout(2, 4, 2)),
+    "tied, no zero": ("gpt3", Layout(2, 2, 1, zero=False)),
+    "master weights": ("llama", Layout(4, 2, 5, dtype="bfloat16")),
+}
+HALF = {"dtype": "bfloat16", "optimizer_dtype": "bfloat16"}
+
+
+def some_region(shape: tuple[int, ...], dice: random.Random) -> Region:
+    found = []
+    for size in shape:
+        start = dice.randrange(size)
+        found.append(slice(start, dice.randrange(start, size) + 1))
+    return tuple(found)
+
+
+def assert_holds(files: TrainingFiles, whole: Whole) -> None:
+    """Everything, whole and in parts, bit by bit."""
+    assert set(files.tensors) == set(whole.weights)
+    dice = random.Random(1)
+    for name, weight in whole.weights.items():
+        assert files.step(name) == whole.step
+        assert files.tensors[name].shape == weight.shape
+        readings = [(weight, files.read(name), lambda r, n=name: files.read(n, r))]
+        for kind, moments in whole.moments.items():
+            found = files.read_moment(kind, name)
+            part = lambda r, n=name, k=kind: files.read_moment(k, n, r)  # noqa: E731
+            readings.append((moments[name], found, part))
+        for expected, found, read in readings:
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected), name
+            for _ in range(3):
+                region = some_region(tuple(expected.shape), dice)
+                assert torch.equal(read(region), expected[region]), (name, region)
+
+
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+def test_every_value(family: str, layout: Layout, tmp_path: Path) -> None:
+    whole = random_whole(family)
+    write_nxd(tmp_path, whole, layout)
+    assert_holds(open_training(tmp_path, whole.model), whole)
+
+
+def test_bf16_throughout(tmp_path: Path) -> None:
+    whole = random_whole("neox", dtype=torch.bfloat16)
+    write_nxd(tmp_path, whole, Layout(2, 1, 3, **HALF))
+    assert_holds(open_training(tmp_path, whole.model), whole)
+
+
+def test_weights_without_zero_are_the_model_s(tmp_path: Path) -> None:
+    # Rounded to bf16: there is nothing better in the folder.
+    whole = random_whole("neox")
+    write_nxd(tmp_path, whole, Layout(2, zero=False, dtype="bfloat16"))
+    files = open_training(tmp_path, whole.model)
+    for name, weight in whole.weights.items():
+        assert torch.equal(files.read(name), weight.to(torch.bfloat16))
+
+
+def test_a_model_filled_and_an_export(tmp_path: Path) -> None:
+    whole = random_whole("gpt3")
+    write_nxd(tmp_path / "c", whole, Layout(2, 2, 3, dtype="bfloat16"))
+    model = build_model(whole.model)
+    fill(model, weight_reader(tmp_path / "c", whole.model))
+    rows = whole.model.vocab_size
+    for name, parameter in model.named_parameters():
+        # init_from takes what the vocabulary has, and no padding.
+        kept = parameter if name != "embed.weight" else parameter[:rows]
+        assert torch.equal(kept, whole.weights[name][: len(kept)]), name
+        assert not parameter[len(kept) :].any()
+    names = run_export(plan_export(tmp_path / "c", Tokenizer({})), tmp_path / "hub", 10**9)
+    assert "model.safetensors" in names
+    assert read_origin(tmp_path / "c").model == whole.model
+
+
+def test_a_shorter_table_of_positions_and_more_padding(tmp_path: Path) -> None:
+    whole = random_whole("gpt3")
+    write_nxd(tmp_path, whole, Layout(2, 2, 1))
+    wanted = whole.model.model_copy(update={"seq_len": 8, "vocab_pad_multiple": 64})
+    files = open_training(tmp_path, wanted)
+    shapes = parameter_shapes(wanted)
+
+    def everything(name: str) -> Region:
+        return tuple(slice(0, size) for size in shapes[name])
+
+    table = files.read("positions.weight", everything("positions.weight"))
+    assert torch.equal(table, whole.weights["positions.weight"][:8])
+    stored = len(whole.weights["embed.weight"])
+    for found, expected in (
+        (files.read("embed.weight", everything("embed.weight")), whole.weights),
+        (
+            files.read_moment("exp_avg", "embed.weight", everything("embed.weight")),
+            whole.moments["exp_avg"],
+        ),
+    ):
+        assert torch.equal(found[:stored], expected["embed.weight"])
+        assert len(found) > stored
+        assert not found[stored:].any()
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    whole = random_whole("neox")
+    write_nxd(tmp_path, whole, Layout(2, 2, 2, dtype="bfloat16"))
+    name = "layers.3.mlp.up.weight"
+    shard = tmp_path / "nxd/optim/dp_rank_01_tp_rank_01_pp_rank_01.pt"
+    content = shard.read_bytes()
+
+    def fails(match: str) -> None:
+        with pytest.raises(StorageError, match=match):
+            open_training(tmp_path, whole.model).read(name)
+
+    shard.write_bytes(content[:-1000])
+    fails(f"{shard.name} is damaged")
+    shard.unlink()
+    fails(f"{shard.name} cannot be read: No such file")
+    other = shard.with_name("dp_rank_01_tp_rank_01_pp_rank_00.pt")
+    held = torch.load(other)
+    number = max(held["sharded_master_weights"])
+    held["sharded_master_weights"] = {
+        i: torch.zeros(3, 5) if i != number else t
+        for i, t in held["sharded_master_weights"].items()
+    }
+    torch.save(held, shard)
+    fails(rf"{shard.name}: sharded_master_weights.\d+ is \[3, 5\] where")
+    del held["sharded_master_weights"]
+    torch.save(held, shard)
+    fails(rf"{shard.name} holds no sharded_master_weights.\d+; restore it")
+    (tmp_path / "nxd_layout.json").write_text('{"tensor": 2}')
+    fails("nxd_layout.json is damaged")
+
+
+def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
+    whole = random_whole("neox")
+    write_nxd(tmp_path, whole, Layout())
+    file = tmp_path / "nxd/model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    torch.save({"embed.weight": _Touches(tmp_path / "ran")}, file)
+    with pytest.raises(StorageError, match="is damaged"):
+        open_training(tmp_path, whole.model).read("embed.weight")
+    assert not (tmp_path / "ran").exists()
+
+
+class _Touches:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self._path,)
+
+
+def test_another_model(tmp_path: Path) -> None:
+    whole = random_whole("neox")
+    write_nxd(tmp_path, whole, Layout())
+    other = whole.model.model_copy(update={"hidden_size": 80})
+    with pytest.raises(RunError, match=r"model.hidden_size: the checkpoint has 40, the recipe 80"):
+        open_training(tmp_path, other)
+
+
+# A native worker reads an NxD checkpoint and says what it then has, whole.
+_WORKER = """
+import os, sys
+from functools import partial
+from pathlib import Path
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from slurmllm.backends.base import Worker, load_backend
+from slurmllm.config.resolve import load
+from slurmllm.errors import StorageError
+from slurmllm.model.decoder import build_model
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.rundir import RunDir
+
+run, rank = RunDir(Path(sys.argv[1])), int(os.environ["RANK"])
+config = load(run.config)
+backend = load_backend("native")(config, make_mesh(config, 1), Worker(rank, 4, rank, "node"))
+backend.start()
+backend.build(partial(build_model, config.recipe.model))
+backend.build_optimizer()
+backend.load_shards(run.path / "nxd")
+options = StateDictOptions(full_state_dict=True)
+weights, state = get_state_dict(backend.model, backend.optimizer, options=options)
+torch.save((weights, state["state"]), run.path / f"found_{rank}.pt")
+try:
+    backend.load_shards(run.path / "damaged")
+except StorageError as error:
+    (run.path / f"error_{rank}").write_text(str(error))
+backend.stop()
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_sr"])
+def test_native_workers_read_it(tmp_path: Path, precision: str) -> None:
+    whole = random_whole("gpt3", seed=3)
+    model = (f"model.{key}={value}" for key, value in whole.model.model_dump().items() if value)
+    run = make_run(
+        tmp_path / "run", make_data(tmp_path), *model, f"train.precision={precision}",
+        "parallel.tensor=2", "parallel.pipeline=2", "train.micro_batch=4",
+        "cluster.devices_per_node=4",
+    )  # fmt: skip
+    recipe = load(run.config).recipe
+    assert recipe.model == whole.model
+    layout = Layout(4, 2, 3, dtype="bfloat16")
+    write_nxd(run.path / "nxd", whole, layout)
+    TrainState(
+        step=7, tokens=9, data={}, fingerprint=fingerprint(recipe, "corpus", "tokenizer")
+    ).save(run.path / "nxd/train_state.json")
+    write_nxd(run.path / "damaged", whole, layout)
+    gone = "dp_rank_02_tp_rank_03_pp_rank_01.pt"
+    (run.path / "damaged/nxd/optim" / gone).unlink()
+    gang = Gang(run, world=4, entry=_WORKER)
+    assert gang.wait(280) == [0] * 4, gang.output()
+    dtype = torch.bfloat16 if precision == "bf16_sr" else torch.float32
+    seen: set[str] = set()
+    for rank in range(4):
+        weights, state = torch.load(run.path / f"found_{rank}.pt")
+        for name, found in weights.items():
+            seen.add(name)
+            pairs: list[tuple[Tensor, Tensor]] = [(found, whole.weights[name])]
+            pairs += [(state[name][kind], held[name]) for kind, held in whole.moments.items()]
+            for got, expected in pairs:
+                assert got.dtype == dtype
+                assert torch.equal(got, expected.to(dtype)), (rank, name)
+            assert state[name]["step"] == whole.step
+        assert gone in (run.path / f"error_{rank}").read_text()  # on all workers alike
+    assert seen == set(whole.weights)

@@ -1,0 +1,76 @@
+"""`slurmllm doctor` as a command: exit codes, both forms of its output, no torch of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmllm.slurm.client import COMMANDS
+
+
+def run(*arguments: str, path: str | None = None, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **({"PATH": path} if path is not None else {})}
+    return subprocess.run(
+        [sys.executable, "-m", "slurmllm", "doctor", *arguments],
+        capture_output=True, text=True, env=environment, cwd=cwd, check=False,
+    )  # fmt: skip
+
+
+def checks(text: str) -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in json.loads(text)["checks"]}
+
+
+def test_a_laptop_without_slurm_can_train(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "g++").symlink_to("/bin/true")
+    done = run("--json", path=str(tmp_path / "bin"), cwd=tmp_path)
+    found = checks(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert found["slurm commands"]["state"] == "warn"
+    assert found["nodes"]["state"] == "skipped"
+    assert found["torch"]["state"] in ("ok", "warn")
+    assert found["file system"]["state"] == "ok"
+    text = run(path=str(tmp_path / "bin"), cwd=tmp_path)
+    assert text.returncode == 0
+    assert "warn: slurm commands: --local trains on this machine" in text.stdout
+    for name in found:
+        assert name in text.stdout
+
+
+def test_slurm_that_does_not_answer_is_3(tmp_path: Path) -> None:
+    for command in COMMANDS:
+        script = tmp_path / command
+        script.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+        script.chmod(0o755)
+    done = run("--json", path=f"{tmp_path}:/usr/bin:/bin", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "Unable to contact" in checks(done.stdout)["slurm controller"]["found"]
+    assert json.loads(done.stdout)["exit_code"] == 3
+
+
+def test_an_environment_without_the_neuron_wheels_is_2(tmp_path: Path) -> None:
+    done = run("--cluster", "trn1", "--json", path=str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 2
+    assert checks(done.stdout)["neuronx-distributed"]["state"] == "fail"
+
+
+def test_an_unknown_profile_is_2_and_no_traceback(tmp_path: Path) -> None:
+    done = run("--cluster", "trn9", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "unknown cluster profile 'trn9'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slurm
+def test_a_real_cluster(slurm: object, tmp_path: Path) -> None:
+    done = run("--json", "--runs-dir", str(tmp_path), cwd=tmp_path)
+    found = checks(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert found["accounting"]["found"] == "accounting_storage/slurmdbd"
+    assert found["nodes"]["found"] == "5 of 5 usable"
+    assert found["partition"]["found"] == "main, the default"

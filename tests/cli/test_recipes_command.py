@@ -1,0 +1,42 @@
+"""`slurmllm recipes`: the list, and one recipe with its sources."""
+
+from __future__ import annotations
+
+import json
+
+from click.testing import CliRunner, Result
+
+from slurmllm.cli.main import cli
+
+
+def call(*arguments: str) -> Result:
+    result = CliRunner().invoke(cli, ["recipes", *arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_list_has_parameters_and_goes_by_size() -> None:
+    lines = call().stdout.splitlines()
+    assert lines[0].split()[:2] == ["recipe", "parameters"]
+    size = {line.split()[0]: line.split()[1] for line in lines[1:]}
+    assert size["neox_20b"] == "20.6B"
+    assert size["llama2_70b"] == "69.0B"
+    assert size["pythia_160m"] == "162M"
+    assert size["tiny_neox"] == "3.35M"
+    names = list(size)
+    assert names.index("gpt3_760m") < names.index("gpt3_1.3b") < names.index("llama2_7b")
+
+
+def test_json_has_exact_counts() -> None:
+    rows = {row["name"]: row for row in json.loads(call("--json").stdout)["recipes"]}
+    assert rows["pythia_70m"]["parameters"] == 70_426_624
+    assert rows["pythia_70m"]["default_cluster"] == "p4d"
+
+
+def test_explain_names_the_family() -> None:
+    lines = call("llama2_70b", "--explain").stdout.splitlines()
+    source = {line.split()[0]: line.split(maxsplit=2)[2].strip() for line in lines[1:]}
+    assert source["model.activation"] == "family llama"
+    assert source["model.num_kv_heads"].startswith("llama2_70b.yaml:")
+    origin = json.loads(call("llama2_70b", "--explain", "--json").stdout)["origin"]
+    assert origin["model.activation"] == "family llama"

@@ -1,0 +1,133 @@
+"""The shipped recipes have their sources' figures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from slurmllm import shipped
+from slurmllm.config.recipe import Recipe
+from slurmllm.config.resolve import available, resolve
+from slurmllm.plan.mesh import make_mesh
+
+
+def recipe(name: str) -> Recipe:
+    return resolve(name).recipe
+
+
+# Layers, hidden size, heads, key and value heads, feed-forward size, sequence length; learning
+# rate, its end, steps of warm-up, steps in all, weight decay; global batch, TP, PP, micro batch.
+FIGURES = """
+neox_20b           44 6144 64 64 24576 2048  9.7e-5 1e-5   100  10000 0.01   256  8 4 1
+neox_20b_finetune  44 6144 64 64 24576 2048  9.7e-5 1e-5   100   2000 0.01   256  8 4 2
+pythia_6.9b        32 4096 32 32 16384 2048  1.2e-4 1.2e-5 100  10000 0.01   256  8 1 2
+pythia_70m          6  512  8  8  2048 2048  1e-3   1e-4  1430 143000 0.1   1024  1 1 32
+pythia_160m        12  768 12 12  3072 2048  6e-4   6e-5  1430 143000 0.1   1024  1 1 32
+pythia_410m        24 1024 16 16  4096 2048  3e-4   3e-5  1430 143000 0.1   1024  1 1 32
+pythia_1b          16 2048  8  8  8192 2048  2.5e-4 2.5e-5 1430 143000 0.1  1024  1 1 16
+pythia_1.4b        24 2048 16 16  8192 2048  2e-4   2e-5  1430 143000 0.1   1024  1 1 16
+pythia_2.8b        32 2560 32 32 10240 2048  1.6e-4 1.6e-5 1430 143000 0.1  1024  1 1 16
+llama2_7b          32 4096 32 32 11008 4096  3e-4   3e-5  2000 500000 0.1   1024  8 1 1
+llama2_7b_nemo     32 4096 32 32 11008 4096  3e-4   3e-5  2000  10000 0.1    256  8 1 1
+llama2_7b_finetune 32 4096 32 32 11008 4096  5e-5   0       20    100 0       32  8 1 1
+llama2_70b         80 8192 64  8 28672 4096  1.5e-4 1e-5  2000  30000 0.1   1024 32 8 1
+gpt3_125m          12  768 12 12  3072 2048  6e-4   6e-5   715 572205 0.1    256  1 1 auto
+gpt3_350m          24 1024 16 16  4096 2048  3e-4   3e-5   715 572205 0.1    256  1 1 auto
+gpt3_760m          24 1536 16 16  6144 2048  2.5e-4 2.5e-5 715 572205 0.1    256  1 1 auto
+gpt3_1.3b          24 2048 16 16  8192 2048  2e-4   2e-5   358 286102 0.1    512  1 1 auto
+"""
+
+
+@pytest.mark.parametrize("line", FIGURES.strip().splitlines(), ids=lambda line: line.split()[0])
+def test_figures(line: str) -> None:
+    name, *figures = line.split()
+    found = recipe(name)
+    model, train, optim, parallel = found.model, found.train, found.optim, found.parallel
+    assert [figure if figure == "auto" else float(figure) for figure in figures] == [
+        model.num_layers, model.hidden_size, model.num_heads, model.kv_heads,
+        model.ffn_hidden_size, model.seq_len,
+        optim.lr, optim.min_lr, optim.warmup_steps, train.steps, optim.weight_decay,
+        train.global_batch, parallel.tensor, parallel.pipeline, train.micro_batch,
+    ]  # fmt: skip
+
+
+def test_every_recipe_but_the_tiny_ones_is_in_the_table() -> None:
+    listed = {line.split()[0] for line in FIGURES.strip().splitlines()}
+    tiny = {"tiny_neox", "tiny_neox_finetune", "tiny_llama", "tiny_gpt3"}
+    assert listed | tiny == set(available(shipped.recipes_dir()))
+
+
+@pytest.mark.parametrize("name", available(shipped.recipes_dir()))
+def test_what_all_share(name: str) -> None:
+    found = recipe(name)
+    assert found.optim.grad_clip == 1
+    assert found.optim.betas == ((0.9, 0.999) if name == "llama2_7b_finetune" else (0.9, 0.95))
+    assert found.model.norm_eps == 1e-5
+    assert found.train.finetune == name.endswith("_finetune")
+    rotary = {"neox": 0.25, "llama": 1.0, "gpt3": 0.0}
+    assert found.model.rotary_pct == rotary[found.model.family]
+
+
+def test_vocabularies() -> None:
+    padded = {
+        name: recipe(name).model.padded_vocab_size for name in available(shipped.recipes_dir())
+    }
+    assert padded["neox_20b"] == padded["pythia_6.9b"] == 50264  # GPT-2's, for TP 8
+    assert padded["neox_20b_finetune"] == recipe("neox_20b_finetune").model.vocab_size == 50432
+    assert padded["pythia_70m"] == padded["gpt3_125m"] == 50304
+    assert padded["llama2_7b"] == padded["llama2_70b"] == 32000
+
+
+def test_llama2_7b_is_hlats() -> None:
+    found = recipe("llama2_7b")
+    assert (found.model.init_std, found.model.scaled_init) == (0.02, True)
+    assert (found.optim.eps, found.optim.decay_steps) == (1e-5, 480_000)
+    assert found.optim.decay_norms_and_biases
+    assert (found.train.precision, found.parallel.zero) == ("bf16_sr", 0)
+
+
+@pytest.mark.parametrize("size", ["70m", "160m", "410m", "1b", "1.4b", "2.8b"])
+def test_pythia_begins_as_gpt_neox_does(size: str) -> None:
+    model = recipe(f"pythia_{size}").model
+    assert model.init_std == pytest.approx(math.sqrt(2 / (5 * model.hidden_size)), rel=1e-3)
+    wang = 2 / (model.num_layers * math.sqrt(model.hidden_size))
+    assert model.output_init_std == pytest.approx(wang, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b"])
+def test_gpt3_counts_its_schedule_in_tokens(size: str) -> None:
+    found = recipe(f"gpt3_{size}")
+    a_step = found.train.global_batch * found.model.seq_len
+    assert found.optim.decay_steps is not None
+    for steps, tokens in (
+        (found.optim.warmup_steps, 375e6),
+        (found.optim.decay_steps, 260e9),
+        (found.train.steps, 300e9),
+    ):
+        assert steps == pytest.approx(tokens / a_step, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "data", "accumulation"),
+    [
+        ("neox_20b", 4, 4, 64),
+        ("neox_20b_finetune", 4, 4, 32),
+        ("pythia_6.9b", 4, 16, 8),
+        ("pythia_70m", 4, 32, 1),
+        ("pythia_2.8b", 8, 64, 1),
+        ("llama2_7b", 128, 512, 2),
+        ("llama2_7b_nemo", 4, 16, 16),
+        ("llama2_7b_finetune", 1, 4, 8),
+        ("llama2_70b", 32, 4, 256),
+    ],
+)
+def test_meshes_of_the_sources(name: str, nodes: int, data: int, accumulation: int) -> None:
+    mesh = make_mesh(resolve(name), nodes)
+    assert (mesh.data, mesh.accumulation) == (data, accumulation)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b"])
+def test_gpt3_takes_any_number_of_nodes(size: str, nodes: int) -> None:
+    assert make_mesh(resolve(f"gpt3_{size}"), nodes).data == 8 * nodes

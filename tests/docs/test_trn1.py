@@ -1,0 +1,146 @@
+"""docs/trn1.md says what `submit --dry-run` prints, and explains every difference.
+
+After a change of the environment or of NxD's arguments,
+`SLURMLLM_WRITE_GOLDENS=1 pytest tests/docs/test_trn1.py` writes the page's column "ours" anew;
+rows that came or went are for people to write, because they need an explanation.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from slurmllm.cli.main import cli
+from slurmllm.config.resolve import flatten
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "trn1.md"
+COMMAND = re.compile(r"^slurmllm (submit \S+ --nodes \d+ --dry-run)$", re.MULTILINE)
+ROW = re.compile(r"^\| `([^`]+)` \| (.+?) \| (.+?) \| (.*?) ?\|$")
+NOT_OURS = "–"
+COMPLETE = ("model.", "optim.", "parallel.")  # sections of which every value must be in the table
+
+
+def sections() -> list[str]:
+    """The parts of the page that hold a command, one a recipe."""
+    parts = re.split(r"^(?=## )", PAGE.read_text(), flags=re.M)
+    return [part for part in parts if COMMAND.search(part)]
+
+
+def tables(section: str) -> dict[str, dict[str, tuple[str, str, str]]]:
+    """Heading → name → (ours, theirs, why)."""
+    found: dict[str, dict[str, tuple[str, str, str]]] = {}
+    for part in re.split(r"^### ", section, flags=re.M)[1:]:
+        heading, *lines = part.splitlines()
+        rows = [match.groups() for line in lines if (match := ROW.match(line))]
+        names = [name for name, *_ in rows]
+        assert len(set(names)) == len(names), f"{heading}: a row stands twice"
+        assert len(rows) == sum(line.startswith("| `") for line in lines), f"{heading}: odd row"
+        found[heading] = {name: (ours, theirs, why) for name, ours, theirs, why in rows}
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value as the page writes it."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value) or "''"
+
+
+def printed(arguments: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+    """What a dry run prints, by the page's headings."""
+    monkeypatch.setattr(getpass, "getuser", lambda: "ada")
+    result = CliRunner().invoke(cli, [*arguments.split(), "--json", "--runs-dir", "/fsx/runs"])
+    assert result.exit_code == 0, result.output
+    dry = json.loads(result.stdout)
+    environment = {row["name"]: row["value"] for row in dry["environment"]}
+    flags = environment.pop("NEURON_CC_FLAGS").split()
+    parts: dict[str, dict[str, Any]] = {
+        "Environment": environment,
+        "Compiler flags": {flag: flag for flag in flags},
+        "Arguments of NxD": flatten(dry["backend_arguments"]),
+        "Hyperparameters": flatten(dry["config"]),
+    }
+    return {
+        heading: {name: shown(value) for name, value in values.items()}
+        for heading, values in parts.items()
+    }
+
+
+def with_ours(section: str, found: dict[str, dict[str, str]]) -> str:
+    """The section with its column "ours" written anew."""
+    heading, lines = "", []
+    for line in section.splitlines():
+        heading = line.removeprefix("### ") if line.startswith("### ") else heading
+        match = ROW.match(line)
+        if match and match[2] != NOT_OURS and match[1] in found.get(heading, {}):
+            cells = (f"`{match[1]}`", f"`{found[heading][match[1]]}`", match[3], match[4])
+            line = f"| {' | '.join(cells)} |".replace("|  |", "| |")
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def same(ours: str, theirs: str) -> bool:
+    """Whether two cells hold one value, numbers however they are written."""
+    try:
+        return float(ours.strip("`")) == float(theirs.strip("`"))
+    except ValueError:
+        return ours == theirs
+
+
+SECTIONS = sections()
+
+
+def test_the_page_has_the_runs_that_were_published() -> None:
+    recipes = [COMMAND.findall(section)[0].split()[1] for section in SECTIONS]
+    assert recipes == ["neox_20b", "pythia_6.9b", "llama2_7b", "llama2_70b"]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.split(",")[0].split()[1])
+def test_ours_is_what_the_dry_run_prints(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (arguments,) = COMMAND.findall(section)
+    found = printed(arguments, monkeypatch)
+    if os.environ.get("SLURMLLM_WRITE_GOLDENS") == "1":
+        PAGE.write_text(PAGE.read_text().replace(section, with_ours(section, found)))
+        section = with_ours(section, found)
+    page = tables(section)
+    assert page.keys() == found.keys()
+    for heading, rows in page.items():
+        ours = {name: cell.strip("`") for name, (cell, _, _) in rows.items() if cell != NOT_OURS}
+        expected = found[heading]
+        if heading == "Hyperparameters":
+            expected = {
+                name: value
+                for name, value in expected.items()
+                if name in ours or name.startswith(COMPLETE)
+            }
+        assert ours == expected, heading
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.split(",")[0].split()[1])
+def test_every_difference_is_explained(section: str) -> None:
+    notes = set(re.findall(r"^- \*\*(\([a-z]\))", PAGE.read_text(), flags=re.M))
+    for heading, rows in tables(section).items():
+        for name, (ours, theirs, why) in rows.items():
+            assert why or same(ours, theirs), f"{heading}: {name}: {ours} and {theirs}, and no why"
+            assert set(re.findall(r"\([a-z]\)", why)) <= notes, f"{name}: no such note"
+
+
+def test_the_job_script_is_the_one_that_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (part,) = re.findall(r"^## The job script$(.*?)^## ", PAGE.read_text(), flags=re.M | re.S)
+    rows = [line.split("|")[2].strip() for line in part.splitlines() if line.startswith("| ")][1:]
+    monkeypatch.setattr(getpass, "getuser", lambda: "ada")
+    dry = CliRunner().invoke(cli, ["submit", "neox_20b", "--nodes", "4", "--dry-run", "--json"])
+    script = json.loads(dry.stdout)["scripts"]["train"]
+    ours = [row.strip("`") for row in rows if row != NOT_OURS]
+    assert len(ours) == 6
+    for words in ours:
+        assert words in script

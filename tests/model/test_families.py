@@ -1,0 +1,47 @@
+"""The torch-free statements on families against the decoder that is built of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slurmllm import shipped
+from slurmllm.config.families import FAMILIES, sharding_plan
+from slurmllm.config.recipe import ModelConfig
+from slurmllm.config.resolve import available, resolve
+from slurmllm.model.decoder import Decoder, build_model
+from slurmllm.plan.parameters import parameter_shapes
+
+
+def on_meta(config: ModelConfig) -> Decoder:
+    with torch.device("meta"):
+        return build_model(config)
+
+
+@pytest.mark.parametrize("recipe", available(shipped.recipes_dir()))
+def test_parameters_are_counted_exactly(recipe: str) -> None:
+    config = resolve(recipe).recipe.model
+    built = {name: tuple(p.shape) for name, p in on_meta(config).named_parameters()}
+    assert parameter_shapes(config) == built
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_sharding_plan_names_every_module_with_parameters(
+    family: str, bias: bool, tied: bool
+) -> None:
+    config = ModelConfig.model_validate(
+        {
+            "family": family, "num_layers": 2, "hidden_size": 32, "num_heads": 4,
+            "ffn_hidden_size": 64, "vocab_size": 61, "seq_len": 16,
+            "attention_bias": bias, "mlp_bias": bias, "tied_embeddings": tied,
+        }
+    )  # fmt: skip
+    assert {name: tuple(p.shape) for name, p in on_meta(config).named_parameters()} == (
+        parameter_shapes(config)
+    )
+    plan = sharding_plan(family, tied)
+    modules = {name.rpartition(".")[0] for name in parameter_shapes(config)}
+    layers = {f"layers.{layer}.{name}" for layer in range(2) for name in plan.block}
+    assert modules == layers | set(plan.rest)

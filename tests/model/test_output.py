@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slurmllm.model import output
+from slurmllm.model.output import Output
+
+
+@pytest.mark.parametrize("at_a_time", [2**27, 500])
+def test_wide_products_of_bf16_are_those_of_fp32_rounded(at_a_time: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 9, 16, generator=generator).to(torch.bfloat16).requires_grad_()
+    weight = torch.randn(53, 16, generator=generator).to(torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, 50, (2, 9), generator=generator)
+    module = Output(vocab_size=50)
+    module.wide = True
+    with patch.object(output, "_LOGITS_AT_A_TIME", at_a_time):
+        loss = module(x, weight, labels)
+    loss.backward()
+
+    exact_x, exact_weight = (t.detach().float().requires_grad_() for t in (x, weight))
+    exact = F.cross_entropy(F.linear(exact_x, exact_weight[:50]).flatten(0, 1), labels.flatten())
+    exact.backward()
+    torch.testing.assert_close(loss, exact)
+    for tensor, its in ((x, exact_x), (weight, exact_weight)):
+        assert tensor.grad is not None
+        assert its.grad is not None
+        assert tensor.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(tensor.grad.float(), its.grad, rtol=2**-8, atol=1e-6)
+    assert weight.grad is not None
+    assert not weight.grad[50:].any()

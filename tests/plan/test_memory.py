@@ -1,0 +1,72 @@
+"""The arithmetic of memory; against what lies there: tests/backends/test_memory.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurmllm.config.resolve import resolve
+from slurmllm.plan.memory import WorkerMemory, worker_memory
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.parameters import parameters
+
+
+def memory(recipe: str, nodes: int, *overrides: str, rank: int = 0) -> WorkerMemory:
+    config = resolve(recipe, overrides=overrides)
+    return worker_memory(config, make_mesh(config, nodes), rank)
+
+
+def test_one_worker_has_everything() -> None:
+    found = memory("tiny_neox", 1, "train.micro_batch=8")
+    count = parameters(resolve("tiny_neox").recipe.model)
+    assert (found.weights, found.optimizer) == (4 * count, 8 * count)
+    assert found.gradients == found.whole_weights == 4 * count
+    assert found.whole_gradients == 0, "one micro batch carries none on"
+
+
+def test_llama_70b_as_published_runs_shard_it() -> None:
+    # 32 nodes of 32: TP 8 × PP 8 × DP 16; 16 bytes a parameter, divided by all workers.
+    found = memory(
+        "llama2_70b", 32, "parallel.tensor=8", "parallel.pipeline=8", "parallel.virtual_pipeline=1",
+        "train.precision=bf16_mixed", "train.global_batch=1024", "train.micro_batch=1",
+        "cluster.devices_per_node=32", rank=16 * 8,
+    )  # fmt: skip
+    each = parameters(resolve("llama2_70b").recipe.model) / (8 * 8 * 16)
+    # A middle stage has no embedding; norms are not shared by tensor parallelism.
+    assert found.weights + found.optimizer == pytest.approx(12 * each, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("smaller", "larger"),
+    [
+        (("train.activation_checkpointing=full",), ("train.activation_checkpointing=selective",)),
+        (("train.activation_checkpointing=selective",), ()),
+        (("train.precision=bf16",), ("train.precision=bf16_mixed",)),
+        (("train.precision=bf16_mixed",), ()),
+        (("train.micro_batch=1",), ("train.micro_batch=4",)),
+        (("parallel.tensor=2", "parallel.sequence=true"), ("parallel.tensor=2",)),
+    ],
+)
+def test_what_saves_memory(smaller: tuple[str, ...], larger: tuple[str, ...]) -> None:
+    both = ("cluster.devices_per_node=4", "train.global_batch=32")
+    assert (
+        memory("tiny_neox", 1, *both, *smaller).peak < memory("tiny_neox", 1, *both, *larger).peak
+    )
+
+
+def test_zero_stages() -> None:
+    both = ("cluster.devices_per_node=4", "train.global_batch=32")
+    one, two, three = (memory("tiny_neox", 1, *both, f"parallel.zero={z}") for z in (1, 2, 3))
+    assert one.at_rest == two.at_rest == three.at_rest
+    assert one.whole_gradients > two.whole_gradients
+    assert two.whole_weights > three.whole_weights
+
+
+def test_earlier_stages_hold_more_in_flight() -> None:
+    stages = ("cluster.devices_per_node=4", "parallel.pipeline=4")
+    found = [memory("tiny_neox", 1, *stages, rank=rank) for rank in range(4)]
+    blocks = [stage.activations for stage in found[:3]]
+    assert blocks == sorted(blocks, reverse=True)
+    assert blocks[0] == 4 * blocks[2] // 2
+    assert [stage.output > 0 for stage in found] == [False, False, False, True]
+    tied = [memory("tiny_gpt3", 1, *stages, rank=rank).weights for rank in (0, 1, 3)]
+    assert tied[0] > tied[1] < tied[2], "both ends have the embedding"

@@ -1,0 +1,58 @@
+"""slurmllm's native backend, driven as its training loop drives it, torch.compile on."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from contestants import task as settings
+from contestants.child import Turn
+from contestants.task import Task
+from slurmllm.backends.base import MicroBatch, Worker, load_backend
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.plan.mesh import make_mesh
+
+PRECISIONS = {"fp32": "fp32", "bf16": "bf16_mixed"}
+
+
+def config_of(task: Task) -> RunConfig:
+    """The run configuration that stands for a task."""
+    s = task.shape
+    overrides = {
+        "model.num_layers": s.layers,
+        "model.hidden_size": s.hidden,
+        "model.num_heads": s.heads,
+        "model.ffn_hidden_size": s.ffn,
+        "model.vocab_size": s.vocab,
+        "model.seq_len": task.seq,
+        "train.global_batch": task.batch,
+        "train.micro_batch": task.batch,
+        "train.precision": PRECISIONS[task.precision],
+        "train.compile": "true",
+        "optim.lr": settings.LR,
+        "optim.min_lr": settings.LR,
+        "optim.betas": list(settings.BETAS),
+        "optim.eps": settings.EPS,
+        "optim.weight_decay": settings.WEIGHT_DECAY,
+        "optim.grad_clip": settings.GRAD_CLIP,
+    }
+    return resolve("tiny_neox", "local", [f"{key}={value}" for key, value in overrides.items()])
+
+
+def train(task: Task, turn: Turn) -> None:
+    """Train without end."""
+    from slurmllm.model.decoder import build_model
+
+    config = config_of(task)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 1, 0, "node"))
+    backend.start()
+    backend.build(lambda: build_model(config.recipe.model))
+    backend.build_optimizer()
+    for tokens, labels in task.batches():
+        loss = backend.forward_backward([MicroBatch(tokens, labels)])
+        backend.optimizer_step(settings.LR)
+        turn.step_done(lambda loss=loss: loss)

@@ -1,0 +1,142 @@
+"""The contestants' processes as `train_speed.py` sees them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from contestants.task import Task
+from slurmllm.backends.native.environment import variables
+
+# Files of this folder, by the contestant's name.
+CONTESTANTS = {
+    "ours": "ours",
+    "trainer": "hf_trainer",
+    "litgpt": "litgpt_loop",
+    "loop": "compiled_loop",
+}
+PRODUCTS_A_TURN = 12
+
+
+class Surroundings(NamedTuple):
+    """What the processes are given.
+
+    Attributes:
+        folder: For logs and compiled graphs.
+        pythons: Interpreters of contestants that have one of their own.
+        share_variables: Whether all get the environment variables of ours.
+    """
+
+    folder: Path
+    pythons: Mapping[str, str]
+    share_variables: bool
+
+
+class Contestant:
+    """A child process and what it measured.
+
+    Attributes:
+        missing: Why it cannot run here; None where it can.
+        seconds: Of each round's steps.
+    """
+
+    def __init__(
+        self, module: str, task: Task, python: str, env: Mapping[str, str], log: Path
+    ) -> None:
+        self.missing: str | None = None
+        self.seconds: list[float] = []
+        self.loss = float("nan")
+        self._log = log
+        with log.open("w") as stderr:
+            self._process = subprocess.Popen(
+                [python, "-m", "contestants.child", module],
+                env={**os.environ, **env},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+        self._send(task.to_json())
+
+    def turn(self, steps: int) -> dict[str, Any]:
+        """Let it run so many counted steps and wait for its answer."""
+        self._send(str(steps))
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            tail = "\n".join(self._log.read_text().splitlines()[-15:])
+            raise SystemExit(f"a contestant ended with {self._process.wait()}:\n{tail}")
+        answer: dict[str, Any] = json.loads(line)
+        self.missing = answer.get("missing")
+        return answer
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:  # told when its answer is read
+            pass
+
+    def stop(self) -> None:
+        """End the process and wait until its memory is free."""
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def started(
+    task: Task, names: list[str], surroundings: Surroundings
+) -> Iterator[tuple[dict[str, Contestant], Contestant]]:
+    """All contestants, compiled and warm, and the matrix products; ended on the way out."""
+    folder = surroundings.folder
+    common = {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), _slurmllm_path()]),
+        "OMP_NUM_THREADS": str(task.threads),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with ExitStack() as stack:
+
+        def start(name: str, module: str, env: Mapping[str, str]) -> Contestant:
+            python = surroundings.pythons.get(name, sys.executable)
+            found = Contestant(module, task, python, {**common, **env}, folder / f"{name}.log")
+            stack.callback(found.stop)
+            return found
+
+        contestants = {}
+        for name in names:
+            contestants[name] = start(
+                name, CONTESTANTS[name], _worker_variables(name, task, surroundings)
+            )
+            # One after the other: compilers run on all cores.
+            contestants[name].turn(2)
+            told = contestants[name].missing
+            print(f"  {name}: {'missing: ' + told if told else 'ready'}", file=sys.stderr)
+        products = start("products", "products", {})
+        products.turn(PRODUCTS_A_TURN)
+        yield contestants, products
+
+
+def _slurmllm_path() -> str:
+    """Where this interpreter found slurmllm, for children with another interpreter."""
+    spec = importlib.util.find_spec("slurmllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parent.parent)
+
+
+def _worker_variables(name: str, task: Task, surroundings: Surroundings) -> dict[str, str]:
+    """What the native backend's workers get from the launcher."""
+    if name != "ours" and not surroundings.share_variables:
+        return {}
+    from contestants.ours import config_of
+
+    return {key: variable.value for key, variable in variables(config_of(task)).items()}

@@ -1,0 +1,302 @@
+"""Processes that train one mesh after another, each of them from its first step.
+
+Starting Python and torch takes seconds, a mesh of a tiny model much less; so torch is imported
+once, and the processes of a case are forked from there. One machine's CPUs.
+
+CAUTION: processes that stay up for many cases grow slower with each: gloo's threads of groups that
+are destroyed live on and spin on their closed sockets (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from slurmllm.backends.base import Backend, MicroBatch, Worker, load_backend
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.plan.mesh import Mesh, make_mesh
+
+# (backend) → anything picklable; a function of a module, so that the processes find it by name.
+Probe = Callable[[Any], Any]
+
+# Four layers for four pipeline stages, eight heads and a padded vocabulary for four
+# tensor-parallel workers: the last of them has real entries and padding.
+_SMALL = (
+    "model.num_layers=4", "model.hidden_size=64", "model.num_heads=8", "model.ffn_hidden_size=128",
+    "model.vocab_size=500", "model.vocab_pad_multiple=128", "model.seq_len=32",
+    "train.global_batch=8", "train.micro_batch=2", "train.compile=false", "optim.weight_decay=0.1",
+)  # fmt: skip
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "neox": (),
+    "llama": (
+        "model.family=llama", "model.rotary_pct=1.0", "model.num_kv_heads=4",
+        "model.scaled_init=true",
+    ),
+    "gpt3": ("model.family=gpt3", "model.rotary_pct=0.0"),
+}  # fmt: skip
+
+
+def small_run(
+    family: str, tensor: int = 1, pipeline: int = 1, data: int = 1, *overrides: str
+) -> RunConfig:
+    """A small model on one node with as many CPU devices as the mesh has workers."""
+    degrees = (
+        f"cluster.devices_per_node={tensor * pipeline * data}",
+        f"parallel.tensor={tensor}",
+        f"parallel.pipeline={pipeline}",
+    )
+    return resolve("tiny_neox", "local", [*_SMALL, *FAMILIES[family], *degrees, *overrides])
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some steps of a run.
+
+    Attributes:
+        config: The run's; its data is not read, tokens are random and depend on the step alone.
+        nodes: Nodes, all of them on this machine.
+        first: Optimizer steps that are behind when it starts.
+        last: The last step it makes; `first` makes none.
+        lr: Learning rate of all steps.
+        load: Folder of shards to start from.
+        save: Folder that the shards go to after the last step.
+        prepare: Called on each worker before the backend is loaded.
+        before: Called on each worker before the first step; its answer is `Outcome.before`.
+        after: Likewise after the last step.
+    """
+
+    config: RunConfig
+    nodes: int = 1
+    first: int = 0
+    last: int = 20
+    lr: float = 1e-3
+    load: Path | None = None
+    save: Path | None = None
+    prepare: Callable[[], None] | None = None
+    before: Probe | None = None
+    after: Probe | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """Degrees and batch arithmetic."""
+        return make_mesh(self.config, self.nodes)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one worker saw.
+
+    Attributes:
+        rows: Loss, gradient norm and parameter norm of each step.
+        before: The answer of `Case.before`.
+        after: The answer of `Case.after`.
+    """
+
+    rows: list[tuple[float, float, float]]
+    before: Any = None
+    after: Any = None
+
+
+class CaseFailed(Exception):
+    """A worker raised; its traceback is the message."""
+
+
+_PRELOAD = ["torch", "slurmllm.backends.native.runtime", "slurmllm.model.decoder"]
+
+
+class MeshPool:
+    """Up to `size` workers.
+
+    Args:
+        size: Processes.
+        threads: Of each of them.
+        staying: Whether the processes stay up from case to case, started from nothing: for few
+            cases, and for memory that no other process shares.
+    """
+
+    def __init__(self, size: int, threads: int = 1, *, staying: bool = False) -> None:
+        self.size, self.threads, self.staying = size, threads, staying
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> MeshPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def run(self, case: Case, timeout_s: float = 240) -> list[Outcome]:
+        """Train a case.
+
+        Returns:
+            What each worker saw, by rank.
+
+        Raises:
+            CaseFailed: a worker raised, died or did not answer; the processes are started anew
+                for the next case.
+        """
+        world = case.mesh.world_size
+        assert world <= self.size, f"{world} workers in a pool of {self.size}"
+        if not self._processes:
+            self._open(self.size if self.staying else world)
+        port = _free_port()
+        for pipe in self._pipes[:world]:
+            pipe.send((case, port))
+        found: dict[int, Outcome] = {}
+        while len(found) < world:
+            waiting = {id(self._pipes[rank]): rank for rank in range(world) if rank not in found}
+            ready = wait([self._pipes[rank] for rank in waiting.values()], timeout_s)
+            if not ready:
+                self._fail(f"ranks {sorted(waiting.values())} did not answer in {timeout_s:.0f} s")
+            for rank in [waiting[id(pipe)] for pipe in ready]:
+                try:
+                    answer = self._pipes[rank].recv()
+                except EOFError:
+                    self._fail(f"rank {rank} died")
+                if isinstance(answer, str):
+                    self._fail(f"rank {rank}:\n{answer}")
+                found[rank] = answer
+        if not self.staying:
+            self.close()
+        return [found[rank] for rank in range(world)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _open(self, count: int) -> None:
+        context: Any = mp.get_context("spawn" if self.staying else "forkserver")
+        if not self.staying:
+            # NxD's CPU mode is set by whoever has NxD here (tests/nxd).
+            nxd = ["slurmllm.backends.nxd.runtime"] if os.environ.get("NXD_CPU_MODE") == "1" else []
+            context.set_forkserver_preload(_PRELOAD + nxd)
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.threads, theirs), daemon=True, name=f"rank {rank}"
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _fail(self, why: str) -> None:
+        self.close()  # the peers may wait for each other for ever
+        raise CaseFailed(why)
+
+
+def sequences(config: RunConfig, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The global batch of a step with the token after each: [global_batch, seq + 1]."""
+    model, batch = config.recipe.model, config.recipe.train.global_batch
+    return np.random.default_rng(step).integers(0, model.vocab_size, (batch, model.seq_len + 1))
+
+
+def micro_batches(backend: Backend, step: int) -> list[MicroBatch]:
+    """A worker's share of the global batch of a step."""
+    mesh = backend.mesh
+    share, micro = mesh.global_batch // mesh.data, mesh.micro_batch
+    first = mesh.data_rank(backend.worker.rank) * share
+    mine = sequences(backend.config, step)[first : first + share]
+    return [
+        MicroBatch(mine[i : i + micro, :-1].copy(), mine[i : i + micro, 1:].copy())
+        for i in range(0, share, micro)
+    ]
+
+
+def deviation(ours: Sequence[Outcome], reference: Sequence[Outcome]) -> tuple[float, float, float]:
+    """Largest relative difference of loss, gradient norm and parameter norm over the last steps.
+
+    Args:
+        ours: By rank.
+        reference: Likewise; may have more steps before ours.
+    """
+    mine = np.array(ours[0].rows)
+    theirs = np.array(reference[0].rows[-len(mine) :])
+    loss, gradient, parameter = np.abs(mine / theirs - 1).max(axis=0).tolist()
+    return loss, gradient, parameter
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _serve(rank: int, threads: int, pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    while True:
+        try:
+            case, port = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            pipe.send(_train(case, rank, threads, port))
+        except Exception:
+            pipe.send(traceback.format_exc())
+
+
+def _train(case: Case, rank: int, threads: int, port: int) -> Outcome:
+    import torch
+
+    from slurmllm.model.decoder import build_model
+
+    torch.set_num_threads(threads)
+    config, mesh = case.config, case.mesh
+    node, local = divmod(rank, mesh.devices_per_node)
+    told = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "RANK": rank,
+        "WORLD_SIZE": mesh.world_size,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": mesh.devices_per_node,
+    }
+    os.environ.update({name: str(value) for name, value in told.items()})
+    worker = Worker(rank, mesh.world_size, local, f"node-{node}")
+    if case.prepare is not None:
+        case.prepare()
+    backend = load_backend(config.backend)(config, mesh, worker)
+    backend.start()
+    try:
+        backend.build(lambda: build_model(config.recipe.model))
+        backend.build_optimizer()
+        if case.load is not None:
+            backend.load_shards(case.load)
+        before = case.before(backend) if case.before else None
+        rows = []
+        for step in range(case.first + 1, case.last + 1):
+            loss = float(backend.forward_backward(micro_batches(backend, step)))
+            norms = float(backend.optimizer_step(case.lr)), float(backend.param_norm())
+            rows.append((loss, *norms))
+        if case.save is not None:
+            if rank == 0:
+                case.save.mkdir(parents=True, exist_ok=True)
+            backend.gather(None)
+            saving = backend.save_shards(case.save)
+            saving.wait()
+            backend.gather(None)
+            saving.finish()
+        return Outcome(rows, before, case.after(backend) if case.after else None)
+    finally:
+        backend.stop()

@@ -1,0 +1,200 @@
+"""Training tokens/s on this machine's CPUs: ours and others in turn, and their ratios.
+
+    python tools/benchmarks/train_speed.py [--models neox_30m,neox_125m] [--seq 512,1024]
+        [--precision fp32,bf16] [--rounds 5] [--steps 4] [--json]
+
+Every contestant (`contestants/`) is a child process that stays alive and computes only in its
+turn: in each round all of them run the same number of steps, in an order that moves on by one from
+round to round, and between rounds the machine's matrix products are measured. A slow moment of the
+machine therefore meets all of them, and the ratio is taken within the round. All train the same
+shape on the same batches in the same order with the same AdamW settings, clipping and threads.
+Ours has the environment variables that slurmllm's launcher gives its workers (the allocator's
+settings are among them); with --share-variables the others have them too.
+
+The peers come with `pip install '.[bench]'`; those that are not there are said to be missing. One
+that wants an environment of its own gets it by --python, e.g. --python litgpt=PATH/bin/python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from contestants.processes import CONTESTANTS, PRODUCTS_A_TURN, Surroundings, started
+from contestants.task import Shape, Task
+
+MODELS = {
+    "neox_30m": Shape(layers=6, hidden=512, heads=8, ffn=2048, vocab=50304),
+    "neox_125m": Shape(layers=12, hidden=768, heads=12, ffn=3072, vocab=50304),
+}
+TOKENS_PER_STEP = 2048
+_ROWS = 64
+
+
+def measure(
+    task: Task, names: list[str], surroundings: Surroundings, rounds: int, steps: int
+) -> dict[str, Any]:
+    """One setting's result, as --json prints it."""
+    peaks: dict[str, list[float]] = {"fp32": [], "bf16": []}
+    with started(task, names, surroundings) as (contestants, products):
+        present = [name for name in names if contestants[name].missing is None]
+        for number in range(rounds):
+            for precision, rate in products.turn(PRODUCTS_A_TURN).items():
+                peaks[precision].append(rate)
+            first = number % len(present)
+            for name in present[first:] + present[:first]:
+                answer = contestants[name].turn(steps)
+                contestants[name].seconds.append(answer["seconds"])
+                contestants[name].loss = answer["loss"]
+            print(f"  round {number + 1} of {rounds}", file=sys.stderr)
+    peak = statistics.median(peaks[task.precision])
+    tokens = task.tokens_per_step * steps
+    result: dict[str, Any] = {
+        "seq": task.seq,
+        "batch": task.batch,
+        "precision": task.precision,
+        "parameters": task.parameters,
+        "flops_per_token": task.flops_per_token,
+        "products_gflops": {name: statistics.median(rates) for name, rates in peaks.items()},
+        "contestants": {},
+    }
+    for name, contestant in contestants.items():
+        if contestant.missing is not None:
+            result["contestants"][name] = {"missing": contestant.missing}
+            continue
+        rates = [tokens / seconds for seconds in contestant.seconds]
+        gflops = statistics.median(rates) * task.flops_per_token / 1e9
+        result["contestants"][name] = {
+            "tokens_per_s": rates,
+            "gflops": gflops,
+            "share_of_products": gflops / peak,
+            "loss": contestant.loss,
+        }
+        if name != "ours" and "ours" in present:
+            ours = contestants["ours"].seconds
+            pairs = zip(contestant.seconds, ours, strict=True)
+            result["contestants"][name]["ours_over_it"] = [its / own for its, own in pairs]
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """A result as text."""
+    peaks = result["products_gflops"]
+    lines = [
+        f"{result['model']}  seq {result['seq']}  batch {result['batch']}  {result['precision']}: "
+        f"{result['parameters'] / 1e6:.1f} M parameters, "
+        f"{result['flops_per_token'] / 1e6:.0f} MFLOP/token; products of 2048³: "
+        f"{peaks['fp32']:.0f} GFLOP/s in fp32, {peaks['bf16']:.0f} in bf16",
+        f"{'':<9}{'tokens/s':>9}{'min':>7}{'max':>7}{'GFLOP/s':>9}{'share':>7}"
+        f"{'ours / it':>11}{'min':>7}{'max':>7}{'loss':>8}",
+    ]
+    for name, found in result["contestants"].items():
+        if "missing" in found:
+            lines.append(f"{name:<9}missing: {found['missing']}")
+            continue
+        rates, ratios = found["tokens_per_s"], found.get("ours_over_it")
+        line = (
+            f"{name:<9}{statistics.median(rates):9.0f}{min(rates):7.0f}{max(rates):7.0f}"
+            f"{found['gflops']:9.0f}{found['share_of_products']:7.0%}"
+        )
+        if ratios:
+            line += f"{statistics.median(ratios):11.3f}{min(ratios):7.3f}{max(ratios):7.3f}"
+        else:
+            line += " " * 25
+        lines.append(line + f"{found['loss']:8.3f}")
+    return "\n".join(lines)
+
+
+def write_tokens(path: Path, text: str | None, tokenizer: str | None, seq: int, vocab: int) -> None:
+    """Real text as sequences with the token after each, int64 [rows, seq + 1]."""
+    from tokenizers import Tokenizer
+
+    if text is None or tokenizer is None:
+        import pydoc_data.topics
+
+        from slurmllm.data.builtin import ensure_stdlib
+
+        tokenizer = tokenizer or str(ensure_stdlib(path.parent)[1])
+        text = text or pydoc_data.topics.__file__
+    encoder = Tokenizer.from_file(tokenizer)
+    if encoder.get_vocab_size() > vocab:
+        raise SystemExit(
+            f"{tokenizer} has {encoder.get_vocab_size()} entries, more than --vocab {vocab}; "
+            "choose a larger --vocab or a smaller tokenizer"
+        )
+    ids = np.array(encoder.encode(Path(text).read_text(encoding="utf-8")).ids, dtype=np.int64)
+    rows = min(_ROWS, (len(ids) - 1) // seq)
+    starts = np.arange(rows)[:, None] * seq
+    np.save(path, ids[starts + np.arange(seq + 1)])
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def main() -> None:
+    """Measure every setting asked for and print it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", type=_words, default=list(MODELS))
+    parser.add_argument("--seq", type=_words, default=["512", "1024"])
+    parser.add_argument("--precision", type=_words, default=["fp32", "bf16"])
+    parser.add_argument("--peers", type=_words, default=["trainer", "litgpt", "loop"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="counted steps in a turn")
+    parser.add_argument(
+        "--batch", type=int, help="sequences in a step; default: 2048 tokens' worth"
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--vocab", type=int, default=50304)
+    parser.add_argument("--text", help="a text file; default: the stdlib's language reference")
+    parser.add_argument("--tokenizer", help="a tokenizer.json; default: one of the stdlib corpus")
+    parser.add_argument("--cache", help="folder for compiled graphs; default: a temporary one")
+    parser.add_argument(
+        *("--python", "-p"),
+        action="append",
+        default=[],
+        metavar="CONTESTANT=PATH",
+        help="the interpreter of one contestant; default: this one",
+    )
+    parser.add_argument(
+        "--share-variables", action="store_true", help="the environment variables of ours to all"
+    )
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each setting")
+    options = parser.parse_args()
+    pythons = dict(pair.split("=", 1) for pair in options.python)
+    unknown = [name for name in options.peers if name not in CONTESTANTS]
+    unknown += [name for name in options.models if name not in MODELS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {[*MODELS, *CONTESTANTS]}")
+    names = ["ours", *(name for name in options.peers if name != "ours")]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(options.cache or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        surroundings = Surroundings(folder, pythons, options.share_variables)
+        for model in options.models:
+            shape = replace(MODELS[model], vocab=options.vocab)
+            for seq in map(int, options.seq):
+                tokens = Path(temporary) / f"tokens_{seq}.npy"
+                write_tokens(tokens, options.text, options.tokenizer, seq, shape.vocab)
+                batch = options.batch or max(1, TOKENS_PER_STEP // seq)
+                for precision in options.precision:
+                    task = Task(shape, seq, batch, precision, options.threads, str(tokens))
+                    result = {
+                        "model": model,
+                        **measure(task, names, surroundings, options.rounds, options.steps),
+                    }
+                    print(json.dumps(result) if options.json else table(result) + "\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
