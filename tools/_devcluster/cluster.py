@@ -68,8 +68,12 @@ class Cluster:
 
     def start(self, settings: Settings, report: Callable[[str], None]) -> None:
         """Start the daemons in order, then the nodes, and wait until all nodes are idle."""
+        preferred = zlib.crc32(bytes(self.directory.root))
+        with free_ports(settings.num_nodes + 2, preferred) as port:
+            self._start(settings, port, report)
+
+    def _start(self, settings: Settings, port: int, report: Callable[[str], None]) -> None:
         directory, count = self.directory, settings.num_nodes
-        port = free_ports(count + 2, preferred=zlib.crc32(bytes(directory.root)))
         directory.write(replace(settings, first_port=port))
         self._start_daemon("munged", str(directory.munge_socket))
         report("munged")
@@ -192,6 +196,7 @@ class Cluster:
                 "--user=root",
                 "--skip-networking",
                 f"--datadir={self.directory.mariadb}",
+                f"--tmpdir={self.directory.mariadb_temporary}",
                 f"--socket={self.directory.mariadb_socket}",
                 f"--pid-file={root / 'mariadbd.pid'}",
                 "--innodb-buffer-pool-size=16M",
@@ -204,11 +209,13 @@ class Cluster:
         return ["unshare", "--mount", *script]
 
     def _make_database(self) -> None:
+        self.directory.mariadb_temporary.mkdir()
         self.run(
             "mariadb-install-db",
             "--no-defaults",
             "--user=root",
             f"--datadir={self.directory.mariadb}",
+            f"--tmpdir={self.directory.mariadb_temporary}",
             "--skip-test-db",
             "--skip-name-resolve",
             "--innodb-log-file-size=8M",

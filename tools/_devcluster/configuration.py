@@ -108,6 +108,8 @@ class StateDirectory:
         self.munge_socket = root / "munge.socket"
         self.mariadb = root / "mariadb"
         self.mariadb_socket = root / "mariadb.socket"
+        # Its own: a database that starts empties its temporary directory of others' tables too.
+        self.mariadb_temporary = root / "mariadb.tmp"
         self.logs = root / "log"
 
     def log(self, name: str) -> Path:

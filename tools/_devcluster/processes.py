@@ -149,8 +149,12 @@ def answers(address: str | tuple[str, int]) -> bool:
         return client.connect_ex(address) == 0
 
 
-def free_ports(count: int, preferred: int) -> int:
+@contextlib.contextmanager
+def free_ports(count: int, preferred: int) -> Iterator[int]:
     """The first of `count` free consecutive ports, at the start of a block.
+
+    The block is this process's until the end, by a socket in the abstract namespace: another
+    cluster that starts at the same moment takes another one.
 
     A cluster's slurmctld holds the first port of its block, so that no two clusters share one
     even while nodes have failed. `preferred` numbers the block to look at first.
@@ -158,8 +162,14 @@ def free_ports(count: int, preferred: int) -> int:
     first = preferred % len(PORT_BLOCKS)
     blocks: list[int] = [*PORT_BLOCKS[first:], *PORT_BLOCKS[:first]]
     for block in blocks:
-        if all(_is_free(port) for port in range(block, block + count)):
-            return block
+        with socket.socket(socket.AF_UNIX) as claim:
+            try:
+                claim.bind(f"\0slurmllm-devcluster-{block}")
+            except OSError:
+                continue
+            if all(_is_free(port) for port in range(block, block + count)):
+                yield block
+                return
     raise Fault(f"no {count} consecutive ports are free in {PORT_BLOCKS[0]}-{PORT_BLOCKS.stop}", 2)
 
 
