@@ -12,7 +12,7 @@ from slurmllm.records import CheckpointManifest
 from slurmllm.rundir import RunDir
 
 if TYPE_CHECKING:
-    from slurmllm.data.documents import OnProgress
+    from slurmllm.progress import OnProgress
 
 
 @dataclass(frozen=True)

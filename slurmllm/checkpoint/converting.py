@@ -54,7 +54,7 @@ from slurmllm.records import CheckpointManifest
 from slurmllm.rundir import RunDir, is_run
 
 if TYPE_CHECKING:
-    from slurmllm.data.documents import OnProgress
+    from slurmllm.progress import OnProgress
 
 Precision = Literal["fp32", "bf16_mixed", "bf16_sr", "bf16"]
 

@@ -40,7 +40,7 @@ from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
-    from slurmllm.data.documents import OnProgress
+    from slurmllm.progress import OnProgress
 
 
 @dataclass(frozen=True)

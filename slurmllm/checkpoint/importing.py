@@ -44,7 +44,7 @@ from slurmllm.errors import ConfigError, StorageError
 from slurmllm.records import CheckpointFile, CheckpointManifest, ImportedModel
 
 if TYPE_CHECKING:
-    from slurmllm.data.documents import OnProgress
+    from slurmllm.progress import OnProgress
 
 TOKENIZER_FOLDER = "tokenizer"
 _TRAINABLE = ("F64", "F32", "F16", "BF16")

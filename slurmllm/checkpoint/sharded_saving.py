@@ -35,7 +35,7 @@ from slurmllm.checkpoint.safetensors_files import Region, own
 from slurmllm.checkpoint.sharded_writer import Writer, blamed
 
 if TYPE_CHECKING:
-    from slurmllm.data.documents import OnProgress
+    from slurmllm.progress import OnProgress
 
 PIECE_BYTES = 64 * 2**20  # of a tensor; a multiple of its rows, and at least one
 FILE_BYTES = 4 * 10**9

@@ -119,7 +119,7 @@ def import_(source: Path, out: str, dtype: str, shard_size: str, as_json: bool) 
 
     from slurmllm.checkpoint.folder import refuse_existing
     from slurmllm.checkpoint.importing import plan_import, run_import
-    from slurmllm.data.progress import input_progress
+    from slurmllm.progress import input_progress
 
     limit, target, begun = _limit(shard_size), Path(out), time.monotonic()
     refuse_existing(target)
@@ -185,7 +185,7 @@ def export(
 
     from slurmllm.checkpoint.exporting import plan_export, run_export
     from slurmllm.checkpoint.folder import refuse_existing
-    from slurmllm.data.progress import input_progress
+    from slurmllm.progress import input_progress
 
     limit, target, begun = _limit(shard_size), Path(out), time.monotonic()
     refuse_existing(target)
@@ -276,8 +276,8 @@ def convert(
 
     from slurmllm.checkpoint.converting import mesh_around, plan_conversion, run_conversion
     from slurmllm.checkpoint.folder import refuse_existing
-    from slurmllm.data.progress import input_progress
     from slurmllm.errors import UserError
+    from slurmllm.progress import input_progress
 
     target, begun = Path(out), time.monotonic()
     given = {name: value for name, value in mesh.items() if value is not None}
@@ -409,7 +409,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 def _verified(entries: Iterable[Entry]) -> list[Entry]:
     from slurmllm.checkpoint.catalogue import verify
-    from slurmllm.data.progress import input_progress
+    from slurmllm.progress import input_progress
 
     entries = list(entries)
     done, before = [], 0

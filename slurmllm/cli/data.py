@@ -79,11 +79,11 @@ def build(
     """
     import time
 
-    from slurmllm.data.build import build_corpus, refuse_existing
-    from slurmllm.data.inputs import find_inputs
-    from slurmllm.data.manifest import manifest_path
-    from slurmllm.data.progress import input_progress
-    from slurmllm.data.readers import ReadOptions
+    from slurmllm.data.build.corpus import build_corpus, refuse_existing
+    from slurmllm.data.build.inputs import find_inputs
+    from slurmllm.data.build.manifest import manifest_path
+    from slurmllm.data.build.readers import ReadOptions
+    from slurmllm.progress import input_progress
 
     begun = time.monotonic()
     refuse_existing(out, overwrite)

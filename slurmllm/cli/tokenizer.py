@@ -47,13 +47,13 @@ def train(
     """
     import time
 
-    from slurmllm.data.build import refuse_existing
-    from slurmllm.data.documents import DocumentStream, Faults
-    from slurmllm.data.inputs import find_inputs
-    from slurmllm.data.progress import input_progress
-    from slurmllm.data.readers import ReadOptions
+    from slurmllm.data.build.corpus import refuse_existing
+    from slurmllm.data.build.documents import DocumentStream, Faults
+    from slurmllm.data.build.inputs import find_inputs
+    from slurmllm.data.build.readers import ReadOptions
     from slurmllm.data.tokenizer import END_OF_DOCUMENT, train_tokenizer, vocab_size_of
     from slurmllm.errors import DataError
+    from slurmllm.progress import input_progress
     from slurmllm.rundir import write_atomic
 
     begun = time.monotonic()

@@ -1,7 +1,6 @@
-"""The data stage: text files → Arrow corpus → packed, exactly resumable token batches.
+"""The data stage: files of many kinds → corpus → packed, exactly resumable token batches.
 
-Reading order: `inputs`, `readers`, `build` make a corpus; `corpus`, `tokenizer`, `order`, `slots`,
-`stream` read it while training, `prefetch` and `worker` in processes of their own; `check` looks
-at both before a submit; `builtin` makes a small corpus from Python itself. Nothing here imports
-torch.
+Reading order: `build` makes a corpus; `sources`, `tokenizer`, `order`, `slots`, `stream` read it
+while training, `prefetch` and `worker` in processes of their own; `check` looks at both before a
+submit; `builtin` makes a small corpus from Python itself. Nothing here imports torch.
 """

@@ -11,10 +11,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from slurmllm.data.build import build_corpus
-from slurmllm.data.documents import DocumentStream, Faults
-from slurmllm.data.inputs import InputFile, input_file
-from slurmllm.data.readers import ReadOptions
+from slurmllm.data.build.corpus import build_corpus
+from slurmllm.data.build.documents import DocumentStream, Faults
+from slurmllm.data.build.inputs import InputFile, input_file
+from slurmllm.data.build.readers import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import DataError
 from slurmllm.rundir import write_atomic

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.data.corpus import Corpus
 from slurmllm.data.order import DocumentOrder
+from slurmllm.data.sources.arrow import Corpus
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 

@@ -31,9 +31,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.data.corpus import Corpus
 from slurmllm.data.prefetch import StreamSource, WorkerProcess
 from slurmllm.data.slots import SlotGroup
+from slurmllm.data.sources.arrow import Corpus
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 

@@ -26,8 +26,8 @@ import traceback
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from slurmllm.data.corpus import Corpus
 from slurmllm.data.slots import SlotGroup
+from slurmllm.data.sources.arrow import Corpus
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import SlurmllmError
 

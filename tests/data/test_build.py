@@ -17,11 +17,11 @@ import zstandard
 from click.testing import CliRunner
 
 from slurmllm.cli.data import data
-from slurmllm.data.build import build_corpus
-from slurmllm.data.corpus import Corpus
-from slurmllm.data.inputs import find_inputs
-from slurmllm.data.manifest import CorpusManifest, manifest_path
-from slurmllm.data.readers import ReadOptions
+from slurmllm.data.build.corpus import build_corpus
+from slurmllm.data.build.inputs import find_inputs
+from slurmllm.data.build.manifest import CorpusManifest, manifest_path
+from slurmllm.data.build.readers import ReadOptions
+from slurmllm.data.sources.arrow import Corpus
 from slurmllm.errors import DataError, StorageError
 
 from .conftest import names_in
@@ -233,8 +233,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         for _ in range(2000):
             stream.write(paragraph * 500)  # 185 MB
     script = (
-        "import resource, sys; from pathlib import Path; from slurmllm.data.build import *;"
-        "from slurmllm.data.inputs import find_inputs;"
+        "import resource, sys; from pathlib import Path; from slurmllm.data.build.corpus import *;"
+        "from slurmllm.data.build.inputs import find_inputs;"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024;"
         "before = peak(); files = find_inputs([sys.argv[1]]);"
         "m = build_corpus(files, Path(sys.argv[2]), ReadOptions());"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from slurmllm.data import builtin
+from slurmllm.data.build.manifest import CorpusManifest, manifest_path
 from slurmllm.data.builtin import ensure_stdlib
 from slurmllm.data.check import check_inputs
-from slurmllm.data.corpus import Corpus
-from slurmllm.data.manifest import CorpusManifest, manifest_path
+from slurmllm.data.sources.arrow import Corpus
 from slurmllm.errors import DataError
 
 from .conftest import names_in

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from slurmllm.data.check import check_inputs
-from slurmllm.data.corpus import Corpus
+from slurmllm.data.sources.arrow import Corpus
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from slurmllm.cli import data as cli
-from slurmllm.data import inputs
-from slurmllm.data.inputs import find_inputs
+from slurmllm.data.build import inputs
+from slurmllm.data.build.inputs import find_inputs
 from slurmllm.errors import DataError
 
 

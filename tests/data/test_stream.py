@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from slurmllm.data.corpus import Corpus
 from slurmllm.data.order import DocumentOrder
+from slurmllm.data.sources.arrow import Corpus
 from slurmllm.data.stream import PackedStream, State, merge_states
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError

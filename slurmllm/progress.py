@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import (
@@ -16,8 +15,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-if TYPE_CHECKING:
-    from slurmllm.data.documents import OnProgress
+# Called with the bytes done so far.
+OnProgress = Callable[[int], None]
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slurmllm.data.corpus import Corpus
-from slurmllm.data.inputs import InputFile, TextBy
+from slurmllm.data.build.inputs import InputFile, TextBy
+from slurmllm.data.sources.arrow import Corpus
 
 _BUFFER_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"

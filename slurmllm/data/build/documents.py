@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from slurmllm.data.inputs import InputFile
-from slurmllm.data.readers import DocumentReader, ReadOptions
+from slurmllm.data.build.inputs import InputFile
+from slurmllm.data.build.readers import DocumentReader, ReadOptions
 from slurmllm.errors import DataError
+from slurmllm.progress import OnProgress
 
 _FAULT_EXAMPLES = 20
 # Documents between two reports of progress.
 _PROGRESS_DOCUMENTS = 256
-
-# Called with the bytes of input read so far, as they lie on disk.
-OnProgress = Callable[[int], None]
 
 
 class Faults:

@@ -19,11 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
-from slurmllm.data.documents import DocumentStream, Faults, OnProgress
-from slurmllm.data.inputs import FormatOption, InputFile
-from slurmllm.data.manifest import CorpusInput, CorpusManifest, manifest_path
-from slurmllm.data.readers import ReadOptions
+from slurmllm.data.build.documents import DocumentStream, Faults
+from slurmllm.data.build.inputs import FormatOption, InputFile
+from slurmllm.data.build.manifest import CorpusInput, CorpusManifest, manifest_path
+from slurmllm.data.build.readers import ReadOptions
 from slurmllm.errors import DataError, StorageError
+from slurmllm.progress import OnProgress
 from slurmllm.rundir import fsync_dir
 
 _BATCH_CHARS = 16 << 20

@@ -1,0 +1,1 @@
+"""From files of many kinds to one corpus file (`slurmllm data build`)."""

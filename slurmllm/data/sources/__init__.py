@@ -1,0 +1,1 @@
+"""Where training reads its documents: one file a kind of corpus."""
