@@ -24,6 +24,9 @@ from slurmllm.plan.mesh import Mesh
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+# A label that takes no part in the loss, as in torch's cross_entropy.
+IGNORED = -100
+
 ModelFactory = Callable[[], "nn.Module"]
 # Name of a parameter and a region of the whole of it → its values.
 WeightReader = Callable[[str, tuple[slice, ...]], "Tensor"]
@@ -63,11 +66,16 @@ class MicroBatch:
 
     Attributes:
         tokens: int64 [micro_batch, seq], what the model reads.
-        labels: int64 [micro_batch, seq], what it is to predict: the tokens moved by one.
+        labels: int64 [micro_batch, seq], what it is to predict: the tokens moved by one; IGNORED
+            where nothing is learnt.
+        positions: int64 [micro_batch, seq], each token's place in its document, counted from the
+            sequence's begin for the document that the sequence begins in. Attention stays within
+            documents. None: documents do not matter.
     """
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64] | None = None
 
 
 class Saving(ABC):

@@ -116,21 +116,38 @@ def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults, **values}
 
 
+class CorpusShare(Section):
+    """One corpus of a blend."""
+
+    path: str = Field(description="As `data.corpus`.")
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=1.0, description="Its share of the sequences, relative to the others'."
+    )
+
+
 class DataConfig(Section):
     """What the model reads."""
 
-    corpus: str | None = Field(
+    corpus: str | tuple[CorpusShare, ...] | None = Field(
         default=None,
-        description="Arrow corpus made by `slurmllm data build`, or `stdlib`: the texts of this "
-        "machine's Python standard library, built at the first submit.",
+        description="Corpus made by `slurmllm data build`, a Megatron .bin/.idx, a .npy of token "
+        "ids, or `stdlib`: the texts of this machine's Python standard library, built at the first "
+        "submit. A list of {path, weight} blends several.",
     )
     tokenizer: str | None = Field(
         default=None,
         description="A tokenizer.json, or `stdlib`: trained on the stdlib corpus at the first "
         "submit.",
     )
-    mask: Literal["none"] = Field(
-        default="none", description="Attention across document boundaries: none masks nothing."
+    mask: Literal["none", "document"] = Field(
+        default="none",
+        description="Attention across document boundaries: `none` masks nothing, `document` keeps "
+        "attention and positions within each document.",
+    )
+    validation: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        default=0.0,
+        description="Share of the documents, chosen by the hash of their content, that training "
+        "never sees.",
     )
     num_workers: Annotated[int, Field(ge=0)] = Field(
         default=1, description="Processes that tokenize ahead of the training, for each worker."

@@ -111,8 +111,8 @@ def test_manifest_and_sources(tmp_path: Path) -> None:
 
 
 def test_many_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurmllm.data.build._BATCH_ROWS", 7)
-    monkeypatch.setattr("slurmllm.data.build._BATCH_CHARS", 100)
+    monkeypatch.setattr("slurmllm.data.build.corpus._BATCH_ROWS", 7)
+    monkeypatch.setattr("slurmllm.data.build.corpus._BATCH_CHARS", 100)
     texts = [f"{i} " + "x" * (i % 40) for i in range(100)] + ["long " * 100]
     write(tmp_path / "a.jsonl", json_lines(texts))
     write(tmp_path / "b.txt", b"from another file")

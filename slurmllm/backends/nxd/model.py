@@ -23,14 +23,13 @@ from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_en
 from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_rank
 from torch import Tensor, nn
 
+from slurmllm.backends.base import IGNORED
 from slurmllm.backends.nxd.arguments import SEQUENCE_DIMENSION
 from slurmllm.config.families import sharding_plan
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.model.decoder import Block, CausalCore, Decoder
 from slurmllm.model.rotary import rotary_table, rotate
 from slurmllm.plan.shares import kv_copies
-
-IGNORED = -100  # a label that takes no part in the loss, as in torch's cross_entropy
 
 
 class Layers:
