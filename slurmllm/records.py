@@ -253,6 +253,53 @@ class MicroBatchRecord(Record):
     workers: int
 
 
+class CorpusRecord(Record):
+    """One corpus that a run reads."""
+
+    path: str
+    fingerprint: str = Field(description="of its content")
+    documents: int
+    weight: float = Field(description="its share of the sequences, relative to the others'")
+
+
+class DataRecord(Record):
+    """`data.json`: what a run reads and in which order; written when it first trains.
+
+    All but the paths settles which tokens are in which row of which step.
+    """
+
+    corpora: tuple[CorpusRecord, ...]
+    tokenizer: str | None = Field(description="fingerprint; None: corpora of token ids alone")
+    seed: int
+    seq_len: int
+    global_batch: int
+    mask: str = Field(description="data.mask")
+    validation: float = Field(description="data.validation")
+
+    def differences(self, other: DataRecord) -> tuple[str, ...]:
+        """What makes the two read other tokens, a phrase each; empty where nothing does."""
+        found = []
+        here, there = self._contents(), other._contents()
+        if here != there:
+            found.append(f"corpora {_phrase(self.corpora)} and {_phrase(other.corpora)}")
+        for name in ("tokenizer", "seed", "seq_len", "global_batch", "mask", "validation"):
+            a, b = getattr(self, name), getattr(other, name)
+            if a != b:
+                found.append(f"{name} {a} and {b}")
+        return tuple(found)
+
+    def _contents(self) -> list[tuple[str, float]]:
+        total = sum(corpus.weight for corpus in self.corpora)
+        return [(corpus.fingerprint, corpus.weight / total) for corpus in self.corpora]
+
+
+def _phrase(corpora: tuple[CorpusRecord, ...]) -> str:
+    named = [f"{Path(corpus.path).name} ({corpus.fingerprint})" for corpus in corpora]
+    if len(corpora) > 1:
+        named = [f"{name} x {c.weight:g}" for name, c in zip(named, corpora, strict=True)]
+    return " + ".join(named)
+
+
 class CheckpointFile(Record):
     """One file of a checkpoint."""
 

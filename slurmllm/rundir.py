@@ -126,6 +126,11 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
+    def data(self) -> Path:
+        """What the run reads."""
+        return self.path / "data.json"
+
+    @property
     def jobs(self) -> Path:
         """What was submitted (`records.JobsRecord`)."""
         return self.path / "jobs.json"

@@ -7,6 +7,7 @@ import numpy as np
 from slurmllm.analysis import verdict
 from slurmllm.analysis.comparison import (
     Comparison,
+    DataComparison,
     MetricComparison,
     Overlap,
     Side,
@@ -83,6 +84,7 @@ def compare(
         match=match,
         reason=verdict.reason(metrics, tolerances, causes),
         causes=tuple(cause for _, cause in causes),
+        data=_data(a, b),
         tolerance=tolerances,
         a=_side(a),
         b=_side(b),
@@ -174,6 +176,13 @@ def _side(curve: Curve) -> Side:
         restarts=tuple(int(step) for step in curve.restarts),
         missing=curve.gaps,
     )
+
+
+def _data(a: Curve, b: Curve) -> DataComparison | None:
+    if a.data is None or b.data is None:
+        return None
+    differences = a.data.differences(b.data)
+    return DataComparison(same=not differences, differences=differences)
 
 
 def _overlap(curve: Curve) -> Overlap:

@@ -63,6 +63,13 @@ class MetricComparison(Record):
     first_non_finite_step_b: int | None
 
 
+class DataComparison(Record):
+    """Whether both runs read the same tokens in the same rows of the same steps."""
+
+    same: bool
+    differences: tuple[str, ...] = Field(description="A's and B's, a phrase each")
+
+
 class Comparison(Record):
     """What `slurmllm compare --json` prints."""
 
@@ -70,6 +77,7 @@ class Comparison(Record):
     match: bool
     reason: str
     causes: tuple[str, ...] = Field(description="settings that differ")
+    data: DataComparison | None = Field(description="None where a side has no data.json")
     tolerance: Tolerances
     a: Side
     b: Side

@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from slurmllm.analysis.rows import MetricsFile, Row
-from slurmllm.errors import RunError
-from slurmllm.records import MetricsRow
+from slurmllm.errors import RunError, StorageError
+from slurmllm.records import DataRecord, MetricsRow
 from slurmllm.rundir import RunDir
 
 Floats = npt.NDArray[np.float64]
@@ -50,6 +50,7 @@ class Curve:
         overlap_max_rel_diff: Largest relative difference between them; None without overlap.
         gaps: Ranges of steps that are missing between the first and the last.
         warnings: What a reader of the curve should know.
+        data: What the run read; None where that is not known.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Curve:
     overlap_max_rel_diff: float | None
     gaps: tuple[Range, ...]
     warnings: tuple[str, ...]
+    data: DataRecord | None = None
 
     def series(self, metric: str) -> tuple[Ints, Floats]:
         """The steps that have a metric, and its values there; both empty where none has it."""
@@ -142,7 +144,13 @@ def read_curve(source: Path) -> Curve:
             f"no metrics of {name}: {', '.join(str(path) for path in files)} without one whole "
             f"row; they begin with the run's first step: see `slurmllm status {name}` and its logs"
         )
-    return table.curve(name, source)
+    folder = source.absolute().parent.parent if is_file else source
+    try:
+        data = DataRecord.load(RunDir(folder).data) if RunDir(folder).data.is_file() else None
+    except StorageError as error:
+        table.warnings.append(str(error))
+        data = None
+    return replace(table.curve(name, source), data=data)
 
 
 def _name(source: Path, is_file: bool) -> str:

@@ -80,6 +80,10 @@ def _departure(name: str, metric: MetricComparison, tolerances: Tolerances) -> s
 def causes(a: Curve, b: Curve, first: int, last: int) -> list[Cause]:
     """Settings that differ from step `first` to step `last`, the earliest first."""
     found = []
+    if a.data is not None and b.data is not None:
+        differences = a.data.differences(b.data)
+        if differences:
+            found.append((first, f"they did not see the same data: {', '.join(differences)}"))
     steps, lr_a, lr_b = align(a, b, "lr", first, last)
     same = bit_identical(lr_a, lr_b) | (relative_difference(lr_a, lr_b) <= _LR_TOLERANCE)
     if not same.all():

@@ -162,6 +162,8 @@ def _print(comparison: Comparison) -> None:
     line(_describe("B", comparison.b, comparison.overlaps["b"]))
     line("")
     print_table(_HEADINGS, _cells(comparison))
+    if comparison.data is not None:
+        line(f"data: {'; '.join(comparison.data.differences) or 'the same on both sides'}")
     line("")
     color = "green" if comparison.match else "red"
     line(Text.assemble((comparison.verdict, f"bold {color}"), ": ", comparison.reason))

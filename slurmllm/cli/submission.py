@@ -111,28 +111,53 @@ def with_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         )
         if value is None
     ]
-    if missing:
+    if data.corpus is None:
         if not build:
             return config
         raise ConfigError(f"{config.recipe.name} has nothing to read yet", missing)
-    corpus, tokenizer = str(data.corpus), str(data.tokenizer)
-    if STDLIB in (corpus, tokenizer):
-        if not build:
-            for option, path in (("data.corpus", corpus), ("data.tokenizer", tokenizer)):
-                if path != STDLIB and not Path(path).is_file():
-                    raise DataError(f"{option}: {path!r} is no file; name one that exists")
-            return config
+    named = [share.path for share in data.corpora] + ([data.tokenizer] if data.tokenizer else [])
+    if STDLIB in named and not build:
+        _require_there(config)
+        return config
+    built: tuple[Path, Path] | None = None
+    if STDLIB in named:
         from slurmllm.data.builtin import ensure_stdlib
 
-        paths = ensure_stdlib(root / ".data")
-        corpus = str(paths[0]) if corpus == STDLIB else corpus
-        tokenizer = str(paths[1]) if tokenizer == STDLIB else tokenizer
-    corpus, tokenizer = str(Path(corpus).absolute()), str(Path(tokenizer).absolute())
+        built = ensure_stdlib(root / ".data")
+
+    def settled(path: str, place: int) -> str:
+        chosen = built[place] if built is not None and path == STDLIB else Path(path)
+        return str(chosen.absolute())
+
+    corpora = tuple(
+        share.model_copy(update={"path": settled(share.path, 0)}) for share in data.corpora
+    )
+    tokenizer = None if data.tokenizer is None else settled(data.tokenizer, 1)
     from slurmllm.data.check import check_inputs
 
-    model, batch = config.recipe.model, config.recipe.train.global_batch
-    check_inputs(Path(corpus), Path(tokenizer), model.vocab_size, model.seq_len, batch)
+    check_inputs(
+        [(Path(share.path), share.weight) for share in corpora],
+        None if tokenizer is None else Path(tokenizer),
+        config.recipe.model.vocab_size,
+        config.recipe.model.seq_len,
+        config.recipe.train.global_batch,
+        data.validation,
+    )
+    corpus = corpora[0].path if isinstance(data.corpus, str) else corpora
     return config.with_data(corpus, tokenizer)
+
+
+def _require_there(config: RunConfig) -> None:
+    """That what is named is there, where nothing is to be built."""
+    data = config.recipe.data
+    for option, path in [
+        *(("data.corpus", share.path) for share in data.corpora),
+        ("data.tokenizer", data.tokenizer or STDLIB),
+    ]:
+        # A tokenized corpus may be named by what its two files have in common.
+        files = (Path(path), Path(f"{path}.idx"))
+        if path != STDLIB and not any(file.is_file() for file in files):
+            raise DataError(f"{option}: {path!r} is no file; name one that exists")
 
 
 def new_run(root: Path, name: str | None, recipe: str) -> RunDir:

@@ -9,7 +9,16 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from slurmllm.config.families import FAMILIES, Activation, FamilyName, gate_block
 
@@ -125,10 +134,26 @@ class CorpusShare(Section):
     )
 
 
+def _not_empty(corpora: tuple[CorpusShare, ...]) -> tuple[CorpusShare, ...]:
+    if not corpora:
+        raise ValueError("a blend names at least one corpus, as {path, weight}")
+    return corpora
+
+
+_NOT_EMPTY = AfterValidator(_not_empty)
+
+
 class DataConfig(Section):
     """What the model reads."""
 
-    corpus: str | tuple[CorpusShare, ...] | None = Field(
+    corpus: (
+        Annotated[
+            Annotated[str, Tag("[path]")]
+            | Annotated[tuple[CorpusShare, ...], Field(strict=False), _NOT_EMPTY, Tag("[blend]")],
+            Discriminator(lambda value: "[blend]" if isinstance(value, list | tuple) else "[path]"),
+        ]
+        | None
+    ) = Field(
         default=None,
         description="Corpus made by `slurmllm data build`, a Megatron .bin/.idx, a .npy of token "
         "ids, or `stdlib`: the texts of this machine's Python standard library, built at the first "
@@ -152,6 +177,13 @@ class DataConfig(Section):
     num_workers: Annotated[int, Field(ge=0)] = Field(
         default=1, description="Processes that tokenize ahead of the training, for each worker."
     )
+
+    @property
+    def corpora(self) -> tuple[CorpusShare, ...]:
+        """The corpora, one or several; none where none is set."""
+        if isinstance(self.corpus, str):
+            return (CorpusShare(path=self.corpus),)
+        return self.corpus or ()
 
 
 def _micro_batch(value: Any) -> Any:

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from slurmllm import shipped
 from slurmllm.config.cluster import Cluster
-from slurmllm.config.recipe import Recipe, with_family
+from slurmllm.config.recipe import CorpusShare, Recipe, with_family
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.yaml_source import parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
@@ -54,7 +54,7 @@ class RunConfig:
             "cluster": self.cluster.model_dump(mode="json"),
         }
 
-    def with_data(self, corpus: str, tokenizer: str) -> RunConfig:
+    def with_data(self, corpus: str | tuple[CorpusShare, ...], tokenizer: str | None) -> RunConfig:
         """This configuration with the inputs settled; their origins stay."""
         data = self.recipe.data.model_copy(update={"corpus": corpus, "tokenizer": tokenizer})
         return replace(self, recipe=self.recipe.model_copy(update={"data": data}))
@@ -268,7 +268,7 @@ def _build(
     except ValidationError as error:
         bad: set[str] = set()
         for item in error.errors():
-            path = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+            path = ".".join(part for part in item["loc"] if _is_field(part))
             if path in bad:
                 continue  # another element of one list
             bad.add(path)
@@ -302,11 +302,24 @@ def _describe(
     return f"{dotted}: {item['input']!r}{where}: {rule}"
 
 
+def _is_field(part: str | int) -> TypeGuard[str]:
+    """Whether a part of a place is a name, not the number of an element or a union's `[tag]`."""
+    return isinstance(part, str) and not part.startswith("[")
+
+
 def _fields_beside(model: type[BaseModel], path: str) -> list[str]:
     """The fields of the section that a path lies in."""
     for part in path.split(".")[:-1]:
         info = model.model_fields.get(part)
-        if info is None or not isinstance(info.annotation, type):
+        inner = None if info is None else _section_of(info.annotation)
+        if inner is None:
             break
-        model = info.annotation
+        model = inner
     return list(model.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section in a type, or in the types that it is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for a in get_args(annotation) if (found := _section_of(a))), None)

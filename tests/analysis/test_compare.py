@@ -10,9 +10,10 @@ from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
 from slurmllm.analysis.compare import compare
 from slurmllm.analysis.comparison import Comparison, Tolerances
-from slurmllm.analysis.curves import read_curve
+from slurmllm.analysis.curves import Curve, read_curve
 from slurmllm.analysis.verdict import figure
 from slurmllm.errors import RunError
+from slurmllm.records import DataRecord
 
 
 def scaled(rows: list[Row], metric: str, share: float, first: int) -> list[Row]:
@@ -304,3 +305,41 @@ def test_figures(value: float, text: str) -> None:
 @given(st.floats(1e-300, 2))
 def test_figures_keep_three_digits(value: float) -> None:
     assert float(figure(value)) == pytest.approx(value, rel=5.1e-3)
+
+
+def data_record(**changed: object) -> DataRecord:
+    corpus = {"path": "/data/a.arrow", "fingerprint": "12ab", "documents": 9, "weight": 1.0}
+    fields = {
+        "corpora": [corpus], "tokenizer": "77", "seed": 1, "seq_len": 8, "global_batch": 4,
+        "mask": "none", "validation": 0.0,
+    }  # fmt: skip
+    return DataRecord.model_validate(fields | changed)
+
+
+def test_runs_that_saw_other_data(make_run: MakeRun) -> None:
+    def curve(name: str, scale: float, **changed: object) -> Curve:
+        run = make_run(name, scaled(make_rows(1, 50), "loss", scale, 1))
+        data_record(**changed).save(run.data)
+        return read_curve(run.path)
+
+    a = curve("a", 0)
+    other = {"path": "b.arrow", "fingerprint": "34cd", "documents": 9, "weight": 1.0}
+    result = compare(a, curve("b", 0.05, corpora=[other], seed=2))
+    differences = ("corpora a.arrow (12ab) and b.arrow (34cd)", "seed 1 and 2")
+    assert result.data is not None
+    assert (result.data.same, result.data.differences) == (False, differences)
+    cause = f"they did not see the same data: {', '.join(differences)}"
+    assert result.reason.endswith(f"; likely cause: {cause}")
+    moved = {"path": "/elsewhere/a.arrow", "fingerprint": "12ab", "documents": 9, "weight": 7.0}
+    result = compare(a, curve("c", 0, corpora=[moved]))
+    assert result.data is not None
+    assert result.data.same
+    assert not result.causes
+
+
+def test_damaged_data_record_is_a_warning(make_run: MakeRun) -> None:
+    run = make_run("a", make_rows(1, 50))
+    run.data.write_text("{")
+    curve = read_curve(run.path)
+    assert curve.data is None
+    assert any("data.json is damaged" in warning for warning in curve.warnings)

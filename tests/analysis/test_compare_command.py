@@ -83,7 +83,7 @@ def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_ru
     assert result.exit_code == 1
     answer = parsed(result)
     assert set(answer) == {
-        "verdict", "match", "reason", "causes", "tolerance", "a", "b", "steps_compared",
+        "verdict", "match", "reason", "causes", "data", "tolerance", "a", "b", "steps_compared",
         "first_step", "last_step", "only_in_a", "only_in_b", "metrics", "overlaps", "warnings",
         "plot",
     }  # fmt: skip
