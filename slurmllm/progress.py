@@ -1,15 +1,20 @@
-"""A progress bar on the terminal, and nothing where there is no terminal."""
+"""A progress bar on the terminal, and a line a minute where there is no terminal."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -17,6 +22,10 @@ from rich.progress import (
 
 # Called with the bytes done so far.
 OnProgress = Callable[[int], None]
+# Called with what is done at the moment, the bytes done so far, and all there are.
+OnStage = Callable[[str, int, int], None]
+
+_QUIET_S = 60.0
 
 
 @contextlib.contextmanager
@@ -26,7 +35,21 @@ def input_progress(title: str, total_bytes: int) -> Iterator[OnProgress]:
     Yields:
         What to call with the bytes read so far.
     """
+    with stage_progress() as show:
+        yield lambda done_bytes: show(title, done_bytes, total_bytes)
+
+
+@contextlib.contextmanager
+def stage_progress() -> Iterator[OnStage]:
+    """Show how far some stages are, one after the other, on stderr.
+
+    Yields:
+        What to call with a stage's title, the bytes done so far, and all there are.
+    """
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines()
+        return
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -35,8 +58,41 @@ def input_progress(title: str, total_bytes: int) -> Iterator[OnProgress]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
     )
+    tasks: dict[str, TaskID] = {}
+
+    def show(title: str, done_bytes: int, total_bytes: int) -> None:
+        if title not in tasks:
+            for task in bar.task_ids:
+                bar.remove_task(task)
+            tasks[title] = bar.add_task(title, total=total_bytes)
+        bar.update(tasks[title], completed=done_bytes)
+
     with bar:
-        task = bar.add_task(title, total=total_bytes)
-        yield lambda done_bytes: bar.update(task, completed=done_bytes)
+        yield show
+
+
+class _Lines:
+    """The same for a log: `reading: 3.1 of 5.0 GB, 190.2 MB/s, 0:00:10 left`."""
+
+    def __init__(self) -> None:
+        self._title = ""
+        self._shown = self._begun = 0.0
+        self._first = 0
+
+    def __call__(self, title: str, done_bytes: int, total_bytes: int) -> None:
+        now = time.monotonic()
+        if title != self._title:
+            self._title, self._begun, self._first = title, now, done_bytes
+            self._shown = max(self._shown, now)
+        if now - self._shown < _QUIET_S:
+            return
+        self._shown = now
+        rate = (done_bytes - self._first) / (now - self._begun)
+        left = timedelta(seconds=round((total_bytes - done_bytes) / rate)) if rate else "unknown"
+        print(
+            f"{title}: {decimal(done_bytes)} of {decimal(total_bytes)}, "
+            f"{decimal(int(rate))}/s, {left} left",
+            file=sys.stderr,
+            flush=True,
+        )

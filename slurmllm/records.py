@@ -144,6 +144,46 @@ class NodeRecord(Record):
     error: str | None = Field(default=None, description="why the launcher itself failed")
 
 
+class HealthFinding(Record):
+    """What one check of a node found."""
+
+    check: str
+    status: Literal["ok", "warn", "fail"]
+    value: int | float | str = Field(description="what is there")
+    expected: int | float | str = Field(default="", description="by the profile; empty: anything")
+    message: str = Field(default="", description="value and rule in a phrase for people")
+
+
+class NodeHealth(Record):
+    """`attempts/NNN/health/<node>.json`: what the checks of a node found before the start."""
+
+    node: str
+    findings: tuple[HealthFinding, ...] = ()
+    versions: dict[str, str] = Field(default_factory=dict, description="as in NodeRecord")
+    checks_s: float | None = Field(
+        default=None, description="seconds that the node's own checks took; None: not finished"
+    )
+
+    def of(self, *statuses: str) -> tuple[HealthFinding, ...]:
+        """The findings of some statuses."""
+        return tuple(finding for finding in self.findings if finding.status in statuses)
+
+
+class ExcludedNode(Record):
+    """A node that a run keeps off."""
+
+    node: str
+    reason: str
+    since: float = Field(description="Unix time, s")
+    until: float = Field(description="Unix time, s")
+
+
+class ExcludedNodes(Record):
+    """`excluded.json`: the nodes that failed a run; those whose time is over count no more."""
+
+    nodes: tuple[ExcludedNode, ...] = ()
+
+
 class FailureRecord(Record):
     """`attempts/NNN/failures/rank_RRRRR.json`: why a worker failed, in its own words."""
 

@@ -5,6 +5,7 @@ Layout (`runs/<name>/`, on the shared file system):
     config.yaml                       the resolved recipe and cluster, each value with its origin
     plan.json                         mesh degrees and batch arithmetic
     jobs.json                         what was submitted, and when
+    excluded.json                     nodes that failed the run, and until when it keeps off them
     scripts/<stage>.sbatch            the scripts as submitted
     logs/<stage>.log                  what the batch script and rank 0 print
     logs/<stage>_NNN/rank_RRRRR.log   what the other workers of an attempt print
@@ -95,6 +96,10 @@ class AttemptDir:
         """What a node's launcher saw of its workers (`records.NodeRecord`)."""
         return self.path / "nodes" / f"{name}.json"
 
+    def health(self, name: str) -> Path:
+        """What the checks of a node found before the start (`records.NodeHealth`)."""
+        return self.path / "health" / f"{name}.json"
+
     def failure(self, rank: int) -> Path:
         """Why a worker failed, in its own words (`records.FailureRecord`)."""
         return self.path / "failures" / f"rank_{rank:05d}.json"
@@ -134,6 +139,11 @@ class RunDir:
     def jobs(self) -> Path:
         """What was submitted (`records.JobsRecord`)."""
         return self.path / "jobs.json"
+
+    @property
+    def excluded(self) -> Path:
+        """The nodes that the run keeps off (`records.ExcludedNodes`)."""
+        return self.path / "excluded.json"
 
     def script(self, stage: Stage) -> Path:
         """A stage's batch script as submitted."""

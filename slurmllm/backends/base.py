@@ -19,13 +19,11 @@ import numpy.typing as npt
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
+from slurmllm.model.labels import IGNORED as IGNORED
 from slurmllm.plan.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-# A label that takes no part in the loss, as in torch's cross_entropy.
-IGNORED = -100
 
 ModelFactory = Callable[[], "nn.Module"]
 # Name of a parameter and a region of the whole of it → its values.
@@ -76,6 +74,23 @@ class MicroBatch:
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64] | None = None
+
+
+def weight_of_counted(micro_batches: Sequence[MicroBatch], counted: int, data: int) -> float:
+    """Turns a mean in which IGNORED labels count as 0 into the mean over those that count.
+
+    The same for all micro batches and workers. So the mean is that of the global batch however its
+    labels are spread, and every part of it may divide by the number of all its labels.
+
+    Args:
+        micro_batches: A worker's, of one step.
+        counted: Labels of the global batch that are not IGNORED.
+        data: Data-parallel degree.
+
+    Returns:
+        All labels of the global batch over those that count: exactly 1 where all do.
+    """
+    return sum(m.labels.size for m in micro_batches) * data / max(counted, 1)
 
 
 class Saving(ABC):
@@ -162,11 +177,15 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> SupportsFloat:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], counted: int) -> SupportsFloat:
         """Accumulate the gradients of one step (collective).
 
+        Args:
+            micro_batches: This worker's, equally many and equally large on all workers.
+            counted: Labels of the global batch that are not IGNORED.
+
         Returns:
-            The mean loss over the tokens of the global batch, in nats, equal on all workers.
+            The mean loss over these labels, in nats, equal on all workers; 0 where there are none.
             It may not be computed yet: float() waits for it, here and below.
         """
 

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from slurmllm.data.build.corpus import Built
+    from slurmllm.data.build.inputs import InputFile
+    from slurmllm.data.build.options import TokenizeOptions
+
+# More processes than this read faster than a disk writes, and take memory.
+_DEFAULT_WORKERS = 4
+_DEFAULT_JOBS = 16
 
 
 def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say how input files become documents."""
     options = [
-        click.argument("inputs", metavar="INPUT...", nargs=-1, required=True),
+        click.argument("inputs", metavar="[INPUT]...", nargs=-1),
+        click.option(
+            "--files-from",
+            metavar="LIST",
+            help="Read the files named in LIST, one a line, after INPUT; - is standard input.",
+        ),
         click.option(
             "--format",
             "format_",
-            type=click.Choice(["auto", "text", "jsonl", "parquet"]),
+            type=click.Choice(["auto", "text", "jsonl", "csv", "parquet", "arrow"]),
             default="auto",
             show_default=True,
             help="How the files are coded; auto reads it off their endings.",
@@ -34,7 +49,7 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--text-key",
             default="text",
             show_default=True,
-            help="Field (JSON lines) or column (Parquet) that holds the text.",
+            help="Field (JSON lines) or column (CSV, Parquet, Arrow) that holds the text.",
         ),
         click.option(
             "--skip-bad",
@@ -49,6 +64,23 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def named_inputs(
+    inputs: tuple[str, ...], files_from: str | None, format_: Any, leave_out: list[Path]
+) -> list[InputFile]:
+    """The files that the arguments and --files-from name.
+
+    Raises:
+        click.UsageError: neither is given.
+        DataError: a file cannot be found or read.
+    """
+    from slurmllm.data.build.inputs import find_inputs, read_list
+
+    if not inputs and files_from is None:
+        raise click.UsageError("name an INPUT, or a list of them with --files-from")
+    listed = [] if files_from is None else read_list(files_from)
+    return find_inputs([*inputs, *listed], format_, leave_out=leave_out)
+
+
 @click.group()
 def data() -> None:
     """Make the corpus that training reads."""
@@ -56,6 +88,52 @@ def data() -> None:
 
 @data.command()
 @input_options
+@click.option("--prompt-key", help="Field or column of the prompt, for fine-tuning data.")
+@click.option("--completion-key", help="Field or column of the completion; with --prompt-key.")
+@click.option(
+    "--normalize",
+    type=click.Choice(["none", "nfc", "nfd", "nfkc", "nfkd"]),
+    default="none",
+    show_default=True,
+    help="Unicode normalization form.",
+)
+@click.option(
+    "--min-chars",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Leave out documents of fewer than N characters.",
+)
+@click.option("--dedup", is_flag=True, help="Leave out documents whose text came before.")
+@click.option(
+    "--tokenize",
+    "tokenizer",
+    metavar="TOKENIZER",
+    type=click.Path(path_type=Path),
+    help="Write token ids for Megatron instead, --out.bin and --out.idx, by this tokenizer.json.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["uint16", "int32"]),
+    help="Of token ids.  [default: uint16 where all of the tokenizer's ids fit]",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes that read, or Slurm jobs at a time.  "
+    f"[default: one a CPU, at most {_DEFAULT_WORKERS} without --tokenize; {_DEFAULT_JOBS} jobs]",
+)
+@click.option("--slurm", is_flag=True, help="Read in Slurm jobs instead of processes here.")
+@click.option("--partition", help="Slurm partition.")
+@click.option("--account", help="Slurm account.")
+@click.option("--qos", help="Slurm quality of service.")
+@click.option(
+    "--time",
+    default="60",
+    show_default=True,
+    help="Time limit of a Slurm job: minutes, H:MM:SS or D-HH:MM:SS.",
+)
 @click.option(
     "--out",
     required=True,
@@ -64,47 +142,137 @@ def data() -> None:
 )
 def build(
     inputs: tuple[str, ...],
+    files_from: str | None,
     format_: Any,
     text_by: Any,
     text_key: str,
     skip_bad: bool,
     overwrite: bool,
     as_json: bool,
+    prompt_key: str | None,
+    completion_key: str | None,
+    normalize: Any,
+    min_chars: int,
+    dedup: bool,
+    tokenizer: Path | None,
+    dtype: Any,
+    workers: int | None,
+    slurm: bool,
+    partition: str | None,
+    account: str | None,
+    qos: str | None,
+    time: str,
     out: Path,
 ) -> None:
-    """Build an Arrow corpus from text, JSON lines or Parquet.
+    """Build an Arrow corpus from text, JSON lines, CSV, Parquet, Arrow or datasets folders.
 
-    INPUT is a file, a folder (read to any depth) or a quoted glob. Text (.txt .py .rst .md) and
-    JSON lines (.jsonl .json .ndjson) may be compressed (.gz .zst).
+    INPUT is a file, a folder (read to any depth) or a quoted glob. All but Parquet may be
+    compressed (.gz .zst .bz2 .xz). A build that was stopped goes on where it was when the same
+    command is given again.
     """
-    import time
+    from time import monotonic
 
-    from slurmllm.data.build.corpus import build_corpus, refuse_existing
-    from slurmllm.data.build.inputs import find_inputs
+    from slurmllm.data.build.corpus import build_corpus, outputs_of, refuse_existing
+    from slurmllm.data.build.join import Listeners
     from slurmllm.data.build.manifest import manifest_path
-    from slurmllm.data.build.readers import ReadOptions
-    from slurmllm.progress import input_progress
+    from slurmllm.data.build.options import CleanOptions, ReadOptions
+    from slurmllm.data.build.slurm_workers import SlurmOptions
+    from slurmllm.data.build.work import WorkFolder
+    from slurmllm.progress import stage_progress
 
-    begun = time.monotonic()
-    refuse_existing(out, overwrite)
-    manifest_file = manifest_path(out)
-    files = find_inputs(inputs, format_, leave_out=[out, manifest_file])
-    options = ReadOptions(text_by=text_by, text_key=text_key, skip_bad=skip_bad)
-    with input_progress("building", sum(file.size_bytes for file in files)) as on_progress:
-        manifest = build_corpus(
-            files, out, options, format=format_, overwrite=overwrite, on_progress=on_progress
+    begun = monotonic()
+    if (prompt_key is None) != (completion_key is None):
+        raise click.UsageError("--prompt-key and --completion-key go together")
+    if tokenizer is None and dtype is not None:
+        raise click.UsageError("--dtype says how --tokenize writes token ids; add --tokenize")
+    if tokenizer is not None and prompt_key is not None:
+        raise click.UsageError("--tokenize writes plain text; leave out --prompt-key")
+    outputs = outputs_of(out, tokenize=tokenizer is not None)
+    for path in outputs:
+        refuse_existing(path, overwrite)
+    manifest_file = manifest_path(outputs[0])
+    own = [*outputs, manifest_file, WorkFolder.of(outputs[0]).path]
+    files = named_inputs(inputs, files_from, format_, own)
+    tokenize = None if tokenizer is None else _tokenize_options(tokenizer, dtype)
+    if workers is None:
+        cpus = len(os.sched_getaffinity(0))
+        workers = cpus if tokenizer else min(cpus, _DEFAULT_WORKERS)
+        workers = _DEFAULT_JOBS if slurm else workers
+    total = sum(file.size_bytes for file in files)
+    with stage_progress() as show:
+        built = build_corpus(
+            files,
+            out,
+            ReadOptions(text_by, text_key, prompt_key, completion_key, skip_bad),
+            clean=CleanOptions(normalize, min_chars, dedup),
+            tokenize=tokenize,
+            format=format_,
+            overwrite=overwrite,
+            workers=workers,
+            slurm=SlurmOptions(time, partition, account, qos) if slurm else None,
+            listeners=Listeners(
+                on_read=lambda done: show("reading", done, total),
+                on_join=lambda done, of: show("writing", done, of),
+                on_note=lambda note: click.echo(note, err=True),
+            ),
         )
-    report_bad(manifest.bad, manifest.bad_examples)
+    seconds = monotonic() - begun
+    report_bad(built.manifest.bad, built.manifest.bad_examples)
     if as_json:
-        summary = manifest.model_dump(exclude={"inputs"})
-        where = {"corpus": str(out), "manifest": str(manifest_file)}
-        click.echo(json.dumps({**where, **summary, "inputs": len(manifest.inputs)}))
-        return
+        click.echo(json.dumps(_summary(built, manifest_file, seconds)))
+    else:
+        _print(built, manifest_file, seconds)
+
+
+def _tokenize_options(tokenizer: Path, dtype: Any) -> TokenizeOptions:
+    from slurmllm.data.build.options import TokenDtype, TokenizeOptions
+    from slurmllm.data.tokenizer import TokenEncoder
+    from slurmllm.errors import DataError
+
+    encoder = TokenEncoder(tokenizer)
+    fitting: TokenDtype = "uint16" if encoder.num_ids <= 1 << 16 else "int32"
+    if dtype == "uint16" != fitting:
+        raise DataError(
+            f"tokenizer {tokenizer} has ids up to {encoder.num_ids - 1}, and uint16 holds "
+            f"{(1 << 16) - 1} at most; leave out --dtype, or choose int32"
+        )
+    return TokenizeOptions(tokenizer.absolute(), encoder.fingerprint, dtype or fitting)
+
+
+def _summary(built: Built, manifest_file: Path, seconds: float) -> dict[str, Any]:
+    corpus, *others = map(str, built.outputs)
+    return {
+        "corpus": corpus,
+        **({"index": others[0]} if others else {}),
+        "manifest": str(manifest_file),
+        **built.manifest.model_dump(exclude={"inputs"}, exclude_none=True),
+        "inputs": len(built.manifest.inputs),
+        "seconds": round(seconds, 3),
+        "peak_memory_bytes": built.peak_memory_bytes,
+        "workers": built.workers,
+        "shards": built.shards,
+        "continued": built.continued,
+    }
+
+
+def _print(built: Built, manifest_file: Path, seconds: float) -> None:
+    manifest = built.manifest
+    files = len(manifest.inputs)
+    tokens = "" if manifest.tokens is None else f"{manifest.tokens:,} tokens, "
     click.echo(
-        f"{out}: {manifest.documents:,} documents, {manifest.text_bytes / 1e6:,.1f} MB of text "
-        f"from {len(files):,} file{'s' if len(files) != 1 else ''} "
-        f"in {time.monotonic() - begun:.1f} s"
+        f"{' and '.join(map(str, built.outputs))}: {manifest.documents:,} documents, {tokens}"
+        f"{manifest.text_bytes / 1e6:,.1f} MB of text "
+        f"from {files:,} file{'s' if files != 1 else ''} in {seconds:.1f} s, "
+        f"with {built.peak_memory_bytes / 1e6:,.0f} MB of memory"
     )
+    left_out = {
+        "blank": manifest.empty,
+        "short": manifest.short,
+        "duplicate": manifest.duplicates,
+    }
+    if any(left_out.values()):
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in left_out.items() if count)
+        click.echo(f"left out: {counts}")
     click.echo(f"{manifest_file}: manifest")
 
 

@@ -15,6 +15,7 @@ from slurmllm.cli.checkpoint import checkpoint
 from slurmllm.cli.compare import compare
 from slurmllm.cli.data import data
 from slurmllm.cli.doctor import doctor
+from slurmllm.cli.health import allreduce, check_node, health
 from slurmllm.cli.hidden import launch, supervise, worker
 from slurmllm.cli.logs import logs
 from slurmllm.cli.recipes import recipes
@@ -69,10 +70,11 @@ def cli() -> None:
 
 
 for _verb in (
-    doctor, recipes, submit, status, logs, cancel, resume, data, tokenizer, checkpoint, compare,
+    doctor, health, recipes, submit, status, logs, cancel, resume, data, tokenizer, checkpoint,
+    compare,
 ):  # fmt: skip
     cli.add_command(_verb)
-for _verb in (supervise, launch, worker):
+for _verb in (supervise, launch, worker, check_node, allreduce):
     cli.add_command(_verb)
 
 

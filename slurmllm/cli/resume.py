@@ -54,6 +54,7 @@ def resume(
     from slurmllm.errors import RunError
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.supervise.exclusion import to_avoid
     from slurmllm.supervise.state import is_active, run_state
 
     root = runs_root(runs_dir)
@@ -84,7 +85,10 @@ def resume(
     submission.prepare(config, wanted, found)  # nothing is touched where the mesh does not fit
     graphs_from = submission.take_graphs(config, wanted, here, found, precompile)
     stages = submission.stages(graphs_from)
-    prepared = submission.prepare(config, wanted, found)
+    avoid = [] if here else to_avoid(client, found, config, wanted)
+    if avoid:
+        click.echo(f"keeps off {' '.join(avoid)}, which failed the run; see status", err=True)
+    prepared = submission.prepare(config, wanted, found, avoid)
     submission.write_run(prepared)
     if here:
         ctx.exit(run_and_report(prepared, stages, as_json, graphs_from))

@@ -59,6 +59,7 @@ def _as_json(state: RunState) -> dict[str, Any]:
         "mesh": state.mesh.to_json() if state.mesh else None,
         "micro_batch": state.micro_batch.model_dump(mode="json") if state.micro_batch else None,
         "graphs": _graphs_as_json(state.graphs),
+        "excluded": [node.model_dump(mode="json") for node in state.excluded],
         "warnings": [state.unequal_versions] if state.unequal_versions else [],
     }
 
@@ -90,6 +91,8 @@ def _print_all(states: list[RunState]) -> None:
 
 
 def _print_one(state: RunState) -> None:
+    import time
+
     from rich.markup import escape
 
     from slurmllm.cli.output import console, print_table
@@ -132,6 +135,9 @@ def _print_one(state: RunState) -> None:
         added = state.attempts[-1].graphs_added
         words = ", ".join(added[:4]) + (" …" if len(added) > 4 else "")
         rows.append(("graphs added", f"{len(added)} by the last attempt: {words}"))
+    rows += [
+        ("keeps off", f"{n.node} until {time.ctime(n.until)}: {n.reason}") for n in state.excluded
+    ]
     if state.unequal_versions:
         rows.append(("warning", state.unequal_versions))
     terminal = console()

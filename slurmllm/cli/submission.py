@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,14 +36,24 @@ class Prepared:
     scripts: dict[Stage, str]
 
 
-def prepare(config: RunConfig, nodes: int, run: RunDir) -> Prepared:
+def prepare(config: RunConfig, nodes: int, run: RunDir, avoid: Sequence[str] = ()) -> Prepared:
     """Work out mesh and scripts; touches nothing.
+
+    Args:
+        config: The configuration.
+        nodes: Of the train stage.
+        run: The run's directory, which need not be there yet.
+        avoid: Nodes that the jobs keep off, besides those of `slurm.exclude`.
 
     Raises:
         ConfigError: the mesh does not fit or a value cannot go into a script.
     """
     mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
-    scripts = {s: render(s, config, run, nodes, sys.executable) for s in stages(None)}
+    given = config.recipe.slurm
+    exclude = ",".join([*([given.exclude] if given.exclude else []), *avoid]) or None
+    slurm = given.model_copy(update={"exclude": exclude})
+    away = replace(config, recipe=config.recipe.model_copy(update={"slurm": slurm}))
+    scripts = {s: render(s, away, run, nodes, sys.executable) for s in stages(None)}
     return Prepared(config, mesh, run, scripts)
 
 
@@ -142,6 +152,7 @@ def with_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         config.recipe.model.seq_len,
         config.recipe.train.global_batch,
         data.validation,
+        data.mask,
     )
     corpus = corpora[0].path if isinstance(data.corpus, str) else corpora
     return config.with_data(corpus, tokenizer)

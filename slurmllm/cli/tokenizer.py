@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from slurmllm.cli.data import input_options, report_bad
+from slurmllm.cli.data import input_options, named_inputs, report_bad
 
 
 @click.group()
@@ -32,6 +32,7 @@ def tokenizer() -> None:
 )
 def train(
     inputs: tuple[str, ...],
+    files_from: str | None,
     format_: Any,
     text_by: Any,
     text_key: str,
@@ -41,16 +42,16 @@ def train(
     out: Path,
     vocab_size: int,
 ) -> None:
-    """Train a byte-level BPE tokenizer on text, JSON lines, Parquet or an Arrow corpus.
+    """Train a byte-level BPE tokenizer on what `slurmllm data build` reads, or what it made.
 
-    INPUT is what `slurmllm data build` takes, or a corpus that it made (.arrow).
+    INPUT is a file, a folder (read to any depth) or a quoted glob.
     """
     import time
 
     from slurmllm.data.build.corpus import refuse_existing
-    from slurmllm.data.build.documents import DocumentStream, Faults
-    from slurmllm.data.build.inputs import find_inputs
-    from slurmllm.data.build.readers import ReadOptions
+    from slurmllm.data.build.documents import DocumentStream
+    from slurmllm.data.build.faults import Faults
+    from slurmllm.data.build.options import ReadOptions
     from slurmllm.data.tokenizer import END_OF_DOCUMENT, train_tokenizer, vocab_size_of
     from slurmllm.errors import DataError
     from slurmllm.progress import input_progress
@@ -58,7 +59,7 @@ def train(
 
     begun = time.monotonic()
     refuse_existing(out, overwrite)
-    files = find_inputs(inputs, format_, arrow=True, leave_out=[out])
+    files = named_inputs(inputs, files_from, format_, [out])
     options = ReadOptions(text_by=text_by, text_key=text_key, skip_bad=skip_bad)
     faults = Faults(skip_bad)
     with input_progress("reading", sum(file.size_bytes for file in files)) as on_progress:

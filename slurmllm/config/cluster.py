@@ -6,9 +6,61 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slurmllm.config.recipe import EnvName, PositiveInt, Section, SlurmWord
+from slurmllm.config.recipe import (
+    EnvName,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    SlurmWord,
+)
 
 Directive = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[^\s\"'\\$`]+)?$")]
+
+
+class HealthChecks(Section):
+    """What a node must have, and how it is looked at, before an attempt and by `health`."""
+
+    enabled: bool = Field(
+        default=True, description="Whether every node is checked before every attempt."
+    )
+    timeout_s: PositiveFloat = Field(
+        default=60.0, description="Seconds after which a node that has not answered fails."
+    )
+    min_node_local_gb: NonNegativeFloat = Field(
+        default=1.0, description="Free space under node_local, GB of 10^9 bytes."
+    )
+    min_memory_gb: NonNegativeFloat = Field(
+        default=0.0, description="Memory that the host can hand out, GB of 10^9 bytes."
+    )
+    max_write_s: PositiveFloat | None = Field(
+        default=None,
+        description="Seconds that a fsynced write to the shared file system may take; no limit "
+        "where left out.",
+    )
+    max_clock_skew_s: PositiveFloat = Field(
+        default=5.0, description="Seconds that a node's clock may be off those of the others."
+    )
+    efa_interfaces: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="EFA interfaces of a node."
+    )
+    driver_version: str | None = Field(
+        default=None, description="Version of the devices' driver; any where left out."
+    )
+    unequal_versions: Literal["warn", "fail"] = Field(
+        default="warn",
+        description="What a node is told whose driver, runtime or packages differ from most "
+        "others'.",
+    )
+    bandwidth: Literal["never", "health", "always"] = Field(
+        default="health",
+        description="When to measure the all-reduce over all nodes: by `slurmllm health` alone, "
+        "or before every attempt too.",
+    )
+    min_allreduce_gb_s: PositiveFloat | None = Field(
+        default=None,
+        description="Bus bandwidth of that all-reduce, GB/s; measured only, where left out.",
+    )
 
 
 class Cluster(Section):
@@ -43,6 +95,7 @@ class Cluster(Section):
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = Field(
         default=None, description="Port of the rendezvous; a free one where left out."
     )
+    health: HealthChecks = HealthChecks()
     env: dict[EnvName, str] = Field(
         default_factory=dict, description="Environment variables for every job of this cluster."
     )

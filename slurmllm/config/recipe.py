@@ -341,6 +341,13 @@ class SlurmConfig(Section):
     no_progress_limit: PositiveInt = Field(
         default=3, description="Attempts in a row without a new checkpoint before the run stops."
     )
+    exclude_hours: NonNegativeFloat = Field(
+        default=24.0, description="Hours for which the run keeps off a node that failed it."
+    )
+    drain: bool = Field(
+        default=False,
+        description="Whether such a node is drained too, where Slurm permits it to this user.",
+    )
 
 
 class Recipe(Section):

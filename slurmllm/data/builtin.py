@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from slurmllm.data.build.corpus import build_corpus
-from slurmllm.data.build.documents import DocumentStream, Faults
+from slurmllm.data.build.documents import DocumentStream
+from slurmllm.data.build.faults import Faults
 from slurmllm.data.build.inputs import InputFile, input_file
-from slurmllm.data.build.readers import ReadOptions
+from slurmllm.data.build.manifest import manifest_path
+from slurmllm.data.build.options import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import DataError
 from slurmllm.rundir import write_atomic
@@ -56,12 +59,22 @@ def ensure_stdlib(folder: Path) -> tuple[Path, Path]:
     files: list[InputFile] = []
     if not corpus.is_file():
         files = _sources()
-        build_corpus(files, corpus, options, overwrite=True)
+        _build(files, corpus, options)
     if not tokenizer.is_file():
         sample = (files or _sources())[::_TOKENIZER_STRIDE]
         texts = DocumentStream(sample, options, Faults(skip_bad=True))
         write_atomic(tokenizer, train_tokenizer(texts, VOCAB_SIZE))
     return corpus, tokenizer
+
+
+def _build(files: list[InputFile], corpus: Path, options: ReadOptions) -> None:
+    """Build apart, for two builds to one name keep each other out."""
+    corpus.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".stdlib-", dir=corpus.parent) as folder:
+        built = Path(folder) / corpus.name
+        build_corpus(files, built, options)
+        manifest_path(built).replace(manifest_path(corpus))
+        built.replace(corpus)
 
 
 def _sources() -> list[InputFile]:

@@ -1,90 +1,127 @@
-"""What `submit` asks of corpus and tokenizer before it queues hours of work; without torch."""
+"""What `submit` asks of corpora and tokenizer before it queues hours of work; without torch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from slurmllm.data.sources.arrow import Corpus
-from slurmllm.data.tokenizer import TokenEncoder
+import numpy as np
+
+from slurmllm.data.sources.base import Integers, Source
+from slurmllm.data.sources.opening import open_all
+from slurmllm.data.split import Split, SplitName
 from slurmllm.errors import DataError
 
 # No natural text has a mean of more bytes a token than this (English: 4 to 5, code: 3 to 4),
 # so a corpus that reaches a batch even at this rate need not be counted.
 _MOST_BYTES_PER_TOKEN = 16
+# Documents at the corpus's begin that are read in any case.
+_FIRST_DOCUMENTS = 16
+_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """What a corpus and a tokenizer are found to be.
+    """What a corpus is found to be.
 
     Attributes:
         documents: Documents in the corpus.
-        text_bytes: UTF-8 bytes of all documents.
-        tokens: Tokens, end-of-document tokens included, where they had to be counted to the end;
-            None where the corpus is plainly long enough.
-        vocab_size: The tokenizer's largest id + 1.
-        end_of_document: Id of the token that ends a document.
+        size: Of all documents, in `unit`.
+        unit: Bytes of text, or token ids.
+        tokens: Tokens to train on, end-of-document tokens included, where they had to be counted
+            to the end; None where the corpus is plainly long enough.
     """
 
     documents: int
-    text_bytes: int
+    size: int
+    unit: Literal["bytes", "tokens"]
     tokens: int | None
-    vocab_size: int
-    end_of_document: int
 
 
 def check_inputs(
-    corpus: Path, tokenizer: Path, vocab_size: int, seq_len: int, global_batch: int
-) -> CorpusFacts:
-    """Check that a model can be trained on a corpus with a tokenizer.
+    corpora: Sequence[tuple[Path, float]],
+    tokenizer: Path | None,
+    vocab_size: int,
+    seq_len: int,
+    global_batch: int,
+    validation: float = 0.0,
+    mask: Literal["none", "document"] = "none",
+) -> list[CorpusFacts]:
+    """Check that a model can be trained on corpora with a tokenizer.
 
-    Reads the tokenizer, the corpus's footer and the offsets of its documents; it tokenizes only
-    where the corpus might be shorter than one global batch, and no further than that batch.
+    Reads the tokenizer, what each corpus says of itself, and its first documents; more only where
+    it might be shorter than its share of a global batch, and no further than that.
 
     Args:
-        corpus: Arrow corpus.
-        tokenizer: tokenizer.json.
+        corpora: Path and weight of each.
+        tokenizer: tokenizer.json; None for token ids.
         vocab_size: The model's vocabulary.
         seq_len: Tokens in a sequence.
         global_batch: Sequences in one step.
+        validation: Share of the documents held out.
+        mask: `data.mask`.
 
     Raises:
-        DataError: missing, unreadable or unfit; the message says which, and the remedy.
+        SlurmllmError: missing, unreadable, damaged or unfit; the message says which, and the
+            remedy.
     """
-    documents = Corpus(corpus)
-    encoder = TokenEncoder(tokenizer)
-    num_ids = encoder.num_ids
-    if num_ids > vocab_size:
+    sources, encoder = open_all(corpora, tokenizer, vocab_size, mask)
+    if encoder is not None and encoder.num_ids > vocab_size:
         raise DataError(
-            f"tokenizer {tokenizer} has {num_ids} token ids, more than model.vocab_size "
-            f"{vocab_size}; set model.vocab_size to {num_ids} or more, or choose a tokenizer "
-            f"with at most {vocab_size}"
+            f"tokenizer {tokenizer} has {encoder.num_ids} token ids, more than model.vocab_size "
+            f"{vocab_size}; set model.vocab_size to {encoder.num_ids} or more, or choose a "
+            f"tokenizer with at most {vocab_size}"
         )
-    needed = global_batch * seq_len
-    tokens: int | None = None
-    if documents.text_bytes < needed * _MOST_BYTES_PER_TOKEN:
-        tokens = _count(documents, encoder, needed)
-    if tokens is not None and tokens < needed:
-        raise DataError(
-            f"corpus {corpus} has {tokens} tokens in {len(documents)} documents, fewer than one "
-            f"global batch takes: train.global_batch {global_batch} x model.seq_len {seq_len} = "
-            f"{needed}; add text to the corpus, or lower train.global_batch or model.seq_len"
-        )
-    return CorpusFacts(
-        documents=len(documents),
-        text_bytes=documents.text_bytes,
-        tokens=tokens,
-        vocab_size=num_ids,
-        end_of_document=encoder.end_of_document,
-    )
+    total = sum(weight for _, weight in corpora)
+    facts = []
+    for source, (_, weight) in zip(sources, corpora, strict=True):
+        source.read([(document, 0) for document in range(min(len(source), _FIRST_DOCUMENTS))])
+        if validation:
+            for side in ("train", "validation"):
+                _require_side(source, side, validation)
+        needed = math.ceil(global_batch * seq_len * weight / total)
+        tokens = _tokens(source, Split("train", validation), needed)
+        if tokens is not None and tokens < needed:
+            share = f" x its share {weight / total:.3g}" if len(corpora) > 1 else ""
+            raise DataError(
+                f"corpus {source.path} has {tokens} tokens in {len(source)} documents"
+                f"{' with those held out' if validation else ''}, fewer than one global batch "
+                f"takes: train.global_batch {global_batch} x model.seq_len {seq_len}{share} = "
+                f"{needed}; add text to the corpus, or lower train.global_batch or model.seq_len"
+            )
+        facts.append(CorpusFacts(len(source), source.total_size, source.size_unit, tokens))
+    return facts
 
 
-def _count(documents: Corpus, encoder: TokenEncoder, enough: int) -> int | None:
-    """Tokens of the corpus; None as soon as there are enough and documents remain."""
+def _require_side(source: Source, side: SplitName, validation: float) -> None:
+    split = Split(side, validation)
+    for documents in _in_order(source):
+        if split.holds(source.document_hashes(documents)).any():
+            return
+    raise split.empty(source)
+
+
+def _tokens(source: Source, split: Split, enough: int) -> int | None:
+    """Tokens on one side of a corpus; None where there are plainly enough and documents remain."""
+    rate = _MOST_BYTES_PER_TOKEN if source.size_unit == "bytes" else 1
+    # Twice: how many documents are held out is left to chance.
+    if source.total_size * (1 - split.validation) >= 2 * enough * rate:
+        return None
     total = 0
-    for index, text in enumerate(documents):
-        total += len(encoder.encode(text))
-        if total >= enough and index + 1 < len(documents):
-            return None
+    for documents in _in_order(source):
+        if not split.everything:
+            documents = documents[split.holds(source.document_hashes(documents))]
+        for document in documents.tolist():
+            if total >= enough:
+                return None
+            for piece in range(source.num_pieces(document)):
+                total += len(source.read([(document, piece)]).tokens)
     return total
+
+
+def _in_order(source: Source) -> Iterator[Integers]:
+    for begin in range(0, len(source), _AT_ONCE):
+        yield np.arange(begin, min(begin + _AT_ONCE, len(source)))

@@ -8,61 +8,66 @@ until the result is below the size) narrows that to 0 … size - 1. J. Black and
 from __future__ import annotations
 
 import hashlib
-import struct
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+_Bits = npt.NDArray[np.uint64]
+
 _ROUNDS = 8
-_MASK = (1 << 64) - 1
+_U64 = np.uint64
 
 
 class Permutation:
-    """A permutation of 0 … size - 1, another one for each (seed, epoch).
+    """A permutation of 0 … size - 1, another one for each key.
 
     Args:
         size: Number of documents, at least 1.
-        seed: The run's seed.
-        epoch: Passes over the corpus before this one.
+        key: What determines the order, such as seed and epoch.
     """
 
     __slots__ = ("_high_mask", "_keys", "_low_bits", "_low_mask", "size")
 
-    def __init__(self, size: int, seed: int, epoch: int) -> None:
+    def __init__(self, size: int, *key: int | str) -> None:
         self.size = size
         bits = max(2, (size - 1).bit_length())
-        self._low_bits = bits // 2
-        self._low_mask = (1 << self._low_bits) - 1
-        self._high_mask = (1 << (bits - self._low_bits)) - 1
-        self._keys = _round_keys(seed, epoch)
+        self._low_bits = _U64(bits // 2)
+        self._low_mask = _U64((1 << bits // 2) - 1)
+        self._high_mask = _U64((1 << (bits - bits // 2)) - 1)
+        self._keys = _round_keys("/".join(map(str, key)))
 
-    def __getitem__(self, index: int) -> int:
-        # The range is below twice the size (four times for size 1), so this takes two
-        # turns or fewer on average; it ends, because the cycle leads back to `index` itself.
-        while True:
-            index = self._feistel(index)
-            if index < self.size:
-                return index
+    def take(self, places: Integers) -> Integers:
+        """What is at some places, int64 of the same shape [n]."""
+        found = self._feistel(places.astype(_U64))
+        # The range is below twice the size (four times for size 1), so this takes two turns or
+        # fewer on average; it ends, because the cycle leads back to the place itself.
+        while len(beyond := np.flatnonzero(found >= self.size)):
+            found[beyond] = self._feistel(found[beyond])
+        return found.astype(np.int64)
 
-    def _feistel(self, index: int) -> int:
+    def _feistel(self, index: _Bits) -> _Bits:
         high, low = index >> self._low_bits, index & self._low_mask
         keys = iter(self._keys)
         for key in keys:
             # Halves of unequal width keep their places and are altered in turn.
-            high ^= _mix(low ^ key) & self._high_mask
-            low ^= _mix(high ^ next(keys)) & self._low_mask
+            high ^= mix(low ^ key) & self._high_mask
+            low ^= mix(high ^ next(keys)) & self._low_mask
         return high << self._low_bits | low
 
 
-def _mix(value: int) -> int:
+def mix(value: _Bits) -> _Bits:
     """The finalizer of SplitMix64 (G. Steele et al., OOPSLA 2014): every bit moves every bit."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-    return value ^ value >> 31
+    value = (value ^ value >> _U64(30)) * _U64(0xBF58476D1CE4E5B9)
+    value = (value ^ value >> _U64(27)) * _U64(0x94D049BB133111EB)
+    return value ^ value >> _U64(31)
 
 
 @lru_cache(maxsize=64)
-def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), person=b"slurmllm order")
-    return struct.unpack(f"<{_ROUNDS}Q", digest.digest())
+def _round_keys(key: str) -> tuple[np.uint64, ...]:
+    digest = hashlib.blake2b(key.encode(), person=b"slurmllm order").digest()
+    return tuple(np.frombuffer(digest, "<u8", count=_ROUNDS))
 
 
 class DocumentOrder:
@@ -71,18 +76,24 @@ class DocumentOrder:
     Args:
         documents: Documents of the corpus.
         seed: The run's seed.
+        place: The corpus's place in a blend: two of equal size are in different orders.
     """
 
-    def __init__(self, documents: int, seed: int) -> None:
+    def __init__(self, documents: int, seed: int, place: int = 0) -> None:
         self.documents = documents
-        self.seed = seed
-        self._permutation = Permutation(documents, seed, 0)
-        self._epoch = 0
+        self._seed = seed
+        self._place = [place] if place else []
 
-    def document(self, position: int) -> int:
-        """Index of the document at a position."""
-        epoch, place = divmod(position, self.documents)
-        if epoch != self._epoch:
-            self._permutation = Permutation(self.documents, self.seed, epoch)
-            self._epoch = epoch
-        return self._permutation[place]
+    def take(self, positions: Integers) -> Integers:
+        """Indices of the documents at some positions, int64 of the same shape [n]."""
+        epochs, places = np.divmod(positions, self.documents)
+        if len(positions) and epochs[0] == epochs[-1]:  # positions ascend
+            return self._permutation(int(epochs[0])).take(places)
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            found[here] = self._permutation(int(epoch)).take(places[here])
+        return found
+
+    def _permutation(self, epoch: int) -> Permutation:
+        return Permutation(self.documents, self._seed, epoch, *self._place)

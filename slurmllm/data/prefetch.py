@@ -9,30 +9,17 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import numpy as np
-import numpy.typing as npt
-
 from slurmllm import errors
+from slurmllm.data.sources.base import Integers, Marks, Tokens
+from slurmllm.data.spec import StreamSpec
 from slurmllm.data.worker import BATCH, FRAME, PARENT_SIGNALS
-from slurmllm.errors import CodeError, NodeError
+from slurmllm.errors import CodeError, NodeError, StorageError
 
 # Batches that a worker keeps ready: enough to cover a few documents of megabytes.
 PREFETCH_BATCHES = 8
-
-
-@dataclass(frozen=True)
-class StreamSource:
-    """What a worker reads; see `SlotGroup`."""
-
-    corpus: Path
-    tokenizer: Path
-    seq_len: int
-    global_batch: int
-    seed: int
 
 
 class WorkerProcess:
@@ -42,23 +29,18 @@ class WorkerProcess:
     read when `begin` tells it where.
 
     Args:
-        source: What to read.
+        spec: What to read.
         slots: The slots it serves.
     """
 
-    def __init__(self, source: StreamSource, slots: range) -> None:
+    def __init__(self, spec: StreamSpec, slots: range) -> None:
         self.slots = slots
-        self._seq_len = source.seq_len
         self._process = _start()
         # Ends the process with this object, and with the interpreter.
         self._finalizer = weakref.finalize(self, _end, self._process, os.getpid())
         self._tell(
             {
-                "corpus": str(source.corpus),
-                "tokenizer": str(source.tokenizer),
-                "seq_len": source.seq_len,
-                "global_batch": source.global_batch,
-                "seed": source.seed,
+                "spec": spec.to_json(),
                 "prefetch": PREFETCH_BATCHES,
                 "parent_pid": os.getpid(),
             }
@@ -69,24 +51,34 @@ class WorkerProcess:
         """The process's id."""
         return self._process.pid
 
-    def begin(self, positions: Sequence[Sequence[int]]) -> None:
-        """Tell the worker where each of its slots begins: (visit, offset)."""
-        self._tell({"slots": [self.slots.start, self.slots.stop], "positions": positions})
+    def begin(self, positions: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+        """Tell the worker where each of its slots begins, and the draws so far; see `SlotGroup`."""
+        slots = [self.slots.start, self.slots.stop]
+        self._tell({"slots": slots, "positions": positions, "counts": counts})
 
-    def next_batch(self, tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> None:
-        """Fill this worker's rows: tokens [slots, seq_len + 1], positions after them [slots, 2].
+    def next_batch(
+        self, tokens: Tokens, marks: Marks, positions: Integers, counts: Integers
+    ) -> None:
+        """Fill this worker's rows.
+
+        Args:
+            tokens: [slots, seq_len + 1].
+            marks: [slots, seq_len + 1].
+            positions: After the batch, [slots, 3 * corpora].
+            counts: After the batch, [corpora].
 
         Raises:
-            SlurmllmError: what the worker met with, as it put it.
+            SlurmllmError: what the worker met with.
             NodeError: the worker ended without a word.
+            StorageError: a corpus was cut under its hands.
         """
         header = bytearray(FRAME.size)
         self._read(memoryview(header))
         kind, length = FRAME.unpack(header)
         if kind == BATCH:
             assert length == len(tokens), "a worker answers for the slots it was given"
-            self._read(positions.data.cast("B"))
-            self._read(tokens.data.cast("B"))
+            for part in (positions, counts, tokens, marks):
+                self._read(part.data.cast("B"))
             return
         content = bytearray(length)
         self._read(memoryview(content))
@@ -114,6 +106,12 @@ class WorkerProcess:
 
     def _ended(self) -> None:
         code = self._process.wait()
+        if code == -signal.SIGBUS:
+            raise StorageError(
+                f"the process that reads the data (pid {self.pid}) met the end of a file in the "
+                "middle of it: a corpus was cut or overwritten while it was read, or its file "
+                "system failed; put the corpus back and resume"
+            )
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise NodeError(
             f"the process that tokenizes ahead (pid {self.pid}) {how}; the kernel kills so when "

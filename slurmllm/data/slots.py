@@ -2,117 +2,197 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.data.blend import Blend
 from slurmllm.data.order import DocumentOrder
-from slurmllm.data.sources.arrow import Corpus
-from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.data.sources.base import Marks, Pieces, Request, Source, Tokens
+from slurmllm.data.spec import StreamSpec
+from slurmllm.data.split import Split
+from slurmllm.data.visits import Visits
 from slurmllm.errors import DataError
 
-Tokens = npt.NDArray[np.int32]
+# Numbers of a position: visit, piece, offset.
+POSITION = 3
+# The piece in a position that counts its offset from the document's begin, as older ones do.
+WHOLE_DOCUMENT = -1
+# Pieces that a slot asks for at once, at most.
+_MOST_PIECES = 1024
 
 
-class Slot:
-    """One row of the global batch: documents joined and cut into sequences, without padding.
+class Lane:
+    """A slot's share of one corpus: documents joined and cut into sequences, without padding.
 
     Args:
-        index: The slot's place in the global batch, which is the position of its first document.
-        stride: Slots of the global batch; the slot reads positions index, index + stride, …
-        visit: Documents of the slot already finished.
-        offset: Tokens of the document at hand already handed out.
-        read: Token ids of the document at a position, its end-of-document token included.
+        visits: What to read.
+        visit: Documents already behind it.
+        piece: Of the document at hand, the piece at hand.
+        offset: Tokens of that piece already handed out.
     """
 
-    __slots__ = ("_read", "_tokens", "index", "offset", "stride", "visit")
+    def __init__(self, visits: Visits, visit: int, piece: int, offset: int) -> None:
+        self._visits = visits
+        self.position = (visit, piece, offset)
+        # Whether the first piece read must be the one of a saved position.
+        self._resuming = piece != 0 or offset != 0
+        self._head = offset
+        self._tokens: Tokens = np.empty(0, dtype=np.int32)
+        self._marks: Marks = np.empty(0, dtype=np.uint8)
+        self._ends = np.empty(0, dtype=np.int64)
+        # (visit, piece) of the pieces at hand
+        self._whose: list[tuple[int, int]] = []
 
-    def __init__(
-        self, index: int, stride: int, visit: int, offset: int, read: Callable[[int], Tokens]
-    ) -> None:
-        self.index = index
-        self.stride = stride
-        self.visit = visit
-        self.offset = offset
-        self._read = read
-        self._tokens: Tokens | None = None
+    def missing(self, count: int) -> int:
+        """Tokens to read until `count` can be taken."""
+        return max(0, self._head + count - len(self._tokens))
 
-    def take(self, out: Tokens) -> None:
-        """Fill `out` [seq_len + 1] with the next sequence and the token that follows it.
+    def ask(self, count: int) -> list[Request]:
+        """The next pieces to read; `add` must follow with them."""
+        found = [self._visits.next() for _ in range(count)]
+        self._whose += [(visit, piece) for visit, _, piece in found]
+        return [(document, piece) for _, document, piece in found]
+
+    def add(self, tokens: Tokens, marks: Marks, ends: npt.NDArray[np.int64]) -> None:
+        """What was read, as in `Pieces`.
+
+        Raises:
+            DataError: the saved position is none.
+        """
+        self._ends = np.concatenate([self._ends, ends + len(self._tokens)])
+        self._tokens = np.concatenate([self._tokens, tokens])
+        self._marks = np.concatenate([self._marks, marks])
+        if self._resuming:
+            self._resuming = not self._arrived()
+
+    def take(self, tokens: Tokens, marks: Marks) -> None:
+        """Fill both [seq_len + 1] with the next sequence and the token that follows it.
 
         The last token is handed out again as the first of the next sequence: every token of the
         stream is an input once and, but for the very first, a label once.
         """
-        filled = 0
-        while filled < len(out):
-            tokens = self._document()
-            if self.offset == len(tokens):
-                self._tokens = None
-                self.visit += 1
-                self.offset = 0
-                continue
-            piece = tokens[self.offset : self.offset + len(out) - filled]
-            out[filled : filled + len(piece)] = piece
-            filled += len(piece)
-            self.offset += len(piece)
-        # The last piece came from the document at hand, so this stays inside it.
-        self.offset -= 1
+        end = self._head + len(tokens)
+        tokens[:] = self._tokens[self._head : end]
+        marks[:] = self._marks[self._head : end]
+        piece = int(np.searchsorted(self._ends, end - 1, side="right"))
+        begin = int(self._ends[piece - 1]) if piece else 0
+        self._head = end - 1 - begin
+        self._tokens, self._marks = self._tokens[begin:], self._marks[begin:]
+        self._ends, self._whose = self._ends[piece:] - begin, self._whose[piece:]
+        self.position = (*self._whose[0], self._head)
 
-    def _document(self) -> Tokens:
-        if self._tokens is None:
-            self._tokens = self._read(self.index + self.visit * self.stride)
-            if self.offset >= len(self._tokens):
-                raise DataError(
-                    f"the saved data position is token {self.offset} of a document of "
-                    f"{len(self._tokens)} tokens: corpus or tokenizer changed since the "
-                    "checkpoint; put the old ones back or start a new run"
-                )
-        return self._tokens
+    def _arrived(self) -> bool:
+        """Whether the saved position is among the tokens read.
+
+        Raises:
+            DataError: what it points into is shorter.
+        """
+        visit, piece, offset = self.position
+        held = 0
+        for read_visit, read_piece in self._whose:
+            if read_visit != visit or piece not in (read_piece, WHOLE_DOCUMENT):
+                break
+            held += 1
+        length = int(self._ends[held - 1]) if held else 0
+        if offset < length:
+            return True
+        if held < len(self._whose) or piece != WHOLE_DOCUMENT:
+            raise DataError(
+                f"the saved data position is token {offset} of a part of a document of {length} "
+                "tokens: corpus or tokenizer changed since the checkpoint; put the old ones back "
+                "or start a new run"
+            )
+        return False
 
 
 class SlotGroup:
     """Consecutive slots of the global batch, read in this process.
 
     Args:
-        corpus: The documents.
-        encoder: Their way to tokens.
-        seq_len: Tokens in a sequence.
-        global_batch: Slots of the global batch.
-        seed: Seed of the document order.
+        spec: The stream.
+        sources: Its corpora, opened.
         slots: The slots to read.
-        positions: (visit, offset) for each of them.
+        positions: For each of them, visit, piece and offset in each corpus, one after the other.
+        counts: Sequences drawn from each corpus so far, by all slots.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
-        encoder: TokenEncoder,
-        seq_len: int,
-        global_batch: int,
-        seed: int,
+        spec: StreamSpec,
+        sources: Sequence[Source],
         slots: range,
         positions: Sequence[Sequence[int]],
+        counts: Sequence[int],
     ) -> None:
-        self._corpus = corpus
-        self._encoder = encoder
-        self._order = DocumentOrder(len(self._corpus), seed)
-        self.seq_len = seq_len
-        self._slots = [
-            Slot(slot, global_batch, visit, offset, self._read)
-            for slot, (visit, offset) in zip(slots, positions, strict=True)
-        ]
+        self._sources = sources
+        self._slots = slots
+        self._width = spec.seq_len + 1
+        weights = [weight for _, weight in spec.corpora]
+        self._blend = Blend(weights, spec.global_batch, spec.seed, counts)
+        split = Split(spec.split, spec.validation)
+        # [corpora][slots]
+        self._lanes: list[list[Lane]] = []
+        for place, source in enumerate(sources):
+            order = DocumentOrder(len(source), spec.seed, place)
+            lanes = []
+            for slot, numbers in zip(slots, positions, strict=True):
+                visit, piece, offset = numbers[place * POSITION : (place + 1) * POSITION]
+                visits = Visits(source, order, split, slot, spec.global_batch, visit, max(piece, 0))
+                lanes.append(Lane(visits, visit, piece, offset))
+            self._lanes.append(lanes)
+        # Tokens and pieces read of each corpus: how many pieces to read at once, no more.
+        self._read = [[0, 0] for _ in sources]
 
-    def _read(self, position: int) -> Tokens:
-        return self._encoder.encode(self._corpus.text(self._order.document(position)))
-
-    def next_batch(self) -> Tokens:
-        """The next sequence of each slot, int32 [slots, seq_len + 1]."""
-        batch = np.empty((len(self._slots), self.seq_len + 1), dtype=np.int32)
-        for slot, row in zip(self._slots, batch, strict=True):
-            slot.take(row)
-        return batch
+    def next_batch(self) -> tuple[Tokens, Marks]:
+        """The next sequence of each slot and its tokens' marks, both [slots, seq_len + 1]."""
+        tokens = np.empty((len(self._slots), self._width), dtype=np.int32)
+        marks = np.empty((len(self._slots), self._width), dtype=np.uint8)
+        corpora = self._blend.next_step()[self._slots.start : self._slots.stop]
+        lanes = [self._lanes[place][row] for row, place in enumerate(corpora)]
+        for place in range(len(self._sources)):
+            self._fill(place, [lane for lane, p in zip(lanes, corpora, strict=True) if p == place])
+        for row, lane in enumerate(lanes):
+            lane.take(tokens[row], marks[row])
+        return tokens, marks
 
     def positions(self) -> npt.NDArray[np.int64]:
-        """(visit, offset) of the next sequence of each slot, int64 [slots, 2]."""
-        return np.array([(slot.visit, slot.offset) for slot in self._slots], dtype=np.int64)
+        """The positions after the last batch, int64 [slots, 3 * corpora]."""
+        return np.array(
+            [
+                [n for lane in lanes for n in lane.position]
+                for lanes in zip(*self._lanes, strict=True)
+            ],
+            dtype=np.int64,
+        )
+
+    @property
+    def counts(self) -> list[int]:
+        """Sequences drawn from each corpus so far, by all slots."""
+        return self._blend.counts
+
+    def _fill(self, place: int, lanes: list[Lane]) -> None:
+        """Read until each lane has a sequence: for all of them at once, and no more than needed."""
+        source, read = self._sources[place], self._read[place]
+        while short := [lane for lane in lanes if lane.missing(self._width)]:
+            mean = max(1.0, read[0] / read[1]) if read[1] else math.inf
+            asked = [
+                lane.ask(min(_MOST_PIECES, math.ceil(lane.missing(self._width) / mean) or 1))
+                for lane in short
+            ]
+            pieces = source.read([request for requests in asked for request in requests])
+            read[0] += len(pieces.tokens)
+            read[1] += len(pieces.ends)
+            _share_out(pieces, short, [len(requests) for requests in asked])
+
+
+def _share_out(pieces: Pieces, lanes: Sequence[Lane], counts: Sequence[int]) -> None:
+    """Give each lane the pieces that it asked for."""
+    first = begin = 0
+    for lane, count in zip(lanes, counts, strict=True):
+        ends = pieces.ends[first : first + count]
+        end = int(ends[-1])
+        lane.add(pieces.tokens[begin:end], pieces.marks[begin:end], ends - begin)
+        first, begin = first + count, end

@@ -23,16 +23,18 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import BinaryIO, NoReturn
+
+import numpy as np
 
 from slurmllm.data.slots import SlotGroup
-from slurmllm.data.sources.arrow import Corpus
-from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.data.sources.opening import open_all
+from slurmllm.data.spec import StreamSpec
 from slurmllm.errors import SlurmllmError
 
 # A frame's header: kind, and its length: rows of a batch, bytes of a failure.
-#   BATCH    int64 [rows, 2] positions after the batch, int32 [rows, seq_len + 1] tokens
+#   BATCH    int64 [rows, 3 * corpora] positions and int64 [corpora] counts after the batch,
+#            int32 [rows, seq_len + 1] tokens, uint8 [rows, seq_len + 1] marks
 #   FAILURE  a JSON object {"error", "message", "traceback"}
 FRAME = struct.Struct("<BQ")
 BATCH = 1
@@ -60,11 +62,17 @@ def main() -> NoReturn:
     outgoing: queue.Queue[list[bytes]] = queue.Queue(maxsize=what["prefetch"])
     threading.Thread(target=_send, args=(frames, outgoing), daemon=True).start()
     try:
+        spec = StreamSpec.from_json(what["spec"])
+        sources, _ = open_all(spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask)
         start = json.loads(sys.stdin.readline() or "null")
         threading.Thread(target=_end_with_stdin, daemon=True).start()
         if start is None:
             os._exit(0)
-        _tokenize(what, start, outgoing)
+        first, end = start["slots"]
+        _tokenize(
+            SlotGroup(spec, sources, range(first, end), start["positions"], start["counts"]),
+            outgoing,
+        )
     except BaseException as error:
         failure = {
             "error": type(error).__name__ if isinstance(error, SlurmllmError) else "",
@@ -78,23 +86,18 @@ def main() -> NoReturn:
         time.sleep(_ADOPTION_POLL_S)
 
 
-def _tokenize(
-    what: dict[str, Any], start: dict[str, Any], outgoing: queue.Queue[list[bytes]]
-) -> NoReturn:
-    first, end = start["slots"]
-    group = SlotGroup(
-        Corpus(Path(what["corpus"])),
-        TokenEncoder(Path(what["tokenizer"])),
-        what["seq_len"],
-        what["global_batch"],
-        what["seed"],
-        range(first, end),
-        start["positions"],
-    )
+def _tokenize(group: SlotGroup, outgoing: queue.Queue[list[bytes]]) -> NoReturn:
     while True:
-        batch = group.next_batch()
-        positions = group.positions()
-        outgoing.put([FRAME.pack(BATCH, len(batch)), positions.tobytes(), batch.tobytes()])
+        tokens, marks = group.next_batch()
+        outgoing.put(
+            [
+                FRAME.pack(BATCH, len(tokens)),
+                group.positions().tobytes(),
+                np.array(group.counts, dtype=np.int64).tobytes(),
+                tokens.tobytes(),
+                marks.tobytes(),
+            ]
+        )
 
 
 def _send(frames: BinaryIO, outgoing: queue.Queue[list[bytes]]) -> None:

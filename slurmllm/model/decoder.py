@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
+from slurmllm.model.documents import document_mask
 from slurmllm.model.output import Output
 from slurmllm.model.rotary import rotary_table, rotate
 
@@ -42,11 +43,12 @@ class Attention(nn.Module):
             config.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
         )
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]."""
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]; rotary and mask as for `CausalCore`."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         q, k, v = qkv.split([self.group, 1, 1], dim=-2)
-        out: Tensor = self.out(self.core(q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2), rotary))
+        q, k, v = q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
+        out: Tensor = self.out(self.core(q, k, v, rotary, mask))
         return out
 
 
@@ -57,19 +59,26 @@ class CausalCore(nn.Module):
         super().__init__()
         self.turning, self.grouped = turning, grouped
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim].
 
-        k and v may have fewer heads. rotary: of at least `seq` positions.
+        k and v may have fewer heads.
+
+        Args:
+            rotary: [2, at least seq, head_dim / 2], or [2, batch, …] where sequences differ.
+            mask: Of `document_mask`; None: all that is earlier is seen.
         """
         if self.turning:
-            rotary = rotary[:, : q.shape[1]]
+            rotary = rotary[..., : q.shape[1], :]
             q, k = rotate(q, rotary), rotate(k, rotary)
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=self.grouped,
         )
         return attended.transpose(1, 2).flatten(2)
@@ -123,9 +132,9 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config)
         self.mlp = GatedFeedForward(config) if config.gated else FeedForward(config)
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]."""
-        attended = self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]; rotary and mask as for `CausalCore`."""
+        attended = self.attention(self.attention_norm(x), rotary, mask)
         if self.parallel_residual:
             out: Tensor = x + attended + self.mlp(self.mlp_norm(x))
         else:
@@ -187,26 +196,38 @@ class Decoder(nn.Module):
             table = rotary_table(c.seq_len, c.head_dim, c.rotary_pct, c.rotary_base)
             self.rotary.copy_(table)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Compute this stage.
 
         Args:
             x: Tokens [batch, seq]; hidden states [batch, seq, hidden] where this is not the first
                 stage.
             labels: [batch, seq]; only the last stage reads them.
+            positions: [batch, seq], each token's place in its document, counted from the sequence's
+                begin for the document that it begins in: attention stays within documents. None:
+                each sequence is one document. Every stage reads them.
 
         Returns:
-            Logits [batch, seq, padded vocabulary]; with labels the mean loss in nats, fp32;
-            hidden states where this is not the last stage.
+            Logits [batch, seq, padded vocabulary]; with labels the mean loss over all of them in
+            nats, fp32, to which an IGNORED label adds 0; hidden states where this is not the last
+            stage.
         """
         if self.first:
             assert self.embed is not None
             length = x.shape[1]
             x = self.embed(x)
             if self.positions is not None:
-                x = x + self.positions(torch.arange(length, device=x.device).unsqueeze(0))
+                places = positions
+                if places is None:
+                    places = torch.arange(length, device=x.device).unsqueeze(0)
+                x = x + self.positions(places)
+        rotary, mask = self.rotary, None
+        if positions is not None:
+            rotary, mask = self.rotary[:, positions], document_mask(positions, x.dtype)
         for block in self.blocks():
-            x = block(x, self.rotary)
+            x = block(x, rotary, mask)
         if not self.last:
             return x
         assert self.final_norm is not None

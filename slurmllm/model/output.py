@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slurmllm.model.labels import IGNORED
+
 # Logits at a time: 256 MiB of bf16, half as many in fp32. Fewer, larger products are faster.
 _LOGITS_AT_A_TIME = 2**27
 
@@ -59,19 +61,22 @@ class Output(nn.Module):
         self.wide = False
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-        """Logits [batch, seq, padded vocabulary], or with labels [batch, seq] the mean loss, fp32.
+        """Logits [batch, seq, padded vocabulary], or with labels [batch, seq] the loss, fp32.
 
         Args:
             x: [batch, seq, hidden].
             weight: [padded vocabulary, hidden].
-            labels: Entries of the vocabulary.
+            labels: Entries of the vocabulary, or IGNORED.
         """
         if labels is None:
             return F.linear(x, weight)
         return self.loss(x, weight, labels, VocabularyShare(0, self.vocab_size, None))
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor, share: VocabularyShare) -> Tensor:
-        """The mean cross entropy over all labels, nats, equal on all workers of the share."""
+        """The mean cross entropy over all labels, nats, equal on all workers of the share.
+
+        An IGNORED label counts as 0. (How many are ignored is known of the global batch alone.)
+        """
         functions = self.statistics, self.softmax_
         total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
             x.flatten(0, 1), weight, labels.flatten(), share, functions, self.wide
@@ -121,9 +126,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, count, size):
             part = x[start : start + size]
             gradient = torch.mm(part, rows.T, out=logits[: len(part)])
-            loss += _softmax_gradient_(
-                gradient, labels[start : start + size] - share.first, share.group, functions
-            )
+            loss += _softmax_gradient_(gradient, labels[start : start + size], share, functions)
             if grad_x is not None:
                 torch.mm(gradient, rows, out=grad_x[start : start + size])
             if grad_rows is None:
@@ -163,27 +166,30 @@ def _scaled(values: Tensor, factor: Tensor, shape: torch.Size, kind: torch.dtype
 def _softmax_gradient_(
     logits: Tensor,
     labels: Tensor,
-    group: dist.ProcessGroup | None,
+    share: VocabularyShare,
     functions: tuple[Statistics, SoftmaxInPlace],
 ) -> Tensor:
     """Turn logits into the gradient of the summed loss, softmax - one_hot; returns that sum.
 
     Args:
         logits: [rows, entries], overwritten.
-        labels: [rows], counted from this share's first entry; others' are out of range.
+        labels: [rows], of the whole vocabulary; IGNORED ones have neither loss nor gradient.
     """
     of_rows, softmax_in_place = functions
     largest, total = of_rows(logits)
-    own = (labels >= 0) & (labels < logits.shape[1])
-    index = torch.where(own, labels, 0).unsqueeze(-1)
+    ignored = labels == IGNORED
+    place = labels - share.first
+    own = (place >= 0) & (place < logits.shape[1])
+    index = torch.where(own, place, 0).unsqueeze(-1)
     hit = torch.where(own, logits.gather(1, index).squeeze(-1).float(), 0.0)
-    if group is not None:
+    if share.group is not None:
         common = largest.clone()
-        dist.all_reduce(common, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(common, dist.ReduceOp.MAX, group=share.group)
         sums = torch.stack([total * (largest - common).exp(), hit])
-        dist.all_reduce(sums, group=group)
+        dist.all_reduce(sums, group=share.group)
         largest, (total, hit) = common, sums.unbind()
     log_sum = largest + total.log()
-    softmax_in_place(logits, log_sum)
+    # exp(logit - inf) is 0: ignored rows cost no pass of their own over the logits.
+    softmax_in_place(logits, log_sum.masked_fill(ignored, math.inf))
     logits.scatter_add_(1, index, -own.to(logits.dtype).unsqueeze(-1))
-    return (log_sum - hit).sum()
+    return (log_sum - hit).masked_fill(ignored, 0).sum()

@@ -40,9 +40,10 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
     Args:
         x: [batch, seq, heads, head_dim].
-        table: [2, seq, head_dim / 2] of `rotary_table`; its precision is that of the rotation.
+        table: [2, seq, head_dim / 2] of `rotary_table`, or [2, batch, seq, head_dim / 2]; its
+            precision is that of the rotation.
     """
-    cos, sin = table[0].unsqueeze(1), table[1].unsqueeze(1)
+    cos, sin = table[0].unsqueeze(-2), table[1].unsqueeze(-2)
     # Halves and one concatenation: 4.1 ms compiled on two CPU cores for [4, 512, 12, 64], forward
     # and backward, where a swap by flip takes 47 ms and by roll 5.7 ms.
     first, second = x.chunk(2, dim=-1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -116,6 +117,14 @@ class SlurmClient(ABC):
         """
 
     @abstractmethod
+    def drain(self, node: str, reason: str) -> None:
+        """Let no more jobs start on a node.
+
+        Raises:
+            SlurmError: this user may not, or there is no such node.
+        """
+
+    @abstractmethod
     def hostnames(self, nodelist: str) -> list[str]:
         """The names in a node list such as `n[1-4]`, in Slurm's order."""
 
@@ -190,7 +199,8 @@ class SlurmCommands(SlurmClient):
 
     def requeue(self, job_id: str) -> None:
         """See SlurmClient."""
-        _run(["scontrol", "requeue", job_id])
+        # Slurm answers with SIGTERM to all processes of the job, this command among them.
+        _run(["scontrol", "requeue", job_id], through_sigterm=True)
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """See SlurmClient."""
@@ -199,7 +209,12 @@ class SlurmCommands(SlurmClient):
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """See SlurmClient."""
-        _run(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
+        command = ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"]
+        _run(command, through_sigterm=True)  # a job's own process calls it after a requeue
+
+    def drain(self, node: str, reason: str) -> None:
+        """See SlurmClient."""
+        _run(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
 
     def hostnames(self, nodelist: str) -> list[str]:
         """See SlurmClient."""
@@ -236,8 +251,17 @@ class SlurmCommands(SlurmClient):
         ]  # fmt: skip
 
 
-def _run(command: list[str]) -> str:
+def _ignore_sigterm() -> None:
+    """In a child before exec: what is ignored stays so."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _run(command: list[str], through_sigterm: bool = False) -> str:
     """Run a Slurm command and return what it printed.
+
+    Args:
+        command: The command.
+        through_sigterm: Whether it goes on when Slurm ends the job that it is called from.
 
     Raises:
         SlurmError: absent, too slow or failed, with the command's own words.
@@ -251,6 +275,7 @@ def _run(command: list[str]) -> str:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace",
             timeout=COMMAND_TIMEOUT_S, check=False,
+            preexec_fn=_ignore_sigterm if through_sigterm else None,
         )  # fmt: skip
     except OSError as error:
         raise SlurmError(f"{command[0]} cannot be started: {error}") from error

@@ -46,6 +46,8 @@ class FakeSlurm(SlurmClient):
         cpus: CPUs of every node.
         gres: Generic resources of every node.
         partition: The one partition, the default.
+        may_drain: Whether this user may drain nodes.
+        reasons: Drained node → why.
     """
 
     def __init__(self, nodes: Sequence[str] = ("n1", "n2", "n3", "n4")) -> None:
@@ -59,6 +61,7 @@ class FakeSlurm(SlurmClient):
             "AccountingStorageType": "accounting_storage/slurmdbd",
         }
         self.cpus, self.gres, self.partition = 4, "", "main"
+        self.may_drain, self.reasons = False, dict[str, str]()
         self._ids = itertools.count(1)
 
     def submit(self, script: Path, after_ok: str | None = None) -> str:
@@ -139,6 +142,15 @@ class FakeSlurm(SlurmClient):
         if job.state != "PENDING":
             raise SlurmError("scontrol failed with exit code 1: Job is no longer pending execution")
         job.excluded = tuple(nodes)
+
+    def drain(self, node: str, reason: str) -> None:
+        """See SlurmClient; refuses as to a user who is no administrator where `may_drain` is not.
+
+        A node with a job on it comes to a rest by and by; this one does at once.
+        """
+        if not self.may_drain or node not in self.states:
+            raise SlurmError("scontrol failed with exit code 1: Invalid user id")
+        self.states[node], self.reasons[node] = "drained", reason
 
     def hostnames(self, nodelist: str) -> list[str]:
         """See SlurmClient."""

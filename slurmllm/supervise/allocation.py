@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 
 from slurmllm.errors import SlurmError
@@ -24,6 +25,7 @@ LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 NODE_RANK = "SLURMLLM_NODE_RANK"
 NODE_NAME = "SLURMLLM_NODE"
 SHARING = "SLURMLLM_SHARING"  # workers that share a machine
+SLURMLLM = (sys.executable, "-m", "slurmllm")  # on every node: the interpreter is shared
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -42,6 +44,13 @@ class Allocation(ABC):
     @abstractmethod
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
         """Start a launcher on every node; the processes end when the launchers have."""
+
+    @abstractmethod
+    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+        """Start a command on every node, whose words come through the processes' pipes.
+
+        It takes nothing away from what else runs there, and one node's end ends no other's.
+        """
 
     @abstractmethod
     def broadcast(self, source: Path, target: Path) -> str | None:
@@ -70,21 +79,34 @@ class SlurmAllocation(Allocation):
 
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
         """One srun step, a launcher a node."""
-        command = [
+        # One launcher's failure ends the step on the other nodes too.
+        options = ["--kill-on-bad-exit=1"]
+        return [self._srun(options, _launcher(run_path, stage, attempt), None)]
+
+    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+        """One srun step beside others, a task a node."""
+        options = ["--kill-on-bad-exit=0", "--overlap"]
+        return [self._srun(options, command, subprocess.PIPE)]
+
+    def _srun(
+        self, options: Sequence[str], command: Sequence[str], output: int | None
+    ) -> subprocess.Popen[bytes]:
+        """One step, a task a node; its output in a pipe, or where this process's goes."""
+        srun = [
             "srun",
             f"--nodes={len(self.nodes)}",
             f"--ntasks={len(self.nodes)}",
             "--ntasks-per-node=1",
-            # The launcher's workers share the whole node; Slurm would bind one task to one CPU.
+            # A node's only task has all of it; Slurm would bind one task to one CPU.
             "--cpu-bind=none",
-            # One launcher's failure ends the step on the other nodes too.
-            "--kill-on-bad-exit=1",
             "--input=none",
             *(f"--cpus-per-task={cpus}" for cpus in [os.environ.get("SLURM_CPUS_ON_NODE")] if cpus),
-            *_launcher(run_path, stage, attempt),
+            *options,
+            *command,
         ]
+        errors = None if output is None else subprocess.STDOUT
         try:
-            return [subprocess.Popen(command)]
+            return subprocess.Popen(srun, stdout=output, stderr=errors)
         except OSError as error:
             raise SlurmError(f"srun cannot be started on {self.nodes[0]}: {error}") from error
 
@@ -130,14 +152,22 @@ class LocalAllocation(Allocation):
 
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
         """One launcher process a node."""
+        return self._start(_launcher(run_path, stage, attempt), None)
+
+    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+        """One process a node."""
+        return self._start(command, subprocess.PIPE)
+
+    def _start(self, command: Sequence[str], output: int | None) -> list[subprocess.Popen[bytes]]:
+        errors = None if output is None else subprocess.STDOUT
         return [
             subprocess.Popen(
-                _launcher(run_path, stage, attempt),
+                command,
                 env={**os.environ, NODE_RANK: str(index), NODE_NAME: name},
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with_parent, stdout=output, stderr=errors,
             )
             for index, name in enumerate(self.nodes)
-        ]
+        ]  # fmt: skip
 
     def broadcast(self, source: Path, target: Path) -> str | None:
         """Nothing to do: every launcher reads the run directory on this machine."""
@@ -168,7 +198,4 @@ def free_port() -> int:
 
 
 def _launcher(run_path: Path, stage: Stage, attempt: int) -> list[str]:
-    return [
-        sys.executable, "-m", "slurmllm", "launch", str(run_path),
-        "--stage", stage, "--attempt", str(attempt),
-    ]  # fmt: skip
+    return [*SLURMLLM, "launch", str(run_path), "--stage", stage, "--attempt", str(attempt)]

@@ -83,7 +83,7 @@ def close_attempt(
             "graphs_added": added_by([n.graphs_added for n in node_records(run, record).values()]),
         }
     )
-    if closed.action == "requeue" and record.stage == "precompile":
+    if closed.action == "requeue" and record.stage == "precompile" and ending.started:
         closed = closed.model_copy(update={"action": "stop"})  # train waits for its success
     elif closed.ending == "compile_failure" and record.stage == "precompile":
         closed = _in_spite_of(closed, load(run.config))

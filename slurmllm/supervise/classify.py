@@ -70,11 +70,19 @@ class Observed:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended."""
+    """How an attempt ended.
+
+    Attributes:
+        ending: The class.
+        evidence: Why, a line each.
+        blamed_nodes: What it is put down to.
+        started: Whether launchers were started at all.
+    """
 
     ending: EndingClass
     evidence: tuple[str, ...]
     blamed_nodes: tuple[str, ...] = ()
+    started: bool = True
 
 
 def classify(seen: Observed) -> Ending:

@@ -22,8 +22,32 @@ def usable(state: str) -> bool:
     return not any(word in state for word in _UNUSABLE)
 
 
+def enough_others(
+    client: SlurmClient, wanted: int, avoid: Sequence[str], partition: str | None
+) -> bool:
+    """Whether a job finds its nodes without some of them.
+
+    Args:
+        client: Slurm.
+        wanted: Nodes of the job.
+        avoid: Nodes to do without.
+        partition: The job's, or several with commas between; None: Slurm's default.
+    """
+    names = partition.split(",") if partition else None
+    spare = {
+        node.name
+        for node in client.partition_nodes()
+        if (node.partition in names if names else node.default) and usable(node.state)
+    }
+    return len(spare - set(avoid)) >= wanted
+
+
 def nodes_to_avoid(
-    client: SlurmClient, wanted: int, lost: Sequence[str], lost_before: Sequence[str]
+    client: SlurmClient,
+    wanted: int,
+    lost: Sequence[str],
+    lost_before: Sequence[str],
+    partition: str | None = None,
 ) -> list[str]:
     """The nodes to exclude: those lost, where others can take their place.
 
@@ -32,16 +56,16 @@ def nodes_to_avoid(
     Args:
         client: Slurm.
         wanted: Nodes of the job.
-        lost: Nodes that fell silent, or whose device broke, in the attempt that just ended.
-        lost_before: Such nodes of earlier attempts; taken again where there are no others.
+        lost: Nodes that failed their checks, fell silent, or whose device broke, in the attempt
+            that just ended.
+        lost_before: Those that the run keeps off; taken again where there are no others.
+        partition: See enough_others.
     """
+    for avoid in (sorted({*lost, *lost_before}), sorted(lost)):
+        if avoid and enough_others(client, wanted, avoid, partition):
+            return avoid
     if not lost:
         return []
-    states = client.node_states()
-    for avoid in (sorted({*lost, *lost_before}), list(lost)):
-        spare = [name for name, state in states.items() if usable(state) and name not in avoid]
-        if len(spare) >= wanted:
-            return avoid
     print(f"no node to take the place of {' '.join(lost)}: waiting for Slurm", flush=True)
     deadline = time.monotonic() + NOTICE_S
     while time.monotonic() < deadline:
@@ -51,7 +75,13 @@ def nodes_to_avoid(
     return []
 
 
-def requeue(client: SlurmClient, job_id: str, avoid: Sequence[str], excluded: str | None) -> None:
+def requeue(
+    client: SlurmClient,
+    job_id: str,
+    avoid: Sequence[str],
+    excluded: str | None,
+    avoided_before: bool = False,
+) -> None:
     """Put this process's own job back into the queue, away from nodes.
 
     Slurm refuses a new ExcNodeList while the job runs and takes it once the requeue has begun;
@@ -62,6 +92,7 @@ def requeue(client: SlurmClient, job_id: str, avoid: Sequence[str], excluded: st
         job_id: The job.
         avoid: Nodes to keep it off.
         excluded: What the recipe excludes anyway; the new list replaces it.
+        avoided_before: Whether the job may have a list that is to go.
     """
     try:
         client.requeue(job_id)
@@ -69,6 +100,7 @@ def requeue(client: SlurmClient, job_id: str, avoid: Sequence[str], excluded: st
         if "pending" not in str(error):
             raise
         print(f"job {job_id}: Slurm requeues it already", flush=True)
-    if avoid:
+    if avoid or avoided_before:
         client.exclude(job_id, [*([excluded] if excluded else []), *avoid])
+    if avoid:
         print(f"job {job_id} keeps off {' '.join(avoid)} from now on", flush=True)

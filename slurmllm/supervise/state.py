@@ -14,6 +14,7 @@ from slurmllm.errors import SlurmError, SlurmllmError, StorageError
 from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.records import (
     AttemptRecord,
+    ExcludedNode,
     GraphManifest,
     JobsRecord,
     MicroBatchRecord,
@@ -23,6 +24,7 @@ from slurmllm.records import (
 from slurmllm.rundir import RunDir, is_run
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.supervise.attempts import load_attempts, node_records, unequal_versions
+from slurmllm.supervise.exclusion import excluded
 from slurmllm.supervise.gate import faults
 
 
@@ -53,6 +55,7 @@ class RunState:
         uncompiled: Why that archive is not complete.
         versions: The last attempt's node → versions of driver, runtime, compiler, …
         unequal_versions: Which nodes differ in them, empty where none do.
+        excluded: The nodes that the run keeps off.
     """
 
     name: str
@@ -76,6 +79,7 @@ class RunState:
     uncompiled: tuple[str, ...] = ()
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
     unequal_versions: str = ""
+    excluded: tuple[ExcludedNode, ...] = ()
 
 
 def all_runs(root: Path) -> list[RunDir]:
@@ -121,6 +125,7 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         uncompiled=faults(manifest, run) if manifest is not None else (),
         versions=versions,
         unequal_versions=unequal_versions(versions),
+        excluded=tuple(excluded(run)),
     )
 
 

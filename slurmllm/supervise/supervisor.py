@@ -1,7 +1,7 @@
 """The batch script's own process: one attempt of one stage, from the nodes to the verdict.
 
-    close what the last attempt left open → open this one → graphs onto the nodes → launchers →
-    wait (signals, deadlines) → classify → record → requeue, stop or finish
+    close what the last attempt left open → open this one → check the nodes → graphs onto them →
+    launchers → wait (signals, deadlines) → classify → record → requeue, stop or finish
 
 It lives on the first node of the attempt. When that node dies it writes nothing, so the next
 attempt closes this one's record from Slurm's accounting.
@@ -9,6 +9,7 @@ attempt closes this one's record from Slurm's accounting.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -19,15 +20,17 @@ from types import FrameType
 
 from slurmllm.config.resolve import RunConfig, load
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, SlurmError, SlurmllmError, StorageError
-from slurmllm.records import AttemptRecord, GraphManifest, NodeRecord
+from slurmllm.records import AttemptRecord, GraphManifest, JobsRecord, NodeRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import AccountingRow
+from slurmllm.slurm.client import AccountingRow, SlurmClient
 from slurmllm.slurm.render import node_local_cache
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
 from slurmllm.supervise.cache import broadcast_path
 from slurmllm.supervise.classify import Ending, Observed, classify, reported_all
+from slurmllm.supervise.exclusion import drain, exclude_failed, excluded
 from slurmllm.supervise.gate import IncompleteGraphsError, faults, require_complete
+from slurmllm.supervise.preflight import preflight
 from slurmllm.supervise.refill import merge_added
 from slurmllm.supervise.requeue import nodes_to_avoid, requeue, usable
 
@@ -61,18 +64,24 @@ class Supervisor:
         self._close_unfinished()
         record = attempts.open_attempt(self.run, self.stage, self.config, self.allocation)
         self._say(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
+        phases: dict[str, float] = {}
+        launchers: list[subprocess.Popen[bytes]] = []
         try:
             self._merge_added()
-            phases = {"cache": self._broadcast_graphs()}
-            launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
+            ending = self._preflight(record, phases)
+            if ending is None:
+                phases["cache"] = self._broadcast_graphs()
+                launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
         except SlurmllmError as error:
             attempts.close_attempt(self.run, record, ending_of_error(error, record.nodes[0]))
             raise
-        started = time.monotonic()
-        self._wait(launchers, record)
-        phases["workers"] = time.monotonic() - started
-        ending = classify(self._observe(record))
+        if ending is None:
+            started = time.monotonic()
+            self._wait(launchers, record)
+            phases["workers"] = time.monotonic() - started
+            ending = classify(self._observe(record))
         closed = attempts.close_attempt(self.run, record, ending, phases)
+        self._exclude_failed(closed)
         self._say(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
         nodes = attempts.node_records(self.run, record)
         if line := attempts.unequal_versions({name: n.versions for name, n in nodes.items()}):
@@ -80,6 +89,19 @@ class Supervisor:
         if closed.action != "requeue":  # a requeue must not wait; the next attempt begins with it
             self._merge_added()
         return self._act(closed)
+
+    def _preflight(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
+        """Have every node check itself; the ending where one fails."""
+        if not self.config.cluster.health.enabled:
+            return None
+        started = time.monotonic()
+        found = preflight(
+            self.run, record, self.config, self.allocation, lambda: self.stop_signal is not None
+        )
+        phases["preflight"] = time.monotonic() - started
+        for line in found.warnings:
+            print(f"preflight: warning: {line}", flush=True)
+        return found.ending
 
     def _broadcast_graphs(self) -> float:
         """Send the archive to every node's own disk; returns the seconds it took.
@@ -213,19 +235,38 @@ class Supervisor:
 
     def _requeue(self, allocation: SlurmAllocation, closed: AttemptRecord) -> None:
         client, slurm = allocation.client, self.config.recipe.slurm
+        partition = os.environ.get("SLURM_JOB_PARTITION")
         try:
-            lost, before = attempts.lost_nodes(self.run, closed), self._lost_before(closed)
-            avoid = nodes_to_avoid(client, len(closed.nodes), lost, before)
-            requeue(client, allocation.job_id, avoid, slurm.exclude)
+            lost = attempts.lost_nodes(self.run, closed)
+            before = [node.node for node in excluded(self.run)]
+            avoid = nodes_to_avoid(client, len(closed.nodes), lost, before, partition)
+            if self.stage == "precompile" and avoid:
+                self._keep_train_off(client, partition)
+            listed = self.run.excluded.is_file()
+            requeue(client, allocation.job_id, avoid, slurm.exclude, avoided_before=listed)
         except SlurmError as error:
             # The record says requeue and the job may be lost to it: say so where it is looked for.
             print(f"{error}; if the job ends here, `slurmllm resume {self.run.name}`", flush=True)
 
-    def _lost_before(self, closed: AttemptRecord) -> list[str]:
-        """Nodes that earlier attempts of the same job lost."""
-        earlier = attempts.load_attempts(self.run, self.stage)
-        of_job = [a for a in earlier if a.job_id == closed.job_id and a.attempt < closed.attempt]
-        return sorted({name for record in of_job for name in attempts.lost_nodes(self.run, record)})
+    def _keep_train_off(self, client: SlurmClient, partition: str | None) -> None:
+        """Have the train job, which waits for this one, keep off the same nodes."""
+        sent = JobsRecord.load(self.run.jobs).submissions[-1]
+        avoid = nodes_to_avoid(
+            client, sent.nodes, [], [node.node for node in excluded(self.run)], partition
+        )
+        if sent.train_job is not None and avoid:
+            given = self.config.recipe.slurm.exclude
+            client.exclude(sent.train_job, [*([given] if given else []), *avoid])
+
+    def _exclude_failed(self, closed: AttemptRecord) -> None:
+        """Write down the nodes that the attempt lost, and drain them where that is wished."""
+        try:
+            new = exclude_failed(self.run, closed, self.config)
+        except StorageError as error:
+            print(f"warning: {error}", flush=True)  # Slurm's own list still keeps off them
+            return
+        if self.config.recipe.slurm.drain and isinstance(self.allocation, SlurmAllocation):
+            drain(self.allocation.client, new)
 
     def _close_unfinished(self) -> None:
         """Close the attempt before this one where its supervisor could not."""
@@ -236,6 +277,7 @@ class Supervisor:
                 ending = ending_of_lost(record, reported, row)
                 closed = attempts.close_attempt(self.run, record, ending, ended_at=ended_at(row))
                 self._say(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
+                self._exclude_failed(closed)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self.stop_signal is None:

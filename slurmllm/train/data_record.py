@@ -6,26 +6,31 @@ A checkpoint says the same of itself; this also covers the time before the first
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from slurmllm.errors import DataError
 from slurmllm.records import DataRecord
-from slurmllm.train.job import Job
+from slurmllm.rundir import RunDir
 
 
-def settle_data(job: Job) -> None:
-    """Write `data.json` at the first attempt, compare with it at the others; one worker does it.
+def settle_data(run: RunDir, identity: Mapping[str, Any]) -> None:
+    """Write `data.json` at the first attempt, compare with it at the others.
+
+    Args:
+        run: The run.
+        identity: Of the stream that is about to be read (`PackedStream.identity`).
 
     Raises:
         DataError: the data are not those that the run began with.
     """
-    if job.stage != "train" or job.worker.rank != 0:
+    reads = DataRecord.model_validate(identity)
+    if not run.data.is_file():
+        reads.save(run.data)
         return
-    reads = DataRecord.model_validate(job.stream.identity)
-    if not job.run.data.is_file():
-        reads.save(job.run.data)
-        return
-    changed = DataRecord.load(job.run.data).differences(reads)
+    changed = DataRecord.load(run.data).differences(reads)
     if changed:
         raise DataError(
-            f"the data changed after {job.run.name} began: {'; '.join(changed)}; put the old ones "
+            f"the data changed after {run.name} began: {'; '.join(changed)}; put the old ones "
             "back or start a new run"
         )

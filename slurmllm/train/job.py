@@ -6,19 +6,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from slurmllm.backends.base import Backend, MicroBatch, Worker, load_backend
+from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
 from slurmllm.backends.environment import load_environment
 from slurmllm.checkpoint.resume import find_resumable, first_fault
 from slurmllm.checkpoint.save import remove_leftovers
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.config.resolve import RunConfig, load
-from slurmllm.data.stream import PackedStream, merge_states
+from slurmllm.data.spec import StreamSpec
+from slurmllm.data.state import merge_states
+from slurmllm.data.stream import PackedStream
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
 from slurmllm.records import MicroBatchRecord
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.train.data_record import settle_data
 from slurmllm.train.stop import StopRequest
 
 # What the precompile stage runs: enough for every graph of a steady step (AWS's NeoX run: 3).
@@ -61,11 +62,14 @@ class Job:
     def micro_batches(self) -> list[MicroBatch]:
         """This worker's sequences of the next global batch."""
         batch, size = self.stream.next_batch(), self.mesh.micro_batch
-        inputs = np.ascontiguousarray(batch[:, :-1])
-        labels = np.ascontiguousarray(batch[:, 1:])
+        inputs, labels, positions = batch.inputs, batch.labels(IGNORED), batch.positions
         return [
-            MicroBatch(inputs[i : i + size], labels[i : i + size])
-            for i in range(0, len(batch), size)
+            MicroBatch(
+                inputs[i : i + size],
+                labels[i : i + size],
+                None if positions is None else positions[i : i + size],
+            )
+            for i in range(0, len(inputs), size)
         ]
 
     def train_state(self) -> TrainState:
@@ -78,7 +82,7 @@ class Job:
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to be continued."""
         position = self.stream.state()
-        return fingerprint(self.config.recipe, position["corpus"], position["tokenizer"])
+        return fingerprint(self.config.recipe, position["corpus"], position["tokenizer"] or "")
 
     def say(self, message: str) -> None:
         """A line in the run's log, once."""
@@ -176,6 +180,8 @@ def open_job(job: Job) -> None:
     job.backend.build(lambda: build_model(recipe.model))
     job.backend.build_optimizer()
     if job.stage == "train":
+        if job.worker.rank == 0:
+            settle_data(job.run, job.stream.identity)
         _resume(job)
 
 
@@ -189,25 +195,20 @@ def reopen(job: Job, measured: int) -> None:
 
 def _open_stream(job: Job) -> PackedStream:
     data, recipe = job.config.recipe.data, job.config.recipe
-    if data.corpus is None or data.tokenizer is None:
-        raise ConfigError(
-            f"{recipe.name} has nothing to read",
-            [
-                f"data.{name}: not set; --set data.{name}=… when submitting"
-                for name, value in (("corpus", data.corpus), ("tokenizer", data.tokenizer))
-                if value is None
-            ],
-        )
-    return PackedStream(
-        Path(data.corpus),
-        Path(data.tokenizer),
-        recipe.model.seq_len,
-        job.mesh.global_batch,
-        recipe.train.seed,
-        job.mesh.data_rank(job.worker.rank),
-        job.mesh.data,
-        data.num_workers,
+    if data.corpus is None:
+        fault = "data.corpus: not set; --set data.corpus=… when submitting"
+        raise ConfigError(f"{recipe.name} has nothing to read", [fault])
+    spec = StreamSpec(
+        corpora=[(Path(share.path), share.weight) for share in data.corpora],
+        tokenizer=None if data.tokenizer is None else Path(data.tokenizer),
+        seq_len=recipe.model.seq_len,
+        global_batch=job.mesh.global_batch,
+        seed=recipe.train.seed,
+        vocab_size=recipe.model.vocab_size,
+        mask=data.mask,
+        validation=data.validation,
     )
+    return PackedStream(spec, job.mesh.data_rank(job.worker.rank), job.mesh.data, data.num_workers)
 
 
 def _start(job: Job) -> None:

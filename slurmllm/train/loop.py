@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, SupportsFloat
 
+from slurmllm.backends.base import IGNORED, MicroBatch
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, DivergenceError
 from slurmllm.records import MetricsRow
 from slurmllm.train.hooks.base import Hook, Moment
@@ -72,7 +73,8 @@ def one_step(job: Job) -> Step:
     recipe, backend = job.config.recipe, job.backend
     number = job.step + 1
     lr = learning_rate(recipe.optim, recipe.train.steps, number)
-    loss = backend.forward_backward(job.micro_batches())
+    batches = job.micro_batches()
+    loss = backend.forward_backward(batches, counted_labels(job, batches))
     if not backend.late_readings:
         _require_finite(job, "loss", float(loss), number)
     grad_norm = backend.optimizer_step(lr)
@@ -80,6 +82,16 @@ def one_step(job: Job) -> Step:
     job.step = number
     job.tokens += job.mesh.global_batch * recipe.model.seq_len
     return Step(number, began, lr, job.tokens, loss, grad_norm, param_norm)
+
+
+def counted_labels(job: Job, batches: Sequence[MicroBatch]) -> int:
+    """How many labels of the global batch the loss is the mean over (collective)."""
+    mesh = job.mesh
+    if job.stream.trains_every_token:
+        return mesh.global_batch * job.config.recipe.model.seq_len
+    own = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+    # All workers of a replica read the same sequences.
+    return int(sum(job.backend.gather(own))) // (mesh.tensor * mesh.pipeline)
 
 
 def read(job: Job, step: Step) -> MetricsRow:

@@ -222,10 +222,14 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
     tokens = np.random.default_rng(mesh.data_rank(job.worker.rank)).integers(
         model.vocab_size, size=(length, mesh.micro_batch, model.seq_len)
     )
-    batches = [MicroBatch(part, part) for part in tokens]
+    # The mask costs the same wherever documents begin.
+    documents = job.config.recipe.data.mask == "document"
+    positions = np.tile(np.arange(model.seq_len), (mesh.micro_batch, 1)) if documents else None
+    batches = [MicroBatch(part, part, positions) for part in tokens]
     job.backend.gather(None)  # begin together
     began = time.perf_counter()
-    float(job.backend.forward_backward(batches))  # waits for the device
+    labels = mesh.global_batch * model.seq_len
+    float(job.backend.forward_backward(batches, labels))  # waits for the device
     seconds = time.perf_counter() - began
     recipe = job.config.recipe
     float(job.backend.optimizer_step(learning_rate(recipe.optim, recipe.train.steps, 1)))

@@ -15,7 +15,11 @@ from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
 
 NewBackend = Callable[..., Backend]
-Reference = Callable[[str], list[Outcome]]
+Reference = Callable[..., list[Outcome]]
+
+
+# Of a global batch of the small recipe.
+LABELS = 8 * 32
 
 
 def batch(rows: int = 8, seed: int = 0) -> np.ndarray:
@@ -61,13 +65,14 @@ def pool() -> Iterator[MeshPool]:
 
 @pytest.fixture(scope="package")
 def reference(pool: MeshPool) -> Reference:
-    """family → 20 steps of one process, and its weight decays."""
-    found: dict[str, list[Outcome]] = {}
+    """(family, overrides…) → 20 steps of one process, and its weight decays."""
+    found: dict[tuple[str, ...], list[Outcome]] = {}
 
-    def run(family: str) -> list[Outcome]:
-        if family not in found:
-            found[family] = pool.run(Case(small_run(family), after=decayed))
-        return found[family]
+    def run(family: str, *overrides: str) -> list[Outcome]:
+        key = (family, *overrides)
+        if key not in found:
+            found[key] = pool.run(Case(small_run(family, 1, 1, 1, *overrides), after=decayed))
+        return found[key]
 
     return run
 

@@ -67,12 +67,14 @@ def test_wide_products_round_once() -> None:
     assert targets(module)[MM] == 1
 
 
-def test_wide_attention() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_wide_attention(masked: bool) -> None:
     torch.manual_seed(0)
     q, k, v = (bf16(2, 3, 16, 8) for _ in range(3))
 
     def gradient(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mask = torch.ones(16, 16, dtype=torch.bool).tril() if masked else None
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked)
         return [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
 
     module = traced(gradient, q, k, v)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from mesh_pool import FAMILIES, Case, CaseFailed, MeshPool, deviation, micro_batches
+from mesh_pool import FAMILIES, Case, CaseFailed, MeshPool, counted, deviation, micro_batches
 from mesh_pool import small_run as small
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +32,8 @@ SELECTIVE, INTERLEAVED = (
     "train.activation_checkpointing=selective",
     "parallel.virtual_pipeline=2",
 )
+# Masks, positions that begin anew, and labels not learnt: other counts in each micro batch.
+DOCUMENTS = "data.mask=document"
 
 MESHES = [
     ("neox", 4, 1, 1, FEW, SEQUENCE),
@@ -51,6 +53,11 @@ MESHES = [
     ("gpt3", 2, 1, 2, FEW),
     ("gpt3", 2, 2, 1, FEW, SEQUENCE),
     ("gpt3", 1, 2, 2, INTERLEAVED, "parallel.zero=2"),
+    ("neox", 2, 1, 2, DOCUMENTS, FEW, SEQUENCE, "parallel.zero=3"),
+    ("llama", 2, 1, 1, DOCUMENTS, FEW, SEQUENCE, SELECTIVE),
+    ("gpt3", 2, 1, 1, DOCUMENTS, FEW, SEQUENCE, FULL),
+    ("neox", 1, 2, 2, DOCUMENTS, INTERLEAVED, FULL),
+    ("gpt3", 1, 4, 1, DOCUMENTS),
 ]
 
 
@@ -58,7 +65,7 @@ MESHES = [
 def test_same_training(
     pool: MeshPool, reference: Reference, mesh: tuple[str, int, int, int]
 ) -> None:
-    expected = reference(mesh[0])
+    expected = reference(mesh[0], *(part for part in mesh if part == DOCUMENTS))
     found = pool.run(Case(small(*mesh), after=decayed))
     assert max(deviation(found, expected)) < TOLERANCE
     assert all(outcome.rows == found[0].rows for outcome in found), "all workers see the same"
@@ -66,14 +73,15 @@ def test_same_training(
     assert groups == expected[0].after
 
 
-def test_compiled(pool: MeshPool, reference: Reference) -> None:
-    case = Case(small("neox", 2, 1, 1, FEW, SEQUENCE, "train.compile=true"))
-    assert max(deviation(pool.run(case), reference("neox"))) < TOLERANCE
+@pytest.mark.parametrize("documents", [(), (DOCUMENTS,)], ids=["plain", "documents"])
+def test_compiled(pool: MeshPool, reference: Reference, documents: tuple[str, ...]) -> None:
+    case = Case(small("neox", 2, 1, 1, FEW, SEQUENCE, "train.compile=true", *documents))
+    assert max(deviation(pool.run(case), reference("neox", *documents))) < TOLERANCE
 
 
 def gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
     """The gradients of one step, whole."""
-    backend.forward_backward(micro_batches(backend, 1))
+    backend.forward_backward(micro_batches(backend, 1), counted(backend.config, 1))
     return {
         name: p.grad.full_tensor().numpy()
         for name, p in backend.model.named_parameters()
@@ -145,7 +153,7 @@ def test_what_a_stage_raises_is_not_wrapped() -> None:
     pipeline.first, pipeline.last = True, False
     pipeline._schedule = SimpleNamespace(step=step)
     with pytest.raises(torch.OutOfMemoryError):
-        pipeline.forward_backward(torch.zeros(1), torch.zeros(1))
+        pipeline.forward_backward(torch.zeros(1), torch.zeros(1), None, 1.0)
 
 
 def test_a_worker_s_exception_reaches_the_test(pool: MeshPool) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from mesh_pool import counted, global_batch
+from mesh_pool import micro_batches as documents
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from backends.conftest import NewBackend, batch, micro_batches
-from slurmllm.backends.base import Backend
+from backends.conftest import LABELS, NewBackend, batch, micro_batches
+from slurmllm.backends.base import IGNORED, Backend
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.errors import StorageError
 from slurmllm.model.decoder import build_model
@@ -21,7 +25,7 @@ def train(backend: Backend, steps: int, *, first: int = 0, micro_batch: int = 2)
     """Loss, gradient norm and parameter norm of some steps, one after the other."""
     figures = []
     for step in range(first, first + steps):
-        loss = backend.forward_backward(micro_batches(batch(seed=step), micro_batch))
+        loss = backend.forward_backward(micro_batches(batch(seed=step), micro_batch), LABELS)
         figures += [loss, backend.optimizer_step(1e-2), backend.param_norm()]
     return figures
 
@@ -55,6 +59,37 @@ def test_one_step_is_a_plain_training_step(new_backend: NewBackend) -> None:
     ):
         assert isinstance(ours, DTensor)
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_the_mean_is_over_the_labels_that_count(new_backend: NewBackend, micro_batch: int) -> None:
+    backend = new_backend("data.mask=document", f"train.micro_batch={micro_batch}")
+    config = backend.config.recipe.model
+    whole, parts = global_batch(backend.config, 1), documents(backend, 1)
+    if len(parts) > 1:
+        assert len({int((part.labels != IGNORED).sum()) for part in parts}) > 1, "uneven"
+    loss = backend.forward_backward(parts, counted(backend.config, 1))
+    norm = backend.optimizer_step(1e-2)
+
+    model = build_model(config)
+    initialize(model, config, backend.config.recipe.train.seed)
+    assert whole.positions is not None
+    tokens, labels, positions = map(torch.from_numpy, (whole.tokens, whole.labels, whole.positions))
+    logits = model(tokens, positions=positions)[..., : config.vocab_size]
+    plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    plain.backward()
+    plain_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert loss == pytest.approx(plain.item(), rel=1e-6)
+    assert norm == pytest.approx(plain_norm.item(), rel=1e-5)
+
+
+def test_a_batch_without_a_label_teaches_nothing(new_backend: NewBackend) -> None:
+    backend = new_backend("optim.weight_decay=0", "optim.grad_clip=1.0")
+    before = backend.param_norm()
+    empty = [replace(m, labels=np.full_like(m.labels, IGNORED)) for m in micro_batches(batch(), 2)]
+    assert backend.forward_backward(empty, 0) == 0
+    assert backend.optimizer_step(1e-2) == 0
+    assert backend.param_norm() == before
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 8])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from train.gang import Gang, make_data, make_run
 
-from backends.conftest import NewBackend, batch, micro_batches
+from backends.conftest import LABELS, NewBackend, batch, micro_batches
 from slurmllm.backends.native.norms import local_part
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.backends.native.stochastic_rounding import (
@@ -34,7 +34,7 @@ def new(new_backend: NewBackend, precision: str, *overrides: str) -> NativeBacke
 def train(backend: NativeBackend, steps: int, first: int = 0) -> list[float]:
     figures = []
     for step in range(first, first + steps):
-        loss = backend.forward_backward(micro_batches(batch(seed=step % 2), 4))
+        loss = backend.forward_backward(micro_batches(batch(seed=step % 2), 4), LABELS)
         figures += [loss, backend.optimizer_step(2e-3), backend.param_norm()]
     return figures
 
@@ -205,7 +205,7 @@ def test_nobody_else_s_random_numbers_change() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_kept_in_which_format(new_backend: NewBackend, mode: str) -> None:
     backend = new(new_backend, mode)
-    backend.forward_backward(micro_batches(batch(), 2))
+    backend.forward_backward(micro_batches(batch(), 2), LABELS)
     gradients = {p.grad.dtype for p in backend.model.parameters() if p.grad is not None}
     bytes_ = sum(
         local_part(t).nbytes
@@ -279,7 +279,7 @@ import hashlib, json, os, sys
 from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from backends.conftest import batch, micro_batches
+from backends.conftest import LABELS, batch, micro_batches
 from slurmllm.backends.base import Worker, load_backend
 from slurmllm.backends.native.norms import local_part
 from slurmllm.backends.native.stochastic_rounding import StochasticAdamW
@@ -294,7 +294,7 @@ backend.start()
 backend.build(lambda: build_model(config.recipe.model))
 backend.build_optimizer()
 for step in range(20):
-    backend.forward_backward(micro_batches(batch(seed=step), 4))
+    backend.forward_backward(micro_batches(batch(seed=step), 4), 2 * LABELS)
     backend.optimizer_step(1e-3)
 sums = {}
 for name, p in backend.model.named_parameters():

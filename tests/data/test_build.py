@@ -1,27 +1,32 @@
+"""`data build`: what a corpus holds, how input is cleaned, and what faults leave behind."""
+
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import os
 import resource
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
+from typing import Any
 
 import click
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.ipc
 import pytest
+import xxhash
 import zstandard
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slurmllm.cli.data import data
-from slurmllm.data.build.corpus import build_corpus
+from slurmllm.data.build.corpus import Built, build_corpus
 from slurmllm.data.build.inputs import find_inputs
 from slurmllm.data.build.manifest import CorpusManifest, manifest_path
-from slurmllm.data.build.readers import ReadOptions
-from slurmllm.data.sources.arrow import Corpus
+from slurmllm.data.build.options import CleanOptions, ReadOptions
+from slurmllm.data.document_hash import document_hash, prompt_hash
 from slurmllm.errors import DataError, StorageError
 
 from .conftest import names_in
@@ -30,96 +35,73 @@ PARAGRAPHS = ["one line", "two\nlines – größer", "東京\n  indented <|endof
 TEXT = "\n \n" + "\n\n".join(PARAGRAPHS) + "\n\t\n\n"
 
 
-def build(tmp_path: Path, *names: str, **options: object) -> list[str]:
-    out = tmp_path / "out.arrow"
-    files = find_inputs([str(tmp_path / name) for name in names], options.pop("format", "auto"))  # type: ignore[arg-type]
-    build_corpus(files, out, ReadOptions(**options), overwrite=True)  # type: ignore[arg-type]
-    return list(Corpus(out))
+def build(tmp_path: Path, *names: str, clean: CleanOptions | None = None, **read: Any) -> Built:
+    files = find_inputs([str(tmp_path / name) for name in names])
+    options = ReadOptions(**read)
+    return build_corpus(files, tmp_path / "out.arrow", options, clean=clean, overwrite=True)
+
+
+def corpus(tmp_path: Path) -> pa.RecordBatch:
+    with pa.memory_map(str(tmp_path / "out.arrow")) as mapped:
+        reader = pa.ipc.open_file(mapped)
+        assert reader.num_record_batches == 1
+        batch = reader.get_batch(0)
+        batch.validate(full=True)
+        return batch
+
+
+def texts(tmp_path: Path) -> list[str]:
+    found: list[str] = corpus(tmp_path)["text"].to_pylist()
+    return found
 
 
 def write(path: Path, content: bytes) -> Path:
-    if path.suffix == ".gz":
-        content = gzip.compress(content)
-    elif path.suffix == ".zst":
-        content = zstandard.compress(content)
     path.write_bytes(content)
     return path
 
 
-def json_lines(texts: list[str], key: str = "text") -> bytes:
-    return "".join(json.dumps({"id": i, key: t}) + "\n" for i, t in enumerate(texts)).encode()
+def json_lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(texts)).encode()
 
 
-@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_text_and_json_lines_hold_the_same(tmp_path: Path, ending: str) -> None:
-    write(tmp_path / f"a.txt{ending}", TEXT.encode())
-    write(tmp_path / f"a.jsonl{ending}", json_lines(PARAGRAPHS))
-    assert build(tmp_path, f"a.txt{ending}") == PARAGRAPHS
-    assert build(tmp_path, f"a.jsonl{ending}") == PARAGRAPHS
-
-
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
-def test_parquet_holds_the_same(tmp_path: Path, kind: pa.DataType) -> None:
-    many = PARAGRAPHS * 300
-    table = pa.table({"id": range(len(many)), "body": pa.array(many, kind)})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=100)
-    assert build(tmp_path, "a.parquet", text_key="body") == many
-
-
-def test_joined_compressed_streams_are_read_to_their_end(tmp_path: Path) -> None:
-    # What `cat a.gz b.gz` makes.
-    for ending, pack in ((".gz", gzip.compress), (".zst", zstandard.compress)):
-        (tmp_path / f"a.txt{ending}").write_bytes(pack(b"first\n\n") + pack(b"second\n"))
-        assert build(tmp_path, f"a.txt{ending}") == ["first", "second"]
-
-
-def test_text_by(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", TEXT.encode())
-    assert build(tmp_path, "a.txt", text_by="document") == [TEXT]
-    lines = [line for line in TEXT.split("\n") if line.strip()]
-    assert build(tmp_path, "a.txt", text_by="line") == lines
-
-
-def test_line_ends_and_byte_order_marks(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\nline\r\n\r\ntwo\r\n")
-    write(tmp_path / "b.jsonl", b"\xef\xbb\xbf" + json_lines(["one\r\nline"]))
-    assert build(tmp_path, "a.txt") == ["one\nline", "two"]
-    assert build(tmp_path, "a.txt", text_by="document") == ["one\nline\n\ntwo\n"]
-    assert build(tmp_path, "b.jsonl") == ["one\r\nline"]
-
-
-def test_manifest_and_sources(tmp_path: Path) -> None:
+def test_corpus_and_manifest(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", TEXT.encode())
     write(tmp_path / "a.jsonl", json_lines(["", "x", "  "]))
     write(tmp_path / "c.txt", b"\n")
     out = tmp_path / "out.arrow"
     build(tmp_path, "b.txt", "a.jsonl", "c.txt")
+    batch = corpus(tmp_path)
+    assert batch.schema == pa.schema(
+        {
+            "text": pa.large_string(),
+            "id": pa.uint64(),
+            "source": pa.dictionary(pa.int32(), pa.large_string()),
+        }
+    )
+    assert batch["text"].to_pylist() == [*PARAGRAPHS, "x"]
+    assert batch["id"].to_pylist() == [document_hash(t.encode()) for t in [*PARAGRAPHS, "x"]]
+    sources = [Path(name).name for name in batch["source"].to_pylist()]
+    assert sources == ["b.txt", "b.txt", "b.txt", "a.jsonl"]
     manifest = CorpusManifest.load(manifest_path(out))
     assert manifest.documents == 4
     assert manifest.text_bytes == len("".join(PARAGRAPHS).encode()) + 1
-    assert manifest.text_bytes == Corpus(out).text_bytes
+    assert manifest.columns == ("text", "id", "source")
     assert manifest.empty == 2
     assert [Path(entry.path).name for entry in manifest.inputs] == ["b.txt", "a.jsonl", "c.txt"]
     assert [entry.documents for entry in manifest.inputs] == [3, 1, 0]
-    assert [entry.bytes for entry in manifest.inputs][2] == 1
+    assert manifest.inputs[2].bytes == 1
+    assert manifest.inputs[0].xxh3 == xxhash.xxh3_128_hexdigest(TEXT.encode())
     assert manifest.arrow_bytes == out.stat().st_size
     assert manifest.arrow_sha256 == hashlib.sha256(out.read_bytes()).hexdigest()
-    table = pa.ipc.open_file(out).read_all()
-    assert table.schema.field("text").type == pa.large_string()
-    sources = [Path(name).name for name in table["source"].to_pylist()]
-    assert sources == ["b.txt", "b.txt", "b.txt", "a.jsonl"]
+    assert names_in(tmp_path) == ["a.jsonl", "b.txt", "c.txt", "out.arrow", "out.arrow.json"]
 
 
-def test_many_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurmllm.data.build.corpus._BATCH_ROWS", 7)
-    monkeypatch.setattr("slurmllm.data.build.corpus._BATCH_CHARS", 100)
-    texts = [f"{i} " + "x" * (i % 40) for i in range(100)] + ["long " * 100]
-    write(tmp_path / "a.jsonl", json_lines(texts))
-    write(tmp_path / "b.txt", b"from another file")
-    assert build(tmp_path, "a.jsonl", "b.txt") == [*texts, "from another file"]
-    out = tmp_path / "out.arrow"
-    assert pa.ipc.open_file(out).num_record_batches > 14
-    assert Corpus(out).text_bytes == sum(map(len, texts)) + 17
+def test_a_corpus_is_input_too(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", TEXT.encode())
+    build(tmp_path, "a.txt")
+    (tmp_path / "out.arrow").rename(tmp_path / "first.arrow")
+    build(tmp_path, "first.arrow")
+    assert texts(tmp_path) == PARAGRAPHS
 
 
 def test_same_input_same_bytes(tmp_path: Path) -> None:
@@ -129,6 +111,73 @@ def test_same_input_same_bytes(tmp_path: Path) -> None:
     first = out.read_bytes(), manifest_path(out).read_bytes()
     build(tmp_path, "a.txt")
     assert first == (out.read_bytes(), manifest_path(out).read_bytes())
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.lists(st.text("aä\u0308\u2126 \n", max_size=4), max_size=8), min_size=1, max_size=4),
+    st.sampled_from(["none", "nfc", "nfkd"]),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_cleaning(
+    tmp_path_factory: pytest.TempPathFactory,
+    files: list[list[str]],
+    form: Any,
+    min_chars: int,
+    dedup: bool,
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("cleaning")
+    names = [f"{index}.jsonl" for index in range(len(files))]
+    for name, lines in zip(names, files, strict=True):
+        write(tmp_path / name, json_lines(lines))
+    expected: list[str] = []
+    short = duplicates = 0
+    for text in sum(files, []):
+        text = text if form == "none" else unicodedata.normalize(form.upper(), text)
+        if not text or text.isspace():
+            continue
+        if len(text) < min_chars:
+            short += 1
+        elif dedup and text in expected:
+            duplicates += 1
+        else:
+            expected.append(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slurmllm.data.build.shards._LEAST_BYTES", 1)  # a shard a file
+        patch.setattr("slurmllm.data.build.shard._RUN_DOCUMENTS", 3)
+        patch.setattr("slurmllm.data.build.duplicates._AT_ONCE", 2)
+        patch.setattr("slurmllm.data.build.finished._PART_ROWS", 2)
+        patch.setattr("slurmllm.data.build.finished._PART_BYTES", 5)
+        clean = CleanOptions(form, min_chars, dedup)
+        try:
+            manifest = build(tmp_path, *names, clean=clean).manifest
+        except DataError as error:
+            assert "no text in" in str(error)
+            assert not expected
+            return
+    assert texts(tmp_path) == expected
+    assert corpus(tmp_path)["id"].to_pylist() == [document_hash(t.encode()) for t in expected]
+    assert (manifest.short, manifest.duplicates) == (short, duplicates)
+    sources = corpus(tmp_path)["source"].to_pylist()
+    assert [sources.count(entry.path) for entry in manifest.inputs] == [
+        entry.documents for entry in manifest.inputs
+    ]
+    assert manifest.text_bytes == sum(len(text.encode()) for text in expected)
+
+
+def test_prompts_and_completions(tmp_path: Path) -> None:
+    rows = [("Why?", "Because."), ("", "Hm"), ("x", " "), ("Why?", "Because.")]
+    lines = "".join(json.dumps({"p": p, "c": c}) + "\n" for p, c in rows)
+    write(tmp_path / "a.jsonl", lines.encode())
+    clean = CleanOptions(dedup=True)
+    built = build(tmp_path, "a.jsonl", clean=clean, prompt_key="p", completion_key="c")
+    batch = corpus(tmp_path)
+    assert batch.schema.names == ["prompt", "completion", "id", "source"]
+    assert list(zip(*batch.to_pydict().values(), strict=True)) == [
+        (p, c, prompt_hash(p.encode(), c.encode()), str(tmp_path / "a.jsonl")) for p, c in rows[:2]
+    ]
+    assert (built.manifest.empty, built.manifest.duplicates) == (1, 1)
 
 
 BAD = {
@@ -151,39 +200,10 @@ def test_bad_documents_are_errors_or_counted(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=message):
         build(tmp_path, name)
     assert names_in(tmp_path) == [name]
-    assert "good" in build(tmp_path, name, skip_bad=True)
-    manifest = CorpusManifest.load(tmp_path / "out.arrow.json")
+    manifest = build(tmp_path, name, skip_bad=True).manifest
+    assert "good" in texts(tmp_path)
     assert manifest.bad == 1
     assert name in manifest.bad_examples[0]
-
-
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.txt.zst", "a.jsonl.zst"])
-@pytest.mark.parametrize("keep", [0.5, 0.999, 0.0005])
-def test_cut_compressed_files(tmp_path: Path, name: str, keep: float) -> None:
-    whole = write(tmp_path / name, json_lines([os.urandom(9).hex() for _ in range(5000)]))
-    data = whole.read_bytes()
-    whole.write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(DataError, match=f"{name}: cannot be read to its end: Truncated"):
-        build(tmp_path, name)
-
-
-def test_corrupt_files(tmp_path: Path) -> None:
-    for name in ("a.txt.gz", "a.txt.zst", "a.parquet"):
-        (tmp_path / name).write_bytes(b"no such thing" * 100)
-        with pytest.raises(DataError, match=name):
-            build(tmp_path, name)
-
-
-def test_parquet_faults(tmp_path: Path) -> None:
-    table = pa.table({"text": ["a", None, "b"], "number": [1, 2, 3]})
-    pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a.parquet: row 2 of column 'text' is null"):
-        build(tmp_path, "a.parquet")
-    assert build(tmp_path, "a.parquet", skip_bad=True) == ["a", "b"]
-    with pytest.raises(DataError, match=r"no column 'body' \(there is text, number\)"):
-        build(tmp_path, "a.parquet", text_key="body")
-    with pytest.raises(DataError, match=r"column 'number' is int64, not strings"):
-        build(tmp_path, "a.parquet", text_key="number")
 
 
 def test_no_text_at_all(tmp_path: Path) -> None:
@@ -210,21 +230,24 @@ def test_failed_overwrite_keeps_the_old_corpus(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", b"\xff")
     with pytest.raises(DataError):
         build(tmp_path, "a.txt", "b.txt")
-    assert list(Corpus(tmp_path / "out.arrow")) == PARAGRAPHS
+    assert texts(tmp_path) == PARAGRAPHS
     assert manifest_path(tmp_path / "out.arrow").exists()
 
 
-def test_full_disk(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.txt", b"0123456789\n\n" * 50000)
-    files = find_inputs([str(source)])
+@pytest.mark.parametrize("limit", [100_000, 600_000])
+def test_full_disk(tmp_path: Path, limit: int) -> None:
+    # The text takes 500 kB and its ids 400 kB: the first limit meets a shard, the second the join.
+    write(tmp_path / "a.txt", b"0123456789\n\n" * 50000)
     _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with pytest.raises(StorageError, match=r"cannot write .*out.arrow: File too large; free"):
-            build_corpus(files, tmp_path / "out.arrow", ReadOptions())
+        with pytest.raises(StorageError, match=r"cannot write .*out.arrow.*: File too large; free"):
+            build(tmp_path, "a.txt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert names_in(tmp_path) == ["a.txt"]
+    assert names_in(tmp_path) == (["a.txt"] if limit < 500_000 else [".out.arrow.build", "a.txt"])
+    assert build(tmp_path, "a.txt").continued == (limit > 500_000)
+    assert len(texts(tmp_path)) == 50000
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
@@ -232,21 +255,14 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     with zstandard.open(tmp_path / "a.txt.zst", "wb") as stream:
         for _ in range(2000):
             stream.write(paragraph * 500)  # 185 MB
-    script = (
-        "import resource, sys; from pathlib import Path; from slurmllm.data.build.corpus import *;"
-        "from slurmllm.data.build.inputs import find_inputs;"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024;"
-        "before = peak(); files = find_inputs([sys.argv[1]]);"
-        "m = build_corpus(files, Path(sys.argv[2]), ReadOptions());"
-        "print(m.text_bytes, peak() - before)"
-    )
-    arguments = [str(tmp_path / "a.txt.zst"), str(tmp_path / "out.arrow")]
+    script = "from slurmllm.cli.main import main; main()"
+    arguments = ["data", "build", str(tmp_path), "--out", str(tmp_path / "out.arrow"), "--json"]
     run = subprocess.run(
         [sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True
     )
-    text_bytes, grown_mib = map(float, run.stdout.split())
-    assert text_bytes > 180e6
-    assert grown_mib < 130
+    result = json.loads(run.stdout)
+    assert result["text_bytes"] > 180e6
+    assert result["peak_memory_bytes"] < 250e6
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,17 +274,34 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.stdout.startswith("c.arrow: 3 documents, 0.0 MB of text from 1 file in ")
     run = CliRunner().invoke(data, ["build", "a.txt", "--out", "c.arrow"])
     assert isinstance(run.exception, DataError)
+    write(tmp_path / "list", b"b.jsonl\n")
     run = CliRunner().invoke(
         data,
-        ["build", "*.txt", "b.jsonl", "--out", "c.arrow", "--overwrite", "--skip-bad", "--json"],
+        ["build", "*.txt", "--files-from", "list", "--out", "c.arrow", "--overwrite", "--skip-bad"]
+        + ["--json", "--min-chars", "10"],
         catch_exceptions=False,
     )
     summary = json.loads(run.stdout)
-    assert summary["documents"] == 3
+    assert (summary["documents"], summary["short"]) == (2, 1)
     assert summary["inputs"] == 2
     assert summary["bad"] == 1
+    assert summary["shards"] == 1
     assert "b.jsonl:1: not JSON" in run.stderr
     assert "slurmllm" not in click.unstyle(run.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name an INPUT"),
+        (["a.txt", "--prompt-key", "p"], "go together"),
+        (["a.txt", "--dtype", "int32"], "add --tokenize"),
+    ],
+)
+def test_options_that_do_not_fit(arguments: list[str], message: str) -> None:
+    run = CliRunner().invoke(data, ["build", *arguments, "--out", "c.arrow"])
+    assert run.exit_code == 2
+    assert message in run.stderr
 
 
 def test_progress_is_quiet_without_a_terminal(tmp_path: Path) -> None:

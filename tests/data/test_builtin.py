@@ -6,13 +6,15 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.ipc
 import pytest
 
 from slurmllm.data import builtin
 from slurmllm.data.build.manifest import CorpusManifest, manifest_path
 from slurmllm.data.builtin import ensure_stdlib
 from slurmllm.data.check import check_inputs
-from slurmllm.data.sources.arrow import Corpus
+from slurmllm.data.tokenizer import vocab_size_of
 from slurmllm.errors import DataError
 
 from .conftest import names_in
@@ -27,14 +29,15 @@ def test_stdlib_can_train(stdlib: tuple[Path, Path]) -> None:
     corpus, tokenizer = stdlib
     assert platform.python_version() in corpus.name
     assert platform.python_version() in tokenizer.name
-    facts = check_inputs(corpus, tokenizer, builtin.VOCAB_SIZE, 256, 32)
-    assert facts.vocab_size == builtin.VOCAB_SIZE
-    assert facts.text_bytes > 3e6
+    (facts,) = check_inputs([(corpus, 1.0)], tokenizer, builtin.VOCAB_SIZE, 256, 32)
+    assert vocab_size_of(tokenizer.read_text()) == builtin.VOCAB_SIZE
     manifest = CorpusManifest.load(manifest_path(corpus))
+    assert facts.documents == manifest.documents
+    assert manifest.text_bytes > 3e6
     names = [entry.path for entry in manifest.inputs]
     assert "argparse.py" in names
     assert not any(name.startswith(("/", "test/", "site-packages")) for name in names)
-    assert any('"""' in text for text in Corpus(corpus))
+    assert any('"""' in text for text in pa.ipc.open_file(corpus).read_all()["text"].to_pylist())
 
 
 def test_what_is_there_is_used(stdlib: tuple[Path, Path]) -> None:

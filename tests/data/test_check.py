@@ -5,15 +5,18 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 import pytest
 from tokenizers import Tokenizer, models
 
-from slurmllm.data.check import check_inputs
+from slurmllm.data.check import CorpusFacts, check_inputs
 from slurmllm.data.sources.arrow import Corpus
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
+
+from .corpora import write_megatron
 
 
 def write_arrow(path: Path, table: pa.Table, stream: bool = False) -> Path:
@@ -23,16 +26,26 @@ def write_arrow(path: Path, table: pa.Table, stream: bool = False) -> Path:
     return path
 
 
+def check(
+    corpus: Path,
+    tokenizer: Path | None,
+    vocab_size: int,
+    seq_len: int,
+    global_batch: int,
+    validation: float = 0.0,
+) -> CorpusFacts:
+    """Of one corpus."""
+    corpora = [(corpus, 1.0)]
+    (facts,) = check_inputs(corpora, tokenizer, vocab_size, seq_len, global_batch, validation)
+    return facts
+
+
 def test_facts(corpus: Path, tokenizer: Path, texts: list[str]) -> None:
     encoder = TokenEncoder(tokenizer)
     tokens = sum(len(encoder.encode(text)) for text in texts)
-    facts = check_inputs(corpus, tokenizer, 320, seq_len=tokens, global_batch=1)
-    assert facts.documents == len(texts)
-    assert facts.text_bytes == sum(len(text.encode()) for text in texts)
-    assert facts.tokens == tokens
-    assert facts.vocab_size == 320
-    assert facts.end_of_document == 0
-    assert check_inputs(corpus, tokenizer, 400, seq_len=8, global_batch=8).tokens is None
+    facts = check(corpus, tokenizer, 320, seq_len=tokens, global_batch=1)
+    assert facts == CorpusFacts(len(texts), sum(len(t.encode()) for t in texts), "bytes", tokens)
+    assert check(corpus, tokenizer, 400, seq_len=8, global_batch=8).tokens is None
 
 
 def test_shorter_than_one_batch(corpus: Path, tokenizer: Path, texts: list[str]) -> None:
@@ -40,25 +53,58 @@ def test_shorter_than_one_batch(corpus: Path, tokenizer: Path, texts: list[str])
     tokens = sum(len(encoder.encode(text)) for text in texts)
     message = f"has {tokens} tokens in 97 documents, .* 1 x model.seq_len {tokens + 1} = "
     with pytest.raises(DataError, match=message):
-        check_inputs(corpus, tokenizer, 320, seq_len=tokens + 1, global_batch=1)
+        check(corpus, tokenizer, 320, seq_len=tokens + 1, global_batch=1)
+    # Of a blend it need not be the whole batch.
+    corpora = [(corpus, 1.0), (corpus, 1.0)]
+    assert len(check_inputs(corpora, tokenizer, 320, tokens + 1, 1)) == 2
+    message = f"5 x model.seq_len {tokens} x its share 0.333 = {-(-5 * tokens // 3)}"
+    with pytest.raises(DataError, match=message):
+        check_inputs([(corpus, 0.5), (corpus, 1.0)], tokenizer, 320, tokens, 5)
+
+
+def test_documents_held_out_do_not_count(
+    corpus: Path, tokenizer: Path, texts: list[str], tmp_path: Path
+) -> None:
+    tokens = sum(len(TokenEncoder(tokenizer).encode(text)) for text in texts)
+    found = check(corpus, tokenizer, 320, tokens // 3, 1, validation=0.5)
+    assert found.tokens is None or found.tokens < tokens
+    with pytest.raises(DataError, match="97 documents with those held out, fewer than one"):
+        check(corpus, tokenizer, 320, tokens, 1, validation=0.5)
+    alone = write_arrow(tmp_path / "one.arrow", pa.table({"text": ["all there is"]}))
+    with pytest.raises(DataError, match=r"none of the 1 documents of .*one\.arrow is on the"):
+        check(alone, tokenizer, 320, 1, 1, validation=0.3)
+
+
+def test_token_ids_need_no_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
+    prefix = write_megatron(tmp_path / "m", [[[1, 2, 3]], [[4, 319]]])
+    for encoder in (None, tokenizer):
+        facts = check(prefix, encoder, 320, 5, 1)
+        assert (facts.documents, facts.size, facts.unit) == (2, 5, "tokens")
+    with pytest.raises(DataError, match=r"m\.bin is 319, .*model.vocab_size is 300"):
+        check(prefix, None, 300, 5, 1)
+    np.save(tmp_path / "t.npy", np.zeros(50, dtype=np.int32))
+    assert check(tmp_path / "t.npy", None, 300, 10, 5).tokens == 50
+    assert check(tmp_path / "t.npy", None, 300, 5, 5).tokens is None
+    with pytest.raises(DataError, match=r"data.mask is document, .*t\.npy begin; set data.token"):
+        check_inputs([(tmp_path / "t.npy", 1.0)], None, 300, 10, 5, mask="document")
 
 
 def test_vocabulary_larger_than_the_models(corpus: Path, tokenizer: Path) -> None:
     with pytest.raises(DataError, match=r"has 320 token ids, more than model.vocab_size 319; set"):
-        check_inputs(corpus, tokenizer, 319, 8, 8)
+        check(corpus, tokenizer, 319, 8, 8)
 
 
 def test_ids_with_gaps_count_to_the_largest(corpus: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.BPE({"</s>": 999, "a": 1}, [])).save(str(path))
     with pytest.raises(DataError, match="has 1000 token ids"):
-        check_inputs(corpus, path, 500, 1, 1)
+        check(corpus, path, 500, 1, 1)
 
 
 def test_bad_corpora(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
     def refused(path: Path, message: str) -> None:
         with pytest.raises(DataError, match=message):
-            check_inputs(path, tokenizer, 320, 8, 8)
+            check(path, tokenizer, 320, 8, 8)
 
     refused(tmp_path / "none.arrow", r"no corpus .*none.arrow; make one with `slurmllm data build")
     refused(tmp_path, "cannot read corpus")
@@ -77,7 +123,7 @@ def test_bad_corpora(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
 
 def test_bad_tokenizer(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(DataError, match="cannot read tokenizer"):
-        check_inputs(corpus, tmp_path / "none.json", 320, 8, 8)
+        check(corpus, tmp_path / "none.json", 320, 8, 8)
 
 
 def test_corpora_made_elsewhere(tmp_path: Path) -> None:
@@ -102,7 +148,7 @@ def test_fast_and_without_torch(corpus: Path, tokenizer: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from slurmllm.data.check import check_inputs;"
         "import slurmllm.data.stream, slurmllm.data.builtin, slurmllm.data.worker;"
-        "check_inputs(Path(sys.argv[1]), Path(sys.argv[2]), 320, 8, 8);"
+        "check_inputs([(Path(sys.argv[1]), 1.0)], Path(sys.argv[2]), 320, 8, 8);"
         "assert 'torch' not in sys.modules"
     )
     command = [sys.executable, "-c", script, str(corpus), str(tokenizer)]
@@ -116,9 +162,9 @@ def test_large_corpora_open_in_no_time(tmp_path: Path, tokenizer: Path) -> None:
         for _ in range(8):
             writer.write_batch(batch)  # 400 MB
     begun = time.perf_counter()
-    facts = check_inputs(path, tokenizer, 320, 2048, 4)
+    facts = check(path, tokenizer, 320, 2048, 4)
     elapsed_s = time.perf_counter() - begun
     path.unlink()
     assert facts.documents == 400_000
-    assert facts.text_bytes == 400_000_000
+    assert facts.size == 400_000_000
     assert elapsed_s < 0.3

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import io
+import json
 import typing
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.ipc
 import pytest
 
 from slurmllm.cli import data as cli
-from slurmllm.data.build import inputs
-from slurmllm.data.build.inputs import find_inputs
+from slurmllm.data.build import inputs, options
+from slurmllm.data.build.inputs import find_inputs, read_list
 from slurmllm.errors import DataError
 
 
@@ -18,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
-    for name in ["no.csv", ".hidden.txt", ".git/config.txt", "old.arrow", "old.arrow.json"]:
+    for name in ["no.pdf", ".hidden.txt", ".git/config.txt", "old.arrow", "old.arrow.json"]:
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
@@ -30,8 +34,8 @@ def names(*arguments: str, **options: typing.Any) -> list[str]:
 
 
 def test_folder_is_read_in_the_order_of_its_paths(folder: Path) -> None:
-    expected = ["B.txt", "a.md", "b.txt", "c.jsonl.gz", "sub/deep/y.txt.zst", "sub/z.py"]
-    assert names("in") == [f"in/{name}" for name in expected]
+    expected = ["B.txt", "a.md", "b.txt", "c.jsonl.gz", "old.arrow", "sub/deep/y.txt.zst"]
+    assert names("in") == [f"in/{name}" for name in [*expected, "sub/z.py"]]
 
 
 def test_format_and_compression_come_from_the_endings(folder: Path) -> None:
@@ -50,19 +54,71 @@ def test_globs_cross_folders(folder: Path) -> None:
 
 
 def test_format_text_takes_any_file(folder: Path) -> None:
-    assert "in/no.csv" in names("in", format="text")
+    assert "in/no.pdf" in names("in", format="text")
     assert "in/.hidden.txt" not in names("in", format="text")
 
 
-def test_arrow_corpora_where_wanted(folder: Path) -> None:
-    assert "in/old.arrow" in names("in", arrow=True)
-    assert "in/old.arrow" not in names("in")
-    with pytest.raises(DataError, match="ending does not say"):
-        names("in/old.arrow")
-
-
 def test_output_is_never_input(folder: Path) -> None:
-    assert "in/b.txt" not in names("in", leave_out=[Path("in/b.txt")])
+    left = names("in", leave_out=[Path("in/b.txt"), Path("in/sub")])
+    assert left == ["in/B.txt", "in/a.md", "in/c.jsonl.gz", "in/old.arrow"]
+
+
+def test_lists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("list").write_text("in/b.txt\n\n# more\n  in/a.md\r\n")
+    assert read_list("list") == ["in/b.txt", "in/a.md"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"in/b.txt")))
+    assert read_list("-") == ["in/b.txt"]
+    Path("list").write_text("\n")
+    with pytest.raises(DataError, match="--files-from list names no file"):
+        read_list("list")
+    with pytest.raises(DataError, match="cannot read the list in"):
+        read_list("in")
+
+
+def save_dataset(folder: Path, texts: list[list[str]]) -> None:
+    """What `Dataset.save_to_disk` leaves, a file a list, with a cached computation beside it."""
+    folder.mkdir(parents=True)
+    files = [f"data-{index:05d}-of-{len(texts):05d}.arrow" for index in range(len(texts))]
+    for name, part in [*zip(files, texts, strict=True), ("cache-0123456789abcdef.arrow", ["no"])]:
+        table = pa.table({"text": part})
+        with pa.ipc.new_stream(folder / name, table.schema) as writer:
+            writer.write_table(table)
+    state = {"_data_files": [{"filename": name} for name in files], "_fingerprint": "0123"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
+
+
+def test_saved_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = [[str(index)] for index in range(3)]
+    save_dataset(tmp_path / "in" / "d", parts)
+    (tmp_path / "in" / "e.txt").write_text("x")
+    (tmp_path / "in" / "c.txt").write_text("x")
+    files = [f"in/d/data-0000{index}-of-00003.arrow" for index in range(3)]
+    assert names("in/d") == files
+    assert names("in") == ["in/c.txt", *files, "in/e.txt"]
+    state = {"_data_files": [{"filename": Path(name).name} for name in reversed(files)]}
+    (tmp_path / "in" / "d" / "state.json").write_text(json.dumps(state))
+    assert names("in/d") == files[::-1]
+    assert not {"in/d/state.json", "in/d/dataset_info.json"} & set(names("in/d/*"))
+    (tmp_path / files[1]).unlink()
+    with pytest.raises(DataError, match="state.json names data-00001-of-00003.arrow, which is not"):
+        names("in")
+
+
+def test_datasets_of_several_splits(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        save_dataset(tmp_path / "d" / split, [[split]])
+    (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    with pytest.raises(DataError, match="name the one to read: .*/d/train or .*/d/test"):
+        names(str(tmp_path / "d"))
+    assert len(names(str(tmp_path / "d" / "train"))) == 1
+
+
+def test_datasets_own_files(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "d", num_shards=2)
+    assert len(names(str(tmp_path / "d"))) == 2
 
 
 def test_odd_file_names_are_made_printable(tmp_path: Path) -> None:
@@ -79,7 +135,7 @@ def test_odd_file_names_are_made_printable(tmp_path: Path) -> None:
         ("in/*.zip", r"in/\*.zip: no file to read there"),
         ("in/missing", "cannot read in/missing: No such file"),
         ("/dev/null", "/dev/null is not a regular file"),
-        ("in/no.csv", "known endings are .txt"),
+        ("in/no.pdf", "known endings are .txt"),
         ("empty", "empty: no file to read there"),
     ],
 )
@@ -102,4 +158,6 @@ def test_the_command_line_offers_what_there_is() -> None:
         if hasattr(option.type, "choices")
     }
     assert choices["format_"] == typing.get_args(inputs.FormatOption)
-    assert choices["text_by"] == typing.get_args(inputs.TextBy)
+    assert choices["text_by"] == typing.get_args(options.TextBy)
+    assert choices["normalize"] == typing.get_args(options.Normalize)
+    assert choices["dtype"] == typing.get_args(options.TokenDtype)

@@ -10,14 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.worker import PARENT_SIGNALS
-from slurmllm.errors import CodeError, DataError, NodeError
+from slurmllm.errors import CodeError, DataError, NodeError, StorageError
+
+from .corpora import write_texts
+
+
+def one_rank(corpus: Path, tokenizer: Path, workers: int = 1) -> PackedStream:
+    return PackedStream(StreamSpec([(corpus, 1.0)], tokenizer, 24, 8, 1), 0, 1, workers)
 
 
 @pytest.fixture
 def stream(corpus: Path, tokenizer: Path) -> Iterator[PackedStream]:
-    with PackedStream(corpus, tokenizer, 24, 8, 1, 0, 1, num_workers=1) as stream:
+    with one_rank(corpus, tokenizer) as stream:
         yield stream
 
 
@@ -27,7 +34,7 @@ def worker_pid(stream: PackedStream) -> int:
 
 
 def take_until_error(stream: PackedStream) -> None:
-    for _ in range(100):
+    for _ in range(1000):
         stream.next_batch()
 
 
@@ -76,7 +83,7 @@ def test_close_ends_the_worker(stream: PackedStream) -> None:
 
 
 def test_a_dropped_stream_ends_its_worker(corpus: Path, tokenizer: Path) -> None:
-    stream = PackedStream(corpus, tokenizer, 24, 8, 1, 0, 1, num_workers=1)
+    stream = one_rank(corpus, tokenizer)
     pid = worker_pid(stream)
     del stream
     assert not alive(pid)
@@ -106,18 +113,28 @@ def test_a_killed_worker_is_the_nodes_fault(stream: PackedStream) -> None:
         take_until_error(stream)
 
 
+def test_a_corpus_cut_while_it_is_read(tmp_path: Path, tokenizer: Path) -> None:
+    path = write_texts(tmp_path / "c.arrow", [f"{i} " + "word " * 2000 for i in range(500)])
+    with one_rank(path, tokenizer) as stream:
+        stream.next_batch()
+        with path.open("r+b") as file:
+            file.truncate(4096)
+        with pytest.raises(StorageError, match=r"met the end of a file .* cut or overwritten"):
+            take_until_error(stream)
+
+
 def test_errors_of_the_worker_reach_the_parent(corpus: Path, tokenizer: Path) -> None:
-    with PackedStream(corpus, tokenizer, 24, 8, 1, 0, 1, num_workers=2) as stream:
+    with one_rank(corpus, tokenizer, 2) as stream:
         state = stream.state()
-        state["slots"][7] = [0, 9999]
+        state["slots"][7] = [0, 0, 9999]
         stream.load_state(state)
-        with pytest.raises(DataError, match=r"token 9999 of a document of .* start a new run"):
+        with pytest.raises(DataError, match=r"token 9999 of a part of .* start a new run"):
             stream.next_batch()
 
 
 def test_faults_of_the_code_come_with_their_traceback(stream: PackedStream) -> None:
     (worker,) = stream._workers
-    worker.begin([[0]])  # half a position
+    worker.begin([[0]], [0])  # a third of a position
     stream._begun = True
     with pytest.raises(CodeError, match=r"tokenizes ahead failed:\nTraceback(.|\n)*Error"):
         stream.next_batch()
@@ -126,9 +143,11 @@ def test_faults_of_the_code_come_with_their_traceback(stream: PackedStream) -> N
 PARENT = """
 import os, sys, time
 from pathlib import Path
+from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 if __name__ == "__main__":
-    stream = PackedStream(Path(sys.argv[1]), Path(sys.argv[2]), 24, 8, 1, 0, 1, num_workers=1)
+    spec = StreamSpec([(Path(sys.argv[1]), 1.0)], Path(sys.argv[2]), 24, 8, 1)
+    stream = PackedStream(spec, 0, 1, num_workers=1)
     if sys.argv[3] != "idle":
         stream.next_batch()
     if sys.argv[3] == "forked" and os.fork() == 0:

@@ -2,71 +2,45 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from slurmllm.data.order import DocumentOrder
+from slurmllm.data.sources import text
 from slurmllm.data.sources.arrow import Corpus
-from slurmllm.data.stream import PackedStream, State, merge_states
+from slurmllm.data.spec import StreamSpec
+from slurmllm.data.state import State, merge_states
+from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 
+from . import corpora
 from .conftest import make_corpus
-
-Batches = npt.NDArray[np.int64]  # [steps, rows, seq_len + 1]
+from .corpora import close, restored, saved, slot_tokens, take, write_texts
 
 SEQ_LEN = 24
 GLOBAL_BATCH = 8
 
 
-def streams(
-    corpus: Path, tokenizer: Path, dp_size: int = 1, workers: int = 0, **other: int
-) -> list[PackedStream]:
+def spec(corpus: Path, tokenizer: Path, **other: Any) -> StreamSpec:
     shape = {"seq_len": SEQ_LEN, "global_batch": GLOBAL_BATCH, "seed": 11, **other}
-    return [
-        PackedStream(corpus, tokenizer, **shape, dp_rank=r, dp_size=dp_size, num_workers=workers)
-        for r in range(dp_size)
-    ]
+    return StreamSpec([(corpus, 1.0)], tokenizer, **shape)
 
 
-def take(ranks: list[PackedStream], steps: int) -> Batches:
-    """Global batches: those of the ranks one under the other."""
-    batches = [np.concatenate([rank.next_batch() for rank in ranks]) for _ in range(steps)]
-    return np.stack(batches)
-
-
-def saved(ranks: list[PackedStream]) -> State:
-    """The merged state, through JSON as a checkpoint keeps it."""
-    state: State = json.loads(json.dumps(merge_states([rank.state() for rank in ranks])))
-    return state
-
-
-def restored(ranks: list[PackedStream], state: State) -> list[PackedStream]:
-    for rank in ranks:
-        rank.load_state(state)
-    return ranks
-
-
-def close(ranks: list[PackedStream]) -> None:
-    for rank in ranks:
-        rank.close()
-
-
-def slot_tokens(batches: Batches, slot: int) -> list[int]:
-    """The stream of a slot: sequences overlap by the token that each was handed out with."""
-    rows = batches[:, slot]
-    assert np.array_equal(rows[1:, 0], rows[:-1, -1])
-    return [*rows[:, :-1].reshape(-1).tolist(), int(rows[-1, -1])]
+def streams(
+    corpus: Path, tokenizer: Path, dp_size: int = 1, workers: int = 0, **other: Any
+) -> list[PackedStream]:
+    return corpora.streams(spec(corpus, tokenizer, **other), dp_size, workers)
 
 
 def test_shape_and_type(corpus: Path, tokenizer: Path) -> None:
     (rank,) = streams(corpus, tokenizer)
-    batch = rank.next_batch()
+    batch, begins, untrained = rank.next_batch()
+    assert begins is None
+    assert untrained is None
     assert batch.shape == (GLOBAL_BATCH, SEQ_LEN + 1)
     assert batch.dtype == np.int64
 
@@ -97,14 +71,12 @@ def test_seeds_give_other_batches(corpus: Path, tokenizer: Path) -> None:
 def test_packing_loses_no_token(corpus: Path, tokenizer: Path) -> None:
     batches = take(streams(corpus, tokenizer), 100)
     documents, encoder = Corpus(corpus), TokenEncoder(tokenizer)
-    order = DocumentOrder(len(documents), seed=11)
+    order = DocumentOrder(len(documents), seed=11).take(np.arange(GLOBAL_BATCH * 200))
     for slot in range(GLOBAL_BATCH):
         tokens = slot_tokens(batches, slot)
         expected: list[int] = []
-        position = slot
-        while len(expected) < len(tokens):
-            expected += encoder.encode(documents.text(order.document(position))).tolist()
-            position += GLOBAL_BATCH
+        for document in order[slot::GLOBAL_BATCH].tolist():
+            expected += encoder.encode(documents.text(document)).tolist()
         assert tokens == expected[: len(tokens)]
 
 
@@ -156,42 +128,6 @@ def test_going_back_on_the_same_stream(corpus: Path, tokenizer: Path) -> None:
     assert np.array_equal(take(restored(ranks, state), 5), first)
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=30),
-    seed=st.integers(0, 2**32),
-    seq_len=st.integers(1, 40),
-    degrees=st.sampled_from([(1, 1), (2, 1), (2, 4), (4, 2), (8, 4)]),
-    stop=st.integers(0, 12),
-)
-def test_any_corpus_resumes_exactly(
-    tmp_path_factory: pytest.TempPathFactory,
-    tokenizer: Path,
-    lengths: list[int],
-    seed: int,
-    seq_len: int,
-    degrees: tuple[int, int],
-    stop: int,
-) -> None:
-    folder = tmp_path_factory.mktemp("any")
-    corpus = make_corpus(folder, [f"{i}" + "x" * length for i, length in enumerate(lengths)])
-    other = {"seed": seed, "seq_len": seq_len}
-    expected = take(streams(corpus, tokenizer, **other), stop + 6)
-    ranks = streams(corpus, tokenizer, degrees[0], **other)
-    if stop:
-        take(ranks, stop)
-    resumed = restored(streams(corpus, tokenizer, degrees[1], **other), saved(ranks))
-    assert np.array_equal(take(resumed, 6), expected[stop:])
-
-
-def test_one_huge_document(tmp_path: Path, tokenizer: Path) -> None:
-    corpus = make_corpus(tmp_path, ["word " * 50_000])
-    expected = take(streams(corpus, tokenizer), 12)
-    ranks = streams(corpus, tokenizer)
-    take(ranks, 8)
-    assert np.array_equal(take(restored(streams(corpus, tokenizer), saved(ranks)), 4), expected[8:])
-
-
 def test_state_is_small(corpus: Path, tokenizer: Path) -> None:
     ranks = streams(corpus, tokenizer, global_batch=1024)
     take(ranks, 3)
@@ -208,8 +144,9 @@ def test_state_of_another_stream_is_refused(
     for other, message in (
         (streams(corpus, tokenizer, seed=12), "train.seed 11, this stream has 12"),
         (streams(corpus, tokenizer, global_batch=16), "train.global_batch 8, .* has 16"),
-        (streams(other_corpus, tokenizer), "corpus"),
+        (streams(other_corpus, tokenizer), r"with corpus .*\.arrow \(fing.* changed after the run"),
         (streams(corpus, other_tokenizer), "tokenizer"),
+        (streams(corpus, tokenizer, validation=0.1), "data.validation 0.0, this stream has 0.1"),
     ):
         with pytest.raises(DataError, match=message):
             other[0].load_state(state)
@@ -234,15 +171,69 @@ def test_states_must_be_of_all_ranks_and_one_moment(corpus: Path, tokenizer: Pat
 def test_a_position_beyond_its_document_is_refused(corpus: Path, tokenizer: Path) -> None:
     (rank,) = streams(corpus, tokenizer)
     state = saved([rank])
-    state["slots"][0] = [0, 10_000]
+    state["slots"][0] = [0, 0, 10_000]
     rank.load_state(state)
-    with pytest.raises(DataError, match="token 10000 of a document of"):
+    with pytest.raises(DataError, match="token 10000 of a part of a document of"):
         rank.next_batch()
 
 
 def test_ranks_must_divide_the_global_batch(corpus: Path, tokenizer: Path) -> None:
     with pytest.raises(DataError, match=r"global_batch 8 is not a multiple of the 3 .*choose 6"):
         streams(corpus, tokenizer, 3)
+
+
+def version_1(corpus: Path, rank: PackedStream) -> State:
+    now = saved([rank])
+    kept = {key: now[key] for key in ("seed", "global_batch", "tokenizer", "first_slot")}
+    slots = [[visit, offset] for visit, _, offset in now["slots"]]
+    return {**kept, "version": 1, "corpus": Corpus(corpus).file.footer, "slots": slots}
+
+
+def test_a_state_of_version_1_goes_on(corpus: Path, tokenizer: Path) -> None:
+    expected = take(streams(corpus, tokenizer), 20)
+    (rank,) = streams(corpus, tokenizer)
+    take([rank], 7)
+    old = version_1(corpus, rank)
+    assert np.array_equal(take(restored(streams(corpus, tokenizer, 2), old), 13), expected[7:])
+    old["slots"][3] = [0, 99_999]
+    with pytest.raises(DataError, match="token 99999 of a part of a document of"):
+        take(restored(streams(corpus, tokenizer), old), 1)
+    old["corpus"] = "0123456789abcdef"
+    with pytest.raises(DataError, match="format of the data state 1, this stream has 2"):
+        rank.load_state(old)
+
+
+def test_a_state_of_version_1_inside_a_long_document(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = write_texts(tmp_path / "c.arrow", ["the lazy dog " * n for n in range(10, 60)])
+    expected = take(streams(corpus, tokenizer), 20)
+    (rank,) = streams(corpus, tokenizer)
+    take([rank], 7)
+    old = version_1(corpus, rank)
+    monkeypatch.setattr(text, "PIECE_BYTES", 100)
+    assert np.array_equal(take(restored(streams(corpus, tokenizer), old), 13), expected[7:])
+
+
+def test_what_a_run_reads(corpus: Path, tokenizer: Path) -> None:
+    (rank,) = streams(corpus, tokenizer, validation=0.25, mask="document")
+    identity = json.loads(json.dumps(rank.identity))
+    assert identity.pop("corpora") == [
+        {
+            "path": str(corpus),
+            "fingerprint": rank.state()["corpus"],
+            "weight": 1.0,
+            "documents": 97,
+        }
+    ]
+    assert identity == {
+        "tokenizer": TokenEncoder(tokenizer).fingerprint,
+        "seed": 11,
+        "seq_len": SEQ_LEN,
+        "global_batch": GLOBAL_BATCH,
+        "mask": "document",
+        "validation": 0.25,
+    }
 
 
 def test_real_text_gives_the_tokens_of_the_library(
@@ -252,9 +243,9 @@ def test_real_text_gives_the_tokens_of_the_library(
     corpus = make_corpus(tmp_path, paragraphs)
     library = Tokenizer.from_file(str(gpt2))
     ids = [[*e.ids, 50256] for e in library.encode_batch(paragraphs)]
-    order = DocumentOrder(len(paragraphs), seed=11)
+    order = DocumentOrder(len(paragraphs), seed=11).take(np.arange(4 * 400)).tolist()
     batches = take(streams(corpus, gpt2, seq_len=512, global_batch=4), 30)
     for slot in range(4):
         tokens = slot_tokens(batches, slot)
-        expected = [t for p in range(slot, 4 * 400, 4) for t in ids[order.document(p)]]
+        expected = [t for document in order[slot::4] for t in ids[document]]
         assert tokens == expected[: len(tokens)]

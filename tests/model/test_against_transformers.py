@@ -1,4 +1,7 @@
-"""The decoder against transformers' models: logits, loss and every gradient, in fp32, to 1e-5."""
+"""The decoder against transformers' models: logits, loss and every gradient, in fp32, to 1e-5.
+
+With and without masks between documents and labels that are not learnt.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.rules import broken_rules
 from slurmllm.model import output
 from slurmllm.model.decoder import build_model
+from slurmllm.model.documents import document_mask
 from slurmllm.model.init import initialize
+from slurmllm.model.labels import IGNORED
 from slurmllm.model.rotary import slice_order
 
 transformers = pytest.importorskip("transformers")
@@ -167,6 +172,13 @@ def filled(config: ModelConfig) -> nn.Module:
     return model
 
 
+def documents(seq_len: int, how_many: float, generator: torch.Generator) -> Tensor:
+    """Positions [2, seq] of documents that begin anywhere with the probability `how_many`."""
+    places = torch.arange(seq_len).expand(2, -1)
+    begins = torch.rand(2, seq_len, generator=generator) < how_many
+    return places - torch.where(begins, places, 0).cummax(1).values
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -181,13 +193,23 @@ def test_logits_loss_and_gradients(family: str, data: st.DataObject) -> None:
                 expected[their_name].copy_(values)
     generator = torch.Generator().manual_seed(7)
     text = torch.randint(0, c.vocab_size, (2, c.seq_len + 1), generator=generator)
-    tokens, labels = text[:, :-1], text[:, 1:]
+    tokens, labels = text[:, :-1], text[:, 1:].clone()
+    positions, more = None, {}
+    if how_many := data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])):
+        positions = documents(c.seq_len, how_many, generator)
+        mask = document_mask(positions, torch.float32)
+        more = {"attention_mask": mask, "position_ids": positions}
+    ignored = torch.rand(labels.shape, generator=generator)
+    labels[ignored < data.draw(st.sampled_from([0.0, 0.5, 1.0]))] = IGNORED
 
-    logits, their_logits = model(tokens), other(tokens).logits
+    logits, their_logits = model(tokens, positions=positions), other(tokens, **more).logits
     torch.testing.assert_close(logits[..., : c.vocab_size], their_logits, **EXACT)
     with patch.object(output, "_LOGITS_AT_A_TIME", at_a_time):
-        loss = model(tokens, labels)
-    their_loss = F.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
+        loss = model(tokens, labels, positions)
+    sum_of_counted = F.cross_entropy(
+        their_logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    their_loss = sum_of_counted / labels.numel()
     torch.testing.assert_close(loss, their_loss, **EXACT)
 
     loss.backward()

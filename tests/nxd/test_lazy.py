@@ -28,9 +28,8 @@ sys.meta_path.insert(0, nxd_on_cpu._Closed())
 import torch_xla.core.xla_env_vars as names
 names.HOST_WORLD_SIZE = "HOST_WORLD_SIZE"
 import torch_xla.debug.metrics as metrics
-import numpy as np
-from mesh_pool import small_run
-from slurmllm.backends.base import MicroBatch, Worker, load_backend
+from mesh_pool import counted, micro_batches, small_run
+from slurmllm.backends.base import Worker, load_backend
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.train.schedule import learning_rate
@@ -46,13 +45,12 @@ backend = load_backend("nxd")(config, mesh, Worker(0, 1, 0, "node"))
 backend.start()
 backend.build(lambda: build_model(config.recipe.model))
 backend.build_optimizer()
-random = np.random.default_rng(0)
 seen = {"device": backend.device.type, "late": backend.late_readings, "compiled": {}, "read": 0}
 
 def step(number):
     compiled, read = count("CompileTime"), count("TransferFromDeviceTime")
-    tokens = random.integers(500, size=(mesh.accumulation, mesh.micro_batch, 32))
-    loss = backend.forward_backward([MicroBatch(part, part) for part in tokens])
+    batches = micro_batches(backend, number)
+    loss = backend.forward_backward(batches, counted(config, number))
     norm = backend.optimizer_step(learning_rate(config.recipe.optim, 3000, number))
     figures = loss, norm, backend.param_norm()
     seen["read"] += count("TransferFromDeviceTime") - read
@@ -110,8 +108,9 @@ def lazily(family: str, steps: int, *overrides: str) -> dict[str, Any]:
         ("neox", ("train.precision=bf16_sr", "parallel.zero=0", "optim.lr=9.7e-5",
                   "optim.warmup_steps=100", "optim.weight_decay=0.01", *LONG)),
         ("llama", ("train.precision=bf16_mixed", "optim.lr=1.5e-4", "optim.warmup_steps=2000",
-                   "optim.weight_decay=0.1", *LONG)),
-        ("gpt3", ("train.precision=fp32", "train.activation_checkpointing=selective")),
+                   "optim.weight_decay=0.1", "data.mask=document", *LONG)),
+        ("gpt3", ("train.precision=fp32", "train.activation_checkpointing=selective",
+                  "data.mask=document")),
     ],
     ids=["neox", "llama", "gpt3"],
 )  # fmt: skip

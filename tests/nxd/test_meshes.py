@@ -18,6 +18,8 @@ SEQUENCE, WHOLE = "parallel.sequence=true", "parallel.zero=0"
 FULL = "train.activation_checkpointing=full"
 SELECTIVE = "train.activation_checkpointing=selective"
 INTERLEAVED = "parallel.virtual_pipeline=2"
+# Masks, positions that begin anew, labels that are not learnt.
+DOCUMENTS = "data.mask=document"
 KV1, KV2 = "model.num_kv_heads=1", "model.num_kv_heads=2"
 
 MESHES = [
@@ -43,13 +45,17 @@ MESHES = [
     ("gpt3", 2, 1, 2, FULL),
     ("gpt3", 2, 2, 1, SEQUENCE),
     ("gpt3", 1, 2, 2, SELECTIVE),
+    ("neox", 2, 1, 1, DOCUMENTS, SEQUENCE, SELECTIVE),
+    ("neox", 1, 2, 2, DOCUMENTS, INTERLEAVED),
+    ("llama", 1, 1, 2, DOCUMENTS, FULL),
+    ("gpt3", 2, 2, 1, DOCUMENTS, SEQUENCE),
 ]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(str(part) for part in mesh))
 def test_same_training(pool: MeshPool, native: Reference, mesh: tuple[str, int, int, int]) -> None:
     family, tensor, pipeline, data, *overrides = mesh
-    expected = native(family, *(o for o in overrides if o.startswith("model.")))
+    expected = native(family, *(o for o in overrides if o.startswith(("model.", "data."))))
     found = pool.run(Case(small_run(family, tensor, pipeline, data, "backend=nxd", *overrides)))
     assert max(deviation(found, expected)) < TOLERANCE
     assert all(outcome.rows == found[0].rows for outcome in found), "all workers see the same"

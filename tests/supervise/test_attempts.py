@@ -205,7 +205,9 @@ def test_lost_nodes_are_avoided_where_others_can_take_their_place(
     job: tuple[FakeSlurm, str],
 ) -> None:
     cluster, job_id = job
-    assert nodes_to_avoid(cluster, 2, [], ["n4"]) == []
+    assert nodes_to_avoid(cluster, 2, [], ["n4"]) == ["n4"]
+    assert nodes_to_avoid(cluster, 4, [], ["n4"]) == []
+    assert nodes_to_avoid(cluster, 2, ["n2"], [], partition="main,other") == ["n2"]
     assert nodes_to_avoid(cluster, 2, ["n2"], ["n4"]) == ["n2", "n4"]
     assert nodes_to_avoid(cluster, 2, ["n2"], ["n3", "n4"]) == ["n2"]
     requeue(cluster, job_id, ["n2", "n4"], excluded="n9")

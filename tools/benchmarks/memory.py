@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mesh_pool import FAMILIES, Case, MeshPool, micro_batches, small_run
+from mesh_pool import FAMILIES, Case, MeshPool, counted, micro_batches, small_run
 
 from slurmllm.backends.base import Backend
 from slurmllm.plan.memory import WorkerMemory, worker_memory
@@ -57,7 +57,7 @@ def one_more_step(backend: Backend) -> dict[str, int]:
     """The resident set between steps, and at its largest within the next one."""
     at_rest = settled()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    backend.forward_backward(micro_batches(backend, 2))
+    backend.forward_backward(micro_batches(backend, 2), counted(backend.config, 2))
     backend.optimizer_step(1e-3)
     return {"at_rest": at_rest, "peak": resident("VmHWM")}
 

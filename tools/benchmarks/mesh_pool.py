@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from slurmllm.backends.base import Backend, MicroBatch, Worker, load_backend
+from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import Mesh, make_mesh
 
@@ -63,7 +63,7 @@ class Case:
     """Some steps of a run.
 
     Attributes:
-        config: The run's; its data is not read, tokens are random and depend on the step alone.
+        config: The run's; its data is not read, batches are random and depend on the step alone.
         nodes: Nodes, all of them on this machine.
         first: Optimizer steps that are behind when it starts.
         last: The last step it makes; `first` makes none.
@@ -205,10 +205,29 @@ class MeshPool:
         raise CaseFailed(why)
 
 
-def sequences(config: RunConfig, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The global batch of a step with the token after each: [global_batch, seq + 1]."""
+def global_batch(config: RunConfig, step: int) -> MicroBatch:
+    """All sequences of a step, random.
+
+    With `data.mask: document` each holds some documents, and each document begins with a prompt
+    that is not learnt. Prompts are longer in some sequences, and the first has nothing else.
+    """
     model, batch = config.recipe.model, config.recipe.train.global_batch
-    return np.random.default_rng(step).integers(0, model.vocab_size, (batch, model.seq_len + 1))
+    random = np.random.default_rng(step)
+    drawn = random.integers(0, model.vocab_size, (batch, model.seq_len + 1))
+    tokens, labels = drawn[:, :-1].copy(), drawn[:, 1:].copy()
+    if config.recipe.data.mask == "none":
+        return MicroBatch(tokens, labels)
+    places = np.arange(model.seq_len)
+    begins = random.random(tokens.shape) < 0.08
+    positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    labels[positions < np.arange(batch)[::-1, np.newaxis]] = IGNORED
+    labels[0] = IGNORED
+    return MicroBatch(tokens, labels, positions)
+
+
+def counted(config: RunConfig, step: int) -> int:
+    """Labels of the global batch of a step that are not IGNORED."""
+    return int((global_batch(config, step).labels != IGNORED).sum())
 
 
 def micro_batches(backend: Backend, step: int) -> list[MicroBatch]:
@@ -216,10 +235,14 @@ def micro_batches(backend: Backend, step: int) -> list[MicroBatch]:
     mesh = backend.mesh
     share, micro = mesh.global_batch // mesh.data, mesh.micro_batch
     first = mesh.data_rank(backend.worker.rank) * share
-    mine = sequences(backend.config, step)[first : first + share]
+    whole = global_batch(backend.config, step)
     return [
-        MicroBatch(mine[i : i + micro, :-1].copy(), mine[i : i + micro, 1:].copy())
-        for i in range(0, share, micro)
+        MicroBatch(
+            whole.tokens[i : i + micro],
+            whole.labels[i : i + micro],
+            None if whole.positions is None else whole.positions[i : i + micro],
+        )
+        for i in range(first, first + share, micro)
     ]
 
 
@@ -286,7 +309,8 @@ def _train(case: Case, rank: int, threads: int, port: int) -> Outcome:
         before = case.before(backend) if case.before else None
         rows = []
         for step in range(case.first + 1, case.last + 1):
-            loss = float(backend.forward_backward(micro_batches(backend, step)))
+            batches = micro_batches(backend, step)
+            loss = float(backend.forward_backward(batches, counted(config, step)))
             norms = float(backend.optimizer_step(case.lr)), float(backend.param_norm())
             rows.append((loss, *norms))
         if case.save is not None:

@@ -81,7 +81,7 @@ def wrap_output(output: Output) -> None:
     output.softmax_ = torch.compile(output.softmax_, fullgraph=True, dynamic=False)
 
 
-def _recomputed(forward: Forward, *inputs: Tensor) -> Tensor:
+def _recomputed(forward: Forward, *inputs: Tensor | None) -> Tensor:
     # No dropout in the blocks, so no random state to restore.
     out: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out

@@ -57,7 +57,7 @@ class GraphPass(CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the compiled graphs' cache key; to be changed with the passes."""
-        return f"slurmllm passes 1, wide {self.wide}"
+        return f"slurmllm passes 2, wide {self.wide}"
 
 
 def merge_equal_sums(graph: fx.Graph) -> None:
@@ -98,7 +98,9 @@ def widen_products(graph: fx.Graph) -> None:
                 product = graph.call_function(_aten.mm.default, tuple(args[1:]))
                 result = graph.call_function(_aten.add.Tensor, (product, args[0]))
             else:
-                result = graph.call_function(node.target, tuple(args), node.kwargs)
+                # Attention's mask, already a number to be added, is a keyword.
+                more = {name: _widened(graph, value, wide) for name, value in node.kwargs.items()}
+                result = graph.call_function(node.target, tuple(args), more)
         # Attention has several results, each taken out by a node of its own.
         parts = [(node, result)]
         if node.target in _ATTENTION:

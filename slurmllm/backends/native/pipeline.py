@@ -87,25 +87,33 @@ class Pipeline:
             for number, chunk in zip(numbers, chunks, strict=True)
         ]
         self.first, self.last = chunks[0].first, chunks[-1].last
-        self._schedule = _schedule(stages, mesh.accumulation, lambda loss: loss / mesh.accumulation)
+        self._weight = 1.0
+        self._schedule = _schedule(
+            stages, mesh.accumulation, lambda loss: loss * self._weight / mesh.accumulation
+        )
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
+    def forward_backward(
+        self, tokens: Tensor, labels: Tensor, positions: Tensor | None, weight: float
+    ) -> Tensor | None:
         """Accumulate the gradients of all micro batches.
 
         Args:
             tokens: [accumulation · micro_batch, seq].
             labels: Likewise.
+            positions: Likewise; every stage reads them.
+            weight: What every loss is multiplied by.
 
         Returns:
             The mean loss; None where this worker has not the last chunk.
         """
+        self._weight = weight
         losses: list[Tensor] = []
         inputs = (tokens,) if self.first else ()
-        outputs: dict[str, Any] = {}
+        more: dict[str, Any] = {} if positions is None else {"positions": positions}
         if self.last:
-            outputs = {"labels": labels, "target": labels, "losses": losses}
+            more |= {"labels": labels, "target": labels, "losses": losses}
         try:
-            self._schedule.step(*inputs, return_outputs=False, **outputs)
+            self._schedule.step(*inputs, return_outputs=False, **more)
         except RuntimeError as error:
             # Whatever a stage's forward pass raises comes wrapped into a word on its arguments; out
             # of memory or a lost peer is to be seen as such.

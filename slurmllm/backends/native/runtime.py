@@ -31,6 +31,7 @@ from slurmllm.backends.base import (
     Saved,
     Saving,
     WeightReader,
+    weight_of_counted,
 )
 from slurmllm.backends.host_memory import host_memory
 from slurmllm.backends.native import compiling, precision, sharded_state
@@ -167,18 +168,18 @@ class NativeBackend(Backend):
         for chunk in self.chunks:
             fill(chunk, read)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], counted: int) -> float:
         """Accumulate the gradients of one step (collective).
 
         Returns:
-            The mean loss over the tokens of the global batch, in nats, equal on all workers.
+            The mean loss over the labels of the global batch that count, in nats, equal on all
+            workers.
         """
+        weight = weight_of_counted(micro_batches, counted, self.mesh.data)
         if self.pipeline is not None:
-            tokens = self._to_device([m.tokens for m in micro_batches])
-            labels = self._to_device([m.labels for m in micro_batches])
-            mean = self.pipeline.forward_backward(tokens, labels)
+            mean = self.pipeline.forward_backward(*self._to_device(micro_batches), weight)
         else:
-            mean = self._accumulate(micro_batches)
+            mean = self._accumulate(micro_batches, weight)
         self._add_tied_gradients()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if mean is not None:
@@ -187,7 +188,7 @@ class NativeBackend(Backend):
         # The last stage's workers have added it, tensor-parallel ones each the same.
         return float(total.item()) / (self.mesh.data * self.mesh.tensor)
 
-    def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def _accumulate(self, micro_batches: Sequence[MicroBatch], weight: float) -> Tensor:
         (model,) = self.chunks
         assert isinstance(model, FSDPModule)
         zero = self.config.recipe.parallel.zero
@@ -196,17 +197,25 @@ class NativeBackend(Backend):
             last = index == len(micro_batches) - 1
             model.set_requires_gradient_sync(last or zero >= 2)
             model.set_reshard_after_backward(last or zero == 3)
-            tokens = self._to_device([micro_batch.tokens])
-            labels = self._to_device([micro_batch.labels])
-            # Equal token counts everywhere: the mean over micro batches here, and FSDP's mean
-            # over the data-parallel workers, make the mean over the global batch.
-            loss = model(tokens, labels) / len(micro_batches)
+            # Equally many labels everywhere, counted or not: the mean over micro batches here, and
+            # FSDP's mean over the data-parallel workers, make the mean over the global batch.
+            loss = model(*self._to_device([micro_batch])) * weight / len(micro_batches)
             loss.backward()
             total += loss.detach()
         return total
 
-    def _to_device(self, arrays: Sequence[np.ndarray[Any, Any]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(self.device, non_blocking=True)
+    def _to_device(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens, labels and, where documents matter, positions."""
+
+        def moved(arrays: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+            return torch.from_numpy(np.concatenate(arrays)).to(self.device, non_blocking=True)
+
+        positions = [m.positions for m in batches if m.positions is not None]
+        return (
+            moved([m.tokens for m in batches]),
+            moved([m.labels for m in batches]),
+            moved(positions) if positions else None,
+        )
 
     def _add_tied_gradients(self) -> None:
         """Add up the gradients of an embedding that first and last stage both hold."""

@@ -16,7 +16,6 @@ from slurmllm.plan.shares import kv_copies
 # its class's name holds one of the leaf names.
 BLOCK, CORE = "ParallelBlock", "CoreAttention"
 LEAVES = ("LayerNorm", "RMSNorm", "VocabularyEmbedding", "Positions", "ParallelLoss")
-INPUTS = ("tokens", "labels")
 # The sequence is the second dimension of [batch, seq, hidden], as in the one model definition.
 SEQUENCE_DIMENSION = 1
 
@@ -31,6 +30,12 @@ def dtype(precision: str) -> str:
 def optimizer_dtype(precision: str) -> str:
     """The format of the optimizer's state and, under ZeRO-1, of the weights that it updates."""
     return "float32" if precision in ("fp32", "bf16_mixed") else "bfloat16"
+
+
+def model_inputs(config: RunConfig) -> tuple[str, ...]:
+    """What the model reads, by name."""
+    documents = config.recipe.data.mask == "document"
+    return ("tokens", "labels", *(("positions",) if documents else ()))
 
 
 def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
@@ -97,7 +102,7 @@ def _pipeline(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
         "num_microbatches": mesh.accumulation,
         "virtual_pipeline_size": mesh.virtual_pipeline,
         "pipeline_cuts": [f"layers.{each * chunk - 1}" for chunk in range(1, mesh.chunks)],
-        "input_names": list(INPUTS),
+        "input_names": list(model_inputs(config)),
         "output_loss_value_spec": True,
         "leaf_module_cls": list(LEAVES),
         "use_optimizer_wrapper": True,

@@ -97,6 +97,7 @@ def graph_inputs(
         "model": recipe.model.model_dump(mode="json"),
         "precision": recipe.train.precision,
         "activation_checkpointing": recipe.train.activation_checkpointing,
+        "mask": recipe.data.mask,
         "micro_batch": mesh.micro_batch,
         "accumulation": mesh.accumulation,
         "parallel": recipe.parallel.model_dump(mode="json"),

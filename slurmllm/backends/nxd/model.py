@@ -23,11 +23,12 @@ from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_en
 from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_rank
 from torch import Tensor, nn
 
-from slurmllm.backends.base import IGNORED
 from slurmllm.backends.nxd.arguments import SEQUENCE_DIMENSION
 from slurmllm.config.families import sharding_plan
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.model.decoder import Block, CausalCore, Decoder
+from slurmllm.model.documents import begins
+from slurmllm.model.labels import IGNORED
 from slurmllm.model.rotary import rotary_table, rotate
 from slurmllm.plan.shares import kv_copies
 
@@ -103,9 +104,11 @@ class VocabularyEmbedding(ParallelEmbedding):  # type: ignore[misc]
 class Positions(VocabularyEmbedding):
     """The table of learned positions."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [batch, seq] → [1, seq or a share of it, hidden]."""
-        return super().forward(torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Tokens [batch, seq] → [batch, or 1 without positions, seq or a share of it, hidden]."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        return super().forward(positions)
 
 
 class Rotary:
@@ -137,10 +140,22 @@ class CoreAttention(CausalCore):
         super().__init__(turning=turning, grouped=group > 1)
         self.group = group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Tensor,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim].
 
         k and v may have fewer heads. The softmax is computed in fp32.
+
+        Args:
+            rotary: [2, at least seq, head_dim / 2]. Rotation by places in the sequence: attention
+                within a document sees differences alone, and rows need not be gathered.
+            positions: [batch, seq], as the decoder's; attention stays within documents.
         """
         if self.turning:
             rotary = rotary[:, : q.shape[1]]
@@ -151,8 +166,12 @@ class CoreAttention(CausalCore):
         scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
         length = q.shape[-2]
         later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        unseen = later
+        if positions is not None:
+            begin = begins(positions)
+            unseen = later | (begin.unsqueeze(2) != begin.unsqueeze(1)).unsqueeze(1)
         # Not -inf: a compiler may multiply a mask, and 0 · inf is no number.
-        scores = scores.float().masked_fill(later, torch.finfo(torch.float32).min / 2)
+        scores = scores.float().masked_fill(unseen, torch.finfo(torch.float32).min / 2)
         attended = torch.matmul(scores.softmax(-1).to(v.dtype), v)
         return attended.transpose(1, 2).flatten(2)
 
@@ -188,9 +207,11 @@ class ParallelBlock(Block):
         rows = layers.tensor * (self.attention.group + 2) * self.attention.head_dim
         return layers.column(linear, rows)
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """[batch, seq or a share of it, hidden] → the same."""
-        return super().forward(x, self._rotary.on(x.device))
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """[batch, seq or a share of it, hidden] → the same; positions as for the decoder."""
+        # In the mask's place the positions, of which each layer's core makes it: an input of the
+        # model may go to all stages of a pipeline, a tensor that one of them makes may not.
+        return super().forward(x, self._rotary.on(x.device), positions)
 
 
 class ParallelLoss(nn.Module):
@@ -199,15 +220,20 @@ class ParallelLoss(nn.Module):
     Args:
         vocab_size: Entries.
         padded: Rows of the head, padding included.
+
+    Attributes:
+        weight: [1], on the device, what the loss is multiplied by; data, so that every step's
+            graph is one.
     """
 
     def __init__(self, vocab_size: int, padded: int) -> None:
         super().__init__()
         self.vocab_size, self.padded = vocab_size, padded
+        self.weight: Tensor | None = None
         self._padding: Tensor | None = None
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Nats, fp32, over the labels that are not IGNORED.
+        """Nats, fp32: the mean over all labels, IGNORED ones counting as 0, times the weight.
 
         Args:
             logits: [batch, seq, this worker's entries].
@@ -220,8 +246,8 @@ class ParallelLoss(nn.Module):
             logits = logits.masked_fill(padding, torch.finfo(torch.float32).min / 2)
         counted = (labels != IGNORED).to(torch.float32)
         losses = parallel_cross_entropy(logits, torch.where(labels == IGNORED, 0, labels))
-        loss: Tensor = (losses * counted).sum() / counted.sum().clamp(min=1)
-        return loss
+        loss: Tensor = (losses * counted).mean()
+        return loss if self.weight is None else loss * self.weight.squeeze()
 
     def _padding_of(self, logits: Tensor) -> Tensor:
         """Which of this worker's entries are padding; data, so that all workers' graphs are one."""
@@ -268,14 +294,14 @@ class ParallelDecoder(nn.Module):
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.to(layers.dtype)
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Tokens and labels, [batch, seq], to the mean loss in nats."""
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Tokens and labels, [batch, seq], to the mean loss in nats; positions as `Decoder`'s."""
         assert self.final_norm is not None
         x = self.embed(tokens)
         if self.positions is not None:
-            x = x + self.positions(tokens)
+            x = x + self.positions(tokens, positions)
         for block in self.layers.values():
-            x = block(x)
+            x = block(x, positions)
         loss: Tensor = self.loss(self.head(self.final_norm(x)), labels)
         return loss
 

@@ -33,12 +33,13 @@ from slurmllm.backends.base import (
     ModelFactory,
     Saving,
     WeightReader,
+    weight_of_counted,
 )
 from slurmllm.backends.environment import load_environment
 from slurmllm.backends.host_memory import host_memory
 from slurmllm.backends.nxd import model as parallel_model
 from slurmllm.backends.nxd import saving
-from slurmllm.backends.nxd.arguments import arguments, dtype, optimizer_dtype
+from slurmllm.backends.nxd.arguments import arguments, dtype, model_inputs, optimizer_dtype
 from slurmllm.backends.nxd.gradients import Norm, add_up_repeated, clip_
 from slurmllm.backends.nxd.limits import unsupported
 from slurmllm.backends.nxd.placing import Placing
@@ -150,7 +151,13 @@ class NxdBackend(Backend):
             # parameters of its own (`analyze_shared_parameters`); between stages it keeps them.
             self.model.original_module().tie()  # type: ignore[operator]
         parameters: dict[str, nn.Parameter] = {}
+        self._loss_functions = []
         for part in self.model.local_modules():  # type: ignore[operator]
+            self._loss_functions += [
+                module
+                for module in part.modules()
+                if isinstance(module, parallel_model.ParallelLoss)
+            ]
             for name, parameter in self._placing.named_parameters(part).items():
                 parameters.setdefault(name, parameter)
         self.parameters = parameters
@@ -241,13 +248,15 @@ class NxdBackend(Backend):
             self.optimizer.optimizer.init_zero()  # type: ignore[attr-defined]
             self._watch_updates()
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], counted: int) -> Tensor:
         """Accumulate the gradients of one step (collective)."""
+        weight = weight_of_counted(micro_batches, counted, self.mesh.data)
+        # Not a number of the graph, and not a scalar, which torch-xla makes one where it is 1.
+        on_device = torch.tensor([weight], dtype=torch.float32).to(self.device)
+        for loss_function in self._loss_functions:
+            loss_function.weight = on_device
         if self.mesh.pipeline > 1:
-            loss = self.model.run_train(  # type: ignore[operator]
-                tokens=_joined([m.tokens for m in micro_batches]),
-                labels=_joined([m.labels for m in micro_batches]),
-            )
+            loss = self.model.run_train(**self._inputs(micro_batches))  # type: ignore[operator]
         else:
             loss = self._accumulate(micro_batches)
         return self._mean(loss)
@@ -255,13 +264,19 @@ class NxdBackend(Backend):
     def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for micro_batch in micro_batches:
-            tokens = torch.from_numpy(micro_batch.tokens).to(self.device)
-            labels = torch.from_numpy(micro_batch.labels).to(self.device)
-            loss = self.model(tokens, labels) / len(micro_batches)
+            inputs = self._inputs([micro_batch]).values()
+            loss = self.model(*(values.to(self.device) for values in inputs)) / len(micro_batches)
             loss.backward()
             total += loss.detach()
             mark_step()
         return total
+
+    def _inputs(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """What the model reads, by name, [batch, seq] on the host as NxD's pipeline asks."""
+        return {
+            name: torch.from_numpy(np.concatenate([getattr(m, name) for m in micro_batches]))
+            for name in model_inputs(self.config)
+        }
 
     def _mean(self, loss: Tensor | None) -> Tensor:
         """A worker's mean loss, None off the last stage, to that of the global batch."""
@@ -437,11 +452,6 @@ class NxdBackend(Backend):
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def _joined(arrays: Sequence[np.ndarray[Any, Any]]) -> Tensor:
-    """[batch, seq] on the host, as NxD's pipeline asks."""
-    return torch.from_numpy(np.concatenate(arrays))
 
 
 BACKEND = NxdBackend

@@ -1,204 +1,235 @@
-"""Input files → one Arrow corpus and its manifest, with bounded memory.
+"""Input files → one corpus and its manifest, with bounded memory: the steps in their order.
 
-The corpus appears under its name whole or not at all. Memory holds one record batch (about
-_BATCH_CHARS of text) and the document at hand, whatever the size of the inputs.
+The corpus appears under its name whole or not at all. What was read for one that could not be
+finished stays in the work folder, and the next build goes on from there.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.ipc
-
-from slurmllm.data.build.documents import DocumentStream, Faults
+from slurmllm.data.build.faults import FAULT_EXAMPLES
+from slurmllm.data.build.finished import FinishedShard
 from slurmllm.data.build.inputs import FormatOption, InputFile
+from slurmllm.data.build.join import Joined, Listeners, join
+from slurmllm.data.build.local_workers import run_here, run_locally
 from slurmllm.data.build.manifest import CorpusInput, CorpusManifest, manifest_path
-from slurmllm.data.build.readers import ReadOptions
-from slurmllm.errors import DataError, StorageError
-from slurmllm.progress import OnProgress
-from slurmllm.rundir import fsync_dir
+from slurmllm.data.build.megatron_output import token_files
+from slurmllm.data.build.options import BuildOptions, CleanOptions, ReadOptions, TokenizeOptions
+from slurmllm.data.build.output import refuse_existing
+from slurmllm.data.build.run_shard import Outcome, peak_bytes
+from slurmllm.data.build.shard import load_shard
+from slurmllm.data.build.shards import Shard, cut
+from slurmllm.data.build.slurm_workers import SlurmOptions, run_on_slurm
+from slurmllm.data.build.work import WorkFolder
+from slurmllm.errors import DataError
 
-_BATCH_CHARS = 16 << 20
-_BATCH_ROWS = 1 << 16
+__all__ = ["Built", "Listeners", "build_corpus", "outputs_of", "refuse_existing"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished build.
+
+    Attributes:
+        manifest: As beside the corpus.
+        outputs: The files: the corpus, or .bin and .idx.
+        shards: How many there were.
+        continued: How many of them an earlier build had left.
+        workers: Processes that read; Slurm jobs at a time with Slurm.
+        peak_memory_bytes: Resident set: the largest of this process, and those of its workers
+            added to it; with Slurm, the largest of any process instead.
+    """
+
+    manifest: CorpusManifest
+    outputs: tuple[Path, ...]
+    shards: int
+    continued: int
+    workers: int
+    peak_memory_bytes: int
 
 
 def build_corpus(
     files: Sequence[InputFile],
     out: Path,
-    options: ReadOptions,
+    read: ReadOptions,
     *,
+    clean: CleanOptions | None = None,
+    tokenize: TokenizeOptions | None = None,
     format: FormatOption = "auto",
     overwrite: bool = False,
-    on_progress: OnProgress | None = None,
-) -> CorpusManifest:
+    workers: int = 1,
+    slurm: SlurmOptions | None = None,
+    listeners: Listeners | None = None,
+) -> Built:
     """Write a corpus and its manifest.
 
     Args:
         files: What to read, in the corpus's order.
         out: The corpus; the manifest is written beside it (`manifest_path`).
-        options: How files become documents.
+        read: How files become documents.
+        clean: What is changed or left out; nothing where left out.
+        tokenize: Write token ids (`token_files`) instead of an Arrow file.
         format: What the files were found with, for the manifest.
         overwrite: Whether to replace a corpus that is there.
-        on_progress: Called now and then while reading.
+        workers: Processes that read; with one, this process reads.
+        slurm: Read in Slurm jobs, `workers` at a time.
+        listeners: Who wants to know how it goes.
 
     Raises:
-        DataError: `out` exists, an input cannot be read, or there is no text in any.
+        DataError: `out` exists, an input cannot be read, there is no text in any, or another
+            build writes the same file.
+        NodeError: a worker was killed.
+        SlurmError: a job failed, or Slurm refused it.
         StorageError: the file system refused to write.
     """
-    refuse_existing(out, overwrite)
-    faults = Faults(options.skip_bad)
-    with _new_file(out) as sink:
-        writer = _CorpusWriter(sink, [file.name for file in files])
-        texts = DocumentStream(files, options, faults, on_progress)
-        for text in texts:
-            writer.add(text, texts.file_index)
-        writer.close()
-        if not writer.documents:
-            raise DataError(
-                f"no text in {len(files)} input file{'s' if len(files) != 1 else ''} "
-                f"({texts.empty} empty documents, {faults.count} unreadable); no corpus was "
-                f"written. The first input is {files[0].name if files else 'missing'}: see "
-                "--format and --text-key"
-            )
-    manifest = CorpusManifest(
-        documents=writer.documents,
-        text_bytes=writer.text_bytes,
-        arrow_bytes=sink.size_bytes,
-        arrow_sha256=sink.sha256,
-        format=format,
-        text_by=options.text_by,
-        text_key=options.text_key,
-        empty=texts.empty,
-        bad=faults.count,
-        bad_examples=tuple(faults.examples),
-        inputs=tuple(
-            CorpusInput(path=file.name, bytes=file.size_bytes, documents=count)
-            for file, count in zip(files, texts.counts, strict=True)
-        ),
+    options = BuildOptions(read, clean or CleanOptions(), tokenize)
+    listeners = listeners or Listeners()
+    outputs = outputs_of(out, tokenize=tokenize is not None)
+    for path in outputs:
+        refuse_existing(path, overwrite)
+    if not files:
+        raise DataError("no input file")
+    shards = cut(files, options)
+    work = WorkFolder.of(outputs[0])
+    with work.lock():
+        try:
+            there = _finished(shards, work, listeners.on_note)
+            peaks = _read(shards, there, work, workers, slurm, listeners)
+            finished = _load(shards, work)
+            names = [file.name for file in files]
+            facts = join(finished, names, outputs, options, work, listeners)
+            manifest = _manifest(files, finished, facts, options, format)
+            manifest.save(manifest_path(outputs[0]))
+            work.remove()
+        except BaseException:
+            if work.path.exists():
+                work.empty_but(work.shard_names())
+            raise
+    own = peak_bytes()
+    return Built(
+        manifest=manifest,
+        outputs=outputs,
+        shards=len(shards),
+        continued=len(there),
+        workers=workers,
+        peak_memory_bytes=max([own, *peaks.values()]) if slurm else own + sum(peaks.values()),
     )
-    manifest.save(manifest_path(out))
-    return manifest
 
 
-def refuse_existing(out: Path, overwrite: bool) -> None:
-    """Raise a DataError where an output is there already and may not be replaced."""
-    if out.is_dir():
-        raise DataError(f"--out {out} is a folder; name a file in it")
-    if out.exists() and not overwrite:
-        raise DataError(f"{out} is already there; choose another --out, or add --overwrite")
+def outputs_of(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
+    """The files that a build writes, without the manifest."""
+    return tuple(token_files(out)) if tokenize else (out,)
 
 
-class _CorpusWriter:
-    """Documents → record batches of bounded size."""
-
-    def __init__(self, sink: _HashedFile, names: list[str]) -> None:
-        # One dictionary for all batches: an IPC file cannot replace a dictionary half-way.
-        self._names = pa.array(names, pa.large_string())
-        self._schema = pa.schema(
-            [("text", pa.large_string()), ("source", pa.dictionary(pa.int32(), pa.large_string()))]
+def _finished(
+    shards: Sequence[Shard], work: WorkFolder, on_note: Callable[[str], None]
+) -> set[str]:
+    """The shards that are there already; removes all else from the work folder."""
+    names = work.shard_names()
+    there = {
+        shard.name
+        for shard in shards
+        if shard.name in names and load_shard(work.shard(shard.name), shard.options.read.skip_bad)
+    }
+    if there:
+        on_note(f"continuing: {len(there):,} of {len(shards):,} shards are there")
+    elif names:
+        on_note(
+            f"starting anew: the {len(names):,} shards in {work.path} are of other inputs or "
+            "options, or damaged"
         )
-        self._writer = pa.ipc.new_file(sink, self._schema)
-        self._texts: list[str] = []
-        self._sources: list[int] = []
-        self._chars = 0
-        self.documents = 0
-        self.text_bytes = 0
-
-    def add(self, text: str, source: int) -> None:
-        self._texts.append(text)
-        self._sources.append(source)
-        self._chars += len(text)
-        if self._chars >= _BATCH_CHARS or len(self._texts) >= _BATCH_ROWS:
-            self._flush()
-
-    def close(self) -> None:
-        if self._texts:
-            self._flush()
-        self._writer.close()
-
-    def _flush(self) -> None:
-        texts = pa.array(self._texts, pa.large_string())
-        sources = pa.array(np.array(self._sources, dtype=np.int32))
-        columns = [texts, pa.DictionaryArray.from_arrays(sources, self._names)]
-        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
-        self.documents += len(texts)
-        self.text_bytes += int(np.frombuffer(texts.buffers()[1], np.int64)[len(texts)])
-        self._texts, self._sources, self._chars = [], [], 0
+    work.empty_but(there)
+    return there
 
 
-class _HashedFile(io.RawIOBase):
-    """A file that digests what is written to it, for a digest read back costs the file again."""
+def _read(
+    shards: Sequence[Shard],
+    there: set[str],
+    work: WorkFolder,
+    workers: int,
+    slurm: SlurmOptions | None,
+    listeners: Listeners,
+) -> dict[int, int]:
+    """Write the shards that are missing; the peak memory of each process, by its id."""
+    missing = [shard for shard in shards if shard.name not in there]
+    sizes = {shard.name: shard.size_bytes for shard in shards}
+    done = there.copy()
+    peaks: dict[int, int] = {}
 
-    def __init__(self, stream: BinaryIO, path: Path) -> None:
-        self._stream = stream
-        self._path = path
-        self._digest = hashlib.sha256()
-        self.size_bytes = 0
+    def report(running: Mapping[str, int]) -> None:
+        begun = sum(min(count, sizes.get(name, 0)) for name, count in running.items())
+        listeners.on_read(sum(sizes[name] for name in done) + begun)
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.size_bytes
-
-    def write(self, data: Any) -> int:
-        count = memoryview(data).nbytes
-        self._digest.update(data)
-        try:
-            self._stream.write(data)
-        except OSError as error:
-            raise _refused(self._path, error) from error
-        self.size_bytes += count
-        return count
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[_HashedFile]:
-    """A file under a temporary name, which takes its own when the block ends without an error."""
-    temporary: Path | None = None
-    try:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        except OSError as error:
-            raise _refused(path, error) from error
-        temporary = Path(name)
-        with os.fdopen(descriptor, "wb") as stream:
-            yield _HashedFile(stream, path)
-            try:
-                stream.flush()
-                os.fsync(stream.fileno())
-            except OSError as error:
-                raise _refused(path, error) from error
-        try:
-            temporary.chmod(0o644)
-            # An old manifest must not be found beside a new corpus, should this end in between.
-            manifest_path(path).unlink(missing_ok=True)
-            temporary.replace(path)
-            temporary = None
-            fsync_dir(path.parent)
-        except OSError as error:
-            raise _refused(path, error) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+    outcomes: Iterator[Outcome]
+    if slurm is not None and missing:
+        outcomes = run_on_slurm(missing, work, workers, slurm, report, listeners.on_note)
+    elif workers > 1 and len(missing) > 1:
+        outcomes = run_locally(missing, work, min(workers, len(missing)), report)
+    else:
+        outcomes = run_here(missing, work, report)
+    for outcome in outcomes:
+        outcome.raise_error()
+        done.add(outcome.shard)
+        if outcome.process != os.getpid():
+            peaks[outcome.process] = max(peaks.get(outcome.process, 0), outcome.peak_bytes)
+        report({})
+    return peaks
 
 
-def _refused(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"cannot write {path}: {error.strerror or error}; free space or choose another --out. "
-        "No part of the corpus was kept"
+def _load(shards: Sequence[Shard], work: WorkFolder) -> list[FinishedShard]:
+    finished = []
+    first_input = 0
+    for shard in shards:
+        record = load_shard(work.shard(shard.name), shard.options.read.skip_bad)
+        assert record is not None, f"shard {shard.name} is gone"
+        finished.append(FinishedShard(work.shard(shard.name), record, first_input))
+        first_input += len(shard.files)
+    return finished
+
+
+def _manifest(
+    files: Sequence[InputFile],
+    shards: Sequence[FinishedShard],
+    facts: Joined,
+    options: BuildOptions,
+    format: FormatOption,
+) -> CorpusManifest:
+    read, cleaning, tokenize = options.read, options.clean, options.tokenize
+    records = [shard.record for shard in shards]
+    examples = [example for record in records for example in record.bad_examples]
+    read_inputs = [entry for record in records for entry in record.inputs]
+    outputs: dict[str, Any] = {}
+    for ending, (size, sha256) in facts.files.items():
+        outputs |= {f"{ending}_bytes": size, f"{ending}_sha256": sha256}
+    return CorpusManifest(
+        **outputs,
+        documents=facts.documents,
+        text_bytes=facts.text_bytes,
+        columns=facts.columns,
+        tokens=facts.tokens,
+        tokenizer=str(tokenize.tokenizer) if tokenize else None,
+        tokenizer_fingerprint=tokenize.fingerprint if tokenize else None,
+        dtype=tokenize.dtype if tokenize else None,
+        format=format,
+        text_by=read.text_by,
+        text_key=read.text_key,
+        prompt_key=read.prompt_key,
+        completion_key=read.completion_key,
+        normalize=cleaning.normalize,
+        min_chars=cleaning.min_chars,
+        dedup=cleaning.dedup,
+        empty=sum(record.empty for record in records),
+        short=sum(record.short for record in records),
+        duplicates=facts.duplicates,
+        bad=sum(record.bad for record in records),
+        bad_examples=tuple(examples[:FAULT_EXAMPLES]),
+        inputs=tuple(
+            CorpusInput(path=file.name, bytes=file.size_bytes, documents=count, xxh3=entry.xxh3)
+            for file, count, entry in zip(files, facts.by_input, read_inputs, strict=True)
+        ),
     )

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import glob
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from slurmllm.data.build.datasets_folder import dataset_files, describes_dataset, is_dataset
 from slurmllm.errors import DataError
 
-Format = Literal["text", "jsonl", "parquet", "arrow"]
-FormatOption = Literal["auto", "text", "jsonl", "parquet"]
-TextBy = Literal["paragraph", "document", "line"]
-Compression = Literal["gzip", "zstd"]
+Format = Literal["text", "jsonl", "csv", "parquet", "arrow"]
+FormatOption = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
+Compression = Literal["gzip", "zstd", "bz2", "xz"]
 
 ENDINGS: dict[str, Format] = {
     ".txt": "text",
@@ -28,9 +29,18 @@ ENDINGS: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".json": "jsonl",
     ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
 }
-COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS: dict[str, Compression] = {
+    ".gz": "gzip",
+    ".zst": "zstd",
+    ".bz2": "bz2",
+    ".xz": "xz",
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class InputFile:
         format: How it is coded.
         compression: How it is compressed, None for a plain file.
         size_bytes: Its size on disk.
+        mtime_ns: When it was last changed, ns since 1970.
     """
 
     path: Path
@@ -50,6 +61,13 @@ class InputFile:
     format: Format
     compression: Compression | None
     size_bytes: int
+    mtime_ns: int
+
+    @property
+    def tabs(self) -> bool:
+        """Whether a CSV file separates its columns by tabs, as its ending says."""
+        inner = Path(self.path.stem) if self.compression else self.path
+        return inner.suffix.lower() == ".tsv"
 
 
 def input_file(path: Path, format: FormatOption = "auto", name: str | None = None) -> InputFile:
@@ -64,19 +82,18 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
         DataError: no such file, or an ending that says nothing.
     """
     try:
-        size = path.stat().st_size
+        found = path.stat()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     if not path.is_file():
         raise DataError(f"{path} is not a regular file; write the text to a file first")
-    found = _classify(path, format)
-    if found is None:
+    classified = _classify(path, format)
+    if classified is None:
         raise DataError(
-            f"{path}: the ending does not say how the file is coded; known endings are "
-            f"{' '.join(ENDINGS)}, also with {' or '.join(COMPRESSIONS)}; "
+            f"{path}: the ending does not say how the file is coded; {_known()}; "
             "name the coding with --format"
         )
-    kind, compression = found
+    kind, compression = classified
     if kind == "parquet" and compression is not None:
         raise DataError(
             f"{path}: a Parquet file is read from its end and cannot be compressed as a whole; "
@@ -84,27 +101,26 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
         )
     # File names are bytes to the system; Arrow and JSON take only what is UTF-8.
     shown = (name or str(path)).encode("utf-8", "backslashreplace").decode("utf-8")
-    return InputFile(path, shown, kind, compression, size)
+    return InputFile(path, shown, kind, compression, found.st_size, found.st_mtime_ns)
 
 
 def find_inputs(
     arguments: Sequence[str],
     format: FormatOption = "auto",
     *,
-    arrow: bool = False,
     leave_out: Iterable[Path] = (),
 ) -> list[InputFile]:
     """Expand files, folders and globs into the files to read, in a fixed order.
 
     Folders are read to any depth; hidden entries and links to folders are passed over, and with
-    `auto` so are files of unknown endings. A file that comes up twice is read once, where it
-    comes up first.
+    `auto` so are files of unknown endings. A folder in which a Hugging Face dataset was saved
+    stands for the dataset's files. A file that comes up twice is read once, where it comes up
+    first.
 
     Args:
         arguments: Files, folders and glob patterns (`**` crosses folders).
         format: How the files are coded.
-        arrow: Whether Arrow corpora (`.arrow`) are inputs too.
-        leave_out: Files of the output, which a folder or a glob may well hold.
+        leave_out: Files and folders of the output, which a folder or a glob may well hold.
 
     Raises:
         DataError: an argument that names nothing, or a file that cannot be read as asked.
@@ -113,25 +129,45 @@ def find_inputs(
     files: dict[Path, InputFile] = {}
     for argument in arguments:
         found = 0
-        for path in _expand(argument, format, arrow):
+        for path in _expand(argument, format):
             resolved = path.resolve()
-            if resolved in excluded:
+            if resolved in excluded or not excluded.isdisjoint(resolved.parents):
                 continue
             found += 1
             if resolved not in files:
-                corpus = arrow and path.suffix == ".arrow"
-                files[resolved] = _arrow_file(path) if corpus else input_file(path, format)
+                files[resolved] = input_file(path, format)
         if not found:
             raise DataError(
-                f"{argument}: no file to read there; known endings are {' '.join(ENDINGS)} "
-                f"(also with {' or '.join(COMPRESSIONS)}), and --format text takes any file"
+                f"{argument}: no file to read there; {_known()}, and --format text takes any file"
             )
     return list(files.values())
 
 
-def _arrow_file(path: Path) -> InputFile:
-    size = path.stat().st_size if path.is_file() else 0  # Corpus says what is wrong with it
-    return InputFile(path, str(path), "arrow", None, size)
+def read_list(path: str) -> list[str]:
+    """The paths of a list: one a line, without blank lines and `#` comments.
+
+    Args:
+        path: A text file; `-` is the standard input.
+
+    Raises:
+        DataError: the list cannot be read, or names nothing.
+    """
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the list {path}: {error.strerror or error}") from error
+    names = [os.fsdecode(line.strip()) for line in data.splitlines()]
+    names = [name for name in names if name and not name.startswith("#")]
+    if not names:
+        raise DataError(f"--files-from {path} names no file; write one path a line")
+    return names
+
+
+def _known() -> str:
+    return (
+        f"known endings are {' '.join(ENDINGS)} (also with {', '.join(list(COMPRESSIONS)[:-1])} "
+        f"or {list(COMPRESSIONS)[-1]})"
+    )
 
 
 def _classify(path: Path, format: FormatOption) -> tuple[Format, Compression | None] | None:
@@ -143,34 +179,44 @@ def _classify(path: Path, format: FormatOption) -> tuple[Format, Compression | N
     return None if kind is None else (kind, compression)
 
 
-def _expand(argument: str, format: FormatOption, arrow: bool) -> Iterator[Path]:
+def _expand(argument: str, format: FormatOption) -> Iterator[Path]:
     path = Path(argument)
     if path.is_dir():
-        yield from _walk(path, format, arrow)
+        yield from _walk(path, format)
     elif path.exists() or not glob.has_magic(argument):
         yield path
     else:
         # Path.glob takes no absolute pattern.
         for match in sorted(glob.glob(argument, recursive=True)):  # noqa: PTH207
-            if Path(match).is_file() and not _is_manifest(Path(match)):
+            if Path(match).is_file() and not _describes_others(Path(match)):
                 yield Path(match)
 
 
-def _walk(folder: Path, format: FormatOption, arrow: bool) -> Iterator[Path]:
+def _walk(folder: Path, format: FormatOption) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         # os.walk passes over folders it cannot list, and a part of the corpus would be missing.
         raise DataError(f"cannot read folder {error.filename}: {error.strerror}") from error
 
-    paths: list[str] = []
+    # A file, or the files of a dataset in the dataset's own order; sorted by where each lies.
+    found: list[tuple[str, list[Path]]] = []
     for root, folders, names in os.walk(folder, onerror=refuse):
+        if is_dataset(names) and (listed := dataset_files(Path(root))) is not None:
+            folders.clear()
+            found.append((root, listed))
+            continue
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [os.path.join(root, name) for name in names if not name.startswith(".")]  # noqa: PTH118
-    for path in map(Path, sorted(paths)):
-        known = _classify(path, format) is not None or (arrow and path.suffix == ".arrow")
-        if known and not _is_manifest(path) and path.is_file():
-            yield path
+        for name in names:
+            if not name.startswith("."):
+                path = os.path.join(root, name)  # noqa: PTH118
+                found.append((path, [Path(path)]))
+    for _, paths in sorted(found):
+        for candidate in paths:
+            if _classify(candidate, format) is None or _describes_others(candidate):
+                continue
+            if candidate.is_file():
+                yield candidate
 
 
-def _is_manifest(path: Path) -> bool:
-    """Whether a file is the manifest of a corpus, which is JSON but no text to train on."""
-    return path.name.endswith(".arrow.json")
+def _describes_others(path: Path) -> bool:
+    """Whether a file is JSON about other files: a corpus's manifest, a dataset's state."""
+    return path.name.endswith((".arrow.json", ".bin.json")) or describes_dataset(path)

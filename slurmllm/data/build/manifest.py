@@ -1,4 +1,7 @@
-"""The manifest beside a corpus: what went into it and what came out."""
+"""The manifest beside a corpus: what went into it and what came out.
+
+The same inputs and options give the same bytes; how long it took and what memory is no part.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from slurmllm.records import Record
+from slurmllm.rundir import write_atomic
 
 
 class CorpusInput(Record):
@@ -16,25 +20,49 @@ class CorpusInput(Record):
     path: str = Field(description="as named at the build, or below the folder named there")
     bytes: int = Field(description="on disk")
     documents: int
+    xxh3: str | None = Field(
+        default=None,
+        description="xxh3-128 of the file on disk; None for Parquet and Arrow, not read whole",
+    )
 
 
 class CorpusManifest(Record):
-    """`<corpus>.json`: what a corpus holds. The same inputs and options give the same bytes."""
+    """`<corpus>.json`: what a corpus holds."""
 
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
     documents: int
     text_bytes: int = Field(description="UTF-8 bytes of all documents")
-    arrow_bytes: int
-    arrow_sha256: str
+    columns: tuple[str, ...] = Field(default=("text", "source"), description="of the corpus")
+    tokens: int | None = Field(default=None, description="with --tokenize")
+    tokenizer: str | None = Field(default=None, description="--tokenize")
+    tokenizer_fingerprint: str | None = None
+    dtype: str | None = Field(default=None, description="of the token ids")
+    arrow_bytes: int | None = None
+    arrow_sha256: str | None = None
+    bin_bytes: int | None = None
+    bin_sha256: str | None = None
+    idx_bytes: int | None = None
+    idx_sha256: str | None = None
     format: str = Field(description="--format")
     text_by: str = Field(description="--text-by")
     text_key: str = Field(description="--text-key")
+    prompt_key: str | None = Field(default=None, description="--prompt-key")
+    completion_key: str | None = Field(default=None, description="--completion-key")
+    normalize: str = Field(default="none", description="--normalize")
+    min_chars: int = Field(default=0, description="--min-chars")
+    dedup: bool = Field(default=False, description="--dedup")
     empty: int = Field(description="documents left out because they held no text")
+    short: int = Field(default=0, description="left out by --min-chars")
+    duplicates: int = Field(default=0, description="left out by --dedup")
     bad: int = Field(description="documents and files left out because they could not be read")
     bad_examples: tuple[str, ...] = Field(description="the first of them: file, place, reason")
     inputs: tuple[CorpusInput, ...] = Field(description="in the order they were read")
 
+    def save(self, path: Path) -> None:
+        """Write the manifest without what does not apply, whole or not at all."""
+        write_atomic(path, self.model_dump_json(indent=2, exclude_none=True) + "\n")
+
 
 def manifest_path(corpus: Path) -> Path:
-    """Where the manifest of a corpus is."""
+    """Where the manifest of a corpus (`.arrow` or `.bin`) is."""
     return corpus.with_name(corpus.name + ".json")

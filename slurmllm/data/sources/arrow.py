@@ -1,31 +1,34 @@
-"""An Arrow corpus, read by memory map: opening costs the same at any size.
+"""Arrow IPC files, read by memory map: opening costs the same at any size.
 
-An Arrow IPC file with a string column `text`, one row a document, in one record batch or many.
 Pages are read when a document is, and processes on one machine share them.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
+from slurmllm.data.document_hash import document_hash
+from slurmllm.data.sources.base import Integers
 from slurmllm.errors import DataError, StorageError
 
 _MAGIC = b"ARROW1"
 _REMEDY = "build it again with `slurmllm data build`"
 
 
-class Corpus:
-    """The documents of an Arrow corpus by index.
+class ArrowFile:
+    """Columns of an Arrow IPC file, in one record batch or many.
 
     Raises:
-        DataError: missing, not an Arrow file, truncated, without a text column, or empty.
+        DataError: missing, not an Arrow file, truncated, or empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +36,7 @@ class Corpus:
         try:
             self._map = pa.memory_map(str(path))
             reader = pa.ipc.open_file(self._map)
-            batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+            self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         except FileNotFoundError as error:
             raise DataError(
                 f"no corpus {path}; make one with `slurmllm data build INPUT... --out {path}`"
@@ -45,60 +48,46 @@ class Corpus:
                 f"{path} is not a whole Arrow file: {error}; was it cut while it was copied, or "
                 f"is it another format? {_REMEDY.capitalize()}"
             ) from error
-        schema = reader.schema
-        index = schema.get_field_index("text")
-        kind = schema.field(index).type if index >= 0 else None
-        if kind not in (pa.string(), pa.large_string()):
-            raise DataError(
-                f"{path} has no string column 'text' (there is {', '.join(schema.names)}); "
-                f"{_REMEDY}"
-            )
-        self._texts = [batch.column(index) for batch in batches]
-        # [batches + 1], the index of each batch's first document
-        self._first = np.cumsum([0, *(len(texts) for texts in self._texts)])
+        self._schema = reader.schema
+        self.names: list[str] = self._schema.names
+        # [batches + 1], the index of each batch's first row
+        self._first = np.cumsum([0, *(batch.num_rows for batch in self._batches)]).tolist()
         if len(self) == 0:
             raise DataError(f"{path} holds no documents; {_REMEDY} from files that hold text")
 
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def text(self, index: int) -> str:
-        """The document at `index`, in 0 … len - 1.
+    def strings(self, name: str) -> Strings:
+        """A column of text.
 
         Raises:
-            StorageError: the bytes there are no text: the file was damaged after the build.
+            DataError: there is none of this name, or it holds something else.
         """
-        batch = int(np.searchsorted(self._first, index, side="right")) - 1
-        try:
-            text = self._texts[batch][index - int(self._first[batch])].as_py()
-        except UnicodeDecodeError as error:
-            raise StorageError(
-                f"document {index} of {self.path} is damaged: {error}; compare the file with the "
-                f"sha256 in its manifest, and {_REMEDY}"
-            ) from error
-        return "" if text is None else str(text)
+        if not self.has(name, pa.string(), pa.large_string()):
+            raise DataError(
+                f"{self.path} has no string column {name!r} (there is {', '.join(self.names)}); "
+                f"{_REMEDY}"
+            )
+        return Strings([batch.column(name) for batch in self._batches], self._first)
 
-    def __iter__(self) -> Iterator[str]:
-        return (self.text(index) for index in range(len(self)))
+    def ids(self) -> Ids | None:
+        """The hashes of the documents that `data build` wrote beside them, if it did."""
+        if not self.has("id", pa.uint64()):
+            return None
+        columns = [batch.column("id") for batch in self._batches]
+        if any(column.null_count for column in columns):
+            return None  # another tool's
+        return Ids(columns, self._first)
+
+    def has(self, name: str, *types: pa.DataType) -> bool:
+        """Whether there is one column of a name, and of one of these types."""
+        index = self._schema.get_field_index(name)
+        return index >= 0 and self._schema.field(index).type in types
 
     @cached_property
-    def text_bytes(self) -> int:
-        """UTF-8 bytes of all documents, from the first and last offset of each batch."""
-        total = 0
-        for texts in self._texts:
-            if len(texts):
-                large = texts.type == pa.large_string()
-                offsets = np.frombuffer(texts.buffers()[1], np.int64 if large else np.int32)
-                total += int(offsets[texts.offset + len(texts)]) - int(offsets[texts.offset])
-        return total
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hex digest of the file's size and footer (schema, place and size of each batch).
-
-        Tells another corpus from this one at once, at any size; it does not see bytes changed
-        inside a batch, which the manifest's sha256 does.
-        """
+    def footer(self) -> str:
+        """Hex digest of the file's size and footer (schema, place and size of each batch)."""
         with self.path.open("rb") as stream:
             size = stream.seek(0, 2)
             tail = len(_MAGIC) + 4  # the footer's length is an int32 before the magic
@@ -108,3 +97,155 @@ class Corpus:
             digest = hashlib.sha256(stream.read(footer))
         digest.update(str(size).encode())
         return digest.hexdigest()[:16]
+
+    def decoded(self, document: int, data: memoryview, begin: int = 0) -> str:
+        """Text of a document's bytes.
+
+        Args:
+            document: Whose they are.
+            data: The bytes.
+            begin: Their place in the document.
+
+        Raises:
+            StorageError: they are no text: the file was damaged after the build.
+        """
+        try:
+            return str(data, "utf-8")
+        except UnicodeDecodeError as error:
+            raise StorageError(
+                f"document {document} of {self.path} is damaged: byte {begin + error.start} of it "
+                f"is not UTF-8 (0x{data[error.start]:02x}); compare the file with the sha256 in "
+                f"its manifest, and {_REMEDY}"
+            ) from error
+
+    def changed(self, document: int) -> StorageError:
+        """The error for a document whose content has another hash than its id says."""
+        return StorageError(
+            f"document {document} of {self.path} was changed or damaged since it was built: its "
+            "content does not have the hash in the column `id`; compare the file with the sha256 "
+            f"in its manifest, and {_REMEDY}"
+        )
+
+
+class Strings:
+    """A column of text, as bytes, by row."""
+
+    def __init__(self, arrays: list[pa.Array], first: list[int]) -> None:
+        self._arrays = arrays
+        self._first = first
+        self._views = [_views(array) for array in arrays]
+
+    def size(self, row: int) -> int:
+        """Bytes of a row's text."""
+        batch = bisect_right(self._first, row) - 1
+        offsets, _, shift = self._views[batch]
+        row += shift - self._first[batch]
+        return int(offsets[row + 1] - offsets[row])
+
+    def data(self, row: int) -> memoryview:
+        """The bytes of a row's text, not copied; a null has none, as Arrow's writers leave it."""
+        batch = bisect_right(self._first, row) - 1
+        offsets, values, shift = self._views[batch]
+        row += shift - self._first[batch]
+        return values[offsets[row] : offsets[row + 1]]
+
+    @property
+    def total_bytes(self) -> int:
+        """UTF-8 bytes of all rows, from the first and last offset of each batch."""
+        return sum(
+            offsets[shift + len(array)] - offsets[shift]
+            for array, (offsets, _, shift) in zip(self._arrays, self._views, strict=True)
+            if len(array)
+        )
+
+
+def _views(array: pa.Array) -> tuple[memoryview, memoryview, int]:
+    """Offsets, values and the array's place in them."""
+    _, offsets, values = array.buffers()
+    kind = "q" if array.type == pa.large_string() else "i"
+    if offsets is None:
+        return memoryview(b""), memoryview(b""), 0
+    return (
+        memoryview(offsets).cast("B").cast(kind),
+        memoryview(b"") if values is None else memoryview(values).cast("B"),
+        array.offset,
+    )
+
+
+class Ids:
+    """The hashes of the documents, by row."""
+
+    def __init__(self, arrays: list[pa.Array], first: list[int]) -> None:
+        self._arrays = [array.to_numpy() for array in arrays]
+        self._views = [memoryview(array) for array in self._arrays]
+        self._first = first
+
+    def __getitem__(self, row: int) -> int:
+        batch = bisect_right(self._first, row) - 1
+        return int(self._views[batch][row - self._first[batch]])
+
+    def take(self, rows: Integers) -> npt.NDArray[np.uint64]:
+        """The hashes of some rows, uint64 [n]."""
+        if len(self._arrays) == 1:
+            return np.asarray(self._arrays[0][rows], dtype=np.uint64)
+        found = np.empty(len(rows), dtype=np.uint64)
+        batches = np.searchsorted(self._first, rows, side="right") - 1
+        for batch in np.unique(batches):
+            here = batches == batch
+            found[here] = self._arrays[batch][rows[here] - self._first[batch]]
+        return found
+
+
+class Corpus:
+    """The texts of an Arrow corpus by index: a string column `text`, one row a document.
+
+    Where there is a column `id`, each document is compared with its hash when it is read.
+
+    Raises:
+        DataError: as for `ArrowFile`, or there is no text column.
+    """
+
+    def __init__(self, path: Path, file: ArrowFile | None = None) -> None:
+        self.path = path
+        self.file = file or ArrowFile(path)
+        self._texts = self.file.strings("text")
+        self.ids = self.file.ids()
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __iter__(self) -> Iterator[str]:
+        return (self.text(index) for index in range(len(self)))
+
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of all documents."""
+        return self._texts.total_bytes
+
+    def size(self, index: int) -> int:
+        """UTF-8 bytes of the document at `index`, in 0 … len - 1."""
+        return self._texts.size(index)
+
+    def data(self, index: int) -> memoryview:
+        """The UTF-8 bytes of the document at `index`, as they are."""
+        return self._texts.data(index)
+
+    def text(self, index: int) -> str:
+        """The document at `index`.
+
+        Raises:
+            StorageError: the file was damaged or changed after the build.
+        """
+        data = self.data(index)
+        self.verify(index, data)
+        return self.file.decoded(index, data)
+
+    def verify(self, index: int, data: memoryview) -> None:
+        """Compare a document with its hash, where the corpus has one.
+
+        Raises:
+            StorageError: they differ.
+        """
+        if self.ids is not None and document_hash(data) != self.ids[index]:
+            self.file.decoded(index, data)  # says where, if it can
+            raise self.file.changed(index)

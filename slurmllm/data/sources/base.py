@@ -7,27 +7,46 @@ resumes in the middle of a book of a gigabyte tokenizes one piece of it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
+Marks = npt.NDArray[np.uint8]
+Integers = npt.NDArray[np.int64]
+
+# What a token's mark may say of it.
+BEGINS = 1  # the first of a document
+UNTRAINED = 2  # read but not learnt: a prompt's
+
+# (document, piece)
+Request = tuple[int, int]
 
 
-class Piece(NamedTuple):
-    """Consecutive tokens of a document.
+class Pieces(NamedTuple):
+    """Consecutive tokens of documents, one piece after the other.
 
     Attributes:
-        tokens: int32 [n], the end-of-document token included in the last piece.
-        last: Whether the document ends here.
-        untrained: Of the tokens, the first so many are read but not learnt: a prompt's.
+        tokens: int32 [n]; in the last piece of a text, its end-of-document token.
+        marks: uint8 [n], BEGINS and UNTRAINED of each token.
+        ends: int64 [pieces], where in `tokens` each piece ends.
     """
 
     tokens: Tokens
-    last: bool
-    untrained: int = 0
+    marks: Marks
+    ends: Integers
+
+
+def joined(parts: Sequence[tuple[Tokens, Marks]]) -> Pieces:
+    """Pieces out of tokens and marks of each."""
+    return Pieces(
+        np.concatenate([tokens for tokens, _ in parts]),
+        np.concatenate([marks for _, marks in parts]),
+        np.cumsum([len(tokens) for tokens, _ in parts], dtype=np.int64),
+    )
 
 
 class Source(ABC):
@@ -38,26 +57,47 @@ class Source(ABC):
     Attributes:
         path: Of the corpus.
         fingerprint: Short hex digest that tells this content from another, at once at any size.
-        trains_every_token: Whether `untrained` is 0 in all pieces.
+        trains_every_token: Whether no token is marked UNTRAINED.
+        knows_documents: Whether BEGINS marks documents, not only what is shuffled as one.
+        template: Short hex digest of the chat template that shapes its tokens, if one does.
+        former_fingerprint: What states of version 1 knew it by.
+        size_unit: Of `total_size` and `document_size`: UTF-8 bytes of text, or token ids.
     """
 
     path: Path
     fingerprint: str
     trains_every_token: bool = True
+    knows_documents: bool = True
+    template: str = ""
+    former_fingerprint: str | None = None
+    size_unit: Literal["bytes", "tokens"]
 
     @abstractmethod
     def __len__(self) -> int:
         """Documents, at least 1."""
 
+    @property
     @abstractmethod
-    def piece(self, document: int, index: int) -> Piece:
-        """Piece `index` of a document; pieces are numbered from 0 without gaps.
+    def total_size(self) -> int:
+        """Size of all documents, in constant time."""
+
+    @abstractmethod
+    def document_size(self, document: int) -> int:
+        """Size of one document."""
+
+    @abstractmethod
+    def num_pieces(self, document: int) -> int:
+        """Pieces of a document, at least 1, in constant time; one may be without tokens."""
+
+    @abstractmethod
+    def read(self, requests: Sequence[Request]) -> Pieces:
+        """Some pieces, at least one.
 
         Raises:
-            DataError: the document cannot serve, such as a token id beyond the vocabulary.
-            StorageError: it is damaged.
+            DataError: a document cannot serve, such as a token id beyond the vocabulary.
+            StorageError: one is damaged.
         """
 
     @abstractmethod
-    def document_hash(self, document: int) -> int:
-        """64 bits that depend on the document's content alone, for the validation split."""
+    def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
+        """64 bits of each document that depend on its content alone, for the validation split."""

@@ -53,6 +53,6 @@ def train(task: Task, turn: Turn) -> None:
     backend.build(lambda: build_model(config.recipe.model))
     backend.build_optimizer()
     for tokens, labels in task.batches():
-        loss = backend.forward_backward([MicroBatch(tokens, labels)])
+        loss = backend.forward_backward([MicroBatch(tokens, labels)], labels.size)
         backend.optimizer_step(settings.LR)
         turn.step_done(lambda loss=loss: loss)

@@ -1,0 +1,40 @@
+"""Who a file is by its content, found out in the same time at any size."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmllm.errors import StorageError
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+def fingerprint(paths: Sequence[Path], *identity: str) -> str:
+    """Short hex digest of files: sizes, begin, end and evenly spaced samples of each.
+
+    It tells another file at once, and a file that was rewritten or cut; bytes changed between two
+    samples it does not see.
+
+    Args:
+        paths: The files of a corpus, in a fixed order.
+        identity: What else tells it from another, such as the kind.
+
+    Raises:
+        StorageError: a file cannot be read.
+    """
+    digest = hashlib.sha256("\0".join(identity).encode())
+    for path in paths:
+        try:
+            with path.open("rb", buffering=0) as stream:
+                size = os.fstat(stream.fileno()).st_size
+                digest.update(size.to_bytes(8, "little"))
+                last = max(0, size - _SAMPLE_BYTES)
+                for offset in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+                    digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, offset))
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    return digest.hexdigest()[:16]

@@ -1,0 +1,73 @@
+"""Which kind of corpus a path is, by content and ending."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmllm.data.sources.base import Source
+from slurmllm.data.sources.megatron import MegatronSource, is_megatron
+from slurmllm.data.sources.numpy_file import MAGIC as NUMPY_MAGIC
+from slurmllm.data.sources.numpy_file import NumpySource
+from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.errors import DataError
+
+
+def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None) -> Source:
+    """Open a corpus.
+
+    Args:
+        path: An Arrow corpus, of texts or of prompts and completions; a Megatron `.idx`, its
+            `.bin` or the name of both without the ending; a `.npy`.
+        encoder: What tokenizes texts; token ids are read without one, too.
+        vocab_size: The model's: the ids of tokenized corpora must be below it.
+
+    Raises:
+        DataError: missing, unreadable, of no known kind, or a text without a tokenizer.
+    """
+    if is_megatron(path):
+        return MegatronSource(path, encoder, vocab_size)
+    if path.suffix == ".npy" or _begins_with(path, NUMPY_MAGIC):
+        return NumpySource(path, encoder, vocab_size)
+    # 0.1 s of imports that token ids do without.
+    from slurmllm.data.sources.arrow import ArrowFile
+    from slurmllm.data.sources.prompts import PromptSource, is_prompts
+    from slurmllm.data.sources.text import TextSource
+
+    file = ArrowFile(path)
+    if encoder is None:
+        raise DataError(
+            f"{path} holds text, and no tokenizer is set; set data.tokenizer to a tokenizer.json"
+        )
+    return PromptSource(file, encoder) if is_prompts(file) else TextSource(file, encoder)
+
+
+def open_all(
+    corpora: Sequence[tuple[Path, float]],
+    tokenizer: Path | None,
+    vocab_size: int | None,
+    mask: str,
+) -> tuple[list[Source], TokenEncoder | None]:
+    """Open the corpora of a blend, and their tokenizer.
+
+    Raises:
+        DataError: as for `open_source` and `TokenEncoder`, or `data.mask` asks for the begins of
+            documents, which nothing says.
+    """
+    encoder = None if tokenizer is None else TokenEncoder(tokenizer)
+    sources = [open_source(path, encoder, vocab_size) for path, _ in corpora]
+    for source in sources:
+        if mask == "document" and not source.knows_documents:
+            raise DataError(
+                f"data.mask is document, and nothing says where the documents of {source.path} "
+                "begin; set data.tokenizer, whose end-of-document token says it, or data.mask=none"
+            )
+    return sources, encoder
+
+
+def _begins_with(path: Path, magic: bytes) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(magic)) == magic
+    except OSError:
+        return False  # whoever opens it says why

@@ -1,0 +1,116 @@
+"""What a node has besides devices: memory, a disk of its own, the shared file system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from slurmllm.config.cluster import Cluster
+from slurmllm.doctor.storage import NUM_WRITES, SHARED_TYPES, SLOW_WRITE_S, file_system
+from slurmllm.errors import NodeError, StorageError
+from slurmllm.health.findings import GB, fail, ok, warn
+from slurmllm.records import HealthFinding
+from slurmllm.rundir import write_atomic
+
+VISIBLE_S = 3.0  # until a file that another node has just made must be seen
+
+
+def memory_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[HealthFinding]:
+    """The host's memory that is free or can be freed at once."""
+    wanted = cluster.health.min_memory_gb
+    lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    found = round(kib * 1024 / GB, 1)
+    if found < wanted:
+        words = f"{found} GB available, profile {cluster.name} says {wanted:g}"
+        yield fail("memory", found, wanted, words)
+    else:
+        yield ok("memory", found, wanted or "")
+
+
+def node_local_findings(cluster: Cluster) -> Iterator[HealthFinding]:
+    """The node's own disk: there, writable, not shared, with room.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+    folder, wanted = Path(cluster.node_local), cluster.health.min_node_local_gb
+    if not folder.is_dir():
+        words = f"{folder} is not there; is the disk mounted? (cluster.node_local)"
+        yield fail("node-local disk", "missing", str(folder), words)
+        return
+    with tempfile.NamedTemporaryFile(prefix=".slurmllm-health-", dir=folder) as probe:
+        probe.write(b"x" * 4096)
+        probe.flush()
+        os.fsync(probe.fileno())
+    free = round(shutil.disk_usage(folder).free / GB, 1)
+    kind, _ = file_system(folder.resolve())
+    if free < wanted:
+        words = f"{free} GB free in {folder}, profile {cluster.name} says {wanted:g}"
+        yield fail("node-local disk", free, wanted, words)
+    elif kind in SHARED_TYPES:
+        words = f"{folder} is on {kind}, which all nodes share; name a disk of the node's own"
+        yield warn("node-local disk", free, wanted, words)
+    else:
+        yield ok("node-local disk", free, wanted or "")
+
+
+def shared_findings(cluster: Cluster, token: Path, node: str) -> Iterator[HealthFinding]:
+    """The folder of the run: the one that the others see, writable, quick enough.
+
+    Args:
+        cluster: The profile.
+        token: A file that whoever asks has just made there.
+        node: This node's name.
+
+    Raises:
+        NodeError: what was read back is not what was written.
+        StorageError: the folder cannot be written to.
+    """
+    folder, limit = token.parent, cluster.health.max_write_s
+    if not _seen(token):
+        words = f"{token} is not seen here: {folder} is not the file system that the others share"
+        yield fail("shared file system", "another", str(folder), words)
+        return
+    path = folder / f".health-{node}"
+    try:
+        seconds = round(statistics.median(_timed_write(path) for _ in range(NUM_WRITES)), 4)
+    finally:
+        path.unlink(missing_ok=True)
+    words = f"a fsynced write to {folder} takes {seconds:.2f} s"
+    if limit is not None and seconds > limit:
+        said = f"{words}, profile {cluster.name} says {limit:g}"
+        yield fail("shared file system", seconds, limit, said)
+    elif seconds > SLOW_WRITE_S:
+        yield warn("shared file system", seconds, limit or SLOW_WRITE_S, words)
+    else:
+        yield ok("shared file system", seconds, limit or "")
+
+
+def _seen(token: Path) -> bool:
+    deadline = time.monotonic() + VISIBLE_S
+    while not token.is_file():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _timed_write(path: Path) -> float:
+    """Seconds of one record's write: temporary name, fsync, rename, fsync of the folder."""
+    text = f"{time.time_ns()} " * 100
+    start = time.monotonic()
+    write_atomic(path, text)
+    seconds = time.monotonic() - start
+    try:
+        read = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot read {path} back: {error.strerror or error}") from error
+    if read != text:
+        raise NodeError(f"{path} read back is not what was written")
+    return seconds

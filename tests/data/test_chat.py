@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from slurmllm.data.chat import ChatFormat
+from slurmllm.data.sources.base import UNTRAINED
+from slurmllm.data.sources.opening import open_source
+from slurmllm.data.spec import StreamSpec
+from slurmllm.data.stream import PackedStream
+from slurmllm.data.tokenizer import TokenEncoder, train_tokenizer
+from slurmllm.errors import DataError, StorageError
+
+from .corpora import slot_tokens, streams, take, write_prompts
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
+    "{% else %}{{ message.content | trim }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}\n{{ '<|im_start|>assistant\n' }}\n{%- endif %}"
+)
+LLAMA2 = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + ' ' + eos_token }}"
+    "{% else %}{{ raise_exception('only these') }}{% endif %}{% endfor %}"
+)
+ROWS = [("What is 1 + 1?", "2"), ("  Größe? ", '東京 {"a": 1}'), ("", "")]
+
+
+def folder(path: Path, template: Any = None, **config: Any) -> Path:
+    """A tokenizer.json with special tokens, and its config."""
+    tokenizer = Tokenizer.from_str(train_tokenizer(["What is it?"] * 3, 300))
+    special = ("<s>", "<|im_start|>", "<|im_end|>")
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.save(str(path / "tokenizer.json"))
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    if template is not None:
+        fields["chat_template"] = template
+    (path / "tokenizer_config.json").write_text(json.dumps(fields))
+    return path / "tokenizer.json"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("template", "eos"),
+    [
+        (CHATML, "<|im_end|>"),
+        (LLAMA2, {"__type": "AddedToken", "content": "<|endoftext|>"}),
+        ([{"name": "tools", "template": "no"}, {"name": "default", "template": CHATML}], "<s>"),
+        ("{{ messages | tojson }}{{ messages[1:] | tojson(indent=1) }}", None),
+    ],
+)
+def test_templates_render_as_in_transformers(
+    tmp_path: Path, template: Any, eos: Any, rows: tuple[str, str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    config = {"eos_token": eos} if eos else {}
+    path = folder(tmp_path, template, bos_token="<s>", **config)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    turns = [{"role": "user", "content": rows[0]}, {"role": "assistant", "content": rows[1]}]
+    before = theirs.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    whole = theirs.apply_chat_template(turns, tokenize=False)
+    chat = ChatFormat(path)
+    if not whole.startswith(before):
+        with pytest.raises(DataError, match="cannot be split into prompt and completion"):
+            chat.texts(*rows)
+        return
+    assert chat.texts(*rows) == (before, whole[len(before) :])
+    source = open_source(write_prompts(tmp_path / "c.arrow", [rows]), TokenEncoder(path), None)
+    tokens = source.read([(0, 0)]).tokens.tolist()
+    expected = theirs(before, add_special_tokens=False)["input_ids"]
+    assert tokens[: len(expected)] == expected
+
+
+def test_a_template_in_a_file_of_its_own(tmp_path: Path) -> None:
+    path = folder(tmp_path, "{{ 'old' }}")
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    assert ChatFormat(path).texts("a", "b")[1] == "b<|im_end|>\n"
+
+
+def marked(path: Path, tokenizer: Path, row: tuple[str, str]) -> tuple[str, str]:
+    """What is read and what is learnt of a document."""
+    encoder = TokenEncoder(tokenizer)
+    read = open_source(write_prompts(path / "c.arrow", [row]), encoder, None).read([(0, 0)])
+    untrained = (read.marks & UNTRAINED) > 0
+    assert untrained.tolist() == sorted(untrained.tolist(), reverse=True)
+    return encoder.decode(read.tokens[untrained]), encoder.decode(read.tokens[~untrained])
+
+
+def test_prompts_are_read_and_completions_learnt(tmp_path: Path) -> None:
+    plain = folder(tmp_path)
+    assert marked(tmp_path, plain, ("Q: x", " y")) == ("Q: x", " y<|endoftext|>")
+    assert marked(tmp_path, plain, ("", "y")) == ("", "y<|endoftext|>")
+    assert marked(tmp_path, plain, ("x", "y<|endoftext|>")) == ("x", "y<|endoftext|>")
+    other_end = folder(tmp_path, eos_token="<|im_end|>")
+    assert marked(tmp_path, other_end, ("x", "y")) == ("x", "y<|im_end|>")
+    chat = folder(tmp_path, CHATML, eos_token="<|im_end|>")
+    prompt = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert marked(tmp_path, chat, ("x", "y")) == (prompt, "y<|im_end|>\n")
+
+
+def test_a_config_belongs_to_its_own_tokenizer(tmp_path: Path) -> None:
+    other = folder(tmp_path, CHATML).rename(tmp_path / "other.tokenizer.json")
+    assert marked(tmp_path, other, ("x", "y")) == ("x", "y<|endoftext|>")
+    assert ChatFormat(other).fingerprint == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[-1].content }}", r"from character 0 they are 'x' and 'y'"),
+        ("{% if %}", "the chat template of .*tokenizer_config.json fails: "),
+        ("{{ raise_exception('only system') }}", "fails: only system; mend it"),
+        ("{{ messages[9].content.other }}", "fails: .* has no"),
+        ("{{ messages.append(1) }}", "fails: .*unsafe"),
+    ],
+)
+def test_templates_that_cannot_serve(tmp_path: Path, template: str, message: str) -> None:
+    path = folder(tmp_path, template)
+    with pytest.raises(DataError, match=message):
+        ChatFormat(path).texts("x", "y")
+
+
+def test_files_that_cannot_serve(tmp_path: Path) -> None:
+    path = folder(tmp_path, eos_token="<none>")
+    corpus = write_prompts(tmp_path / "c.arrow", ROWS)
+    with pytest.raises(DataError, match=r"eos_token '<none>' .* is not in the tokenizer's"):
+        open_source(corpus, TokenEncoder(path), None)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config.json is not JSON"):
+        open_source(corpus, TokenEncoder(path), None)
+    corpus.write_bytes(corpus.read_bytes().replace(b"What is", b"What\xff s"))
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(StorageError, match=r"document 0 of .*c.arrow is damaged: byte 4"):
+        open_source(corpus, TokenEncoder(path), None).read([(0, 0)])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_labels_of_a_packed_batch(tmp_path: Path, workers: int) -> None:
+    path = folder(tmp_path)
+    rows = [(f"question {i} " * (i % 3), f"answer {i}") for i in range(20)]
+    corpus = write_prompts(tmp_path / "c.arrow", rows)
+    spec = StreamSpec([(corpus, 1.0)], path, 12, 4, 1, mask="document")
+    learnt, encoder = [], TokenEncoder(path)
+    with PackedStream(spec, 0, 1, workers) as stream:
+        assert not stream.trains_every_token
+        for _ in range(30):
+            batch = stream.next_batch()
+            labels = batch.labels(-100)
+            assert np.array_equal(labels == -100, batch.untrained[:, 1:])
+            kept = labels != -100
+            assert np.array_equal(labels[kept], batch.tokens[:, 1:][kept])
+            learnt.append(labels)
+            assert batch.positions is not None
+            assert (batch.positions[batch.begins[:, :-1]] == 0).all()
+    for slot in range(4):
+        row = np.concatenate([labels[slot] for labels in learnt])
+        answers = encoder.decode(row[row != -100]).split("<|endoftext|>")[1:-1]
+        assert answers
+        assert set(answers) <= {answer for _, answer in rows}
+
+
+def test_a_mixture_with_text(tmp_path: Path, corpus: Path) -> None:
+    path = folder(tmp_path)
+    prompts = write_prompts(tmp_path / "c.arrow", [("question", "answer")])
+    spec = StreamSpec([(prompts, 1.0), (corpus, 1.0)], path, 12, 4, 1)
+    (stream,) = streams(spec)
+    batch = stream.next_batch()
+    assert batch.untrained is not None
+    assert sorted(batch.untrained.any(axis=1).tolist()) == [False, False, True, True]
+
+
+def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
+    path = folder(tmp_path, CHATML)
+    spec = StreamSpec([(write_prompts(tmp_path / "c.arrow", ROWS), 1.0)], path, 12, 4, 1)
+    (stream,) = streams(spec)
+    take([stream], 2)
+    state = stream.state()
+    slot_tokens(take([stream], 3), 0)
+    folder(tmp_path, CHATML + " ")
+    with pytest.raises(DataError, match=r"tokenizer \(fingerprint\)"):
+        streams(spec)[0].load_state(state)

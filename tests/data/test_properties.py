@@ -1,0 +1,286 @@
+"""What must hold of any corpus, seed, degree, number of workers and stop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmllm.data.document_hash import document_hash
+from slurmllm.data.order import DocumentOrder
+from slurmllm.data.sources import text
+from slurmllm.data.spec import StreamSpec
+from slurmllm.data.split import Split
+from slurmllm.data.state import State
+from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.errors import DataError, StorageError
+
+from .corpora import (
+    close,
+    restored,
+    saved,
+    slot_tokens,
+    streams,
+    take,
+    write_megatron,
+    write_texts,
+)
+
+SEEDS = st.integers(0, 2**32 - 1)
+# Many short documents, empty ones among them, or few that take several pieces.
+TEXTS = st.lists(
+    st.one_of(st.text("ab é東", max_size=12), st.text("ab é東", min_size=60, max_size=200)),
+    min_size=1,
+    max_size=30,
+)
+DEGREES = st.sampled_from([(1, 1), (2, 1), (2, 4), (4, 2), (4, 4), (1, 4)])
+
+
+def documents_of(stream: Sequence[int], end: int) -> list[tuple[int, ...]]:
+    """The documents that a slot has finished, in its order."""
+    found, begin = [], 0
+    for place, token in enumerate(stream):
+        if token == end:
+            found.append(tuple(stream[begin : place + 1]))
+            begin = place + 1
+    return found
+
+
+def all_held_out(texts: Sequence[str], validation: float) -> bool:
+    hashes = np.array([document_hash(text.encode()) for text in texts], dtype=np.uint64)
+    return not Split("train", validation).holds(hashes).any()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    texts=TEXTS,
+    seed=SEEDS,
+    seq_len=st.integers(1, 40),
+    degrees=DEGREES,
+    stop=st.integers(0, 12),
+    validation=st.sampled_from([0.0, 0.0, 0.3]),
+    ids=st.booleans(),
+)
+def test_any_stream_is_one_order_and_resumes_exactly(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: Path,
+    texts: list[str],
+    seed: int,
+    seq_len: int,
+    degrees: tuple[int, int],
+    stop: int,
+    validation: float,
+    ids: bool,
+) -> None:
+    corpus = write_texts(tmp_path_factory.mktemp("any") / "c.arrow", texts, ids=ids)
+    spec = StreamSpec([(corpus, 1.0)], tokenizer, seq_len, 4, seed, validation=validation)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "PIECE_BYTES", 64)
+        if all_held_out(texts, validation):
+            with pytest.raises(DataError, match="is on the train side"):
+                take(streams(spec), 1)
+            return
+        expected = take(streams(spec), stop + 6)
+        ranks = streams(spec, degrees[0])
+        if stop:
+            assert np.array_equal(take(ranks, stop), expected[:stop])
+        state = saved(ranks)
+        resumed = restored(streams(spec, degrees[1]), state)
+        assert saved(resumed) == state
+        assert np.array_equal(take(resumed, 6), expected[stop:])
+
+
+@settings(deadline=None, max_examples=40)
+@given(texts=TEXTS, seed=SEEDS, seq_len=st.integers(1, 40), epochs=st.integers(1, 3))
+def test_no_token_is_lost_or_repeated_in_an_epoch(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: Path,
+    texts: list[str],
+    seed: int,
+    seq_len: int,
+    epochs: int,
+) -> None:
+    # Documents are cut where their tokens stay apart, so that those of the whole are expected.
+    texts = [f"{place}: {document}" for place, document in enumerate(texts)]
+    corpus = write_texts(tmp_path_factory.mktemp("any") / "c.arrow", texts)
+    encoder, slots = TokenEncoder(tokenizer), 4
+    spec = StreamSpec([(corpus, 1.0)], tokenizer, seq_len, slots, seed)
+    order = DocumentOrder(len(texts), seed).take(np.arange(len(texts) * epochs))
+    wanted = [tuple(encoder.encode(texts[document]).tolist()) for document in order.tolist()]
+    # As long as the slot that has most to read.
+    longest = max(sum(map(len, wanted[slot::slots])) for slot in range(slots))
+    batches = take(streams(spec), -(-longest // seq_len))
+    for slot in range(slots):
+        found = documents_of(slot_tokens(batches, slot), encoder.end_of_document)
+        assert found[: len(wanted[slot::slots])] == wanted[slot::slots]
+    for epoch in range(epochs):
+        here = wanted[epoch * len(texts) : (epoch + 1) * len(texts)]
+        assert Counter(here) == Counter(tuple(encoder.encode(t).tolist()) for t in texts)
+
+
+@settings(deadline=None, max_examples=6)
+@given(
+    texts=TEXTS,
+    seed=SEEDS,
+    workers=st.lists(st.integers(0, 2), min_size=2, max_size=2),
+    degrees=st.sampled_from([(1, 2), (2, 1)]),
+    stop=st.integers(1, 30),
+)
+def test_workers_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: Path,
+    texts: list[str],
+    seed: int,
+    workers: list[int],
+    degrees: tuple[int, int],
+    stop: int,
+) -> None:
+    corpus = write_texts(tmp_path_factory.mktemp("any") / "c.arrow", texts)
+    spec = StreamSpec([(corpus, 1.0)], tokenizer, 16, 4, seed, mask="document")
+    expected = take(streams(spec), stop + 5)
+    ranks = streams(spec, degrees[0], workers[0])
+    resumed = streams(spec, degrees[1], workers[1])
+    try:
+        assert np.array_equal(take(ranks, stop), expected[:stop])
+        assert np.array_equal(take(restored(resumed, saved(ranks)), 5), expected[stop:])
+    finally:
+        close([*ranks, *resumed])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
+    seed=SEEDS,
+    seq_len=st.integers(1, 30),
+    stop=st.integers(0, 10),
+)
+def test_documents_and_positions_of_a_masked_batch(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    seed: int,
+    seq_len: int,
+    stop: int,
+) -> None:
+    # Each token says its document and its place in it.
+    documents = [[[d * 100 + place for place in range(n)]] for d, n in enumerate(lengths)]
+    prefix = write_megatron(tmp_path_factory.mktemp("any") / "m", documents)
+    spec = StreamSpec([(prefix, 1.0)], None, seq_len, 2, seed, mask="document")
+    (stream,) = streams(spec)
+    for _ in range(stop):
+        stream.next_batch()
+    batch = restored(streams(spec, 2), saved([stream]))[0].next_batch()
+    assert batch.begins is not None
+    assert batch.positions is not None
+    for row, begins, positions in zip(batch.inputs, batch.begins, batch.positions, strict=True):
+        place = -1
+        for token, begin, position in zip(row % 100, begins[:-1], positions, strict=True):
+            # The first document of a sequence may have begun before it.
+            place = 0 if token == 0 and begin else place + 1
+            assert begin == (token == 0)
+            assert position == place
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=SEEDS, validation=st.floats(0.1, 0.5), ids=st.booleans())
+def test_the_split_parts_the_documents(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: Path,
+    seed: int,
+    validation: float,
+    ids: bool,
+) -> None:
+    texts = [f"{i}" for i in range(150)]
+    corpus = write_texts(tmp_path_factory.mktemp("any") / "c.arrow", texts, ids=ids)
+    decode = TokenEncoder(tokenizer).decode
+    train, held_out = (
+        {
+            text
+            for slot in (0, 1)
+            for text in decode(np.array(slot_tokens(batches, slot))).split("<|endoftext|>")[:-1]
+        }
+        for batches in (
+            take(
+                streams(
+                    StreamSpec(
+                        [(corpus, 1.0)], tokenizer, 400, 2, seed, validation=validation, split=side
+                    )
+                ),
+                4,
+            )
+            for side in ("train", "validation")
+        )
+    )
+    assert not train & held_out
+    assert train | held_out == set(texts)
+    assert abs(len(held_out) - validation * 150) < 6 * (validation * 150) ** 0.5
+
+
+def test_there_is_nothing_to_validate_on_where_nothing_is_held_out(
+    corpus: Path, tokenizer: Path
+) -> None:
+    with pytest.raises(DataError, match=r"data.validation is 0: no document is held out"):
+        streams(StreamSpec([(corpus, 1.0)], tokenizer, 8, 2, 1, split="validation"))
+
+
+def test_splits_are_of_content_alone() -> None:
+    hashes = np.random.default_rng(1).integers(0, 2**64, 100_000, dtype=np.uint64)
+    small, large = (Split("validation", share).holds(hashes) for share in (0.05, 0.2))
+    assert (small <= large).all()  # a larger share holds out more, not others
+    assert abs(large.mean() - 0.2) < 6 * (0.2 * 0.8 / 100_000) ** 0.5
+    assert (Split("train", 0.2).holds(hashes) != large).all()
+
+
+def test_a_million_documents_of_one_token(tmp_path: Path, tokenizer: Path) -> None:
+    count, rows, seq_len = 1_000_000, 8, 5000
+    texts = [chr(97 + i % 26) for i in range(count)]
+    corpus = write_texts(tmp_path / "c.arrow", texts, ids=False)
+    spec = StreamSpec([(corpus, 1.0)], tokenizer, seq_len, rows, 3)
+    (stream,) = streams(spec)
+    first = take([stream], 2)
+    order = DocumentOrder(count, 3).take(np.arange(rows * seq_len))
+    encoder = TokenEncoder(tokenizer)
+    ids = {letter: int(encoder.encode(letter)[0]) for letter in set(texts)}
+    for slot in range(rows):
+        tokens = slot_tokens(first, slot)
+        assert tokens[:-1:2] == [ids[texts[document]] for document in order[slot::rows].tolist()]
+        assert set(tokens[1::2]) == {encoder.end_of_document}
+    # Near the end of the first epoch, where the next begins.
+    state = saved([stream])
+    state["slots"] = [[count // rows - 1000, 0, 0]] * rows
+    batches = take(restored(streams(spec), state), 1)
+    assert np.array_equal(take(restored(streams(spec, 2), state), 1), batches)
+    last = DocumentOrder(count, 3).take(np.arange(count - 1000 * rows, count))
+    wanted = Counter(ids[texts[document]] for document in last.tolist())
+    assert Counter(batches[0, :, 0:2000:2].ravel().tolist()) == wanted
+
+
+def test_one_huge_document(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = write_texts(tmp_path / "c.arrow", ["the quick brown fox jumps " * 200_000])
+    spec = StreamSpec([(corpus, 1.0)], tokenizer, 64, 2, 3)
+    ranks = streams(spec)
+    take(ranks, 3)
+    state: State = saved(ranks)
+    # Far inside: only a piece of it is tokenized there.
+    state["slots"] = [[0, 70, 500], [0, 3, 0]]
+    first = take(restored(streams(spec), state), 6)
+    ranks = restored(streams(spec, 2), state)
+    begin = take(ranks, 2)
+    assert np.array_equal(np.concatenate([begin, take(restored(ranks, saved(ranks)), 4)]), first)
+    text_read = TokenEncoder(tokenizer).decode(np.array(slot_tokens(first, 0)))
+    assert text_read.strip() in "the quick brown fox jumps " * 100
+
+
+def test_bytes_that_are_no_text_are_named_by_the_worker(tmp_path: Path, tokenizer: Path) -> None:
+    path = write_texts(tmp_path / "c.arrow", ["fine"] * 5 + ["not THIS"])
+    path.write_bytes(path.read_bytes().replace(b"THIS", b"TH\xc3S"))
+    ranks = streams(StreamSpec([(path, 1.0)], tokenizer, 8, 1, 3), workers=1)
+    try:
+        with pytest.raises(StorageError, match=r"document 5 of .*c.arrow is damaged: byte 6 "):
+            take(ranks, 100)
+    finally:
+        close(ranks)

@@ -1,0 +1,54 @@
+"""Documents that are packed into one sequence do not see each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmllm.config.families import FAMILIES
+from slurmllm.config.recipe import ModelConfig
+from slurmllm.model.decoder import Decoder, build_model
+from slurmllm.model.documents import document_mask
+from slurmllm.model.init import initialize
+
+
+def model(family: str) -> Decoder:
+    config = ModelConfig.model_validate(
+        {
+            "family": family, "num_layers": 2, "hidden_size": 32, "num_heads": 4,
+            "ffn_hidden_size": 64, "vocab_size": 61, "seq_len": 108, "init_std": 0.3,
+        }
+    )  # fmt: skip
+    made = build_model(config)
+    initialize(made, config, seed=1)
+    return made
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9))
+def test_packed_is_as_alone(family: str, lengths: list[int]) -> None:
+    decoder = model(family)
+    text = torch.randint(0, 61, (sum(lengths),), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    # The second row is one document over all.
+    packed = decoder(
+        text.expand(2, -1), positions=torch.stack([positions, torch.arange(len(text))])
+    )
+    alone = [decoder(document.unsqueeze(0)) for document in text.split(lengths)]
+    torch.testing.assert_close(packed[:1], torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed[1:], decoder(text.unsqueeze(0)), rtol=1e-5, atol=1e-5)
+
+
+def test_mask() -> None:
+    mask = document_mask(torch.tensor([[0, 1, 0, 1, 0]]), torch.bfloat16)
+    assert mask.dtype == torch.bfloat16
+    assert mask[0, 0].exp().int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 1],
+    ]

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmllm.errors import DataError
+from slurmllm.records import DataRecord
+from slurmllm.rundir import RunDir
+from slurmllm.train.data_record import settle_data
+
+
+def identity(**changed: Any) -> dict[str, Any]:
+    corpus = {"path": "/a.arrow", "fingerprint": "12", "documents": 9, "weight": 1.0}
+    fields = {"seed": 1, "seq_len": 8, "global_batch": 4, "mask": "none", "validation": 0.0}
+    return {"corpora": [corpus], "tokenizer": "77", **fields, **changed}
+
+
+def test_written_once_and_held_to(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    run.path.mkdir()
+    settle_data(run, identity())
+    written = run.data.read_bytes()
+    assert DataRecord.load(run.data).tokenizer == "77"
+    settle_data(run, identity())
+    assert run.data.read_bytes() == written
+    changed = {"path": "/a.arrow", "fingerprint": "34", "documents": 9, "weight": 1.0}
+    with pytest.raises(DataError, match=r"corpora a\.arrow \(12\) and a\.arrow \(34\)"):
+        settle_data(run, identity(corpora=[changed]))
+    with pytest.raises(DataError, match="seed 1 and 2"):
+        settle_data(run, identity(seed=2))
