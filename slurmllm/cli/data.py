@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slurmllm.cli.inspect import inspect
+
 if TYPE_CHECKING:
     from slurmllm.data.build.corpus import Built
     from slurmllm.data.build.inputs import InputFile
@@ -84,6 +86,9 @@ def named_inputs(
 @click.group()
 def data() -> None:
     """Make the corpus that training reads."""
+
+
+data.add_command(inspect)
 
 
 @data.command()
@@ -236,7 +241,7 @@ def _tokenize_options(tokenizer: Path, dtype: Any) -> TokenizeOptions:
             f"tokenizer {tokenizer} has ids up to {encoder.num_ids - 1}, and uint16 holds "
             f"{(1 << 16) - 1} at most; leave out --dtype, or choose int32"
         )
-    return TokenizeOptions(tokenizer.absolute(), encoder.fingerprint, dtype or fitting)
+    return TokenizeOptions(tokenizer, encoder.fingerprint, dtype or fitting)
 
 
 def _summary(built: Built, manifest_file: Path, seconds: float) -> dict[str, Any]:

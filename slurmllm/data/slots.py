@@ -20,8 +20,9 @@ from slurmllm.errors import DataError
 POSITION = 3
 # The piece in a position that counts its offset from the document's begin, as older ones do.
 WHOLE_DOCUMENT = -1
-# Pieces that a slot asks for at once, at most.
+# Pieces that a slot asks for at once, at most, and how many more than it expects to need.
 _MOST_PIECES = 1024
+_MARGIN = 1.2
 
 
 class Lane:
@@ -143,8 +144,9 @@ class SlotGroup:
                 visits = Visits(source, order, split, slot, spec.global_batch, visit, max(piece, 0))
                 lanes.append(Lane(visits, visit, piece, offset))
             self._lanes.append(lanes)
-        # Tokens and pieces read of each corpus: how many pieces to read at once, no more.
-        self._read = [[0, 0] for _ in sources]
+        # Tokens and pieces read of each corpus so far; they settle how many to read at once, and
+        # nothing else. At first a piece counts as a sequence.
+        self._read = [[spec.seq_len, 1] for _ in sources]
 
     def next_batch(self) -> tuple[Tokens, Marks]:
         """The next sequence of each slot and its tokens' marks, both [slots, seq_len + 1]."""
@@ -174,12 +176,12 @@ class SlotGroup:
         return self._blend.counts
 
     def _fill(self, place: int, lanes: list[Lane]) -> None:
-        """Read until each lane has a sequence: for all of them at once, and no more than needed."""
+        """Read until each lane has a sequence: for all of them at once, and hardly more."""
         source, read = self._sources[place], self._read[place]
         while short := [lane for lane in lanes if lane.missing(self._width)]:
-            mean = max(1.0, read[0] / read[1]) if read[1] else math.inf
+            rate = _MARGIN * read[1] / max(read)  # pieces a token, 1 at most
             asked = [
-                lane.ask(min(_MOST_PIECES, math.ceil(lane.missing(self._width) / mean) or 1))
+                lane.ask(min(_MOST_PIECES, math.ceil(lane.missing(self._width) * rate)))
                 for lane in short
             ]
             pieces = source.read([request for requests in asked for request in requests])

@@ -57,4 +57,5 @@ class Split:
 
     def holds(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """Which documents are on this side, by the hashes of their content."""
-        return (mix(hashes ^ _SALT) < self._below) == (self.name == "validation")
+        held_out: npt.NDArray[np.bool_] = mix(hashes ^ _SALT) < self._below
+        return held_out if self.name == "validation" else ~held_out

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.ipc
 import pytest
 
 from slurmllm.data.build.corpus import Built, build_corpus
@@ -67,7 +65,7 @@ def content(inputs: Path, out: str = "out.arrow") -> tuple[bytes, bytes]:
 def fail(inputs: Path, fault: str = '{"text": "a"', **options: Any) -> None:
     """Add a file that cannot be read, build, and take the file away."""
     (inputs / "9.jsonl").write_text(fault)
-    with pytest.raises(DataError, match="9.jsonl:1"):
+    with pytest.raises(DataError, match=r"9.jsonl:1"):
         build(inputs, **options)
     (inputs / "9.jsonl").unlink()
 
@@ -135,7 +133,7 @@ def test_a_damaged_shard_is_named(inputs: Path) -> None:
 def test_inputs_that_change_are_named(inputs: Path) -> None:
     (shard, *_) = cut(find_inputs([str(inputs)]), BuildOptions())
     (inputs / "0.jsonl").write_text('{"text": "changed"}')
-    with pytest.raises(DataError, match="0.jsonl has changed since the build began"):
+    with pytest.raises(DataError, match=r"0.jsonl has changed since the build began"):
         write_shard(shard, WorkFolder(inputs.parent / "work"))
 
 
@@ -144,7 +142,7 @@ def test_two_builds_to_one_name(inputs: Path) -> None:
     work.path.mkdir()
     with (work.path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="another `data build` is writing out.arrow"):
+        with pytest.raises(DataError, match=r"another `data build` is writing out.arrow"):
             build(inputs)
     build(inputs)
 
@@ -182,6 +180,8 @@ def test_a_killed_build_goes_on(inputs: Path, how: str) -> None:
     wait_for(lambda: work.path.exists() and work.shard_names())
     workers = children(process.pid)
     assert len(workers) == 2
+    with pytest.raises(DataError, match="another `data build`"):
+        build(inputs)
     if how == "group":
         os.killpg(process.pid, signal.SIGKILL)
     elif how == "parent":
@@ -238,3 +238,28 @@ def test_shards_on_slurm(inputs: Path, slurm: Any) -> None:
     assert names_in(inputs.parent) == sorted(
         ["in", *(name + end for name in ("out.arrow", "here.arrow") for end in ("", ".json"))]
     )
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("how", ["scancel", "interrupt"])
+def test_jobs_that_end_early(inputs: Path, slurm: Any, how: str) -> None:
+    process = start(inputs, "--slurm")
+    assert process.stderr is not None
+    array = process.stderr.readline().decode().split()[2].strip(":")
+    work = WorkFolder.of(inputs.parent / "out.arrow")
+    wait_for(work.running)
+    if how == "scancel":
+        subprocess.run(["scancel", array], check=True)
+    else:
+        process.send_signal(signal.SIGINT)
+    stderr = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait() == {"scancel": 3, "interrupt": 130}[how], stderr
+    if how == "scancel":
+        assert f"Slurm job {array}_" in stderr
+        assert "ended as CANCELLED" in stderr
+        assert f"its log is {work.logs}/{array}_" in stderr or "it never began" in stderr
+        assert list(work.logs.glob("*.err"))
+    queue = ["squeue", "--noheader", "--states=PENDING,RUNNING", "--jobs", array]
+    wait_for(lambda: not subprocess.run(queue, capture_output=True, check=False).stdout)
+    assert not (inputs.parent / "out.arrow").exists()

@@ -102,7 +102,9 @@ def test_saved_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert names("in/d") == files[::-1]
     assert not {"in/d/state.json", "in/d/dataset_info.json"} & set(names("in/d/*"))
     (tmp_path / files[1]).unlink()
-    with pytest.raises(DataError, match="state.json names data-00001-of-00003.arrow, which is not"):
+    with pytest.raises(
+        DataError, match=r"state.json names data-00001-of-00003.arrow, which is not"
+    ):
         names("in")
 
 
@@ -110,7 +112,7 @@ def test_datasets_of_several_splits(tmp_path: Path) -> None:
     for split in ("train", "test"):
         save_dataset(tmp_path / "d" / split, [[split]])
     (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    with pytest.raises(DataError, match="name the one to read: .*/d/train or .*/d/test"):
+    with pytest.raises(DataError, match=r"name the one to read: .*/d/train or .*/d/test"):
         names(str(tmp_path / "d"))
     assert len(names(str(tmp_path / "d" / "train"))) == 1
 

@@ -180,7 +180,21 @@ def by_lines(data: bytes, text_by: str) -> list[str]:
     return [text.decode().replace("\r\n", "\n").strip("\r\n") for text in found]
 
 
-PIECES = ["a", "größe", " ", "\t", "\n", "\n\n", "\r\n", "\r", "\x0b", "\x1c", "\xa0", "東京", "\x00"]
+PIECES = [
+    "a",
+    "größe",
+    " ",
+    "\t",
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\r",
+    "\x0b",
+    "\x1c",
+    "\xa0",
+    "東京",
+    "\x00",
+]
 
 
 @settings(deadline=None, max_examples=100)
@@ -290,11 +304,11 @@ def test_faults_of_csv_name_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "row 3 of column 'text' is not UTF-8",
         "row 5 has 1 columns where the first line names 2",
     ]
-    with pytest.raises(DataError, match="a.csv: row 2 has 3 columns"):
+    with pytest.raises(DataError, match=r"a.csv: row 2 has 3 columns"):
         texts(path)
     with pytest.raises(DataError, match=r"no column 'body' \(there is id, text\)"):
         texts(path, text_key="body")
-    monkeypatch.setattr("slurmllm.data.build.readers.delimited.CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr("slurmllm.data.build.readers.delimited._BLOCK_BYTES", 1 << 20)
     path.write_bytes(b'text\na\n"' + b"never closed\n" * 200_000)
     with pytest.raises(DataError, match="a quotation mark that is never closed"):
         texts(path)

@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import statistics
 import subprocess
@@ -79,8 +80,13 @@ def write_inputs(folder: Path, chunks: list[bytes], kind: str, files: int, size:
                 place += 1
 
 
-def unpack_and_copy(path: Path, folder: Path) -> None:
-    """What the build is measured by: unpack a file to the disk, copy it, force the copy there."""
+def unpack_and_copy(path: Path, folder: Path) -> float:
+    """What the build is measured by: unpack a file to the disk, copy it, force the copy there.
+
+    Returns:
+        Processor time, s.
+    """
+    began = time.process_time()
     unpacked, copy = folder / path.stem, folder / f"{path.stem}.copy"
     with path.open("rb") as raw, unpacked.open("wb") as target:
         codec = CODECS[path.suffix]
@@ -90,12 +96,20 @@ def unpack_and_copy(path: Path, folder: Path) -> None:
     shutil.copyfile(unpacked, copy)
     with copy.open("rb") as file:
         os.fsync(file.fileno())
+    return time.process_time() - began
+
+
+class Times(NamedTuple):
+    """Wall and processor time, s."""
+
+    wall: float
+    cpu: float
 
 
 class Build(NamedTuple):
-    """One run of `data build`: wall time in s, peak bytes, and what it printed."""
+    """One run of `data build`: its times, peak bytes, and what it printed."""
 
-    seconds: float
+    times: Times
     rss: int
     pss: int
     result: dict[str, int]
@@ -104,7 +118,7 @@ class Build(NamedTuple):
 def build(inputs: Path, out: Path, workers: int) -> Build:
     """Run the command, watching its memory."""
     arguments = ["data", "build", str(inputs), "--out", str(out), "--json"]
-    began = time.perf_counter()
+    began, before = time.perf_counter(), _cpu_of_children()
     process = subprocess.Popen(
         [sys.executable, "-m", "slurmllm", *arguments, "--workers", str(workers)],
         stdout=subprocess.PIPE,
@@ -115,10 +129,15 @@ def build(inputs: Path, out: Path, workers: int) -> Build:
         now = [_memory(pid) for pid in (process.pid, *_children(process.pid))]
         rss = max(rss, sum(memory[0] for memory in now))
         pss = max(pss, sum(memory[1] for memory in now))
-    seconds = time.perf_counter() - began
+    times = Times(time.perf_counter() - began, _cpu_of_children() - before)
     assert process.stdout is not None
     with process.stdout as output:
-        return Build(seconds, rss, pss, json.load(output))
+        return Build(times, rss, pss, json.load(output))
+
+
+def _cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _children(pid: int) -> list[int]:
@@ -142,8 +161,8 @@ def _memory(pid: int) -> tuple[int, int]:
 
 def measure(
     kind: str, chunks: list[bytes], folder: Path, options: argparse.Namespace
-) -> Iterable[tuple[float, Build]]:
-    """Seconds of the yardstick, and a build, in every round."""
+) -> Iterable[tuple[Times, Build]]:
+    """The yardstick's times, and a build, in every round."""
     inputs, scratch = folder / "in", folder / "scratch"
     inputs.mkdir()
     write_inputs(inputs, chunks, kind, options.files, int(options.gb * 1e9))
@@ -153,11 +172,11 @@ def measure(
         with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
             list(pool.map(len, [()] * options.workers))  # start-up is no part of it
             began = time.perf_counter()
-            list(pool.map(unpack_and_copy, paths, [scratch] * len(paths)))
-            seconds = time.perf_counter() - began
+            cpu = sum(pool.map(unpack_and_copy, paths, [scratch] * len(paths)))
+            times = Times(time.perf_counter() - began, cpu)
         shutil.rmtree(scratch)
         out = folder / "corpus.arrow"
-        yield seconds, build(inputs, out, options.workers)
+        yield times, build(inputs, out, options.workers)
         out.unlink()
         out.with_name(out.name + ".json").unlink()
     shutil.rmtree(inputs)
@@ -175,19 +194,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to work: three times --gb, and more")
     options = parser.parse_args()
     chunks = made_up_lines(some_text(options.text))
+    print(f"{'':<6} {'':>8} {'unpack + copy':>15} {'build':>15} {'ratio':>13}")
     print(
-        f"{'input':<6} {'GB read':>8} {'unpack+copy s':>14} {'build s':>8} {'ratio':>6} "
-        f"{'RSS MB':>7} {'PSS MB':>7} {'shards':>7}"
+        f"{'input':<6} {'GB read':>8} {'wall s':>8} {'cpu s':>6} {'wall s':>8} {'cpu s':>6} "
+        f"{'wall':>6} {'cpu':>6} {'RSS MB':>7} {'PSS MB':>7} {'shards':>7}"
     )
     for kind in options.kinds.split(","):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             rounds = list(measure(kind, chunks, Path(folder), options))
-        yardstick = statistics.median(seconds for seconds, _ in rounds)
-        taken = statistics.median(run.seconds for _, run in rounds)
-        ratio = statistics.median(run.seconds / seconds for seconds, run in rounds)
+        yardstick = Times(
+            *map(statistics.median, zip(*(times for times, _ in rounds), strict=True))
+        )
+        taken = Times(*map(statistics.median, zip(*(run.times for _, run in rounds), strict=True)))
+        ratio = statistics.median(run.times.wall / times.wall for times, run in rounds)
         rss, pss = (max(getattr(run, name) for _, run in rounds) / 1e6 for name in ("rss", "pss"))
         print(
-            f"{kind:<6} {options.gb:8.1f} {yardstick:14.1f} {taken:8.1f} {ratio:6.2f} "
+            f"{kind:<6} {options.gb:8.1f} {yardstick.wall:8.1f} {yardstick.cpu:6.1f} "
+            f"{taken.wall:8.1f} {taken.cpu:6.1f} {ratio:6.2f} {taken.cpu / yardstick.cpu:6.2f} "
             f"{rss:7.0f} {pss:7.0f} {rounds[0][1].result['shards']:7}",
             flush=True,
         )

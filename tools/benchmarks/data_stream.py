@@ -10,15 +10,21 @@ round. A number behind a name is its threads or processes:
     tokenizers   encode_batch_fast over all documents, in calls of 1000; the ids stay in the library
     stream       PackedStream with as many workers, batches of 16 sequences of 1024; what was
                  tokenized ahead between the turns is taken before the clock starts
-    datasets     Dataset.map, tokenizing and grouping into sequences of 1024 in one batched function
+    datasets     Dataset.map as in transformers' run_clm.py: tokenize, then group into sequences of
+                 1024, with as many processes
+
+Beside tokens/s, tokens a second of processor time of the contestant and its processes: what is left
+of a comparison on a machine with other work.
 
 Start-up is measured in fresh interpreters, on corpora of the given sizes in MB. The text is the
-standard library's where none is given. `datasets` comes with `pip install '.[bench]'`.
+standard library's where none is given. `datasets` and
+transformers come with `pip install '.[bench]'`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -26,9 +32,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SEQ_LEN = 1024
 ROWS = 16
@@ -40,8 +46,19 @@ RATIOS = [
     *((f"stream {width}", f"datasets {width}", 2.0) for width in WIDTHS),
 ]
 START_UPS = 7
+MAPPED_BYTES = 8_000_000
 
-Turn = Callable[[float], tuple[int, float]]
+# Seconds to go on for → tokens, seconds, seconds of processor time.
+Turn = Callable[[float], tuple[int, float, float]]
+
+
+def processor_s(pids: Sequence[int] = ()) -> float:
+    """Processor time of this process, of its children that ended, and of some that have not."""
+    total = sum(os.times()[:4])
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return total
 
 
 def tokenizers_turn(documents: list[str], tokenizer: Path) -> Turn:
@@ -53,14 +70,14 @@ def tokenizers_turn(documents: list[str], tokenizer: Path) -> Turn:
     calls = [documents[begin : begin + 1000] for begin in range(0, len(documents), 1000)]
     place = 0
 
-    def turn(seconds: float) -> tuple[int, float]:
+    def turn(seconds: float) -> tuple[int, float, float]:
         nonlocal place
-        tokens, began = 0, time.perf_counter()
+        tokens, began, processor = 0, time.perf_counter(), processor_s()
         while time.perf_counter() - began < seconds:
             found = library.encode_batch_fast(calls[place % len(calls)], add_special_tokens=False)
             tokens += sum(map(len, found))
             place += 1
-        return tokens, time.perf_counter() - began
+        return tokens, time.perf_counter() - began, processor_s() - processor
 
     return turn
 
@@ -71,49 +88,61 @@ def stream_turn(corpus: Path, tokenizer: Path, workers: int) -> Turn:
     from slurmllm.data.stream import PackedStream
 
     stream = PackedStream(spec(corpus, tokenizer), 0, 1, workers)
+    pids = [worker.pid for worker in stream._workers]
 
-    def turn(seconds: float) -> tuple[int, float]:
+    def turn(seconds: float) -> tuple[int, float, float]:
         for _ in range(2 * PREFETCH_BATCHES):
             stream.next_batch()
-        tokens, began = 0, time.perf_counter()
+        tokens, began, processor = 0, time.perf_counter(), processor_s(pids)
         while time.perf_counter() - began < seconds:
             tokens += stream.next_batch().inputs.size
-        return tokens, time.perf_counter() - began
+        return tokens, time.perf_counter() - began, processor_s(pids) - processor
 
     return turn
 
 
 def datasets_turn(documents: list[str], tokenizer: Path, processes: int) -> Turn:
-    """Turns of `datasets.map`, each over a part of the documents that takes about as long."""
+    """Turns of `datasets.map` as transformers' run_clm.py uses it: tokenize, then group."""
     import datasets
-    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
     datasets.disable_progress_bars()
-    library = Tokenizer.from_file(str(tokenizer))
-    part = documents[: max(1, len(documents) // 4)]
-    data = datasets.Dataset.from_dict({"text": part})
+    library = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
+    # Enough for the processes to be worth starting.
+    copies = 1 + MAPPED_BYTES // sum(map(len, documents))
+    data = datasets.Dataset.from_dict({"text": documents * copies})
 
-    def group(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        found = library.encode_batch_fast(rows["text"], add_special_tokens=False)
-        joined = [token for encoding in found for token in encoding.ids]
-        return {"ids": [joined[i : i + SEQ_LEN] for i in range(0, len(joined), SEQ_LEN)]}
+    def tokenize(rows: dict[str, list[str]]) -> Any:
+        return library(rows["text"])
 
-    def turn(seconds: float) -> tuple[int, float]:
-        tokens, took = 0, 0.0
+    def group(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        joined = {key: list(itertools.chain(*values)) for key, values in rows.items()}
+        length = len(joined["input_ids"]) // SEQ_LEN * SEQ_LEN
+        found = {
+            key: [values[i : i + SEQ_LEN] for i in range(0, length, SEQ_LEN)]
+            for key, values in joined.items()
+        }
+        return {**found, "labels": found["input_ids"].copy()}
+
+    def mapped(rows: Any, function: Callable[..., Any], remove: list[str]) -> Any:
+        return rows.map(
+            function,
+            batched=True,
+            remove_columns=remove,
+            load_from_cache_file=False,
+            num_proc=processes if processes > 1 else None,
+            new_fingerprint=f"turn{time.monotonic_ns()}",
+        )
+
+    def turn(seconds: float) -> tuple[int, float, float]:
+        tokens, took, processor = 0, 0.0, 0.0
         while took < seconds:
-            began = time.perf_counter()
-            done = data.map(
-                group,
-                batched=True,
-                remove_columns=["text"],
-                load_from_cache_file=False,
-                num_proc=processes if processes > 1 else None,
-                new_fingerprint=f"turn{time.monotonic_ns()}",
-            )
+            began, processor_began = time.perf_counter(), processor_s()
+            done = mapped(mapped(data, tokenize, ["text"]), group, [])
             took += time.perf_counter() - began
-            tokens += sum(len(row) for row in done["ids"])
-            done.cleanup_cache_files()
-        return tokens, took
+            processor += processor_s() - processor_began
+            tokens += len(done) * SEQ_LEN
+        return tokens, took, processor
 
     return turn
 
@@ -185,11 +214,16 @@ def answer(process: subprocess.Popen[str]) -> Any:
     return json.loads(line)
 
 
-def throughput(
-    corpus: Path, tokenizer: Path, rounds: int, seconds: float
-) -> dict[str, list[float]]:
-    """Tokens/s of each contestant in each round."""
-    rates: dict[str, list[float]] = {}
+class Rates(NamedTuple):
+    """Of a contestant, in each round: tokens/s, and tokens a second of processor time."""
+
+    wall: list[float]
+    processor: list[float]
+
+
+def throughput(corpus: Path, tokenizer: Path, rounds: int, seconds: float) -> dict[str, Rates]:
+    """What each contestant reaches; the order moves on by one from round to round."""
+    rates: dict[str, Rates] = {}
     children = {
         name: child(
             "--child", name, "--corpus", str(corpus), "--tokenizer", str(tokenizer),
@@ -203,7 +237,7 @@ def throughput(
                 print(f"{name}: not measured: {missing}", file=sys.stderr)
                 children.pop(name).wait()
             else:
-                rates[name] = []
+                rates[name] = Rates([], [])
         for number in range(rounds):
             names = list(children)
             first = number % len(names)
@@ -212,8 +246,9 @@ def throughput(
                 assert stdin is not None
                 stdin.write(f"{seconds}\n")
                 stdin.flush()
-                tokens, took = answer(children[name])
-                rates[name].append(tokens / took)
+                tokens, took, processor = answer(children[name])
+                rates[name].wall.append(tokens / took)
+                rates[name].processor.append(tokens / processor)
             print(f"  round {number + 1} of {rounds}", file=sys.stderr)
     finally:
         for process in children.values():
@@ -274,20 +309,27 @@ def report(
 ) -> dict[str, Any]:
     """Measure, and print as it comes."""
     rates = throughput(corpus, tokenizer, options.rounds, options.seconds)
-    print(f"{'':16}{'tokens/s':>12}{'min':>12}{'max':>12}")
-    for name, values in rates.items():
+    print(f"{'':14}{'tokens/s':>12}{'min':>12}{'max':>12}{'a processor s':>16}")
+    for name, found in rates.items():
+        columns = (statistics.median(found.wall), min(found.wall), max(found.wall))
         print(
-            f"{name:16}{statistics.median(values):12,.0f}{min(values):12,.0f}{max(values):12,.0f}"
+            f"{name:14}" + "".join(f"{figure:12,.0f}" for figure in columns),
+            f"{statistics.median(found.processor):15,.0f}",
         )
     ratios = {}
     for ours, other, least in RATIOS:
-        if other in rates:
-            within = [a / b for a, b in zip(rates[ours], rates[other], strict=True)]
-            ratios[f"{ours} / {other}"] = statistics.median(within)
-            print(
-                f"{ours} / {other}: {statistics.median(within):.3f} "
-                f"({min(within):.3f} to {max(within):.3f}), asked for {least}"
-            )
+        if other not in rates:
+            continue
+        pairs = [
+            [a / b for a, b in zip(mine, theirs, strict=True)]
+            for mine, theirs in zip(rates[ours], rates[other], strict=True)
+        ]
+        wall, processor = map(statistics.median, pairs)
+        ratios[f"{ours} / {other}"] = {"wall": wall, "processor": processor}
+        print(
+            f"{ours} / {other}: {wall:.3f} ({min(pairs[0]):.3f} to {max(pairs[0]):.3f}), by "
+            f"processor time {processor:.3f}; asked for {least}"
+        )
     restored = restoring(corpus, tokenizer)
     print(
         f"state of {ROWS} slots: {restored['state_bytes']} bytes; to the next batch "
@@ -303,7 +345,8 @@ def report(
             f"start-up on {path.stem} MB: {sum(times[1:]):.3f} s to the first batch "
             f"(open {times[1]:.3f}, batch {times[2]:.3f}), after {times[0]:.3f} s of imports"
         )
-    return {"tokens_per_s": rates, "ratios": ratios, "restore": restored, "start_up_s": started}
+    rows = {name: found._asdict() for name, found in rates.items()}
+    return {"tokens_per_s": rows, "ratios": ratios, "restore": restored, "start_up_s": started}
 
 
 def main() -> None:

@@ -107,8 +107,10 @@ def build_corpus(
             manifest.save(manifest_path(outputs[0]))
             work.remove()
         except BaseException:
-            if work.path.exists():
-                work.empty_but(work.shard_names())
+            kept = work.shard_names()
+            work.empty_but(kept)
+            if not kept and not work.logs.exists():
+                work.remove()
             raise
     own = peak_bytes()
     return Built(

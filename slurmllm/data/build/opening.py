@@ -6,8 +6,11 @@ cut or corrupt raises an OSError, whatever library unpacks it.
 
 from __future__ import annotations
 
+import functools
 import io
 import lzma
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 import pyarrow as pa
@@ -38,6 +41,7 @@ class OpenedInput(io.RawIOBase):
         self._raw = _DigestedFile(file)
         self._unpacked: _Unpacked = _unpack(self._raw, file)
         self._fault: OSError | None = None
+        self._ahead: Future[bytes] | None = None
 
     def readable(self) -> bool:
         """Yes."""
@@ -45,6 +49,7 @@ class OpenedInput(io.RawIOBase):
 
     def close(self) -> None:
         """Close the file."""
+        self._wait()
         self._raw.close()
         super().close()
 
@@ -59,10 +64,10 @@ class OpenedInput(io.RawIOBase):
         Raises:
             OSError: the rest of the file cannot be read.
         """
-        if self._fault is not None:
-            raise self._fault
         if self.file.compression is None:
             return self._raw.read(size)
+        if self._fault is not None:
+            raise self._fault
         parts: list[bytes] = []
         while size > 0:
             try:
@@ -80,11 +85,34 @@ class OpenedInput(io.RawIOBase):
             size -= len(part)
         return b"".join(parts)
 
+    def blocks(self, size: int) -> Iterator[bytes]:
+        """All there is, `size` bytes at a time; a thread unpacks while the caller computes.
+
+        Raises:
+            OSError: the rest of the file cannot be read.
+        """
+        while data := self.read(size) if self._ahead is None else self._ahead.result():
+            self._ahead = None
+            if self.file.compression is not None and len(data) == size:
+                self._ahead = _threads().submit(self.read, size)
+            yield data
+
     def checksum(self) -> str:
         """xxh3-128 of the file as it lies on disk, in hexadecimal; reads what is left of it."""
+        self._wait()
         while self._raw.read(1 << 20):
             pass
         return self._raw.digest.hexdigest()
+
+    def _wait(self) -> None:
+        if self._ahead is not None:
+            wait([self._ahead])
+            self._ahead = None
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "unpack")
 
 
 class _DigestedFile(io.RawIOBase):

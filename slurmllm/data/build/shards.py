@@ -49,7 +49,13 @@ class Shard:
 
 
 def cut(files: Sequence[InputFile], options: BuildOptions) -> list[Shard]:
-    """Cut the inputs into shards; a file is never in two."""
+    """Cut the inputs into shards; a file is never in two.
+
+    Paths in them are absolute, for whoever reads a shard may stand in another folder.
+    """
+    if options.tokenize:
+        tokenizer = options.tokenize.tokenizer.absolute()
+        options = replace(options, tokenize=replace(options.tokenize, tokenizer=tokenizer))
     total = sum(map(_weight, files))
     target = min(max(total // _SHARDS, _LEAST_BYTES), _MOST_BYTES)
     return [Shard(_name(run, options), run, options) for run in _runs(files, target)]
@@ -62,7 +68,6 @@ def _runs(files: Sequence[InputFile], target: int) -> Iterator[tuple[InputFile, 
         if run and weight + _weight(file) > target:
             yield tuple(run)
             run, weight = [], 0
-        # Whoever reads the shard may stand in another folder.
         run.append(replace(file, path=file.path.absolute()))
         weight += _weight(file)
     if run:

@@ -125,9 +125,11 @@ def _outcomes(job: Any) -> list[Outcome]:
     try:
         outcomes: list[Outcome] = job.result()
     except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError) as error:
+        log = job.paths.stderr
         raise SlurmError(
-            f"Slurm job {job.job_id}, which read inputs, ended as {job.state}; its log is "
-            f"{job.paths.stderr}. Finished shards are kept: the same command goes on from them"
+            f"Slurm job {job.job_id}, which read inputs, ended as {job.state}; "
+            f"{f'its log is {log}' if log.exists() else 'it never began'}. Finished shards are "
+            "kept: the same command goes on from them"
         ) from error
     return outcomes
 

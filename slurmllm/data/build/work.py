@@ -66,16 +66,14 @@ class WorkFolder:
         return found
 
     def empty_but(self, shards: Iterable[str]) -> None:
-        """Remove all but some shards, and the folder where none stays; the lock must be held."""
+        """Remove all but some shards and the lock, which must be held."""
         kept = set(shards)
         for path in self.path.iterdir():
             if path.name not in kept and path.name not in (_LOCK, self.logs.name):
                 _remove(path)
-        if not kept:
-            self.remove()
 
     def remove(self) -> None:
-        """Remove the folder; the lock must be held."""
+        """Remove the folder, the lock with it, which must be held."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @contextlib.contextmanager

@@ -162,11 +162,12 @@ class Strings:
 def _views(array: pa.Array) -> tuple[memoryview, memoryview, int]:
     """Offsets, values and the array's place in them."""
     _, offsets, values = array.buffers()
-    kind = "q" if array.type == pa.large_string() else "i"
+    large = array.type == pa.large_string()
     if offsets is None:
         return memoryview(b""), memoryview(b""), 0
+    bounds = memoryview(offsets).cast("B")
     return (
-        memoryview(offsets).cast("B").cast(kind),
+        bounds.cast("q") if large else bounds.cast("i"),
         memoryview(b"") if values is None else memoryview(values).cast("B"),
         array.offset,
     )

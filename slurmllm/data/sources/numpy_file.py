@@ -50,7 +50,7 @@ class NumpySource(TokenizedSource):
                 f"{path} holds {tokens.dtype} of shape {list(tokens.shape)}; token ids must be "
                 "integers in one axis, or in two with a document a row: save it so with numpy.save"
             )
-        self._tokens = tokens
+        self._tokens: Ids = tokens
         self.knows_documents = tokens.ndim == 2 or encoder is not None
         self.fingerprint = fingerprint([path], "numpy")
 
@@ -65,7 +65,7 @@ class NumpySource(TokenizedSource):
 
     def document(self, document: int) -> Ids:
         """The token ids of a row or block."""
-        if self._tokens.ndim == 2:
-            return self._tokens[document]
         begin = document * BLOCK_TOKENS
-        return self._tokens[begin : begin + BLOCK_TOKENS]
+        end = begin + BLOCK_TOKENS
+        ids: Ids = self._tokens[document] if self._tokens.ndim == 2 else self._tokens[begin:end]
+        return ids

@@ -37,7 +37,8 @@ def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None
     file = ArrowFile(path)
     if encoder is None:
         raise DataError(
-            f"{path} holds text, and no tokenizer is set; set data.tokenizer to a tokenizer.json"
+            f"{path} holds text, and no tokenizer is set; name a tokenizer.json in data.tokenizer "
+            "(data inspect: --tokenizer)"
         )
     return PromptSource(file, encoder) if is_prompts(file) else TextSource(file, encoder)
 

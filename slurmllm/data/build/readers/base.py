@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# Text of one chunk, about: a few copies of it are all the text that memory holds.
-CHUNK_BYTES = 8 << 20
+# Text of one chunk, about: a few copies of it are all the text that memory holds, and they fit
+# into a processor's cache.
+CHUNK_BYTES = 2 << 20
 BOM = b"\xef\xbb\xbf"
 SEE_KEYS = "see --text-key, or --prompt-key and --completion-key"
 

@@ -16,7 +16,6 @@ import pyarrow.csv as pc
 from slurmllm.data.build.opening import OpenedInput
 from slurmllm.data.build.options import ReadOptions
 from slurmllm.data.build.readers.base import (
-    CHUNK_BYTES,
     Documents,
     OnFault,
     good_rows,
@@ -24,6 +23,8 @@ from slurmllm.data.build.readers.base import (
 )
 
 _NAMES_BYTES = 64 << 10
+# Arrow reads no cell that is longer than a block.
+_BLOCK_BYTES = 16 << 20
 
 
 def read_delimited(
@@ -51,7 +52,7 @@ def read_delimited(
     try:
         reader = pc.open_csv(
             pa.PythonFile(stream, "r"),
-            read_options=pc.ReadOptions(use_threads=False, block_size=CHUNK_BYTES),
+            read_options=pc.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
             parse_options=pc.ParseOptions(
                 delimiter=_delimiter(stream),
                 newlines_in_values=True,
@@ -79,7 +80,7 @@ def read_delimited(
             reason = "an empty file, without the line of names"
         elif "straddling" in str(error):
             reason = (
-                f"after row {rows + len(skipped)}: a cell of more than {CHUNK_BYTES >> 20} MB, or "
+                f"after row {rows + len(skipped)}: a cell of more than {_BLOCK_BYTES >> 20} MB, or "
                 "a quotation mark that is never closed"
             )
         else:

@@ -14,7 +14,7 @@ def line_blocks(stream: OpenedInput) -> Iterator[bytes]:
     A block holds about CHUNK_BYTES, or one line that is longer.
     """
     held: list[bytes] = []  # the beginning of a line
-    while data := stream.read(CHUNK_BYTES):
+    for data in stream.blocks(CHUNK_BYTES):
         end = data.rfind(b"\n") + 1
         if end:
             yield b"".join([*held, memoryview(data)[:end]])

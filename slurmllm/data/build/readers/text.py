@@ -48,10 +48,7 @@ def _blocks(stream: OpenedInput, text_by: TextBy) -> Iterator[bytes]:
     elif text_by == "line":
         yield from line_blocks(stream)
     else:
-        parts = []
-        while part := stream.read(CHUNK_BYTES):
-            parts.append(part)
-        yield b"".join(parts)
+        yield b"".join(stream.blocks(CHUNK_BYTES))
 
 
 def _paragraph_blocks(stream: OpenedInput) -> Iterator[bytes]:

@@ -1,0 +1,78 @@
+"""What a worker's micro batches hold, and what a run says that it reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data.corpora import write_prompts
+
+from slurmllm.backends.base import IGNORED, Worker
+from slurmllm.errors import ConfigError
+from slurmllm.records import DataRecord
+from slurmllm.rundir import RunDir
+from slurmllm.train.job import Job, _open_stream, make_job
+from slurmllm.train.stop import StopRequest
+from train.gang import make_run, small_config
+
+
+def job_of(run: RunDir) -> Job:
+    worker = Worker(0, 1, 0, "node-0")
+    return make_job(run, "train", 0, worker, StopRequest(), time.time())
+
+
+@contextmanager
+def opened(folder: Path, data: tuple[str, str], *overrides: str) -> Iterator[Job]:
+    job = job_of(make_run(folder, data, *overrides))
+    job.stream = _open_stream(job)
+    try:
+        yield job
+    finally:
+        job.close_stream()
+
+
+def test_every_label_counts_and_documents_do_not(tmp_path: Path, data: tuple[str, str]) -> None:
+    with opened(tmp_path / "run", data) as job:
+        assert job.stream.trains_every_token
+        batches = job.micro_batches()
+    assert [batch.tokens.shape for batch in batches] == [(2, 32)] * 4
+    for batch in batches:
+        assert batch.positions is None
+        assert np.array_equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+
+
+def test_positions_begin_again_with_each_document(tmp_path: Path, data: tuple[str, str]) -> None:
+    with opened(tmp_path / "run", data, "data.mask=document") as job:
+        batch = next(b for b in job.micro_batches() if (b.tokens[:, :-1] == 0).any())
+    assert batch.positions is not None
+    ends = batch.tokens[:, :-1] == 0
+    assert (batch.positions[:, 0] == 0).all()
+    assert np.array_equal(batch.positions[:, 1:][~ends], (batch.positions[:, :-1] + 1)[~ends])
+    assert (batch.positions[:, 1:][ends] == 0).all()
+
+
+def test_prompts_are_not_learnt(tmp_path: Path, data: tuple[str, str]) -> None:
+    rows = [(f"the question {i}", f"an answer {i}") for i in range(30)]
+    corpus = write_prompts(tmp_path / "prompts.arrow", rows)
+    with opened(tmp_path / "run", (str(corpus), data[1])) as job:
+        assert not job.stream.trains_every_token
+        labels = np.concatenate([batch.labels for batch in job.micro_batches()])
+    assert 0.2 < (labels == IGNORED).mean() < 0.8
+
+
+def test_the_record_of_what_is_read(tmp_path: Path, data: tuple[str, str]) -> None:
+    with opened(tmp_path / "run", data, "data.validation=0.1") as job:
+        record = DataRecord.model_validate(job.stream.identity)
+        assert (record.seq_len, record.global_batch, record.validation) == (32, 8, 0.1)
+        assert job.fingerprint()["data.corpus"] == record.corpora[0].fingerprint
+
+
+def test_nothing_to_read(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.config.write_text(small_config("data.corpus=null").to_yaml())
+    with pytest.raises(ConfigError, match=r"data.corpus: not set; --set data.corpus="):
+        _open_stream(job_of(run))
