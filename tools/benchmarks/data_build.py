@@ -16,6 +16,7 @@ that they share in each of them, PSS once.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import random
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -68,15 +69,23 @@ def made_up_lines(text: str) -> list[bytes]:
 
 
 def write_inputs(folder: Path, chunks: list[bytes], kind: str, files: int, size: int) -> None:
-    """Write the input files of one kind, each with other chunks at its beginning."""
+    """Write the input files of one kind, each with other chunks at its beginning.
+
+    Every chunk is compressed once, and files are such streams joined, as pigz and bgzip make them.
+    """
+    pack: dict[str, Callable[[bytes], bytes]] = {
+        "plain": lambda chunk: chunk,
+        "gz": lambda chunk: gzip.compress(chunk, 6),
+        "zst": lambda chunk: bytes(pa.compress(chunk, codec="zstd", asbytes=True)),
+    }
+    packed = [pack[kind](chunk) for chunk in chunks]
     for index in range(files):
         path = folder / f"{index:02d}.jsonl{ENDINGS[kind]}"
-        with pa.output_stream(str(path), compression=CODECS[path.suffix]) as stream:
+        with path.open("wb") as stream:
             written, place = 0, index * len(chunks) // files
             while written < size // files:
-                chunk = chunks[place % len(chunks)]
-                stream.write(chunk)
-                written += len(chunk)
+                stream.write(packed[place % len(chunks)])
+                written += len(chunks[place % len(chunks)])
                 place += 1
 
 
