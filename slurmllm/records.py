@@ -387,4 +387,5 @@ class MetricsRow(Record):
     seq_per_s: float
     tokens_per_s: float
     step_time_s: float
+    data_wait_s: float = Field(default=0.0, description="of it, until rank 0 had its sequences")
     time: float = Field(description="Unix time at the step's end, s")

@@ -56,12 +56,14 @@ class Step(NamedTuple):
     Attributes:
         began: time.perf_counter() before it.
         tokens: Trained on so far, this step included.
+        data_wait_s: Until this worker had its sequences.
     """
 
     number: int
     began: float
     lr: float
     tokens: int
+    data_wait_s: float
     loss: SupportsFloat
     grad_norm: SupportsFloat
     param_norm: SupportsFloat
@@ -74,6 +76,7 @@ def one_step(job: Job) -> Step:
     number = job.step + 1
     lr = learning_rate(recipe.optim, recipe.train.steps, number)
     batches = job.micro_batches()
+    data_wait_s = time.perf_counter() - began
     loss = backend.forward_backward(batches, counted_labels(job, batches))
     if not backend.late_readings:
         _require_finite(job, "loss", float(loss), number)
@@ -81,7 +84,7 @@ def one_step(job: Job) -> Step:
     param_norm = backend.param_norm()
     job.step = number
     job.tokens += job.mesh.global_batch * recipe.model.seq_len
-    return Step(number, began, lr, job.tokens, loss, grad_norm, param_norm)
+    return Step(number, began, lr, job.tokens, data_wait_s, loss, grad_norm, param_norm)
 
 
 def counted_labels(job: Job, batches: Sequence[MicroBatch]) -> int:
@@ -117,6 +120,7 @@ def read(job: Job, step: Step) -> MetricsRow:
         seq_per_s=sequences / step_time_s,
         tokens_per_s=sequences * seq_len / step_time_s,
         step_time_s=step_time_s,
+        data_wait_s=step.data_wait_s,
         time=time.time(),
     )
 

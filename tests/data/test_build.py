@@ -29,6 +29,7 @@ from slurmllm.data.build.manifest import CorpusManifest, manifest_path
 from slurmllm.data.build.options import CleanOptions, ReadOptions
 from slurmllm.data.document_hash import document_hash, prompt_hash
 from slurmllm.errors import DataError, StorageError
+from slurmllm.progress import stage_progress
 
 from .conftest import names_in
 
@@ -316,3 +317,15 @@ def test_progress_is_quiet_without_a_terminal(tmp_path: Path) -> None:
         [sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True
     )
     assert run.stderr == ""
+
+
+def test_a_log_gets_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([0.0, 59.0, 60.0, 61.0, 125.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
+    with stage_progress() as show:
+        for done in (0, 1, 3_000_000, 4_000_000):
+            show("reading", done, 9_000_000)
+        show("writing", 0, 10)
+    assert capsys.readouterr().err == "reading: 3.0 MB of 9.0 MB, 50.0 kB/s, 0:02:00 left\n"

@@ -17,7 +17,10 @@ from tensorboard.summary.writer.event_file_writer import (  # type: ignore[impor
 from slurmllm.train.hooks.base import Hook, Moment
 from slurmllm.train.job import Job
 
-TAGS = ("loss", "grad_norm", "param_norm", "lr", "seq_per_s", "tokens_per_s", "step_time_s")
+TAGS = (
+    *("loss", "grad_norm", "param_norm", "lr"),
+    *("seq_per_s", "tokens_per_s", "step_time_s", "data_wait_s"),
+)
 
 
 class TensorBoardHook(Hook):
