@@ -20,9 +20,8 @@ from slurmllm.errors import DataError
 POSITION = 3
 # The piece in a position that counts its offset from the document's begin, as older ones do.
 WHOLE_DOCUMENT = -1
-# Pieces that a slot asks for at once, at most, and how many more than it expects to need.
+# Pieces that a slot asks for at once, at most.
 _MOST_PIECES = 1024
-_MARGIN = 1.2
 
 
 class Lane:
@@ -145,8 +144,8 @@ class SlotGroup:
                 lanes.append(Lane(visits, visit, piece, offset))
             self._lanes.append(lanes)
         # Tokens and pieces read of each corpus so far; they settle how many to read at once, and
-        # nothing else. At first a piece counts as a sequence.
-        self._read = [[spec.seq_len, 1] for _ in sources]
+        # nothing else. At first a piece counts as four sequences: one is read, and known then.
+        self._read = [[4 * spec.seq_len, 1] for _ in sources]
 
     def next_batch(self) -> tuple[Tokens, Marks]:
         """The next sequence of each slot and its tokens' marks, both [slots, seq_len + 1]."""
@@ -179,15 +178,17 @@ class SlotGroup:
         """Read until each lane has a sequence: for all of them at once, and hardly more."""
         source, read = self._sources[place], self._read[place]
         while short := [lane for lane in lanes if lane.missing(self._width)]:
-            rate = _MARGIN * read[1] / max(read)  # pieces a token, 1 at most
-            asked = [
-                lane.ask(min(_MOST_PIECES, math.ceil(lane.missing(self._width) * rate)))
-                for lane in short
-            ]
+            rate = read[1] / max(read)  # pieces a token, 1 at most
+            asked = [lane.ask(_pieces(lane.missing(self._width) * rate)) for lane in short]
             pieces = source.read([request for requests in asked for request in requests])
             read[0] += len(pieces.tokens)
             read[1] += len(pieces.ends)
             _share_out(pieces, short, [len(requests) for requests in asked])
+
+
+def _pieces(expected: float) -> int:
+    """How many to read where so many are expected to do: enough at once in most cases."""
+    return min(_MOST_PIECES, math.ceil(expected + math.sqrt(expected)))
 
 
 def _share_out(pieces: Pieces, lanes: Sequence[Lane], counts: Sequence[int]) -> None:

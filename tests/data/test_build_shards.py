@@ -207,7 +207,7 @@ def test_a_worker_that_fails_of_itself(inputs: Path, monkeypatch: pytest.MonkeyP
     shards = cut(find_inputs([str(inputs)]), BuildOptions())
     work = WorkFolder(inputs.parent / "work")
     work.path.mkdir()
-    with pytest.raises(CodeError, match=r"0.jsonl\) ended with exit code 1"):
+    with pytest.raises(CodeError, match=r"\d\.jsonl\) ended with exit code 1"):
         list(run_locally(shards, work, 2, lambda running: None))
 
 

@@ -47,6 +47,7 @@ RATIOS = [
 ]
 START_UPS = 7
 MAPPED_BYTES = 8_000_000
+BATCH_BYTES = 64_000_000
 
 # Seconds to go on for → tokens, seconds, seconds of processor time.
 Turn = Callable[[float], tuple[int, float, float]]
@@ -261,12 +262,11 @@ def grown(corpus: Path, size: int, out: Path) -> Path:
     """A corpus of `size` bytes: the documents of another one, over and over."""
     import pyarrow as pa
 
-    reader = pa.ipc.open_file(pa.memory_map(str(corpus)))
-    batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-    with pa.ipc.new_file(str(out), reader.schema) as writer:
+    table = pa.ipc.open_file(pa.memory_map(str(corpus))).read_all()
+    table = pa.concat_tables([table] * (1 + BATCH_BYTES // table.nbytes)).combine_chunks()
+    with pa.ipc.new_file(str(out), table.schema) as writer:
         while out.stat().st_size < size:
-            for batch in batches:
-                writer.write_batch(batch)
+            writer.write_table(table)
     return out
 
 

@@ -128,6 +128,7 @@ def _cut(data: memoryview, piece: int) -> int:
         return begin + found.start()
     if looked_at >= len(data):  # so little is left that the piece before takes it along
         return len(data)
-    while data[begin] & 0xC0 == 0x80 and begin < looked_at:  # inside a character
-        begin += 1
-    return begin
+    place = begin
+    while place < min(begin + 3, len(data)) and data[place] & 0xC0 == 0x80:  # inside a character
+        place += 1
+    return place
