@@ -77,6 +77,8 @@ def inspect(
             _print_reach(reaches[place], len(reports) > 1)
     for sequence in shown:
         _print_sequence(sequence)
+    if sequences and encoder is None:
+        click.echo("sequences are token ids: --tokenizer FILE decodes them")
 
 
 def _asked(
@@ -88,6 +90,7 @@ def _asked(
     sequences: int,
 ) -> tuple[StreamSpec, str | None, int]:
     """The stream to look at, the recipe's name and its steps."""
+    from slurmllm.cli.submission import STDLIB, with_inputs
     from slurmllm.data.spec import StreamSpec
     from slurmllm.errors import UserError
 
@@ -97,8 +100,14 @@ def _asked(
         if overrides:
             raise UserError("--set changes a recipe: add --recipe NAME")
         path = None if tokenizer is None else Path(tokenizer)
+        if STDLIB in (corpus, tokenizer):
+            from slurmllm.data.builtin import ensure_stdlib
+            from slurmllm.rundir import runs_root
+
+            built = ensure_stdlib(runs_root(runs_dir) / ".data")
+            corpus = str(built[0]) if corpus == STDLIB else corpus
+            path = built[1] if tokenizer in (STDLIB, None) else path
         return StreamSpec([(Path(corpus), 1.0)], path, 256, max(sequences, 1), seed=0), None, 0
-    from slurmllm.cli.submission import with_inputs
     from slurmllm.config.resolve import resolve
     from slurmllm.rundir import runs_root
 
@@ -144,12 +153,13 @@ def _print_report(report: CorpusReport) -> None:
     def line(text: str) -> None:
         console().print(text, soft_wrap=True, markup=False)
 
-    size = f"{report.size:,} token ids"
+    what, size = f"{report.documents:,} {report.documents_are}", f"{report.size:,} token ids"
     if report.unit == "bytes":
         size = f"{report.size / 1e6:,.1f} MB of text"
-    line(f"{report.corpus}: {report.documents:,} documents, {size}, {report.fingerprint}")
+    line(f"{report.corpus}: {what}, {size}, {report.fingerprint}")
     if report.tokens_are == "exact":
-        line(f"tokens   {report.tokens:,} (exact), end-of-document tokens included")
+        ends = ", end-of-document tokens included" if report.documents_are == "documents" else ""
+        line(f"tokens   {report.tokens:,} (exact){ends}")
     else:
         line(
             f"tokens   {report.tokens:,} ± {report.tokens_error:,} (95 %), estimated from "

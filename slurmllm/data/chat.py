@@ -42,12 +42,8 @@ class ChatFormat:
         template = None
         if tokenizer.name == "tokenizer.json":
             config = _read_config(self._source)
-            self._tokens = {
-                name: token
-                for name, value in config.items()
-                if name.endswith("_token") and (token := _token(value)) is not None
-            }
-            template = _default(config.get("chat_template"))
+            self._tokens = _tokens(config)
+            template = _default(config.get("chat_template"), self._source)
             beside = tokenizer.with_name("chat_template.jinja")
             if beside.is_file():
                 self._source, template = beside, _read(beside)
@@ -89,6 +85,21 @@ class ChatFormat:
             f"{whole[place : place + _SHOWN]!r}; change the template, or take it away"
         )
 
+    def try_out(self) -> None:
+        """Find a template that cannot serve before anything is queued.
+
+        Raises:
+            DataError: it fails, cannot be split, or leaves out what it is given.
+        """
+        prompt, completion = "What is it?", "It is nothing."
+        before, after = self.texts(prompt, completion)
+        if prompt not in before or completion not in after:
+            raise DataError(
+                f"the chat template of {self._source} makes {before[:_SHOWN]!r} of a prompt and "
+                f"{after[:_SHOWN]!r} of its completion, and leaves out what they say; change the "
+                "template, or take it away"
+            )
+
     def _compiled(self, template: str) -> Callable[..., str]:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension, loopcontrols
@@ -127,7 +138,7 @@ class ChatFormat:
                     add_generation_prompt=add_generation_prompt,
                     **self._tokens,
                 )
-            except (TemplateError, TypeError, ValueError) as error:
+            except Exception as error:  # a template is a program, and may fail in any way
                 raise self._broken(error) from error
 
         return render
@@ -153,7 +164,28 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(_read(path))
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}; mend it or take it away") from error
-    return config if isinstance(config, dict) else {}
+    if not isinstance(config, dict):
+        raise DataError(f"{path} holds no JSON object; mend it or take it away")
+    return config
+
+
+def configured_end(tokenizer: Path) -> str | None:
+    """The `eos_token` of the tokenizer_config.json beside a tokenizer.json; None: there is none.
+
+    Raises:
+        DataError: that file cannot be read.
+    """
+    if tokenizer.name != "tokenizer.json":
+        return None
+    return _tokens(_read_config(tokenizer.with_name("tokenizer_config.json"))).get("eos_token")
+
+
+def _tokens(config: dict[str, Any]) -> dict[str, str]:
+    return {
+        name: token
+        for name, value in config.items()
+        if name.endswith("_token") and (token := _token(value)) is not None
+    }
 
 
 def _token(value: Any) -> str | None:
@@ -163,12 +195,20 @@ def _token(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _default(templates: Any) -> str | None:
+def _default(templates: Any, path: Path) -> str | None:
     """The template, or of several that named `default`."""
+    found = templates
     if isinstance(templates, list):
-        named = {entry.get("name"): entry.get("template") for entry in templates}
-        templates = named.get("default")
-    return templates if isinstance(templates, str) else None
+        entries = [entry for entry in templates if isinstance(entry, dict)]
+        found = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
+        if found is None:
+            raise DataError(
+                f"chat_template of {path} is a list in which no template is named `default`; "
+                "name one so, or put the template itself there"
+            )
+    if found is not None and not isinstance(found, str):
+        raise DataError(f"chat_template of {path} is {type(found).__name__}, not a text; mend it")
+    return found
 
 
 def _to_json(

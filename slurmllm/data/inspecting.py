@@ -51,6 +51,9 @@ class CorpusReport(Record):
 
     corpus: str
     documents: int
+    documents_are: Literal["documents", "blocks"] = Field(
+        description="blocks of tokens where no index says where documents begin"
+    )
     size: int = Field(description="of all documents, in `unit`")
     unit: Literal["bytes", "tokens"] = Field(description="bytes of text, or token ids")
     tokens: int = Field(description="end-of-document tokens included")
@@ -124,6 +127,7 @@ def inspect_corpus(
     return CorpusReport(
         corpus=str(source.path),
         documents=count,
+        documents_are="blocks" if source.in_blocks else "documents",
         size=source.total_size,
         unit=unit,
         tokens=total,

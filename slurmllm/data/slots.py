@@ -32,13 +32,15 @@ class Lane:
         visit: Documents already behind it.
         piece: Of the document at hand, the piece at hand.
         offset: Tokens of that piece already handed out.
+
+    Attributes:
+        resuming: Whether what a saved position points into is still to be read.
     """
 
     def __init__(self, visits: Visits, visit: int, piece: int, offset: int) -> None:
         self._visits = visits
         self.position = (visit, piece, offset)
-        # Whether the first piece read must be the one of a saved position.
-        self._resuming = piece != 0 or offset != 0
+        self.resuming = piece != 0 or offset != 0
         self._head = offset
         self._tokens: Tokens = np.empty(0, dtype=np.int32)
         self._marks: Marks = np.empty(0, dtype=np.uint8)
@@ -65,8 +67,8 @@ class Lane:
         self._ends = np.concatenate([self._ends, ends + len(self._tokens)])
         self._tokens = np.concatenate([self._tokens, tokens])
         self._marks = np.concatenate([self._marks, marks])
-        if self._resuming:
-            self._resuming = not self._arrived()
+        if self.resuming:
+            self.resuming = not self._arrived()
 
     def take(self, tokens: Tokens, marks: Marks) -> None:
         """Fill both [seq_len + 1] with the next sequence and the token that follows it.
@@ -132,7 +134,7 @@ class SlotGroup:
         self._width = spec.seq_len + 1
         weights = [weight for _, weight in spec.corpora]
         self._blend = Blend(weights, spec.global_batch, spec.seed, counts)
-        split = Split(spec.split, spec.validation)
+        self._split = split = Split(spec.split, spec.validation)
         # [corpora][slots]
         self._lanes: list[list[Lane]] = []
         for place, source in enumerate(sources):
@@ -146,6 +148,8 @@ class SlotGroup:
         # Tokens and pieces read of each corpus so far; they settle how many to read at once, and
         # nothing else. At first a piece counts as four sequences: one is read, and known then.
         self._read = [[4 * spec.seq_len, 1] for _ in sources]
+        # Pieces without a token since the last one.
+        self._barren = [0 for _ in sources]
 
     def next_batch(self) -> tuple[Tokens, Marks]:
         """The next sequence of each slot and its tokens' marks, both [slots, seq_len + 1]."""
@@ -179,11 +183,40 @@ class SlotGroup:
         source, read = self._sources[place], self._read[place]
         while short := [lane for lane in lanes if lane.missing(self._width)]:
             rate = read[1] / max(read)  # pieces a token, 1 at most
-            asked = [lane.ask(_pieces(lane.missing(self._width) * rate)) for lane in short]
+            # What a saved offset points into is one piece, however far it points.
+            asked = [
+                lane.ask(1 if lane.resuming else _pieces(lane.missing(self._width) * rate))
+                for lane in short
+            ]
             pieces = source.read([request for requests in asked for request in requests])
             read[0] += len(pieces.tokens)
             read[1] += len(pieces.ends)
+            self._barren[place] = (
+                0 if len(pieces.tokens) else self._barren[place] + len(pieces.ends)
+            )
+            if self._barren[place] > 2 * len(source) + _MOST_PIECES:
+                self._require_tokens(source)
+                self._barren[place] = 0
             _share_out(pieces, short, [len(requests) for requests in asked])
+
+    def _require_tokens(self, source: Source) -> None:
+        """Look for a token in the whole corpus, once many pieces have held none.
+
+        Raises:
+            DataError: there is none on this side of the split.
+        """
+        for begin in range(0, len(source), _MOST_PIECES):
+            documents = np.arange(begin, min(begin + _MOST_PIECES, len(source)))
+            if not self._split.everything:
+                documents = documents[self._split.holds(source.document_hashes(documents))]
+            requests = [
+                (document, piece)
+                for document in documents.tolist()
+                for piece in range(source.num_pieces(document))
+            ]
+            if requests and len(source.read(requests).tokens):
+                return
+        raise self._split.empty(source)
 
 
 def _pieces(expected: float) -> int:

@@ -52,7 +52,8 @@ class Split:
         """The error for a corpus without a document on this side."""
         return DataError(
             f"none of the {len(source)} documents of {source.path} is on the {self.name} side of "
-            f"data.validation {self.validation}; change data.validation, or add documents"
+            f"data.validation {self.validation} and holds a token; "
+            "change data.validation, or add documents"
         )
 
     def holds(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from slurmllm.data.chat import configured_end
 from slurmllm.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -30,7 +31,8 @@ class TokenEncoder:
     encoded as ordinary text, so that no document can forge the end of a document.
 
     Attributes:
-        end_of_document: Id of the token that ends a document.
+        end_of_document: Id of the token that ends a document: `<|endoftext|>` or `</s>`, else the
+            `eos_token` of a tokenizer_config.json beside.
         num_ids: Largest id + 1: the smallest vocabulary a model can have.
         fingerprint: Hex digest of the file.
 
@@ -63,16 +65,23 @@ class TokenEncoder:
         if hasattr(tokenizer.model, "_resize_cache"):
             tokenizer.model._resize_cache(_CACHED_WORDS)
         self._tokenizer = tokenizer
-        found = [tokenizer.token_to_id(token) for token in _END_OF_DOCUMENT_TOKENS]
-        ids = [token_id for token_id in found if token_id is not None]
-        if not ids:
-            raise DataError(
-                f"tokenizer {path} has no end-of-document token: neither "
-                f"{' nor '.join(_END_OF_DOCUMENT_TOKENS)} is in its vocabulary; add one to the "
-                "file's added_tokens, or train one with `slurmllm tokenizer train`"
-            )
-        self.end_of_document: int = ids[0]
-        self.fingerprint = hashlib.sha256(data).hexdigest()[:16]
+        end, self.end_of_document = self._end()
+        known = b"" if end in _END_OF_DOCUMENT_TOKENS else end.encode()
+        self.fingerprint = hashlib.sha256(data + known).hexdigest()[:16]
+
+    def _end(self) -> tuple[str, int]:
+        """The token that ends a document: a well-known one, else the eos token of the config."""
+        configured = configured_end(self.path)
+        for token in (*_END_OF_DOCUMENT_TOKENS, *([configured] if configured else [])):
+            token_id = self.token_id(token)
+            if token_id is not None:
+                return token, token_id
+        raise DataError(
+            f"tokenizer {self.path} has no end-of-document token: neither "
+            f"{' nor '.join(_END_OF_DOCUMENT_TOKENS)} is in its vocabulary, nor an eos_token of a "
+            "tokenizer_config.json beside it; put that file there (beside a tokenizer.json), add "
+            "one of the two to added_tokens, or train one with `slurmllm tokenizer train`"
+        )
 
     @property
     def num_ids(self) -> int:

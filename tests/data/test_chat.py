@@ -184,6 +184,37 @@ def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
     take([stream], 2)
     state = stream.state()
     slot_tokens(take([stream], 3), 0)
-    folder(tmp_path, CHATML + " ")
+    folder(tmp_path, " " + CHATML)
     with pytest.raises(DataError, match=r"tokenizer \(fingerprint\)"):
         streams(spec)[0].load_state(state)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (["a"], "no template is named `default`"),
+        ([{"name": "tools", "template": CHATML}], "no template is named `default`"),
+        (3, "chat_template of .* is int"),
+        ("{{ 1 / 0 }}", "fails: division by zero"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails: maximum recursion"),
+        ("hello", "leaves out what they say"),
+    ],
+)
+def test_templates_are_tried_out_when_a_corpus_is_opened(
+    tmp_path: Path, template: Any, words: str
+) -> None:
+    encoder = TokenEncoder(folder(tmp_path, template))
+    corpus = write_prompts(tmp_path / "p.arrow", ROWS)
+    with pytest.raises(DataError, match=words):
+        open_source(corpus, encoder, None)
+
+
+def test_the_eos_token_of_the_config_ends_documents(tmp_path: Path) -> None:
+    path = folder(tmp_path, eos_token="<|im_end|>")
+    content = path.read_text().replace("<|endoftext|>", "<|other|>")
+    path.write_text(content)
+    encoder = TokenEncoder(path)
+    assert encoder.end_of_document == encoder.token_id("<|im_end|>")
+    path.with_name("tokenizer_config.json").unlink()
+    with pytest.raises(DataError, match=r"nor an eos_token of a tokenizer_config\.json"):
+        TokenEncoder(path)

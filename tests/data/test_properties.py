@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from slurmllm.data.document_hash import document_hash
 from slurmllm.data.order import DocumentOrder
 from slurmllm.data.sources import text
+from slurmllm.data.sources.base import Pieces, Request
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.split import Split
 from slurmllm.data.state import State
+from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
 
@@ -284,3 +286,35 @@ def test_bytes_that_are_no_text_are_named_by_the_worker(tmp_path: Path, tokenize
             take(ranks, 100)
     finally:
         close(ranks)
+
+
+def test_a_resume_reads_one_piece_a_slot(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "PIECE_BYTES", 4096)
+    path = write_texts(tmp_path / "c.arrow", ["some words " * 20_000])
+    spec = StreamSpec([(path, 1.0)], tokenizer, seq_len=8, global_batch=4, seed=1)
+    stream = PackedStream(spec, 0, 1)
+    stream.next_batch()
+    state = stream.state() | {"slots": [[0, 20, 700]] * 4}
+    read: list[int] = []
+    whole = text.TextSource.read
+
+    def counting(source: text.TextSource, requests: Sequence[Request]) -> Pieces:
+        read.append(len(requests))
+        return whole(source, requests)
+
+    monkeypatch.setattr(text.TextSource, "read", counting)
+    stream.load_state(state)
+    stream.next_batch()
+    assert sum(read) == 4
+
+
+def test_a_side_without_a_token_is_an_error(tmp_path: Path) -> None:
+    split = Split("train", 0.5)
+    hashes = {n: document_hash(np.array([n], "<i4").tobytes()) for n in range(64)}
+    held_out = next(n for n, h in hashes.items() if not split.holds(np.array([h], np.uint64))[0])
+    path = write_megatron(tmp_path / "m", [[[held_out]], *([[]] for _ in range(40))])
+    spec = StreamSpec([(path, 1.0)], None, seq_len=8, global_batch=2, seed=1, validation=0.5)
+    with pytest.raises(DataError, match=r"is on the train side of .* and holds a token"):
+        PackedStream(spec, 0, 1).next_batch()

@@ -58,6 +58,7 @@ class Source(ABC):
         path: Of the corpus.
         fingerprint: Short hex digest that tells this content from another, at once at any size.
         trains_every_token: Whether no token is marked UNTRAINED.
+        in_blocks: Whether what is shuffled is not documents but blocks of tokens.
         knows_documents: Whether BEGINS marks documents, not only what is shuffled as one.
         template: Short hex digest of the chat template that shapes its tokens, if one does.
         former_fingerprint: What states of version 1 knew it by.
@@ -67,6 +68,7 @@ class Source(ABC):
     path: Path
     fingerprint: str
     trains_every_token: bool = True
+    in_blocks: bool = False
     knows_documents: bool = True
     template: str = ""
     former_fingerprint: str | None = None

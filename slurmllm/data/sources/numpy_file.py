@@ -41,6 +41,11 @@ class NumpySource(TokenizedSource):
         except FileNotFoundError as error:
             raise DataError(f"no corpus {path}; name a .npy file of token ids") from error
         except (OSError, ValueError, EOFError) as error:
+            if "Object arrays" in str(error):
+                raise DataError(
+                    f"{path} holds Python objects; token ids must be integers: save them so with "
+                    "numpy.save"
+                ) from error
             raise DataError(
                 f"{path} is not a whole .npy file: {error}; was it cut while it was copied? Copy "
                 "or save it again"
@@ -51,6 +56,7 @@ class NumpySource(TokenizedSource):
                 "integers in one axis, or in two with a document a row: save it so with numpy.save"
             )
         self._tokens: Ids = tokens
+        self.in_blocks = tokens.ndim == 1
         self.knows_documents = tokens.ndim == 2 or encoder is not None
         self.fingerprint = fingerprint([path], "numpy")
 

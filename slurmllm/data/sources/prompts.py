@@ -54,6 +54,7 @@ class PromptSource(Source):
         self._ids = file.ids()
         self._encoder = encoder
         self._chat = ChatFormat(encoder.path)
+        self._chat.try_out()
         self._end = encoder.end_of_document
         self._end_token = self._chat.end_token or encoder.decode(np.array([self._end]))
         if self._chat.end_token is not None:
