@@ -80,7 +80,12 @@ def named_inputs(
     if not inputs and files_from is None:
         raise click.UsageError("name an INPUT, or a list of them with --files-from")
     listed = [] if files_from is None else read_list(files_from)
-    return find_inputs([*inputs, *listed], format_, leave_out=leave_out)
+    return find_inputs(
+        [*inputs, *listed],
+        format_,
+        leave_out=leave_out,
+        on_note=lambda note: click.echo(note, err=True),
+    )
 
 
 @click.group()
@@ -135,9 +140,7 @@ data.add_command(inspect)
 @click.option("--qos", help="Slurm quality of service.")
 @click.option(
     "--time",
-    default="60",
-    show_default=True,
-    help="Time limit of a Slurm job: minutes, H:MM:SS or D-HH:MM:SS.",
+    help="Time limit of a Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 60]",
 )
 @click.option(
     "--out",
@@ -166,7 +169,7 @@ def build(
     partition: str | None,
     account: str | None,
     qos: str | None,
-    time: str,
+    time: str | None,
     out: Path,
 ) -> None:
     """Build an Arrow corpus from text, JSON lines, CSV, Parquet, Arrow or datasets folders.
@@ -177,7 +180,12 @@ def build(
     """
     from time import monotonic
 
-    from slurmllm.data.build.corpus import build_corpus, outputs_of, refuse_existing
+    from slurmllm.data.build.corpus import (
+        build_corpus,
+        is_half_named,
+        outputs_of,
+        refuse_existing,
+    )
     from slurmllm.data.build.join import Listeners
     from slurmllm.data.build.manifest import manifest_path
     from slurmllm.data.build.options import CleanOptions, ReadOptions
@@ -192,9 +200,13 @@ def build(
         raise click.UsageError("--dtype says how --tokenize writes token ids; add --tokenize")
     if tokenizer is not None and prompt_key is not None:
         raise click.UsageError("--tokenize writes plain text; leave out --prompt-key")
+    asked = {"partition": partition, "account": account, "qos": qos, "time": time}
+    for_slurm = {name: value for name, value in asked.items() if value is not None}
+    if for_slurm and not slurm:
+        raise click.UsageError(f"--{next(iter(for_slurm))} is of Slurm jobs; add --slurm")
     outputs = outputs_of(out, tokenize=tokenizer is not None)
     for path in outputs:
-        refuse_existing(path, overwrite)
+        refuse_existing(path, overwrite or is_half_named(outputs[0]))
     manifest_file = manifest_path(outputs[0])
     own = [*outputs, manifest_file, WorkFolder.of(outputs[0]).path]
     files = named_inputs(inputs, files_from, format_, own)
@@ -214,7 +226,7 @@ def build(
             format=format_,
             overwrite=overwrite,
             workers=workers,
-            slurm=SlurmOptions(time, partition, account, qos) if slurm else None,
+            slurm=SlurmOptions(**for_slurm) if slurm else None,
             listeners=Listeners(
                 on_read=lambda done: show("reading", done, total),
                 on_join=lambda done, of: show("writing", done, of),

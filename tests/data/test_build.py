@@ -301,6 +301,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "name an INPUT"),
         (["a.txt", "--prompt-key", "p"], "go together"),
         (["a.txt", "--dtype", "int32"], "add --tokenize"),
+        (["a.txt", "--time", "60"], "--time is of Slurm jobs; add --slurm"),
     ],
 )
 def test_options_that_do_not_fit(arguments: list[str], message: str) -> None:

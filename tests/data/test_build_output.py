@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from slurmllm.cli.data import data
 from slurmllm.data.build.megatron_output import token_files
 from slurmllm.data.build.output import output_files
+from slurmllm.data.build.work import WorkFolder
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 
@@ -132,15 +133,17 @@ def test_a_vocabulary_beyond_the_dtype(tmp_path: Path, tokenizer: Path) -> None:
 
 
 def test_files_that_fail_leave_what_was_there(tmp_path: Path) -> None:
-    paths, manifest = [tmp_path / "a.bin", tmp_path / "a.idx"], tmp_path / "a.bin.json"
-    for path in (*paths, manifest):
+    paths = [tmp_path / name for name in ("a.bin", "a.idx", "a.bin.json")]
+    for path in paths:
         path.write_bytes(b"old")
-    with pytest.raises(TypeError), output_files(paths, manifest) as files:
+    work = WorkFolder(tmp_path / "work")
+    work.path.mkdir()
+    with pytest.raises(TypeError), output_files(paths, work) as files:
         files[0].write("no bytes")
-    assert [path.read_bytes() for path in (*paths, manifest)] == [b"old"] * 3
-    with output_files(paths, manifest) as files:
+    assert [path.read_bytes() for path in paths] == [b"old"] * 3
+    with output_files(paths, work) as files:
         for file in files:
             file.write(b"new" * 10**6)
-    assert [path.read_bytes() for path in paths] == [b"new" * 10**6] * 2
-    assert names_in(tmp_path) == ["a.bin", "a.idx"]
+    assert [path.read_bytes() for path in paths] == [b"new" * 10**6] * 3
+    assert not names_in(work.path)
     assert files[0].sha256 == hashlib.sha256(b"new" * 10**6).hexdigest()

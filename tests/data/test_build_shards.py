@@ -202,6 +202,55 @@ def test_a_killed_build_goes_on(inputs: Path, how: str) -> None:
     assert content(inputs) == content(inputs, "whole.arrow")
 
 
+# Kills itself when it writes ids, or when the manifest is to take its name.
+DYING = """
+import os, pathlib, signal, sys
+from slurmllm.data.build import arrow_output
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+replace = pathlib.Path.replace
+if sys.argv.pop(1) == "join":
+    arrow_output._ids = die
+else:
+    pathlib.Path.replace = lambda path, to: (
+        die if str(to).endswith(".arrow.json") else replace)(path, to)
+"""
+
+
+@pytest.mark.parametrize("when", ["join", "manifest"])
+def test_killed_while_it_joins(inputs: Path, when: str) -> None:
+    out = inputs.parent / "out.arrow"
+    arguments = ["data", "build", str(inputs), "--out", str(out), "--dedup", "--workers", "1"]
+    command = [sys.executable, "-c", DYING + MAIN, when, *arguments]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert out.exists() == (when == "manifest")
+    assert names_in(inputs.parent) == [".out.arrow.build", "in", *["out.arrow"] * out.exists()]
+    if when == "manifest":
+        with pytest.raises(DataError, match="already there"):  # another build than that one
+            build(inputs, clean=CleanOptions())
+        assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert build(inputs).continued == FILES
+    assert names_in(inputs.parent) == ["in", "out.arrow", "out.arrow.json"]
+
+
+def test_interrupted_before_the_manifest_has_its_name(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.replace
+
+    def replace(path: Path, target: Path) -> Path:
+        if target.name == "out.arrow.json":
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            build(inputs)
+    fail(inputs, overwrite=True)
+    assert build(inputs).continued == FILES
+    assert names_in(inputs.parent) == ["in", "out.arrow", "out.arrow.json"]
+
+
 def test_a_worker_that_fails_of_itself(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     shards = cut(find_inputs([str(inputs)]), BuildOptions())

@@ -63,6 +63,34 @@ def test_output_is_never_input(folder: Path) -> None:
     assert left == ["in/B.txt", "in/a.md", "in/c.jsonl.gz", "in/old.arrow"]
 
 
+def test_input_is_not_output(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"in/b.txt: input and output are the same file; choose"):
+        names("in/a.md", "./in/b.txt", leave_out=[Path("in/b.txt").absolute()])
+
+
+def test_what_is_passed_over_is_said(folder: Path) -> None:
+    notes: list[str] = []
+    find_inputs(["in", "in/sub"], on_note=notes.append)
+    assert notes == [
+        "passed over 1 file of unknown ending, such as in/no.pdf; --format names their coding"
+    ]
+    Path("in/a.doc").touch()
+    find_inputs(["in"], on_note=notes.append)
+    assert notes[1].startswith("passed over 2 files of unknown endings, such as in/a.doc; ")
+    find_inputs(["in"], "text", on_note=notes.append)
+    find_inputs(["in"], leave_out=[Path("in/no.pdf"), Path("in/a.doc")], on_note=notes.append)
+    assert len(notes) == 2
+
+
+def test_links_that_lead_nowhere(folder: Path) -> None:
+    Path("in/c.txt").symlink_to("gone.txt")
+    for argument in ("in", "in/*.txt"):
+        with pytest.raises(DataError, match=r"in/c.txt is a link to gone.txt, .*: No such file"):
+            names(argument)
+    Path("in/gone.txt").touch()
+    assert "in/c.txt" in names("in")
+
+
 def test_lists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("list").write_text("in/b.txt\n\n# more\n  in/a.md\r\n")
     assert read_list("list") == ["in/b.txt", "in/a.md"]
@@ -115,6 +143,11 @@ def test_datasets_of_several_splits(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"name the one to read: .*/d/train or .*/d/test"):
         names(str(tmp_path / "d"))
     assert len(names(str(tmp_path / "d" / "train"))) == 1
+    (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["test"]}))
+    assert names(str(tmp_path / "d")) == names(str(tmp_path / "d" / "test"))
+    (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["gone"]}))
+    with pytest.raises(DataError, match="names the split gone, which is not there"):
+        names(str(tmp_path / "d"))
 
 
 def test_datasets_own_files(tmp_path: Path) -> None:

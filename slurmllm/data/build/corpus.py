@@ -20,7 +20,7 @@ from slurmllm.data.build.local_workers import run_here, run_locally
 from slurmllm.data.build.manifest import CorpusInput, CorpusManifest, manifest_path
 from slurmllm.data.build.megatron_output import token_files
 from slurmllm.data.build.options import BuildOptions, CleanOptions, ReadOptions, TokenizeOptions
-from slurmllm.data.build.output import refuse_existing
+from slurmllm.data.build.output import output_files, refuse_existing
 from slurmllm.data.build.run_shard import Outcome, peak_bytes
 from slurmllm.data.build.shard import load_shard
 from slurmllm.data.build.shards import Shard, cut
@@ -28,7 +28,14 @@ from slurmllm.data.build.slurm_workers import SlurmOptions, run_on_slurm
 from slurmllm.data.build.work import WorkFolder
 from slurmllm.errors import DataError
 
-__all__ = ["Built", "Listeners", "build_corpus", "outputs_of", "refuse_existing"]
+__all__ = [
+    "Built",
+    "Listeners",
+    "build_corpus",
+    "is_half_named",
+    "outputs_of",
+    "refuse_existing",
+]
 
 
 @dataclass(frozen=True)
@@ -90,26 +97,32 @@ def build_corpus(
     options = BuildOptions(read, clean or CleanOptions(), tokenize)
     listeners = listeners or Listeners()
     outputs = outputs_of(out, tokenize=tokenize is not None)
-    for path in outputs:
-        refuse_existing(path, overwrite)
     if not files:
         raise DataError("no input file")
     shards = cut(files, options)
     work = WorkFolder.of(outputs[0])
+    overwrite = overwrite or (
+        is_half_named(outputs[0]) and {shard.name for shard in shards} <= work.shard_names()
+    )
+    for path in outputs:
+        refuse_existing(path, overwrite)
     with work.lock():
         try:
             there = _finished(shards, work, listeners.on_note)
             peaks = _read(shards, there, work, workers, slurm, listeners)
             finished = _load(shards, work)
             names = [file.name for file in files]
-            facts = join(finished, names, outputs, options, work, listeners)
-            manifest = _manifest(files, finished, facts, options, format)
-            manifest.save(manifest_path(outputs[0]))
+            endings = ("bin", "idx") if tokenize else ("arrow",)
+            with output_files([*outputs, manifest_path(outputs[0])], work) as opened:
+                by_ending = dict(zip(endings, opened, strict=False))
+                facts = join(finished, names, by_ending, options, work, listeners)
+                manifest = _manifest(files, finished, facts, options, format)
+                opened[-1].write(manifest.content())
             work.remove()
         except BaseException:
             kept = work.shard_names()
             work.empty_but(kept)
-            if not kept and not work.logs.exists():
+            if not kept and not work.logs.exists() and not work.ready.exists():
                 work.remove()
             raise
     own = peak_bytes()
@@ -126,6 +139,14 @@ def build_corpus(
 def outputs_of(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
     """The files that a build writes, without the manifest."""
     return tuple(token_files(out)) if tokenize else (out,)
+
+
+def is_half_named(corpus: Path) -> bool:
+    """Whether a build was killed when the corpus may have had its name and its manifest had not.
+
+    The same build may then replace the corpus, as it was its own or was to be replaced.
+    """
+    return WorkFolder.of(corpus).ready.exists() and not manifest_path(corpus).exists()
 
 
 def _finished(

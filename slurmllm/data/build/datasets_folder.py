@@ -2,7 +2,7 @@
 
 Such a folder holds Arrow stream files, named in their order by `state.json`; beside them may lie
 `cache-*.arrow` files, which are no part of it. A folder with `dataset_dict.json` holds one such
-folder a split.
+folder a split; of a single split it stands for that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def dataset_files(folder: Path) -> list[Path] | None:
     if (folder / SPLITS).is_file():
         content = _load(folder / SPLITS)
         splits = content.get("splits") if isinstance(content, dict) else None
-        if isinstance(splits, list):
+        if isinstance(splits, list) and len(splits) == 1:
+            return _split_files(folder / str(splits[0]))
+        if isinstance(splits, list) and splits:
             choices = " or ".join(str(folder / str(split)) for split in splits)
             raise DataError(
                 f"{folder} holds a dataset of several splits; name the one to read: {choices}"
@@ -53,6 +55,16 @@ def dataset_files(folder: Path) -> list[Path] | None:
         if not path.is_file():
             raise DataError(f"{folder / STATE} names {path.name}, which is not there; copy it too")
     return paths
+
+
+def _split_files(split: Path) -> list[Path]:
+    files = dataset_files(split)
+    if files is None:
+        raise DataError(
+            f"{split.parent / SPLITS} names the split {split.name}, which is not there as "
+            "`save_to_disk` leaves it; copy it too"
+        )
+    return files
 
 
 def describes_dataset(path: Path) -> bool:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from slurmllm.errors import DataError
 
 FAULT_EXAMPLES = 20
+
+# What a fault makes unreadable: a document, a whole file, or what follows in the file.
+Extent = Literal["document", "file", "rest"]
+_REMEDIES: dict[Extent, str] = {
+    "document": "leave such documents out",
+    "file": "leave such files out",
+    "rest": "read such files up to the fault",
+}
 
 
 class Faults:
@@ -20,10 +30,11 @@ class Faults:
         self.count = 0
         self.examples: list[str] = []
 
-    def add(self, fault: str) -> None:
+    def add(self, fault: str, extent: Extent = "document") -> None:
         """Raise a DataError or count, as told at the start."""
         if not self.skip_bad:
-            raise DataError(f"{fault}. Mend the file, or leave such documents out with --skip-bad")
+            remedy = f"Mend the file, or {_REMEDIES[extent]} with --skip-bad"
+            raise DataError(f"{fault.rstrip('.')}. {remedy}")
         self.count += 1
         if len(self.examples) < FAULT_EXAMPLES:
             self.examples.append(fault)

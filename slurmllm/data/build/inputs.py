@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import glob
 import os
+import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -109,6 +110,7 @@ def find_inputs(
     format: FormatOption = "auto",
     *,
     leave_out: Iterable[Path] = (),
+    on_note: Callable[[str], None] = lambda note: None,
 ) -> list[InputFile]:
     """Expand files, folders and globs into the files to read, in a fixed order.
 
@@ -121,17 +123,27 @@ def find_inputs(
         arguments: Files, folders and glob patterns (`**` crosses folders).
         format: How the files are coded.
         leave_out: Files and folders of the output, which a folder or a glob may well hold.
+        on_note: Called with a line on files of unknown endings, if any are passed over.
 
     Raises:
-        DataError: an argument that names nothing, or a file that cannot be read as asked.
+        DataError: an argument that names nothing or the output, a link that leads nowhere, or a
+            file that cannot be read as asked.
     """
     excluded = {path.resolve() for path in leave_out}
+    unknown: list[Path] = []
     files: dict[Path, InputFile] = {}
     for argument in arguments:
         found = 0
-        for path in _expand(argument, format):
+        for path in _expand(argument):
             resolved = path.resolve()
+            if resolved in excluded and str(path) == str(Path(argument)):
+                raise DataError(
+                    f"{argument}: input and output are the same file; choose another --out"
+                )
             if resolved in excluded or not excluded.isdisjoint(resolved.parents):
+                continue
+            if _classify(path, format) is None and Path(argument).is_dir():
+                unknown.append(path)
                 continue
             found += 1
             if resolved not in files:
@@ -140,6 +152,12 @@ def find_inputs(
             raise DataError(
                 f"{argument}: no file to read there; {_known()}, and --format text takes any file"
             )
+    if unknown:
+        plural = "s of unknown endings" if len(unknown) > 1 else " of unknown ending"
+        on_note(
+            f"passed over {len(unknown):,} file{plural}, such as {min(unknown)}; "
+            "--format names their coding"
+        )
     return list(files.values())
 
 
@@ -179,20 +197,20 @@ def _classify(path: Path, format: FormatOption) -> tuple[Format, Compression | N
     return None if kind is None else (kind, compression)
 
 
-def _expand(argument: str, format: FormatOption) -> Iterator[Path]:
+def _expand(argument: str) -> Iterator[Path]:
     path = Path(argument)
     if path.is_dir():
-        yield from _walk(path, format)
+        yield from _walk(path)
     elif path.exists() or not glob.has_magic(argument):
         yield path
     else:
         # Path.glob takes no absolute pattern.
         for match in sorted(glob.glob(argument, recursive=True)):  # noqa: PTH207
-            if Path(match).is_file() and not _describes_others(Path(match)):
+            if _is_file(Path(match)) and not _describes_others(Path(match)):
                 yield Path(match)
 
 
-def _walk(folder: Path, format: FormatOption) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         # os.walk passes over folders it cannot list, and a part of the corpus would be missing.
         raise DataError(f"cannot read folder {error.filename}: {error.strerror}") from error
@@ -211,10 +229,25 @@ def _walk(folder: Path, format: FormatOption) -> Iterator[Path]:
                 found.append((path, [Path(path)]))
     for _, paths in sorted(found):
         for candidate in paths:
-            if _classify(candidate, format) is None or _describes_others(candidate):
-                continue
-            if candidate.is_file():
+            if _is_file(candidate) and not _describes_others(candidate):
                 yield candidate
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a path is a regular file, or a link to one.
+
+    Raises:
+        DataError: a link that leads nowhere; a part of the corpus would be missing.
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        if path.is_symlink():
+            raise DataError(
+                f"{path} is a link to {path.readlink()}, which cannot be read: {error.strerror}; "
+                "mend the link or remove it"
+            ) from error
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _describes_others(path: Path) -> bool:

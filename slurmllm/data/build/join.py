@@ -1,10 +1,9 @@
-"""The shards' columns → the output: duplicates left out, written, and given its name."""
+"""The shards' columns → the output, without duplicates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,10 +11,9 @@ import numpy as np
 from slurmllm.data.build.arrow_output import write_arrow
 from slurmllm.data.build.duplicates import mark_duplicates
 from slurmllm.data.build.finished import FinishedShard
-from slurmllm.data.build.manifest import manifest_path
 from slurmllm.data.build.megatron_output import write_tokens
 from slurmllm.data.build.options import BuildOptions
-from slurmllm.data.build.output import output_files
+from slurmllm.data.build.output import OutputFile
 from slurmllm.data.build.work import WorkFolder
 from slurmllm.errors import DataError
 
@@ -60,17 +58,17 @@ class Joined(NamedTuple):
 def join(
     shards: Sequence[FinishedShard],
     inputs: Sequence[str],
-    outputs: Sequence[Path],
+    files: Mapping[str, OutputFile],
     options: BuildOptions,
     work: WorkFolder,
     listeners: Listeners,
 ) -> Joined:
-    """Write the documents of all shards under the names of the outputs.
+    """Write the documents of all shards.
 
     Args:
         shards: All of them, in order.
         inputs: The names of the input files.
-        outputs: The corpus, or .bin and .idx.
+        files: What to write to, by their endings: `arrow`, or `bin` and `idx`.
         options: What was asked for.
         work: Where scratch files go.
         listeners: Who wants to know how it goes.
@@ -92,30 +90,21 @@ def join(
         for column in (*options.read.columns, *(["tokens"] if options.tokenize else []))
     }
     tokens = sizes.pop("tokens", None)
-    with output_files(outputs, manifest_path(outputs[0])) as files:
-        if options.tokenize and tokens is not None:
-            dtype = options.tokenize.dtype
-            total = tokens * np.dtype(dtype).itemsize
-            bin_file, idx_file = files
-            write_tokens(
-                bin_file, idx_file, shards, documents, dtype,
-                lambda done: listeners.on_join(done, total),
-            )  # fmt: skip
-            columns = ()
-        else:
-            total = sum(sizes.values())
-            schema = write_arrow(
-                files[0], shards, documents, sizes, inputs, work,
-                lambda done: listeners.on_join(min(done, total), total),
-            )  # fmt: skip
-            columns = tuple(schema.names)
-        written = {
-            path.suffix.removeprefix(".") if options.tokenize else "arrow": (
-                file.size_bytes,
-                file.sha256,
-            )
-            for path, file in zip(outputs, files, strict=True)
-        }
+    columns: tuple[str, ...] = ()
+    if options.tokenize and tokens is not None:
+        dtype = options.tokenize.dtype
+        total = tokens * np.dtype(dtype).itemsize
+        write_tokens(
+            files["bin"], files["idx"], shards, documents, dtype,
+            lambda done: listeners.on_join(done, total),
+        )  # fmt: skip
+    else:
+        total = sum(sizes.values())
+        schema = write_arrow(
+            files["arrow"], shards, documents, sizes, inputs, work,
+            lambda done: listeners.on_join(min(done, total), total),
+        )  # fmt: skip
+        columns = tuple(schema.names)
     return Joined(
         documents=documents,
         text_bytes=sum(sizes.values()),
@@ -123,7 +112,7 @@ def join(
         columns=columns,
         duplicates=duplicates,
         by_input=by_input,
-        files=written,
+        files={ending: (file.size_bytes, file.sha256) for ending, file in files.items()},
     )
 
 

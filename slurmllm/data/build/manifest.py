@@ -11,7 +11,6 @@ from typing import Literal
 from pydantic import Field
 
 from slurmllm.records import Record
-from slurmllm.rundir import write_atomic
 
 
 class CorpusInput(Record):
@@ -58,9 +57,9 @@ class CorpusManifest(Record):
     bad_examples: tuple[str, ...] = Field(description="the first of them: file, place, reason")
     inputs: tuple[CorpusInput, ...] = Field(description="in the order they were read")
 
-    def save(self, path: Path) -> None:
-        """Write the manifest without what does not apply, whole or not at all."""
-        write_atomic(path, self.model_dump_json(indent=2, exclude_none=True) + "\n")
+    def content(self) -> bytes:
+        """The file, without what does not apply."""
+        return (self.model_dump_json(indent=2, exclude_none=True) + "\n").encode()
 
 
 def manifest_path(corpus: Path) -> Path:

@@ -6,12 +6,12 @@ import contextlib
 import hashlib
 import io
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from slurmllm.data.build.work import WorkFolder
 from slurmllm.errors import DataError, StorageError
 from slurmllm.rundir import fsync_dir
 
@@ -69,30 +69,31 @@ class OutputFile(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def output_files(paths: Sequence[Path], manifest: Path) -> Iterator[list[OutputFile]]:
-    """Files under temporary names, which take their own when the block ends without an error.
+def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[OutputFile]]:
+    """Files in the work folder, which take their names when the block ends without an error.
+
+    The last of them is the manifest. It is called `work.ready` from when all files are whole and
+    on disk until the others have their names, so that a build that is killed in between can be
+    told from a corpus that was there before.
 
     Args:
-        paths: The files; of those that are replaced, the last takes its name last.
-        manifest: Removed before anything takes its name: an old manifest must not be found
-            beside a new corpus.
+        paths: The files and the manifest. An old manifest is removed before anything takes its
+            name, for it must not be found beside a new corpus.
+        work: On the same file system; whatever fails leaves its files there.
 
     Raises:
         StorageError: the file system refused.
     """
-    temporary: list[Path] = []
+    *others, manifest = paths
     with contextlib.ExitStack() as stack:
-        stack.callback(_remove, temporary)
         digester = stack.enter_context(ThreadPoolExecutor(1))
         streams: list[BinaryIO] = []
         files = []
         for path in paths:
             try:
-                descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+                streams.append(work.scratch(path.name).open("wb"))
             except OSError as error:
                 raise refused(path, error) from error
-            temporary.append(Path(name))
-            streams.append(os.fdopen(descriptor, "wb"))
             stack.callback(_close, streams[-1])
             files.append(OutputFile(streams[-1], path, digester))
         yield files
@@ -101,16 +102,18 @@ def output_files(paths: Sequence[Path], manifest: Path) -> Iterator[list[OutputF
                 stream.flush()
                 os.fsync(stream.fileno())
                 stream.close()
+                work.scratch(path.name).chmod(0o644)
             except OSError as error:
                 raise refused(path, error) from error
         try:
-            for old in (manifest, *reversed(paths[1:])):
+            work.scratch(manifest.name).replace(work.ready)
+            fsync_dir(work.path)
+            for old in reversed(paths[1:]):
                 old.unlink(missing_ok=True)
-            for path in paths:
-                temporary[0].chmod(0o644)
-                temporary[0].replace(path)
-                temporary.pop(0)
-            fsync_dir(paths[0].parent)
+            for path in others:
+                work.scratch(path.name).replace(path)
+            work.ready.replace(manifest)
+            fsync_dir(manifest.parent)
         except OSError as error:
             raise refused(paths[0], error) from error
 
@@ -130,11 +133,6 @@ def refused(path: Path, error: OSError) -> StorageError:
         "No part of it was kept, but what is read of the inputs is: the same command goes on "
         "from there"
     )
-
-
-def _remove(paths: list[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
 
 
 def _close(stream: BinaryIO) -> None:

@@ -47,6 +47,11 @@ class WorkFolder:
         return self.path / f"scratch.{name}"
 
     @property
+    def ready(self) -> Path:
+        """The manifest of a corpus that is whole and takes its name, until it has one itself."""
+        return self.path / "ready.json"
+
+    @property
     def logs(self) -> Path:
         """Of Slurm jobs."""
         return self.path / "slurm"
@@ -66,10 +71,10 @@ class WorkFolder:
         return found
 
     def empty_but(self, shards: Iterable[str]) -> None:
-        """Remove all but some shards and the lock, which must be held."""
-        kept = set(shards)
+        """Remove all but some shards, logs, `ready` and the lock, which must be held."""
+        kept = {*shards, _LOCK, self.logs.name, self.ready.name}
         for path in self.path.iterdir():
-            if path.name not in kept and path.name not in (_LOCK, self.logs.name):
+            if path.name not in kept:
                 _remove(path)
 
     def remove(self) -> None:

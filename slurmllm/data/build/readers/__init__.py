@@ -45,7 +45,7 @@ class DocumentReader:
         try:
             stream = OpenedInput(self.file)
         except OSError as error:
-            self._on_fault(f"{self.file.name}: cannot be read: {error.strerror or error}")
+            self._on_fault(f"{self.file.name}: cannot be read: {error.strerror or error}", "file")
             return
         with stream:
             try:
@@ -54,10 +54,12 @@ class DocumentReader:
                     self.documents += len(chunk[0])
                     yield chunk
             except OSError as error:
+                reason = " ".join(str(error).split()).rstrip(".")
                 self._on_fault(
-                    f"{self.file.name}: cannot be read to its end: {error} (near byte "
+                    f"{self.file.name}: cannot be read to its end: {reason} (near byte "
                     f"{stream.offset_bytes:,} of {self.file.size_bytes:,} on disk, after "
-                    f"{self.documents:,} documents)"
+                    f"{self.documents:,} documents)",
+                    "rest",
                 )
             if stream.offset_bytes:
                 with contextlib.suppress(OSError):

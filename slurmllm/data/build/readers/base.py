@@ -7,10 +7,13 @@ handed to `on_fault`, which either raises or counts and goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from slurmllm.data.build.faults import Extent
 
 # Text of one chunk, about: a few copies of it are all the text that memory holds, and they fit
 # into a processor's cache.
@@ -20,7 +23,12 @@ SEE_KEYS = "see --text-key, or --prompt-key and --completion-key"
 
 # Some documents: a large_string array without nulls a column, all of one length and UTF-8.
 Documents = tuple[pa.LargeStringArray, ...]
-OnFault = Callable[[str], None]
+
+
+class OnFault(Protocol):
+    """Told of a fault: file, place and reason, and how much of the file cannot be read for it."""
+
+    def __call__(self, fault: str, extent: Extent = "document", /) -> None: ...  # noqa: D102
 
 
 def strings(values: list[str]) -> pa.LargeStringArray:
@@ -39,8 +47,7 @@ def good_rows(
     columns: list[pa.Array],
     keys: tuple[str, ...],
     first_row: int,
-    name: str,
-    on_fault: OnFault,
+    on_row: Callable[[int, str], None],
     skipped: Sequence[int] = (),
 ) -> Documents:
     """Rows of a table without those that are null or not UTF-8, which are faults.
@@ -48,9 +55,8 @@ def good_rows(
     Args:
         columns: An array a key: of strings of any kind, or of binary that should be UTF-8.
         keys: The names of the columns.
-        first_row: Number of the first row among those read, for messages; the first is 1.
-        name: The file, for messages.
-        on_fault: Called with each fault, in the order of the rows.
+        first_row: Number of the first row among those read; that of a file is 1.
+        on_row: Called with the row and the reason of each fault, in the order of the rows.
         skipped: Numbers in the file of rows that are not among those read, ascending.
     """
     texts = [_large_string(column) for column in columns]
@@ -67,7 +73,7 @@ def good_rows(
         number = first_row + row
         for other in skipped:
             number += other <= number
-        on_fault(f"{name}: row {number} {reason}")
+        on_row(number, reason)
     if faults:
         keep = np.ones(len(texts[0]), bool)
         keep[list(faults)] = False

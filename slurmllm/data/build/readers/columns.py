@@ -39,21 +39,21 @@ def read_parquet(
 ) -> Iterator[Documents]:
     """The documents of a Parquet file."""
     name, keys = stream.file.name, options.keys
+    row = 0
     try:
         # pre_buffer would hold whole row groups, often a gigabyte, in memory.
         file = pq.ParquetFile(stream.file.path, pre_buffer=False)
         if fault := missing_column(keys, file.schema_arrow):
-            on_fault(f"{name}: {fault}")
+            on_fault(f"{name}: {fault}", "file")
             return
-        row = 0
         batches = file.iter_batches(_rows_at_once(file), columns=list(keys), use_threads=False)
         for batch in batches:
             columns = [batch.column(key) for key in keys]
-            yield good_rows(columns, keys, row + 1, name, on_fault)
+            yield good_rows(columns, keys, row + 1, _on_row(name, on_fault))
             row += batch.num_rows
             on_part(row / file.metadata.num_rows)
     except pa.ArrowInvalid as error:
-        on_fault(f"{name}: not a readable Parquet file: {error}")
+        on_fault(f"{name}: not a readable Parquet file: {error}", "rest" if row else "file")
 
 
 def _rows_at_once(file: Any) -> int:
@@ -70,25 +70,29 @@ def read_arrow(
     """The documents of an Arrow file, in any of its batches."""
     name, keys = stream.file.name, options.keys
     if stream.file.size_bytes == 0:
-        on_fault(f"{name}: an empty file, not an Arrow file")
+        on_fault(f"{name}: an empty file, not an Arrow file", "file")
         return
-    row = 1
+    row = 0
     try:
         mapped = _Mapped(stream) if stream.file.compression is None else None
         for index, batch in enumerate(mapped.batches() if mapped else _unpacked_batches(stream)):
             if fault := missing_column(keys, batch.schema):
-                on_fault(f"{name}: {fault}")
+                on_fault(f"{name}: {fault}", "file")
                 return
             columns = [batch.column(key) for key in keys]
             for begin, end in _slices(columns):
                 pieces = [column.slice(begin, end - begin) for column in columns]
-                yield good_rows(pieces, keys, row, name, on_fault)
+                yield good_rows(pieces, keys, row + 1, _on_row(name, on_fault))
                 row += end - begin
                 if mapped:
                     mapped.release()
                     on_part(mapped.part(index, end / batch.num_rows))
     except pa.ArrowInvalid as error:
-        on_fault(f"{name}: not a readable Arrow file: {error}")
+        on_fault(f"{name}: not a readable Arrow file: {error}", "rest" if row else "file")
+
+
+def _on_row(name: str, on_fault: OnFault) -> Callable[[int, str], None]:
+    return lambda row, reason: on_fault(f"{name}: row {row} {reason}")
 
 
 class _Mapped:

@@ -1,10 +1,11 @@
 """CSV and TSV: a row a document, the text in the column that the first line names.
 
-Cells may be quoted and hold line ends. Rows are counted from 1, without the line of names.
+Cells may be quoted and hold line ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from slurmllm.data.build.readers.base import (
     good_rows,
     no_column,
 )
+from slurmllm.data.build.readers.csv_rows import RowFaults, is_utf8
 
 _NAMES_BYTES = 64 << 10
 # Arrow reads no cell that is longer than a block.
@@ -32,60 +34,77 @@ def read_delimited(
 ) -> Iterator[Documents]:
     """The documents of a CSV or TSV file."""
     name = stream.file.name
-    keys = options.keys
     rows = 0
     skipped: list[int] = []
-    odd: list[str] = []  # faults; Arrow may be some rows ahead, and swallows what is raised in it
+    with contextlib.closing(RowFaults(stream, _delimiter(stream), on_fault)) as faults:
+        try:
+            for batch in _open(stream, options.keys, skipped, faults):
+                good = good_rows(
+                    batch.columns,
+                    options.keys,
+                    rows + 1,
+                    lambda row, reason: faults.add(row, reason, lambda cells: not is_utf8(cells)),
+                    skipped,
+                )
+                rows += batch.num_rows
+                faults.report(rows + len(skipped))
+                yield good
+            faults.report(rows + len(skipped))
+        except pa.ArrowKeyError:  # whose text has one name and not the others
+            names = _names(stream)
+            missing = next(key for key in options.keys if key not in names)
+            on_fault(f"{name}: {no_column(missing, names)}", "file")
+        except pa.ArrowInvalid as error:
+            faults.report(rows + len(skipped))
+            if stream.offset_bytes == 0:
+                on_fault(f"{name}: an empty file, without the line of names", "file")
+                return
+            reason = str(error)
+            if "straddling" in reason:
+                reason = (
+                    f"a cell of more than {_BLOCK_BYTES >> 20} MB, or a quotation mark that is "
+                    "never closed"
+                )
+            on_fault(
+                f"{name}: after row {rows + len(skipped)} (counted without the header): {reason}",
+                "rest",
+            )
+
+
+def _open(
+    stream: OpenedInput, keys: tuple[str, ...], skipped: list[int], faults: RowFaults
+) -> pc.CSVStreamingReader:
+    """Arrow's reader of the columns; adds rows of another length to `skipped` and `faults`.
+
+    It may be some rows ahead, and swallows what is raised in it.
+    """
 
     def odd_row(row: Any) -> str:
+        columns = row.actual_columns
         skipped.append(row.number - 1)  # Arrow counts the line of names
-        odd.append(
-            f"{name}: row {skipped[-1]} has {row.actual_columns} columns where the first line "
-            f"names {row.expected_columns}: {row.text[:60]!r}"
+        faults.add(
+            skipped[-1],
+            f"has {columns} columns where the first line names {row.expected_columns}: "
+            f"{row.text[:60]!r}",
+            lambda cells: len(cells) == columns,
         )
         return "skip"
 
-    def report_odd() -> None:
-        while odd:
-            on_fault(odd.pop(0))
-
-    try:
-        reader = pc.open_csv(
-            pa.PythonFile(stream, "r"),
-            read_options=pc.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
-            parse_options=pc.ParseOptions(
-                delimiter=_delimiter(stream),
-                newlines_in_values=True,
-                invalid_row_handler=odd_row,
-            ),
-            convert_options=pc.ConvertOptions(
-                # Binary: the check for UTF-8 is good_rows', which finds the row.
-                column_types={key: pa.large_binary() for key in keys},
-                include_columns=list(keys),
-                strings_can_be_null=False,
-            ),
-        )
-        for batch in reader:
-            report_odd()
-            yield good_rows(batch.columns, keys, rows + 1, name, on_fault, skipped)
-            rows += batch.num_rows
-        report_odd()
-    except pa.ArrowKeyError:  # whose text has one name and not the others
-        names = _names(stream)
-        missing = next(key for key in keys if key not in names)
-        on_fault(f"{name}: {no_column(missing, names)}")
-    except pa.ArrowInvalid as error:
-        report_odd()
-        if stream.offset_bytes == 0:
-            reason = "an empty file, without the line of names"
-        elif "straddling" in str(error):
-            reason = (
-                f"after row {rows + len(skipped)}: a cell of more than {_BLOCK_BYTES >> 20} MB, or "
-                "a quotation mark that is never closed"
-            )
-        else:
-            reason = f"after row {rows + len(skipped)}: {error}"
-        on_fault(f"{name}: {reason}")
+    return pc.open_csv(
+        pa.PythonFile(stream, "r"),
+        read_options=pc.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
+        parse_options=pc.ParseOptions(
+            delimiter=_delimiter(stream),
+            newlines_in_values=True,
+            invalid_row_handler=odd_row,
+        ),
+        convert_options=pc.ConvertOptions(
+            # Binary: the check for UTF-8 is good_rows', which finds the row.
+            column_types={key: pa.large_binary() for key in keys},
+            include_columns=list(keys),
+            strings_can_be_null=False,
+        ),
+    )
 
 
 def _delimiter(stream: OpenedInput) -> str:
