@@ -108,7 +108,8 @@ def datasets_turn(documents: list[str], tokenizer: Path, processes: int) -> Turn
     from transformers import PreTrainedTokenizerFast
 
     datasets.disable_progress_bars()
-    library = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
+    fast: Any = PreTrainedTokenizerFast
+    library = fast(tokenizer_file=str(tokenizer))
     # Enough for the processes to be worth starting.
     copies = 1 + MAPPED_BYTES // sum(map(len, documents))
     data = datasets.Dataset.from_dict({"text": documents * copies})
