@@ -13,7 +13,7 @@ demo: install
 	$(BIN)/python tools/demo.py
 
 test: dev slurm
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 20
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 20
 
 check: dev
 	$(BIN)/ruff check .
