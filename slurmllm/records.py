@@ -18,6 +18,7 @@ EndingClass = Literal[
     "done",  # the final step was reached
     "advance_signal",  # time limit or preemption: saved and left on the signal sent ahead
     "node_failure",  # a node, its hardware or the network between nodes
+    "hang",  # no progress within the watchdog's limit
     "out_of_memory",  # host or device memory
     "compile_failure",  # a graph that does not compile, or has no compiled artifact
     "bad_configuration",  # an error whose blame is the user's
@@ -26,8 +27,11 @@ EndingClass = Literal[
     "divergence",  # a loss that is not a number
     "no_progress",  # several attempts in a row without a new checkpoint
     "cancelled",  # somebody cancelled the job
+    "superseded",  # another supervisor has taken the run over
 ]
 Action = Literal["finish", "requeue", "stop"]
+# What a worker is doing: `stepping` from the second step of an attempt on.
+Phase = Literal["starting", "resuming", "first_step", "stepping", "saving", "stopping"]
 
 
 class Record(BaseModel):
@@ -99,12 +103,68 @@ class AttemptRecord(Record):
     last_step: int | None = None
     checkpoint_before: int | None = Field(default=None, description="newest step at the start")
     checkpoint_after: int | None = Field(default=None, description="newest step at the end")
+    steps_gained: int | None = Field(
+        default=None, description="train: steps that a checkpoint of this attempt holds"
+    )
+    steps_lost: int | None = Field(
+        default=None, description="train: steps made and in no checkpoint, to be made again"
+    )
+    backoff_s: float = Field(default=0.0, description="that the requeued job waits, at least")
     phases_s: dict[str, float] = Field(
-        default_factory=dict, description="seconds by phase: cache, start_up, first_step, …"
+        default_factory=dict,
+        description="seconds by phase: queue, preflight, cache, start_up, first_step, training, "
+        "saving; workers: from the launchers' start to their end",
     )
     graphs_added: tuple[str, ...] = Field(
         default=(), description="graphs compiled while training, which the archive lacked"
     )
+
+
+class RankBeat(Record):
+    """What a worker is doing."""
+
+    phase: Phase
+    step: int = Field(description="last one finished; 0 before the first")
+    since: float = Field(description="Unix time at which this phase of this step began, s")
+
+
+class Heartbeat(Record):
+    """`attempts/NNN/heartbeats/<node>.json`: what a node's workers are doing."""
+
+    node: str
+    written_at: float = Field(description="Unix time, s")
+    ranks: dict[int, RankBeat]
+
+
+class SkippedBatches(Record):
+    """A window of the data that a run passes over."""
+
+    first: int = Field(description="global batch that the stream hands out, from 1")
+    last: int
+    roll_back_to: int | None = Field(description="checkpoint's step; None: start from step 0")
+    onset: int = Field(description="first step of the divergence")
+    attempt: int = Field(description="whose checkpoints from the onset on count no more")
+    reason: str
+
+
+class SkipsRecord(Record):
+    """`skips.json`: the roll-backs of a run, oldest first."""
+
+    skips: tuple[SkippedBatches, ...] = ()
+
+
+class Event(Record):
+    """One line of `events/attempt_NNN.jsonl`: something that happened beside the steps."""
+
+    kind: Literal["save", "save_skipped", "copied", "spike", "spike_over", "not_finite", "interval"]
+    step: int
+    attempt: int
+    time: float = Field(description="Unix time, s")
+    message: str = Field(default="", description="for people")
+    seconds: float | None = Field(default=None, description="save, copied: from begin to end")
+    waited_s: float | None = Field(default=None, description="save: of it, that training waited")
+    bytes: int | None = Field(default=None, description="save, copied: of all workers")
+    values: dict[str, float] = Field(default_factory=dict, description="what else was measured")
 
 
 class NodeRecord(Record):

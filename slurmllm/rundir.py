@@ -6,6 +6,7 @@ Layout (`runs/<name>/`, on the shared file system):
     plan.json                         mesh degrees and batch arithmetic
     jobs.json                         what was submitted, and when
     excluded.json                     nodes that failed the run, and until when it keeps off them
+    skips.json                        windows of the data that it passes over after a divergence
     scripts/<stage>.sbatch            the scripts as submitted
     logs/<stage>.log                  what the batch script and rank 0 print
     logs/<stage>_NNN/rank_RRRRR.log   what the other workers of an attempt print
@@ -16,6 +17,7 @@ Layout (`runs/<name>/`, on the shared file system):
     graphs/attempts/NNN/              one try of the precompile stage
     checkpoints/step_XXXXXXXX/        one checkpoint, whole once manifest.json is there
     metrics/attempt_NNN.jsonl         one line a step; a file an attempt, so nobody shares one
+    events/attempt_NNN.jsonl          saves, spikes and the like; a file an attempt
     tensorboard/  reports/
 """
 
@@ -104,6 +106,19 @@ class AttemptDir:
         """Why a worker failed, in its own words (`records.FailureRecord`)."""
         return self.path / "failures" / f"rank_{rank:05d}.json"
 
+    def heartbeat(self, name: str) -> Path:
+        """What a node's workers are doing (`records.Heartbeat`)."""
+        return self.path / "heartbeats" / f"{name}.json"
+
+    @property
+    def hang(self) -> Path:
+        """Written by the supervisor when it finds that the attempt hangs: launchers dump stacks."""
+        return self.path / "hang.json"
+
+    def stacks(self, rank: int) -> Path:
+        """The Python stacks of a worker of an attempt that hung."""
+        return self.path / "stacks" / f"rank_{rank:05d}.txt"
+
     def worker(self, rank: int) -> Path:
         """Start-up and graph cache of a node's first worker (`records.WorkerRecord`)."""
         return self.path / "workers" / f"rank_{rank:05d}.json"
@@ -144,6 +159,15 @@ class RunDir:
     def excluded(self) -> Path:
         """The nodes that the run keeps off (`records.ExcludedNodes`)."""
         return self.path / "excluded.json"
+
+    @property
+    def skips(self) -> Path:
+        """Windows of the data that the run passes over (`records.SkipsRecord`)."""
+        return self.path / "skips.json"
+
+    def events(self, attempt: int) -> Path:
+        """What happened beside the steps of an attempt, a JSON line each (`records.Event`)."""
+        return self.path / "events" / f"attempt_{attempt:03d}.jsonl"
 
     def script(self, stage: Stage) -> Path:
         """A stage's batch script as submitted."""

@@ -186,7 +186,7 @@ class DataConfig(Section):
         return self.corpus or ()
 
 
-def _micro_batch(value: Any) -> Any:
+def _number_or_auto(value: Any) -> Any:
     """One fault and not one for each kind of value that would do."""
     if value == "auto" or (type(value) is int and 0 < value < 2**40):
         return value
@@ -198,7 +198,7 @@ class TrainConfig(Section):
 
     steps: PositiveInt = Field(description="Optimizer steps to the run's end.")
     global_batch: PositiveInt = Field(description="Sequences in one optimizer step.")
-    micro_batch: Annotated[PositiveInt | Literal["auto"], BeforeValidator(_micro_batch)] = Field(
+    micro_batch: Annotated[PositiveInt | Literal["auto"], BeforeValidator(_number_or_auto)] = Field(
         description="Sequences in one forward pass of one worker; auto: measured once, in the "
         "precompile stage; 1 on Neuron devices, where nothing can measure it."
     )
@@ -282,12 +282,75 @@ class ParallelConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are written and which are kept."""
 
-    every_steps: PositiveInt = Field(default=100, description="Steps between checkpoints.")
-    keep: PositiveInt = Field(default=3, description="Newest checkpoints kept.")
-    asynchronous: bool = Field(
-        default=False,
-        description="Write checkpoints while training goes on, where the backend can (nxd).",
+    every_steps: Annotated[PositiveInt | Literal["auto"], BeforeValidator(_number_or_auto)] = Field(
+        default=100,
+        description="Steps between checkpoints; auto: by Young and Daly, from what a save costs "
+        "and how often the run's nodes fail.",
     )
+    keep: PositiveInt = Field(default=3, description="Newest checkpoints kept.")
+    keep_hours: NonNegativeFloat = Field(
+        default=0.0, description="Checkpoints younger than this are kept too."
+    )
+    keep_every: PositiveInt | None = Field(
+        default=None, description="Checkpoints at multiples of this step are kept for good."
+    )
+    asynchronous: bool = Field(
+        default=False, description="Write checkpoints while training goes on."
+    )
+    second_tier: str | None = Field(
+        default=None,
+        description="A folder or a URL (s3://…) of a second place, to which each checkpoint is "
+        "copied while training goes on, and from which a run resumes where the first has none.",
+    )
+    second_tier_keep: PositiveInt = Field(
+        default=2, description="Newest checkpoints kept in the second place."
+    )
+
+
+class GuardConfig(Section):
+    """What is done about a loss or a gradient norm that is no longer right (after HLAT)."""
+
+    not_finite: Literal["stop", "roll_back"] = Field(
+        default="stop", description="At a loss or a gradient norm that is not finite."
+    )
+    spike: Literal["off", "warn", "stop", "roll_back"] = Field(
+        default="warn", description="At a spike of the gradient norm that does not return."
+    )
+    factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(
+        default=3.0,
+        description="A gradient norm is a spike from so many times its lowest smoothed value on.",
+    )
+    smoothing_steps: PositiveInt = Field(
+        default=50, description="Steps that the smoothed gradient norm is the mean over."
+    )
+    window_steps: PositiveInt = Field(
+        default=50, description="Steps within which a spike must return."
+    )
+    skip_batches: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Global batches before the spike's first that a roll-back skips too.",
+    )
+    max_roll_backs: Annotated[int, Field(ge=0)] = Field(
+        default=3, description="Roll-backs of a run before it stops instead."
+    )
+
+
+class WatchdogConfig(Section):
+    """When a run that makes no progress counts as hung."""
+
+    enabled: bool = Field(default=True, description="Whether the supervisor watches.")
+    start_up_s: PositiveFloat = Field(
+        default=1800.0,
+        description="Seconds for a phase of the start-up: imports, rendezvous, model, resume.",
+    )
+    first_step_s: PositiveFloat = Field(
+        default=7200.0, description="Seconds for the first step, compilation included."
+    )
+    step_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(
+        default=10.0, description="A step may take so many times the run's slow ones …"
+    )
+    min_step_s: PositiveFloat = Field(default=60.0, description="… and at least so many seconds.")
+    save_s: PositiveFloat = Field(default=1800.0, description="Seconds for a save.")
 
 
 _SLURM_TIME = re.compile(r"\d+|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d){0,2}")
@@ -336,7 +399,22 @@ class SlurmConfig(Section):
     reservation: SlurmWord | None = Field(default=None, description="Reservation.")
     exclude: SlurmWord | None = Field(default=None, description="Nodes to keep away from.")
     failure_budget: Annotated[int, Field(ge=0)] = Field(
-        default=20, description="Requeues after node failures before the run stops."
+        default=20,
+        description="Requeues after node failures within slurm.budget_hours before the run stops.",
+    )
+    hang_budget: Annotated[int, Field(ge=0)] = Field(
+        default=5, description="Likewise, after hangs."
+    )
+    storage_budget: Annotated[int, Field(ge=0)] = Field(
+        default=3, description="Likewise, after failures of the shared file system."
+    )
+    budget_hours: PositiveFloat = Field(
+        default=24.0, description="Hours back over which failures are counted."
+    )
+    backoff_s: NonNegativeFloat = Field(
+        default=30.0,
+        description="Seconds that a requeued job waits after an attempt without a new checkpoint; "
+        "doubled after each further one, up to an hour.",
     )
     no_progress_limit: PositiveInt = Field(
         default=3, description="Attempts in a row without a new checkpoint before the run stops."
@@ -367,9 +445,13 @@ class Recipe(Section):
     optim: OptimConfig
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     slurm: SlurmConfig = SlurmConfig()
-    backend: Literal["auto", "native", "nxd"] = Field(
-        default="auto", description="nxd on Neuron devices, native elsewhere."
+    backend: Literal["auto", "native", "nxd", "rehearsal"] = Field(
+        default="auto",
+        description="nxd on Neuron devices, native elsewhere; rehearsal does everything but the "
+        "arithmetic.",
     )
     env: dict[EnvName, str] = Field(
         default_factory=dict,

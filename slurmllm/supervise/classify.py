@@ -17,6 +17,7 @@ ACTIONS: Mapping[EndingClass, Action] = {
     "done": "finish",
     "advance_signal": "requeue",
     "node_failure": "requeue",
+    "hang": "requeue",
     "out_of_memory": "stop",
     "compile_failure": "stop",
     "bad_configuration": "stop",
@@ -25,6 +26,7 @@ ACTIONS: Mapping[EndingClass, Action] = {
     "divergence": "stop",
     "no_progress": "stop",
     "cancelled": "stop",
+    "superseded": "stop",
 }
 
 # Signals by which a process ends through a fault of its own code; others come from outside.

@@ -17,9 +17,12 @@ from slurmllm.data.state import merge_states
 from slurmllm.data.stream import PackedStream
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
+from slurmllm.pulse import Pulse
 from slurmllm.records import MicroBatchRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.train.data_record import settle_data
+from slurmllm.train.events import EventLog
+from slurmllm.train.save_schedule import SaveSchedule
 from slurmllm.train.stop import StopRequest
 
 # What the precompile stage runs: enough for every graph of a steady step (AWS's NeoX run: 3).
@@ -39,6 +42,9 @@ class Job:
         skipped: Newer checkpoints that did not verify, with the reason.
         first_step_s: Of the first step, where it was made before the loop began.
         read_at: time.perf_counter() when the figures of the last step were there.
+        pulse: Says what this worker is doing.
+        saves: Says after which steps a checkpoint is written.
+        events: Keeps what happens beside the steps; rank 0's alone are written.
     """
 
     run: RunDir
@@ -58,6 +64,20 @@ class Job:
     skipped: tuple[str, ...] = ()
     first_step_s: float | None = None
     read_at: float = 0.0
+    pulse: Pulse = field(init=False)
+    saves: SaveSchedule = field(init=False)
+    events: EventLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pulse = Pulse.from_environment()
+        self.saves = SaveSchedule(self.config.recipe.checkpoint)
+        written = self.worker.rank == 0 and self.stage == "train"
+        self.events = EventLog(self.run.events(self.attempt) if written else None, self.attempt)
+
+    @property
+    def first_step(self) -> int:
+        """The step that this attempt began behind."""
+        return self.resumed_from or 0
 
     def micro_batches(self) -> list[MicroBatch]:
         """This worker's sequences of the next global batch."""
@@ -229,6 +249,7 @@ def _start(job: Job) -> None:
 
 
 def _resume(job: Job) -> None:
+    job.pulse.beat("resuming", job.step)
     if job.worker.rank == 0:
         remove_leftovers(job.run)
     found = find_resumable(job.run, job.backend, job.fingerprint())

@@ -24,15 +24,15 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
     Raises:
         DivergenceError: the loss or the gradient norm is not finite; nothing is saved.
     """
-    every = job.config.recipe.checkpoint.every_steps
     signal_name = stop_requested(job)
     unread: list[Step] = []
     while job.step < job.last_step and signal_name is None:
+        job.pulse.beat("first_step" if job.step == job.first_step else "stepping", job.step)
         unread.append(one_step(job))
         signal_name = stop_requested(job)
         last = job.step == job.last_step
         leaving = last or signal_name is not None
-        saving = leaving or job.step % every == 0
+        saving = leaving or job.saves.due(job.step)
         # A save comes after the figures of all steps that it holds: one that is not finite is
         # found before.
         late = job.backend.late_readings and not saving
