@@ -24,7 +24,6 @@ A message says the value, the rule and the remedy:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -34,45 +33,6 @@ EXIT_OK = 0
 EXIT_NEGATIVE = 1
 EXIT_REQUEUE = 75
 EXIT_INTERRUPTED = 130
-
-
-# NRT_STATUS of Neuron's runtime (nrt_status.h; the codes' meaning: nrt-troubleshoot.rst, "Hardware
-# Errors") as torch-neuronx words it: `nrt_execute status=5 message="…"`, `Failed to execute the
-# model status=1003 message=…` (aws-neuron-sdk's documentation; vllm issue 12443 for the first).
-def _status(codes: str) -> str:
-    return rf"(?:\bnrt_\w+|[Ff]ailed to|Could not)\b[^\n]*?\bstatus[= ](?:{codes})\b"
-
-
-# What libraries say when another worker is gone: never the cause, always an echo of one.
-LOST_PEER = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"  # gloo
-    r"|Timed out waiting|Socket Timeout|wait timeout|recvValue|failed to recv"  # c10d TCPStore
-    r"|remote process exit|ncclRemoteError|NCCL.*(timeout|timed out)"  # NCCL
-    r"|DistNetworkError|No route to host|Socket is not connected|unhandled system error"
-    # Neuron: a hung collective, with a time-out on every worker but the one that caused it.
-    r"|NRT_TIMEOUT|NRT_EXEC_HW_ERR_COLLECTIVES|suspected hang in collectives"
-    r"|execution timeout \(\d+ ms\)(?!.*DGE notifications)"  # those: NRT_EXEC_SW_NQ_OVERFLOW
-    r"|NRT_NETWORK_PROXY_FAILURE|RX, connection closed by remote peer"  # its network proxy
-    rf"|{_status('5|1200|1206')}"
-    r"|Unresponsive receiver|Unreachable remote"  # libfabric, prov/efa
-    r"|NET/OFI.*completed with error"  # aws-ofi-nccl, issue 161
-)
-
-# What Neuron's runtime says of its own device; AWS's remedy is to replace the node.
-DEVICE_FAULT = re.compile(
-    r"Uncorrectable (?:HBM |SRAM )?memory error|NEURON_HW_ERR="
-    r"|NRT_EXEC_HW_ERR_(?:HBM_UE|REPAIRABLE_HBM_UE|NC_UE|DMA_ABORT)|NRT_HW_ERROR"
-    r"|NRT_EXEC_UNIT_UNRECOVERABLE|NRT_EXEC_COMPLETED_WITH_ERR"  # the latter: SRAM parity
-    r"|DMA [TR]X engine \d+ is in an abort state"
-    r"|execution timeout .*waiting for execution completion notification"  # hang on compute
-    rf"|{_status('6|101|1004|1201|1202|1203|1205')}"
-)
-
-# Neuron's device (explore/device-memory.rst) or its host ran out of memory.
-DEVICE_MEMORY = re.compile(
-    r"NRT_RESOURCE|NRT_FAIL_HOST_MEM_ALLOC|Failed to allocate [^\n]* on ND \d"
-    rf"|{_status('4|11')}"
-)
 
 
 class SlurmllmError(Exception):

@@ -6,6 +6,7 @@ The launcher names the file ($SLURMLLM_PULSE) and reads it now and then; nothing
 from __future__ import annotations
 
 import os
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Self, get_args
 from slurmllm.records import Phase, RankBeat
 
 PULSE = "SLURMLLM_PULSE"
+STACKS = "SLURMLLM_STACKS"  # the file into which a worker dumps its Python stacks …
+STACKS_SIGNAL = signal.SIGQUIT  # … on this signal, whatever it is doing
 _LENGTH = 64  # every line is as long, so that a shorter one leaves nothing of the one before
 
 

@@ -89,6 +89,8 @@ class AttemptRecord(Record):
     stage: Literal["precompile", "train"]
     job_id: str | None = Field(description="Slurm job id; None for a local run")
     restart_count: int = Field(default=0, description="SLURM_RESTART_COUNT")
+    host: str | None = Field(default=None, description="machine of the supervisor")
+    pid: int | None = Field(default=None, description="process id of the supervisor")
     nodes: tuple[str, ...]
     world_size: int
     master_addr: str
@@ -113,7 +115,7 @@ class AttemptRecord(Record):
     phases_s: dict[str, float] = Field(
         default_factory=dict,
         description="seconds by phase: queue, preflight, cache, start_up, first_step, training, "
-        "saving; workers: from the launchers' start to their end",
+        "saving, stopping; workers: from the launchers' start to their end",
     )
     graphs_added: tuple[str, ...] = Field(
         default=(), description="graphs compiled while training, which the archive lacked"
@@ -134,6 +136,23 @@ class Heartbeat(Record):
     node: str
     written_at: float = Field(description="Unix time, s")
     ranks: dict[int, RankBeat]
+
+
+class HangRecord(Record):
+    """`attempts/NNN/hang.json`: what the watchdog found; launchers then take stacks and end."""
+
+    found_at: float = Field(description="Unix time, s")
+    phase: Phase = Field(description="of the workers that are furthest behind")
+    step: int = Field(description="last one that they finished")
+    waited_s: float = Field(description="since they began that phase")
+    limit_s: float
+    behind: tuple[int, ...] = Field(
+        default=(), description="ranks behind the others; none where all stand alike"
+    )
+    silent_nodes: tuple[str, ...] = Field(
+        default=(), description="nodes whose launchers give no sign of life"
+    )
+    suspects: tuple[str, ...] = Field(default=(), description="nodes that the hang is put down to")
 
 
 class SkippedBatches(Record):

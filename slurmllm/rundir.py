@@ -7,6 +7,7 @@ Layout (`runs/<name>/`, on the shared file system):
     jobs.json                         what was submitted, and when
     excluded.json                     nodes that failed the run, and until when it keeps off them
     skips.json                        windows of the data that it passes over after a divergence
+    drill.json                        what `slurmllm drill` did to a run that it made
     scripts/<stage>.sbatch            the scripts as submitted
     logs/<stage>.log                  what the batch script and rank 0 print
     logs/<stage>_NNN/rank_RRRRR.log   what the other workers of an attempt print
@@ -164,6 +165,11 @@ class RunDir:
     def skips(self) -> Path:
         """Windows of the data that the run passes over (`records.SkipsRecord`)."""
         return self.path / "skips.json"
+
+    @property
+    def drill(self) -> Path:
+        """What a drill did to the run (`drill.agent.Injection`)."""
+        return self.path / "drill.json"
 
     def events(self, attempt: int) -> Path:
         """What happened beside the steps of an attempt, a JSON line each (`records.Event`)."""

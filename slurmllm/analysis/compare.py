@@ -181,7 +181,7 @@ def _side(curve: Curve) -> Side:
 def _data(a: Curve, b: Curve) -> DataComparison | None:
     if a.data is None or b.data is None:
         return None
-    differences = a.data.differences(b.data)
+    differences = (*a.data.differences(b.data), *(said for _, said in verdict.skipped(a, b)))
     return DataComparison(same=not differences, differences=differences)
 
 

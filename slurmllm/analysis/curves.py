@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from slurmllm.analysis.rows import MetricsFile, Row
 from slurmllm.errors import RunError, StorageError
-from slurmllm.records import DataRecord, MetricsRow
+from slurmllm.records import DataRecord, MetricsRow, SkippedBatches, SkipsRecord
 from slurmllm.rundir import RunDir
 
 Floats = npt.NDArray[np.float64]
@@ -51,6 +51,7 @@ class Curve:
         gaps: Ranges of steps that are missing between the first and the last.
         warnings: What a reader of the curve should know.
         data: What the run read; None where that is not known.
+        skips: Its roll-backs; rows that one of them undid are no overlap.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Curve:
     gaps: tuple[Range, ...]
     warnings: tuple[str, ...]
     data: DataRecord | None = None
+    skips: tuple[SkippedBatches, ...] = ()
 
     def series(self, metric: str) -> tuple[Ints, Floats]:
         """The steps that have a metric, and its values there; both empty where none has it."""
@@ -144,13 +146,14 @@ def read_curve(source: Path) -> Curve:
             f"no metrics of {name}: {', '.join(str(path) for path in files)} without one whole "
             f"row; they begin with the run's first step: see `slurmllm status {name}` and its logs"
         )
-    folder = source.absolute().parent.parent if is_file else source
+    run = RunDir(source.absolute().parent.parent if is_file else source)
+    data, skips = None, SkipsRecord()
     try:
-        data = DataRecord.load(RunDir(folder).data) if RunDir(folder).data.is_file() else None
+        data = DataRecord.load(run.data) if run.data.is_file() else None
+        skips = SkipsRecord.load(run.skips) if run.skips.is_file() else skips
     except StorageError as error:
         table.warnings.append(str(error))
-        data = None
-    return replace(table.curve(name, source), data=data)
+    return replace(table.curve(name, source, skips.skips), data=data)
 
 
 def _name(source: Path, is_file: bool) -> str:
@@ -199,7 +202,7 @@ class _Table:
         self.steps.append(row["step"])
         self.attempts.append(attempt)
 
-    def curve(self, name: str, path: Path) -> Curve:
+    def curve(self, name: str, path: Path, skips: tuple[SkippedBatches, ...]) -> Curve:
         """One row a step: of a step's rows that of the latest attempt, read last."""
         steps, attempts = _ints(self.steps), _ints(self.attempts)
         order = np.lexsort((attempts, steps))  # stable: equal keys stay in the order read
@@ -214,6 +217,8 @@ class _Table:
             flags[self.absent[key]] = True
 
         winners = stands[np.searchsorted(standing_steps, steps[replaced])]
+        again = ~_undone(steps[replaced], attempts[replaced], attempts[winners], skips)
+        replaced, winners = replaced[again], winners[again]
         identical, largest = True, 0.0
         for key in REPRODUCED if replaced.size else ():
             if key in raw:
@@ -234,7 +239,24 @@ class _Table:
             overlap_max_rel_diff=largest if replaced.size else None,
             gaps=_gaps(standing_steps),
             warnings=(*self.warnings, *_stale(standing_steps, attempts[stands])),
+            skips=skips,
         )
+
+
+def _undone(steps: Ints, attempts: Ints, later: Ints, skips: Iterable[SkippedBatches]) -> Flags:
+    """Rows of steps that were made again with other data, after a roll-back.
+
+    Args:
+        steps: Of the replaced rows. [rows]
+        attempts: Likewise. [rows]
+        later: The attempts whose rows replaced them. [rows]
+        skips: The roll-backs.
+    """
+    undone: Flags = np.zeros(len(steps), dtype=bool)
+    for skip in skips:
+        after = steps > (skip.roll_back_to or 0)
+        undone |= after & (attempts <= skip.attempt) & (later > skip.attempt)
+    return undone
 
 
 def _number(value: object, name: str, source: MetricsFile) -> float:

@@ -87,7 +87,7 @@ def last_row(run: RunDir) -> Row | None:
     """
     try:
         for path in reversed(run.metrics_files()):
-            row = _last_row_of(path)
+            row = last_row_of(path)
             if row is not None:
                 return row
     except OSError as error:
@@ -95,7 +95,12 @@ def last_row(run: RunDir) -> Row | None:
     return None
 
 
-def _last_row_of(path: Path) -> Row | None:
+def last_row_of(path: Path) -> Row | None:
+    """The last whole row of a metrics file, read from its end.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     with path.open("rb") as stream:
         size = stream.seek(0, 2)
         start, tail = size, b""

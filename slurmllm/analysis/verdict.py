@@ -84,6 +84,7 @@ def causes(a: Curve, b: Curve, first: int, last: int) -> list[Cause]:
         differences = a.data.differences(b.data)
         if differences:
             found.append((first, f"they did not see the same data: {', '.join(differences)}"))
+    found += [cause for cause in skipped(a, b) if cause[0] <= last]
     steps, lr_a, lr_b = align(a, b, "lr", first, last)
     same = bit_identical(lr_a, lr_b) | (relative_difference(lr_a, lr_b) <= _LR_TOLERANCE)
     if not same.all():
@@ -102,6 +103,20 @@ def causes(a: Curve, b: Curve, first: int, last: int) -> list[Cause]:
             what = f"tokens trained on differ from step {steps[i]} ({values})"
         found.append((int(steps[i]), what))
     return sorted(found)
+
+
+def skipped(a: Curve, b: Curve) -> list[Cause]:
+    """Batches that one of the two has passed over and the other has not."""
+    windows = [tuple((skip.first, skip.last) for skip in curve.skips) for curve in (a, b)]
+    if windows[0] == windows[1]:
+        return []
+    parts = [
+        f"{label} skipped batches {describe_ranges(ranges)}"
+        for label, ranges in zip("AB", windows, strict=True)
+        if ranges
+    ]
+    first = min(1 + (skip.roll_back_to or 0) for skip in (*a.skips, *b.skips))
+    return [(first, " and ".join(parts))]
 
 
 def _per_step(steps: Ints, tokens: Floats) -> float:

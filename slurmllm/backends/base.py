@@ -94,7 +94,13 @@ def weight_of_counted(micro_batches: Sequence[MicroBatch], counted: int, data: i
 
 
 class Saving(ABC):
-    """Shards on their way to the disk."""
+    """Shards on their way to the disk.
+
+    Attributes:
+        waited_s: That training has waited for it within a step, s.
+    """
+
+    waited_s: float = 0.0
 
     @abstractmethod
     def wait(self) -> list[str]:
@@ -115,6 +121,10 @@ class Saving(ABC):
         Returns:
             Names of further files that this worker wrote.
         """
+
+    def sha256(self, name: str) -> str | None:
+        """The checksum of a file that this worker wrote, where it was made while writing."""
+        return None
 
     def abandon(self) -> None:  # noqa: B027  most have nothing to give up
         """Give up a save that failed on one of the workers."""

@@ -23,11 +23,13 @@ class Entry:
         directory: The folder.
         manifest: None where it is missing or damaged.
         faults: What is wrong, a line each; None where nobody has looked at the files.
+        copy_at: Where it lies, of a copy in the second place.
     """
 
     directory: Path
     manifest: CheckpointManifest | None
     faults: tuple[str, ...] | None
+    copy_at: str | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 from slurmllm.backends.base import Backend
 from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.checkpoint.second_tier import SecondTier, second_tier
+from slurmllm.checkpoint.set_aside import all_set_aside, read_skips, set_aside
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, differences
 from slurmllm.errors import CheckpointError, RunError, StorageError
-from slurmllm.records import CheckpointManifest
+from slurmllm.records import CheckpointManifest, JobsRecord
 from slurmllm.rundir import RunDir
 
 
@@ -20,10 +22,12 @@ class Resumable(NamedTuple):
     Attributes:
         state: Of the newest checkpoint that verifies; None where there is none at all.
         skipped: Newer ones that do not verify, each with the reason.
+        set_aside: Newer ones that a roll-back has set aside, likewise.
     """
 
     state: TrainState | None
     skipped: tuple[str, ...]
+    set_aside: tuple[str, ...] = ()
 
 
 def find_resumable(run: RunDir, backend: Backend, fingerprint: Mapping[str, Any]) -> Resumable:
@@ -34,15 +38,22 @@ def find_resumable(run: RunDir, backend: Backend, fingerprint: Mapping[str, Any]
         RunError: it is another model's or another data's.
     """
     # Rank 0's view for all: a listing may differ between nodes of a shared file system.
-    steps: list[int] = backend.gather(run.checkpoint_steps())[0]
+    tier = _SecondPlace(run, backend) if backend.worker.rank == 0 else None
+    looked = None
+    if tier is not None:
+        looked = (run.checkpoint_steps(), all_set_aside(run), tier.steps)
+    steps, aside, elsewhere = backend.gather(looked)[0]
     skipped: list[str] = []
-    for step in reversed(steps):
+    for step in sorted({*steps, *elsewhere} - set(aside), reverse=True):
         directory = run.checkpoint(step)
-        fault = first_fault(directory, backend)
+        fault = first_fault(directory, backend) if step in steps else None
+        if step in elsewhere and (fault is not None or step not in steps):
+            skipped += [f"step {step}: {fault}"] if fault else []
+            fault = backend.gather(tier.fetch(step) if tier is not None else None)[0]
         if fault is None:
             state = TrainState.load(directory / TRAIN_STATE)
             _check_fingerprint(directory, state, fingerprint)
-            return Resumable(state, tuple(skipped))
+            return Resumable(state, tuple(skipped), _newer(aside, step))
         skipped.append(f"step {step}: {fault}")
     if skipped:
         raise CheckpointError(
@@ -50,7 +61,53 @@ def find_resumable(run: RunDir, backend: Backend, fingerprint: Mapping[str, Any]
             + "\n".join(f"  {line}" for line in skipped)
             + "\nrestore one of them, or move the folder away to start again from step 0"
         )
-    return Resumable(None, ())
+    return Resumable(None, (), _newer(aside, 0))
+
+
+class _SecondPlace:
+    """What there is in the second place for checkpoints; a refusal is told and no more."""
+
+    def __init__(self, run: RunDir, backend: Backend) -> None:
+        self._run = run
+        self._tier: SecondTier | None = None
+        self.steps: list[int] = []
+        try:
+            self._tier = second_tier(backend.config.recipe.checkpoint, run.name)
+            if self._tier is not None:
+                self.steps = usable_steps(run, self._tier)
+        except StorageError as error:
+            print(f"warning: {error}", flush=True)
+
+    def fetch(self, step: int) -> str | None:
+        """Bring a checkpoint into the run; what is wrong where that fails."""
+        assert self._tier is not None
+        try:
+            self._tier.fetch(step, self._run)
+        except StorageError as error:
+            return str(error)
+        print(f"brought step {step} back from {self._tier.location}", flush=True)
+        return None
+
+
+def usable_steps(run: RunDir, tier: SecondTier) -> list[int]:
+    """The checkpoints in the second place that a run may go on from, oldest first.
+
+    Not those that a roll-back has set aside, nor those of an older run of the same name.
+
+    Raises:
+        StorageError: the place cannot be reached, or the run's records are damaged.
+    """
+    skips = read_skips(run)
+    submissions = JobsRecord.load(run.jobs).submissions if run.jobs.exists() else ()
+    born = min((one.submitted_at for one in submissions), default=0.0)
+    manifests = [tier.manifest(step) for step in tier.steps()]
+    return [
+        m.step for m in manifests if m.saved_at >= born and not set_aside(m.step, m.attempt, skips)
+    ]
+
+
+def _newer(aside: Mapping[int, str], step: int) -> tuple[str, ...]:
+    return tuple(f"step {at}: {aside[at]}" for at in sorted(aside, reverse=True) if at > step)
 
 
 def first_fault(directory: Path, backend: Backend) -> str | None:

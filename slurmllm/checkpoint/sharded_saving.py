@@ -6,15 +6,14 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from io import IOBase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -31,8 +30,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from slurmllm.checkpoint.safetensors_files import Region, own
-from slurmllm.checkpoint.sharded_writer import Writer, blamed
+from slurmllm.checkpoint.safetensors_files import Region
+from slurmllm.checkpoint.sharded_writer import Writer, blamed, write_item
 
 if TYPE_CHECKING:
     from slurmllm.progress import OnProgress
@@ -93,22 +92,14 @@ class _OneByOne(Writer):
             name = f"__0_{number}{DEFAULT_SUFFIX}"
             with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
                 while items and stream.tell() < FILE_BYTES:
-                    results.append(_write_piece(stream, name, items.pop(0), planner))
+                    item = items.pop(0)
+                    results.append(write_item(stream, name, item, planner.resolve_data(item)))
                 stream.flush()
                 os.fsync(stream.fileno())
             number += 1
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
-
-
-def _write_piece(stream: IOBase, name: str, item: WriteItem, planner: SavePlanner) -> WriteResult:
-    offset = stream.tell()
-    values = planner.resolve_data(item)
-    assert isinstance(values, Tensor)
-    torch.save(own(values), cast(IO[bytes], stream))
-    length = stream.tell() - offset
-    return WriteResult(item.index, length, _StorageInfo(name, offset, length))
 
 
 class _Planner(DefaultSavePlanner):

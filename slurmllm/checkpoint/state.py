@@ -25,6 +25,9 @@ class TrainState(Record):
     tokens: int = Field(description="trained on so far")
     data: dict[str, Any] = Field(description="position in the corpus, of all workers together")
     fingerprint: dict[str, Any] = Field(description="see `fingerprint`")
+    guard: dict[str, Any] = Field(
+        default_factory=dict, description="what the divergence guard has seen of the gradient norm"
+    )
 
 
 def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slurmllm.checkpoint.catalogue import Entry
     from slurmllm.checkpoint.converting import Precision
     from slurmllm.checkpoint.tokenizer_files import Tokenizer
+    from slurmllm.rundir import RunDir
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "source": None}
 
@@ -51,7 +52,7 @@ def checkpoint() -> None:
 @options.runs_dir
 @options.as_json
 def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> None:
-    """List the checkpoints of RUN."""
+    """List the checkpoints of RUN, in its directory and in checkpoint.second_tier."""
     from slurmllm.checkpoint.catalogue import checkpoints
     from slurmllm.rundir import find_run, runs_root
 
@@ -59,11 +60,13 @@ def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> Non
     entries = checkpoints(found)
     if verifying:
         entries = _verified(entries)
+    copies = _copies(found)
     if as_json:
-        listed = [_as_json(entry) for entry in entries]
+        listed = [{"tier": 1, **_as_json(entry)} for entry in entries]
+        listed += [{"tier": 2, **_as_json(entry)} for entry in copies]
         click.echo(json.dumps({"run": found.name, "checkpoints": listed}, indent=2))
-    elif entries:
-        _print(entries)
+    elif entries or copies:
+        _print([*entries, *copies])
     else:
         click.echo(f"run {found.name} has no checkpoint yet")
 
@@ -420,6 +423,26 @@ def _verified(entries: Iterable[Entry]) -> list[Entry]:
     return done
 
 
+def _copies(found: RunDir) -> list[Entry]:
+    """What is in the second place by its manifests; a place that cannot be read is told."""
+    from slurmllm.checkpoint.catalogue import Entry
+    from slurmllm.checkpoint.second_tier import second_tier
+    from slurmllm.config.resolve import load
+    from slurmllm.errors import SlurmllmError
+
+    try:
+        tier = second_tier(load(found.config).recipe.checkpoint, found.name)
+        if tier is None:
+            return []
+        return [
+            Entry(found.checkpoint(step), tier.manifest(step), None, tier.url(step))
+            for step in tier.steps()
+        ]
+    except SlurmllmError as error:
+        click.echo(f"warning: {error}", err=True)
+        return []
+
+
 def _further(on_progress: Callable[[int], None], before: int, now: int) -> None:
     on_progress(before + now)
 
@@ -428,7 +451,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
     manifest = entry.manifest
     held = manifest.model_dump(mode="json", exclude={"files", "fingerprint"}) if manifest else {}
     return {
-        "path": str(entry.directory),
+        "path": entry.copy_at or str(entry.directory),
         **held,
         "files": len(manifest.files) if manifest else None,
         "bytes": entry.num_bytes if manifest else None,
@@ -447,6 +470,8 @@ def _print(entries: list[Entry]) -> None:
         manifest = entry.manifest
         saved = time.localtime(manifest.saved_at) if manifest else None
         state = "not checked" if entry.faults is None else "; ".join(entry.faults) or "verified"
+        if entry.copy_at is not None:
+            state = f"copy in {entry.copy_at}"
         rows.append(
             (
                 str(int(entry.directory.name.rpartition("_")[2])),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @click.option("-f", "--follow", is_flag=True, help="Go on printing until the run ends.")
 @click.option("--stage", type=click.Choice(["precompile", "train"]), help="One stage alone.")
 @click.option("--rank", type=click.IntRange(min=0), help="One worker's log of the last attempt.")
+@click.option("--stacks", is_flag=True, help="Where the workers stood when the run last hung.")
 @click.option("-n", "--lines", type=click.IntRange(min=1), help="Only the last LINES lines so far.")
 @options.runs_dir
 def logs(
@@ -26,6 +27,7 @@ def logs(
     follow: bool,
     stage: str | None,
     rank: int | None,
+    stacks: bool,
     lines: int | None,
     runs_dir: str | None,
 ) -> None:
@@ -34,6 +36,9 @@ def logs(
     from slurmllm.rundir import Stage, find_run, runs_root
 
     found = find_run(run, runs_root(runs_dir))
+    if stacks:
+        click.echo(_stacks(found, rank), nl=False)
+        return
     stages: tuple[Stage, ...] = ("precompile", "train")
     if stage is not None:
         stages = ("train",) if stage == "train" else ("precompile",)
@@ -47,6 +52,29 @@ def logs(
     if not follow and not any(path.is_file() for path in paths):
         raise RunError(f"{found.name} has no logs yet: its jobs wait; see `slurmllm status {run}`")
     _Printer(found, paths, lines).run(follow)
+
+
+def _stacks(run: RunDir, rank: int | None) -> str:
+    """The stacks of the last attempt that hung: those of workers that stand apart come first."""
+    from slurmllm.errors import RunError
+    from slurmllm.supervise.stacks import read_places, standing_apart
+
+    hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
+    if not hung:
+        raise RunError(f"{run.name} has no stacks: no attempt of it has hung")
+    attempt = hung[-1]
+    places = read_places(attempt)
+    if rank is not None and rank not in places:
+        known = ", ".join(map(str, sorted(places)))
+        raise RunError(f"rank {rank}: no stacks in attempt {attempt.number}; there are {known}")
+    apart = standing_apart(places)
+    ranks = [rank] if rank is not None else [*apart, *sorted(set(places) - set(apart))]
+    parts = []
+    for shown in ranks:
+        mark = ", apart from the others" if shown in apart else ""
+        dump = attempt.stacks(shown).read_text(encoding="utf-8", errors="replace")
+        parts.append(f"attempt {attempt.number}, rank {shown}{mark}\n{dump.rstrip()}\n")
+    return "\n".join(parts)
 
 
 class _Printer:

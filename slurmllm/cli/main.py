@@ -15,10 +15,12 @@ from slurmllm.cli.checkpoint import checkpoint
 from slurmllm.cli.compare import compare
 from slurmllm.cli.data import data
 from slurmllm.cli.doctor import doctor
+from slurmllm.cli.drill import drill
 from slurmllm.cli.health import allreduce, check_node, health
 from slurmllm.cli.hidden import launch, supervise, worker
 from slurmllm.cli.logs import logs
 from slurmllm.cli.recipes import recipes
+from slurmllm.cli.report import report
 from slurmllm.cli.resume import resume
 from slurmllm.cli.status import status
 from slurmllm.cli.submit import submit
@@ -71,7 +73,7 @@ def cli() -> None:
 
 for _verb in (
     doctor, health, recipes, submit, status, logs, cancel, resume, data, tokenizer, checkpoint,
-    compare,
+    compare, report, drill,
 ):  # fmt: skip
     cli.add_command(_verb)
 for _verb in (supervise, launch, worker, check_node, allreduce):

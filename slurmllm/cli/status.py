@@ -11,6 +11,7 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from slurmllm.plan.mesh import Mesh
     from slurmllm.records import AttemptRecord, GraphManifest, MicroBatchRecord
+    from slurmllm.supervise.standing import Standing
     from slurmllm.supervise.state import RunState
 
 
@@ -60,6 +61,7 @@ def _as_json(state: RunState) -> dict[str, Any]:
         "micro_batch": state.micro_batch.model_dump(mode="json") if state.micro_batch else None,
         "graphs": _graphs_as_json(state.graphs),
         "excluded": [node.model_dump(mode="json") for node in state.excluded],
+        "skips": [skip.model_dump(mode="json") for skip in state.skips],
         "warnings": [state.unequal_versions] if state.unequal_versions else [],
     }
 
@@ -108,6 +110,8 @@ def _print_one(state: RunState) -> None:
             + (f", {_duration(state.eta_s)} left" if state.eta_s else ""),
         ),
     ]
+    if state.standing is not None:
+        rows.append(("workers", _doing(state.standing)))
     if state.mesh is not None:
         rows.append(("batch", _batch(state.mesh, state.micro_batch)))
     if state.metrics:
@@ -138,6 +142,7 @@ def _print_one(state: RunState) -> None:
     rows += [
         ("keeps off", f"{n.node} until {time.ctime(n.until)}: {n.reason}") for n in state.excluded
     ]
+    rows += [("skips", f"batches {skip.first}–{skip.last}: {skip.reason}") for skip in state.skips]
     if state.unequal_versions:
         rows.append(("warning", state.unequal_versions))
     terminal = console()
@@ -163,6 +168,20 @@ def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:
         return words
     tried = ", ".join(str(candidate.micro_batch) for candidate in measured.candidates)
     return f"{words}; auto: {measured.micro_batch} chosen of {tried} on {measured.nodes[0]}"
+
+
+def _doing(standing: Standing) -> str:
+    """`stepping after step 41`, and how long nothing has moved, where that is worth a word."""
+    words = f"{standing.phase.replace('_', ' ')} after step {standing.step}"
+    if standing.unchanged_s >= 10:
+        what = "no step" if standing.phase == "stepping" else "no change"
+        words += f", {what} for {_duration(standing.unchanged_s)}"
+        if standing.limit_s is not None:
+            words += f" (limit {_duration(standing.limit_s)})"
+    if standing.behind:
+        ranks = ", ".join(map(str, standing.behind[:8]))
+        words += f"; behind the others: rank {ranks}" + (" …" if len(standing.behind) > 8 else "")
+    return words
 
 
 def _attempt_row(attempt: AttemptRecord, open_word: str) -> tuple[str, ...]:

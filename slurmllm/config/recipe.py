@@ -307,14 +307,20 @@ class CheckpointConfig(Section):
     )
 
 
+def _off(value: Any) -> Any:
+    """YAML takes the bare word `off` for false."""
+    return "off" if value is False else value
+
+
 class GuardConfig(Section):
     """What is done about a loss or a gradient norm that is no longer right (after HLAT)."""
 
     not_finite: Literal["stop", "roll_back"] = Field(
         default="stop", description="At a loss or a gradient norm that is not finite."
     )
-    spike: Literal["off", "warn", "stop", "roll_back"] = Field(
-        default="warn", description="At a spike of the gradient norm that does not return."
+    spike: Annotated[Literal["off", "warn", "stop", "roll_back"], BeforeValidator(_off)] = Field(
+        default="warn",
+        description="At a spike of the gradient norm that does not return.",
     )
     factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(
         default=3.0,

@@ -280,6 +280,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("optim.min_lr", "optim.lr"), _min_lr_below_lr),
     Rule(("optim.warmup_steps", "optim.decay_steps", "train.steps"), _warmup_before_decay_ends),
     Rule(("optim.betas",), _betas_below_one),
+    Rule(("checkpoint.second_tier",), _second_tier_can_be_opened),
     Rule(("slurm.signal_lead_s", "slurm.time"), _lead_fits_time),
 )
 

@@ -165,7 +165,7 @@ def upgraded(state: State, here: State, former: str | None) -> State:
         "corpora": here["corpora"],
         "validation": 0.0,
         "split": "train",
-        "counts": [0],
+        "counts": state.get("counts", [0]),
         "slots": [
             [visit, WHOLE_DOCUMENT if offset else 0, offset] for visit, offset in state["slots"]
         ],

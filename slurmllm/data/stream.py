@@ -113,18 +113,26 @@ class PackedStream:
             SlurmllmError: what a worker met with.
             NodeError: a worker was killed.
         """
-        self._begin()
-        if self._group is not None:
-            tokens, marks = self._group.next_batch()
-            self._positions, self._counts = self._group.positions(), list(self._group.counts)
-        else:
-            tokens, marks = self._receive()
+        tokens, marks = self._draw()
         return marked_batch(
             tokens,
             marks,
             begins=self._spec.mask == "document",
             untrained=not self.trains_every_token,
         )
+
+    def skip_batch(self) -> None:
+        """Pass over the next global batch, on every rank: draw it and throw it away.
+
+        Raises:
+            SlurmllmError, NodeError: as `next_batch`.
+        """
+        self._draw()
+
+    @property
+    def batches(self) -> int:
+        """Global batches drawn so far, those passed over included: the number of the last one."""
+        return sum(self._counts) // self._spec.global_batch
 
     def state(self) -> State:
         """Where this rank's slots stand after the batches handed out; JSON-able.
@@ -171,6 +179,14 @@ class PackedStream:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _draw(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        self._begin()
+        if self._group is None:
+            return self._receive()
+        drawn = self._group.next_batch()
+        self._positions, self._counts = self._group.positions(), list(self._group.counts)
+        return drawn
 
     def _begin(self) -> None:
         if self._begun:

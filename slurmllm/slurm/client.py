@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import signal
 import subprocess
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from slurmllm.errors import SlurmError
 
@@ -24,6 +29,16 @@ ACTIVE_STATES = frozenset(
     }
 )  # fmt: skip
 COMMAND_TIMEOUT_S = 60
+PATIENCE_S = 300.0  # with a slurmctld that does not answer: it may be started again
+_RETRY_S = 2.0
+# What commands say while slurmctld is down or starting (slurm_errno.c, and slurmctld's fail-over).
+_UNREACHABLE = re.compile(
+    r"Unable to contact slurm controller|controller not responding|Unable to connect"
+    r"|Connection refused|Connection timed out|Socket timed out|Zero Bytes were transmitted"
+    r"|Transport endpoint is not connected|Communication connection failure|backup controller"
+    r"|in standby mode|gave no answer|temporarily unable|Unexpected message received"
+)
+T = TypeVar("T")
 # All that slurmllm calls; srun and sbcast inside the jobs.
 COMMANDS = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "srun", "sbcast")
 
@@ -53,6 +68,8 @@ class AccountingRow:
     nodes: str
     start: str
     end: str
+    submit: str = ""
+    eligible: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,23 @@ class PartitionNode:
     state: str
     cpus: int
     gres: str = ""
+
+
+def patiently(call: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
+    """Ask Slurm again for some minutes while slurmctld is away.
+
+    Raises:
+        SlurmError: as `call` raises it: at once where Slurm answered, else after the patience.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return call()
+        except SlurmError as error:
+            if not _UNREACHABLE.search(str(error)) or time.monotonic() > deadline:
+                raise
+            print(f"Slurm does not answer, asked again: {error}", flush=True)
+            time.sleep(_RETRY_S)
 
 
 class SlurmClient(ABC):
@@ -114,6 +148,14 @@ class SlurmClient(ABC):
 
         Raises:
             SlurmError: the job runs; Slurm takes the list once a requeue has begun.
+        """
+
+    @abstractmethod
+    def delay(self, job_id: str, seconds: float) -> None:
+        """Have a waiting job start no sooner than in so many seconds; never sooner than before.
+
+        Raises:
+            SlurmError: the job runs, or Slurm does not know it.
         """
 
     @abstractmethod
@@ -185,7 +227,7 @@ class SlurmCommands(SlurmClient):
 
     def accounting(self, job_id: str) -> list[AccountingRow]:
         """See SlurmClient."""
-        fields = "JobID,State,ExitCode,NodeList,Start,End"
+        fields = "JobID,State,ExitCode,NodeList,Start,End,Submit,Eligible"
         try:
             words = _run(
                 ["sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}",
@@ -193,9 +235,9 @@ class SlurmCommands(SlurmClient):
             )  # fmt: skip
         except SlurmError:  # a cluster may run without accounting
             return []
-        rows = (line.split("|") for line in words.splitlines() if line.count("|") == 5)
+        rows = (line.split("|") for line in words.splitlines() if line.count("|") == 7)
         # "CANCELLED by 1000" → "CANCELLED"
-        return [AccountingRow(r[0], r[1].split(" ")[0], r[2], r[3], r[4], r[5]) for r in rows]
+        return [AccountingRow(r[0], r[1].split(" ")[0], *r[2:]) for r in rows]
 
     def requeue(self, job_id: str) -> None:
         """See SlurmClient."""
@@ -211,6 +253,17 @@ class SlurmCommands(SlurmClient):
         """See SlurmClient."""
         command = ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"]
         _run(command, through_sigterm=True)  # a job's own process calls it after a requeue
+
+    def delay(self, job_id: str, seconds: float) -> None:
+        """See SlurmClient."""
+        words = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
+        found = re.search(r"\bEligibleTime=(\S+)", words)
+        with suppress(ValueError):  # Unknown
+            # A requeued job has a time of Slurm's own, by which its old credentials are over.
+            if found and datetime.fromisoformat(found[1]).timestamp() - time.time() >= seconds:
+                return
+        update = ["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{math.ceil(seconds)}"]
+        _run(update, through_sigterm=True)
 
     def drain(self, node: str, reason: str) -> None:
         """See SlurmClient."""

@@ -24,6 +24,7 @@ class _Job:
     state: str = "PENDING"
     nodes: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
+    delay_s: float = 0.0
     incarnations: list[AccountingRow] = field(default_factory=list)
 
     @property
@@ -142,6 +143,13 @@ class FakeSlurm(SlurmClient):
         if job.state != "PENDING":
             raise SlurmError("scontrol failed with exit code 1: Job is no longer pending execution")
         job.excluded = tuple(nodes)
+
+    def delay(self, job_id: str, seconds: float) -> None:
+        """See SlurmClient; the job's `delay_s` holds it, and `start` takes no heed."""
+        job = self._job(job_id)
+        if job.state != "PENDING":
+            raise SlurmError("scontrol failed with exit code 1: Job is no longer pending execution")
+        job.delay_s = max(job.delay_s, seconds)
 
     def drain(self, node: str, reason: str) -> None:
         """See SlurmClient; refuses as to a user who is no administrator where `may_drain` is not.

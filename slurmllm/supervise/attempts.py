@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from slurmllm.analysis.rows import last_row
 from slurmllm.config.resolve import RunConfig, load
+from slurmllm.errors import StorageError
 from slurmllm.records import (
-    Action,
     AttemptRecord,
     FailureRecord,
     JobsRecord,
     NodeRecord,
+    SkipsRecord,
     WorkerRecord,
 )
 from slurmllm.rundir import AttemptDir, RunDir, Stage
+from slurmllm.slurm.client import AccountingRow
 from slurmllm.supervise.allocation import Allocation, free_port
-from slurmllm.supervise.classify import ACTIONS, Ending, device_fault, reported_all
+from slurmllm.supervise.classify import Ending, device_fault, reported_all
+from slurmllm.supervise.phases import Timeline, queue_s, timeline
+from slurmllm.supervise.policy import ACTIONS, decide
 from slurmllm.supervise.refill import added_by
 
 
@@ -29,14 +34,22 @@ def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:
 def open_attempt(
     run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation
 ) -> AttemptRecord:
-    """Begin the next attempt on the nodes at hand and write its record."""
-    numbers = [attempt.number for attempt in run.attempts(stage)]
+    """Begin the next attempt on the nodes at hand and write its record.
+
+    Its folder is made by one supervisor alone, so that of two at once each has a number of its
+    own; the newest counts (see `fencing`).
+
+    Raises:
+        StorageError: the run directory cannot be written.
+    """
     steps = run.checkpoint_steps()
     record = AttemptRecord(
-        attempt=max(numbers, default=-1) + 1,
+        attempt=_next_number(run, stage),
         stage=stage,
         job_id=allocation.job_id,
         restart_count=allocation.restart_count,
+        host=socket.gethostname(),
+        pid=os.getpid(),
         nodes=allocation.nodes,
         world_size=len(allocation.nodes) * config.cluster.devices_per_node,
         master_addr=allocation.master_addr,
@@ -48,49 +61,98 @@ def open_attempt(
     return record
 
 
+def _next_number(run: RunDir, stage: Stage) -> int:
+    while True:
+        number = max((attempt.number for attempt in run.attempts(stage)), default=-1) + 1
+        folder = run.attempt(stage, number).path
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            continue  # another supervisor was quicker
+        except OSError as error:
+            raise StorageError(f"cannot make {folder}: {error.strerror or error}") from error
+        return number
+
+
 def close_attempt(
     run: RunDir,
     record: AttemptRecord,
     ending: Ending,
     phases_s: Mapping[str, float] | None = None,
     ended_at: float | None = None,
+    sign_at: float | None = None,
+    row: AccountingRow | None = None,
 ) -> AttemptRecord:
     """Write down how an attempt ended and what follows.
 
+    Args:
+        run: The run.
+        record: The attempt, open.
+        ending: How it ended.
+        phases_s: What the supervisor measured; the rest comes from what the workers wrote.
+        ended_at: Unix time of the end; None: now.
+        sign_at: Unix time of the first sign of it.
+        row: sacct's row of its incarnation of the job, where there is accounting.
+
     Returns:
         The closed record; its class is `no_progress` where this attempt was one too many.
+
+    Raises:
+        StorageError: the run directory cannot be read or written.
     """
     paths = run.attempt(record.stage, record.attempt)
-    row = last_row(run) if record.stage == "train" else None
-    if row is not None and row.get("attempt") != record.attempt:
-        row = None  # this attempt made no step
+    end = ended_at or time.time()
+    found = timeline(run, record, end, sign_at) if record.stage == "train" else Timeline()
     worker = _first_worker(paths)
-    phases = dict(phases_s or {})
+    phases = {**record.phases_s, **(phases_s or {})}
     if worker is not None:
         phases |= {"start_up": worker.start_up_s, "first_step": worker.first_step_s}
-    before = record.checkpoint_before
+    phases |= found.phases_s
+    earlier = load_attempts(run, record.stage)
+    waited_s = queue_s(record, earlier, row)
+    if waited_s is not None:
+        phases = {"queue": waited_s, **phases}
     closed = record.model_copy(
         update={
-            "ended_at": ended_at or time.time(),
+            "ended_at": end,
             "ending": ending.ending,
             "action": ACTIONS[ending.ending],
             "evidence": ending.evidence,
             "blamed_nodes": ending.blamed_nodes,
-            "first_step": None if row is None else (worker.resumed_from or 0) + 1 if worker else 1,
-            "last_step": None if row is None else int(row["step"]),
-            "checkpoint_after": max(run.checkpoint_steps(), default=before),
+            "first_step": found.first_step,
+            "last_step": found.last_step,
+            "checkpoint_after": max(run.checkpoint_steps(), default=record.checkpoint_before),
+            "steps_gained": found.steps_gained,
+            "steps_lost": found.steps_lost,
             "phases_s": {name: round(seconds, 3) for name, seconds in phases.items()},
             "graphs_added": added_by([n.graphs_added for n in node_records(run, record).values()]),
         }
     )
-    if closed.action == "requeue" and record.stage == "precompile" and ending.started:
-        closed = closed.model_copy(update={"action": "stop"})  # train waits for its success
-    elif closed.ending == "compile_failure" and record.stage == "precompile":
-        closed = _in_spite_of(closed, load(run.config))
-    elif closed.action == "requeue":
-        closed = _within_budget(run, closed)
+    config = load(run.config)
+    if closed.ending == "compile_failure" and record.stage == "precompile":
+        closed = _in_spite_of(closed, config)
+    elif record.stage == "precompile" and ending.started:
+        if closed.action == "requeue":
+            closed = closed.model_copy(update={"action": "stop"})  # train waits for its success
+    else:
+        begin = first_attempt(run)
+        counting = [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending]
+        closed = decide(closed, counting, config.recipe, rolled_back=_rolled_back(run, closed))
     closed.save(paths.record)
     return closed
+
+
+def first_attempt(run: RunDir) -> int:
+    """The train attempt that the last submission began with: budgets count from there."""
+    return JobsRecord.load(run.jobs).submissions[-1].first_attempt if run.jobs.is_file() else 0
+
+
+def _rolled_back(run: RunDir, closed: AttemptRecord) -> bool:
+    """Whether the workers wrote down which data the run passes over next."""
+    if closed.ending != "divergence" or not run.skips.is_file():
+        return False
+    return any(skip.attempt == closed.attempt for skip in SkipsRecord.load(run.skips).skips)
 
 
 def _in_spite_of(closed: AttemptRecord, config: RunConfig) -> AttemptRecord:
@@ -99,38 +161,6 @@ def _in_spite_of(closed: AttemptRecord, config: RunConfig) -> AttemptRecord:
         return closed
     words = "train.incomplete_graphs: compile: the train stage starts all the same"
     return closed.model_copy(update={"action": "finish", "evidence": (*closed.evidence, words)})
-
-
-def _within_budget(run: RunDir, closed: AttemptRecord) -> AttemptRecord:
-    """Stop instead of requeueing where the limits of `slurm` in the recipe are reached."""
-    limits = load(run.config).recipe.slurm
-    begin = JobsRecord.load(run.jobs).submissions[-1].first_attempt if run.jobs.is_file() else 0
-    recent = [a for a in load_attempts(run, closed.stage) if begin <= a.attempt < closed.attempt]
-    recent.append(closed)
-    idle = 0
-    for attempt in reversed(recent):
-        if attempt.checkpoint_after != attempt.checkpoint_before:
-            break
-        idle += 1
-    if idle >= limits.no_progress_limit:
-        words = f"{idle} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
-        return _stopped(closed, (words, f"the last one: {closed.ending}"))
-    failures = sum(attempt.ending == "node_failure" for attempt in recent)
-    if failures > limits.failure_budget:
-        words = f"{failures} node failures, slurm.failure_budget is {limits.failure_budget}"
-        return closed.model_copy(update={"action": "stop", "evidence": (*closed.evidence, words)})
-    return closed
-
-
-def _stopped(closed: AttemptRecord, evidence: tuple[str, ...]) -> AttemptRecord:
-    action: Action = "stop"
-    return closed.model_copy(
-        update={
-            "ending": "no_progress",
-            "action": action,
-            "evidence": (*evidence, *closed.evidence),
-        }
-    )
 
 
 def node_records(run: RunDir, record: AttemptRecord) -> dict[str, NodeRecord]:

@@ -5,42 +5,33 @@ A pure function of records, so that every row is tested without a cluster.
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from slurmllm.errors import DEVICE_FAULT, DEVICE_MEMORY, EXIT_OK, EXIT_REQUEUE, LOST_PEER
-from slurmllm.records import Action, EndingClass, FailureRecord, NodeRecord
-
-ACTIONS: Mapping[EndingClass, Action] = {
-    "done": "finish",
-    "advance_signal": "requeue",
-    "node_failure": "requeue",
-    "hang": "requeue",
-    "out_of_memory": "stop",
-    "compile_failure": "stop",
-    "bad_configuration": "stop",
-    "storage_failure": "stop",
-    "code_error": "stop",
-    "divergence": "stop",
-    "no_progress": "stop",
-    "cancelled": "stop",
-    "superseded": "stop",
-}
+from slurmllm.error_patterns import (
+    COMPILER,
+    DEVICE_FAULT,
+    ENDINGS,
+    MEMORY,
+    STORAGE,
+    TAKEN_PORT,
+    Meaning,
+    meaning_of,
+    telling_line,
+)
+from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
+from slurmllm.records import EndingClass, FailureRecord, HangRecord, NodeRecord
 
 # Signals by which a process ends through a fault of its own code; others come from outside.
-CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS}
-
-# A graph that its compiler refuses while training: by the exception's name, or by the words of
-# Neuron's compile cache.
-_COMPILER = re.compile(
-    r"^(InductorError|BackendCompilerFailed|CppCompileError|CompilationError)\b"
-    r"|neuronx-cc.*(failed|error)|[Ff]ailed compilation|cached failed neff"
-)
-
-# torch's TCPStore, where the port that was free a moment ago is no longer.
-_TAKEN_PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+# What a worker's exit code says where it could not write why (errors.py), the telling one first.
+_EXITS: Mapping[int, EndingClass] = {
+    4: "storage_failure",
+    2: "bad_configuration",
+    71: "divergence",
+    3: "node_failure",
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +48,11 @@ class Observed:
         stop_signal: The signal that asked for a stop, where it came before any failure.
         overran_s: Seconds from that signal to the end, where the supervisor had to end it.
         uncompiled: Why the archive that a precompile attempt left is not complete.
+        hang: What the watchdog found, before it ended the attempt.
+        stacks: Where workers stood then, a line each.
+        last_words: The last lines of the logs of workers that ended without a failure record.
+        superseded_by: The newer attempt of another supervisor.
+        unwritable: Why the run directory cannot be written.
     """
 
     expected_nodes: Sequence[str]
@@ -68,6 +64,11 @@ class Observed:
     stop_signal: str | None = None
     overran_s: float | None = None
     uncompiled: Sequence[str] = ()
+    hang: HangRecord | None = None
+    stacks: Sequence[str] = ()
+    last_words: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    superseded_by: int | None = None
+    unwritable: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,9 @@ class Ending:
 
 def classify(seen: Observed) -> Ending:
     """Name the ending; the first row of the table that fits wins."""
+    if seen.superseded_by is not None:
+        words = f"attempt {seen.superseded_by} of another supervisor has taken the run over"
+        return Ending("superseded", (words,))
     silent = [n for n in seen.expected_nodes if not reported_all(seen.nodes.get(n))]
     codes = {rank: code for n in seen.nodes.values() for rank, code in n.exit_codes.items()}
     finished = not silent and bool(codes) and all(code == 0 for code in codes.values())
@@ -106,12 +110,15 @@ def classify(seen: Observed) -> Ending:
     ended = set(codes.values())
     if not silent and EXIT_REQUEUE in ended and ended <= {EXIT_OK, EXIT_REQUEUE}:
         return Ending("advance_signal", (f"{seen.stop_signal or 'a stop signal'}: saved and left",))
+    if seen.hang is not None:
+        return _hung(seen.hang, seen.stacks)
     return (
         _by_slurm(seen, silent)
         or _by_failure(seen)
+        or _by_storage(seen)
         or _by_signal(seen)
         or _by_silence(seen, silent)
-        or _unexplained(codes)
+        or _unexplained(seen)
     )
 
 
@@ -128,14 +135,28 @@ def _by_slurm(seen: Observed, silent: Sequence[str]) -> Ending | None:
     return Ending("node_failure", (f"Slurm: {', '.join(down)} down",), down) if down else None
 
 
+def _hung(hang: HangRecord, stacks: Sequence[str]) -> Ending:
+    words = (
+        f"no progress for {hang.waited_s:.0f} s in phase {hang.phase} after step {hang.step} "
+        f"(limit {hang.limit_s:.0f} s)"
+    )
+    evidence = [words]
+    if hang.silent_nodes:
+        evidence.append(f"no sign of life from {', '.join(hang.silent_nodes)}")
+    if hang.behind:
+        ranks = ", ".join(map(str, hang.behind[:8])) + (" …" if len(hang.behind) > 8 else "")
+        evidence.append(f"behind the others: rank {ranks}")
+    return Ending("hang", (*evidence, *stacks), hang.suspects)
+
+
 def _by_failure(seen: Observed) -> Ending | None:
     """The earliest failure that is not another worker's echo."""
     for taken in seen.failures:
-        if _TAKEN_PORT.search(taken.message):
+        if TAKEN_PORT.search(taken.message):
             # Nobody's fault: another process was quicker. Its peers, who waited, may be silent.
             words = f"rank {taken.rank} on {taken.node}: {taken.message}"
             return Ending("node_failure", (f"the rendezvous port was taken: {words}",))
-    primary = [f for f in seen.failures if device_fault(f) or not LOST_PEER.search(_words(f))]
+    primary = [f for f in seen.failures if meaning_of(_words(f)) != "lost_peer"]
     if not primary:
         return None
     first = min(primary, key=lambda failure: failure.time)
@@ -150,10 +171,12 @@ def _by_failure(seen: Observed) -> Ending | None:
         return Ending("storage_failure", evidence)
     if device_fault(first):
         return Ending("node_failure", evidence, (first.node,))
-    if _COMPILER.search(f"{first.error}: {first.message}"):
+    if COMPILER.search(_words(first)):
         return Ending("compile_failure", evidence)
     if first.blame == "infrastructure":
         return Ending("node_failure", evidence, (first.node,))
+    if STORAGE.search(_words(first)):
+        return Ending("storage_failure", evidence)
     return Ending("code_error", evidence)
 
 
@@ -165,11 +188,16 @@ def device_fault(failure: FailureRecord) -> bool:
 def _out_of_memory(failure: FailureRecord) -> bool:
     if "OutOfMemory" in failure.error or failure.error == "MemoryError":
         return True
-    return DEVICE_MEMORY.search(_words(failure)) is not None
+    return MEMORY.search(_words(failure)) is not None
 
 
 def _words(failure: FailureRecord) -> str:
     return f"{failure.error} {failure.message}"
+
+
+def _by_storage(seen: Observed) -> Ending | None:
+    """A run directory that cannot be written: then most other signs could not be left either."""
+    return Ending("storage_failure", (seen.unwritable,)) if seen.unwritable is not None else None
 
 
 def _by_signal(seen: Observed) -> Ending | None:
@@ -177,20 +205,46 @@ def _by_signal(seen: Observed) -> Ending | None:
     for name, node in seen.nodes.items():
         if node.error is not None:
             return Ending("node_failure", (f"{name}: {node.error}",), (name,))
+    echo: Ending | None = None
+    plain: Ending | None = None
+    for name, node in seen.nodes.items():
         for rank, code in sorted(node.exit_codes.items()):
             if code >= 0 or rank in node.stopped_ranks:
                 continue
             word = signal.Signals(-code).name
-            if signal.Signals(-code) in CRASHES:
-                return Ending("code_error", (f"rank {rank} on {name} crashed with {word}",))
-            if seen.overran_s is not None:
-                continue
-            evidence = f"rank {rank} on {name} was ended by {word} from outside"
-            return Ending("node_failure", (evidence,), (name,))
+            told = telling_line(seen.last_words.get(rank, ()))
+            if told is not None:
+                ending = _told(*told, f"rank {rank} on {name} ended by {word}", name)
+                if told[1] != "lost_peer":
+                    return ending
+                echo = echo or ending
+            elif plain is None:
+                plain = _plain_signal(seen, rank, name, signal.Signals(-code))
+    if plain is not None or echo is not None:
+        return plain or echo
     if seen.overran_s is not None:
         evidence = f"{seen.stop_signal}: not saved and gone after {seen.overran_s:.0f} s; ended"
         return Ending("advance_signal", (evidence,))
     return None
+
+
+def _plain_signal(seen: Observed, rank: int, name: str, number: signal.Signals) -> Ending | None:
+    """What a signal means by itself; None for one by which the supervisor ends an attempt."""
+    if number in CRASHES:
+        return Ending("code_error", (f"rank {rank} on {name} crashed with {number.name}",))
+    if seen.overran_s is not None:
+        return None
+    if number == signal.SIGBUS:
+        words = "memory, or a file mapped into it, could not be read"
+        return Ending("node_failure", (f"rank {rank} on {name}: SIGBUS: {words}",), (name,))
+    evidence = f"rank {rank} on {name} was ended by {number.name} from outside"
+    return Ending("node_failure", (evidence,), (name,))
+
+
+def _told(line: str, meaning: Meaning, who: str, node: str) -> Ending:
+    """The ending that a line of a worker's log tells of."""
+    ending, blamed = ENDINGS[meaning]
+    return Ending(ending, (f"{who}: {line.strip()[:400]}",), (node,) if blamed else ())
 
 
 def _by_silence(seen: Observed, silent: Sequence[str]) -> Ending | None:
@@ -210,9 +264,30 @@ def _by_silence(seen: Observed, silent: Sequence[str]) -> Ending | None:
     return None
 
 
-def _unexplained(codes: Mapping[int, int]) -> Ending:
-    bad = {rank: code for rank, code in codes.items() if code not in (0, EXIT_REQUEUE)}
-    rank, code = next(iter(sorted(bad.items())), (-1, -1))
+def _unexplained(seen: Observed) -> Ending:
+    """An exit code without a reason: by the worker's log, else by the code."""
+    bad = [
+        (rank, code, name)
+        for name, node in seen.nodes.items()
+        for rank, code in sorted(node.exit_codes.items())
+        if code not in (EXIT_OK, EXIT_REQUEUE) and rank not in node.stopped_ranks
+    ]
+    echo: Ending | None = None
+    for rank, code, name in bad:
+        told = telling_line(seen.last_words.get(rank, ()))
+        if told is not None:
+            ending = _told(*told, f"rank {rank} on {name} ended with exit code {code}", name)
+            if told[1] != "lost_peer":
+                return ending
+            echo = echo or ending
+    for known, ending_class in _EXITS.items():
+        for rank, code, name in bad:
+            if code == known:
+                words = f"rank {rank} on {name} ended with exit code {code} and could not write why"
+                return Ending(ending_class, (words,))
+    if echo is not None:
+        return echo
+    rank, code, _ = bad[0] if bad else (-1, -1, "")
     return Ending(
         "code_error", (f"rank {rank} ended with exit code {code} and wrote no reason; see its log",)
     )

@@ -16,9 +16,8 @@ from slurmllm.records import AttemptRecord, ExcludedNode, ExcludedNodes
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.supervise.attempts import load_attempts, lost_nodes
+from slurmllm.supervise.policy import HOUR_S, failing_nodes
 from slurmllm.supervise.requeue import enough_others
-
-HOUR_S = 3600.0
 
 
 def excluded(run: RunDir) -> list[ExcludedNode]:
@@ -39,16 +38,19 @@ def exclude_failed(run: RunDir, closed: AttemptRecord, config: RunConfig) -> lis
     """
     if closed.job_id is None or not closed.blamed_nodes:
         return []
-    now = time.time()
-    hours_s = config.recipe.slurm.exclude_hours * HOUR_S
-    lost = lost_nodes(run, closed)
-    new = []
-    for name in closed.blamed_nodes:
-        reason = _blamed_twice(run, name, now - hours_s)
-        if name in lost:
-            reason = _evidence(closed, name)
-        if reason is not None:
-            new.append(ExcludedNode(node=name, reason=reason, since=now, until=now + hours_s))
+    now, hours = time.time(), config.recipe.slurm.exclude_hours
+    stages: tuple[Stage, ...] = ("precompile", "train")
+    earlier = [
+        attempt
+        for stage in stages
+        for attempt in load_attempts(run, stage)
+        if (attempt.stage, attempt.attempt) != (closed.stage, closed.attempt)
+    ]
+    failing = failing_nodes(closed, earlier, lost_nodes(run, closed), hours)
+    new = [
+        ExcludedNode(node=name, reason=reason, since=now, until=now + hours * HOUR_S)
+        for name, reason in failing.items()
+    ]
     if new:
         names = {node.node for node in new}
         kept = [node for node in excluded(run) if node.node not in names]
@@ -75,21 +77,3 @@ def to_avoid(client: SlurmClient, run: RunDir, config: RunConfig, wanted: int) -
     names = sorted(node.node for node in excluded(run))
     partition = config.recipe.slurm.partition or config.cluster.partition
     return names if names and enough_others(client, wanted, names, partition) else []
-
-
-def _evidence(closed: AttemptRecord, name: str) -> str:
-    naming = [line for line in closed.evidence if name in line]
-    return (naming or [*closed.evidence, str(closed.ending)])[0]
-
-
-def _blamed_twice(run: RunDir, name: str, since: float) -> str | None:
-    stages: tuple[Stage, ...] = ("precompile", "train")
-    blaming = [
-        f"{attempt.stage} {attempt.attempt}"
-        for stage in stages
-        for attempt in load_attempts(run, stage)
-        if name in attempt.blamed_nodes and (attempt.ended_at or 0.0) >= since
-    ]
-    if len(blaming) < 2:
-        return None
-    return f"{len(blaming)} attempts were put down to it: {', '.join(blaming)}"

@@ -57,7 +57,7 @@ class Launcher:
             failed = run()
         except SlurmllmError as error:
             self.workers.end()
-            self.workers.save(error=str(error))
+            self.workers.save_at_last(error=str(error))
             print(f"{self.node}: {error}", file=sys.stderr, flush=True)
             failed = True
         self._hand_in_added()

@@ -14,6 +14,7 @@ from slurmllm.rundir import RunDir
 from slurmllm.supervise.allocation import SLURMLLM, Allocation, free_port
 from slurmllm.supervise.classify import Ending
 
+SHARED = "shared file system"
 WRITERS = 16  # of the nodes' records: a write takes as long as the file system's fsync
 
 
@@ -58,13 +59,18 @@ def preflight(
 def verdict(found: Mapping[str, NodeHealth]) -> Ending | None:
     """The ending, where a node failed.
 
-    What all nodes fail alike is no node's fault but the profile's or the file system's: of two
-    nodes and more, nobody is blamed for that.
+    What all nodes fail alike is no node's fault but the profile's: of two nodes and more, nobody is
+    blamed for that. The shared file system is never a node's where all nodes fail with it.
     """
     failed = {name: health.of("fail") for name, health in found.items() if health.of("fail")}
     if not failed:
         return None
     common = set.intersection(*({f.check for f in health.of("fail")} for health in found.values()))
+    if SHARED in common:
+        of_first = next(iter(failed.values()))
+        words = next(f.message for f in of_first if f.check == SHARED)
+        who = "all nodes" if len(found) > 1 else next(iter(found))
+        return Ending("storage_failure", (f"preflight: {who}: {words}",), started=False)
     evidence = []
     if common and len(found) > 1:
         of_first = next(iter(failed.values()))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from slurmllm.errors import SlurmError
-from slurmllm.slurm.client import SlurmClient
+from slurmllm.slurm.client import SlurmClient, patiently
 
 POLL_S = 2.0
 NOTICE_S = 330.0  # Slurm's default SlurmdTimeout and a little
@@ -36,7 +36,7 @@ def enough_others(
     names = partition.split(",") if partition else None
     spare = {
         node.name
-        for node in client.partition_nodes()
+        for node in patiently(client.partition_nodes)
         if (node.partition in names if names else node.default) and usable(node.state)
     }
     return len(spare - set(avoid)) >= wanted
@@ -69,7 +69,7 @@ def nodes_to_avoid(
     print(f"no node to take the place of {' '.join(lost)}: waiting for Slurm", flush=True)
     deadline = time.monotonic() + NOTICE_S
     while time.monotonic() < deadline:
-        if any(not usable(client.node_states().get(name, "unknown")) for name in lost):
+        if any(not usable(patiently(client.node_states).get(name, "unknown")) for name in lost):
             break
         time.sleep(POLL_S)
     return []
@@ -81,11 +81,12 @@ def requeue(
     avoid: Sequence[str],
     excluded: str | None,
     avoided_before: bool = False,
+    backoff_s: float = 0.0,
 ) -> None:
     """Put this process's own job back into the queue, away from nodes.
 
-    Slurm refuses a new ExcNodeList while the job runs and takes it once the requeue has begun;
-    the caller must ignore the SIGTERM that comes with it.
+    Slurm refuses a new ExcNodeList or start time while the job runs and takes them once the
+    requeue has begun; the caller must ignore the SIGTERM that comes with it.
 
     Args:
         client: Slurm.
@@ -93,14 +94,22 @@ def requeue(
         avoid: Nodes to keep it off.
         excluded: What the recipe excludes anyway; the new list replaces it.
         avoided_before: Whether the job may have a list that is to go.
+        backoff_s: Seconds that it waits, at least.
+
+    Raises:
+        SlurmError: Slurm refuses, or does not answer for some minutes.
     """
     try:
-        client.requeue(job_id)
+        patiently(lambda: client.requeue(job_id))
     except SlurmError as error:
         if "pending" not in str(error):
             raise
         print(f"job {job_id}: Slurm requeues it already", flush=True)
     if avoid or avoided_before:
-        client.exclude(job_id, [*([excluded] if excluded else []), *avoid])
+        names = [*([excluded] if excluded else []), *avoid]
+        patiently(lambda: client.exclude(job_id, names))
     if avoid:
         print(f"job {job_id} keeps off {' '.join(avoid)} from now on", flush=True)
+    if backoff_s:
+        patiently(lambda: client.delay(job_id, backoff_s))
+        print(f"job {job_id} waits {backoff_s:.0f} s at least", flush=True)

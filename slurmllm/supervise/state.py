@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.analysis.rows import last_row
+from slurmllm.config.recipe import WatchdogConfig
 from slurmllm.config.resolve import load
 from slurmllm.errors import SlurmError, SlurmllmError, StorageError
 from slurmllm.plan.mesh import Mesh, load_mesh
@@ -18,6 +19,8 @@ from slurmllm.records import (
     GraphManifest,
     JobsRecord,
     MicroBatchRecord,
+    SkippedBatches,
+    SkipsRecord,
     Submission,
     WorkerRecord,
 )
@@ -26,6 +29,7 @@ from slurmllm.slurm.client import SlurmClient
 from slurmllm.supervise.attempts import load_attempts, node_records, unequal_versions
 from slurmllm.supervise.exclusion import excluded
 from slurmllm.supervise.gate import faults
+from slurmllm.supervise.standing import Standing, standing
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class RunState:
         versions: The last attempt's node → versions of driver, runtime, compiler, …
         unequal_versions: Which nodes differ in them, empty where none do.
         excluded: The nodes that the run keeps off.
+        standing: What the workers are doing, None where none run.
+        skips: Windows of the data that the run passes over after roll-backs.
     """
 
     name: str
@@ -80,6 +86,8 @@ class RunState:
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
     unequal_versions: str = ""
     excluded: tuple[ExcludedNode, ...] = ()
+    standing: Standing | None = None
+    skips: tuple[SkippedBatches, ...] = ()
 
 
 def all_runs(root: Path) -> list[RunDir]:
@@ -126,6 +134,8 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         versions=versions,
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),
+        standing=_standing(run, attempts, state, recipe.watchdog),
+        skips=SkipsRecord.load(run.skips).skips if run.skips.is_file() else (),
     )
 
 
@@ -231,6 +241,13 @@ def _alive(sent: Submission) -> bool:
     except OSError:
         return False
     return b"slurmllm" in command and sent.pid != os.getpid()
+
+
+def _standing(
+    run: RunDir, attempts: list[AttemptRecord], state: str, config: WatchdogConfig
+) -> Standing | None:
+    running = state == "training" and bool(attempts) and attempts[-1].ended_at is None
+    return standing(run, attempts[-1], config) if running else None
 
 
 def _versions(run: RunDir, attempts: list[AttemptRecord]) -> dict[str, dict[str, str]]:

@@ -10,36 +10,45 @@ attempt closes this one's record from Slurm's accounting.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
+from slurmllm.config.recipe import SlurmConfig
 from slurmllm.config.resolve import RunConfig, load
-from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, SlurmError, SlurmllmError, StorageError
-from slurmllm.records import AttemptRecord, GraphManifest, JobsRecord, NodeRecord
+from slurmllm.errors import (
+    EXIT_NEGATIVE,
+    EXIT_OK,
+    EXIT_REQUEUE,
+    SlurmError,
+    SlurmllmError,
+    StorageError,
+)
+from slurmllm.records import AttemptRecord, GraphManifest, JobsRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import AccountingRow, SlurmClient
 from slurmllm.slurm.render import node_local_cache
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
 from slurmllm.supervise.cache import broadcast_path
-from slurmllm.supervise.classify import Ending, Observed, classify, reported_all
+from slurmllm.supervise.classify import Ending, Observed, classify
 from slurmllm.supervise.exclusion import drain, exclude_failed, excluded
 from slurmllm.supervise.gate import IncompleteGraphsError, faults, require_complete
+from slurmllm.supervise.lost import ended_at, ending_of_lost, incarnation, still_runs
+from slurmllm.supervise.observing import observe
+from slurmllm.supervise.policy import MAX_BACKOFF_S, may_pass
 from slurmllm.supervise.preflight import preflight
 from slurmllm.supervise.refill import merge_added
-from slurmllm.supervise.requeue import nodes_to_avoid, requeue, usable
+from slurmllm.supervise.requeue import nodes_to_avoid, requeue
+from slurmllm.supervise.speech import say
+from slurmllm.supervise.waiting import Outcome, StopSignals, Waiting, newer_attempt
 
-POLL_S = 0.5
-REPEAT_SIGNAL_S = 5.0
-LAUNCHER_GRACE_S = 20.0  # from the first launcher's failure to the end of the others
-ACCOUNTING_LAG_S = 3.0
-KILL_MARGIN_S = 30.0  # before the time limit: Slurm does not requeue a job that it timed out
-EXIT_FAILED = {"bad_configuration": 2, "storage_failure": 4, "divergence": 71}
+EXIT_FAILED = {
+    "bad_configuration": 2, "storage_failure": 4, "divergence": 71, "cancelled": EXIT_NEGATIVE,
+    "superseded": EXIT_NEGATIVE,
+}  # fmt: skip
 
 
 class Supervisor:
@@ -48,47 +57,73 @@ class Supervisor:
     def __init__(self, run: RunDir, stage: Stage, allocation: Allocation) -> None:
         self.run, self.stage, self.allocation = run, stage, allocation
         self.config: RunConfig = load(run.config)
-        self.stop_signal: str | None = None
-        self.stop_at = 0.0
-        self.overran_s: float | None = None
-        self.failed_first = False
+        self.stop = StopSignals()
 
     def main(self) -> int:
         """Run the attempt.
 
         Returns:
             0 finished, 75 to be started again, another code of errors.py where it stopped.
+
+        Raises:
+            StorageError: the run directory can no longer be written; the attempt's record is
+                open.
         """
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_stop)
-        self._close_unfinished()
+        self.stop.install()
+        stopped = self._close_unfinished()
+        if stopped is not None:
+            return self._exit_code(stopped)
         record = attempts.open_attempt(self.run, self.stage, self.config, self.allocation)
         self._say(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
         phases: dict[str, float] = {}
-        launchers: list[subprocess.Popen[bytes]] = []
+        outcome = Outcome()
         try:
             self._merge_added()
             ending = self._preflight(record, phases)
             if ending is None:
                 phases["cache"] = self._broadcast_graphs()
+                record = record.model_copy(update={"phases_s": dict(phases)})
+                record.save(self.run.attempt(self.stage, record.attempt).record)
                 launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
         except SlurmllmError as error:
-            attempts.close_attempt(self.run, record, ending_of_error(error, record.nodes[0]))
-            raise
+            closed = self._close(record, ending_of_error(error, record.nodes[0]), phases, outcome)
+            if closed.action == "requeue":
+                return self._act(closed)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
         if ending is None:
             started = time.monotonic()
-            self._wait(launchers, record)
+            outcome = self._wait(launchers, record)
             phases["workers"] = time.monotonic() - started
-            ending = classify(self._observe(record))
-        closed = attempts.close_attempt(self.run, record, ending, phases)
+            ending = classify(self._observe(record, outcome))
+        return self._act(self._close(record, ending, phases, outcome))
+
+    def _wait(self, launchers: list[subprocess.Popen[bytes]], record: AttemptRecord) -> Outcome:
+        limited = self.allocation.job_id is not None
+        return Waiting(self.run, record, self.config, launchers, self.stop, limited).to_the_end()
+
+    def _close(
+        self, record: AttemptRecord, ending: Ending, phases: dict[str, float], outcome: Outcome
+    ) -> AttemptRecord:
+        """Write down the ending and what follows, unless another supervisor has done so."""
+        on_disk = AttemptRecord.load(self.run.attempt(self.stage, record.attempt).record)
+        if on_disk.ended_at is not None:
+            self._say(on_disk, "another supervisor has closed this attempt and goes on")
+            return on_disk.model_copy(update={"ending": "superseded", "action": "stop"})
+        first = record.restart_count == 0  # what a requeued one waited, the records say
+        row = incarnation(record, self._accounting(record.job_id)) if first else None
+        closed = attempts.close_attempt(
+            self.run, record, ending, phases, sign_at=outcome.sign_at, row=row
+        )
         self._exclude_failed(closed)
         self._say(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
         nodes = attempts.node_records(self.run, record)
         if line := attempts.unequal_versions({name: n.versions for name, n in nodes.items()}):
             self._say(closed, f"warning: {line}")
-        if closed.action != "requeue":  # a requeue must not wait; the next attempt begins with it
+        # A requeue must not wait; the next attempt begins with it.
+        if closed.action != "requeue" and closed.ending != "superseded":
             self._merge_added()
-        return self._act(closed)
+        return closed
 
     def _preflight(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
         """Have every node check itself; the ending where one fails."""
@@ -96,11 +131,11 @@ class Supervisor:
             return None
         started = time.monotonic()
         found = preflight(
-            self.run, record, self.config, self.allocation, lambda: self.stop_signal is not None
+            self.run, record, self.config, self.allocation, lambda: self.stop.name is not None
         )
         phases["preflight"] = time.monotonic() - started
         for line in found.warnings:
-            print(f"preflight: warning: {line}", flush=True)
+            say(f"preflight: warning: {line}")
         return found.ending
 
     def _broadcast_graphs(self) -> float:
@@ -124,9 +159,9 @@ class Supervisor:
         archive = self.run.graphs_archive(manifest.archive)
         fault = self.allocation.broadcast(archive, target)
         if fault is not None:
-            print(f"sbcast: {fault}; the nodes read {archive}", flush=True)
+            say(f"sbcast: {fault}; the nodes read {archive}")
         seconds = time.monotonic() - started
-        print(f"graph cache: {manifest.graphs} graphs to all nodes in {seconds:.1f} s", flush=True)
+        say(f"graph cache: {manifest.graphs} graphs to all nodes in {seconds:.1f} s")
         return seconds
 
     def _merge_added(self) -> None:
@@ -136,11 +171,11 @@ class Supervisor:
         try:
             names = merge_added(self.run)
         except StorageError as error:
-            print(f"warning: {error}", flush=True)  # they can be compiled again
+            say(f"warning: {error}")  # they can be compiled again
             return
         if names:
             shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
-            print(f"graph cache: {len(names)} new graphs in the archive: {shown}", flush=True)
+            say(f"graph cache: {len(names)} new graphs in the archive: {shown}")
 
     def _uncompiled(self) -> tuple[str, ...]:
         """Why the archive that this precompile attempt left is not complete."""
@@ -150,74 +185,9 @@ class Supervisor:
             return ("no archive of compiled graphs was written",)
         return faults(GraphManifest.load(self.run.graphs_manifest), self.run)
 
-    def _wait(self, launchers: list[subprocess.Popen[bytes]], record: AttemptRecord) -> None:
-        """Until every launcher has ended; passes signals on and keeps the deadlines."""
-        signalled_at = -REPEAT_SIGNAL_S
-        failed_at: float | None = None
-        while any(launcher.poll() is None for launcher in launchers):
-            now = time.monotonic()
-            if self.stop_signal is not None and now - signalled_at >= REPEAT_SIGNAL_S:
-                signalled_at = now
-                _send(launchers, signal.SIGUSR2)  # srun passes it on to the launchers
-            if failed_at is None and self._failed(launchers, record):
-                failed_at = now
-            if failed_at is not None and now - failed_at > LAUNCHER_GRACE_S:
-                _send(launchers, signal.SIGKILL)
-            if self._past_deadline(now):
-                self.overran_s = now - self.stop_at
-                _send(launchers, signal.SIGKILL)
-            time.sleep(POLL_S)
-
-    def _failed(self, launchers: list[subprocess.Popen[bytes]], record: AttemptRecord) -> bool:
-        """Whether somebody has failed; a stop signal after that is Slurm cleaning up."""
-        # The folder appears with the first failure written: one look at the shared file system,
-        # however many nodes there are. A worker killed outright is told by its peers' failures.
-        failures = self.run.attempt(self.stage, record.attempt).failure(0).parent
-        failed = any(launcher.poll() for launcher in launchers) or failures.is_dir()
-        self.failed_first = self.failed_first or (failed and self.stop_signal is None)
-        return failed
-
-    def _past_deadline(self, now: float) -> bool:
-        """Whether a stop has taken so long that the time limit itself comes near."""
-        if self.stop_signal is None or self.allocation.job_id is None or self.overran_s is not None:
-            return False
-        lead_s = self.config.recipe.slurm.signal_lead_s
-        return now - self.stop_at > max(lead_s - KILL_MARGIN_S, lead_s / 2)
-
-    def _observe(self, record: AttemptRecord) -> Observed:
-        return Observed(
-            expected_nodes=record.nodes,
-            nodes=attempts.node_records(self.run, record),
-            failures=attempts.failure_records(self.run, record),
-            slurm_state=self._slurm_state(),
-            step_out_of_memory=self._out_of_memory(),
-            down_nodes=self._down_nodes(record),
-            stop_signal=None if self.failed_first else self.stop_signal,
-            overran_s=self.overran_s,
-            uncompiled=self._uncompiled(),
-        )
-
-    def _slurm_state(self) -> str:
-        """Slurm's word for what happened; it comes into the accounting a moment after SIGTERM."""
-        deadline = time.monotonic() + (ACCOUNTING_LAG_S if self.stop_signal == "SIGTERM" else 0.0)
-        state = self.allocation.state()
-        while state in ("RUNNING", "COMPLETING") and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-            state = self.allocation.state()
-        return state
-
-    def _out_of_memory(self) -> bool:
-        rows = self._accounting(self.allocation.job_id)
-        return any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
-
-    def _down_nodes(self, record: AttemptRecord) -> list[str]:
-        if not isinstance(self.allocation, SlurmAllocation):
-            return []
-        try:
-            states = self.allocation.client.node_states()
-        except SlurmError:
-            return []
-        return [name for name in record.nodes if not usable(states.get(name, "unknown"))]
+    def _observe(self, record: AttemptRecord, outcome: Outcome) -> Observed:
+        stop_signal = None if outcome.failed_first else self.stop.name
+        return observe(self.run, record, self.allocation, outcome, stop_signal, self._uncompiled())
 
     def _accounting(self, job_id: str | None) -> list[AccountingRow]:
         if job_id is None or not isinstance(self.allocation, SlurmAllocation):
@@ -225,13 +195,22 @@ class Supervisor:
         return self.allocation.client.accounting(job_id)
 
     def _act(self, closed: AttemptRecord) -> int:
-        if closed.action == "finish":
-            return EXIT_OK
+        newer = newer_attempt(self.run, self.stage, closed.attempt)
+        if closed.action == "requeue" and newer is not None:
+            self._say(closed, f"attempt {newer} has taken the run over: it is not requeued")
+            return EXIT_NEGATIVE
         if closed.action == "requeue":
             if isinstance(self.allocation, SlurmAllocation):
                 self._requeue(self.allocation, closed)
+            else:
+                wait_out(closed.backoff_s, self.stop)
             return EXIT_REQUEUE
-        return EXIT_FAILED.get(str(closed.ending), 1 if closed.ending == "cancelled" else 70)
+        return self._exit_code(closed)
+
+    def _exit_code(self, closed: AttemptRecord) -> int:
+        if closed.action == "finish":
+            return EXIT_OK
+        return EXIT_FAILED.get(str(closed.ending), 70)
 
     def _requeue(self, allocation: SlurmAllocation, closed: AttemptRecord) -> None:
         client, slurm = allocation.client, self.config.recipe.slurm
@@ -243,10 +222,10 @@ class Supervisor:
             if self.stage == "precompile" and avoid:
                 self._keep_train_off(client, partition)
             listed = self.run.excluded.is_file()
-            requeue(client, allocation.job_id, avoid, slurm.exclude, avoided_before=listed)
+            requeue(client, allocation.job_id, avoid, slurm.exclude, listed, closed.backoff_s)
         except SlurmError as error:
             # The record says requeue and the job may be lost to it: say so where it is looked for.
-            print(f"{error}; if the job ends here, `slurmllm resume {self.run.name}`", flush=True)
+            say(f"{error}; if the job ends here, `slurmllm resume {self.run.name}`")
 
     def _keep_train_off(self, client: SlurmClient, partition: str | None) -> None:
         """Have the train job, which waits for this one, keep off the same nodes."""
@@ -263,29 +242,39 @@ class Supervisor:
         try:
             new = exclude_failed(self.run, closed, self.config)
         except StorageError as error:
-            print(f"warning: {error}", flush=True)  # Slurm's own list still keeps off them
+            say(f"warning: {error}")  # Slurm's own list still keeps off them
             return
         if self.config.recipe.slurm.drain and isinstance(self.allocation, SlurmAllocation):
             drain(self.allocation.client, new)
 
-    def _close_unfinished(self) -> None:
-        """Close the attempt before this one where its supervisor could not."""
-        for record in attempts.load_attempts(self.run, self.stage):
-            if record.ended_at is None:
-                reported = attempts.node_records(self.run, record)
-                row = incarnation(record, self._accounting(record.job_id))
-                ending = ending_of_lost(record, reported, row)
-                closed = attempts.close_attempt(self.run, record, ending, ended_at=ended_at(row))
-                self._say(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
-                self._exclude_failed(closed)
+    def _close_unfinished(self) -> AttemptRecord | None:
+        """Close attempts before this one where their supervisors could not.
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_signal is None:
-            self.stop_signal, self.stop_at = signal.Signals(number).name, time.monotonic()
+        Returns:
+            The last one where it ended the run: a limit of the recipe is reached.
+        """
+        closed: AttemptRecord | None = None
+        for record in attempts.load_attempts(self.run, self.stage):
+            if record.ended_at is not None:
+                continue
+            if words := still_runs(record, self.allocation):
+                self._say(record, f"is still open, and this attempt takes over from it: {words}")
+                continue
+            reported = attempts.node_records(self.run, record)
+            row = incarnation(record, self._accounting(record.job_id))
+            ending = ending_of_lost(record, reported, row)
+            closed = attempts.close_attempt(
+                self.run, record, ending, ended_at=ended_at(row), row=row
+            )
+            self._say(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
+            self._exclude_failed(closed)
+        if closed is None or self.stage == "precompile" or closed.action != "stop":
+            return None
+        return closed if closed.attempt >= attempts.first_attempt(self.run) else None
 
     def _say(self, record: AttemptRecord, words: str) -> None:
         job = f" of job {record.job_id}" if record.job_id else ""
-        print(f"{self.stage} attempt {record.attempt}{job}: {words}", flush=True)
+        say(f"{self.stage} attempt {record.attempt}{job}: {words}")
 
 
 def ending_of_error(error: SlurmllmError, node: str) -> Ending:
@@ -301,51 +290,52 @@ def ending_of_error(error: SlurmllmError, node: str) -> Ending:
     return Ending("code_error", (str(error),))
 
 
-def incarnation(record: AttemptRecord, rows: Sequence[AccountingRow]) -> AccountingRow | None:
-    """The row of the job's start that an attempt belongs to, of all rows that sacct has."""
-    of_job = [row for row in rows if row.job_id == record.job_id]
-    return of_job[record.restart_count] if record.restart_count < len(of_job) else None
+def wait_out(seconds: float, stop: StopSignals) -> None:
+    """What a requeued job waits in Slurm's queue, a local one waits here."""
+    deadline = time.monotonic() + seconds
+    if seconds:
+        say(f"waiting {seconds:.0f} s before the next attempt")
+    while stop.name is None and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
-def ended_at(row: AccountingRow | None) -> float | None:
-    """Unix time of an incarnation's end; None where Slurm knows none."""
-    try:
-        return datetime.fromisoformat(row.end).timestamp() if row is not None else None
-    except ValueError:  # "Unknown", "None"
-        return None
+def requeue_blindly(run: RunDir, stage: Stage, allocation: Allocation, error: StorageError) -> int:
+    """Go on with a run whose directory cannot be written just now; the next attempt closes the
+    record that stays open.
 
+    Returns:
+        The exit code for another start.
 
-def ending_of_lost(
-    record: AttemptRecord, reported: Mapping[str, NodeRecord], row: AccountingRow | None
-) -> Ending:
-    """How an attempt ended whose supervisor died with its node, by Slurm's accounting.
-
-    Args:
-        record: The attempt, still open.
-        reported: What its launchers wrote before the end.
-        row: sacct's row of its incarnation of the job, where there is accounting.
+    Raises:
+        StorageError: the fault is not one that passes, or there were as many such starts in a row
+            as slurm.storage_budget allows.
     """
-    state = row.state if row is not None else "UNKNOWN"
-    evidence = (
-        f"Slurm: {state}; the supervisor on {record.nodes[0]} ended without a word"
-        if record.job_id is not None
-        else "the supervisor ended without a word",
-    )
-    if state == "CANCELLED":
-        return Ending("cancelled", evidence)
-    if state in ("TIMEOUT", "PREEMPTED"):
-        return Ending("advance_signal", evidence)
-    silent = tuple(name for name in record.nodes if not reported_all(reported.get(name)))
-    # With Slurm's word for it one of the silent nodes is to blame; which one is not known.
-    return Ending("node_failure", evidence, silent if len(silent) == 1 else ())
-
-
-def _send(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(number)
+    if not may_pass([str(error)]):
+        raise error
+    limits, recorded = SlurmConfig(), -1
+    with suppress(SlurmllmError):
+        limits = load(run.config).recipe.slurm
+        of_job = [a for a in attempts.load_attempts(run, stage) if a.job_id == allocation.job_id]
+        recorded = max((a.restart_count for a in of_job), default=-1)
+    in_vain = max(allocation.restart_count - recorded, 0)
+    if in_vain >= limits.storage_budget:
+        raise StorageError(
+            f"{error}; {in_vain + 1} starts in a row found it so (slurm.storage_budget "
+            f"{limits.storage_budget}): mend the file system, then `slurmllm resume {run.name}`"
+        ) from error
+    backoff_s = min(limits.backoff_s * 2.0**in_vain, MAX_BACKOFF_S)
+    say(f"{error}; trying again in {backoff_s:.0f} s")
+    if isinstance(allocation, SlurmAllocation):
+        requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=backoff_s)
+    else:
+        time.sleep(backoff_s)
+    return EXIT_REQUEUE
 
 
 def supervise(run: RunDir, stage: Stage) -> int:
     """Entry of the hidden verb `supervise`."""
-    return Supervisor(run, stage, current_allocation()).main()
+    allocation = current_allocation()
+    try:
+        return Supervisor(run, stage, allocation).main()
+    except StorageError as error:
+        return requeue_blindly(run, stage, allocation, error)

@@ -20,21 +20,28 @@ from pathlib import Path
 from types import FrameType
 
 from slurmllm.config.resolve import RunConfig, load
-from slurmllm.errors import EXIT_REQUEUE, SlurmllmError
+from slurmllm.error_patterns import meaning_of
+from slurmllm.errors import EXIT_REQUEUE, SlurmllmError, StorageError
 from slurmllm.plan.mesh import Mesh, load_mesh
-from slurmllm.records import AttemptRecord, NodeRecord
+from slurmllm.pulse import STACKS_SIGNAL
+from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.render import worker_environment
 from slurmllm.supervise.allocation import NODE_NAME, NODE_RANK, SHARING, die_with_parent
 from slurmllm.supervise.fingerprint import sharing, threads_of
+from slurmllm.supervise.heartbeat import Heartbeats
 from slurmllm.supervise.interfaces import VARIABLES, interface_variables
 
 # CAUTION: NCCL may use SIGUSR1 in the workers (submitit's warning), so they get SIGUSR2.
 WORKER_SIGNAL = signal.SIGUSR2
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-POLL_S = 0.2
+POLL_S = 0.05
 REPEAT_SIGNAL_S = 5.0  # a worker that still imports torch ignores the signal: it comes again
-PEER_GRACE_S = 5.0  # for workers to write down what they saw when another one failed
+# For workers to write down what they saw when another one failed: longer where that one itself
+# only lost a peer, for then the cause may be among them.
+CLEAR_GRACE_S, PEER_GRACE_S = 1.0, 5.0
+LOOK_S = 1.0  # between two looks at the shared file system for words of the supervisor
+PATIENCE_S = 15.0  # with a shared file system that refuses the node's record
 
 
 class Workers:
@@ -55,6 +62,11 @@ class Workers:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.stop_requested = False
         self.seen = NodeRecord(node=self.node)
+        self.heartbeats: Heartbeats | None = None
+        if stage == "train":
+            watched = self.config.recipe.watchdog
+            self.heartbeats = Heartbeats(self.attempt, self.node, watched)
+        self._looked_at = 0.0
 
     @property
     def local(self) -> bool:
@@ -80,6 +92,18 @@ class Workers:
         if self.processes:
             self.seen = self.seen.model_copy(update={"exit_codes": codes})
         self.seen.save(self.attempt.node(self.node))
+
+    def save_at_last(self, **update: object) -> None:
+        """Write the node's record for the last time: a disk that refuses is asked for a while."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self.save(**update)
+            except StorageError as error:
+                if time.monotonic() > deadline:
+                    print(f"{self.node}: {error}", file=sys.stderr, flush=True)
+                    return None
+                time.sleep(1.0)
 
     def start(self) -> None:
         """Start one worker a device."""
@@ -121,6 +145,7 @@ class Workers:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(self._threads(mesh)),
             "PATH": search_path(),
             "PYTHONUNBUFFERED": "1",
+            **(self.heartbeats.environment(rank) if self.heartbeats is not None else {}),
             **interface_variables(self.record.master_addr),
         }
 
@@ -147,24 +172,54 @@ class Workers:
                 self._let_peers_speak()
                 self.end()
                 break
+            if self._told_to_end():
+                self.end()
+                return True
             if self.stop_requested and time.monotonic() - signalled_at >= REPEAT_SIGNAL_S:
                 signalled_at = time.monotonic()
                 for worker in self.processes.values():
                     if worker.poll() is None:
                         worker.send_signal(WORKER_SIGNAL)
+            if self.heartbeats is not None:
+                self.heartbeats.update(self._pids())
             time.sleep(POLL_S)
         return bool(self._failed_ranks())
+
+    def _told_to_end(self) -> bool:
+        """Whether the supervisor found that the attempt hangs, or another one has taken over."""
+        if self.heartbeats is None or time.monotonic() - self._looked_at < LOOK_S:
+            return False
+        self._looked_at = time.monotonic()
+        if self.attempt.hang.is_file():
+            self.heartbeats.dump_stacks(self._pids())
+            return True
+        return self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()
+
+    def _pids(self) -> dict[int, int]:
+        """The workers that run, rank → process id."""
+        return {r: worker.pid for r, worker in self.processes.items() if worker.poll() is None}
 
     def _failed_ranks(self) -> list[int]:
         codes = {rank: worker.poll() for rank, worker in self.processes.items()}
         return [rank for rank, code in codes.items() if code not in (None, 0, EXIT_REQUEUE)]
 
     def _let_peers_speak(self) -> None:
-        deadline = time.monotonic() + PEER_GRACE_S
+        clear = any(self._knows_why(rank) for rank in self._failed_ranks())
+        deadline = time.monotonic() + (CLEAR_GRACE_S if clear else PEER_GRACE_S)
         while time.monotonic() < deadline:
             if all(worker.poll() is not None for worker in self.processes.values()):
                 return
             time.sleep(POLL_S)
+
+    def _knows_why(self, rank: int) -> bool:
+        """Whether a worker that failed is itself the cause: killed, or by its own words."""
+        if self.processes[rank].returncode < 0:
+            return True
+        try:
+            failure = FailureRecord.load(self.attempt.failure(rank))
+        except StorageError:
+            return False
+        return meaning_of(f"{failure.error} {failure.message}") != "lost_peer"
 
     def end(self) -> None:
         """Kill what still runs: a peer of a failed rank waits in a collective for ever."""
@@ -183,9 +238,13 @@ class Workers:
         Returns:
             Whether one of them failed.
         """
-        self.start()
-        failed = self.wait()
-        self.save()
+        try:
+            self.start()
+            failed = self.wait()
+            self.save_at_last()
+        finally:
+            if self.heartbeats is not None:
+                self.heartbeats.close()
         return failed
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
@@ -205,9 +264,8 @@ def prepare_child() -> None:
     torch does not kill it.
     """
     die_with_parent()
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, STACKS_SIGNAL, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run_command(
@@ -261,7 +319,7 @@ def main(arguments: list[str]) -> int:
         failed = workers.run_to_end()
     except SlurmllmError as error:
         workers.end()
-        workers.save(error=str(error))
+        workers.save_at_last(error=str(error))
         print(f"{workers.node}: {error}", file=sys.stderr, flush=True)
         return 1
     return 1 if failed else 0

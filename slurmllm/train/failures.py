@@ -8,10 +8,9 @@ import traceback
 from typing import NamedTuple
 
 from slurmllm.backends.base import Worker
+from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import (
-    DEVICE_MEMORY,
     EXIT_INTERRUPTED,
-    LOST_PEER,
     Blame,
     CodeError,
     NodeError,
@@ -39,16 +38,16 @@ def judge(error: BaseException) -> Verdict:
         return Verdict(name, message, error.blame, error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         return Verdict(name, "interrupted", "user", EXIT_INTERRUPTED)
-    if isinstance(error, MemoryError) or "can't allocate memory" in message:
+    meaning = meaning_of(f"{name} {message}")
+    if isinstance(error, MemoryError) or meaning == "memory":
         name = "OutOfMemoryError"  # as torch calls it on a GPU
-    if DEVICE_MEMORY.search(message):
-        name = "OutOfMemoryError"
     if name == "OutOfMemoryError":
         remedy = "choose a smaller train.micro_batch or train.activation_checkpointing=full"
         return Verdict(name, f"{message}; {remedy}", CodeError.blame, CodeError.exit_code)
-    if LOST_PEER.search(f"{name} {message}"):
+    if meaning in ("lost_peer", "device", "node", "port"):
         return Verdict(name, message, NodeError.blame, NodeError.exit_code)
-    if isinstance(error, OSError) and error.errno in _DISK:
+    of_disk = isinstance(error, OSError) and error.errno in _DISK
+    if of_disk or meaning in ("storage", "storage_lasting"):
         return Verdict(name, message, StorageError.blame, StorageError.exit_code)
     return Verdict(name, message, CodeError.blame, CodeError.exit_code)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
 from slurmllm.backends.environment import load_environment
 from slurmllm.checkpoint.resume import find_resumable, first_fault
 from slurmllm.checkpoint.save import remove_leftovers
+from slurmllm.checkpoint.set_aside import read_skips
 from slurmllm.checkpoint.state import TrainState, fingerprint
+from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig, load
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.state import merge_states
@@ -18,12 +20,16 @@ from slurmllm.data.stream import PackedStream
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
 from slurmllm.pulse import Pulse
-from slurmllm.records import MicroBatchRecord
+from slurmllm.records import MicroBatchRecord, SkippedBatches
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.train.data_record import settle_data
 from slurmllm.train.events import EventLog
+from slurmllm.train.guard import Guard
 from slurmllm.train.save_schedule import SaveSchedule
 from slurmllm.train.stop import StopRequest
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # What the precompile stage runs: enough for every graph of a steady step (AWS's NeoX run: 3).
 PRECOMPILE_STEPS = 3
@@ -39,12 +45,14 @@ class Job:
         step: Optimizer steps behind the weights.
         tokens: Trained on so far.
         resumed_from: The checkpoint's step, None at a start from nothing.
-        skipped: Newer checkpoints that did not verify, with the reason.
+        skipped: Newer checkpoints that were passed over, with the reason.
+        passed_over: Batches that no step is made with.
         first_step_s: Of the first step, where it was made before the loop began.
         read_at: time.perf_counter() when the figures of the last step were there.
         pulse: Says what this worker is doing.
         saves: Says after which steps a checkpoint is written.
         events: Keeps what happens beside the steps; rank 0's alone are written.
+        guard: Ends training where it diverges.
     """
 
     run: RunDir
@@ -62,17 +70,20 @@ class Job:
     tokens: int = 0
     resumed_from: int | None = None
     skipped: tuple[str, ...] = ()
+    passed_over: tuple[SkippedBatches, ...] = ()
     first_step_s: float | None = None
     read_at: float = 0.0
     pulse: Pulse = field(init=False)
     saves: SaveSchedule = field(init=False)
     events: EventLog = field(init=False)
+    guard: Guard = field(init=False)
 
     def __post_init__(self) -> None:
         self.pulse = Pulse.from_environment()
         self.saves = SaveSchedule(self.config.recipe.checkpoint)
         written = self.worker.rank == 0 and self.stage == "train"
         self.events = EventLog(self.run.events(self.attempt) if written else None, self.attempt)
+        self.guard = Guard(self)
 
     @property
     def first_step(self) -> int:
@@ -81,6 +92,8 @@ class Job:
 
     def micro_batches(self) -> list[MicroBatch]:
         """This worker's sequences of the next global batch."""
+        while any(w.first <= self.stream.batches + 1 <= w.last for w in self.passed_over):
+            self.stream.skip_batch()
         batch, size = self.stream.next_batch(), self.mesh.micro_batch
         inputs, labels, positions = batch.inputs, batch.labels(IGNORED), batch.positions
         return [
@@ -96,7 +109,11 @@ class Job:
         """What a checkpoint must remember besides the shards (collective)."""
         data = merge_states(self.backend.gather(self.stream.state()))
         return TrainState(
-            step=self.step, tokens=self.tokens, data=data, fingerprint=self.fingerprint()
+            step=self.step,
+            tokens=self.tokens,
+            data=data,
+            fingerprint=self.fingerprint(),
+            guard=self.guard.state(),
         )
 
     def fingerprint(self) -> dict[str, Any]:
@@ -194,15 +211,19 @@ def open_job(job: Job) -> None:
     # Data first: its processes come up while torch is imported and the model is built.
     job.stream = _open_stream(job)
     job.backend = load_backend(job.config.backend)(job.config, job.mesh, job.worker)
-    from slurmllm.model.decoder import build_model
-
     job.backend.start()
-    job.backend.build(lambda: build_model(recipe.model))
+    job.backend.build(lambda: _model(recipe.model))
     job.backend.build_optimizer()
     if job.stage == "train":
         if job.worker.rank == 0:
             settle_data(job.run, job.stream.identity)
         _resume(job)
+
+
+def _model(config: ModelConfig) -> nn.Module:
+    from slurmllm.model.decoder import build_model  # torch: not every backend builds one
+
+    return build_model(config)
 
 
 def reopen(job: Job, measured: int) -> None:
@@ -251,11 +272,17 @@ def _start(job: Job) -> None:
 def _resume(job: Job) -> None:
     job.pulse.beat("resuming", job.step)
     if job.worker.rank == 0:
-        remove_leftovers(job.run)
+        remove_leftovers(job.run, job.attempt)
     found = find_resumable(job.run, job.backend, job.fingerprint())
-    job.skipped = found.skipped
+    job.skipped = found.skipped + found.set_aside
     for line in found.skipped:
         job.say(f"skipped a checkpoint that does not verify: {line}")
+    for line in found.set_aside:
+        job.say(f"passed over a checkpoint: {line}")
+    first = job.worker.rank == 0
+    job.passed_over = job.backend.gather(read_skips(job.run) if first else None)[0]
+    for window in job.passed_over:
+        job.say(f"batches {window.first} to {window.last} are skipped: {window.reason}")
     if found.state is None:
         _start(job)
         return
@@ -264,5 +291,8 @@ def _resume(job: Job) -> None:
     if job.step >= job.last_step:
         return
     job.backend.load_shards(job.run.checkpoint(job.step))
-    job.stream.load_state(found.state.data)
+    job.guard.load_state(found.state.guard)
+    # Data states of version 1 did not count; before them, no batch had been skipped.
+    drawn = [job.step * job.mesh.global_batch]
+    job.stream.load_state({"counts": drawn, **found.state.data})
     job.say(f"resumed from step {job.step}")

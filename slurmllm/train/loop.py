@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, SupportsFloat
 
 from slurmllm.backends.base import IGNORED, MicroBatch
-from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, DivergenceError
+from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
 from slurmllm.records import MetricsRow
 from slurmllm.train.hooks.base import Hook, Moment
 from slurmllm.train.job import Job
@@ -22,7 +21,7 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
         0 at the last step; EXIT_REQUEUE after a stop, all workers after the same step.
 
     Raises:
-        DivergenceError: the loss or the gradient norm is not finite; nothing is saved.
+        DivergenceError: on all workers, where the guard ends training; nothing is saved.
     """
     signal_name = stop_requested(job)
     unread: list[Step] = []
@@ -37,10 +36,15 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
         # found before.
         late = job.backend.late_readings and not saving
         while len(unread) > late:
-            row = read(job, unread.pop(0))
+            step = unread.pop(0)
+            row = read(job, step)
             newest = not unread
             moment = Moment(
-                row, last=last and newest, saving=saving and newest, leaving=leaving and newest
+                row,
+                last=last and newest,
+                saving=saving and newest,
+                leaving=leaving and newest,
+                batch=step.batch,
             )
             for hook in hooks:
                 hook.after_step(moment)
@@ -57,9 +61,11 @@ class Step(NamedTuple):
         began: time.perf_counter() before it.
         tokens: Trained on so far, this step included.
         data_wait_s: Until this worker had its sequences.
+        batch: The global batch, as the stream counts them.
     """
 
     number: int
+    batch: int
     began: float
     lr: float
     tokens: int
@@ -77,14 +83,15 @@ def one_step(job: Job) -> Step:
     lr = learning_rate(recipe.optim, recipe.train.steps, number)
     batches = job.micro_batches()
     data_wait_s = time.perf_counter() - began
+    batch = job.stream.batches
     loss = backend.forward_backward(batches, counted_labels(job, batches))
     if not backend.late_readings:
-        _require_finite(job, "loss", float(loss), number)
+        job.guard.check_finite("loss", float(loss), number, batch)
     grad_norm = backend.optimizer_step(lr)
     param_norm = backend.param_norm()
     job.step = number
     job.tokens += job.mesh.global_batch * recipe.model.seq_len
-    return Step(number, began, lr, job.tokens, data_wait_s, loss, grad_norm, param_norm)
+    return Step(number, batch, began, lr, job.tokens, data_wait_s, loss, grad_norm, param_norm)
 
 
 def counted_labels(job: Job, batches: Sequence[MicroBatch]) -> int:
@@ -100,8 +107,8 @@ def counted_labels(job: Job, batches: Sequence[MicroBatch]) -> int:
 def read(job: Job, step: Step) -> MetricsRow:
     """What was measured in a step; waits for it."""
     loss, grad_norm = float(step.loss), float(step.grad_norm)
-    _require_finite(job, "loss", loss, step.number)
-    _require_finite(job, "gradient norm", grad_norm, step.number)
+    job.guard.check_finite("loss", loss, step.number, step.batch)
+    job.guard.check_finite("gradient norm", grad_norm, step.number, step.batch)
     param_norm = float(step.param_norm)
     now = time.perf_counter()
     # A step that was begun before the one before it was read took the time between the two.
@@ -126,14 +133,9 @@ def read(job: Job, step: Step) -> MetricsRow:
 
 
 def stop_requested(job: Job) -> str | None:
-    """The signal that reached one of the workers, if any; the same answer on all (collective)."""
-    return next((name for name in job.backend.gather(job.stop.signal_name) if name), None)
+    """The signal that reached one of the workers, if any; the same answer on all (collective).
 
-
-def _require_finite(job: Job, name: str, value: float, step: int) -> None:
-    # A compiler that only collects graphs (precompile on trn1) hands back whatever was in memory.
-    if job.stage == "train" and not math.isfinite(value):
-        raise DivergenceError(
-            f"the {name} of step {step} is {value}; the checkpoints hold earlier weights: "
-            "lower optim.lr or lengthen optim.warmup_steps in a new run"
-        )
+    Raises:
+        DivergenceError: on all workers, where the guard of one of them has found a divergence.
+    """
+    return next((name for name in job.guard.agree(job.stop.signal_name) if name), None)

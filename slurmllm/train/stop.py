@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from types import FrameType
 
 # CAUTION: NCCL may catch SIGUSR1, so launchers send SIGUSR2 to workers; it is heard all the same.
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+# So long before the time limit the supervisor ends those that are still there; as in
+# `supervise.supervisor`.
+KILL_MARGIN_S = 30.0
 
 
 class StopRequest:
@@ -14,6 +19,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self._signalled_at: float | None = None
 
     def install(self) -> None:
         """Handle the signals from now on; before torch is imported, for that takes seconds."""
@@ -29,5 +35,21 @@ class StopRequest:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
+    def left_s(self, lead_s: float) -> float | None:
+        """Seconds until the supervisor ends this worker; None where nobody has said.
+
+        Nobody has where no signal came, outside Slurm, and after SIGTERM, which leaves Slurm's
+        KillWait.
+
+        Args:
+            lead_s: `slurm.signal_lead_s`, by which the signal came before the time limit.
+        """
+        told = self.signal_name not in (None, "SIGTERM") and "SLURM_JOB_ID" in os.environ
+        if not told or self._signalled_at is None:
+            return None
+        return max(lead_s - KILL_MARGIN_S, lead_s / 2) - (time.monotonic() - self._signalled_at)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name
+        if self._signalled_at is None:  # it is repeated
+            self._signalled_at = time.monotonic()

@@ -13,7 +13,7 @@ from slurmllm.analysis.comparison import Comparison, Tolerances
 from slurmllm.analysis.curves import Curve, read_curve
 from slurmllm.analysis.verdict import figure
 from slurmllm.errors import RunError
-from slurmllm.records import DataRecord
+from slurmllm.records import DataRecord, SkippedBatches, SkipsRecord
 
 
 def scaled(rows: list[Row], metric: str, share: float, first: int) -> list[Row]:
@@ -335,6 +335,25 @@ def test_runs_that_saw_other_data(make_run: MakeRun) -> None:
     assert result.data is not None
     assert result.data.same
     assert not result.causes
+
+
+def test_runs_that_skipped_data_after_a_divergence(make_run: MakeRun) -> None:
+    def curve(name: str, *skips: SkippedBatches) -> Curve:
+        again = scaled(make_rows(21, 50, 1), "loss", 0.2 if skips else 0, 26)
+        run = make_run(name, make_rows(1, 30), again)
+        data_record().save(run.data)
+        if skips:
+            SkipsRecord(skips=skips).save(run.skips)
+        return read_curve(run.path)
+
+    skip = SkippedBatches(first=26, last=30, roll_back_to=20, onset=26, attempt=0, reason="nan")
+    result = compare(curve("a"), curve("b", skip))
+    assert result.reason.endswith("; likely cause: B skipped batches 26–30")
+    assert result.overlaps["b"].rows == 0, "rows that were undone are not made again"
+    assert not result.warnings
+    assert result.data is not None
+    assert result.data.differences == ("B skipped batches 26–30",)
+    assert compare(curve("c", skip), curve("d", skip)).match
 
 
 def test_damaged_data_record_is_a_warning(make_run: MakeRun) -> None:

@@ -53,8 +53,9 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
     """A real checkpoint, of one worker, as the native backend writes it."""
     import torch.distributed as dist
 
-    from slurmllm.backends.base import Saved, Worker
+    from slurmllm.backends.base import Worker
     from slurmllm.backends.native import sharded_state
+    from slurmllm.backends.native.shard_saving import Shards
 
     model = build_model(recipe.model)
     initialize(model, recipe.model, seed=step)
@@ -68,7 +69,9 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
         class OneWorker(PretendBackend):
             def save_shards(self, directory: Path) -> Saving:
                 optimizer = AdamW(model.parameters())
-                return Saved(sharded_state.save(model, optimizer, directory, worker, group))
+                held = sharded_state.state_of(model, optimizer, worker)
+                shards = Shards(worker, group, torch.device("cpu"))
+                return shards.begin(held, directory, asynchronous=False)
 
         held = TrainState(
             step=step, tokens=9, data={}, fingerprint=fingerprint(recipe, "corpus", "tokenizer")

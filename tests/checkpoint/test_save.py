@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from slurmllm.checkpoint import save as saving
 from slurmllm.checkpoint.manifest import describe, faults, read_manifest
 from slurmllm.checkpoint.save import remove_leftovers, save
 from slurmllm.checkpoint.state import TrainState, digest
-from slurmllm.errors import CheckpointError, StorageError
+from slurmllm.errors import CheckpointError, NodeError, StorageError
 from slurmllm.rundir import RunDir
 
 
@@ -110,6 +111,51 @@ def test_leftovers_of_dead_attempts_go(run: RunDir) -> None:
     remove_leftovers(run)
     assert folders(run) == ["notes", "step_00000010"]
     remove_leftovers(RunDir(run.path / "nothing"))
+
+
+def test_a_newer_attempt_s_folder_stays(run: RunDir) -> None:
+    for name in (".step_00000020.002.tmp", ".step_00000020.003.tmp", ".step_00000020.004.tmp"):
+        (run.checkpoints / name).mkdir(parents=True)
+    remove_leftovers(run, attempt=3)
+    assert folders(run) == [".step_00000020.004.tmp"]
+
+
+def test_an_attempt_that_was_taken_over_publishes_nothing(run: RunDir) -> None:
+    save_all(PretendGang(), run, 10)
+    run.attempt("train", 4).path.mkdir(parents=True)
+    told = save_all(PretendGang(), run, 20)
+    assert [type(one) for one in told] == [NodeError, NodeError]
+    assert "attempt 3 was taken over by attempt 4" in str(told[1])
+    assert folders(run) == ["step_00000010"]
+
+
+def test_all_is_on_disk_before_the_manifest_and_that_before_the_name(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is fsynced and renamed, in order, by the paths that the descriptors had."""
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def told_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        done.append(f"fsync {path.relative_to(run.path)}")
+
+    def told_rename(self: Path, target: Path) -> Path:
+        done.append(f"rename {self.relative_to(run.path)}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", told_fsync)
+    monkeypatch.setattr(Path, "rename", told_rename)
+    save_all(PretendGang(), run, 20)
+    folder = "checkpoints/.step_00000020.003.tmp"
+    manifest = next(n for n, line in enumerate(done) if f"{folder}/.manifest.json" in line)
+    named = done.index(f"rename {folder}")
+    for name in ("/shard_0", "/shard_1", "/train_state.json", ""):
+        assert f"fsync {folder}{name}" in done[:manifest]
+    assert f"fsync {folder}" in done[manifest:named]
+    assert "fsync checkpoints" in done[named:]
+    assert "fsync ." in done, "the folder of the checkpoints in the run's"
 
 
 def test_describe_is_sha256(tmp_path: Path) -> None:

@@ -249,3 +249,22 @@ def test_real_text_gives_the_tokens_of_the_library(
         tokens = slot_tokens(batches, slot)
         expected = [t for document in order[slot::4] for t in ids[document]]
         assert tokens == expected[: len(tokens)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_counted_and_passed_over(corpus: Path, tokenizer: Path, workers: int) -> None:
+    expected = take(streams(corpus, tokenizer), 12)
+    ranks = streams(corpus, tokenizer, 2, workers)
+    try:
+        assert [rank.batches for rank in ranks] == [0, 0]
+        take(ranks, 3)
+        for rank in ranks:
+            rank.skip_batch()
+            rank.skip_batch()
+        assert [rank.batches for rank in ranks] == [5, 5]
+        assert np.array_equal(take(ranks, 2), expected[5:7])
+        resumed = restored(streams(corpus, tokenizer, 4), saved(ranks))
+        assert {rank.batches for rank in resumed} == {7}
+        assert np.array_equal(take(resumed, 5), expected[7:])
+    finally:
+        close(ranks)

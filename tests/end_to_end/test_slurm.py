@@ -1,38 +1,15 @@
-"""The whole way on a real Slurm: two jobs, a node that dies, signals, resume, cancel."""
+"""The whole way on a real Slurm: two jobs, a node that dies, signals."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-from pathlib import Path
 
 import pytest
-from end_to_end.bench import SMALL, Bench
-
-from slurmllm.slurm.client import SlurmCommands
+from end_to_end.bench import Bench
+from end_to_end.slurm_runs import Cluster, accounted, submit, wait
 
 pytestmark = pytest.mark.slurm
-
-
-class Cluster:
-    """The development cluster's verbs that these tests use (tests/conftest.py)."""
-
-    def call(self, *arguments: str) -> str:
-        raise AssertionError("stands for conftest.DevCluster")
-
-
-def submit(bench: Bench, inputs: tuple[str, ...], name: str, *more: str) -> dict[str, str]:
-    arguments = ("submit", "tiny_neox", "--nodes=4", f"--name={name}", *SMALL, *inputs, *more)
-    return dict(json.loads(bench.call(*arguments, "--json"))["jobs"])
-
-
-def wait(bench: Bench, name: str, *states: str) -> None:
-    # Seldom: a `status` takes a third of a second of the CPUs that the run needs.
-    bench.until(
-        lambda: bench.status(name)["state"] in states, f"{name} never {states}", 240, every_s=1.5
-    )
 
 
 @pytest.fixture
@@ -41,11 +18,6 @@ def unbroken(slurm: Cluster, bench: Bench, inputs: tuple[str, ...]) -> str:
         submit(bench, inputs, "whole")
         wait(bench, "whole", "done", "stopped", "interrupted")
     return "whole"
-
-
-def accounted(job: str) -> list[str]:
-    """The states of a job's incarnations, by sacct."""
-    return [row.state for row in SlurmCommands().accounting(job) if row.job_id == job]
 
 
 def test_both_jobs_complete(bench: Bench, unbroken: str) -> None:
@@ -143,54 +115,3 @@ def test_signals_as_at_the_time_limit(
         assert attempt["checkpoint_after"] == attempt["last_step"] >= step
         assert bench.attempt("signalled", number + 1)["first_step"] == attempt["last_step"] + 1
     assert bench.compare_exactly(unbroken, "signalled")["overlaps"]["b"]["rows"] == 0
-
-
-def test_the_time_limit_itself(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str
-) -> None:
-    # Slurm looks at time limits every 30 s, and signals when the lead would begin before it looks
-    # again: 30 to 60 s after the start.
-    submit(
-        bench, inputs, "limited", "--time=2", "--set=slurm.signal_lead_s=60",
-        "--set=train.compile=false", "--set=train.steps=100000",
-    )  # fmt: skip
-    again = bench.runs / "limited" / "attempts" / "001" / "attempt.json"
-    bench.until(again.is_file, "not requeued", 240)
-    left = bench.attempt("limited", 0)
-    assert left["class"] == "advance_signal"
-    assert left["evidence"] == ["SIGUSR1: saved and left"]
-    assert left["checkpoint_after"] == left["last_step"]
-    assert bench.attempt("limited", 1)["checkpoint_before"] == left["checkpoint_after"]
-    bench.wait_for_step("limited", left["last_step"] + 1, attempt=1)
-    bench.call("cancel", "limited")
-    wait(bench, "limited", "cancelled")
-    bench.until(lambda: bench.attempt("limited", 1)["ended_at"] is not None, "record left open")
-    assert bench.attempt("limited", 1)["class"] == "cancelled"
-
-
-def test_a_code_error_stops_and_is_not_requeued(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
-) -> None:
-    job = submit(bench, inputs, "crashed", "--set=train.compile=false")["train"]
-    bench.wait_for_step("crashed", 5)
-    node = bench.attempt("crashed", 0)["nodes"][1]
-    os.kill(_outside_pid(bench.runs / "crashed", rank=1), signal.SIGSEGV)
-    wait(bench, "crashed", "stopped")
-    assert bench.endings("crashed") == [("code_error", "stop")]
-    assert f"on {node} crashed with SIGSEGV" in bench.attempt("crashed", 0)["evidence"][0]
-    bench.until(lambda: accounted(job) == ["FAILED"], "sacct: not FAILED")
-
-
-def _outside_pid(run: Path, rank: int) -> int:
-    """The process id of a worker as this machine numbers it; nodes number their own."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"worker" in words and str(run).encode() in words and b"RANK=%d" % rank in variables:
-            return int(entry.name)
-    raise AssertionError(f"no worker {rank} of {run}")

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from slurmllm.config.resolve import resolve
-from slurmllm.records import AttemptRecord, FailureRecord, JobsRecord, NodeRecord, Submission
+from slurmllm.records import (
+    AttemptRecord,
+    CheckpointManifest,
+    FailureRecord,
+    JobsRecord,
+    NodeRecord,
+    Submission,
+)
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.slurm.fake import FakeSlurm
@@ -21,8 +28,8 @@ from slurmllm.supervise.attempts import (
     unequal_versions,
 )
 from slurmllm.supervise.classify import Ending
+from slurmllm.supervise.lost import ended_at, ending_of_lost, incarnation
 from slurmllm.supervise.requeue import nodes_to_avoid, requeue, usable
-from slurmllm.supervise.supervisor import ended_at, ending_of_lost, incarnation
 
 LOST = Ending("node_failure", ("no word from local0",), ("local0",))
 
@@ -41,7 +48,12 @@ def attempt(run: RunDir, ending: Ending, checkpoint: int | None = None) -> Attem
     allocation: Allocation = LocalAllocation()
     record = open_attempt(run, "train", resolve("tiny_neox"), allocation)
     if checkpoint is not None:
+        manifest = CheckpointManifest(
+            step=checkpoint, tokens=0, world_size=1, attempt=record.attempt, recipe="r",
+            saved_at=0.0, save_s=0.0, fingerprint="", files=(),
+        )  # fmt: skip
         run.checkpoint(checkpoint).mkdir(parents=True)
+        manifest.save(run.checkpoint(checkpoint) / "manifest.json")
     return close_attempt(run, record, ending)
 
 

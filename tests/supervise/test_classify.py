@@ -6,9 +6,11 @@ import signal
 
 import pytest
 
-from slurmllm.errors import DEVICE_FAULT, DEVICE_MEMORY, LOST_PEER
+from slurmllm.error_patterns import DEVICE_FAULT, LOST_PEER
+from slurmllm.error_patterns import MEMORY as DEVICE_MEMORY
 from slurmllm.records import EndingClass, FailureRecord, NodeRecord
-from slurmllm.supervise.classify import ACTIONS, Observed, classify
+from slurmllm.supervise.classify import Observed, classify
+from slurmllm.supervise.policy import ACTIONS
 
 NODES = ("n1", "n2")
 

@@ -22,26 +22,34 @@ from _devcluster.processes import (
     free_ports,
     is_namespace_init,
     kill,
+    program,
     run_state,
     same_namespace,
     wait_gone,
 )
+from _devcluster.shared import SharedDirectory
 
 DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld")
 
 # slurmctld calls each srun back by the name of its host, so it too must know the nodes' names.
 CONTROLLER_START = 'mount --bind "$1" /etc/hosts && exec slurmctld -D -f "$2"'
 
-# A node's first process. It collects orphans, and the node goes down with its slurmd.
+# A node's first process. It collects orphans, and the node goes down with its slurmd, unless that
+# was stopped on purpose (the file $off).
 # -b has slurmd report that the node has booted: jobs of before are lost, and Slurm should know.
 NODE_START = """\
-name=$1 hosts=$2 disk=$3 disk_path=$4 conf=$5
+name=$1 hosts=$2 disk=$3 disk_path=$4 conf=$5 off=$6 booted=-b
 hostname "$name"
 mount --bind "$hosts" /etc/hosts
 mount --bind "$disk" "$disk_path"
 mount -t tmpfs -o mode=1777 "shm-$name" /dev/shm
-slurmd -b -D -N "$name" -f "$conf" &
-wait $!
+while :; do
+  slurmd $booted -D -N "$name" -f "$conf" &
+  wait $! || true
+  [ -e "$off" ] || exit 1
+  while [ -e "$off" ]; do sleep 0.2; done
+  booted=
+done
 """
 NODE_NAMESPACES = ("--mount", "--uts", "--ipc", "--pid", "--mount-proc", "--kill-child")
 
@@ -84,6 +92,8 @@ class Cluster:
         report("slurmdbd")
         self._start_daemon("slurmctld", ("127.0.0.1", port))
         report("slurmctld")
+        if settings.shared:
+            self.shared().mount(settings.shared_mb)
         for node in settings.nodes:
             self.power_on(node)
 
@@ -98,6 +108,8 @@ class Cluster:
         """Kill every process of the cluster."""
         self.power_off(*{name for name, _ in self.processes.all()}.difference(DAEMONS))
         self.processes.kill_all()
+        if self.directory.settings_file.exists() and self.directory.settings().shared:
+            self.shared().unmount()
 
     def run(self, *command: str) -> str:
         """Run a program for this cluster; what it prints."""
@@ -121,9 +133,12 @@ class Cluster:
         for folder in (disk, spool):
             folder.mkdir(parents=True, exist_ok=True)
         disk.chmod(0o1777)
+        off = self.directory.slurmd_off(node)
+        off.unlink(missing_ok=True)
         disk_path = self.directory.settings().node_local
         arguments = [node, str(self.directory.hosts), str(disk), disk_path]
-        script = ["sh", "-euc", NODE_START, "node", *arguments, str(self.directory.slurm_conf)]
+        arguments += [str(self.directory.slurm_conf), str(off)]
+        script = ["sh", "-euc", NODE_START, "node", *arguments]
         self.processes.start(node, ["unshare", *NODE_NAMESPACES, *script])
 
     def power_off(self, *nodes: str) -> None:
@@ -141,6 +156,29 @@ class Cluster:
             for pid in moving:
                 kill(pid, signal.SIGSTOP)
 
+    def thaw(self, node: str) -> None:
+        """Let every process of a frozen node go on, the first one last."""
+        init = self._init(node)
+        if init is not None:
+            for pid in sorted(same_namespace(init), reverse=True):
+                kill(pid, signal.SIGCONT)
+
+    def stop_slurmd(self, node: str) -> None:
+        """Kill a node's slurmd; jobs on the node go on."""
+        init = self._init(node)
+        self.directory.slurmd_off(node).touch()
+
+        def slurmds() -> list[int]:
+            return [pid for pid in same_namespace(init or 0) if program(pid) == "slurmd"]
+
+        for pid in slurmds():
+            kill(pid, signal.SIGKILL)
+        wait_gone(slurmds)
+
+    def start_slurmd(self, node: str) -> None:
+        """Start it again; it finds the jobs of before."""
+        self.directory.slurmd_off(node).unlink(missing_ok=True)
+
     def power(self, node: str) -> str:
         """`on`, `off` or `frozen`: the state of the node itself, whatever Slurm holds of it."""
         init = self._init(node)
@@ -149,7 +187,7 @@ class Cluster:
         return "frozen" if run_state(init) == "T" else "on"
 
     def wait_in_service(self, node: str, since: float) -> None:
-        """Wait until slurmctld uses a node whose slurmd was started at the time `since`."""
+        """Wait until slurmctld uses a node whose slurmd was started at `since` or later."""
 
         def late() -> list[str]:
             shown = self.run("scontrol", "-o", "show", "node", node)
@@ -159,18 +197,45 @@ class Cluster:
             )
             if not started.startswith("2") or _timestamp(started) < int(since):
                 return [node]
+            if "NOT_RESPONDING" in state:
+                return [node]
             if re.search("DOWN|DRAIN|FAIL", state):
                 self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
                 return [node]
-            return [node] if "NOT_RESPONDING" in state else []
+            return []
 
         self.processes.wait(60, late)
+
+    def shared(self) -> SharedDirectory:
+        """The nodes' shared directory.
+
+        Raises:
+            Fault: it is none of its own.
+        """
+        settings = self.directory.settings()
+        if not settings.shared:
+            raise Fault("this cluster has no shared directory of its own; `up --shared PATH`", 2)
+        return SharedDirectory(settings.shared)
+
+    def inits(self) -> list[int]:
+        """The first processes of all nodes that have power."""
+        return [pid for _, pid in self.processes.all() if is_namespace_init(pid)]
 
     def _init(self, node: str) -> int | None:
         """The first process of a node's namespace; None where the node has no power."""
         return next(filter(is_namespace_init, self.processes.named(node)), None)
 
     # -- daemons
+
+    def stop_controller(self, number: signal.Signals) -> None:
+        """End slurmctld: by SIGTERM it saves its state, by SIGKILL it may lose some seconds."""
+        for pid in self.processes.named("slurmctld"):
+            kill(pid, number)
+        wait_gone(lambda: self.processes.named("slurmctld"))
+
+    def start_controller(self) -> None:
+        """Start slurmctld from the state that it has saved, and wait until it answers."""
+        self._start_daemon("slurmctld", ("127.0.0.1", self.directory.settings().first_port))
 
     def _start_daemon(self, name: str, address: str | tuple[str, int]) -> None:
         self.processes.start(name, self._command(name))

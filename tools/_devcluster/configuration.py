@@ -87,6 +87,8 @@ class Settings:
     slurmd_timeout_s: int
     kill_wait_s: int
     grace_s: int
+    shared: str = ""  # where a file system of its own is mounted that all nodes share
+    shared_mb: int = 0
     first_port: int = 0  # slurmctld's; then come slurmdbd's and the nodes'
 
     @property
@@ -123,6 +125,10 @@ class StateDirectory:
     def disk(self, node: str) -> Path:
         """A node's own disk."""
         return self.node(node) / "disk"
+
+    def slurmd_off(self, node: str) -> Path:
+        """There while the node is to be without its slurmd."""
+        return self.node(node) / "slurmd.off"
 
     def settings(self) -> Settings:
         """The settings of the last `up`."""

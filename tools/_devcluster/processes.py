@@ -71,7 +71,8 @@ class Processes:
         deadline = time.monotonic() + limit_s
         while names := late():
             for name in names:
-                if self._children[name].poll() is not None:
+                child = self._children.get(name)
+                if child is not None and child.poll() is not None:
                     raise Fault(f"{name} has ended\n{self.tail(name)}")
             if time.monotonic() > deadline:
                 listed = ", ".join(names)
@@ -118,6 +119,13 @@ def run_state(pid: int) -> str:
     with contextlib.suppress(OSError):
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     return "X"
+
+
+def program(pid: int) -> str:
+    """The name of the program that a process runs, at most 15 letters; empty where it is gone."""
+    with contextlib.suppress(OSError):
+        return (PROC / str(pid) / "comm").read_text().strip()
+    return ""
 
 
 def is_namespace_init(pid: int) -> bool:

@@ -28,7 +28,6 @@ from slurmllm.backends.base import (
     Memory,
     MicroBatch,
     ModelFactory,
-    Saved,
     Saving,
     WeightReader,
     weight_of_counted,
@@ -40,6 +39,7 @@ from slurmllm.backends.native.limits import unsupported
 from slurmllm.backends.native.memory import device_memory
 from slurmllm.backends.native.norms import copies_of, local_part, scale_, total_norm
 from slurmllm.backends.native.pipeline import Pipeline, as_one, chunks_of, make_chunk
+from slurmllm.backends.native.shard_saving import Shards
 from slurmllm.backends.native.tensor_parallel import share_out
 from slurmllm.errors import ConfigError
 from slurmllm.model.decoder import Decoder
@@ -68,6 +68,7 @@ class NativeBackend(Backend):
     pipeline: Pipeline | None
     tied_group: dist.ProcessGroup | None = None
     optimizer: torch.optim.Optimizer
+    shards: Shards
 
     def start(self) -> None:
         """Open process groups and the device mesh (collective)."""
@@ -162,6 +163,7 @@ class NativeBackend(Backend):
         self.optimizer = precision.make_optimizer(
             self.model.named_parameters(), recipe.optim, recipe.train
         )
+        self.shards = Shards(self.worker, self.control, self.device)
 
     def fill_weights(self, read: WeightReader) -> None:
         """Set the weights of this worker's shard, before the first step."""
@@ -244,6 +246,7 @@ class NativeBackend(Backend):
         if limit > 0 and norm > limit:
             scale_(gradients, limit / (norm + 1e-6))
         precision.set_learning_rate(self.optimizer, lr)
+        self.shards.settle()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -261,8 +264,10 @@ class NativeBackend(Backend):
 
     def save_shards(self, directory: Path) -> Saving:
         """Write model, optimizer and random state into an existing folder (collective)."""
-        return Saved(
-            sharded_state.save(self.model, self.optimizer, directory, self.worker, self.control)
+        return self.shards.begin(
+            sharded_state.state_of(self.model, self.optimizer, self.worker),
+            directory,
+            asynchronous=self.config.recipe.checkpoint.asynchronous,
         )
 
     def load_shards(self, directory: Path) -> None:

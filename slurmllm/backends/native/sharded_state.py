@@ -16,52 +16,28 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slurmllm.backends.base import Worker
 from slurmllm.checkpoint.nxd_layout import read_layout
 from slurmllm.checkpoint.origin import read_origin
-from slurmllm.checkpoint.sharded_writer import Writer, blamed
+from slurmllm.checkpoint.sharded_writer import blamed
 from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.checkpoint.training_files import TrainingFiles, open_training
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError
 
 
-def save(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    directory: Path,
-    worker: Worker,
-    group: dist.ProcessGroup,
-) -> list[str]:
-    """Write this worker's shards (collective).
-
-    Returns:
-        Names of the files that this worker wrote.
-
-    Raises:
-        StorageError: the file system refused one of the workers.
-    """
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) -> dict[str, Any]:
+    """What a checkpoint holds of a worker: the tensors themselves, no copies."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {
+    return {
         "model": model_state,
         # Not its param_groups: learning rate and the like come from the recipe.
         "optimizer": optimizer_state["state"],
         "random": {_random_key(worker.rank): _random_state()},
     }
-    try:
-        save_state(
-            state,
-            storage_writer=Writer(directory),
-            process_group=group,
-        )
-    except CheckpointException as error:  # on all workers alike
-        raise blamed(error, "cannot write shards") from error
-    written = [path.name for path in directory.glob(f"__{worker.rank}_*.distcp")]
-    return sorted(written) + ([".metadata"] if worker.rank == 0 else [])
 
 
 def load(
@@ -72,7 +48,7 @@ def load(
     group: dist.ProcessGroup,
     config: ModelConfig | None = None,
 ) -> None:
-    """Read what any number of workers wrote, by `save` or by NxD (collective).
+    """Read what any number of workers wrote, by `shard_saving` or by NxD (collective).
 
     The random state comes back where the number of workers is the same; else it stays as the
     start-up seeded it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slurmllm.train.hooks.base import Hook
 from slurmllm.train.hooks.checkpoint import CheckpointHook
+from slurmllm.train.hooks.guard import GuardHook
 from slurmllm.train.hooks.metrics import MetricsHook
 from slurmllm.train.hooks.progress import ProgressHook
 from slurmllm.train.hooks.start_up import StartUpHook
@@ -13,7 +14,8 @@ from slurmllm.train.job import Job
 def make_hooks(job: Job) -> list[Hook]:
     """The hooks of this worker.
 
-    Metrics come before the checkpoint: where a checkpoint is, the rows up to it are on disk.
+    Metrics come before the checkpoint: where a checkpoint is, the rows up to it are on disk. The
+    guard comes between them: what has diverged is told and not saved.
     """
     hooks: list[Hook] = []
     if job.worker.local_rank == 0:
@@ -24,5 +26,5 @@ def make_hooks(job: Job) -> list[Hook]:
         from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
         hooks += [MetricsHook(job), TensorBoardHook(job), ProgressHook(job)]
-    hooks.append(CheckpointHook(job))
+    hooks += [GuardHook(job), CheckpointHook(job)]
     return hooks

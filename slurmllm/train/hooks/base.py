@@ -15,12 +15,14 @@ class Moment(NamedTuple):
         last: Whether the stage is complete with this step.
         saving: Whether a checkpoint is written after this step.
         leaving: Whether training ends with this step, here or for now.
+        batch: The global batch that the step was made with, as the stream counts them from 1.
     """
 
     row: MetricsRow
     last: bool
     saving: bool
     leaving: bool
+    batch: int = 0
 
 
 class Hook:

@@ -1,0 +1,181 @@
+"""What a run did and when, as the accounting of its node hours needs it; read or simulated."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from slurmllm.analysis.rows import MetricsFile
+from slurmllm.errors import RunError, SlurmllmError
+from slurmllm.records import AttemptRecord, Event, JobsRecord, Submission
+from slurmllm.rundir import RunDir, Stage
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """One start of a Slurm job: what it had of the cluster.
+
+    Attributes:
+        job_id: The job.
+        stage: The stage that it ran.
+        nodes: How many.
+        start: Unix time, s.
+        end: Likewise; of one that runs, the time of asking.
+        running: Whether it had no end yet.
+    """
+
+    job_id: str
+    stage: Stage
+    nodes: int
+    start: float
+    end: float
+    running: bool = False
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps that an attempt made, in its order.
+
+    Attributes:
+        numbers: Of the steps. [steps]
+        seconds: That each took, s. [steps]
+        ends: Unix time at its end, s. [steps]
+    """
+
+    numbers: Ints
+    seconds: Floats
+    ends: Floats
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+@dataclass(frozen=True)
+class History:
+    """A run's past.
+
+    Attributes:
+        name: The run's.
+        attempts: Of both stages.
+        steps: Train attempt → its steps; only attempts that made some.
+        waited_s: Train attempt → seconds that training waited for its saves, where known.
+        saves: Of each save that is known: how long training waited, how long all of it took, s.
+        incarnations: Of the jobs by Slurm's accounting; empty where there is none.
+        submissions: Unix times at which somebody submitted or resumed the run.
+        warnings: What a reader of the figures should know.
+    """
+
+    name: str
+    attempts: Sequence[AttemptRecord]
+    steps: Mapping[int, Steps] = field(default_factory=dict)
+    waited_s: Mapping[int, float] = field(default_factory=dict)
+    saves: Sequence[tuple[float, float]] = ()
+    incarnations: Sequence[Incarnation] = ()
+    submissions: Sequence[float] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def read_history(run: RunDir, incarnations: Sequence[Incarnation] = ()) -> History:
+    """Read what a run has written, as far as it can be read."""
+    warnings: list[str] = []
+    attempts = list(_attempts(run, warnings))
+    steps: dict[int, Steps] = {}
+    for path in run.metrics_files():
+        number = int(path.stem.removeprefix("attempt_"))
+        made = _steps(path, warnings)
+        if len(made):
+            steps[number] = made
+    waited_s: dict[int, float] = {}
+    saves: list[tuple[float, float]] = []
+    for number in steps:
+        found = [event for event in read_events(run, number) if event.kind == "save"]
+        if found:
+            waited_s[number] = math.fsum(event.waited_s or 0.0 for event in found)
+            saves += [(event.waited_s or 0.0, event.seconds or 0.0) for event in found]
+    if steps and not waited_s:
+        warnings.append("no save in events/: what training waited for saves counts as idle")
+    unknown = sorted(set(steps) - {a.attempt for a in attempts if a.stage == "train"})
+    if unknown:
+        words = ", ".join(str(number) for number in unknown)
+        warnings.append(f"metrics without an attempt record count for nothing: attempt {words}")
+    submitted = tuple(sent.submitted_at for sent in _submissions(run, warnings))
+    return History(
+        run.name, attempts, steps, waited_s, saves, incarnations, submitted, tuple(warnings)
+    )
+
+
+def read_events(run: RunDir, attempt: int) -> Iterator[Event]:
+    """The events of a train attempt; lines that are none (a last one that was cut) are left out."""
+    path = run.events(attempt)
+    try:
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}") from error
+    for line in lines:
+        try:
+            yield Event.model_validate_json(line)
+        except ValidationError:
+            continue
+
+
+def submissions(run: RunDir) -> Sequence[Submission]:
+    """Every submission of a run, oldest first; none where jobs.json is absent or damaged."""
+    return _submissions(run, [])
+
+
+def _submissions(run: RunDir, warnings: list[str]) -> Sequence[Submission]:
+    try:
+        return JobsRecord.load(run.jobs).submissions if run.jobs.is_file() else ()
+    except SlurmllmError as error:
+        warnings.append(str(error))
+        return ()
+
+
+def _attempts(run: RunDir, warnings: list[str]) -> Iterator[AttemptRecord]:
+    stages: tuple[Stage, ...] = ("precompile", "train")
+    for stage in stages:
+        for paths in run.attempts(stage):
+            if not paths.record.is_file():
+                continue
+            try:
+                yield AttemptRecord.load(paths.record)
+            except SlurmllmError as error:
+                warnings.append(str(error))
+
+
+def _steps(path: Path, warnings: list[str]) -> Steps:
+    numbers, seconds, ends = array("q"), array("d"), array("d")
+    source = MetricsFile(path)
+    try:
+        for row in source.rows():
+            taken, end = _seconds(row.get("step_time_s")), _seconds(row.get("time"))
+            if taken is None or end is None:
+                raise source.fault("step_time_s or time is no number of seconds")
+            numbers.append(row["step"])
+            seconds.append(taken)
+            ends.append(end)
+    except RunError as error:  # the rest of the run can still be counted
+        warnings.append(str(error))
+    if source.cut_line is not None:
+        warnings.append(f"{path}:{source.cut_line}: the last line is cut and left out")
+    return Steps(
+        np.array(numbers, dtype=np.int64),
+        np.array(seconds, dtype=np.float64),
+        np.array(ends, dtype=np.float64),
+    )
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) and value >= 0 else None

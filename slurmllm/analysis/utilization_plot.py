@@ -1,0 +1,79 @@
+"""The picture of where node hours went: a stacked bar a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from slurmllm.analysis.spending import PARTS, Part
+from slurmllm.analysis.utilization import Utilization
+from slurmllm.errors import StorageError
+
+# The productive part recedes, so that what was lost is seen; neighbours differ in lightness.
+_COLORS: dict[Part, str] = {
+    "productive": "#cfd8dc",
+    "recomputation": "#7a1f5c",
+    "saving": "#f2a65a",
+    "first_step": "#2a8c6e",
+    "start_up": "#12466b",
+    "preflight": "#7fb3d5",
+    "cache": "#a04000",
+    "precompile": "#8e7cc3",
+    "idle": "#333333",
+}
+
+
+def draw(runs: Mapping[str, Utilization], path: Path) -> None:
+    """Draw the shares of each run's node hours, and beside them the lost ones alone, into a PNG.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    picture = Figure(figsize=(11, 1.8 + 0.5 * len(runs)), dpi=120, layout="constrained")
+    whole, lost = picture.subplots(1, 2, sharey=True)
+    names = list(runs)
+    for axes, parts in ((whole, PARTS), (lost, PARTS[1:])):
+        left = [0.0] * len(names)
+        for part in parts:
+            widths = [100.0 * runs[name].shares[part] for name in names]
+            label = part.replace("_", " ") if axes is whole else None
+            axes.barh(range(len(names)), widths, left=left, color=_COLORS[part], label=label)
+            left = [begin + width for begin, width in zip(left, widths, strict=True)]
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+    whole.set_xlabel("% of the node hours")
+    lost.set_xlabel("% of the node hours, what was not productive")
+    whole.set_yticks(range(len(names)), names, parse_math=False)
+    whole.invert_yaxis()
+    picture.legend(loc="outside upper center", ncols=len(PARTS), frameon=False, fontsize=8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a run's name may be in any script
+        _save(picture, path)
+
+
+def _save(picture: Figure, path: Path) -> None:
+    """Write the PNG whole or not at all."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=".report.", suffix=".png", dir=path.parent)
+        temporary = Path(name)
+        with os.fdopen(descriptor, "wb") as stream:
+            picture.savefig(stream, format="png")
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        raise StorageError(
+            f"cannot write the picture {path}: {error.strerror or error}; name another file with "
+            "--plot"
+        ) from error

@@ -1,0 +1,93 @@
+"""The rehearsal backend's surroundings: nothing is compiled, and a worker has one thread."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmllm.backends.environment import Graph, Variable
+from slurmllm.config.resolve import RunConfig
+from slurmllm.plan.mesh import Mesh, replica_nodes
+
+
+def variables(config: RunConfig) -> dict[str, Variable]:
+    """The workers' environment, each value with its source: many of them may share a machine."""
+    return {
+        "MALLOC_ARENA_MAX": Variable("1", "glibc: fewer arenas, less memory held by threads"),
+        "OMP_NUM_THREADS": Variable("1", "rehearsal: nothing to compute"),
+        "OPENBLAS_NUM_THREADS": Variable("1", "numpy: no pool of threads"),
+        "TOKENIZERS_PARALLELISM": Variable("false", "tokenizers: no pool of threads"),
+    }
+
+
+def cache_variables(cache: str) -> dict[str, Variable]:
+    """None: nothing is compiled."""
+    return {}
+
+
+def precompile_nodes(config: RunConfig, nodes: int) -> int:
+    """One replica of the model."""
+    return min(nodes, replica_nodes(config))
+
+
+def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -> list[list[str]]:
+    """The workers themselves."""
+    return [list(workers)]
+
+
+def graphs_hold_steps(config: RunConfig) -> bool:
+    """No: there are none."""
+    return False
+
+
+def expects_graphs(config: RunConfig) -> bool:
+    """No."""
+    return False
+
+
+def graphs(cache: Path) -> list[Graph]:
+    """None."""
+    return []
+
+
+def count_graphs(cache: Path) -> int:
+    """None."""
+    return 0
+
+
+def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
+    """Nothing changes graphs that do not exist: one precompile stage serves every rehearsal."""
+    return {}
+
+
+def versions() -> dict[str, str]:
+    """Python's alone."""
+    return {"python": platform.python_version()}
+
+
+def node_versions() -> dict[str, str]:
+    """The same."""
+    return versions()
+
+
+def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    """Nothing to show."""
+    return {}
+
+
+def unsupported(config: RunConfig) -> list[str]:
+    """What needs weights or a device."""
+    faults = []
+    if config.recipe.train.init_from is not None:
+        faults.append(
+            "train.init_from: the rehearsal backend has no weights to fill; leave it out with "
+            "--set train.init_from=null"
+        )
+    if config.recipe.train.micro_batch == "auto" and config.cluster.device != "neuron":
+        faults.append(
+            "train.micro_batch: auto: the rehearsal backend uses no memory to measure; give a "
+            "number with --set train.micro_batch=1"
+        )
+    return faults

@@ -1,0 +1,208 @@
+"""A second place for checkpoints: a folder or whatever fsspec has a URL for (s3://…).
+
+<second tier>/<run>/step_XXXXXXXX/ holds the files of the run's folder, the manifest last: where it
+is, the checkpoint is whole. What comes back is checked against it before it is a checkpoint again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmllm.checkpoint.manifest import MANIFEST, read_manifest
+from slurmllm.config.recipe import CheckpointConfig
+from slurmllm.errors import StorageError
+from slurmllm.records import CheckpointManifest
+from slurmllm.rundir import RunDir, fsync_dir
+
+_STEP = re.compile(r"^step_(\d{8,})$")
+_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class SecondTier:
+    """The second place of one run.
+
+    Attributes:
+        location: As the recipe has it.
+        folder: The run's, as the file system names it.
+        file_system: fsspec's.
+    """
+
+    location: str
+    folder: str
+    file_system: Any
+
+    def path(self, step: int, name: str = "") -> str:
+        """A checkpoint's folder there, or one of its files."""
+        folder = f"{self.folder}/step_{step:08d}"
+        return f"{folder}/{name}" if name else folder
+
+    def url(self, step: int) -> str:
+        """A checkpoint's folder there, for people and programs."""
+        url: str = self.file_system.unstrip_protocol(self.path(step))
+        return url.removeprefix("file://")
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are whole there, oldest first.
+
+        Raises:
+            StorageError: the place cannot be reached.
+        """
+        return [step for step in self._folders() if self._whole(step)]
+
+    def manifest(self, step: int) -> CheckpointManifest:
+        """The manifest of a checkpoint there.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        path = self.path(step, MANIFEST)
+        try:
+            return CheckpointManifest.model_validate_json(self.file_system.cat_file(path))
+        except Exception as error:  # each file system has errors of its own
+            raise self._refused("read", path, error) from error
+
+    def put(self, directory: Path) -> int:
+        """Copy a checkpoint there.
+
+        Returns:
+            Its size in bytes.
+
+        Raises:
+            StorageError: it cannot be read here or written there.
+        """
+        manifest = read_manifest(directory)
+        target = self.path(manifest.step)
+        try:
+            if self.file_system.exists(target):  # cut off, or replaced in the run
+                self._remove(manifest.step)
+            for file in manifest.files:
+                self._put(directory / file.path, f"{target}/{file.path}")
+                size = self.file_system.size(f"{target}/{file.path}")
+                if size != file.bytes:
+                    raise OSError(f"{file.path} has {size} bytes there instead of {file.bytes}")
+            self._put(directory / MANIFEST, f"{target}/{MANIFEST}")
+        except Exception as error:
+            raise self._refused("write", target, error) from error
+        return sum(file.bytes for file in manifest.files)
+
+    def retain(self, keep: int) -> None:
+        """Remove all but the `keep` whole ones saved last, and what is not whole.
+
+        By time and not by step, for a run may have gone back, or another of its name before it.
+
+        Raises:
+            StorageError: the place cannot be reached.
+        """
+        saved = {step: self.manifest(step).saved_at for step in self.steps()}
+        newest = sorted(saved, key=lambda step: saved[step])[-keep:]
+        for step in self._folders():
+            if newest and step not in newest:
+                try:
+                    self._remove(step)
+                except Exception as error:
+                    raise self._refused("remove", self.path(step), error) from error
+
+    def fetch(self, step: int, run: RunDir) -> None:
+        """Make a checkpoint there one of the run, in place of a damaged one of the same step.
+
+        Raises:
+            StorageError: it cannot be read or does not verify; the run is as before.
+        """
+        target = run.checkpoint(step)
+        temporary = target.with_name(f".{target.name}.fetched.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        manifest = self.manifest(step)
+        try:
+            for file in manifest.files:
+                path = temporary / file.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if self._get(self.path(step, file.path), path) != file.sha256:
+                    raise OSError(f"{file.path} does not match its checksum there")
+            for folder in {(temporary / file.path).parent for file in manifest.files}:
+                fsync_dir(folder)
+            manifest.save(temporary / MANIFEST)
+            replace(temporary, target)
+        except Exception as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise self._refused("read", self.path(step), error) from error
+
+    def _folders(self) -> list[int]:
+        try:
+            self.file_system.invalidate_cache()
+            if not self.file_system.exists(self.folder):
+                return []
+            names = [path.rstrip("/").rpartition("/")[2] for path in self._listed()]
+        except Exception as error:
+            raise self._refused("list", self.folder, error) from error
+        return sorted(int(found[1]) for name in names if (found := _STEP.match(name)))
+
+    def _listed(self) -> list[str]:
+        found: list[str] = self.file_system.ls(self.folder, detail=False)
+        return found
+
+    def _whole(self, step: int) -> bool:
+        try:
+            return bool(self.file_system.exists(self.path(step, MANIFEST)))
+        except Exception as error:
+            raise self._refused("read", self.path(step), error) from error
+
+    def _remove(self, step: int) -> None:
+        """The manifest first: what is left of a removal that was cut off is not whole."""
+        if self._whole(step):
+            self.file_system.rm_file(self.path(step, MANIFEST))
+        self.file_system.rm(self.path(step), recursive=True)
+
+    def _put(self, source: Path, target: str) -> None:
+        self.file_system.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self.file_system.put_file(str(source), target)
+
+    def _get(self, source: str, target: Path) -> str:
+        """Copy a file here, on disk for good; its sha256."""
+        checksum = hashlib.sha256()
+        with self.file_system.open(source, "rb") as stream, target.open("wb") as copy:
+            while chunk := stream.read(_CHUNK_BYTES):
+                checksum.update(chunk)
+                copy.write(chunk)
+            copy.flush()
+            os.fsync(copy.fileno())
+        return checksum.hexdigest()
+
+    def _refused(self, verb: str, path: str, error: Exception) -> StorageError:
+        told = error.strerror if isinstance(error, OSError) and error.strerror else error
+        return StorageError(f"checkpoint.second_tier: cannot {verb} {path}: {told}")
+
+
+def second_tier(config: CheckpointConfig, run: str) -> SecondTier | None:
+    """The second place of a run; None where the recipe has none.
+
+    Raises:
+        StorageError: nothing that is installed here can open it.
+    """
+    location = config.second_tier
+    if location is None:
+        return None
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    try:
+        file_system, root = url_to_fs(location)
+    except Exception as error:  # each file system has errors of its own
+        raise StorageError(f"checkpoint.second_tier: cannot open {location}: {error}") from error
+    return SecondTier(location, f"{root.rstrip('/')}/{run}", file_system)
+
+
+def replace(temporary: Path, target: Path) -> None:
+    """Give a whole checkpoint its name, in place of one that is there, and make that durable."""
+    replaced = target.with_name(f".{target.name}.replaced")
+    if target.exists():  # damaged or set aside: it was passed over
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    temporary.rename(target)
+    fsync_dir(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

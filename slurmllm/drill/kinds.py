@@ -1,0 +1,72 @@
+"""What can be broken, and what the supervisor must say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+from slurmllm.errors import RunError
+from slurmllm.records import EndingClass
+
+KindName = Literal["worker", "node", "first_node", "time_limit", "save", "hang"]
+NAMES: tuple[KindName, ...] = get_args(KindName)
+# A hang must not take the drill an hour; ten times the run's slow steps hold as well.
+HANG_LIMIT_S = 5.0
+
+
+class Kind(NamedTuple):
+    """One way to break a run.
+
+    Attributes:
+        expected: The class that the attempt must get.
+        words: What is done, for people.
+        nodes: Nodes that it takes at least.
+        overrides: Values that the run to be broken needs, as given to --set.
+    """
+
+    expected: EndingClass
+    words: str
+    nodes: int = 1
+    overrides: tuple[str, ...] = ()
+
+
+KINDS: dict[KindName, Kind] = {
+    "worker": Kind("node_failure", "one worker is killed"),
+    "node": Kind("node_failure", "launcher and workers of one node are killed", nodes=2),
+    "first_node": Kind("node_failure", "all of the first node is killed, the supervisor too"),
+    "time_limit": Kind("advance_signal", "the signal ahead of the time limit comes"),
+    "save": Kind("node_failure", "one worker is killed in the middle of a save"),
+    "hang": Kind(
+        "hang", "one worker is stopped where it stands", overrides=(
+            "watchdog.enabled=true", f"watchdog.min_step_s={HANG_LIMIT_S:g}",
+        ),
+    ),
+}  # fmt: skip
+
+
+def chosen(text: str, nodes: int) -> tuple[KindName, ...]:
+    """The kinds that `--kinds` means: names with commas between, or all.
+
+    Raises:
+        RunError: one is unknown or takes more nodes than there are.
+    """
+    if text == "all":
+        return tuple(name for name in NAMES if KINDS[name].nodes <= nodes)
+    wanted = [word.strip() for word in text.split(",") if word.strip()]
+    unknown = [word for word in wanted if word not in NAMES]
+    if unknown or not wanted:
+        raise RunError(
+            f"--kinds {text!r}: must be all, or some of {', '.join(NAMES)} with commas between"
+        )
+    names = tuple(name for name in NAMES if name in wanted)
+    _check_nodes(names, nodes)
+    return names
+
+
+def _check_nodes(names: Sequence[KindName], nodes: int) -> None:
+    for name in names:
+        if KINDS[name].nodes > nodes:
+            raise RunError(
+                f"--kinds {name}: takes {KINDS[name].nodes} nodes and the run has {nodes}; add "
+                "--nodes 2 (the first node has a kind of its own, first_node)"
+            )

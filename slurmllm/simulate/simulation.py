@@ -1,0 +1,296 @@
+"""Attempt after attempt in simulated time, under the supervisor's own policy.
+
+nodes → preflight → cache → start-up → steps and saves → failure → noticed → closed
+  ↑                                                                            │
+  └──────────── requeue, backoff, excluded nodes: supervise.policy ────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slurmllm.analysis.history import Floats, History, Incarnation, Ints, Steps
+from slurmllm.checkpoint.interval import best_interval_s, mtbf_s
+from slurmllm.records import AttemptRecord, EndingClass
+from slurmllm.simulate.failures import BREAKS_NODE, ENDINGS, Failure, Moment
+from slurmllm.simulate.nodes import Nodes
+from slurmllm.simulate.scenario import HOUR_S, Scenario
+from slurmllm.supervise.policy import decide, failing_nodes
+
+_JOB = "1"
+# A text that the policy takes for a fault that may pass.
+_EVIDENCE: dict[str, str] = {"storage": "OSError: [Errno 30] Read-only file system"}
+# That lose steps, as `checkpoint.every_steps: auto` counts them.
+_FAILURES = ("node_failure", "hang", "storage_failure")
+
+
+def simulate(scenario: Scenario, seed: int) -> History:
+    """What a run would have done.
+
+    Args:
+        scenario: The run, the cluster and what fails.
+        seed: The same gives the same history.
+    """
+    return _Simulation(scenario, np.random.default_rng(seed)).run()
+
+
+@dataclass
+class _Made:
+    """Steps, in pieces."""
+
+    numbers: list[Ints] = field(default_factory=list)
+    seconds: list[Floats] = field(default_factory=list)
+    ends: list[Floats] = field(default_factory=list)
+
+    def add(
+        self, first: int, count: int, begin: float, step_s: float, gap_s: float, extra_s: float
+    ) -> float:
+        """Add steps, the first of them longer; returns when the next one can begin."""
+        seconds = np.full(count, step_s)
+        seconds[0] += extra_s
+        self.numbers.append(np.arange(first, first + count, dtype=np.int64))
+        self.seconds.append(seconds)
+        self.ends.append(begin + np.cumsum(seconds) + gap_s * np.arange(count))
+        return float(self.ends[-1][-1]) + gap_s
+
+    def steps(self) -> Steps | None:
+        if not self.numbers:
+            return None
+        return Steps(
+            np.concatenate(self.numbers), np.concatenate(self.seconds), np.concatenate(self.ends)
+        )
+
+
+class _Simulation:
+    def __init__(self, scenario: Scenario, rng: np.random.Generator) -> None:
+        self.scenario, self.rng = scenario, rng
+        self.nodes = Nodes(scenario.names)
+        self.outages: list[tuple[float, float]] = []
+        self.checkpoint = self.position = 0  # steps: of the newest checkpoint, and made
+        self.attempts: list[AttemptRecord] = []
+        self.counted_from = 0  # the attempt that the last submission began with
+        self.steps: dict[int, Steps] = {}
+        self.waited_s: dict[int, float] = {}
+        self.incarnations: list[Incarnation] = []
+        self.node_s = 0.0
+
+    def run(self) -> History:
+        now, going = 0.0, True
+        while going and now < self.scenario.horizon_s:
+            now, nodes = self.nodes.allocate(now, self.scenario.nodes)
+            if now >= self.scenario.horizon_s:
+                break
+            closed, failure = _Attempt(self, now, nodes).play()
+            assert closed.ended_at is not None
+            self.node_s += (closed.ended_at - now) * len(nodes)
+            self.incarnations.append(Incarnation(_JOB, "train", len(nodes), now, closed.ended_at))
+            now, going = self._act(closed, failure)
+        return History(
+            name="simulation",
+            attempts=tuple(self.attempts),
+            steps=self.steps,
+            waited_s=self.waited_s,
+            incarnations=tuple(self.incarnations),
+            submissions=(0.0,),
+        )
+
+    def _act(self, closed: AttemptRecord, failure: Failure | None) -> tuple[float, bool]:
+        """Let the policy decide; returns when the next job may start, and whether there is one."""
+        scenario = self.scenario
+        assert closed.ended_at is not None
+        earlier = self.attempts[self.counted_from :]
+        decided = decide(closed, earlier, scenario.recipe)
+        lost = [failure.node] if failure and failure.node and failure.kind in BREAKS_NODE else []
+        hours = scenario.recipe.slurm.exclude_hours
+        failing = failing_nodes(decided, self.attempts, lost, hours)
+        self.nodes.exclude(failing, closed.ended_at + hours * HOUR_S)
+        for name in lost:
+            self.nodes.breaks(name, closed.ended_at + scenario.repair_s)
+        self.attempts.append(decided)
+        if decided.action == "finish":
+            return closed.ended_at, False
+        requeue_s = scenario.durations.draw("requeue", self.rng)
+        if decided.action == "requeue" and (scenario.recovery == "auto" or failure is None):
+            return closed.ended_at + max(requeue_s, decided.backoff_s), True
+        self.counted_from = len(self.attempts)  # somebody resumes it
+        return closed.ended_at + scenario.engineer_s + requeue_s, True
+
+    def interval(self) -> int:
+        """Steps to the next save, as the schedule would choose them now."""
+        scenario, every = self.scenario, self.scenario.recipe.checkpoint.every_steps
+        if every != "auto":
+            return every - self.position % every
+        failures = sum(attempt.ending in _FAILURES for attempt in self.attempts)
+        between_s = mtbf_s(scenario.nodes, failures, self.node_s, scenario.node_mtbf_hours)
+        best_s = best_interval_s(scenario.save.waited_s, between_s)
+        return max(1, math.ceil(max(best_s, scenario.save.total_s) / scenario.step_s))
+
+    def refuses(self, now: float) -> bool:
+        """Whether the shared file system refuses."""
+        return any(begin <= now < end for begin, end in self.outages)
+
+
+class _Attempt:
+    """One attempt, from its nodes to its end."""
+
+    def __init__(self, whole: _Simulation, start: float, nodes: tuple[str, ...]) -> None:
+        self.whole, self.start, self.nodes = whole, start, nodes
+        self.scenario, self.rng = whole.scenario, whole.rng
+        self.number, self.before = len(whole.attempts), whole.checkpoint
+        draw = self.scenario.durations.draw
+        self.phases_s = {name: draw(name, self.rng) for name in ("preflight", "cache")}
+        self.trains_at = start + sum(self.phases_s.values()) + draw("start_up", self.rng)
+        self.extra_s = draw("first_step", self.rng)
+        self.step = self.before
+        self.made = _Made()
+        self.waited_s = 0.0
+        self.writing: tuple[int, float] | None = None  # a save under way: its step, its end
+
+    def play(self) -> tuple[AttemptRecord, Failure | None]:
+        """Go through the attempt; returns its record, not decided on yet, and what ended it."""
+        if self.whole.refuses(self.start):  # its checks find that
+            refused = Failure(self.start + self.phases_s["preflight"], "storage")
+            return self._failed(refused), refused
+        failure, horizon_s = self._next_failure(), self.scenario.horizon_s
+        signal_at = self._signal_at()
+        if failure is not None and failure.kind == "signal":
+            signal_at = min(signal_at, failure.at)
+        stop_at = min(signal_at, horizon_s)
+        if failure is not None and failure.kind != "signal" and failure.at < stop_at:
+            stop_at = failure.at
+        else:
+            failure = None
+        signalled = stop_at == signal_at < horizon_s
+        failure = self._train(stop_at, signalled) or failure
+        if failure is not None and self.step != self.scenario.steps:
+            return self._failed(failure), failure
+        if signalled and self.step != self.scenario.steps:
+            return self._left(), None
+        return self._done(stop_at), None
+
+    def _signal_at(self) -> float:
+        """When the signal comes that is sent ahead of the time limit."""
+        limit_s = self.scenario.time_limit_s
+        if limit_s is None:
+            return math.inf
+        return self.start + limit_s - self.scenario.recipe.slurm.signal_lead_s
+
+    def _next_failure(self) -> Failure | None:
+        """The next failure that ends the attempt by itself; the storage's end it at a save."""
+        now = self.start
+        while True:
+            moment = Moment(self.number, self.start, self.trains_at, now, self.nodes)
+            failure = self.scenario.failures.following(moment, self.rng)
+            if failure is None or failure.kind != "storage":
+                return failure
+            self.whole.outages.append((failure.at, failure.at + self.scenario.outage_s))
+            now = failure.at
+
+    def _train(self, stop_at: float, signalled: bool) -> Failure | None:
+        """Steps and saves until something ends them; returns a refusal of the storage.
+
+        A step that a signal finds under way is finished, one that a failure finds is not.
+        """
+        step_s, gap_s, last = self.scenario.step_s, self.scenario.gap_s, self.scenario.steps
+        self.clock = self.trains_at
+        while self.step != last:
+            self.whole.position = self.step
+            count = self.whole.interval()
+            if last is not None:
+                count = min(count, last - self.step)
+            # A step is made when it has ended; what comes after it does not matter.
+            within = math.floor(
+                (stop_at - self.clock - self.extra_s + gap_s) / (step_s + gap_s) + 1e-9
+            )
+            saving = within >= count
+            if not saving:
+                count = max(0, within) + (1 if signalled and stop_at > self.trains_at else 0)
+            if count:
+                self.clock = self.made.add(
+                    self.step + 1, count, self.clock, step_s, gap_s, self.extra_s
+                )
+                self.step, self.extra_s = self.step + count, 0.0
+            if not saving:
+                return None
+            if self.whole.refuses(self.clock):
+                return Failure(self.clock, "storage")
+            self._save(blocking=self.step == last)
+            if self.clock >= stop_at:
+                return None
+        return None
+
+    def _save(self, blocking: bool) -> None:
+        """Begin a save once the one before is written."""
+        cost = self.scenario.save
+        if self.writing is not None and self.writing[1] > self.clock:
+            self._wait(self.writing[1] - self.clock)
+        self._settle(self.clock)
+        self.writing = (self.step, self.clock + cost.total_s)
+        self._wait(cost.total_s if blocking else cost.waited_s)
+
+    def _wait(self, seconds: float) -> None:
+        self.waited_s += seconds
+        self.clock += seconds
+
+    def _settle(self, now: float) -> None:
+        """Count a save that was written by then."""
+        if self.writing is not None and self.writing[1] <= now + 1e-9:
+            self.whole.checkpoint = self.writing[0]
+            self.writing = None
+
+    def _failed(self, failure: Failure) -> AttemptRecord:
+        self._settle(failure.at)
+        training = failure.at > self.trains_at
+        left_s = failure.at - self.start
+        for name, seconds in self.phases_s.items():  # as far as it came
+            self.phases_s[name] = min(seconds, left_s)
+            left_s -= self.phases_s[name]
+        noticed_at = failure.at + self.scenario.noticing_s(failure.kind, training, self.rng)
+        evidence = _EVIDENCE.get(failure.kind, failure.kind)
+        blamed = (failure.node,) if failure.node is not None else ()
+        return self._closed(noticed_at, ENDINGS[failure.kind], (evidence,), blamed)
+
+    def _left(self) -> AttemptRecord:
+        """After a signal: save, and leave."""
+        if self.step > self.before or self.writing is not None:
+            self._save(blocking=True)
+            self._settle(self.clock)
+        return self._closed(self.clock, "advance_signal", ("SIGUSR1: saved and left",), ())
+
+    def _done(self, at: float) -> AttemptRecord:
+        """The run's last step is reached, or the time to simulate is over."""
+        self.whole.checkpoint = self.step
+        if self.step == self.scenario.steps:
+            return self._closed(self.clock, "done", ("all workers finished",), ())
+        return self._closed(at, "done", ("all workers finished",), (), stopping_s=0.0)
+
+    def _closed(
+        self,
+        at: float,
+        ending: EndingClass,
+        evidence: tuple[str, ...],
+        blamed: tuple[str, ...],
+        stopping_s: float | None = None,
+    ) -> AttemptRecord:
+        if stopping_s is None:
+            stopping_s = self.scenario.durations.draw("stopping", self.rng)
+        ended_at = at + stopping_s
+        self.whole.outages = [one for one in self.whole.outages if one[0] <= ended_at]
+        steps = self.made.steps()
+        if steps is not None:
+            self.whole.steps[self.number] = steps
+            self.whole.waited_s[self.number] = self.waited_s
+        after = self.whole.checkpoint
+        return AttemptRecord(
+            attempt=self.number, stage="train", job_id=_JOB, restart_count=self.number,
+            nodes=self.nodes, world_size=len(self.nodes), master_addr=self.nodes[0],
+            master_port=1024, started_at=self.start, ended_at=ended_at, ending=ending,
+            evidence=evidence, blamed_nodes=blamed,
+            last_step=self.step if steps is not None else None,
+            checkpoint_before=self.before or None, checkpoint_after=after or None,
+            steps_gained=after - self.before, steps_lost=self.step - after,
+            phases_s=self.phases_s | {"stopping": stopping_s},
+        )  # fmt: skip

@@ -1,0 +1,142 @@
+"""Where the time of an attempt went, and what it gained, from what it left behind.
+
+    started ─ preflight ─ cache ─ start_up ─ first_step ─ training and saving ─ stopping ─ ended
+
+`queue` lies before, and is waiting for Slurm. `stopping` begins with the first sign of the end: of
+a hang, when the last worker came to a stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from slurmllm.analysis.rows import MetricsFile, last_row_of
+from slurmllm.errors import RunError, StorageError
+from slurmllm.records import AttemptRecord, CheckpointManifest, Event
+from slurmllm.rundir import RunDir
+from slurmllm.slurm.client import AccountingRow
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a train attempt did, as its metrics, events and checkpoints tell.
+
+    Attributes:
+        phases_s: start_up, first_step, training, saving, stopping; none where it made no step.
+        first_step: The first step that it made.
+        last_step: The last one.
+        steps_gained: Steps that a checkpoint of this attempt holds beyond where it began.
+        steps_lost: Steps made and in no checkpoint.
+    """
+
+    phases_s: dict[str, float] = field(default_factory=dict)
+    first_step: int | None = None
+    last_step: int | None = None
+    steps_gained: int | None = None
+    steps_lost: int | None = None
+
+
+def timeline(
+    run: RunDir, record: AttemptRecord, ended_at: float, sign_at: float | None
+) -> Timeline:
+    """Put together what a train attempt did.
+
+    Args:
+        run: The run.
+        record: The attempt; its phases hold what came before the launchers' start.
+        ended_at: Unix time of its end.
+        sign_at: Unix time of the first sign of the end, where the supervisor saw one.
+    """
+    first, last = _first_and_last(run.metrics(record.attempt))
+    saves_of = saved_by(run, record.attempt)
+    if first is None or last is None:
+        before = record.checkpoint_before or 0
+        gained = max(saves_of, default=before) - before
+        return Timeline(steps_gained=max(gained, 0), steps_lost=0)
+    first_step, last_step = int(first["step"]), int(last["step"])
+    before = first_step - 1
+    saved = max(saves_of, default=before)
+    first_began = first["time"] - first["step_time_s"]
+    saves = [(e.time, e.waited_s or 0.0) for e in events(run, record.attempt) if e.kind == "save"]
+    worked_until = max(last["time"], *(time for time, _ in saves), 0.0)
+    # A step that was under way when the first sign came was training too.
+    work_end = min(max(worked_until, sign_at or 0.0), ended_at)
+    launched = record.started_at + sum(
+        record.phases_s.get(name, 0.0) for name in ("preflight", "cache")
+    )
+    saving = sum(waited for _, waited in saves)
+    late = sum(waited for time, waited in saves if time > work_end)
+    phases = {
+        "start_up": first_began - launched,
+        "first_step": first["step_time_s"],
+        "training": work_end - first["time"] - (saving - late),
+        "saving": saving,
+        "stopping": ended_at - work_end - late,
+    }
+    return Timeline(
+        phases_s={name: max(seconds, 0.0) for name, seconds in phases.items()},
+        first_step=first_step,
+        last_step=last_step,
+        steps_gained=max(saved - before, 0),
+        steps_lost=max(last_step - max(saved, before), 0),
+    )
+
+
+def saved_by(run: RunDir, attempt: int) -> list[int]:
+    """The steps of the checkpoints that an attempt wrote and that are still there."""
+    found = []
+    for step in run.checkpoint_steps():
+        with suppress(StorageError):
+            manifest = CheckpointManifest.load(run.checkpoint(step) / "manifest.json")
+            if manifest.attempt == attempt:
+                found.append(step)
+    return found
+
+
+def events(run: RunDir, attempt: int) -> Iterator[Event]:
+    """The events of an attempt, oldest first; a line that was cut is left out."""
+    try:
+        lines = run.events(attempt).read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        with suppress(ValidationError):
+            yield Event.model_validate_json(line)
+
+
+def queue_s(
+    record: AttemptRecord, earlier: Sequence[AttemptRecord], row: AccountingRow | None
+) -> float | None:
+    """Seconds that an attempt waited to be started; None where nothing tells.
+
+    A requeued one since the end of the attempt before it, the first one since Slurm could have
+    started it.
+    """
+    of_job = [a for a in earlier if a.attempt < record.attempt and a.job_id == record.job_id]
+    if of_job and of_job[-1].ended_at is not None:
+        return max(record.started_at - of_job[-1].ended_at, 0.0)
+    if row is None:
+        return None
+    with suppress(ValueError):  # "Unknown", "None"
+        eligible = datetime.fromisoformat(row.eligible or row.submit).timestamp()
+        return max(datetime.fromisoformat(row.start).timestamp() - eligible, 0.0)
+    return None
+
+
+def _first_and_last(path: Path) -> tuple[dict[str, float] | None, dict[str, float] | None]:
+    """The first and the last row of a metrics file, where both have their times."""
+    try:
+        first = next(MetricsFile(path).rows(), None)
+        last = last_row_of(path)
+    except (RunError, OSError):
+        return None, None
+    needed = ("step", "time", "step_time_s")
+    if any(row is None or any(name not in row for name in needed) for row in (first, last)):
+        return None, None
+    return first, last

@@ -1,0 +1,171 @@
+"""The rehearsal backend: figures that depend on everything, a network that notices who is gone."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from train.gang import small_config
+
+from slurmllm.backends.base import MicroBatch, Worker, load_backend
+from slurmllm.backends.environment import load_environment
+from slurmllm.backends.rehearsal.network import Star
+from slurmllm.backends.rehearsal.runtime import RehearsalBackend
+from slurmllm.errors import ConfigError, NodeError, StorageError
+from slurmllm.plan.mesh import make_mesh
+
+T = TypeVar("T")
+STEPS, LABELS = 6, 8 * 32
+TOKENS = np.random.default_rng(0).integers(0, 512, (STEPS, 8, 33))
+
+
+def gang(size: int, work: Callable[[int, tuple[str, int]], T]) -> list[T]:
+    """Workers as threads: rank and address of rank 0 → a result each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = ("127.0.0.1", int(probe.getsockname()[1]))
+    with ThreadPoolExecutor(size) as pool:
+        return [f.result(20) for f in [pool.submit(work, rank, address) for rank in range(size)]]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMLLM_REHEARSAL_STEP_S", "0")
+    monkeypatch.setenv("SLURMLLM_REHEARSAL_BYTES", "8024")  # 1003 numbers: uneven shares
+
+
+def trained(
+    nodes: int,
+    tokens: np.ndarray,
+    *options: str,
+    load: Path | None = None,
+    save: Path | None = None,
+) -> list[tuple[float, float, float]]:
+    """The figures of each step, which all workers must agree on."""
+    config = small_config("backend=rehearsal", "train.micro_batch=1", *options)
+    mesh = make_mesh(config, nodes)
+
+    def work(rank: int, address: tuple[str, int]) -> list[tuple[float, float, float]]:
+        backend = RehearsalBackend(config, mesh, Worker(rank, nodes, 0, f"n{rank}"))
+        backend.star = Star(rank, nodes, address)
+        backend._step_s = 0.0
+        backend.build(lambda: pytest.fail("a model was built"))
+        backend.build_optimizer()
+        if load is not None:
+            backend.load_shards(load)
+        found = []
+        for number, step in enumerate(tokens):
+            rows = np.split(step, mesh.data)[mesh.data_rank(rank)]
+            batches = [MicroBatch(row[None, :-1], row[None, 1:]) for row in rows]
+            loss = backend.forward_backward(batches, LABELS)
+            found.append((loss, backend.optimizer_step(1e-3 * number), backend.param_norm()))
+        if save is not None:
+            saving = backend.save_shards(save)
+            backend.optimizer_step(1.0)  # goes on, and is not in the save
+            assert saving.wait() == [backend.state.file_name]
+            backend.gather(None)
+        backend.stop()
+        return found
+
+    first, *others = gang(nodes, work)
+    assert all(other == first for other in others)
+    return first
+
+
+def test_figures_are_the_same_on_any_mesh_and_differ_after_any_other_history() -> None:
+    right = trained(1, TOKENS)
+    assert right == trained(4, TOKENS)
+    assert right == trained(8, TOKENS, "parallel.tensor=2", "parallel.pipeline=2")
+    assert len({figure for step in right for figure in step}) == 3 * STEPS
+    changed = TOKENS.copy()
+    changed[1, 5, 7] += 1
+    swapped, doubled = TOKENS[[0, 2, 1, 3, 4, 5]], TOKENS[[0, 0, 1, 2, 3, 4]]
+    for wrong in (changed, swapped, doubled, TOKENS[[0, 2, 3, 4, 5]]):
+        found = trained(2, wrong)
+        assert found[0] == right[0]
+        assert not {step[0] for step in found[1:]} & {step[0] for step in right[1:]}
+
+
+def test_a_resume_on_another_mesh_is_exact(tmp_path: Path) -> None:
+    right = trained(2, TOKENS)
+    trained(4, TOKENS[:3], save=tmp_path)
+    # lr is numbered within a call; the first step after the resume has that of step 0 there too.
+    again = trained(2, TOKENS[3:], load=tmp_path)
+    assert again[0][0] == right[3][0]
+    assert trained(8, TOKENS[3:], load=tmp_path) == again
+    (tmp_path / "state_00001_of_00004.npy").unlink()
+    with pytest.raises(StorageError, match="3 shares"):
+        trained(1, TOKENS, load=tmp_path)
+
+
+def test_a_peer_that_goes_is_noticed_at_once_by_everybody() -> None:
+    gone = threading.Event()
+
+    def work(rank: int, address: tuple[str, int]) -> str:
+        star = Star(rank, 4, address)
+        assert star.gather(rank * rank) == [0, 1, 4, 9]
+        if rank == 2:
+            star.close()
+            gone.set()
+            return ""
+        if rank == 3:  # has not come to the collective yet
+            gone.wait(10)
+        with pytest.raises(NodeError) as caught:
+            star.gather(None)
+        star.close()
+        return str(caught.value)
+
+    words = gang(4, work)
+    assert words[0] == "Connection closed by peer: rank 2"
+    # In gloo's words, so that the supervisor knows them for an echo of another worker's end.
+    assert words[1] == words[3] == "Connection closed by peer: rank 0"
+
+
+def test_a_stranger_at_the_door_is_sent_away() -> None:
+    def work(rank: int, address: tuple[str, int]) -> list[int]:
+        if rank == 1:
+            while True:
+                try:
+                    stranger = socket.create_connection(address, timeout=5)
+                    break
+                except ConnectionRefusedError:
+                    continue
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert stranger.recv(1) == b""
+            stranger.close()
+        star = Star(rank, 2, address)
+        try:
+            return star.gather(rank)
+        finally:
+            star.close()
+
+    assert gang(2, work) == [[0, 1], [0, 1]]
+
+
+def test_what_it_cannot_do_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config("backend=rehearsal", "train.init_from=/a", "train.micro_batch=auto")
+    faults = load_environment("rehearsal").unsupported(config)
+    assert [fault.partition(":")[0] for fault in faults] == ["train.init_from", "train.micro_batch"]
+    config = small_config("backend=rehearsal")
+    monkeypatch.setenv("SLURMLLM_REHEARSAL_STEP_S", "soon")
+    backend = load_backend("rehearsal")(config, make_mesh(config, 1), Worker(0, 1, 0, "n"))
+    with pytest.raises(ConfigError, match=r"STEP_S: 'soon' is no number"):
+        backend.start()
+
+
+def test_its_worker_loads_no_torch() -> None:
+    code = (
+        "import sys, slurmllm.train.worker, slurmllm.train.loop, slurmllm.train.hooks\n"
+        "from slurmllm.backends.base import load_backend; load_backend('rehearsal')\n"
+        "print(*({'torch', 'pyarrow', 'safetensors'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("", "")

@@ -1,0 +1,123 @@
+"""Shards are written while training goes on, and hold what was there before."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backends.conftest import LABELS, NewBackend, batch, micro_batches
+from slurmllm.backends.base import Backend
+from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.checkpoint import sharded_writer
+from slurmllm.checkpoint.sharded_writer import Writer
+
+ASYNCHRONOUS = "checkpoint.asynchronous=true"
+
+
+def train(backend: Backend, steps: int, first: int = 0) -> list[float]:
+    figures = []
+    for step in range(first, first + steps):
+        loss = backend.forward_backward(micro_batches(batch(seed=step), 2), LABELS)
+        figures += [float(loss), float(backend.optimizer_step(1e-2)), float(backend.param_norm())]
+    return figures
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Files are written when it is set."""
+    event = threading.Event()
+    write = Writer.write_data
+
+    def waiting(self: Writer, *arguments: Any) -> Any:
+        assert event.wait(30)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(Writer, "write_data", waiting)
+    return event
+
+
+def test_steps_meanwhile_are_not_in_it(
+    new_backend: NewBackend, tmp_path: Path, gate: threading.Event
+) -> None:
+    backend = new_backend(ASYNCHRONOUS)
+    assert isinstance(backend, NativeBackend)
+    train(backend, 3)
+    for first, folder in ((3, tmp_path / "a"), (6, tmp_path / "b")):
+        folder.mkdir()
+        saving = backend.save_shards(folder)
+        random_numbers = torch.rand(3)
+        weights = {name: p.to_local().clone() for name, p in backend.model.named_parameters()}
+        expected = train(backend, 3, first)
+        now = dict(backend.model.named_parameters())
+        assert all(not torch.equal(now[name].to_local(), was) for name, was in weights.items())
+        assert list(folder.iterdir()) == [], "nothing is written yet"
+        gate.set()
+        names = saving.wait()
+        gate.clear()
+        assert sorted(names + saving.finish()) == sorted(p.name for p in folder.iterdir())
+        for name in names:
+            assert saving.sha256(name) == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    again = new_backend()
+    again.load_shards(folder)
+    assert torch.equal(torch.rand(3), random_numbers)
+    assert train(again, 3, first=6) == expected, "bit for bit"
+
+
+def test_the_optimizer_waits_for_the_copy(
+    new_backend: NewBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slurmllm.backends.native import shard_saving
+
+    backend = new_backend(ASYNCHRONOUS)
+    train(backend, 1)
+    copy = shard_saving._Planner.copy
+
+    def slow(self: Any, *arguments: Any) -> None:
+        threading.Event().wait(0.3)
+        copy(self, *arguments)
+
+    monkeypatch.setattr(shard_saving._Planner, "copy", slow)
+    saving = backend.save_shards(tmp_path)
+    train(backend, 1, first=1)
+    assert 0.05 < saving.waited_s < 0.4
+    saving.wait()
+    saving.finish()
+    expected = train(new_backend(), 2)
+    again = new_backend()
+    again.load_shards(tmp_path)
+    assert train(again, 1, first=1) == expected[3:]
+
+
+def test_the_second_save_uses_the_memory_of_the_first(
+    new_backend: NewBackend, tmp_path: Path
+) -> None:
+    backend = new_backend(ASYNCHRONOUS)
+    assert isinstance(backend, NativeBackend)
+    addresses = []
+    for step in range(2):
+        train(backend, 1, first=step)
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        saving = backend.save_shards(folder)
+        saving.wait()
+        saving.finish()
+        addresses.append({i: t.data_ptr() for i, t in backend.shards._copies.items()})
+    assert addresses[0] == addresses[1]
+
+
+def test_several_files_of_one_worker(
+    new_backend: NewBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded_writer, "_SPLIT_BYTES", 0)
+    backend = new_backend()
+    train(backend, 2)
+    assert backend.save_shards(tmp_path).wait() == ["__0_0.distcp", "__0_1.distcp", ".metadata"]
+    expected = train(backend, 2, first=2)
+    again = new_backend()
+    again.load_shards(tmp_path)
+    assert train(again, 2, first=2) == expected

@@ -1,0 +1,166 @@
+"""The second place for checkpoints: copied whole, brought back whole, never the run's end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from train.gang import small_config
+
+from checkpoint import pretend
+from checkpoint.pretend import FINGERPRINT, PretendGang, state
+from slurmllm.checkpoint.copying import Copier
+from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.checkpoint.resume import Resumable, find_resumable
+from slurmllm.checkpoint.save import save
+from slurmllm.checkpoint.second_tier import SecondTier, second_tier
+from slurmllm.errors import CheckpointError, NodeError, StorageError
+from slurmllm.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
+from slurmllm.rundir import RunDir
+
+
+@pytest.fixture(params=["folder", "memory"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "second")
+        return
+    import fsspec
+
+    yield "memory://second"
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def run(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """Checkpoints at steps 10 and 20."""
+    config = small_config("checkpoint.keep=2", f"checkpoint.second_tier={location}")
+    monkeypatch.setattr(pretend, "CONFIG", config)
+    run = RunDir(tmp_path / "run")
+    for step in (10, 20):
+        save_at(run, step)
+    return run
+
+
+@pytest.fixture
+def tier(run: RunDir) -> SecondTier:
+    """It has both."""
+    found = second_tier(pretend.CONFIG.recipe.checkpoint, run.name)
+    assert found is not None
+    for step in (10, 20):
+        assert found.put(run.checkpoint(step)) > 2000
+    return found
+
+
+def save_at(run: RunDir, step: int, attempt: int = 0) -> None:
+    done = PretendGang().all(lambda backend: save(run, backend, state(step), attempt))
+    assert all(isinstance(seconds, float) for seconds in done), done
+
+
+def find(run: RunDir) -> Resumable:
+    answers = PretendGang(3).all(lambda backend: find_resumable(run, backend, FINGERPRINT))
+    assert len({str(answer) for answer in answers}) == 1, answers
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
+
+
+def assert_sound(run: RunDir, step: int) -> None:
+    assert faults(run.checkpoint(step), read_manifest(run.checkpoint(step)).files) == []
+    hidden = [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")]
+    assert hidden == []
+
+
+def test_a_lost_folder_comes_back(run: RunDir, tier: SecondTier) -> None:
+    assert tier.steps() == [10, 20]
+    shutil.rmtree(run.checkpoints)
+    assert find(run) == Resumable(state(20), ())
+    assert_sound(run, 20)
+
+
+def test_a_damaged_one_is_replaced(run: RunDir, tier: SecondTier) -> None:
+    (run.checkpoint(20) / "shard_0").write_bytes(b"damaged")
+    found = find(run)
+    assert found.state == state(20)
+    assert "shard_0 has 7 bytes" in found.skipped[0]
+    assert_sound(run, 20)
+
+
+def test_one_damaged_in_both_places(run: RunDir, tier: SecondTier) -> None:
+    (run.checkpoint(20) / "shard_0").write_bytes(b"damaged")
+    tier.file_system.pipe_file(tier.path(20, "shard_0"), b"\1" * 1000)
+    found = find(run)
+    assert found.state == state(10)
+    assert "shard_0 does not match its checksum there" in found.skipped[1]
+    assert (run.checkpoint(20) / "shard_0").read_bytes() == b"damaged", "as it was"
+
+
+def test_a_copy_without_manifest_is_none(run: RunDir, tier: SecondTier) -> None:
+    tier.file_system.rm_file(tier.path(20, "manifest.json"))
+    assert tier.steps() == [10]
+    tier.put(run.checkpoint(20))
+    assert tier.steps() == [10, 20]
+
+
+def test_the_last_saved_are_kept(run: RunDir, tier: SecondTier) -> None:
+    save_at(run, 15)
+    tier.put(run.checkpoint(15))
+    tier.retain(keep=2)
+    assert tier.steps() == [15, 20], "not by step"
+    tier.file_system.rm_file(tier.path(20, "manifest.json"))
+    tier.retain(keep=2)
+    assert not tier.file_system.exists(tier.path(20))
+
+
+def test_what_is_not_gone_on_from(run: RunDir, tier: SecondTier) -> None:
+    shutil.rmtree(run.checkpoints)
+    skip = SkippedBatches(first=15, last=21, roll_back_to=10, onset=15, attempt=0, reason="spike")
+    SkipsRecord(skips=(skip,)).save(run.skips)
+    assert find(run).state == state(10), "set aside"
+    shutil.rmtree(run.checkpoints)
+    later = Submission(submitted_at=4e9, nodes=1, local=True, first_attempt=0)
+    JobsRecord(submissions=(later,)).save(run.jobs)
+    assert find(run) == Resumable(None, ()), "of an older run of the same name"
+
+
+def test_a_place_that_cannot_be_read_is_told(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: SecondTier) -> list[int]:
+        raise StorageError("cannot list: no route to host")
+
+    monkeypatch.setattr(SecondTier, "steps", refuse)
+    assert find(run) == Resumable(state(20), ())
+    assert "no route to host" in capsys.readouterr().out
+    (run.checkpoint(10) / "shard_0").unlink()
+    (run.checkpoint(20) / "shard_0").unlink()
+    with pytest.raises(CheckpointError, match="none of the checkpoints"):
+        find(run)
+
+
+def test_copies_beside_training(run: RunDir, tier: SecondTier) -> None:
+    told: list[tuple[int, bool]] = []
+    ours = [True]
+
+    def still_ours() -> None:
+        if not ours[0]:
+            raise NodeError("attempt 0 was taken over by attempt 1")
+
+    copier = Copier(
+        tier, run, 2, still_ours, lambda step, _, size, fault: told.append((step, fault is None))
+    )
+    for step in (30, 40):
+        save_at(run, step)
+        copier.copy(step)
+        assert copier.finish(10.0)
+    assert tier.steps() == [30, 40]
+    shutil.rmtree(run.checkpoint(40))
+    copier.copy(40)
+    assert copier.finish(10.0)
+    ours[0] = False
+    copier.copy(30)
+    assert copier.finish(10.0)
+    assert told == [(30, True), (40, True), (40, False), (30, False)]
+    assert copier.in_use == ()
+    assert tier.steps() == [30, 40], "a refusal takes nothing away"

@@ -1,0 +1,203 @@
+"""The verdict on a broken run, on run directories with one fault each, and its times."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurmllm.analysis.comparison import Tolerances
+from slurmllm.config.resolve import resolve
+from slurmllm.drill.agent import Injection
+from slurmllm.drill.checks import examine
+from slurmllm.drill.results import Drilled
+from slurmllm.drill.runner import LocalRunner, Runner, SlurmRunner
+from slurmllm.errors import RunError
+from slurmllm.records import AttemptRecord, CheckpointFile, CheckpointManifest, WorkerRecord
+from slurmllm.rundir import RunDir, write_atomic
+from slurmllm.slurm.fake import FakeSlurm
+
+STEPS, SAVED, BROKEN = 9, 3, 5
+
+
+def write_rows(run: RunDir, attempt: int, first: int, last: int, began: float) -> None:
+    run.metrics(attempt).parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"step": s, "attempt": attempt, "time": began + s - first, "loss": 1 / s, "grad_norm": s**2}
+        for s in range(first, last + 1)
+    ]
+    run.metrics(attempt).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def record(attempt: int, **fields: object) -> AttemptRecord:
+    return AttemptRecord.model_validate(
+        {
+            "attempt": attempt, "stage": "train", "job_id": None, "nodes": ("local0",),
+            "world_size": 1, "master_addr": "", "master_port": 1, **fields,
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Path:
+    run = RunDir(tmp_path / "reference")
+    write_rows(run, 0, 1, STEPS, 0.0)
+    return run.path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Struck after step 5, resumed from step 3: five seconds to the end, one until it is again."""
+    run = RunDir(tmp_path / "broken")
+    write_rows(run, 0, 1, BROKEN, 100.0)
+    write_rows(run, 1, SAVED + 1, STEPS, 125.0)
+    record(
+        0, started_at=90.0, ended_at=110.0, ending="node_failure", last_step=BROKEN,
+        checkpoint_after=SAVED,
+    ).save(run.attempt("train", 0).record)  # fmt: skip
+    record(
+        1, started_at=111.0, ended_at=140.0, ending="done",
+        phases_s={"preflight": 0.5, "cache": 0.25, "start_up": 99.0},
+    ).save(run.attempt("train", 1).record)  # fmt: skip
+    WorkerRecord(
+        rank=0, node="local0", start_up_s=8.0, first_step_s=2.0, cache_hits=0, cache_misses=0
+    ).save(run.attempt("train", 1).worker(0))
+    target = run.checkpoint(STEPS)
+    target.mkdir(parents=True)
+    (target / "shard").write_bytes(b"weights")
+    CheckpointManifest(
+        step=STEPS, tokens=0, world_size=1, attempt=1, recipe="", saved_at=0.0, save_s=0.0,
+        fingerprint="",
+        files=(
+            CheckpointFile(path="shard", bytes=7, sha256=hashlib.sha256(b"weights").hexdigest()),
+        ),
+    ).save(target / "manifest.json")  # fmt: skip
+    return run
+
+
+def verdict(
+    run: RunDir, reference: Path, state: str = "done", missed: str = "", exact: bool = True
+) -> Drilled:
+    done = Injection(
+        kind="worker", attempt=0, node="local0", step=BROKEN, time=105.0, missed=missed
+    )
+    tolerances = Tolerances(exact=True) if exact else Tolerances(loss=1e-3, grad_norm=1e-3)
+    return examine(run, "worker", done, reference, STEPS, tolerances, state)
+
+
+def test_a_run_that_went_on_exactly(run: RunDir, reference: Path) -> None:
+    found = verdict(run, reference)
+    assert found.passed, found.faults
+    assert (found.ending, found.attempts, found.at_step) == ("node_failure", 2, BROKEN)
+    assert found.steps_lost == found.steps_made_again == BROKEN - SAVED
+
+
+def test_the_seconds_add_up(run: RunDir, reference: Path) -> None:
+    took = verdict(run, reference).recovery
+    assert took is not None
+    parts = took.model_dump(exclude={"total_s"})
+    assert parts == {
+        "detection_s": 5.0, "requeue_s": 1.0, "preflight_s": 0.5, "cache_s": 0.25,
+        "launch_s": 3.25, "start_up_s": 8.0, "first_step_s": 2.0,
+    }  # fmt: skip
+    assert sum(parts.values()) == took.total_s == 20.0
+    assert took.own_s == 19.0
+
+
+def _change(run: RunDir, attempt: int, step: int, factor: float) -> None:
+    lines = run.metrics(attempt).read_text().splitlines(keepends=True)
+    for index, line in enumerate(lines):
+        row = json.loads(line)
+        if row["step"] == step:
+            lines[index] = json.dumps({**row, "loss": row["loss"] * factor}) + "\n"
+    run.metrics(attempt).write_text("".join(lines))
+
+
+def _drop(run: RunDir, attempt: int, step: int) -> None:
+    lines = run.metrics(attempt).read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["step"] != step]
+    run.metrics(attempt).write_text("".join(kept))
+
+
+def _ending(run: RunDir, ending: str) -> None:
+    path = run.attempt("train", 0).record
+    AttemptRecord.load(path).model_copy(update={"ending": ending}).save(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda run: _change(run, 1, 7, 1 + 1e-12), "loss parts at step 7"),
+        (lambda run: _change(run, 0, 5, 1 + 1e-12), "2 steps made again differ"),
+        (lambda run: _drop(run, 1, 6), "steps 6 are missing"),
+        (lambda run: write_rows(run, 1, SAVED + 1, STEPS + 1, 0.0), "up to 10"),
+        (lambda run: _ending(run, "code_error"), "was called code_error, not node_failure"),
+        (lambda run: (run.checkpoints / ".step_00000006.tmp").mkdir(), "half a checkpoint"),
+        (lambda run: run.checkpoint(STEPS).rename(run.checkpoint(6)), "newest checkpoint is of"),
+        (lambda run: (run.checkpoint(STEPS) / "shard").write_bytes(b"Weights"), "shard"),
+    ],
+)
+def test_each_fault_is_found(
+    run: RunDir, reference: Path, damage: Callable[[RunDir], object], words: str
+) -> None:
+    damage(run)
+    found = verdict(run, reference)
+    assert not found.passed
+    assert words in "; ".join(found.faults)
+
+
+def test_a_run_that_was_not_hit_or_did_not_end(run: RunDir, reference: Path) -> None:
+    assert verdict(run, reference, missed="too late").faults == ("it was not hit: too late",)
+    assert "did not come to its end: stopped" in verdict(run, reference, "stopped").faults[0]
+
+
+def test_a_tolerance_lets_small_differences_pass(run: RunDir, reference: Path) -> None:
+    _change(run, 1, 7, 1 + 1e-6)
+    _change(run, 0, 5, 1 + 1e-6)
+    assert verdict(run, reference, exact=False).passed
+    _change(run, 1, 7, 1.1)
+    assert not verdict(run, reference, exact=False).passed
+
+
+@pytest.mark.parametrize("runner", [SlurmRunner(FakeSlurm()), LocalRunner()])
+def test_a_refused_start_is_told_in_its_own_words(tmp_path: Path, runner: Runner) -> None:
+    run = RunDir(tmp_path / "r")
+    overrides = ["data.corpus=/gone.arrow", "data.tokenizer=/gone.json"]
+    write_atomic(run.config, resolve("tiny_neox", "local", overrides).to_yaml())
+
+    def see_through() -> None:
+        runner.start(run, 2)
+        while runner.active(run):
+            time.sleep(0.05)
+
+    with pytest.raises(RunError, match=r"^cannot read [^:]*/gone\."):
+        see_through()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nobody",), "no run 'nobody'"),
+        (("r", "--kinds", "meteor"), "--kinds 'meteor'"),
+        (("r", "--kinds", "node"), "takes 2 nodes and the run has 1"),
+        (("r", "--nodes", "0"), "--nodes 0"),
+        (("r", "--steps", "2"), "--steps 2"),
+        (("r", "--tolerance", "-1"), "--tolerance -1"),
+        (("r", "--nodes", "3"), "the mesh does not fit"),
+    ],
+)
+def test_what_a_user_can_put_right(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    write_atomic(RunDir(tmp_path / "r").config, resolve("tiny_neox", "local").to_yaml())
+    done = subprocess.run(
+        [sys.executable, "-m", "slurmllm", "drill", *arguments, f"--runs-dir={tmp_path}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert words in done.stderr
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["r"]

@@ -1,0 +1,187 @@
+"""Finding and striking the processes of a run, on processes that only bear the names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmllm.drill import injections
+from slurmllm.drill.agent import Injection, Order, carry_out
+from slurmllm.drill.kinds import KindName
+from slurmllm.errors import NodeError
+from slurmllm.records import AttemptRecord, NodeRecord
+from slurmllm.rundir import RunDir
+
+SLEEP = "import time; time.sleep(60)"
+FORK = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]).wait()"
+Spawn = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "r")
+    run.checkpoints.mkdir(parents=True)
+    AttemptRecord(
+        attempt=0, stage="train", job_id=None, nodes=("local0", "local1"), world_size=2,
+        master_addr="", master_port=1, started_at=0.0,
+    ).save(run.attempt("train", 0).record)  # fmt: skip
+    return run
+
+
+@pytest.fixture
+def spawn(run: RunDir) -> Iterator[Spawn]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(verb: str, node: str = "", code: str = SLEEP) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, SLEEP, "slurmllm", verb, str(run.path)],
+            env={**os.environ, "SLURMLLM_NODE": node},
+        )
+        started.append(process)
+        words = Path(f"/proc/{process.pid}/cmdline")
+        while verb.encode() not in words.read_bytes():  # between fork and exec it has another one
+            time.sleep(0.01)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def metrics(run: RunDir, step: int, attempt: int = 0) -> None:
+    run.metrics(attempt).parent.mkdir(exist_ok=True)
+    with run.metrics(attempt).open("a") as stream:
+        stream.write(f'{{"step":{step},"attempt":{attempt}}}\n')
+
+
+def order(kind: KindName, at_step: int = 3, node: str = "local1", rank: int = 1) -> Order:
+    return Order(kind=kind, attempt=0, node=node, rank=rank, at_step=at_step, local=True)
+
+
+def test_only_the_runs_own_processes_are_found(run: RunDir, spawn: Spawn) -> None:
+    pids = {verb: spawn(verb).pid for verb in ("supervise", "launch", "worker", "logs")}
+    other = RunDir(run.path.with_name("r2"))
+    assert injections.processes_of(other) == []
+    found = {process.role: process.pid for process in injections.processes_of(run)}
+    assert found == {verb: pid for verb, pid in pids.items() if verb != "logs"}
+
+
+def test_a_nodes_processes_are_its_launcher_and_all_below(run: RunDir, spawn: Spawn) -> None:
+    launcher = spawn("launch", "local1", FORK)
+    spawn("launch", "local10")
+    deadline = time.monotonic() + 10
+    while len(injections.node_pids(run, "local1")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first, child = injections.node_pids(run, "local1")
+    assert first == launcher.pid
+    assert len(injections.node_pids(run)) == 3
+    injections.kill([first, child, first])
+    assert launcher.wait(10) == -signal.SIGKILL
+    assert injections.node_pids(run, "local1") == []
+
+
+def test_a_process_id_of_another_machine_is_not_taken(run: RunDir, spawn: Spawn) -> None:
+    stranger = spawn("logs")
+    NodeRecord(node="local1", pids={1: stranger.pid}).save(run.attempt("train", 0).node("local1"))
+    for rank in (0, 1):
+        with pytest.raises(NodeError, match=f"rank {rank} of attempt 0 of r does not run here"):
+            injections.signal_worker(run, 0, "local1", rank)
+    assert stranger.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("folders", "step"),
+    [
+        ([], None),
+        (["step_00000010"], None),
+        ([".step_00000010.tmp"], 10),
+        (["step_00000010", ".step_00000010.replaced", ".step_00000020.003.tmp"], 20),
+        (["step_00000020", ".step_00000010.000.tmp"], None),  # left by a dead attempt
+    ],
+)
+def test_a_save_is_seen(run: RunDir, folders: list[str], step: int | None) -> None:
+    for name in folders:
+        (run.checkpoints / name).mkdir()
+    assert injections.save_under_way(run) == step
+
+
+def struck(run: RunDir, wanted: Order, then: Callable[[], None]) -> Injection:
+    """What an agent does once something has happened; before that it must wait."""
+    done: list[Injection] = []
+    agent = threading.Thread(target=lambda: done.append(carry_out(run, wanted)))
+    agent.start()
+    time.sleep(0.05)
+    assert agent.is_alive()
+    then()
+    agent.join(10)
+    assert Injection.load(run.drill) == done[0]
+    return done[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [("worker", signal.SIGKILL), ("save", signal.SIGKILL), ("hang", None)]
+)
+def test_a_worker_is_struck_in_its_moment(
+    run: RunDir, spawn: Spawn, kind: KindName, number: signal.Signals | None
+) -> None:
+    worker = spawn("worker", "local1")
+    NodeRecord(node="local1", pids={1: worker.pid}).save(run.attempt("train", 0).node("local1"))
+    metrics(run, 2)
+
+    def moment() -> None:
+        if kind == "save":
+            (run.checkpoints / ".step_00000003.tmp").mkdir()  # the first one is let pass
+            time.sleep(0.05)
+            assert worker.poll() is None
+            (run.checkpoints / ".step_00000003.tmp").rename(run.checkpoint(3))
+            (run.checkpoints / ".step_00000006.tmp").mkdir()
+        metrics(run, 4)
+
+    done = struck(run, order(kind), moment)
+    assert (done.missed, done.pids) == ("", (worker.pid,))
+    assert done.step == (6 if kind == "save" else 4)
+    if number is not None:
+        assert worker.wait(10) == -number
+    else:
+        assert os.WIFSTOPPED(os.waitpid(worker.pid, os.WUNTRACED)[1])
+
+
+def test_the_first_node_goes_with_its_supervisor(run: RunDir, spawn: Spawn) -> None:
+    gone = [spawn("launch", "local0"), spawn("supervise")]
+    stays = spawn("launch", "local1")
+    metrics(run, 3)
+    done = carry_out(run, order("first_node", node="local0", rank=0))
+    assert set(done.pids) == {process.pid for process in gone}
+    assert [process.wait(10) for process in gone] == [-signal.SIGKILL] * 2
+    assert stays.poll() is None
+
+
+def test_a_signal_ahead_reaches_the_supervisor_alone(run: RunDir, spawn: Spawn) -> None:
+    supervisor, launcher = spawn("supervise"), spawn("launch", "local0")
+    metrics(run, 3)
+    assert carry_out(run, order("time_limit", node="local0")).pids == (supervisor.pid,)
+    assert supervisor.wait(10) == -signal.SIGUSR1
+    assert launcher.poll() is None
+
+
+def test_a_moment_that_does_not_come_is_told(run: RunDir) -> None:
+    def end() -> None:
+        path = run.attempt("train", 0).record
+        AttemptRecord.load(path).model_copy(update={"ended_at": 1.0}).save(path)
+
+    done = struck(run, order("worker"), end)
+    assert done.missed == "attempt 0 ended before the moment came"
+
+
+def test_nobody_to_strike_is_told(run: RunDir) -> None:
+    metrics(run, 3)
+    assert "no launcher of r runs on local1" in carry_out(run, order("node")).missed

@@ -1,0 +1,132 @@
+"""What a drill settles before it starts: kinds, steps, moments, the run as its own reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmllm.config.resolve import resolve
+from slurmllm.drill.kinds import KINDS, NAMES, KindName, chosen
+from slurmllm.drill.plan import Plan, make_plan, why_no_reference
+from slurmllm.errors import RunError
+from slurmllm.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.rundir import RunDir
+from slurmllm.supervise import reuse
+from slurmllm.train.schedule import learning_rate
+
+CONFIG = resolve("tiny_neox", "local", ["checkpoint.second_tier=/elsewhere", "slurm.drain=true"])
+
+
+def plan_of(folder: Path, steps: int | None = None, seed: int = 0, nodes: int = 2) -> Plan:
+    run = RunDir(folder / "r")
+    run.path.mkdir(exist_ok=True)
+    return make_plan(run, CONFIG, nodes, True, NAMES, steps=steps, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "names"),
+    [
+        ("all", 2, NAMES),
+        ("all", 1, tuple(name for name in NAMES if name != "node")),
+        ("save, worker", 1, ("worker", "save")),
+    ],
+)
+def test_kinds_are_chosen(text: str, nodes: int, names: tuple[KindName, ...]) -> None:
+    assert chosen(text, nodes) == names
+
+
+@pytest.mark.parametrize("text", ["", "workers", "node"])
+def test_kinds_that_cannot_be(text: str) -> None:
+    with pytest.raises(RunError, match=r"must be all, or some of|takes 2 nodes and the run has 1"):
+        chosen(text, 1)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(steps=st.integers(3, 120), seed=st.integers(), nodes=st.sampled_from([2, 4]))
+def test_moments_lie_between_checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, steps: int, seed: int, nodes: int
+) -> None:
+    plan = plan_of(tmp_path_factory.mktemp("plan"), steps, seed, nodes)
+    names = [f"n{index}" for index in range(nodes)]
+    for kind in NAMES:
+        order = plan.order(kind, names)
+        assert order == plan.order(kind, names)
+        assert order.node == names[order.rank]  # one worker a node
+        assert plan.every_steps < order.at_step <= 2 * plan.every_steps < steps
+        assert (order.node == "n0") >= (kind in ("first_node", "time_limit", "save"))
+        assert (order.node == "n0") <= (kind != "node")
+
+
+def test_learning_rates_are_the_runs_own(tmp_path: Path) -> None:
+    drilled = plan_of(tmp_path).config.recipe
+    own = CONFIG.recipe
+    assert drilled.train.steps < own.train.steps
+    for step in range(1, drilled.train.steps + 1):
+        assert learning_rate(drilled.optim, drilled.train.steps, step) == learning_rate(
+            own.optim, own.train.steps, step
+        )
+
+
+def test_the_users_own_places_and_nodes_are_left_alone(tmp_path: Path) -> None:
+    recipe = plan_of(tmp_path).config.recipe
+    assert recipe.checkpoint.second_tier is None
+    assert not recipe.slurm.drain
+
+
+def test_the_pace_of_the_run_settles_the_steps(tmp_path: Path) -> None:
+    assert plan_of(tmp_path).every_steps == 20  # as the recipe: nothing is known
+    metrics = RunDir(tmp_path / "r").metrics(0)
+    metrics.parent.mkdir(parents=True)
+    for step_s, every in ((30.0, 4), (0.25, 8), (0.001, 20)):
+        metrics.write_text(f'{{"step":1,"attempt":0,"step_time_s":{step_s}}}\n')
+        plan = plan_of(tmp_path)
+        assert (plan.every_steps, plan.steps) == (every, 3 * every)
+
+
+@pytest.mark.parametrize("steps", [0, 2, 121])
+def test_steps_that_cannot_be(tmp_path: Path, steps: int) -> None:
+    with pytest.raises(RunError, match="must be 3 at least"):
+        plan_of(tmp_path, steps)
+
+
+def test_drills_are_numbered(tmp_path: Path) -> None:
+    (tmp_path / "r-drill-7-save").mkdir()
+    assert plan_of(tmp_path).name("worker") == "r-drill-8-worker"
+
+
+def test_a_hang_is_found_soon(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    assert plan.config_of("hang").recipe.watchdog.min_step_s == 5.0
+    assert plan.config_of("worker") is plan.config_of(None) is plan.config
+    assert KINDS["hang"].expected == "hang"
+
+
+def test_an_unbroken_run_is_its_own_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reuse, "serves", lambda *_: True)
+    plan = plan_of(tmp_path)
+    run = plan.run
+    assert "never submitted" in why_no_reference(plan, ())
+    sent = Submission(submitted_at=0.0, nodes=2, local=True, first_attempt=0)
+    JobsRecord(submissions=(sent,)).save(run.jobs)
+    assert "did not make steps 1 to 60" in why_no_reference(plan, ())
+    record = AttemptRecord(
+        attempt=0, stage="train", job_id=None, nodes=("local0", "local1"), world_size=2,
+        master_addr="", master_port=1, started_at=0.0, first_step=1, last_step=60,
+    )  # fmt: skip
+    record.save(run.attempt("train", 0).record)
+    assert "metrics are gone" in why_no_reference(plan, ())
+    run.metrics(0).parent.mkdir()
+    run.metrics(0).write_text("")
+    assert why_no_reference(plan, ()) == ""
+    assert "--set" in why_no_reference(plan, ["train.seed=1"])
+    monkeypatch.setattr(reuse, "serves", lambda *_: False)
+    assert "have changed" in why_no_reference(plan, ())
+    JobsRecord(submissions=(sent, sent)).save(run.jobs)
+    assert "resumed by hand" in why_no_reference(plan, ())
+    JobsRecord(submissions=(sent.model_copy(update={"nodes": 3}),)).save(run.jobs)
+    assert "other nodes" in why_no_reference(plan, ())

@@ -1,0 +1,60 @@
+"""`slurmllm drill` on this machine: two launchers, broken and compared, and a drill that fails."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from end_to_end.bench import SMALL, Bench, processes_with
+
+TRAIN = ("submit", "tiny_neox", "--nodes=2", "--local", "--set=train.compile=false", *SMALL)
+
+
+@pytest.fixture(scope="module")
+def drilled(bench: Bench, inputs: tuple[str, ...]) -> str:
+    bench.call(*TRAIN, *inputs, "--name=drilled")
+    return "drilled"
+
+
+def runs(bench: Bench) -> list[str]:
+    return sorted(entry.name for entry in bench.runs.iterdir() if "-drill-" in entry.name)
+
+
+def test_broken_copies_go_on_exactly(bench: Bench, drilled: str) -> None:
+    text = bench.call("drill", drilled, "--kinds=time_limit,save,first_node", "--json", "--seed=3")
+    found = json.loads(text[text.index("{") :])
+    assert found["passed"]
+    assert found["own_reference"]
+    by_kind = {one["kind"]: one for one in found["drills"]}
+    assert {kind: one["ending"] for kind, one in by_kind.items()} == {
+        "first_node": "node_failure", "time_limit": "advance_signal", "save": "node_failure",
+    }  # fmt: skip
+    assert by_kind["time_limit"]["steps_lost"] == 0
+    assert by_kind["save"]["at_step"] == 2 * found["every_steps"]
+    assert by_kind["save"]["steps_made_again"] > 0
+    for one in found["drills"]:
+        took = dict(one["recovery"])
+        assert took.pop("total_s") == pytest.approx(sum(took.values()), abs=0.1)
+        assert took["start_up_s"] > 0 < took["first_step_s"]
+    assert found["kept"] == runs(bench) == []
+
+
+def test_a_run_that_would_not_survive_is_named_and_kept(bench: Bench, drilled: str) -> None:
+    arguments = ("--kinds=worker", "--steps=9", "--set=slurm.failure_budget=0")
+    text = bench.call("drill", drilled, *arguments, code=1)
+    assert "since --set changes values" in text
+    assert "worker: it did not come to its end: stopped" in text
+    assert "kept: drilled-drill-1-reference, drilled-drill-1-worker" in text
+    assert runs(bench) == ["drilled-drill-1-reference", "drilled-drill-1-worker"]
+
+
+def test_ctrl_c_leaves_nothing_running(bench: Bench, drilled: str) -> None:
+    process = bench.start("drill", drilled, "--kinds=worker")
+    name = "drilled-drill-2-worker"
+    bench.until(lambda: bool(processes_with(str(bench.runs / name))), "no start")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output
+    assert f"runs of the drill that are left: {name}" in output
+    bench.until(lambda: not processes_with(str(bench.runs / name)), "left running", 20)

@@ -1,0 +1,64 @@
+"""Endings on a real Slurm: the time limit, cancel, a crash."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from end_to_end.bench import Bench
+from end_to_end.slurm_runs import Cluster, accounted, submit, wait
+
+pytestmark = pytest.mark.slurm
+
+
+def test_the_time_limit_itself(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str
+) -> None:
+    # Slurm looks at time limits every 30 s, and signals when the lead would begin before it looks
+    # again: 30 to 60 s after the start.
+    submit(
+        bench, inputs, "limited", "--time=2", "--set=slurm.signal_lead_s=60",
+        "--set=train.compile=false", "--set=train.steps=100000",
+    )  # fmt: skip
+    again = bench.runs / "limited" / "attempts" / "001" / "attempt.json"
+    bench.until(again.is_file, "not requeued", 240)
+    left = bench.attempt("limited", 0)
+    assert left["class"] == "advance_signal"
+    assert left["evidence"] == ["SIGUSR1: saved and left"]
+    assert left["checkpoint_after"] == left["last_step"]
+    assert bench.attempt("limited", 1)["checkpoint_before"] == left["checkpoint_after"]
+    bench.wait_for_step("limited", left["last_step"] + 1, attempt=1)
+    bench.call("cancel", "limited")
+    wait(bench, "limited", "cancelled")
+    bench.until(lambda: bench.attempt("limited", 1)["ended_at"] is not None, "record left open")
+    assert bench.attempt("limited", 1)["class"] == "cancelled"
+
+
+def test_a_code_error_stops_and_is_not_requeued(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
+) -> None:
+    job = submit(bench, inputs, "crashed", "--set=train.compile=false")["train"]
+    bench.wait_for_step("crashed", 5)
+    node = bench.attempt("crashed", 0)["nodes"][1]
+    os.kill(_outside_pid(bench.runs / "crashed", rank=1), signal.SIGSEGV)
+    wait(bench, "crashed", "stopped")
+    assert bench.endings("crashed") == [("code_error", "stop")]
+    assert f"on {node} crashed with SIGSEGV" in bench.attempt("crashed", 0)["evidence"][0]
+    bench.until(lambda: accounted(job) == ["FAILED"], "sacct: not FAILED")
+
+
+def _outside_pid(run: Path, rank: int) -> int:
+    """The process id of a worker as this machine numbers it; nodes number their own."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"worker" in words and str(run).encode() in words and b"RANK=%d" % rank in variables:
+            return int(entry.name)
+    raise AssertionError(f"no worker {rank} of {run}")

@@ -1,0 +1,126 @@
+"""What follows on an ending: budgets, backoff, and the nodes to keep off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmllm.config.recipe import Recipe
+from slurmllm.config.resolve import resolve
+from slurmllm.records import AttemptRecord, EndingClass
+from slurmllm.supervise.policy import decide, failing_nodes, may_pass
+
+HOUR_S = 3600.0
+FULL = "cannot save /r: No space left on device; 0.0 MB are free there"
+
+
+def recipe(*overrides: str) -> Recipe:
+    return resolve("tiny_neox", overrides=overrides).recipe
+
+
+RECIPE = recipe("slurm.no_progress_limit=100")
+
+
+def attempt(number: int, ending: EndingClass, gained: int = 0, **more: Any) -> AttemptRecord:
+    fields: dict[str, Any] = {
+        "attempt": number, "stage": "train", "job_id": "7", "nodes": ("n1", "n2"),
+        "world_size": 2, "master_addr": "n1", "master_port": 1, "started_at": number * HOUR_S,
+        "ended_at": (number + 1) * HOUR_S, "class": ending, "steps_gained": gained,
+    }  # fmt: skip
+    return AttemptRecord.model_validate({**fields, **more})
+
+
+def play(endings: list[AttemptRecord], of: Recipe = RECIPE) -> list[AttemptRecord]:
+    """The attempts as decided one after the other."""
+    closed: list[AttemptRecord] = []
+    for one in endings:
+        closed.append(decide(one, closed, of))
+    return closed
+
+
+@pytest.mark.parametrize(
+    ("ending", "budget", "field"),
+    [("node_failure", 20, "failure"), ("hang", 5, "hang"), ("storage_failure", 3, "storage")],
+)
+def test_a_budget_counts_what_lies_within_its_hours(
+    ending: EndingClass, budget: int, field: str
+) -> None:
+    close = [attempt(n, ending, 10, ended_at=60.0 * n, evidence=(FULL,)) for n in range(budget + 1)]
+    found = play(close)
+    assert [a.action for a in found] == ["requeue"] * budget + ["stop"]
+    assert f"slurm.{field}_budget is {budget}" in found[-1].evidence[-1]
+    assert found[-1].ending == ending
+    # One every five hours, for a month.
+    far = [attempt(n, ending, 10, ended_at=5 * HOUR_S * n, evidence=(FULL,)) for n in range(144)]
+    assert {a.action for a in play(far)} == ({"requeue"} if budget > 3 else {"requeue", "stop"})
+
+
+def test_a_month_of_128_nodes_stays_within_its_budget() -> None:
+    # Llama 3's rate: a failure of the run every 30 hours or so on 128 nodes; here every 3.
+    often = [attempt(n, "node_failure", 10, ended_at=3 * HOUR_S * n) for n in range(240)]
+    assert {a.action for a in play(often)} == {"requeue"}
+
+
+def test_backoff_doubles_while_nothing_is_gained() -> None:
+    idle = [attempt(n, "node_failure", ended_at=4 * HOUR_S * n) for n in range(9)]
+    found = play([*idle, attempt(9, "hang", 5), attempt(10, "hang")])
+    assert [a.backoff_s for a in found] == [30, 60, 120, 240, 480, 960, 1920, 3600, 3600, 0, 30]
+    assert play([attempt(0, "advance_signal")])[0].backoff_s == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["node_failure", "hang", "advance_signal"]),
+                          st.sampled_from([0, 0, 7])), min_size=1, max_size=30))  # fmt: skip
+def test_as_many_idle_attempts_in_a_row_as_the_limit_stop_the_run(
+    history: list[tuple[EndingClass, int]],
+) -> None:
+    limits = recipe("slurm.no_progress_limit=3", "slurm.failure_budget=99", "slurm.hang_budget=99")
+    found = play([attempt(n, *one) for n, one in enumerate(history)], limits)
+    for at, one in enumerate(found):
+        idle = at >= 2 and not any(a.steps_gained for a in found[at - 2 : at + 1])
+        assert (one.action == "stop") == idle == (one.ending == "no_progress")
+
+
+def test_a_roll_back_goes_on_and_is_no_idle_attempt() -> None:
+    limits = recipe("slurm.no_progress_limit=2")
+    diverged = attempt(0, "divergence")
+    assert decide(diverged, [], limits).action == "stop"
+    back = decide(diverged, [], limits, rolled_back=True)
+    assert (back.action, back.backoff_s) == ("requeue", 0.0)
+    again = decide(attempt(1, "divergence"), [back], limits, rolled_back=True)
+    assert again.action == "requeue"
+    assert decide(attempt(2, "node_failure"), [back, again], limits).action == "requeue"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "passes"),
+    [
+        (FULL, True),
+        ("cannot write /r/x: Read-only file system", True),
+        ("OSError: [Errno 116] Stale file handle", True),
+        ("rank 0 on n1 ended with exit code 4 and could not write why", True),
+        ("none of the checkpoints in /r verifies: step 10: a.pt has another checksum", False),
+        ("cannot save /r: Disk quota exceeded; 5000.0 MB are free there", False),
+        ("attempt.json is damaged: nodes: field required", False),
+    ],
+)
+def test_storage_that_may_mend_itself(evidence: str, passes: bool) -> None:
+    assert may_pass([evidence]) is passes
+    closed = decide(attempt(0, "storage_failure", evidence=(evidence,)), [], RECIPE)
+    assert closed.action == ("requeue" if passes else "stop")
+
+
+@pytest.mark.parametrize("ending", ["superseded", "code_error", "cancelled", "out_of_memory"])
+def test_what_is_never_requeued(ending: EndingClass) -> None:
+    assert decide(attempt(0, ending, 10), [], RECIPE).action == "stop"
+
+
+def test_nodes_to_keep_off() -> None:
+    blamed = attempt(1, "node_failure", blamed_nodes=("n1",), evidence=("n1 said x", "so"))
+    before = attempt(0, "hang", blamed_nodes=("n1",))
+    assert failing_nodes(blamed, [], ["n1"], 24.0) == {"n1": "n1 said x"}
+    assert failing_nodes(blamed, [], [], 24.0) == {}
+    assert "train 0, train 1" in failing_nodes(blamed, [before], [], 24.0)["n1"]
+    assert failing_nodes(blamed, [before], [], 0.5) == {}  # too long ago

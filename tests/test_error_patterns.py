@@ -1,0 +1,45 @@
+"""Every row of the table of error texts, by its own line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from slurmllm.error_patterns import ENDINGS, TABLE, Row, meaning_of, telling_line
+from slurmllm.records import FailureRecord, NodeRecord
+from slurmllm.supervise.classify import Observed, classify
+from slurmllm.train.failures import judge
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.example[:60])
+def test_a_row_says_what_its_line_means(row: Row) -> None:
+    assert re.search(row.pattern, row.example)
+    assert meaning_of(row.example) == row.meaning
+    assert row.source
+    ending, blamed = ENDINGS[row.meaning]
+    nodes = {
+        "n1": NodeRecord(node="n1", pids={0: 1}, exit_codes={0: -6}),
+        "n2": NodeRecord(node="n2", pids={1: 1}, exit_codes={1: 70}, stopped_ranks=[1]),
+    }
+    # In the log of a worker that aborted without a record …
+    found = classify(Observed(("n1", "n2"), nodes, last_words={0: ["step 7", row.example]}))
+    assert (found.ending, found.blamed_nodes) == (ending, ("n1",) if blamed else ())
+    assert row.example.strip()[:400] in found.evidence[0]
+    # … and in the words of its exception.
+    name, _, words = row.example.partition(" ") if "Inductor" in row.example else ("Error", "", "")
+    verdict = judge(type(name, (RuntimeError,), {})(words or row.example))
+    failure = FailureRecord(rank=0, node="n1", time=1.0, **verdict._asdict())
+    assert classify(Observed(("n1", "n2"), nodes, [failure])).ending == ending
+
+
+def test_the_table_covers_the_stack() -> None:
+    assert len(TABLE) >= 60
+    assert len({row.pattern for row in TABLE}) == len(TABLE)
+
+
+def test_a_cause_in_a_log_goes_before_an_echo() -> None:
+    lines = ["step 7", "Connection closed by peer", "DMA RX engine 3 is in an abort state", "bye"]
+    assert telling_line(lines) == (lines[2], "device")
+    assert telling_line(lines[:2]) == (lines[1], "lost_peer")
+    assert telling_line(lines[:1]) is None

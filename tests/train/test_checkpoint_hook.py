@@ -1,0 +1,210 @@
+"""When a run saves: as the recipe says, as what it has seen says, and whether there is time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from checkpoint.pretend import PretendBackend, PretendGang, state
+
+from slurmllm.config.resolve import RunConfig
+from slurmllm.errors import StorageError
+from slurmllm.pulse import Pulse
+from slurmllm.records import AttemptRecord, EndingClass, MetricsRow
+from slurmllm.rundir import RunDir
+from slurmllm.supervise import supervisor
+from slurmllm.train import stop as stopping
+from slurmllm.train.events import EventLog
+from slurmllm.train.hooks.base import Moment
+from slurmllm.train.hooks.checkpoint import CheckpointHook
+from slurmllm.train.save_schedule import SaveSchedule
+from slurmllm.train.stop import StopRequest
+
+from .gang import small_config
+
+Events = list[dict[str, Any]]
+
+
+class Steps:
+    """A job of one worker that makes steps of so many seconds, as far as the hook sees."""
+
+    def __init__(self, run: RunDir, attempt: int, config: RunConfig) -> None:
+        backend = PretendBackend(PretendGang(1), 0)
+        backend.config = config
+        self.job: Any = SimpleNamespace(
+            run=run, attempt=attempt, step=0, first_step=0, last_step=10**6, config=config,
+            worker=backend.worker, backend=backend, mesh=backend.mesh, started=time.time(),
+            stop=StopRequest(), pulse=Pulse(None), saves=SaveSchedule(config.recipe.checkpoint),
+            events=EventLog(run.events(attempt), attempt), said=[],
+            train_state=lambda: state(self.job.step), say=lambda line: self.job.said.append(line),
+        )  # fmt: skip
+        self.hook = CheckpointHook(self.job)
+
+    def make(self, steps: int, step_s: float = 2.0, *, leaving: bool = False) -> list[int]:
+        """Make steps; those after which a save was due."""
+        due = []
+        for _ in range(steps):
+            self.job.step += 1
+            saving = leaving or self.job.saves.due(self.job.step)
+            if saving:
+                due.append(self.job.step)
+            row = MetricsRow(
+                step=self.job.step, attempt=0, loss=5.0, grad_norm=1.5, param_norm=9.0, lr=1e-3,
+                tokens=256, seq_per_s=16.0, tokens_per_s=512.0, step_time_s=step_s, time=1e9,
+            )  # fmt: skip
+            self.hook.after_step(Moment(row, last=False, saving=saving, leaving=leaving))
+        return due
+
+    def events(self, kind: str) -> Events:
+        lines = self.job.run.events(self.job.attempt).read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Callable[..., Steps]:
+    return lambda *overrides, attempt=0: Steps(
+        RunDir(tmp_path), attempt, small_config("checkpoint.keep=2", *overrides)
+    )
+
+
+AUTO = "checkpoint.every_steps=auto"
+
+
+def test_every_so_many_steps(steps: Callable[..., Steps]) -> None:
+    made = steps("checkpoint.every_steps=10")
+    assert made.make(35) == [10, 20, 30]
+    assert made.job.run.checkpoint_steps() == [20, 30]
+    saves = made.events("save")
+    assert [event["step"] for event in saves] == [10, 20, 30]
+    assert all(event["bytes"] > 1000 and event["waited_s"] > 0 for event in saves)
+    assert 0 < saves[0]["values"]["cost_s"] <= saves[0]["waited_s"]
+
+
+def test_auto_saves_soon_and_then_by_what_a_save_costs(steps: Callable[..., Steps]) -> None:
+    made = steps(AUTO)
+    assert made.make(33) == [33], "a minute of steps after the third"
+    assert made.job.said[0] == (
+        "next checkpoint in 30 steps (every 60 s: the first, to see what a save costs)"
+    )
+    chosen = made.events("interval")[-1]["values"]
+    assert chosen["step_s"] == 2.0
+    assert chosen["mtbf_s"] == pytest.approx(3300 * 3600, rel=1e-3)
+    cost = chosen["cost_s"]
+    assert chosen["interval_s"] == pytest.approx((2 * cost * chosen["mtbf_s"]) ** 0.5, rel=0.01)
+    assert f"in {chosen['steps']:.0f} steps" in made.job.said[-1]
+    wanted = int(chosen["steps"])
+    assert made.make(wanted + 5) == [33 + wanted]
+
+
+def test_auto_remembers_earlier_attempts(steps: Callable[..., Steps]) -> None:
+    made = steps(AUTO)
+    made.make(40)
+    (save,) = made.events("save")
+    for number, ending in enumerate(["node_failure", "hang", "advance_signal"]):
+        record(made.job.run, number, ending)
+    again = steps(AUTO, attempt=3)
+    again.make(5)
+    (first,) = again.events("interval")
+    assert first["step"] == 3
+    assert first["values"]["cost_s"] == save["values"]["cost_s"]
+    assert first["values"]["failures"] == 2
+    hours = (3300 + 3 * 2) / 3
+    assert first["values"]["mtbf_s"] == pytest.approx(hours * 3600, rel=1e-3)
+
+
+def record(run: RunDir, number: int, ending: EndingClass) -> None:
+    attempt = AttemptRecord(
+        attempt=number, stage="train", job_id=None, nodes=("n0",), world_size=1, master_addr="n0",
+        master_port=1, started_at=0.0, ended_at=7200.0, ending=ending,
+    )  # fmt: skip
+    attempt.save(run.attempt("train", number).record)
+
+
+def test_an_interval_is_never_shorter_than_a_save(steps: Callable[..., Steps]) -> None:
+    made = steps(AUTO)
+    interval = made.hook._interval
+    assert interval is not None
+    interval.made_step(1.0, saving=False)
+    for _ in range(3):
+        interval.made_step(1.5, saving=True)
+    assert interval.saved(1e6, waited_s=0.5, waited_in_steps_s=0.2) == pytest.approx(2.0)
+    assert interval.choose(10).step == 10 + 10**6
+
+
+def stopped(made: Steps, monkeypatch: pytest.MonkeyPatch, name: str, ago_s: float) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    made.job.stop.signal_name = name
+    made.job.stop._signalled_at = time.monotonic() - ago_s
+
+
+@pytest.mark.parametrize(
+    ("name", "ago_s", "last_save_s", "saved"),
+    [
+        ("SIGUSR2", 10.0, 200.0, True),
+        ("SIGUSR2", 60.0, 200.0, False),
+        ("SIGTERM", 60.0, 200.0, True),
+        ("SIGUSR2", 60.0, None, True),
+    ],
+)
+def test_a_save_that_does_not_fit_is_not_begun(
+    steps: Callable[..., Steps],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    ago_s: float,
+    last_save_s: float | None,
+    saved: bool,
+) -> None:
+    made = steps("checkpoint.every_steps=10", "slurm.signal_lead_s=300")
+    made.make(12)
+    made.hook._save_s = last_save_s
+    stopped(made, monkeypatch, name, ago_s)
+    made.make(1, leaving=True)
+    assert made.job.run.checkpoint_steps() == ([10, 13] if saved else [10])
+    if not saved:
+        (event,) = made.events("save_skipped")
+        assert event["values"]["needed_s"] == 200
+        assert 200 < event["values"]["left_s"] < 211
+        assert "step 13 is not saved: the last save took 200.0 s" in made.job.said[-1]
+
+
+def test_the_time_that_a_signal_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stopping.KILL_MARGIN_S == supervisor.KILL_MARGIN_S
+    stop = StopRequest()
+    assert stop.left_s(300) is None
+    stop._handle(12, None)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert stop.left_s(300) is None, "nobody ends it outside Slurm"
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    time.sleep(0.01)
+    stop._handle(12, None)
+    assert stop.left_s(300) == pytest.approx(270, abs=1)
+    assert stop.left_s(40) == pytest.approx(20, abs=1)
+    assert (stop.left_s(300) or 0) <= 270 - 0.01, "from the first of them"
+
+
+def test_copies_to_the_second_tier(
+    steps: Callable[..., Steps], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = steps("checkpoint.every_steps=10", f"checkpoint.second_tier={tmp_path / 'second'}")
+    made.make(25)
+    made.make(1, leaving=True)
+    assert made.hook._copier is not None
+    copied = [event["step"] for event in made.events("copied")]
+    assert copied[-1] == 26
+    assert all(event["bytes"] > 1000 for event in made.events("copied"))
+    second = tmp_path / "second" / tmp_path.name
+    assert (second / "step_00000026" / "manifest.json").is_file()
+
+    def refuse(*_: object) -> int:
+        raise StorageError("no route to host")
+
+    monkeypatch.setattr("slurmllm.checkpoint.second_tier.SecondTier.put", refuse)
+    made.make(4)
+    made.make(1, leaving=True)
+    assert "warning: no route to host; tried again at the next save" in made.job.said
+    assert "no route to host" in [event.get("message") for event in made.events("copied")]

@@ -1,0 +1,261 @@
+"""What follows a divergence: nothing, the end, or another way through the data."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from checkpoint.pretend import PretendGang, state
+
+from slurmllm.backends.base import Backend
+from slurmllm.checkpoint.save import save
+from slurmllm.data.spec import StreamSpec
+from slurmllm.data.stream import PackedStream
+from slurmllm.errors import DivergenceError
+from slurmllm.records import CheckpointManifest, Event, SkippedBatches, SkipsRecord, WorkerRecord
+from slurmllm.rundir import RunDir
+from slurmllm.train.events import EventLog
+from slurmllm.train.guard import Guard
+from train.gang import Gang, curve, rows, small_config
+
+NewRun = Callable[..., RunDir]
+
+# Some sequences are poison: the loss of a batch with one of them is not a number, or its gradient
+# is a few hundred times too large. Every batch's first sequence is told.
+_ENTRY = """
+import hashlib, os, sys
+from pathlib import Path
+from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.rundir import RunDir
+from slurmllm.train.worker import run_worker
+
+poison, kind = os.environ["TEST_POISON"].split(), os.environ["TEST_KIND"]
+NativeBackend.late_readings = bool(os.environ.get("TEST_LATE"))
+honest = NativeBackend.forward_backward
+
+def forward_backward(self, batches, counted):
+    word = hashlib.sha256(batches[0].tokens[0].tobytes()).hexdigest()
+    if self.worker.rank == 0:
+        print("batch", word, flush=True)
+    if not any(self.gather(word in poison)):
+        return honest(self, batches, counted)
+    if kind == "spike":  # as if one label alone counted, and counted for all
+        return honest(self, batches, 1)
+    return honest(self, batches, counted) * float("nan")
+
+NativeBackend.forward_backward = forward_backward
+sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
+"""
+STEPS = ("cluster.devices_per_node=1", "train.steps=24", "checkpoint.every_steps=5")
+
+
+@pytest.fixture(scope="module")
+def words(data: tuple[str, str]) -> dict[str, int]:
+    """The first sequence of a global batch, as workers tell it → the batch's number, from 1."""
+    spec = StreamSpec([(Path(data[0]), 1.0)], Path(data[1]), 32, 8, seed=1234)
+    with PackedStream(spec, 0, 1) as stream:
+        batches = [stream.next_batch().inputs for _ in range(40)]
+    return {hashlib.sha256(b[0].tobytes()).hexdigest(): n for n, b in enumerate(batches, start=1)}
+
+
+def start(
+    run: RunDir,
+    words: dict[str, int],
+    poison: range,
+    kind: str,
+    *,
+    late: bool = False,
+    **other: Any,
+) -> Gang:
+    env = {"TEST_POISON": " ".join(w for w, n in words.items() if n in poison), "TEST_KIND": kind}
+    return Gang(run, env={**env, "TEST_LATE": "1" if late else ""}, entry=_ENTRY, **other)
+
+
+def trained_on(gang: Gang, words: dict[str, int]) -> list[int]:
+    """The batches that steps were made with, in turn."""
+    lines = gang.output(0).splitlines()
+    return [words[line.split()[1]] for line in lines if line.startswith("batch ")]
+
+
+def events(run: RunDir, attempt: int) -> list[Event]:
+    lines = run.events(attempt).read_text().splitlines()
+    return [e for e in map(Event.model_validate_json, lines) if not e.kind.startswith("save")]
+
+
+def test_not_a_number_rolls_back_and_a_kill_after_that_changes_nothing(
+    new_run: NewRun, words: dict[str, int]
+) -> None:
+    run = new_run(*STEPS, "guard.not_finite=roll_back", "guard.skip_batches=2")
+    first = start(run, words, range(13, 14), "nan", world=2)
+    assert first.wait() == [DivergenceError.exit_code] * 2, first.output()
+    told = "the loss of step 13 is nan; roll-back 1 of 3 at most: the next attempt goes on from "
+    assert f"{told}step 10 and skips batches 11 to 13" in first.output(0)
+    assert told in first.output(1)
+    assert SkipsRecord.load(run.skips).skips == (
+        SkippedBatches(
+            first=11,
+            last=13,
+            roll_back_to=10,
+            onset=13,
+            attempt=0,
+            reason="the loss of step 13 is nan",
+        ),
+    )
+    assert run.checkpoint_steps() == [5, 10], "no checkpoint of a step that is not finite"
+    assert [event.kind for event in events(run, 0)] == ["not_finite"]
+    assert curve(run).keys() == set(range(1, 13))
+
+    unbroken = RunDir(run.path.with_name("unbroken"))
+    shutil.copytree(run.path, unbroken.path)
+    gang = start(unbroken, words, range(13, 14), "nan", attempt=1)
+    killed = start(run, words, range(13, 14), "nan", attempt=1)
+    killed.signal_at(18, signal.SIGKILL, ranks=[0])
+    killed.wait()
+    again = start(run, words, range(13, 14), "nan", attempt=2)
+    gang.finish()
+    again.finish()
+    assert "resumed from step 10" in gang.output()
+    assert trained_on(gang, words) == list(range(14, 28))
+    assert [row["tokens"] for row in rows(unbroken, 1)] == [s * 8 * 32 for s in range(11, 25)]
+
+    resumed_from = WorkerRecord.load(run.attempt("train", 2).worker(0)).resumed_from
+    assert resumed_from is not None
+    assert 15 <= resumed_from < 24
+    assert trained_on(again, words)[0] == resumed_from + 4
+    assert curve(run, 1, 2) == curve(unbroken, 1), "bit-identical"
+
+
+def test_a_spike_that_stays_rolls_back_behind_its_onset(
+    new_run: NewRun, words: dict[str, int]
+) -> None:
+    guard = ("guard.spike=roll_back", "guard.smoothing_steps=4", "guard.window_steps=3")
+    run = new_run(*STEPS, *guard, "checkpoint.keep=1")
+    first = start(run, words, range(14, 18), "spike", late=True)
+    assert first.wait() == [DivergenceError.exit_code], first.output()
+    (skip,) = SkipsRecord.load(run.skips).skips
+    assert (skip.first, skip.last, skip.onset, skip.roll_back_to) == (14, 17, 14, 10)
+    assert "has not returned in the 3 steps since step 14" in skip.reason
+    assert run.checkpoint_steps() == [10, 15], "saved while nobody knew; the one before it is kept"
+    (spike,) = events(run, 0)
+    assert (spike.kind, spike.step) == ("spike", 14)
+    assert spike.values["grad_norm"] > 3 * spike.values["lowest"]
+
+    again = start(run, words, range(14, 18), "spike", attempt=1, late=True)
+    again.finish()
+    aside = "step 15: attempt 0 saved it after the divergence from step 14 on"
+    assert f"passed over a checkpoint: {aside}" in again.output()
+    assert "batches 14 to 17 are skipped: the gradient norm has not" in again.output()
+    assert trained_on(again, words) == [11, 12, 13, *range(18, 29)]
+    assert CheckpointManifest.load(run.checkpoint(15) / "manifest.json").attempt == 1
+
+
+class Log(list[str]):
+    """What rank 0 says."""
+
+
+def guard_of(run: RunDir, backend: Backend, log: Log, *overrides: str) -> Guard:
+    first = backend.worker.rank == 0
+    job: Any = SimpleNamespace(
+        run=run,
+        config=small_config("optim.warmup_steps=0", "guard.smoothing_steps=2", *overrides),
+        backend=backend,
+        stage="train",
+        attempt=4,
+        say=log.append if first else lambda message: None,
+        events=EventLog(run.events(4) if first else None, 4),
+    )
+    return Guard(job)
+
+
+def diverge(run: RunDir, *overrides: str, found_by: int = 0) -> tuple[set[str], Log]:
+    """What two workers fail with where one of them finds that the norm of step 9 stays high."""
+    log, window = Log(), "guard.window_steps=3"
+
+    def work(backend: Backend) -> None:
+        guard = guard_of(run, backend, log, window, *overrides)
+        for step in range(1, 11):
+            high = backend.worker.rank == found_by and step > 5
+            guard.see(step, 100 + step, 8.0 if high else 1.0)
+            guard.agree()
+
+    return {str(answer) for answer in PretendGang().all(work)}, log
+
+
+def test_what_one_worker_finds_ends_all(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    answers, _ = diverge(run, "guard.spike=roll_back", found_by=1)
+    (message,) = answers
+    assert message == (
+        "the gradient norm has not returned in the 3 steps since step 6: it is 8 at step 9, more "
+        "than 3 times the lowest smoothed one (1); roll-back 1 of 3 at most: the next attempt goes "
+        "on from step 0 and skips batches 106 to 109"
+    )
+    (skip,) = SkipsRecord.load(run.skips).skips
+    assert (skip.onset, skip.attempt, skip.roll_back_to) == (6, 4, None)
+
+
+def test_the_checkpoint_to_go_back_to_is_none_that_was_set_aside(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in (2, 4):
+        PretendGang().all(lambda backend, step=step: save(run, backend, state(step), attempt=1))
+    earlier = SkippedBatches(first=3, last=9, roll_back_to=2, onset=3, attempt=2, reason="")
+    SkipsRecord(skips=(earlier,)).save(run.skips)
+    (message,), _ = diverge(run, "guard.spike=roll_back")
+    assert "roll-back 2 of 3 at most: the next attempt goes on from step 2" in message
+
+
+def test_too_many_roll_backs(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    before = SkippedBatches(first=1, last=2, roll_back_to=None, onset=1, attempt=0, reason="")
+    SkipsRecord(skips=(before,)).save(run.skips)
+    (message,), _ = diverge(run, "guard.spike=roll_back", "guard.max_roll_backs=1")
+    assert "1 roll-backs were made, and guard.max_roll_backs is 1: the run stops" in message
+    assert len(SkipsRecord.load(run.skips).skips) == 1
+
+
+def test_a_roll_back_that_cannot_be_written_stops(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.skips.write_text("{")
+    (message,), _ = diverge(run, "guard.spike=roll_back")
+    assert "the roll-back could not be written down, so the run stops: " in message
+
+
+def test_stop(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    (message,), log = diverge(run, "guard.spike=stop")
+    assert "`slurmllm resume run --set guard.spike=roll_back`" in message
+    assert len(log) == 1
+    assert not run.skips.exists()
+
+
+def test_warnings_and_their_events(tmp_path: Path) -> None:
+    run, log = RunDir(tmp_path), Log()
+
+    def work(backend: Backend) -> None:
+        guard = guard_of(run, backend, log, "guard.window_steps=3")
+        for step in range(1, 20):
+            guard.see(step, step, 8.0 if 6 <= step <= 12 else 1.0)
+            guard.agree()
+
+    assert PretendGang(1).all(work) == [None]
+    assert log == [
+        "warning: spike: the gradient norm of step 6 is 8, more than 3 times the lowest smoothed "
+        "one (1)",
+        "warning: the gradient norm has not returned in the 3 steps since step 6: it is 8 at step "
+        "9, more than 3 times the lowest smoothed one (1)",
+        "the spike of step 6 is over: gradient norm 1",
+    ]
+    assert [(event.kind, event.step, event.values) for event in events(run, 4)] == [
+        ("spike", 6, {"onset": 6, "grad_norm": 8, "lowest": 1, "factor": 3}),
+        ("spike_over", 15, {"onset": 6, "grad_norm": 1, "lowest": 1, "factor": 3}),
+    ]
+
+
+def test_off(tmp_path: Path) -> None:
+    assert diverge(RunDir(tmp_path), "guard.spike=off") == ({"None"}, [])

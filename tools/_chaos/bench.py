@@ -1,0 +1,212 @@
+"""A development cluster with a shared directory, and the command line in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _devcluster.cluster import Cluster
+
+DEVCLUSTER = Path(__file__).resolve().parent.parent / "devcluster"
+SLURMLLM = (sys.executable, "-m", "slurmllm")
+SHARED_MB = 2048
+SPARE_NODES = 2
+
+
+class ChaosError(Exception):
+    """The suite itself cannot go on."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every run of the suite is.
+
+    Attributes:
+        backend: `native` or `rehearsal`.
+        nodes: Of a run; the cluster has SPARE_NODES more.
+        steps: Of a run.
+        every: Steps between checkpoints.
+        inputs: `--set` options that name corpus and tokenizer.
+        limit_s: Seconds after which a run counts as lost.
+    """
+
+    backend: str
+    nodes: int
+    steps: int
+    every: int
+    inputs: tuple[str, ...]
+    limit_s: float
+
+    def options(self) -> tuple[str, ...]:
+        """The `--set` options of a run; small enough that it is start-up time and little else."""
+        values = {
+            "backend": self.backend,
+            "model.num_layers": 1,
+            "model.hidden_size": 32,
+            "model.num_heads": 2,
+            "model.ffn_hidden_size": 64,
+            "model.seq_len": 32,
+            "train.steps": self.steps,
+            "train.global_batch": self.nodes,
+            "train.micro_batch": 1,
+            "train.compile": "false",
+            "train.log_every": 20,
+            "data.num_workers": 0,
+            "checkpoint.every_steps": self.every,
+            "checkpoint.asynchronous": "true",
+            "optim.warmup_steps": 4,
+            "slurm.no_progress_limit": 12,
+            "slurm.failure_budget": 50,
+            "slurm.hang_budget": 20,
+            "slurm.storage_budget": 50,
+            "slurm.backoff_s": 1,
+            "watchdog.start_up_s": 60 if self.nodes <= 8 else 300,
+            "watchdog.first_step_s": 60,
+            "watchdog.min_step_s": 5 if self.nodes <= 8 else 30,
+            "watchdog.save_s": 30,
+            "env.OMP_NUM_THREADS": 1,
+            # Steps long enough that a failure can be put between two of them.
+            "env.SLURMLLM_REHEARSAL_STEP_S": 0.1,
+        }
+        return tuple(f"--set={path}={value}" for path, value in values.items())
+
+
+class Bench:
+    """One cluster, which makes one run at a time.
+
+    Args:
+        root: The cluster's state directory; beside it lies the shared one.
+        setup: What its runs are.
+    """
+
+    def __init__(self, root: Path, setup: Setup) -> None:
+        self.root, self.setup = root, setup
+        self.shared = root.with_name(f"{root.name}-shared")
+        self.runs = self.shared / "runs"
+        self.cluster = Cluster(root)
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
+        path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+        self.env = {**outside, "PATH": path, "SLURM_CONF": str(root / "slurm.conf")}
+
+    def up(self) -> None:
+        """Start the cluster."""
+        self.tool(
+            "up", f"--nodes={self.setup.nodes + SPARE_NODES}", "--slurmd-timeout=5",
+            "--kill-wait=30", f"--shared={self.shared}", f"--shared-mb={SHARED_MB}",
+        )  # fmt: skip
+
+    def down(self) -> None:
+        """End everything."""
+        if (self.root / "cluster.json").exists():
+            self.tool("down")
+        shutil.rmtree(self.shared, ignore_errors=True)
+
+    def tool(self, *arguments: str) -> str:
+        """A verb of devcluster; what it prints."""
+        return self._call([sys.executable, str(DEVCLUSTER), *arguments, f"--dir={self.root}"])
+
+    def tool_beside(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """A verb that takes its time, in a process of its own."""
+        return subprocess.Popen(
+            [sys.executable, str(DEVCLUSTER), *arguments, f"--dir={self.root}"],
+            env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def submit(self, name: str) -> str:
+        """Submit a run; the id of its train job."""
+        printed = self._call(
+            [*SLURMLLM, "submit", "tiny_neox", f"--nodes={self.setup.nodes}", f"--name={name}",
+             *self.setup.options(), *self.setup.inputs, f"--runs-dir={self.runs}", "--json"]
+        )  # fmt: skip
+        return str(json.loads(printed)["jobs"]["train"])
+
+    def slurm(self, *command: str) -> str | None:
+        """What one of Slurm's commands prints; None where it fails, as while slurmctld is down."""
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    def in_queue(self, job: str) -> bool | None:
+        """Whether Slurm still has work to do for a job; None where it does not answer."""
+        done = subprocess.run(
+            ["squeue", "--noheader", "--jobs", job, "--format=%T"],
+            env=self.env, capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            return False if "Invalid job id" in done.stderr else None
+        return done.stdout.strip() not in ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+
+    def incarnations(self, job: str) -> list[tuple[float, float]]:
+        """Begin and end of each start of a job, Unix time, as far as sacct knows."""
+        printed = self.slurm(
+            "sacct", "--noheader", "--parsable2", "--allocations", "--duplicates",
+            "--format=start,end", "--jobs", job,
+        )  # fmt: skip
+        found = []
+        for line in (printed or "").splitlines():
+            begin, _, end = line.partition("|")
+            found.append((_timestamp(begin), _timestamp(end)))
+        return found
+
+    def mend(self) -> None:
+        """Put the cluster right after a run: nodes, slurmctld, the shared directory, no jobs."""
+        for _ in range(3):
+            state = json.loads(self.tool_output("status", "--json"))
+            if state["daemons"]["slurmctld"] is None:
+                self.tool("restart", "--start")
+            self.slurm("scancel", "--user=root")
+            self.tool("shared", "writable")
+            self.tool("shared", "free")
+            bad = [n["name"] for n in state["nodes"] if n["power"] != "on" or not n["slurmd"]]
+            down = [n["name"] for n in state["nodes"] if n["slurm"] != "idle"]
+            if not bad and not down:
+                return
+            for healing in [self.tool_beside("heal", node) for node in bad]:
+                healing.wait()
+            self._wait_idle()
+        raise ChaosError(f"the cluster in {self.root} cannot be put right: {bad} {down}")
+
+    def tool_output(self, *arguments: str) -> str:
+        """Likewise, for a verb that may say by its exit code that something is down."""
+        command = [sys.executable, str(DEVCLUSTER), *arguments, f"--dir={self.root}"]
+        return subprocess.run(command, env=self.env, capture_output=True, text=True).stdout
+
+    def _wait_idle(self) -> None:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            with_state = self.slurm("sinfo", "-h", "-N", "-p", "main", "-o", "%N %T") or "? ?"
+            odd = [line.split()[0] for line in with_state.splitlines() if line.split()[1] != "idle"]
+            if not odd:
+                return
+            for node in odd:
+                self.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+            time.sleep(1)
+
+    def _call(self, command: Sequence[str]) -> str:
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True)
+        if done.returncode:
+            words = (done.stderr or done.stdout).strip()
+            raise ChaosError(f"{' '.join(command[:6])} …: exit {done.returncode}: {words}")
+        return done.stdout
+
+
+def _timestamp(text: str) -> float:
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:  # Unknown, None
+        return float("nan")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A record; None where it is not there (or, with a full disk, not whole)."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return None

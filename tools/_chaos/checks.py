@@ -1,0 +1,141 @@
+"""What must hold after a run, whatever happened to it; a name and, where it does not, evidence."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from _chaos.bench import Bench, read_json
+from _chaos.injections import processes_of
+from _chaos.plan import EXPECTED
+from _chaos.running import Course
+from slurmllm.checkpoint.catalogue import checkpoints, verify
+from slurmllm.errors import SlurmllmError
+from slurmllm.rundir import RunDir
+
+Figures = Mapping[int, tuple[Any, ...]]  # step → what must be the same, bit by bit
+REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")
+GONE_S = 30.0  # for Slurm to clear away what is left of a job
+
+
+def figures(run: RunDir) -> tuple[dict[int, tuple[Any, ...]], list[str]]:
+    """The counted figures of each step, and what is odd about the metrics."""
+    found: dict[int, tuple[Any, ...]] = {}
+    odd = []
+    for path in run.metrics_files():
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                if number < len(lines):  # the last line of an attempt may be cut
+                    odd.append(f"{path.name}:{number} is no JSON")
+                continue
+            values = tuple(row[name] for name in REPRODUCED)
+            if found.setdefault(row["step"], values) != values:
+                odd.append(f"step {row['step']} of {path.name} differs from an earlier attempt's")
+            found[row["step"]] = values
+    return found, odd
+
+
+def check(bench: Bench, run: RunDir, course: Course, reference: Figures) -> dict[str, str]:
+    """All checks: name → what is wrong, empty where nothing is."""
+
+    def steps() -> str:
+        got, odd = figures(run)
+        wanted = set(range(1, bench.setup.steps + 1))
+        if got.keys() != wanted:
+            odd.append(f"steps missing or too many: {sorted(got.keys() ^ wanted)[:8]}")
+        return "; ".join(odd[:3])
+
+    def losses() -> str:
+        got, _ = figures(run)
+        differing = sorted(step for step in reference if got.get(step) != reference[step])
+        if not differing:
+            return ""
+        step = differing[0]
+        return f"{len(differing)} steps, the first {step}: {got.get(step)} not {reference[step]}"
+
+    found = {}
+    parts: dict[str, Callable[[], str]] = {
+        "run done": lambda: _done(run, course),
+        "every step once": steps,
+        "same figures": losses,
+        "no process left": lambda: _processes(run),
+        "no half file": lambda: _half_files(run),
+        "endings named": lambda: _endings(run, course),
+    }
+    for name, part in parts.items():
+        try:
+            found[name] = part()
+        except (OSError, SlurmllmError, KeyError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _done(run: RunDir, course: Course) -> str:
+    last = records(run)[-1:]
+    if course.ended == "finished" and last and last[0].get("class") == "done":
+        return ""
+    how = f"{last[0].get('class')}: {'; '.join(last[0].get('evidence', ()))}" if last else "none"
+    return f"{course.ended} after {course.seconds:.0f} s; last attempt {how}"
+
+
+def _processes(run: RunDir) -> str:
+    deadline = time.monotonic() + GONE_S
+    while left := processes_of(run.path):
+        if time.monotonic() > deadline:
+            return "; ".join(f"{pid}: {words}" for pid, (words, _) in list(left.items())[:4])
+        time.sleep(0.2)
+    return ""
+
+
+def _half_files(run: RunDir) -> str:
+    odd = [
+        str(path.relative_to(run.path))
+        for path in run.path.rglob("*")
+        if path.name.endswith((".tmp", ".replaced", ".part"))
+    ]
+    for path in run.path.rglob("*.json"):
+        if read_json(path) is None:
+            odd.append(f"{path.relative_to(run.path)} is no JSON")
+    for entry in checkpoints(run):
+        if faults := verify(entry).faults:
+            odd.append(f"{entry.directory.name}: {faults[0]}")
+    if not run.checkpoint_steps():
+        odd.append("no checkpoint")
+    open_records = [r["attempt"] for r in records(run) if r.get("ended_at") is None]
+    if open_records:
+        odd.append(f"attempts left open: {open_records}")
+    return "; ".join(odd[:4])
+
+
+def records(run: RunDir) -> list[dict[str, Any]]:
+    """The attempts' records, oldest first."""
+    found = (read_json(attempt.record) for attempt in run.attempts("train"))
+    return [record for record in found if record is not None]
+
+
+def hits(course: Course) -> dict[int, list[str]]:
+    """The kinds of failure that hit each attempt."""
+    found: dict[int, list[str]] = {}
+    for injected in course.injected:
+        if injected.happened:
+            found.setdefault(injected.attempt, []).append(injected.failure.kind)
+    return found
+
+
+def _endings(run: RunDir, course: Course) -> str:
+    """Attempts that nothing hit must not fail; the others by what hit them, or the one before."""
+    odd, by_attempt = [], hits(course)
+    for record in records(run):
+        number, ending = record["attempt"], record.get("class")
+        kinds = by_attempt.get(number, []) + by_attempt.get(number - 1, [])
+        allowed = frozenset({"done"}).union(*(EXPECTED[kind] for kind in kinds))
+        if ending not in allowed:
+            odd.append(f"attempt {number}: {ending} after {', '.join(kinds) or 'nothing'}")
+    return "; ".join(odd)

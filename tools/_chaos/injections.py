@@ -1,0 +1,104 @@
+"""The failures: each is done to the cluster or to a process of the run, and later mended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from _devcluster.processes import all_pids, kill
+
+from _chaos.bench import Bench
+from _chaos.plan import Failure
+from _chaos.watching import RunFiles
+
+Undo = Callable[[], "subprocess.Popen[bytes] | None"]
+
+
+class Impossible(Exception):
+    """A failure that cannot happen now, such as the death of a node that is dead."""
+
+
+def inject(bench: Bench, files: RunFiles, job: str, failure: Failure) -> tuple[str, Undo | None]:
+    """Do it.
+
+    Returns:
+        What was hit, and what mends it.
+
+    Raises:
+        Impossible: there is nothing that it could be done to.
+    """
+    kind = failure.kind
+    if kind in ("worker_killed", "hang"):
+        rank, pid = _worker(bench, files, failure.victim)
+        kill(pid, signal.SIGKILL if kind == "worker_killed" else signal.SIGSTOP)
+        return f"rank {rank}", None
+    if kind == "time_limit":
+        if bench.slurm("scancel", "--signal=USR1", "--batch", job) is None:
+            raise Impossible("the job does not run")
+        return f"job {job}", None
+    if kind == "slurmctld_restart":
+        bench.cluster.stop_controller(signal.SIGKILL if failure.hard else signal.SIGTERM)
+        return "slurmctld", lambda: bench.tool_beside("restart", "--start")
+    if kind == "read_only":
+        bench.cluster.shared().read_only(bench.cluster.inits())
+        return "shared directory", lambda: bench.tool_beside("shared", "writable")
+    if kind == "disk_full":
+        bench.cluster.shared().fill()
+        return "shared directory", lambda: bench.tool_beside("shared", "free")
+    node = _node(bench, files, failure)
+    if kind == "node_frozen":
+        bench.cluster.freeze(node)
+        return node, lambda: bench.tool_beside("heal", node, "--thaw")
+    if kind == "slurmd_dies":
+        bench.cluster.stop_slurmd(node)
+        return node, lambda: bench.tool_beside("heal", node)
+    bench.cluster.power_off(node)
+    return node, lambda: bench.tool_beside("heal", node)
+
+
+def processes_of(run: Path) -> dict[int, tuple[str, str]]:
+    """The processes that were started for a run: id → program's arguments and rank."""
+    found = {}
+    for pid in all_pids():
+        if pid == os.getpid():
+            continue
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if str(run).encode() not in words:
+                continue
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        rank = next((v[5:].decode() for v in variables if v.startswith(b"RANK=")), "")
+        found[pid] = (b" ".join(words).decode(), rank)
+    return found
+
+
+def _worker(bench: Bench, files: RunFiles, victim: float) -> tuple[int, int]:
+    """A rank of the newest attempt, and its process's id."""
+    attempt = f"--attempt {files.attempt()}"
+    workers = sorted(
+        (int(rank), pid)
+        for pid, (words, rank) in processes_of(files.path).items()
+        if " worker " in words and words.rstrip().endswith(attempt) and rank
+    )
+    if not workers:
+        raise Impossible("no worker runs")
+    return workers[int(victim * len(workers))]
+
+
+def _node(bench: Bench, files: RunFiles, failure: Failure) -> str:
+    """A node of the newest attempt that has not failed."""
+    nodes: list[str] = files.record(files.attempt()).get("nodes", [])
+    if failure.kind == "first_node_dies":
+        nodes = nodes[:1]
+    elif failure.kind in ("node_dies", "node_replaced"):
+        nodes = nodes[1:]
+    off = bench.cluster.directory.slurmd_off
+    nodes = [n for n in nodes if bench.cluster.power(n) == "on" and not off(n).exists()]
+    if not nodes:
+        raise Impossible("its node has failed already")
+    return nodes[int(failure.victim * len(nodes))]

@@ -1,0 +1,88 @@
+"""What goes wrong in a run, and when: a pure function of a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# What Slurm or slurmllm may rightly call the attempt that a failure hit; `done` and
+# `advance_signal` come where a failure passed before anybody noticed it.
+EXPECTED: Mapping[str, frozenset[str]] = {
+    "worker_killed": frozenset({"node_failure"}),
+    "node_dies": frozenset({"node_failure"}),
+    "first_node_dies": frozenset({"node_failure"}),
+    "node_replaced": frozenset({"node_failure"}),  # gone and back, empty, before Slurm has looked
+    "node_frozen": frozenset({"node_failure", "hang", "superseded", "done"}),
+    "slurmctld_restart": frozenset({"done"}),
+    "slurmd_dies": frozenset({"node_failure", "done"}),
+    "time_limit": frozenset({"advance_signal"}),
+    "read_only": frozenset({"storage_failure", "node_failure", "done"}),
+    "disk_full": frozenset({"storage_failure", "node_failure", "done"}),
+    "hang": frozenset({"hang"}),
+}
+KINDS = tuple(EXPECTED)
+# The shared directory's failures end an attempt where it cannot write down why: Slurm cannot even
+# open the job's log, and the next attempt closes the record by what the accounting says.
+FIRST_MOMENTS = ("starting", "stepping", "stepping", "stepping", "saving")
+LATER_MOMENTS = (*FIRST_MOMENTS, "requeueing", "recovering", "recovering")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failure.
+
+    Attributes:
+        kind: What happens.
+        moment: When: while an attempt is `starting` or `stepping`, in the middle of its first save
+            after `step`, while the job waits to start again after the failure before
+            (`requeueing`), or while the attempt that follows that one starts (`recovering`).
+        step: For `stepping` and `saving`: the first step after which it happens.
+        delay_s: From that moment on.
+        lasts_s: Until it is mended, where it is.
+        victim: Which node or worker, as a fraction of those that may be hit.
+        hard: For `slurmctld_restart`: by SIGKILL.
+    """
+
+    kind: str
+    moment: str
+    step: int
+    delay_s: float
+    lasts_s: float
+    victim: float
+    hard: bool
+
+
+def make_plan(seed: int, steps: int, kinds: Sequence[str] = KINDS) -> tuple[Failure, ...]:
+    """One to three failures, in the order in which they happen."""
+    rng = random.Random(f"chaos {seed}")
+    count = rng.choice((1, 1, 2, 2, 3))
+    at = sorted(rng.randint(2, max(2, steps - 4)) for _ in range(count))
+    plan = []
+    for index in range(count):
+        kind = rng.choice(tuple(kinds))
+        moment = rng.choice(LATER_MOMENTS if index else FIRST_MOMENTS)
+        delay_s = rng.choice((0.0, rng.uniform(0, 0.3), rng.uniform(0, 3)))
+        if moment in ("stepping", "saving"):
+            delay_s = 0.0
+        lasts_s = rng.uniform(1, 8) if kind in ("read_only", "disk_full") else rng.uniform(2, 25)
+        if kind == "node_replaced":
+            lasts_s = 0.0
+        if kind == "slurmctld_restart":
+            lasts_s = rng.choice((0.0, rng.uniform(0, 8)))
+        plan.append(
+            Failure(
+                kind, moment, at[index], round(delay_s, 3), round(lasts_s, 1), rng.random(),
+                rng.random() < 0.5,
+            )
+        )  # fmt: skip
+    return tuple(plan)
+
+
+def told(plan: Sequence[Failure]) -> str:
+    """`node_dies@stepping 12, hang@recovering`."""
+    words = []
+    for failure in plan:
+        where = f" {failure.step}" if failure.moment in ("stepping", "saving") else ""
+        words.append(f"{failure.kind}@{failure.moment}{where}")
+    return ", ".join(words)

@@ -1,0 +1,149 @@
+"""One run with its failures: waited for, injected, mended, and waited for again."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from _chaos.bench import Bench
+from _chaos.injections import Impossible, Undo, inject
+from _chaos.plan import Failure
+from _chaos.watching import RunFiles
+
+POLL_S = 0.02
+QUEUE_S = 1.5  # between questions to Slurm
+LOST_S = 15.0  # out of the queue without a last word in the record
+PATIENCE_S = 60.0  # for a moment to come: then the failure happens whatever the run does
+
+
+@dataclass
+class Injected:
+    """A failure that happened, or could not.
+
+    Attributes:
+        failure: As planned.
+        attempt: Which it hit.
+        at: Unix time, s.
+        step: The run's newest by then.
+        victim: What was hit; why not, where it was impossible.
+        happened: Whether it was done.
+    """
+
+    failure: Failure
+    attempt: int
+    at: float
+    step: int
+    victim: str
+    happened: bool = True
+
+
+@dataclass
+class Course:
+    """How a run went.
+
+    Attributes:
+        job: The train job.
+        ended: `finished`, `lost` (Slurm holds the job no longer) or `late`.
+        seconds: From the submission to the end.
+        injected: The failures, in order.
+    """
+
+    job: str
+    ended: str = "late"
+    seconds: float = 0.0
+    injected: list[Injected] = field(default_factory=list)
+
+
+class Running:
+    """A run that goes on.
+
+    Args:
+        bench: The cluster.
+        name: The run's.
+        plan: What is to happen.
+    """
+
+    def __init__(self, bench: Bench, name: str, plan: Sequence[Failure]) -> None:
+        self.bench, self.plan = bench, list(plan)
+        self.files = RunFiles(bench.runs / name)
+        self._undo: list[tuple[float, Undo]] = []
+        self._mending: list[subprocess.Popen[bytes]] = []
+        self._came: float | None = None  # when the moment of the next failure came
+        self._waiting_since = 0.0
+        self._ready = False  # the failure before has been mended or has passed
+        self.course = Course(bench.submit(name))
+
+    def to_end(self) -> Course:
+        """Wait for the run's end."""
+        began = asked = time.monotonic()
+        gone_since: float | None = None
+        while (now := time.monotonic()) - began < self.bench.setup.limit_s:
+            self._mend(now)
+            if self.plan and self._due(now):
+                self._inject(self.plan.pop(0))
+                self._came, self._waiting_since = None, now
+            if now - asked > QUEUE_S:
+                asked = now
+                if self._finished():
+                    self.course.ended = "finished"
+                    break
+                queued = self.bench.in_queue(self.course.job)
+                gone_since = (gone_since or now) if queued is False else None
+                if gone_since is not None and now - gone_since > LOST_S:
+                    self.course.ended = "lost"
+                    break
+            time.sleep(POLL_S)
+        self.course.seconds = time.monotonic() - began
+        self._mend(None)
+        return self.course
+
+    def _finished(self) -> bool:
+        record = self.files.record(self.files.attempt())
+        return record.get("action") in ("finish", "stop")
+
+    def _mend(self, now: float | None) -> None:
+        """Undo what is due; None: all of it, and wait."""
+        for due, undo in list(self._undo):
+            if now is None or now >= due:
+                self._undo.remove((due, undo))
+                if (mending := undo()) is not None:
+                    self._mending.append(mending)
+        if now is None:
+            for mending in self._mending:
+                mending.wait()
+
+    def _due(self, now: float) -> bool:
+        """Whether the moment of the next failure has come, and its delay has passed."""
+        failure = self.plan[0]
+        if self._came is None:
+            waited = self._waiting_since and now - self._waiting_since > PATIENCE_S
+            if not (waited or self._moment(failure)):
+                return False
+            self._came = now
+        return now - self._came >= failure.delay_s
+
+    def _moment(self, failure: Failure) -> bool:
+        files, attempt = self.files, self.files.attempt()
+        hit = self.course.injected[-1].attempt if self.course.injected else -1
+        if failure.moment == "requeueing":
+            return attempt > hit or files.record(attempt).get("ended_at") is not None
+        if failure.moment == "recovering":
+            return attempt > hit
+        if failure.moment == "starting":
+            return attempt > hit and files.workers_started(attempt)
+        if files.last_step(attempt) < failure.step:
+            return False
+        return failure.moment == "stepping" or files.saving()
+
+    def _inject(self, failure: Failure) -> None:
+        attempt = self.files.attempt()
+        done = Injected(failure, attempt, time.time(), self.files.last_step(attempt), "")
+        try:
+            done.victim, undo = inject(self.bench, self.files, self.course.job, failure)
+        except Impossible as why:
+            done.victim, done.happened, undo = str(why), False, None
+        self.course.injected.append(done)
+        if undo is not None:
+            self._undo.append((time.monotonic() + failure.lasts_s, undo))

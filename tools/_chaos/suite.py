@@ -1,0 +1,220 @@
+"""Many runs on several clusters, and the table at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import shutil
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from _chaos.bench import Bench, ChaosError, Setup
+from _chaos.checks import Figures, check, figures, hits, records
+from _chaos.plan import make_plan, told
+from _chaos.recovery import PHASES, Recovery, recoveries
+from _chaos.running import Running
+from slurmllm.rundir import RunDir
+
+MENDED_S = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run.
+
+    Attributes:
+        seed: Of its plan.
+        plan: In words.
+        faults: Check → what is wrong.
+        seconds: From the submission to the end.
+        attempts: Classes, oldest first.
+        injected: What happened, and where it could not.
+        pairs: (kind, class of the attempt it hit).
+        recoveries: See there.
+        kept: Where the run's directory lies, if a check failed.
+    """
+
+    seed: int
+    plan: str
+    faults: dict[str, str]
+    seconds: float
+    attempts: tuple[str, ...]
+    injected: tuple[dict[str, Any], ...]
+    pairs: tuple[tuple[str, str], ...]
+    recoveries: tuple[Recovery, ...]
+    kept: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all checks hold."""
+        return not any(self.faults.values())
+
+
+class Arena:
+    """A cluster, and the unbroken run that the others on it are compared with.
+
+    Args:
+        bench: The cluster, up.
+        failed: Where the directories of runs go that fail a check.
+    """
+
+    def __init__(self, bench: Bench, failed: Path) -> None:
+        self.bench, self._failed = bench, failed
+        self._reference = self._unbroken()
+
+    def _unbroken(self) -> Figures:
+        course = Running(self.bench, "reference", ()).to_end()
+        run = RunDir(self.bench.runs / "reference")
+        found, odd = figures(run)
+        if course.ended != "finished" or odd or len(found) != self.bench.setup.steps:
+            shutil.copytree(run.path, self._failed / self.bench.root.name, dirs_exist_ok=True)
+            raise ChaosError(f"the unbroken run failed: {course}, {len(found)} steps; {odd}")
+        return found
+
+    def run(self, seed: int, kinds: Sequence[str]) -> Outcome:
+        """One run with the failures of a seed."""
+        name = f"seed-{seed:04d}"
+        plan = make_plan(seed, self.bench.setup.steps, kinds)
+        running = Running(self.bench, name, plan)
+        course = running.to_end()
+        run = RunDir(self.bench.runs / name)
+        faults = check(self.bench, run, course, self._reference)
+        time.sleep(MENDED_S)  # for sacct
+        closed = records(run)
+        classes = {r["attempt"]: str(r.get("class")) for r in closed}
+        outcome = Outcome(
+            seed=seed,
+            plan=told(plan),
+            faults=faults,
+            seconds=course.seconds,
+            attempts=tuple(classes.values()),
+            injected=tuple(asdict(injected) for injected in course.injected),
+            pairs=tuple((k, classes.get(a, "none")) for a, ks in hits(course).items() for k in ks),
+            recoveries=tuple(recoveries(run, course, self.bench.incarnations(course.job))),
+        )
+        if not outcome.ok:
+            kept = self._failed / name
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(run.path, kept, symlinks=True)
+            shutil.copytree(self.bench.root / "log", kept / "cluster_log")
+            (kept / "outcome.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n")
+            outcome = Outcome(**{**vars(outcome), "kept": str(kept)})
+        self.bench.mend()
+        shutil.rmtree(run.path, ignore_errors=True)
+        return outcome
+
+
+_arena: Arena | None = None
+
+
+def _open(setup: Setup, work: Path, numbers: Any) -> None:
+    global _arena
+    number = numbers.get()
+    _arena = Arena(Bench(work / f"cluster-{number}", setup), work / "failed")
+
+
+def _one(seed: int, kinds: Sequence[str]) -> Outcome:
+    assert _arena is not None
+    return _arena.run(seed, kinds)
+
+
+def run_all(
+    setup: Setup, work: Path, seeds: Sequence[int], kinds: Sequence[str], parallel: int
+) -> Iterator[Outcome]:
+    """Run the seeds on `parallel` clusters at once, and take these down; as the runs end."""
+    (work / "failed").mkdir(parents=True, exist_ok=True)
+    benches = [Bench(work / f"cluster-{number}", setup) for number in range(parallel)]
+    numbers: Any = multiprocessing.Queue()
+    try:
+        for number, bench in enumerate(benches):
+            bench.up()
+            numbers.put(number)
+        pool = ProcessPoolExecutor(parallel, initializer=_open, initargs=(setup, work, numbers))
+        with pool:
+            for done in as_completed([pool.submit(_one, seed, kinds) for seed in seeds]):
+                yield done.result()
+    finally:
+        for bench in benches:
+            bench.down()
+
+
+def line(outcome: Outcome) -> str:
+    """One run in a line, and one more for each check that does not hold."""
+    own = [f"{r.own_s:.1f}" for r in outcome.recoveries]
+    recovered = f"; back after {', '.join(own)} s + Slurm" if own else ""
+    head = (
+        f"seed {outcome.seed:<4} {'ok    ' if outcome.ok else 'FAILED'} {outcome.seconds:5.1f} s  "
+        f"{outcome.plan} → {', '.join(outcome.attempts)}{recovered}"
+    )
+    faults = [f"    {name}: {words}" for name, words in outcome.faults.items() if words]
+    return "\n".join([head, *faults, *([f"    {outcome.kept}"] if outcome.kept else [])])
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Counts, the confusion table and the recoveries of all runs."""
+    pairs = Counter(pair for outcome in outcomes for pair in outcome.pairs)
+    confusion: dict[str, dict[str, int]] = {}
+    for (kind, ending), count in sorted(pairs.items()):
+        confusion.setdefault(kind, {})[ending] = count
+    every = [r for outcome in outcomes for r in outcome.recoveries]
+    return {
+        "runs": len(outcomes),
+        "failed": [outcome.seed for outcome in outcomes if not outcome.ok],
+        "checks": {
+            name: sum(bool(outcome.faults[name]) for outcome in outcomes)
+            for name in (outcomes[0].faults if outcomes else ())
+        },
+        "failures": sum(i["happened"] for outcome in outcomes for i in outcome.injected),
+        "confusion": confusion,
+        "recovery": {
+            kind: _spread([r for r in every if r.kind == kind])
+            for kind in sorted({r.kind for r in every})
+        },
+    }
+
+
+def _spread(found: Sequence[Recovery]) -> dict[str, float]:
+    def median(values: Sequence[float]) -> float:
+        return round(statistics.median(values), 2)
+
+    own = sorted(r.own_s for r in found)
+    return {
+        "count": len(found),
+        "own_s": median(own),
+        "own_s_90": round(own[math.ceil(0.9 * len(own)) - 1], 2),
+        "slurm_s": median([r.slurm_s for r in found]),
+        **{name: median([r.phases_s[name] for r in found]) for name in PHASES},
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The summary for people."""
+    failed = found["failed"]
+    lines = [
+        f"{found['runs']} runs, {found['failures']} failures injected, "
+        + (f"{len(failed)} runs FAILED: seeds {failed}" if failed else "all runs whole"),
+        "",
+        "check             broken in",
+        *(f"{name:<17} {count} runs" for name, count in found["checks"].items()),
+        "",
+        "failure           class of the attempt that it hit",
+    ]
+    for kind, endings in found["confusion"].items():
+        lines.append(f"{kind:<17} {', '.join(f'{e} {n}' for e, n in endings.items())}")
+    names = ("own_s", "own_s_90", "slurm_s", *PHASES)
+    lines += [
+        "",
+        "seconds from the failure to the next completed step, medians; own: without Slurm's delay",
+        f"{'failure':<17} {'count':>5} " + " ".join(f"{name:>10}" for name in names),
+    ]
+    for kind, spread in found["recovery"].items():
+        values = " ".join(f"{spread[name]:>10.1f}" for name in names)
+        lines.append(f"{kind:<17} {spread['count']:>5} {values}")
+    return "\n".join(lines)
