@@ -1,13 +1,14 @@
 # make demo    train tiny_neox here, kill it once, resume, compare with an unbroken run
 # make test    all tests, on a real Slurm where one may be installed
 # make check   ruff, mypy, shellcheck, links
+# make chaos   the long suite: 200 runs that fail on 4 nodes, 20 on 128; hours
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check install dev slurm clean
+.PHONY: demo test check chaos install dev slurm clean
 
 demo: install
 	$(BIN)/python tools/demo.py
@@ -21,8 +22,13 @@ check: dev
 	$(BIN)/mypy
 	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py tools/check_links.py \
 	  tools/benchmarks/*.py tools/check_parallelcluster.py
+	$(BIN)/mypy --strict tools/chaos tools/_chaos
 	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run configs/parallelcluster/*.sh
 	$(BIN)/python tools/check_links.py
+
+chaos: dev slurm
+	$(BIN)/python tools/chaos --runs 200 --nodes 4 --backend native --parallel 4
+	$(BIN)/python tools/chaos --runs 20 --nodes 128 --backend rehearsal
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev

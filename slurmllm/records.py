@@ -288,7 +288,7 @@ class WorkerRecord(Record):
     cache_misses: int
     resumed_from: int | None = Field(default=None, description="checkpoint's step")
     skipped_checkpoints: tuple[str, ...] = Field(
-        default=(), description="newer checkpoints that did not verify, with the reason"
+        default=(), description="newer checkpoints that were passed over, with the reason"
     )
 
 

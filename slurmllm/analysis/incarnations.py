@@ -12,6 +12,8 @@ from slurmllm.records import Submission
 from slurmllm.rundir import Stage
 from slurmllm.slurm.client import AccountingRow, SlurmClient
 
+_SLACK_S = 60.0  # between the clocks of the login node and Slurm's
+
 
 def incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list[Incarnation]:
     """Every start of every job of a run, oldest first; empty without accounting or Slurm."""
@@ -26,6 +28,8 @@ def incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list
             started = _unix(row.start)
             if started is None or not sizes[row.nodes]:
                 continue  # cancelled in the queue, or there still
+            if started < submissions[0].submitted_at - _SLACK_S:
+                continue  # another job, before Slurm began to count anew
             found.append(_incarnation(row, stage, sizes[row.nodes], started))
     return sorted(found, key=lambda incarnation: incarnation.start)
 

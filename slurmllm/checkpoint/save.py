@@ -138,14 +138,15 @@ class Save:
             self._retention.join()
 
     def _describe_shards(self, saving: Saving) -> list[CheckpointFile]:
-        return [self._settled(name) for name in saving.wait()]
+        names = []
+        if self._first:
+            self._state.save(self._temporary / TRAIN_STATE)
+            names.append(TRAIN_STATE)
+        return [self._settled(name) for name in names + saving.wait()]
 
     def _complete(self) -> list[CheckpointFile]:
         assert self._saving is not None
         names = self._saving.finish()
-        if self._first:
-            self._state.save(self._temporary / TRAIN_STATE)
-            names = [*names, TRAIN_STATE]
         return self._files.result() + [self._settled(name) for name in names]
 
     def _settled(self, name: str) -> CheckpointFile:

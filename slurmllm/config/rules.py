@@ -247,6 +247,22 @@ def _lead_fits_time(lead_s: int, time: str | int) -> str | None:
     )
 
 
+def _second_tier_can_be_opened(location: str | None) -> str | None:
+    if location is None:
+        return None
+    from fsspec.core import split_protocol  # type: ignore[import-untyped]
+    from fsspec.registry import get_filesystem_class  # type: ignore[import-untyped]
+
+    protocol, _ = split_protocol(location)
+    if protocol is None and not location.startswith("/"):
+        return f"checkpoint.second_tier: {location} is no URL and no absolute path; write one"
+    try:
+        get_filesystem_class(protocol or "file")
+    except (ImportError, ValueError) as error:
+        return f"checkpoint.second_tier: {location} cannot be opened here: {error}"
+    return None
+
+
 _CHOSEN = sorted({field for family in FAMILIES.values() for field in family.choices})
 
 RULES: tuple[Rule, ...] = (

@@ -55,7 +55,7 @@ class Moment:
     Attributes:
         attempt: Number of the attempt under way.
         started: Its start, s.
-        trains_at: When its first step begins, s.
+        trains_at: When its steps begin, less what the first one takes longer, s.
         now: Nothing before this is of interest, s.
         nodes: That the attempt runs on.
     """
@@ -107,8 +107,9 @@ class Scripted:
 
     Attributes:
         kind: What.
-        after_s: Seconds, from the first step's begin, or from the attempt's start.
-        training: Whether they count from the first step's begin.
+        after_s: Seconds of steps and saves, or from the attempt's start.
+        training: Whether they are of steps and saves; what the first step takes longer than
+            others is left out.
         node: Index of the node.
     """
 
@@ -129,6 +130,7 @@ class ScriptedFailures:
         one = self.script[moment.attempt] if moment.attempt < len(self.script) else None
         if one is None or moment.now > moment.started:
             return None
-        at = (moment.trains_at if one.training else moment.started) + one.after_s
+        early = min(moment.started + one.after_s, moment.trains_at)
+        at = moment.trains_at + one.after_s if one.training else early
         node = moment.nodes[one.node % len(moment.nodes)]
         return Failure(at, one.kind, node if one.kind in BLAMES_NODE else None)

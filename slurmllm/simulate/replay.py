@@ -1,10 +1,12 @@
-"""The simulator held against a real run: the same failures at the same moments, its own phases."""
+"""The simulator held against a real run: the same failures after the same steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Literal
 
 from slurmllm.analysis.history import History
 from slurmllm.analysis.utilization import Utilization, utilization
@@ -69,7 +71,7 @@ def compare(
     scenario = Scenario(
         recipe=recipe, nodes=len(train[0].nodes), step_s=measured.step_s, gap_s=measured.gap_s,
         horizon_s=365 * DAY_S, durations=measured.durations, save=measured.save,
-        failures=ScriptedFailures(tuple(_script(history, train, measured.step_s))),
+        failures=ScriptedFailures(tuple(_script(history, train, recipe, measured))),
         steps=int(history.steps[last].numbers[-1]), repair_s=0.0, engineer_s=0.0,
     )  # fmt: skip
     predicted = [utilization(simulate(scenario, seed)) for seed in seeds]
@@ -87,9 +89,11 @@ def _figures(used: Utilization) -> dict[str, float]:
 
 
 def _script(
-    history: History, train: Sequence[AttemptRecord], step_s: float
+    history: History, train: Sequence[AttemptRecord], recipe: Recipe, measured: Measured
 ) -> Iterator[Scripted | None]:
-    """What ended each attempt, and when: right after the last step that it completed."""
+    """What ended each attempt: after as many steps, or as many seconds of its start-up."""
+    durations, every = measured.durations, recipe.checkpoint.every_steps
+    ending_s = fmean(durations.stopping) + fmean(durations.noticing or (0.0,))
     for attempt in train:
         if attempt.ending is None or attempt.ended_at is None or attempt.ending == "done":
             yield None
@@ -97,9 +101,23 @@ def _script(
         kind = _KINDS.get(attempt.ending, "software")
         steps = history.steps.get(attempt.attempt)
         if steps is None:
-            yield Scripted(kind, attempt.ended_at - attempt.started_at, training=False)
+            lasted_s = attempt.ended_at - attempt.started_at - ending_s
+            yield Scripted(kind, max(0.0, lasted_s), training=False)
             continue
-        begin = float(steps.ends[0] - steps.seconds[0])
-        half_s = 0.5 * step_s
-        after_s = float(steps.ends[-1]) - begin + (-half_s if kind == "signal" else half_s)
-        yield Scripted(kind, after_s, training=True)
+        first, last = int(steps.numbers[0]), int(steps.numbers[-1])
+        # A step that a signal finds under way is finished, one that a failure finds is not.
+        margin_s = (-0.5 if kind == "signal" else 0.5) * measured.step_s - measured.gap_s
+        if every != "auto":
+            due = last // every * every
+            if first <= due and (attempt.checkpoint_after or 0) < due:  # it fell into that save
+                last, margin_s = due, 0.5 * measured.save.waited_s - measured.gap_s
+        after_s = (last - first + 1) * (measured.step_s + measured.gap_s)
+        after_s += _saves(first, last, every) * measured.save.waited_s
+        yield Scripted(kind, after_s + margin_s, training=True)
+
+
+def _saves(first: int, last: int, every: int | Literal["auto"]) -> int:
+    """How many saves of a fixed interval come before the last of an attempt's steps."""
+    if every == "auto":
+        return 0  # they are rare
+    return (last - 1) // every - (first - 1) // every

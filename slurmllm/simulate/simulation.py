@@ -182,9 +182,12 @@ class _Attempt:
         """The next failure that ends the attempt by itself; the storage's end it at a save."""
         now = self.start
         while True:
-            moment = Moment(self.number, self.start, self.trains_at, now, self.nodes)
+            ready_at = self.trains_at + self.extra_s
+            moment = Moment(self.number, self.start, ready_at, now, self.nodes)
             failure = self.scenario.failures.following(moment, self.rng)
-            if failure is None or failure.kind != "storage":
+            if failure is None or failure.at >= self.scenario.horizon_s:
+                return None
+            if failure.kind != "storage":
                 return failure
             self.whole.outages.append((failure.at, failure.at + self.scenario.outage_s))
             now = failure.at

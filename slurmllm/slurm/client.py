@@ -139,6 +139,14 @@ class SlurmClient(ABC):
         """Put a running job back into the queue."""
 
     @abstractmethod
+    def restarts(self, job_id: str) -> int:
+        """How often a job was put back into the queue.
+
+        Raises:
+            SlurmError: Slurm does not know the job, or does not answer.
+        """
+
+    @abstractmethod
     def cancel(self, job_ids: Sequence[str]) -> None:
         """Cancel jobs; those that ended already are no error."""
 
@@ -243,6 +251,12 @@ class SlurmCommands(SlurmClient):
         """See SlurmClient."""
         # Slurm answers with SIGTERM to all processes of the job, this command among them.
         _run(["scontrol", "requeue", job_id], through_sigterm=True)
+
+    def restarts(self, job_id: str) -> int:
+        """See SlurmClient."""
+        words = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
+        found = re.search(r"\bRestarts=(\d+)", words)
+        return int(found[1]) if found else 0
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """See SlurmClient."""

@@ -131,6 +131,10 @@ class FakeSlurm(SlurmClient):
         job.incarnations.append(job.row("REQUEUED"))
         job.state, job.nodes = "PENDING", ()
 
+    def restarts(self, job_id: str) -> int:
+        """See SlurmClient."""
+        return len(self._job(job_id).incarnations)
+
     def cancel(self, job_ids: Sequence[str]) -> None:
         """See SlurmClient."""
         for job_id in job_ids:

@@ -22,6 +22,7 @@ from slurmllm.slurm.client import SlurmClient, SlurmCommands
 from slurmllm.supervise.interfaces import reachable_address
 
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
+LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
 NODE_RANK = "SLURMLLM_NODE_RANK"
 NODE_NAME = "SLURMLLM_NODE"
 SHARING = "SLURMLLM_SHARING"  # workers that share a machine
@@ -142,6 +143,7 @@ class LocalAllocation(Allocation):
     job_id = None
 
     def __init__(self) -> None:
+        self.restart_count = int(os.environ.get(LOCAL_RESTARTS) or 0)
         count = int(os.environ.get(LOCAL_NODES) or 1)
         self.nodes = tuple(f"local{index}" for index in range(count))
 

@@ -207,9 +207,10 @@ def _by_signal(seen: Observed) -> Ending | None:
             return Ending("node_failure", (f"{name}: {node.error}",), (name,))
     echo: Ending | None = None
     plain: Ending | None = None
+    spoken = {failure.rank for failure in seen.failures}  # echoes, or one had been the cause
     for name, node in seen.nodes.items():
         for rank, code in sorted(node.exit_codes.items()):
-            if code >= 0 or rank in node.stopped_ranks:
+            if code >= 0 or rank in node.stopped_ranks or rank in spoken:
                 continue
             word = signal.Signals(-code).name
             told = telling_line(seen.last_words.get(rank, ()))

@@ -6,6 +6,7 @@ shared file system; the launcher passes on what changed, a few times a minute.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ READ_S = 1.0  # between two looks at the workers' files
 WRITE_S = 5.0  # between two writes to the shared file system, at least
 ANSWER_S = 3.0  # for workers to dump their stacks
 PY_SPY_S = 10.0
-_FOLDER = "slurmllm-pulse-"
+_FOLDER, _LOCK = "slurmllm-pulse-", "lock"
 
 
 class Heartbeats:
@@ -48,7 +49,10 @@ class Heartbeats:
         self._folder: Path | None = None
         with suppress(OSError):
             place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=place))
+            self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=place))
+            # Held as long as this process lives, and by nobody else: the workers do not inherit it.
+            self._lock = (self._folder / _LOCK).open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def environment(self, rank: int) -> dict[str, str]:
         """What a worker must be told."""
@@ -104,12 +108,13 @@ class Heartbeats:
             path = self._attempt.stacks(rank)
             with suppress(OSError):
                 path.parent.mkdir(exist_ok=True)
-                path.write_text(words)
+                path.write_text(words)  # counted by the other nodes
 
     def close(self) -> None:
         """Remove the workers' files."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._lock.close()
 
     def _answer(self, rank: int) -> str:
         try:
@@ -153,10 +158,12 @@ def _read(pid: int, name: str) -> str:
 
 
 def _remove_old() -> None:
-    """Remove the files of launchers that were killed."""
-    for place in ("/dev/shm", tempfile.gettempdir()):
-        for folder in Path(place).glob(f"{_FOLDER}*"):
-            pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
-            with suppress(OSError):
-                if folder.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
-                    shutil.rmtree(folder, ignore_errors=True)
+    """Remove the files of launchers that were killed: nobody holds their lock.
+
+    Not by process id: launchers of other containers may share this memory and count their own.
+    """
+    for place in {"/dev/shm", tempfile.gettempdir()}:
+        for lock in Path(place).glob(f"{_FOLDER}*/{_LOCK}"):
+            with suppress(OSError), lock.open("wb") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)

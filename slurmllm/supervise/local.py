@@ -20,7 +20,7 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import load
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.supervise.allocation import LOCAL_NODES, die_with_parent
+from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS, die_with_parent
 
 
 class _LocalJob:
@@ -28,7 +28,7 @@ class _LocalJob:
 
     def __init__(self, run: RunDir, stage: Stage, nodes: int, quiet: bool) -> None:
         self.run, self.stage, self.nodes, self.quiet = run, stage, nodes, quiet
-        self.interrupts = 0
+        self.interrupts = self.restarts = 0
         self.process: subprocess.Popen[str] | None = None
 
     def run_to_end(self) -> int:
@@ -38,6 +38,7 @@ class _LocalJob:
                 return EXIT_INTERRUPTED if self.interrupts and code != EXIT_OK else code
             if self.interrupts:
                 return EXIT_INTERRUPTED
+            self.restarts += 1
 
     def on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1
@@ -50,7 +51,9 @@ class _LocalJob:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.process = subprocess.Popen(
             ["bash", str(self.run.script(self.stage))],
-            env={**os.environ, LOCAL_NODES: str(self.nodes)},
+            env={
+                **os.environ, LOCAL_NODES: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)
+            },
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace",
             start_new_session=True,  # Ctrl-C must reach this process alone

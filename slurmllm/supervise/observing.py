@@ -12,7 +12,7 @@ from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecor
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempts, stacks
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
-from slurmllm.supervise.classify import Observed
+from slurmllm.supervise.classify import Observed, reported_all
 from slurmllm.supervise.requeue import usable
 from slurmllm.supervise.waiting import Outcome
 
@@ -68,8 +68,14 @@ def observe(
 def _with_stacks(
     run: RunDir, record: AttemptRecord, hang: HangRecord, nodes: Mapping[str, NodeRecord]
 ) -> tuple[HangRecord, tuple[str, ...]]:
-    """What the stacks say; where the pulses blame nobody, the workers that stand apart do."""
+    """What the stacks say; where the pulses blame nobody, they do: those that stand apart.
+
+    A launcher that could not even end its workers was frozen itself.
+    """
     places = stacks.read_places(run.attempt(record.stage, record.attempt))
+    frozen = tuple(name for name in record.nodes if not reported_all(nodes.get(name)))
+    if not hang.silent_nodes and 0 < len(frozen) < len(record.nodes):
+        hang = hang.model_copy(update={"silent_nodes": frozen, "suspects": frozen})
     if not hang.suspects:
         node_of = {rank: name for name, node in nodes.items() for rank in node.pids}
         apart = [node_of[rank] for rank in stacks.standing_apart(places) if rank in node_of]

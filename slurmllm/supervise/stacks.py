@@ -50,7 +50,7 @@ def place(dump: str) -> Place:
         return Place(dump.splitlines()[0], apart=True)
     # faulthandler puts the thread that took the signal, the main one, under "Current thread", and
     # the innermost frame first.
-    main = dump.rpartition("Current thread")[2] or dump
+    main = dump.rpartition("Current thread")[2]
     frames = list(_FAULTHANDLER.finditer(main)) or list(_PY_SPY.finditer(main))
     if not frames:
         return Place("no Python frames", apart=False)

@@ -28,7 +28,7 @@ from slurmllm.errors import (
 )
 from slurmllm.records import AttemptRecord, GraphManifest, JobsRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import AccountingRow, SlurmClient
+from slurmllm.slurm.client import AccountingRow, SlurmClient, patiently
 from slurmllm.slurm.render import node_local_cache
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
@@ -216,6 +216,9 @@ class Supervisor:
         client, slurm = allocation.client, self.config.recipe.slurm
         partition = os.environ.get("SLURM_JOB_PARTITION")
         try:
+            if started_again(allocation):
+                self._say(closed, "Slurm has started the job again: it is not requeued")
+                return
             lost = attempts.lost_nodes(self.run, closed)
             before = [node.node for node in excluded(self.run)]
             avoid = nodes_to_avoid(client, len(closed.nodes), lost, before, partition)
@@ -290,6 +293,15 @@ def ending_of_error(error: SlurmllmError, node: str) -> Ending:
     return Ending("code_error", (str(error),))
 
 
+def started_again(allocation: SlurmAllocation) -> bool:
+    """Whether the job runs as another incarnation than this one, which Slurm had lost."""
+    client, job_id = allocation.client, allocation.job_id
+    if patiently(lambda: client.restarts(job_id)) <= allocation.restart_count:
+        return False
+    job = patiently(lambda: client.queue([job_id])).get(job_id)
+    return job is not None and job.state == "RUNNING"
+
+
 def wait_out(seconds: float, stop: StopSignals) -> None:
     """What a requeued job waits in Slurm's queue, a local one waits here."""
     deadline = time.monotonic() + seconds
@@ -317,16 +329,17 @@ def requeue_blindly(run: RunDir, stage: Stage, allocation: Allocation, error: St
         limits = load(run.config).recipe.slurm
         of_job = [a for a in attempts.load_attempts(run, stage) if a.job_id == allocation.job_id]
         recorded = max((a.restart_count for a in of_job), default=-1)
-    in_vain = max(allocation.restart_count - recorded, 0)
-    if in_vain >= limits.storage_budget:
+    starts = max(allocation.restart_count - recorded, 1)  # those that left no record, or this one
+    if starts > limits.storage_budget:
         raise StorageError(
-            f"{error}; {in_vain + 1} starts in a row found it so (slurm.storage_budget "
+            f"{error}; {starts} starts in a row found it so (slurm.storage_budget "
             f"{limits.storage_budget}): mend the file system, then `slurmllm resume {run.name}`"
         ) from error
-    backoff_s = min(limits.backoff_s * 2.0**in_vain, MAX_BACKOFF_S)
+    backoff_s = min(limits.backoff_s * 2.0 ** min(starts - 1, 20), MAX_BACKOFF_S)
     say(f"{error}; trying again in {backoff_s:.0f} s")
     if isinstance(allocation, SlurmAllocation):
-        requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=backoff_s)
+        if not started_again(allocation):
+            requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=backoff_s)
     else:
         time.sleep(backoff_s)
     return EXIT_REQUEUE

@@ -26,8 +26,8 @@ from slurmllm.supervise.watchdog import LOOK_S, Watchdog
 POLL_S = 0.1
 REPEAT_SIGNAL_S = 5.0
 # From the first failure to the end of launchers that have not left: where the cause is known,
-# where all other nodes have reported, and where neither is so.
-CLEAR_GRACE_S, REPORTED_GRACE_S, LAUNCHER_GRACE_S = 3.0, 5.0, 20.0
+# where all nodes but one that gives no sign have reported, and where neither is so.
+CLEAR_GRACE_S, REPORTED_GRACE_S, LAUNCHER_GRACE_S = 3.0, 2.5, 20.0
 GRACE_LOOK_S = 0.5
 HANG_GRACE_S = 60.0  # for launchers to see that they are to take stacks: NFS caches directories
 KILL_MARGIN_S = 30.0  # before the time limit: Slurm does not requeue a job that it timed out
@@ -151,8 +151,8 @@ class Waiting:
         if now >= self._next_grace_look:
             self._next_grace_look = now + GRACE_LOOK_S
             self._grace_s = self._grace()
-        if now - self._failed_at > self._grace_s and self.outcome.hang is None:
-            self._kill_at = now
+        if now - self._failed_at > self._grace_s:
+            self._kill_at = min(now, self._kill_at or now)
 
     def _failed(self) -> bool:
         """Whether somebody has failed."""
@@ -169,6 +169,13 @@ class Waiting:
             failures = attempts.failure_records(self._run, self._record)
         except SlurmllmError:
             return LAUNCHER_GRACE_S
+        # A node whose workers have spoken lives: its launcher waits for the others of them.
+        heard = {failure.node for failure in failures}
+        heard |= {name for name, node in nodes.items() if node.exit_codes}
+        waited_for = [n for n in self._record.nodes if not reported_all(nodes.get(n))]
+        all_reported = not waited_for or (len(waited_for) == 1 and waited_for[0] not in heard)
+        if self.outcome.hang is not None:  # the cause is known, but stacks take their time
+            return REPORTED_GRACE_S if all_reported else HANG_GRACE_S
         killed = any(
             code < 0 and rank not in node.stopped_ranks
             for node in nodes.values()
@@ -176,8 +183,7 @@ class Waiting:
         )
         if killed or any(meaning_of(f"{f.error} {f.message}") != "lost_peer" for f in failures):
             return CLEAR_GRACE_S
-        reported = sum(reported_all(nodes.get(name)) for name in self._record.nodes)
-        return REPORTED_GRACE_S if reported >= len(self._record.nodes) - 1 else LAUNCHER_GRACE_S
+        return REPORTED_GRACE_S if all_reported else LAUNCHER_GRACE_S
 
     def _past_deadline(self, now: float) -> bool:
         """Whether a stop has taken so long that the time limit itself comes near."""

@@ -41,6 +41,7 @@ REPEAT_SIGNAL_S = 5.0  # a worker that still imports torch ignores the signal: i
 # only lost a peer, for then the cause may be among them.
 CLEAR_GRACE_S, PEER_GRACE_S = 1.0, 5.0
 LOOK_S = 1.0  # between two looks at the shared file system for words of the supervisor
+STACKS_S = 10.0  # for all nodes to see that they are to take stacks, and to take them
 PATIENCE_S = 15.0  # with a shared file system that refuses the node's record
 
 
@@ -192,8 +193,22 @@ class Workers:
         self._looked_at = time.monotonic()
         if self.attempt.hang.is_file():
             self.heartbeats.dump_stacks(self._pids())
+            self._let_others_dump()
             return True
         return self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()
+
+    def _let_others_dump(self) -> None:
+        """Wait for the other nodes' stacks: a worker that loses a peer no longer hangs."""
+        folder, deadline = self.attempt.stacks(0).parent, time.monotonic() + STACKS_S
+        while time.monotonic() < deadline and self._dumped(folder) < self.record.world_size:
+            time.sleep(POLL_S)
+
+    @staticmethod
+    def _dumped(folder: Path) -> int:
+        try:
+            return sum(1 for _ in folder.iterdir())
+        except OSError:
+            return 0
 
     def _pids(self) -> dict[int, int]:
         """The workers that run, rank → process id."""

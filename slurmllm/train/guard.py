@@ -75,8 +75,11 @@ class Guard:
             return
         reason = f"the {name} of step {step} is {value}"
         self._job.events.add("not_finite", step, message=reason)
-        policy = self._config.not_finite
-        self._verdict = Verdict(reason, "guard.not_finite", policy, step, batch, batch)
+        policy, onset, first = self._config.not_finite, step, batch
+        if spike := self._watch.spike:  # which led to it
+            reason += f", after a spike of the gradient norm from step {spike.onset} on"
+            onset, first = spike.onset, spike.batch
+        self._verdict = Verdict(reason, "guard.not_finite", policy, onset, first, batch)
         self.agree()
 
     def see(self, step: int, batch: int, norm: float) -> None:
@@ -114,11 +117,11 @@ class Guard:
 
     def needed(self) -> tuple[int, ...]:
         """Step of the checkpoint to go back to if the spike at hand does not return; on rank 0."""
-        onset = self._watch.onset
-        if onset is None or self._job.backend.worker.rank:
+        spike = self._watch.spike
+        if spike is None or self._job.backend.worker.rank:
             return ()
         try:
-            found = self._newest_before(onset)
+            found = self._newest_before(spike.onset)
         except StorageError:  # retention meets it too, and removes nothing
             return ()
         return () if found is None else (found,)

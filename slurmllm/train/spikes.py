@@ -88,9 +88,9 @@ class SpikeWatch:
         return change
 
     @property
-    def onset(self) -> int | None:
-        """First step of the spike that has not returned yet."""
-        return None if self._spike is None else self._spike.onset
+    def spike(self) -> Spike | None:
+        """The one that has begun and not returned."""
+        return self._spike
 
     def state(self) -> dict[str, Any]:
         """What is known; JSON-able."""

@@ -10,7 +10,7 @@ from types import FrameType
 # CAUTION: NCCL may catch SIGUSR1, so launchers send SIGUSR2 to workers; it is heard all the same.
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 # So long before the time limit the supervisor ends those that are still there; as in
-# `supervise.supervisor`.
+# `supervise.waiting`.
 KILL_MARGIN_S = 30.0
 
 

@@ -138,7 +138,7 @@ def test_a_stranger_at_the_door_is_sent_away() -> None:
                     break
                 except ConnectionRefusedError:
                     continue
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            stranger.sendall(b"GET / HTTP/1.1\r\n"[:16])
             assert stranger.recv(1) == b""
             stranger.close()
         star = Star(rank, 2, address)

@@ -77,14 +77,19 @@ def test_the_optimizer_waits_for_the_copy(
     train(backend, 1)
     copy = shard_saving._Planner.copy
 
+    go = threading.Event()
+
     def slow(self: Any, *arguments: Any) -> None:
-        threading.Event().wait(0.3)
+        assert go.wait(30)
         copy(self, *arguments)
 
     monkeypatch.setattr(shard_saving._Planner, "copy", slow)
     saving = backend.save_shards(tmp_path)
-    train(backend, 1, first=1)
-    assert 0.05 < saving.waited_s < 0.4
+    backend.forward_backward(micro_batches(batch(seed=1), 2), LABELS)
+    assert saving.waited_s == 0
+    threading.Timer(0.1, go.set).start()
+    backend.optimizer_step(1e-2)
+    assert saving.waited_s > 0.05
     saving.wait()
     saving.finish()
     expected = train(new_backend(), 2)

@@ -22,6 +22,7 @@ from checkpoint.pretend import CONFIG, PretendBackend, PretendGang, state
 from slurmllm.backends.base import Saving
 from slurmllm.checkpoint import importing
 from slurmllm.checkpoint.save import save
+from slurmllm.checkpoint.second_tier import second_tier
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.cli.main import cli
 from slurmllm.config.recipe import Recipe
@@ -221,6 +222,26 @@ def test_refusals(run: Run, arguments: tuple[str, ...], code: int, words: str) -
     assert result.exit_code == code, result.output
     assert words in result.output
     assert not Path("x").exists()
+
+
+def test_list_has_copies_in_the_second_place(run: Run, tmp_path: Path) -> None:
+    folder = RunDir(Path("runs/a"))
+    folder.path.mkdir(parents=True)
+    second = tmp_path / "second"
+    config = small_config(f"checkpoint.second_tier={second}")
+    folder.config.write_text(config.to_yaml())
+    PretendGang().all(lambda backend: save(folder, backend, state(10), attempt=3))
+    tier = second_tier(config.recipe.checkpoint, "a")
+    assert tier is not None
+    tier.put(folder.checkpoint(10))
+    ours, theirs = answer(run("list", "a", "--json"))["checkpoints"]
+    assert (ours["tier"], theirs["tier"]) == (1, 2)
+    assert theirs["path"] == str(second / "a" / "step_00000010")
+    assert theirs["bytes"] == ours["bytes"]
+    assert "copy in" in run("list", "a").stdout
+    second.rename(tmp_path / "away")
+    second.write_text("no folder")
+    assert len(answer(run("list", "a", "--json"))["checkpoints"]) == 1
 
 
 def test_list_and_verify(run: Run) -> None:

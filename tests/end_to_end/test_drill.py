@@ -22,13 +22,13 @@ def runs(bench: Bench) -> list[str]:
 
 
 def test_broken_copies_go_on_exactly(bench: Bench, drilled: str) -> None:
-    text = bench.call("drill", drilled, "--kinds=time_limit,save,first_node", "--json", "--seed=3")
+    text = bench.call("drill", drilled, "--kinds=time_limit,save", "--json", "--seed=3")
     found = json.loads(text[text.index("{") :])
     assert found["passed"]
     assert found["own_reference"]
     by_kind = {one["kind"]: one for one in found["drills"]}
     assert {kind: one["ending"] for kind, one in by_kind.items()} == {
-        "first_node": "node_failure", "time_limit": "advance_signal", "save": "node_failure",
+        "time_limit": "advance_signal", "save": "node_failure",
     }  # fmt: skip
     assert by_kind["time_limit"]["steps_lost"] == 0
     assert by_kind["save"]["at_step"] == 2 * found["every_steps"]

@@ -75,19 +75,19 @@ def test_every_step_counts_once(rates: dict[Kind, float], seed: int, steps: int 
 
 def test_a_failure_costs_what_it_costs() -> None:
     """After 75 steps: one save, after 60 of them; 14 whole steps since, and one under way."""
-    at = 60 + 60 * 10 + 5 + 14 * 10 + 3  # the first step's surplus, steps, a wait, steps
+    at = 60 * 10 + 5 + 14 * 10 + 3  # steps, a wait, steps
     history = scripted(Scripted("device", at, training=True))
     first, second = history.attempts
     assert (first.last_step, first.checkpoint_after, first.steps_lost) == (74, 60, 14)
     assert (first.ending, first.action, first.backoff_s) == ("node_failure", "requeue", 0.0)
-    assert first.ended_at == pytest.approx(145 + at + 10 + 5)  # start-up; noticed, closed
+    assert first.ended_at == pytest.approx(145 + 60 + at + 15)  # start-up; noticed, closed
     assert second.started_at == pytest.approx(first.ended_at + 125)
     assert first.blamed_nodes[0] not in second.nodes
     assert utilization(history).steps_lost == 14
 
 
 def test_a_save_under_way_does_not_count() -> None:
-    history = scripted(Scripted("network", 60 + 60 * 10 + 20, training=True))
+    history = scripted(Scripted("network", 60 * 10 + 20, training=True))
     assert history.attempts[0].checkpoint_after is None
     assert history.attempts[0].steps_lost == 61  # one step in what the save left free
 
@@ -120,10 +120,10 @@ def test_a_node_that_hangs_twice_is_kept_off() -> None:
 
 
 def test_the_storage_is_missed_at_the_next_save() -> None:
-    history = scripted(Scripted("storage", 650, training=True))
+    history = scripted(Scripted("storage", 590, training=True))
     assert history.attempts[0].ending == "storage_failure"
     assert history.attempts[0].last_step == 60
-    unnoticed = scripted(Scripted("storage", 700, training=True), outage_s=300)
+    unnoticed = scripted(Scripted("storage", 640, training=True), outage_s=300)
     assert [a.ending for a in unnoticed.attempts] == ["done"]
 
 
@@ -186,9 +186,10 @@ def test_a_replay_finds_the_run_again() -> None:
     )  # fmt: skip
     figures = {figure.name: figure for figure in found}
     assert figures["steps_lost"].actual > 0
-    for name in ("effective", "node_hours", "wall_hours", "start_up", "saving"):
+    for name in ("effective", "node_hours", "wall_hours", "saving"):
         assert abs(figures[name].error or 0) < 0.05, figures[name]
-    assert abs(figures["recomputation"].error or 0) < 0.15
+    for name in ("start_up", "recomputation"):
+        assert abs(figures[name].error or 0) < 0.15, figures[name]
     with pytest.raises(RunError, match="is not done"):
         compare(replace(one, attempts=one.attempts[:1]), recipe(), measure([one]), [0])
 

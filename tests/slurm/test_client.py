@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from slurmllm.errors import SlurmError
-from slurmllm.slurm.client import SlurmClient, SlurmCommands
+from slurmllm.slurm.client import SlurmClient, SlurmCommands, patiently
 from slurmllm.slurm.fake import FakeSlurm
 
 
@@ -84,7 +86,9 @@ def test_a_failed_job_takes_the_one_that_waits_along(bench: Bench) -> None:
 def test_requeue_starts_another_incarnation(bench: Bench) -> None:
     job = bench.client.submit(bench.script("sleep 60"))
     bench.wait(job, "RUNNING")
+    assert bench.client.restarts(job) == 0
     bench.client.requeue(job)
+    assert bench.client.restarts(job) == 1
     bench.until(lambda: bench.state(job) in ("PENDING", "COMPLETING", "RUNNING"), "not requeued")
     bench.wait(job, "RUNNING")
     bench.until(
@@ -114,6 +118,58 @@ def test_an_excluded_node_is_kept_away_from(bench: Bench) -> None:
     bench.wait(job, "RUNNING")
     assert bench.client.queue([job])[job].nodes != node
     bench.client.cancel([job])
+
+
+def test_a_requeued_job_can_be_made_to_wait(bench: Bench) -> None:
+    job = bench.client.submit(bench.script("sleep 60"))
+    bench.wait(job, "RUNNING")
+    with pytest.raises(SlurmError):
+        bench.client.delay(job, 5.0)
+    bench.client.requeue(job)
+    for seconds in (3000.0, 5.0):  # the shorter one takes nothing back
+        bench.client.delay(job, seconds)
+        if isinstance(bench.client, FakeSlurm):
+            assert bench.client.jobs[job].delay_s == 3000
+            continue
+        shown = subprocess.run(
+            ["scontrol", "show", "job", job], capture_output=True, text=True, check=True
+        ).stdout
+        eligible = re.search(r"EligibleTime=(\S+)", shown)
+        assert eligible is not None
+        assert 2990 <= datetime.fromisoformat(eligible[1]).timestamp() - time.time() <= 3001
+    bench.client.cancel([job])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        # What the commands of Slurm 22.05 and 23.11 say while slurmctld is away.
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+        "scontrol: error: slurm_receive_msg: Socket timed out on send/recv operation",
+        "Zero Bytes were transmitted or received",
+        "scontrol gave no answer for 60 s; is slurmctld up?",
+    ],
+)
+def test_a_controller_that_is_away_is_asked_again(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurmllm.slurm.client._RETRY_S", 0.01)
+    answers: list[SlurmError | str] = [SlurmError(words), SlurmError(words), "4711"]
+
+    def ask() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
+
+    assert patiently(ask) == "4711"
+    answers[:] = [SlurmError(words)] * 99
+    with pytest.raises(SlurmError):
+        patiently(ask, patience_s=0.05)
+    answers[:] = [SlurmError("Invalid job id specified"), "too late"]
+    with pytest.raises(SlurmError, match="Invalid job id"):
+        patiently(ask)
+    assert answers == ["too late"]
 
 
 def test_node_lists_and_states(bench: Bench) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
@@ -19,7 +22,7 @@ from slurmllm.records import (
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.slurm.fake import FakeSlurm
-from slurmllm.supervise.allocation import Allocation, LocalAllocation
+from slurmllm.supervise.allocation import Allocation, LocalAllocation, SlurmAllocation
 from slurmllm.supervise.attempts import (
     close_attempt,
     load_attempts,
@@ -28,8 +31,11 @@ from slurmllm.supervise.attempts import (
     unequal_versions,
 )
 from slurmllm.supervise.classify import Ending
-from slurmllm.supervise.lost import ended_at, ending_of_lost, incarnation
+from slurmllm.supervise.lost import ended_at, ending_of_lost, incarnation, still_runs
+from slurmllm.supervise.phases import queue_s, timeline
 from slurmllm.supervise.requeue import nodes_to_avoid, requeue, usable
+from slurmllm.supervise.supervisor import started_again
+from slurmllm.train.events import EventLog
 
 LOST = Ending("node_failure", ("no word from local0",), ("local0",))
 
@@ -239,3 +245,86 @@ def test_a_job_that_slurm_requeued_itself_is_no_error(job: tuple[FakeSlurm, str]
     cluster.fail_node("n2")
     requeue(cluster, job_id, ["n2"], excluded=None)
     assert cluster.jobs[job_id].excluded == ("n2",)
+    assert cluster.jobs[job_id].delay_s == 0.0
+    requeue(cluster, job_id, [], excluded=None, backoff_s=60.0)
+    assert cluster.jobs[job_id].delay_s == 60.0
+
+
+def test_two_supervisors_never_share_a_number(run: RunDir) -> None:
+    config = resolve("tiny_neox")
+    with ThreadPoolExecutor(8) as pool:
+        opened = list(
+            pool.map(lambda _: open_attempt(run, "train", config, LocalAllocation()), range(16))
+        )
+    assert sorted(record.attempt for record in opened) == list(range(16))
+
+
+def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
+    """By hand: launched at 110, first step 120 to 130, steps to 160, a save of 5 s, killed."""
+    record = open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation()).model_copy(
+        update={"started_at": 100.0, "phases_s": {"preflight": 8.0, "cache": 2.0}}
+    )
+    rows = [(7, 130.0, 10.0), (8, 140.0, 10.0), (9, 155.0, 10.0), (10, 165.0, 10.0)]
+    run.metrics(0).parent.mkdir()
+    run.metrics(0).write_text(
+        "".join(
+            f'{{"step": {step}, "attempt": 0, "time": {at}, "step_time_s": {took}}}\n'
+            for step, at, took in rows
+        )
+    )
+    EventLog(run.events(0), 0).add("save", 8, waited_s=5.0)
+    text = run.events(0).read_text()
+    run.events(0).write_text(re.sub(r'"time":[0-9.]+', '"time":145.0', text) + '{"kind": "sa')
+    found = timeline(run, record, 171.0, sign_at=168.0)
+    assert found.phases_s == {
+        "start_up": 10.0, "first_step": 10.0, "training": 33.0, "saving": 5.0, "stopping": 3.0,
+    }  # fmt: skip
+    assert (found.first_step, found.last_step) == (7, 10)
+    assert (found.steps_gained, found.steps_lost) == (0, 4)
+    assert timeline(run, record, 171.0, None).phases_s["stopping"] == 6.0
+
+
+def test_what_an_attempt_waited_for_slurm(run: RunDir) -> None:
+    first = open_record().model_copy(update={"started_at": 1000.0, "ended_at": 2000.0})
+    again = open_record(1).model_copy(update={"attempt": 1, "started_at": 2120.0})
+    row = AccountingRow(
+        "7", "RUNNING", "0:0", "n[1-2]", "2026-11-21T05:14:09", "Unknown",
+        "2026-11-21T05:00:00", "2026-11-21T05:10:09",
+    )  # fmt: skip
+    assert queue_s(again, [first], row) == 120.0
+    assert queue_s(first, [], row) == 240.0
+    assert queue_s(first, [], None) is None
+
+
+def test_only_an_attempt_without_a_supervisor_is_closed_for_it() -> None:
+    cluster = FakeSlurm()
+    allocation = SlurmAllocation.__new__(SlurmAllocation)
+    allocation.client, allocation.job_id = cluster, "8"
+    assert still_runs(open_record(), allocation) is None  # job 7 is unknown to Slurm
+    allocation.job_id = "7"
+    assert still_runs(open_record(), allocation) is None  # an earlier start of this job
+    local = open_record().model_copy(update={"job_id": None, "host": gethostname(), "pid": 2**22})
+    assert still_runs(local, LocalAllocation()) is None
+
+
+def test_another_job_that_runs_keeps_its_attempt(job: tuple[FakeSlurm, str]) -> None:
+    cluster, job_id = job
+    allocation = SlurmAllocation.__new__(SlurmAllocation)
+    allocation.client, allocation.job_id = cluster, "99"
+    of_it = open_record().model_copy(update={"job_id": job_id})
+    assert still_runs(of_it, allocation) == f"job {job_id} is RUNNING"
+    cluster.finish(job_id, "FAILED")
+    assert still_runs(of_it, allocation) is None
+
+
+def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: tuple[FakeSlurm, str]) -> None:
+    cluster, job_id = job
+    allocation = SlurmAllocation.__new__(SlurmAllocation)
+    allocation.client, allocation.job_id, allocation.restart_count = cluster, job_id, 0
+    assert not started_again(allocation)
+    cluster.fail_node("n2")
+    assert not started_again(allocation)  # it waits: the nodes to exclude are still to be told
+    cluster.start(job_id)
+    assert started_again(allocation)
+    allocation.restart_count = 1
+    assert not started_again(allocation)

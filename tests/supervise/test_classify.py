@@ -8,7 +8,7 @@ import pytest
 
 from slurmllm.error_patterns import DEVICE_FAULT, LOST_PEER
 from slurmllm.error_patterns import MEMORY as DEVICE_MEMORY
-from slurmllm.records import EndingClass, FailureRecord, NodeRecord
+from slurmllm.records import EndingClass, FailureRecord, HangRecord, NodeRecord
 from slurmllm.supervise.classify import Observed, classify
 from slurmllm.supervise.policy import ACTIONS
 
@@ -39,6 +39,9 @@ def seen(nodes: dict[str, NodeRecord], *failures: FailureRecord, **more: object)
 LOST = failure(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.1.2]:1234")
 HUNG = failure(0, "RuntimeError", 'nrt_execute status=5 message="Timeout"')
 BROKEN = failure(1, "RuntimeError", 'nrt_execute status=1201 message="HBM UE"')
+HANG = HangRecord(
+    found_at=0.0, phase="stepping", step=7, waited_s=61.0, limit_s=60.0, suspects=("n2",)
+)
 ROWS: dict[str, tuple[Observed, EndingClass, str]] = {
     "finished": (seen(both(0, 0)), "done", "2 workers finished"),
     "finished just as the signal came": (seen(both(0, 0), stop_signal="SIGUSR1"), "done", "2"),
@@ -177,6 +180,53 @@ ROWS: dict[str, tuple[Observed, EndingClass, str]] = {
         "out_of_memory",
         "host memory",
     ),
+    "hung": (
+        seen(both(-9, -9), LOST, hang=HANG, stacks=["rank 1: no answer; state T (stopped)"]),
+        "hang",
+        "no progress for 61 s in phase stepping after step 7 (limit 60 s)",
+    ),
+    "hung, and finished after all": (seen(both(0, 0), hang=HANG), "done", "2"),
+    "another supervisor has it": (
+        seen(both(-9, -9), LOST, superseded_by=3),
+        "superseded",
+        "attempt 3",
+    ),
+    "nothing can be written": (
+        seen({}, unwritable="cannot write /r: Read-only file system"),
+        "storage_failure",
+        "Read-only",
+    ),
+    "storage by the exit code alone": (
+        seen(both(3, 4)),
+        "storage_failure",
+        "rank 1 on n2 ended with exit code 4 and could not write why",
+    ),
+    "memory that cannot be read": (seen(both(70, -signal.SIGBUS), LOST), "node_failure", "SIGBUS"),
+    "aborted by Neuron's runtime": (
+        seen(both(-6, -6), last_words={0: ["NRT_TIMEOUT"], 1: ["x", "NRT_EXEC_HW_ERR_NC_UE"]}),
+        "node_failure",
+        "rank 1 on n2 ended by SIGABRT: NRT_EXEC_HW_ERR_NC_UE",
+    ),
+    "aborted by NCCL's watchdog, the cause killed": (
+        seen(both(-6, -9), last_words={0: ["Watchdog caught collective operation timeout"]}),
+        "node_failure",
+        "rank 1 on n2 was ended by SIGKILL",
+    ),
+    "aborted by NCCL's watchdog, no cause": (
+        seen(both(-6, -6), last_words={r: ["NCCL communicator was aborted"] for r in (0, 1)}),
+        "node_failure",
+        "rank 0 on n1 ended by SIGABRT: NCCL communicator",
+    ),
+    "an exit without a record that the log explains": (
+        seen(both(1, 3), last_words={0: ["[F137] neuronx-cc was forcibly killed"]}),
+        "out_of_memory",
+        "F137",
+    ),
+    "the file system failed in a library": (
+        seen(both(70, 70), failure(0, "RuntimeError", "PytorchStreamWriter failed writing file")),
+        "storage_failure",
+        "PytorchStreamWriter",
+    ),
     "no reason given": (seen(both(0, 5)), "code_error", "exit code 5"),
 }
 
@@ -195,6 +245,9 @@ def test_the_silent_node_is_blamed_and_not_its_peers() -> None:
     assert classify(ROWS["only echoes"][0]).blamed_nodes == ()
     assert classify(ROWS["a Neuron device is broken"][0]).blamed_nodes == ("n2",)
     assert classify(ROWS["a collective hangs"][0]).blamed_nodes == ()
+    assert classify(ROWS["hung"][0]).blamed_nodes == ("n2",)
+    assert classify(ROWS["aborted by Neuron's runtime"][0]).blamed_nodes == ("n2",)
+    assert classify(ROWS["aborted by NCCL's watchdog, no cause"][0]).blamed_nodes == ()
 
 
 def test_a_taken_port_is_no_node_s_fault() -> None:

@@ -72,6 +72,21 @@ def test_what_all_nodes_fail_is_no_nodes_fault() -> None:
     assert alone.blamed_nodes == ("n1",)
 
 
+@pytest.mark.parametrize("nodes", [("n1",), ("n1", "n2")])
+def test_a_shared_file_system_that_all_find_wanting_is_no_nodes_fault(
+    nodes: tuple[str, ...],
+) -> None:
+    shared = fail("shared file system", "unusable", "", "cannot write /fsx: Read-only file system")
+    found = {name: health(name, shared) for name in nodes}
+    ending = verdict(found)
+    assert ending is not None
+    assert (ending.ending, ending.blamed_nodes) == ("storage_failure", ())
+    assert "Read-only file system" in ending.evidence[0]
+    one = verdict({**found, "n9": health("n9")})
+    assert one is not None
+    assert (one.ending, one.blamed_nodes) == ("node_failure", nodes)
+
+
 class Allocation(SlurmAllocation):
     """Slurm's nodes, whose checks run here; n2 has no disk."""
 

@@ -187,6 +187,86 @@ def test_a_frozen_node_stands_still_until_it_is_healed(cluster: Cluster) -> None
     assert cluster.run("srun", "-N1", "-w", "n2", "hostname") == "n2"
 
 
+def test_a_thawed_node_goes_on_where_it_stood(cluster: Cluster) -> None:
+    said = subprocess.Popen(
+        ["srun", "-N1", "-w", "n2", "sh", "-c", "sleep 2; echo on"],
+        env=cluster.env, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: cluster.status()["n2"][0] in ("allocated", "mixed"))
+    cluster.tool("fail", "n2", "--freeze")
+    time.sleep(3)
+    assert said.poll() is None
+    cluster.tool("heal", "n2", "--thaw")
+    assert said.communicate(timeout=20)[0] == "on\n"
+
+
+def test_jobs_go_on_without_slurmd_until_slurm_misses_it(cluster: Cluster, tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    job = cluster.submit(tmp_path, f"while sleep 0.2; do echo >> {marks}; done", "-w", "n3")
+    wait_for(marks.exists)
+    cluster.tool("fail", "n3", "--slurmd")
+    assert not json.loads(cluster.tool("status", "--json"))["nodes"][2]["slurmd"]
+    before = marks.stat().st_size
+    wait_for(lambda: marks.stat().st_size > before)
+    assert "has failed already: no slurmd" in cluster.tool("fail", "n3", code=2)
+    cluster.tool("heal", "n3")  # in time: the job was never missed
+    before = marks.stat().st_size
+    wait_for(lambda: marks.stat().st_size > before)
+    cluster.run("scancel", job)
+    wait_for(lambda: cluster.status()["n3"] == ("idle", "on"))
+    assert cluster.sacct(job) == ["CANCELLED by 0"]
+
+
+@pytest.mark.parametrize("how", [(), ("--kill",)])
+def test_slurmctld_restarts_and_knows_its_jobs(
+    cluster: Cluster, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    job = cluster.submit(tmp_path, "sleep 6; echo done", "-w", "n1")
+    wait_for(lambda: "RUNNING" in cluster.run("squeue", "--noheader", "--format=%T", "--jobs", job))
+    time.sleep(5.5 if how else 0)  # what it saves after a crash is up to five seconds old
+    cluster.tool("restart", "--stop", *how)
+    done = subprocess.run(["squeue"], env=cluster.env, capture_output=True, text=True)
+    assert "Unable to contact slurm controller" in done.stderr
+    assert "no cluster is running" in cluster.tool("fail", "n1", code=3)
+    cluster.tool("restart", "--start")
+    assert "running already" in cluster.tool("restart", "--start", code=2)
+    wait_for(lambda: cluster.sacct(job) == ["COMPLETED"])
+    assert (tmp_path / "out").read_text() == "done\n"
+
+
+def test_a_shared_directory_that_is_full_or_refuses_writes(
+    new_cluster: Callable[[], Cluster], tmp_path: Path
+) -> None:
+    cluster, shared = new_cluster(), tmp_path / "shared"
+    cluster.tool("up", "--nodes", "2", "--shared", str(shared), "--shared-mb", "16")
+
+    def write(name: str, bytes_: int = 10000) -> str:
+        command = f"head -c {bytes_} /dev/zero > {shared}/{name} && echo written"
+        done = subprocess.run(
+            ["srun", "-N1", "-w", "n2", "sh", "-c", command],
+            env=cluster.env, capture_output=True, text=True,
+        )  # fmt: skip
+        return done.stdout + done.stderr
+
+    assert "written" in write("a")
+    assert (shared / "a").stat().st_size == 10000
+    with (shared / "open").open("w") as stream:
+        cluster.tool("shared", "read-only")
+        assert "Read-only file system" in write("b")
+        with pytest.raises(OSError, match="Read-only"):
+            (shared / "b").touch()
+        print("what was open already", file=stream, flush=True)
+    cluster.tool("shared", "writable")
+    assert "written" in write("b")
+    cluster.tool("shared", "full")
+    assert "No space left on device" in write("c")
+    cluster.tool("shared", "free")
+    assert "written" in write("c")
+    cluster.tool("shared", "read-only")
+    cluster.tool("down")
+    assert str(shared) not in Path("/proc/self/mounts").read_text()
+
+
 def test_a_second_cluster_beside_the_first(
     cluster: Cluster, new_cluster: Callable[[], Cluster]
 ) -> None:
@@ -229,3 +309,6 @@ def test_refusals_say_what_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
     assert not free.root.exists()
     free.env["PATH"] = str(tmp_path)
     assert "apt-get install" in free.tool("up", code=2)
+    assert "no shared directory of its own" in cluster.tool("shared", "full", code=2)
+    taken = ("up", "--shared", str(tmp_path))
+    assert "is not an empty directory" in Cluster(Path("/tmp/none")).tool(*taken, code=2)

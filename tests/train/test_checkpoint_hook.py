@@ -17,7 +17,7 @@ from slurmllm.errors import StorageError
 from slurmllm.pulse import Pulse
 from slurmllm.records import AttemptRecord, EndingClass, MetricsRow
 from slurmllm.rundir import RunDir
-from slurmllm.supervise import supervisor
+from slurmllm.supervise import waiting
 from slurmllm.train import stop as stopping
 from slurmllm.train.events import EventLog
 from slurmllm.train.hooks.base import Moment
@@ -41,6 +41,7 @@ class Steps:
             worker=backend.worker, backend=backend, mesh=backend.mesh, started=time.time(),
             stop=StopRequest(), pulse=Pulse(None), saves=SaveSchedule(config.recipe.checkpoint),
             events=EventLog(run.events(attempt), attempt), said=[],
+            guard=SimpleNamespace(needed=lambda: ()),
             train_state=lambda: state(self.job.step), say=lambda line: self.job.said.append(line),
         )  # fmt: skip
         self.hook = CheckpointHook(self.job)
@@ -173,7 +174,7 @@ def test_a_save_that_does_not_fit_is_not_begun(
 
 
 def test_the_time_that_a_signal_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stopping.KILL_MARGIN_S == supervisor.KILL_MARGIN_S
+    assert stopping.KILL_MARGIN_S == waiting.KILL_MARGIN_S
     stop = StopRequest()
     assert stop.left_s(300) is None
     stop._handle(12, None)

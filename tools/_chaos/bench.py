@@ -17,7 +17,7 @@ from _devcluster.cluster import Cluster
 
 DEVCLUSTER = Path(__file__).resolve().parent.parent / "devcluster"
 SLURMLLM = (sys.executable, "-m", "slurmllm")
-SHARED_MB = 2048
+SHARED_MB = 256
 SPARE_NODES = 2
 
 
@@ -70,7 +70,7 @@ class Setup:
             "slurm.backoff_s": 1,
             "watchdog.start_up_s": 60 if self.nodes <= 8 else 300,
             "watchdog.first_step_s": 60,
-            "watchdog.min_step_s": 5 if self.nodes <= 8 else 30,
+            "watchdog.min_step_s": 12 if self.nodes <= 8 else 60,
             "watchdog.save_s": 30,
             "env.OMP_NUM_THREADS": 1,
             # Steps long enough that a failure can be put between two of them.
@@ -98,8 +98,9 @@ class Bench:
 
     def up(self) -> None:
         """Start the cluster."""
+        timeout_s = 5 if self.setup.nodes <= 8 else 30  # a hundred slurmds answer late
         self.tool(
-            "up", f"--nodes={self.setup.nodes + SPARE_NODES}", "--slurmd-timeout=5",
+            "up", f"--nodes={self.setup.nodes + SPARE_NODES}", f"--slurmd-timeout={timeout_s}",
             "--kill-wait=30", f"--shared={self.shared}", f"--shared-mb={SHARED_MB}",
         )  # fmt: skip
 

@@ -44,10 +44,10 @@ def inject(bench: Bench, files: RunFiles, job: str, failure: Failure) -> tuple[s
         return "slurmctld", lambda: bench.tool_beside("restart", "--start")
     if kind == "read_only":
         bench.cluster.shared().read_only(bench.cluster.inits())
-        return "shared directory", lambda: bench.tool_beside("shared", "writable")
+        return "shared directory", lambda: _writable(bench)
     if kind == "disk_full":
         bench.cluster.shared().fill()
-        return "shared directory", lambda: bench.tool_beside("shared", "free")
+        return "shared directory", lambda: _free(bench)
     node = _node(bench, files, failure)
     if kind == "node_frozen":
         bench.cluster.freeze(node)
@@ -57,6 +57,14 @@ def inject(bench: Bench, files: RunFiles, job: str, failure: Failure) -> tuple[s
         return node, lambda: bench.tool_beside("heal", node)
     bench.cluster.power_off(node)
     return node, lambda: bench.tool_beside("heal", node)
+
+
+def _writable(bench: Bench) -> None:
+    bench.cluster.shared().writable(bench.cluster.inits())
+
+
+def _free(bench: Bench) -> None:
+    bench.cluster.shared().free()
 
 
 def processes_of(run: Path) -> dict[int, tuple[str, str]]:

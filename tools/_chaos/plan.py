@@ -13,17 +13,16 @@ EXPECTED: Mapping[str, frozenset[str]] = {
     "node_dies": frozenset({"node_failure"}),
     "first_node_dies": frozenset({"node_failure"}),
     "node_replaced": frozenset({"node_failure"}),  # gone and back, empty, before Slurm has looked
-    "node_frozen": frozenset({"node_failure", "hang", "superseded", "done"}),
+    "node_frozen": frozenset({"node_failure", "hang", "superseded", "advance_signal", "done"}),
     "slurmctld_restart": frozenset({"done"}),
-    "slurmd_dies": frozenset({"node_failure", "done"}),
+    # Slurm ends what it can reach by SIGTERM: the workers save and leave, on all nodes.
+    "slurmd_dies": frozenset({"node_failure", "advance_signal", "done"}),
     "time_limit": frozenset({"advance_signal"}),
     "read_only": frozenset({"storage_failure", "node_failure", "done"}),
     "disk_full": frozenset({"storage_failure", "node_failure", "done"}),
     "hang": frozenset({"hang"}),
 }
 KINDS = tuple(EXPECTED)
-# The shared directory's failures end an attempt where it cannot write down why: Slurm cannot even
-# open the job's log, and the next attempt closes the record by what the accounting says.
 FIRST_MOMENTS = ("starting", "stepping", "stepping", "stepping", "saving")
 LATER_MOMENTS = (*FIRST_MOMENTS, "requeueing", "recovering", "recovering")
 

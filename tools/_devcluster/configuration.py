@@ -35,8 +35,9 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/linux
 MpiDefault=none
 
-# A node that refuses connections is tried for MessageTimeout before it counts as silent.
-MessageTimeout=5
+# A node that refuses connections is tried for MessageTimeout before it counts as silent; many
+# nodes on one machine answer late when they all start something.
+MessageTimeout={message_timeout_s}
 SlurmdTimeout={slurmd_timeout_s}
 KillWait={kill_wait_s}
 ReturnToService=1
@@ -150,6 +151,7 @@ class StateDirectory:
             "slurmdbd_port": settings.first_port + 1,
             "first_port": settings.first_port + 2,
             "last_port": settings.first_port + 1 + settings.num_nodes,
+            "message_timeout_s": 5 if settings.num_nodes <= 16 else 30,
             "memory_mb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
         }
         self.slurm_conf.write_text(SLURM_CONF.format_map(values))

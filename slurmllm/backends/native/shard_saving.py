@@ -42,7 +42,7 @@ from slurmllm.checkpoint.sharded_writer import Writer, blamed
 from slurmllm.errors import StorageError
 
 _ALIGNMENT = 64
-_BACKGROUND_NICENESS = 10
+_BACKGROUND_NICENESS = 5
 
 
 class Shards:

@@ -1,0 +1,47 @@
+"""A sample of tools/chaos on real clusters: four nodes that train, many that rehearse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.tmpdir import TempPathFactory
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+CHAOS = Path(__file__).parents[2] / "tools" / "chaos"
+
+
+def chaos(folder: Path, *options: str) -> dict[str, Any]:
+    """Run the suite; what it found."""
+    found = folder / "found.json"
+    command = [sys.executable, str(CHAOS), f"--json={found}", f"--dir={folder / 'work'}", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(found.read_text()))
+
+
+@pytest.fixture
+def folder(slurm: object, tmp_path_factory: TempPathFactory) -> Path:
+    """Short: a Unix socket's path in it may have 107 bytes. `slurm` skips where there is none."""
+    return tmp_path_factory.mktemp("c")
+
+
+def test_four_nodes_that_train_survive(folder: Path) -> None:
+    found = chaos(folder, "--runs=3", "--seed=1", "--parallel=2")
+    summary = found["summary"]
+    assert summary["runs"] == 3
+    assert summary["failures"] >= 3
+    assert not any(summary["checks"].values())
+
+
+def test_many_nodes_that_rehearse_survive(folder: Path) -> None:
+    # 128 of them, as `make chaos` has it, take minutes on two CPUs.
+    found = chaos(folder, "--nodes=32", "--backend=rehearsal", "--runs=1", "--seed=2")
+    assert found["summary"]["failures"] >= 1
+    assert not any(found["summary"]["checks"].values())

@@ -1,0 +1,128 @@
+"""What the supervisor does about a run that stands still, or has two supervisors; real processes.
+
+The workers' backend is the rehearsal one: everything but the arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from end_to_end.bench import SMALL, Bench, processes_with
+
+from slurmllm.config.resolve import resolve
+from slurmllm.errors import StorageError
+from slurmllm.rundir import RunDir
+from slurmllm.supervise.allocation import LocalAllocation
+from slurmllm.supervise.attempts import open_attempt
+from slurmllm.supervise.supervisor import requeue_blindly
+
+HANGING = Path(__file__).with_name("hanging")
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("recovery") / "runs")
+
+
+@pytest.fixture(scope="module")
+def submit(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    from slurmllm.data.builtin import ensure_stdlib
+
+    corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
+    return (
+        "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
+        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05", "--set=watchdog.min_step_s=5",
+        f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unbroken(bench: Bench, submit: tuple[str, ...]) -> str:
+    bench.call(*submit, "--name=unbroken")
+    phases = bench.attempt("unbroken", 0)["phases_s"]
+    parts = ("preflight", "cache", "start_up", "first_step", "training", "saving", "stopping")
+    attempt = bench.attempt("unbroken", 0)
+    took_s = attempt["ended_at"] - attempt["started_at"]
+    assert sum(phases.get(name, 0.0) for name in parts) == pytest.approx(took_s, abs=0.05)
+    assert (attempt["steps_gained"], attempt["steps_lost"]) == (STEPS, 0)
+    return "unbroken"
+
+
+def test_a_stopped_worker_is_found_and_the_run_goes_on(
+    bench: Bench, submit: tuple[str, ...], unbroken: str
+) -> None:
+    process = bench.start(*submit, "--name=stopped")
+    bench.wait_for_step("stopped", 23)
+    os.kill(bench.node("stopped", 0, "local1")["pids"]["1"], signal.SIGSTOP)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert bench.endings("stopped") == [("hang", "requeue"), ("done", "finish")]
+    hung = bench.attempt("stopped", 0)
+    assert hung["blamed_nodes"] == ["local1"]
+    assert "limit 5 s" in hung["evidence"][0]
+    assert "rank 1: no answer; state T (stopped)" in hung["evidence"][-1]
+    assert (hung["steps_gained"], hung["checkpoint_after"]) == (20, 20)
+    assert hung["steps_lost"] == hung["last_step"] - 20 >= 3
+    assert bench.compare_exactly(unbroken, "stopped")["overlaps"]["b"]["identical"]
+    text = bench.call("logs", "stopped", "--stacks")
+    assert text.startswith("attempt 0, rank 1, apart from the others\nno answer")
+    assert "in gather" in bench.call("logs", "stopped", "--stacks", "--rank=0")
+    assert "has no stacks" in bench.call("logs", unbroken, "--stacks", code=2)
+
+
+def test_a_read_that_never_ends_is_blamed_by_its_stack(
+    bench: Bench, submit: tuple[str, ...], unbroken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HANGING))
+    process = bench.start(*submit, "--name=reading")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    hung = bench.attempt("reading", 0)
+    assert (hung["class"], hung["blamed_nodes"]) == ("hang", ["local1"])
+    assert "next_batch (hanging/sitecustomize.py" in hung["evidence"][-1]
+    bench.compare_exactly(unbroken, "reading")
+
+
+def test_of_two_supervisors_the_newer_one_has_the_run(
+    bench: Bench, submit: tuple[str, ...], unbroken: str
+) -> None:
+    first = bench.start(*submit, "--name=split")
+    bench.wait_for_step("split", 12)
+    run = bench.runs / "split"
+    second = subprocess.Popen(
+        ["bash", str(run / "scripts" / "train.sbatch")],
+        env={**os.environ, "SLURMLLM_LOCAL_NODES": "2"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    old_pids = [bench.node("split", 0, f"local{n}")["pids"][str(n)] for n in (0, 1)]
+    output, _ = first.communicate(timeout=240)
+    assert first.returncode == 1, output
+    assert "attempt 1 of another supervisor has taken the run over" in output
+    words, _ = second.communicate(timeout=240)
+    assert second.returncode == 0, words
+    assert "attempt 0: is still open, and this attempt takes over from it: process" in words
+    assert bench.endings("split") == [("superseded", "stop"), ("done", "finish")]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in old_pids)
+    bench.compare_exactly(unbroken, "split")
+    assert not processes_with(str(run))
+
+
+def test_a_directory_that_cannot_be_written_costs_a_start_and_not_the_run(tmp_path: Path) -> None:
+    config = resolve("tiny_neox", overrides=["slurm.backoff_s=0.1"])
+    run, allocation = RunDir(tmp_path / "r"), LocalAllocation()
+    run.path.mkdir()
+    run.config.write_text(config.to_yaml())
+    refused = StorageError("cannot write x: Read-only file system")
+    assert requeue_blindly(run, "train", allocation, refused) == 75
+    allocation.restart_count = 3
+    with pytest.raises(StorageError, match=r"4 starts in a row.*storage_budget 3.*resume r"):
+        requeue_blindly(run, "train", allocation, refused)
+    open_attempt(run, "train", config, allocation)  # a start that could write counts anew
+    assert requeue_blindly(run, "train", allocation, refused) == 75
+    with pytest.raises(StorageError, match="quota"):
+        requeue_blindly(run, "train", allocation, StorageError("x: Disk quota exceeded"))

@@ -1,0 +1,218 @@
+"""When a run counts as hung: the judgement, row by row, and what stacks tell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slurmllm.config.recipe import WatchdogConfig
+from slurmllm.pulse import PULSE, Pulse
+from slurmllm.records import AttemptRecord, Heartbeat, Phase, RankBeat
+from slurmllm.rundir import RunDir
+from slurmllm.supervise.heartbeat import Heartbeats
+from slurmllm.supervise.stacks import evidence, place, standing_apart
+from slurmllm.supervise.watchdog import (
+    Standing,
+    Watchdog,
+    behind,
+    judge,
+    limit_s,
+    recent_step_times,
+    slow_step_s,
+)
+
+CONFIG = WatchdogConfig(start_up_s=100, first_step_s=1000, step_factor=10, min_step_s=60, save_s=50)
+NODES = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
+
+
+def beats(*places: tuple[Phase, int]) -> dict[int, RankBeat]:
+    return {r: RankBeat(phase=p, step=s, since=0.0) for r, (p, s) in enumerate(places)}
+
+
+ALIKE = beats(*[("stepping", 40)] * 4)
+ONE_LATE = beats(("stepping", 41), ("stepping", 40), ("stepping", 41), ("stepping", 41))
+SAVING = beats(("saving", 40), ("saving", 40), ("stepping", 40), ("stepping", 40))
+
+
+@pytest.mark.parametrize(
+    ("seen", "slow_s", "limit", "suspects"),
+    [
+        (Standing(ALIKE, NODES, 59.0), 1.0, None, ()),
+        (Standing(ALIKE, NODES, 61.0), 1.0, 60.0, ()),
+        (Standing(ALIKE, NODES, 61.0), 20.0, None, ()),  # this run's steps are long
+        (Standing(ALIKE, NODES, 201.0), 20.0, 200.0, ()),
+        (Standing(ONE_LATE, NODES, 61.0), 1.0, 60.0, ("n2",)),
+        (Standing(ONE_LATE, NODES, 61.0, ("n3",)), 1.0, 60.0, ("n3",)),
+        (Standing(ONE_LATE, NODES, 61.0, ("n1", "n2", "n3", "n4")), 1.0, 60.0, ("n2",)),
+        (Standing(SAVING, NODES, 49.0), 1.0, None, ()),
+        (Standing(SAVING, NODES, 51.0), 1.0, 50.0, ("n1", "n2")),
+        (Standing(beats(*[("first_step", 40)] * 4), NODES, 999.0), 1.0, None, ()),  # compiling
+        (Standing(beats(*[("first_step", 40)] * 4), NODES, 1001.0), 1.0, 1000.0, ()),
+        (Standing(beats(("resuming", 0), ("starting", 0)), NODES, 101.0), None, 100.0, ("n2",)),
+        (Standing(beats(*[("stepping", 41)] * 4), NODES, 61.0), None, None, ()),  # nothing learned
+        (Standing(beats(("stopping", 40), ("stepping", 40)), NODES, 61.0), 1.0, 60.0, ("n2",)),
+        (Standing({}, NODES, 1e9), 1.0, None, ()),
+    ],
+)  # fmt: skip
+def test_the_judgement(
+    seen: Standing, slow_s: float | None, limit: float | None, suspects: tuple[str, ...]
+) -> None:
+    found = judge(seen, CONFIG, slow_s, now=1.0)
+    assert (found and found.limit_s) == limit
+    if found is not None:
+        assert found.suspects == suspects
+        assert found.waited_s == seen.unchanged_s > found.limit_s
+
+
+def test_of_one_step_a_save_comes_before_the_next() -> None:
+    assert behind(SAVING) == (0, 1)
+    assert behind(ONE_LATE) == (1,)
+    assert behind(ALIKE) == (0, 1, 2, 3)
+    assert limit_s("stopping", CONFIG, 1.0) == limit_s("saving", CONFIG, 1.0) == 50
+
+
+def test_what_slow_means_is_learned_from_the_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert slow_step_s(recent_step_times(run)) is None
+    for attempt, steps in ((0, 150), (1, 150)):
+        path = run.metrics(attempt)
+        path.parent.mkdir(exist_ok=True)
+        times = [600.0, *([1.0] * (steps - 20)), *([4.0] * 20)]  # the first one compiled
+        path.write_text("".join(f'{{"step": 1, "step_time_s": {t}}}\n' for t in times) + '{"st')
+    found = recent_step_times(run)
+    assert len(found) == 200
+    assert max(found) == 4.0
+    assert slow_step_s(found) == 4.0
+    assert slow_step_s([1.0] * 99 + [9.0]) == 1.0
+
+
+def open_record(nodes: tuple[str, ...]) -> AttemptRecord:
+    return AttemptRecord(
+        attempt=0, stage="train", job_id=None, nodes=nodes, world_size=len(nodes),
+        master_addr="", master_port=1, started_at=time.time(),
+    )  # fmt: skip
+
+
+def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    config = WatchdogConfig(start_up_s=0.3, first_step_s=0.3, min_step_s=0.3, save_s=0.3)
+    watchdog = Watchdog(run, open_record(("n1", "n2")), config)
+    path = run.attempt("train", 0).heartbeat("n1")
+    path.parent.mkdir(parents=True)
+    run.metrics(0).parent.mkdir()
+    for step in range(6):
+        time.sleep(0.1)
+        if step % 2:
+            run.metrics(0).write_text("row\n" * step)
+        else:
+            beat = RankBeat(phase="first_step", step=step, since=0.0)
+            Heartbeat(node="n1", written_at=0.0, ranks={0: beat}).save(path)
+        assert watchdog.look() is None
+    time.sleep(0.4)
+    hang = watchdog.look()
+    assert hang is not None
+    assert (hang.phase, hang.behind, hang.suspects) == ("starting", (1,), ("n2",))
+
+
+def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).attempt("train", 0)
+    attempt.path.mkdir(parents=True)
+    found = Heartbeats(attempt, "n1", CONFIG)
+    code = (
+        "import time; from slurmllm.pulse import Pulse; "
+        "from slurmllm.train.stacks import dump_on_signal; dump_on_signal(); "
+        "Pulse.from_environment().beat('stepping', 7); print(flush=True); time.sleep(100)"
+    )
+    workers = {
+        rank: subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE,
+            env={**os.environ, **found.environment(rank)},
+        )
+        for rank in (0, 1)
+    }  # fmt: skip
+    try:
+        pids = {rank: worker.pid for rank, worker in workers.items()}
+        for worker in workers.values():
+            assert worker.stdout is not None
+            worker.stdout.readline()
+        found.update(pids)
+        beat = Heartbeat.load(attempt.heartbeat("n1"))
+        assert {r: (b.phase, b.step) for r, b in beat.ranks.items()} == {
+            0: ("stepping", 7), 1: ("stepping", 7)
+        }  # fmt: skip
+        os.kill(pids[1], signal.SIGSTOP)
+        found.dump_stacks(pids)
+        assert "most recent call first" in attempt.stacks(0).read_text()
+        assert attempt.stacks(1).read_text().startswith("no answer; state T (stopped)")
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.communicate()
+        found.close()
+    assert not any(Path(path).exists() for path in found.environment(0).values())
+
+
+def test_files_of_a_killed_launcher_go_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).attempt("train", 0)
+    killed = Heartbeats(attempt, "n1", CONFIG)
+    folder = Path(killed.environment(0)[PULSE]).parent
+    living = Heartbeats(attempt, "n2", CONFIG)
+    assert folder.is_dir()
+    killed._lock.close()  # as its end does
+    Heartbeats(attempt, "n3", CONFIG).close()
+    assert not folder.exists()
+    assert Path(living.environment(0)[PULSE]).parent.is_dir()
+    living.close()
+
+
+def test_a_pulse_is_read_back_and_rubbish_is_not(tmp_path: Path) -> None:
+    from slurmllm.pulse import read_pulse
+
+    path = tmp_path / "0"
+    assert read_pulse(path) is None
+    pulse = Pulse(path)
+    pulse.beat("first_step", 1_000_000)
+    pulse.beat("saving", 3)
+    beat = read_pulse(path)
+    assert beat is not None
+    assert (beat.phase, beat.step) == ("saving", 3)
+    path.write_text("dreaming 3 1.0\n")
+    assert read_pulse(path) is None
+
+
+WAITS = """Thread 0x1 (most recent call first):
+  File "/lib/queue.py", line 180 in get
+
+Current thread 0x2 (most recent call first):
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 3000 in all_gather_object
+  File "/x/slurmllm/backends/native/runtime.py", line 70 in gather
+  File "/x/slurmllm/train/loop.py", line 90 in train
+"""
+READS = """Current thread 0x2 (most recent call first):
+  File "/lib/python3.11/socket.py", line 706 in readinto
+  File "/x/slurmllm/data/stream.py", line 70 in next_batch
+  File "/x/slurmllm/train/loop.py", line 90 in train
+"""
+SPIED = """no answer; state S (sleeping), waits in futex_do_wait
+Thread 4711 (idle): "MainThread"
+    next_batch (slurmllm/data/stream.py:70)
+"""
+
+
+def test_who_stands_apart() -> None:
+    places = {0: place(WAITS), 1: place(READS), 2: place(WAITS)}
+    assert standing_apart(places) == (1,)
+    assert evidence(places) == (
+        "rank 1: readinto (python3.11/socket.py:706) from next_batch (data/stream.py:70)",
+    )
+    assert standing_apart({0: place(WAITS), 1: place(SPIED)}) == (1,)
+    assert standing_apart({0: place(READS), 1: place(READS)}) == ()
+    assert standing_apart({0: place(WAITS)}) == standing_apart({}) == ()
+    assert evidence({0: place(WAITS), 1: place(WAITS)})[0].startswith("2 of 2 workers: all_gather")
+    assert place("").words == "no Python frames"

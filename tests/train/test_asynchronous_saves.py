@@ -1,0 +1,41 @@
+"""Saves beside training, with a second place for them: resumed bit for bit from either."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.rundir import RunDir
+from train.conftest import LONG
+from train.gang import Gang, curve, rows
+
+
+def test_killed_worker_and_a_lost_folder(
+    new_run: Callable[..., RunDir], unbroken: RunDir, tmp_path: Path
+) -> None:
+    second = tmp_path / "second"
+    run = new_run(
+        "cluster.devices_per_node=2", *LONG, "checkpoint.asynchronous=true",
+        "checkpoint.keep=2", f"checkpoint.second_tier={second}",
+    )  # fmt: skip
+    gang = Gang(run, world=2)
+    gang.signal_at(35, signal.SIGKILL, ranks=[1])
+    gang.wait(timeout_s=60)
+    for step in run.checkpoint_steps():
+        assert faults(run.checkpoint(step), read_manifest(run.checkpoint(step)).files) == []
+    shutil.rmtree(run.checkpoints)
+    again = Gang(run, world=2, attempt=1)
+    again.finish()
+    told = again.output(0)
+    (back,) = [line for line in told.splitlines() if line.startswith("brought step ")]
+    step = int(back.split()[2])
+    assert step in (10, 20, 30)
+    assert f"resumed from step {step}" in told
+    assert rows(run, 1)[0]["step"] == step + 1
+    assert curve(run, 0, 1) == curve(unbroken), "bit-identical"
+    assert run.checkpoint_steps() == [50, 60]
+    copies = sorted(path.name for path in (second / run.name).iterdir())
+    assert copies[-1] == "step_00000060", "the end waits for the copy"

@@ -1,0 +1,100 @@
+"""From a failure to the next completed step on the development cluster, and where the time goes.
+
+python tools/benchmarks/recovery.py [--nodes 4] [--kinds worker,node,time_limit,save] [--repeat 3]
+
+Starts a cluster of its own with a spare node (needs root and Slurm's packages), trains tiny_neox
+once for the compiled graphs, and then lets `slurmllm drill` break copies of it. Slurm's own
+requeue delay is shown and left out of the sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEVCLUSTER = ROOT / "tools" / "devcluster"
+SLURMLLM = [sys.executable, "-m", "slurmllm"]
+PARTS = ("detection", "preflight", "cache", "launch", "start_up", "first_step")
+PATIENCE_S = 600.0
+
+
+def devcluster(folder: Path, *arguments: str) -> str:
+    """Call the development cluster's own command; returns what it printed."""
+    command = [sys.executable, str(DEVCLUSTER), *arguments, "--dir", str(folder)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def slurmllm(runs: Path, *arguments: str) -> str:
+    """Call slurmllm in a folder of runs; returns what it printed."""
+    command = [*SLURMLLM, *arguments, f"--runs-dir={runs}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(arguments)}: exit code {done.returncode}\n{done.stdout}")
+    return done.stdout
+
+
+def train_once(runs: Path, nodes: int, overrides: Sequence[str]) -> None:
+    """The run that the drills are of; returns when it is done."""
+    slurmllm(runs, "submit", "tiny_neox", f"--nodes={nodes}", "--name=base", *overrides)
+    deadline = time.monotonic() + PATIENCE_S
+    while (state := json.loads(slurmllm(runs, "status", "base", "--json"))["state"]) != "done":
+        if state in ("stopped", "interrupted", "cancelled") or time.monotonic() > deadline:
+            raise SystemExit(f"the run to be broken is {state}")
+        time.sleep(2.0)
+
+
+def print_table(drills: Sequence[dict[str, Any]]) -> None:
+    """Medians by kind, s; the last columns are the slowest and Slurm's delay."""
+    print(f"{'kind':<12} {'own s':>7}" + "".join(f"{part:>12}" for part in PARTS), end="")
+    print(f"{'slowest':>10} {'requeue':>9}")
+    for kind in dict.fromkeys(one["kind"] for one in drills):
+        found = [one["recovery"] for one in drills if one["kind"] == kind]
+        own = [took["total_s"] - took["requeue_s"] for took in found]
+        parts = (statistics.median(took[f"{part}_s"] for took in found) for part in PARTS)
+        print(f"{kind:<12} {statistics.median(own):7.1f}", end="")
+        print("".join(f"{seconds:12.2f}" for seconds in parts), end="")
+        print(f"{max(own):10.1f} {statistics.median(took['requeue_s'] for took in found):9.1f}")
+
+
+def main() -> None:
+    """Run it; every drill must end exactly."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--kinds", default="worker,node,time_limit,save")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
+    parser.add_argument("--json", action="store_true", help="print each drill's figures instead")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+        cluster, runs = Path(folder) / "cluster", Path(folder) / "runs"
+        devcluster(cluster, "up", f"--nodes={given.nodes + 1}", "--kill-wait=30")
+        try:
+            words = devcluster(cluster, "env")
+            os.environ["SLURM_CONF"] = words.split("SLURM_CONF=", 1)[1].split()[0].strip("'\"")
+            train_once(runs, given.nodes, [f"--set={value}" for value in given.set])
+            drills = []
+            for seed in range(given.repeat):
+                text = slurmllm(
+                    runs, "drill", "base", f"--kinds={given.kinds}", f"--seed={seed}", "--json"
+                )
+                drills += json.loads(text)["drills"]
+        finally:
+            devcluster(cluster, "down")
+    if given.json:
+        print(json.dumps(drills, indent=2))
+    else:
+        print_table(drills)
+
+
+if __name__ == "__main__":
+    main()
