@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _SPLIT_BYTES = 64 * 2**20  # from here on several files
 _CHUNK_BYTES = 8 * 2**20  # written and then added to the checksum while it is in the cache
+_SEND_BYTES = 32 * 2**20
 
 
 class Files(FileSystem):
@@ -64,6 +65,7 @@ class _WatchedFile(FileIO):
         super().__init__(os.fspath(path), mode)
         self._refusals = refusals
         self.checksum = hashlib.sha256()
+        self._unsent = 0
 
     def write(self, data: Buffer) -> int:
         view = memoryview(data).cast("B")
@@ -74,10 +76,19 @@ class _WatchedFile(FileIO):
                 written = super().write(chunk)
                 self.checksum.update(chunk[:written])
                 done += written
+                self._send(written)
         except OSError as error:
             self._refusals.append(error)
             raise
         return done
+
+    def _send(self, written: int) -> None:
+        """Let the disk begin: left alone, the kernel waits until the fsync at the end."""
+        self._unsent += written
+        if self._unsent >= _SEND_BYTES and hasattr(os, "posix_fadvise"):
+            start = self.tell() - self._unsent
+            os.posix_fadvise(self.fileno(), start, self._unsent, os.POSIX_FADV_DONTNEED)
+            self._unsent = 0
 
 
 class Writer(FileSystemWriter):

@@ -72,6 +72,8 @@ def drill(
 
     Exit codes: 0 all went on exactly, 1 one did not, 2 to be put right.
     """
+    import signal
+
     from slurmllm.cli.submission import jobs_of
     from slurmllm.config.resolve import load
     from slurmllm.drill.drilling import Drill
@@ -100,11 +102,14 @@ def drill(
         )
     with _progress() as tell:
         drilling = Drill(plan, runner, client, tolerances, not why, tell)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # cancels what runs
         try:
             report = drilling.run(keep)
         except BaseException:
             _tell_kept([made.name for made in drilling.made])
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
     if as_json:
         click.echo(_as_json(report))
     else:

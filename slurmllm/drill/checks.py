@@ -42,7 +42,8 @@ def examine(
     attempts = load_attempts(run, "train")
     faults: list[str] = []
     if done is None or done.missed:
-        faults.append(f"it was not hit: {done.missed if done is not None else 'it never trained'}")
+        why = done.missed if done is not None else "nothing came to strike it on its node"
+        faults.append(f"it was not hit: {why}")
     if state != "done":
         faults.append(f"it did not come to its end: {state}, {_last_words(attempts)}")
     hit = next((a for a in attempts if done is not None and a.attempt == done.attempt), None)

@@ -142,7 +142,7 @@ class Drill:
                 if kind is not None and agent is None:
                     agent = self._agent(run, kind)
                 if kind == "first_node" and agent is not None and agent.poll() is not None:
-                    if _injection(run) is not None:
+                    if (done := _injection(run)) is not None and not done.missed:
                         self.tell(f"{part}: requeueing, as Slurm does when the first node dies")
                         self.runner.start_again(run, self.plan.nodes)
                     kind = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import random
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slurmllm.analysis.rows import last_row
 from slurmllm.config.resolve import RunConfig, change
 from slurmllm.drill.agent import Order
 from slurmllm.drill.kinds import KINDS, KindName
@@ -18,6 +18,7 @@ from slurmllm.records import JobsRecord
 from slurmllm.rundir import RUN_NAME, RunDir
 from slurmllm.supervise import reuse
 from slurmllm.supervise.attempts import load_attempts
+from slurmllm.supervise.watchdog import recent_step_times
 
 INTERVALS = 3  # checkpoints that a broken run comes past: before the blow, after it, at the end
 LEAST_STEPS = 4  # between two checkpoints, so that there is a step to lose
@@ -142,8 +143,8 @@ def make_plan(
 
 def _interval(run: RunDir, config: RunConfig) -> int:
     """Steps between checkpoints: few, and yet long enough to be hit between two of them."""
-    row = last_row(run)
-    step_s = float(row.get("step_time_s") or 0.0) if row is not None else 0.0
+    times = recent_step_times(run)
+    step_s = statistics.median(times) if times else 0.0
     wanted = max(LEAST_STEPS, math.ceil(LEAST_S / step_s)) if step_s else UNKNOWN_STEPS
     own = config.recipe.checkpoint.every_steps
     return wanted if own == "auto" else min(wanted, own)

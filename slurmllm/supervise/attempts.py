@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from slurmllm.config.resolve import RunConfig, load
 from slurmllm.errors import StorageError
@@ -140,6 +141,9 @@ def close_attempt(
         counting = [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending]
         closed = decide(closed, counting, config.recipe, rolled_back=_rolled_back(run, closed))
     closed.save(paths.record)
+    for half in paths.heartbeat("any").parent.glob(".*.tmp"):  # its launcher was killed
+        with suppress(OSError):
+            half.unlink()
     return closed
 
 

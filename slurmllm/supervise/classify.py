@@ -110,7 +110,7 @@ def classify(seen: Observed) -> Ending:
     ended = set(codes.values())
     if not silent and EXIT_REQUEUE in ended and ended <= {EXIT_OK, EXIT_REQUEUE}:
         return Ending("advance_signal", (f"{seen.stop_signal or 'a stop signal'}: saved and left",))
-    if seen.hang is not None:
+    if seen.hang is not None and not _ended_before(seen, seen.hang):
         return _hung(seen.hang, seen.stacks)
     return (
         _by_slurm(seen, silent)
@@ -133,6 +133,18 @@ def _by_slurm(seen: Observed, silent: Sequence[str]) -> Ending | None:
     """Nodes that fell silent and that Slurm no longer counts on either."""
     down = tuple(name for name in silent if name in seen.down_nodes)
     return Ending("node_failure", (f"Slurm: {', '.join(down)} down",), down) if down else None
+
+
+def _ended_before(seen: Observed, hang: HangRecord) -> bool:
+    """Whether a worker had failed by itself before the others were found to wait for it."""
+    told = any(
+        f.time < hang.found_at and meaning_of(_words(f)) != "lost_peer" for f in seen.failures
+    )
+    return told or any(
+        code in _EXITS and _EXITS[code] != "node_failure" and rank not in node.stopped_ranks
+        for node in seen.nodes.values()
+        for rank, code in node.exit_codes.items()
+    )
 
 
 def _hung(hang: HangRecord, stacks: Sequence[str]) -> Ending:
@@ -255,7 +267,9 @@ def _by_silence(seen: Observed, silent: Sequence[str]) -> Ending | None:
         return Ending("advance_signal", (evidence,))
     if silent:
         evidence = f"no word from {', '.join(silent)}"
-        return Ending("node_failure", (evidence,), tuple(silent))
+        # All of several at once: the step was ended, which is no node's fault.
+        alike = len(silent) == len(seen.expected_nodes) > 1
+        return Ending("node_failure", (evidence,), () if alike else tuple(silent))
     if seen.failures:
         first = min(seen.failures, key=lambda failure: failure.time)
         return Ending(

@@ -82,10 +82,13 @@ class Heartbeats:
         """Without fsync: what a crash takes away, nobody needs any more."""
         path = self._attempt.heartbeat(self._node)
         temporary = path.with_name(f".{path.name}.tmp")
-        with suppress(OSError):
+        try:
             path.parent.mkdir(exist_ok=True)
             temporary.write_text(beat.model_dump_json())
             temporary.replace(path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
 
     def dump_stacks(self, running: Mapping[int, int]) -> None:
         """Have all workers dump their stacks, and leave them in the run directory.

@@ -61,7 +61,7 @@ def observe(
         stacks=lines,
         last_words=_last_words(run, record, nodes, failures),
         superseded_by=outcome.superseded_by,
-        unwritable=_unwritable(run, record),
+        unwritable=outcome.unwritable or _unwritable(run, record),
     )
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -65,6 +64,7 @@ class Outcome:
         overran_s: Seconds from the stop signal to the end, where the workers had to be ended.
         hang: What the watchdog found.
         superseded_by: The newer attempt of another supervisor.
+        unwritable: Why the run directory could not be written, when it was tried.
         sign_at: Unix time of the first sign of the end.
     """
 
@@ -72,6 +72,7 @@ class Outcome:
     overran_s: float | None = None
     hang: HangRecord | None = None
     superseded_by: int | None = None
+    unwritable: str | None = None
     sign_at: float | None = None
 
 
@@ -198,21 +199,27 @@ class Waiting:
             self.outcome.superseded_by = newer
             self._sign()
             self._kill_at = now
-        over = self.outcome.hang is not None or self._failed_at is not None
-        if self._watchdog is None or over or self.outcome.superseded_by is not None:
+        over = self._failed_at is not None or self._kill_at is not None
+        if self._watchdog is None or over:
             return
         hang = self._watchdog.look()
         if hang is None:
             return
-        self.outcome.hang = hang
         self._sign(hang.waited_s)
+        try:
+            hang.save(self._run.attempt("train", self._record.attempt).hang)
+        except StorageError as error:
+            # Then nobody could tell of progress, or of what went wrong: no wonder.
+            self.outcome.unwritable = str(error)
+            self._kill_at = now + LAUNCHER_GRACE_S
+            say(f"train attempt {self._record.attempt}: {error}")
+            return
+        self.outcome.hang = hang
         self._kill_at = now + HANG_GRACE_S
         say(
             f"train attempt {self._record.attempt}: no progress for {hang.waited_s:.0f} s after "
             f"step {hang.step} (limit {hang.limit_s:.0f} s): taking stacks, then ending it"
         )
-        with suppress(StorageError):  # then there are no stacks
-            hang.save(self._run.attempt("train", self._record.attempt).hang)
 
     def _sign(self, ago_s: float = 0.0) -> None:
         if self.outcome.sign_at is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +32,7 @@ def folder(slurm: object, tmp_path_factory: TempPathFactory) -> Path:
 
 
 def test_four_nodes_that_train_survive(folder: Path) -> None:
-    found = chaos(folder, "--runs=3", "--seed=1", "--parallel=2")
+    found = chaos(folder, "--runs=3", "--seed=1", "--parallel=3")
     summary = found["summary"]
     assert summary["runs"] == 3
     assert summary["failures"] >= 3

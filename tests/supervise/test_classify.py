@@ -186,6 +186,16 @@ ROWS: dict[str, tuple[Observed, EndingClass, str]] = {
         "no progress for 61 s in phase stepping after step 7 (limit 60 s)",
     ),
     "hung, and finished after all": (seen(both(0, 0), hang=HANG), "done", "2"),
+    "hung, for one had failed and could not say so": (
+        seen({"n1": node("n1", {0: 4}), "n2": node("n2", {1: -9}, stopped_ranks=[1])}, hang=HANG),
+        "storage_failure",
+        "could not write why",
+    ),
+    "hung, for one had failed and its launcher was late": (
+        seen(both(70, -9), failure(0, "KeyError", "x", time=-5.0), hang=HANG),
+        "code_error",
+        "KeyError",
+    ),
     "another supervisor has it": (
         seen(both(-9, -9), LOST, superseded_by=3),
         "superseded",

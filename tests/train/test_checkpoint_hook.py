@@ -79,6 +79,7 @@ AUTO = "checkpoint.every_steps=auto"
 def test_every_so_many_steps(steps: Callable[..., Steps]) -> None:
     made = steps("checkpoint.every_steps=10")
     assert made.make(35) == [10, 20, 30]
+    made.hook.close()
     assert made.job.run.checkpoint_steps() == [20, 30]
     saves = made.events("save")
     assert [event["step"] for event in saves] == [10, 20, 30]

@@ -137,9 +137,13 @@ def run_all(
             bench.up()
             numbers.put(number)
         pool = ProcessPoolExecutor(parallel, initializer=_open, initargs=(setup, work, numbers))
-        with pool:
+        try:
             for done in as_completed([pool.submit(_one, seed, kinds) for seed in seeds]):
                 yield done.result()
+        finally:  # an interrupt leaves no run behind
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.kill()
     finally:
         for bench in benches:
             bench.down()

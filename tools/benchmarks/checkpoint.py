@@ -93,8 +93,10 @@ class Bench:
         began = time.perf_counter()
         save = self._save()
         save.finish()
+        seconds = time.perf_counter() - began
         self.num_bytes = save.num_bytes
-        return time.perf_counter() - began
+        save.settle()
+        return seconds
 
     def asynchronous_s(self) -> dict[str, float]:
         """Seconds that an asynchronous save makes training wait, and of the steps meanwhile."""
@@ -109,6 +111,8 @@ class Bench:
         ending = time.perf_counter()
         save.finish()
         end_s = time.perf_counter() - ending
+        whole_s = time.perf_counter() - began
+        save.settle()
         return {
             "begin": begin_s,
             "within steps": save.waited_s,
@@ -117,7 +121,7 @@ class Bench:
             "longer steps": max(0.0, sum(steps) - len(steps) * quiet),
             "steps": len(steps),
             "quiet step": quiet,
-            "whole": time.perf_counter() - began,
+            "whole": whole_s,
         }
 
     def dd_s(self) -> float:
