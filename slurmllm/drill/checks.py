@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from slurmllm.analysis.compare import compare
@@ -37,7 +36,7 @@ def examine(
         reference: The unbroken run's directory, or its metrics file.
         steps: Steps of the drill.
         tolerances: How far the curves may lie apart.
-        state: `supervise.state.RunState.state` of the run.
+        state: Where the run stands, and why (`supervise.state.RunState`), `done` if all went well.
     """
     attempts = load_attempts(run, "train")
     faults: list[str] = []
@@ -45,7 +44,7 @@ def examine(
         why = done.missed if done is not None else "nothing came to strike it on its node"
         faults.append(f"it was not hit: {why}")
     if state != "done":
-        faults.append(f"it did not come to its end: {state}, {_last_words(attempts)}")
+        faults.append(f"it did not come to its end: {state}")
     hit = next((a for a in attempts if done is not None and a.attempt == done.attempt), None)
     if hit is not None and done is not None and not done.missed:
         faults += _faults_of_ending(kind, hit)
@@ -70,13 +69,6 @@ def examine(
         steps_made_again=again,
         recovery=None if done is None or done.missed else recovery(run, done, attempts),
     )
-
-
-def _last_words(attempts: Sequence[AttemptRecord]) -> str:
-    if not attempts:
-        return "no attempt was begun"
-    last = attempts[-1]
-    return f"attempt {last.attempt} {last.ending or 'not closed'}: {'; '.join(last.evidence)}"
 
 
 def _faults_of_ending(kind: KindName, hit: AttemptRecord) -> list[str]:

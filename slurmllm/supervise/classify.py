@@ -30,7 +30,6 @@ _EXITS: Mapping[int, EndingClass] = {
     4: "storage_failure",
     2: "bad_configuration",
     71: "divergence",
-    3: "node_failure",
 }
 
 
@@ -116,6 +115,7 @@ def classify(seen: Observed) -> Ending:
         _by_slurm(seen, silent)
         or _by_failure(seen)
         or _by_storage(seen)
+        or _by_exit_code(seen)
         or _by_signal(seen)
         or _by_silence(seen, silent)
         or _unexplained(seen)
@@ -141,7 +141,7 @@ def _ended_before(seen: Observed, hang: HangRecord) -> bool:
         f.time < hang.found_at and meaning_of(_words(f)) != "lost_peer" for f in seen.failures
     )
     return told or any(
-        code in _EXITS and _EXITS[code] != "node_failure" and rank not in node.stopped_ranks
+        code in _EXITS and rank not in node.stopped_ranks
         for node in seen.nodes.values()
         for rank, code in node.exit_codes.items()
     )
@@ -267,9 +267,9 @@ def _by_silence(seen: Observed, silent: Sequence[str]) -> Ending | None:
         return Ending("advance_signal", (evidence,))
     if silent:
         evidence = f"no word from {', '.join(silent)}"
-        # All of several at once: the step was ended, which is no node's fault.
-        alike = len(silent) == len(seen.expected_nodes) > 1
-        return Ending("node_failure", (evidence,), () if alike else tuple(silent))
+        # Most of them at once is no node's fault: Slurm ended the step, or a switch is gone.
+        few = len(silent) <= max(len(seen.expected_nodes) // 2, 1)
+        return Ending("node_failure", (evidence,), tuple(silent) if few else ())
     if seen.failures:
         first = min(seen.failures, key=lambda failure: failure.time)
         return Ending(
@@ -279,14 +279,33 @@ def _by_silence(seen: Observed, silent: Sequence[str]) -> Ending | None:
     return None
 
 
-def _unexplained(seen: Observed) -> Ending:
-    """An exit code without a reason: by the worker's log, else by the code."""
-    bad = [
+def _by_exit_code(seen: Observed) -> Ending | None:
+    """An exit code that tells by itself, of a worker that could not write down why it failed."""
+    bad = _without_reason(seen)
+    for known, ending in _EXITS.items():
+        for rank, code, name in bad:
+            if code == known:
+                words = f"rank {rank} on {name} ended with exit code {code} and could not write why"
+                return Ending(ending, (words,))
+    return None
+
+
+def _without_reason(seen: Observed) -> list[tuple[int, int, str]]:
+    """Rank, exit code and node of workers that failed and left no record of it."""
+    spoken = {failure.rank for failure in seen.failures}
+    return [
         (rank, code, name)
         for name, node in seen.nodes.items()
         for rank, code in sorted(node.exit_codes.items())
-        if code not in (EXIT_OK, EXIT_REQUEUE) and rank not in node.stopped_ranks
+        if code not in (EXIT_OK, EXIT_REQUEUE)
+        and rank not in node.stopped_ranks
+        and rank not in spoken
     ]
+
+
+def _unexplained(seen: Observed) -> Ending:
+    """An exit code without a reason: by the worker's log, where that tells one."""
+    bad = _without_reason(seen)
     echo: Ending | None = None
     for rank, code, name in bad:
         told = telling_line(seen.last_words.get(rank, ()))
@@ -295,11 +314,6 @@ def _unexplained(seen: Observed) -> Ending:
             if told[1] != "lost_peer":
                 return ending
             echo = echo or ending
-    for known, ending_class in _EXITS.items():
-        for rank, code, name in bad:
-            if code == known:
-                words = f"rank {rank} on {name} ended with exit code {code} and could not write why"
-                return Ending(ending_class, (words,))
     if echo is not None:
         return echo
     rank, code, _ = bad[0] if bad else (-1, -1, "")

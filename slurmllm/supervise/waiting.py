@@ -177,6 +177,9 @@ class Waiting:
         all_reported = not waited_for or (len(waited_for) == 1 and waited_for[0] not in heard)
         if self.outcome.hang is not None:  # the cause is known, but stacks take their time
             return REPORTED_GRACE_S if all_reported else HANG_GRACE_S
+        codes = [code for node in nodes.values() for code in node.exit_codes.values()]
+        if StorageError.exit_code in codes:  # the others' records may come late, or not at all
+            return LAUNCHER_GRACE_S
         killed = any(
             code < 0 and rank not in node.stopped_ranks
             for node in nodes.values()

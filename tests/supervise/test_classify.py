@@ -211,6 +211,11 @@ ROWS: dict[str, tuple[Observed, EndingClass, str]] = {
         "storage_failure",
         "rank 1 on n2 ended with exit code 4 and could not write why",
     ),
+    "storage by the exit code, the other node cannot even say that": (
+        seen({"n1": node("n1", {0: 4})}),
+        "storage_failure",
+        "rank 0 on n1",
+    ),
     "memory that cannot be read": (seen(both(70, -signal.SIGBUS), LOST), "node_failure", "SIGBUS"),
     "aborted by Neuron's runtime": (
         seen(both(-6, -6), last_words={0: ["NRT_TIMEOUT"], 1: ["x", "NRT_EXEC_HW_ERR_NC_UE"]}),
@@ -258,6 +263,14 @@ def test_the_silent_node_is_blamed_and_not_its_peers() -> None:
     assert classify(ROWS["hung"][0]).blamed_nodes == ("n2",)
     assert classify(ROWS["aborted by Neuron's runtime"][0]).blamed_nodes == ("n2",)
     assert classify(ROWS["aborted by NCCL's watchdog, no cause"][0]).blamed_nodes == ()
+
+
+def test_of_silent_nodes_those_are_blamed_that_are_few() -> None:
+    names = ("n1", "n2", "n3", "n4")
+    for silent, blamed in ((1, 1), (2, 2), (3, 0), (4, 0)):
+        nodes = {name: node(name, {rank: 70}) for rank, name in enumerate(names[silent:])}
+        ending = classify(Observed(names, nodes, (LOST,)))
+        assert (ending.ending, ending.blamed_nodes) == ("node_failure", names[:blamed])
 
 
 def test_a_taken_port_is_no_node_s_fault() -> None:

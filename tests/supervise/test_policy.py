@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.config.recipe import Recipe
@@ -22,6 +22,7 @@ def recipe(*overrides: str) -> Recipe:
 
 
 RECIPE = recipe("slurm.no_progress_limit=100")
+SHORT = recipe("slurm.no_progress_limit=3", "slurm.failure_budget=99", "slurm.hang_budget=99")
 
 
 def attempt(number: int, ending: EndingClass, gained: int = 0, **more: Any) -> AttemptRecord:
@@ -71,13 +72,13 @@ def test_backoff_doubles_while_nothing_is_gained() -> None:
     assert play([attempt(0, "advance_signal")])[0].backoff_s == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["node_failure", "hang", "advance_signal"]),
                           st.sampled_from([0, 0, 7])), min_size=1, max_size=30))  # fmt: skip
 def test_as_many_idle_attempts_in_a_row_as_the_limit_stop_the_run(
     history: list[tuple[EndingClass, int]],
 ) -> None:
-    limits = recipe("slurm.no_progress_limit=3", "slurm.failure_budget=99", "slurm.hang_budget=99")
-    found = play([attempt(n, *one) for n, one in enumerate(history)], limits)
+    found = play([attempt(n, *one) for n, one in enumerate(history)], SHORT)
     for at, one in enumerate(found):
         idle = at >= 2 and not any(a.steps_gained for a in found[at - 2 : at + 1])
         assert (one.action == "stop") == idle == (one.ending == "no_progress")
