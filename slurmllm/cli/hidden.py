@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -46,4 +49,12 @@ def worker(ctx: click.Context, run: Path, stage: str, attempt: int) -> None:
     from slurmllm.rundir import RunDir
     from slurmllm.train.worker import run_worker
 
-    ctx.exit(run_worker(RunDir(run), "train" if stage == "train" else "precompile", attempt))
+    code = run_worker(RunDir(run), "train" if stage == "train" else "precompile", attempt)
+    if "torch" in sys.modules and "torch_xla" not in sys.modules:
+        # Threads of torch's C++ may outlive the interpreter and abort the process when all is done
+        # and saved ("terminate called without an active exception"; seen with gloo).
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    ctx.exit(code)

@@ -187,17 +187,18 @@ def test_a_frozen_node_stands_still_until_it_is_healed(cluster: Cluster) -> None
     assert cluster.run("srun", "-N1", "-w", "n2", "hostname") == "n2"
 
 
-def test_a_thawed_node_goes_on_where_it_stood(cluster: Cluster) -> None:
-    said = subprocess.Popen(
-        ["srun", "-N1", "-w", "n2", "sh", "-c", "sleep 2; echo on"],
-        env=cluster.env, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    wait_for(lambda: cluster.status()["n2"][0] in ("allocated", "mixed"))
+def test_a_thawed_node_goes_on_where_it_stood(cluster: Cluster, tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    job = cluster.submit(tmp_path, f"while sleep 0.2; do echo >> {marks}; done", "-w", "n2")
+    wait_for(marks.exists)
     cluster.tool("fail", "n2", "--freeze")
-    time.sleep(3)
-    assert said.poll() is None
+    before = marks.stat().st_size
+    time.sleep(1)
+    assert marks.stat().st_size == before
     cluster.tool("heal", "n2", "--thaw")
-    assert said.communicate(timeout=20)[0] == "on\n"
+    wait_for(lambda: marks.stat().st_size > before)
+    cluster.run("scancel", job)
+    assert "has not failed" in cluster.tool("heal", "n2", "--thaw", code=2)
 
 
 def test_jobs_go_on_without_slurmd_until_slurm_misses_it(cluster: Cluster, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from slurmllm.rundir import RunDir
 Figures = Mapping[int, tuple[Any, ...]]  # step → what must be the same, bit by bit
 REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")
 GONE_S = 30.0  # for Slurm to clear away what is left of a job
+NOTICED_S = 45.0  # until Slurm has got over a failure that has been mended
 
 
 def figures(run: RunDir) -> tuple[dict[int, tuple[Any, ...]], list[str]]:
@@ -130,11 +132,15 @@ def hits(course: Course) -> dict[int, list[str]]:
 
 
 def _endings(run: RunDir, course: Course) -> str:
-    """Attempts that nothing hit must not fail; the others by what hit them, or the one before."""
-    odd, by_attempt = [], hits(course)
+    """Attempts that nothing hit must not fail; the others by what hit them, or was not yet over."""
+    odd = []
     for record in records(run):
-        number, ending = record["attempt"], record.get("class")
-        kinds = by_attempt.get(number, []) + by_attempt.get(number - 1, [])
+        number, ending, began = record["attempt"], record.get("class"), record["started_at"]
+        kinds = [
+            i.failure.kind for i in course.injected
+            if i.happened and i.at <= (record.get("ended_at") or math.inf)
+            and (i.attempt == number or began < i.at + i.failure.lasts_s + NOTICED_S)
+        ]  # fmt: skip
         allowed = frozenset({"done"}).union(*(EXPECTED[kind] for kind in kinds))
         if ending not in allowed:
             odd.append(f"attempt {number}: {ending} after {', '.join(kinds) or 'nothing'}")

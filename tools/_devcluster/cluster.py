@@ -36,9 +36,10 @@ CONTROLLER_START = 'mount --bind "$1" /etc/hosts && exec slurmctld -D -f "$2"'
 
 # A node's first process. It collects orphans, and the node goes down with its slurmd, unless that
 # was stopped on purpose (the file $off).
-# -b has slurmd report that the node has booted: jobs of before are lost, and Slurm should know.
+# -b has slurmd report that the node has booted: jobs of before are lost, and Slurm should know. Not
+# where the cluster itself starts: a node that has answered a ping before would count as failed.
 NODE_START = """\
-name=$1 hosts=$2 disk=$3 disk_path=$4 conf=$5 off=$6 booted=-b
+name=$1 hosts=$2 disk=$3 disk_path=$4 conf=$5 off=$6 booted=$7
 hostname "$name"
 mount --bind "$hosts" /etc/hosts
 mount --bind "$disk" "$disk_path"
@@ -95,7 +96,7 @@ class Cluster:
         if settings.shared:
             self.shared().mount(settings.shared_mb)
         for node in settings.nodes:
-            self.power_on(node)
+            self.power_on(node, again=False)
 
         def not_idle() -> list[str]:
             states = self.slurm_states()
@@ -125,8 +126,14 @@ class Cluster:
 
     # -- nodes
 
-    def power_on(self, node: str, keep_disk: bool = False) -> None:
-        """Start a node's namespaces and in them its slurmd, by default with an empty disk."""
+    def power_on(self, node: str, keep_disk: bool = False, again: bool = True) -> None:
+        """Start a node's namespaces and in them its slurmd, by default with an empty disk.
+
+        Args:
+            node: Its name.
+            keep_disk: Rebooted, not replaced.
+            again: Whether Slurm has known the node before.
+        """
         if not keep_disk:
             shutil.rmtree(self.directory.node(node), ignore_errors=True)
         disk, spool = self.directory.disk(node), self.directory.node(node) / "spool"
@@ -137,7 +144,7 @@ class Cluster:
         off.unlink(missing_ok=True)
         disk_path = self.directory.settings().node_local
         arguments = [node, str(self.directory.hosts), str(disk), disk_path]
-        arguments += [str(self.directory.slurm_conf), str(off)]
+        arguments += [str(self.directory.slurm_conf), str(off), "-b" if again else ""]
         script = ["sh", "-euc", NODE_START, "node", *arguments]
         self.processes.start(node, ["unshare", *NODE_NAMESPACES, *script])
 
