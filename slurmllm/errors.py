@@ -11,7 +11,7 @@
     │   └── StorageError               4  infrastructure   disk full, unreadable or damaged files
     │       └── CheckpointError        4  infrastructure   no checkpoint that verifies
     └── CodeError                     70  code
-        └── DivergenceError           71  code             a loss that is not a number
+        └── DivergenceError           71  code             a loss or norm that went wrong
 
 Two more exit codes are no errors: 1, the negative answer of a verb that compares or checks
 (`compare`: the runs differ), and 75, `EX_TEMPFAIL`: a stage stopped early, saved its work and
@@ -103,6 +103,6 @@ class CodeError(SlurmllmError):
 
 
 class DivergenceError(CodeError):
-    """The loss or the gradient norm is no longer a finite number."""
+    """The loss or the gradient norm is not finite, or a spike of the norm did not return."""
 
     exit_code = 71

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
 
+from slurmllm.analysis.events import read_events
 from slurmllm.analysis.rows import MetricsFile
 from slurmllm.errors import RunError, SlurmllmError
-from slurmllm.records import AttemptRecord, Event, JobsRecord, Submission
+from slurmllm.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.rundir import RunDir, Stage
 
 Floats = npt.NDArray[np.float64]
@@ -112,20 +112,6 @@ def read_history(run: RunDir, incarnations: Sequence[Incarnation] = ()) -> Histo
     return History(
         run.name, attempts, steps, waited_s, saves, incarnations, submitted, tuple(warnings)
     )
-
-
-def read_events(run: RunDir, attempt: int) -> Iterator[Event]:
-    """The events of a train attempt; lines that are none (a last one that was cut) are left out."""
-    path = run.events(attempt)
-    try:
-        lines = path.read_bytes().splitlines() if path.is_file() else []
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror or error}") from error
-    for line in lines:
-        try:
-            yield Event.model_validate_json(line)
-        except ValidationError:
-            continue
 
 
 def submissions(run: RunDir) -> Sequence[Submission]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import tempfile
 import warnings
 from pathlib import Path
 from textwrap import fill
@@ -18,8 +15,8 @@ from matplotlib.ticker import MaxNLocator
 
 from slurmllm.analysis.comparison import Comparison
 from slurmllm.analysis.curves import Curve, align, relative_difference
+from slurmllm.analysis.picture import write_picture
 from slurmllm.analysis.verdict import figure as in_figures
-from slurmllm.errors import StorageError
 
 # A wide light line beneath a narrow dark one: both are seen where they coincide. The pair also
 # differs in lightness, for readers who do not tell the colours apart and for print.
@@ -64,7 +61,9 @@ def draw(a: Curve, b: Curve, comparison: Comparison, path: Path) -> None:
     with warnings.catch_warnings():
         # A run may be named in a script that matplotlib's own font lacks: drawn as boxes then.
         warnings.filterwarnings("ignore", message="Glyph")
-        _save(picture, path)
+        write_picture(
+            picture, path, "name another file with --plot, or leave it out with --no-plot"
+        )
 
 
 def _span(comparison: Comparison) -> tuple[float, float]:
@@ -188,24 +187,3 @@ def _tidy(axes: Axes) -> None:
     axes.grid(visible=True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _save(picture: Figure, path: Path) -> None:
-    """Write the PNG whole or not at all."""
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".compare.", suffix=".png", dir=path.parent)
-        temporary = Path(name)
-        with os.fdopen(descriptor, "wb") as stream:
-            picture.savefig(stream, format="png")
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        raise StorageError(
-            f"cannot write the picture {path}: {error.strerror or error}; name another file with "
-            "--plot, or leave it out with --no-plot"
-        ) from error

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from slurmllm.analysis.picture import write_picture
 from slurmllm.analysis.spending import PARTS, Part
 from slurmllm.analysis.utilization import Utilization
-from slurmllm.errors import StorageError
 
 # The productive part recedes, so that what was lost is seen; neighbours differ in lightness.
 _COLORS: dict[Part, str] = {
@@ -55,25 +52,4 @@ def draw(runs: Mapping[str, Utilization], path: Path) -> None:
     picture.legend(loc="outside upper center", ncols=len(PARTS), frameon=False, fontsize=8)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # a run's name may be in any script
-        _save(picture, path)
-
-
-def _save(picture: Figure, path: Path) -> None:
-    """Write the PNG whole or not at all."""
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".report.", suffix=".png", dir=path.parent)
-        temporary = Path(name)
-        with os.fdopen(descriptor, "wb") as stream:
-            picture.savefig(stream, format="png")
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        raise StorageError(
-            f"cannot write the picture {path}: {error.strerror or error}; name another file with "
-            "--plot"
-        ) from error
+        write_picture(picture, path, "name another file with --plot")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.checkpoint.set_aside import all_set_aside
 from slurmllm.errors import CheckpointError, StorageError
 from slurmllm.records import CheckpointManifest
 from slurmllm.rundir import RunDir
@@ -69,16 +70,20 @@ def verify(entry: Entry, on_progress: OnProgress = lambda _: None) -> Entry:
 
 
 def newest_sound(run: RunDir) -> tuple[Path, list[str]]:
-    """The newest checkpoint that verifies.
+    """The newest checkpoint that verifies and that no roll-back has set aside.
 
     Returns:
-        Its folder, and a line for each newer one that does not verify.
+        Its folder, and a line for each newer one that does not serve.
 
     Raises:
         CheckpointError: there is none.
     """
     skipped: list[str] = []
+    aside = {run.checkpoint(step): reason for step, reason in all_set_aside(run).items()}
     for entry in reversed(checkpoints(run)):
+        if entry.directory in aside:
+            skipped.append(f"{entry.directory.name}: {aside[entry.directory]}")
+            continue
         entry = verify(entry)
         if not entry.faults:
             return entry.directory, skipped

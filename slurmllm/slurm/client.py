@@ -29,6 +29,7 @@ ACTIVE_STATES = frozenset(
     }
 )  # fmt: skip
 COMMAND_TIMEOUT_S = 60
+ANSWER_S = 10.0  # for a process to start and end on a node
 PATIENCE_S = 300.0  # with a slurmctld that does not answer: it may be started again
 _RETRY_S = 2.0
 # What commands say while slurmctld is down or starting (slurm_errno.c, and slurmctld's fail-over).
@@ -167,6 +168,10 @@ class SlurmClient(ABC):
         """
 
     @abstractmethod
+    def answers(self, job_id: str, node: str) -> bool:
+        """Whether a process can be started on a node of a job that runs, within some seconds."""
+
+    @abstractmethod
     def drain(self, node: str, reason: str) -> None:
         """Let no more jobs start on a node.
 
@@ -279,6 +284,15 @@ class SlurmCommands(SlurmClient):
         update = ["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{math.ceil(seconds)}"]
         _run(update, through_sigterm=True)
 
+    def answers(self, job_id: str, node: str) -> bool:
+        """See SlurmClient."""
+        step = ["--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--quiet", "true"]
+        try:
+            _run(["srun", f"--jobid={job_id}", f"--nodelist={node}", *step], timeout_s=ANSWER_S)
+        except SlurmError:
+            return False
+        return True
+
     def drain(self, node: str, reason: str) -> None:
         """See SlurmClient."""
         _run(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
@@ -323,12 +337,15 @@ def _ignore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _run(command: list[str], through_sigterm: bool = False) -> str:
+def _run(
+    command: list[str], through_sigterm: bool = False, timeout_s: float = COMMAND_TIMEOUT_S
+) -> str:
     """Run a Slurm command and return what it printed.
 
     Args:
         command: The command.
         through_sigterm: Whether it goes on when Slurm ends the job that it is called from.
+        timeout_s: Seconds until it counts as failed.
 
     Raises:
         SlurmError: absent, too slow or failed, with the command's own words.
@@ -341,15 +358,14 @@ def _run(command: list[str], through_sigterm: bool = False) -> str:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace",
-            timeout=COMMAND_TIMEOUT_S, check=False,
+            timeout=timeout_s, check=False,
             preexec_fn=_ignore_sigterm if through_sigterm else None,
         )  # fmt: skip
     except OSError as error:
         raise SlurmError(f"{command[0]} cannot be started: {error}") from error
     except subprocess.TimeoutExpired as error:
         raise SlurmError(
-            f"{command[0]} gave no answer for {COMMAND_TIMEOUT_S} s; is slurmctld up? "
-            "try `scontrol ping`"
+            f"{command[0]} gave no answer for {timeout_s:g} s; is slurmctld up? try `scontrol ping`"
         ) from error
     if done.returncode != 0:
         words = re.sub(r"\s+", " ", (done.stderr.strip() or done.stdout.strip()))

@@ -155,6 +155,10 @@ class FakeSlurm(SlurmClient):
             raise SlurmError("scontrol failed with exit code 1: Job is no longer pending execution")
         job.delay_s = max(job.delay_s, seconds)
 
+    def answers(self, job_id: str, node: str) -> bool:
+        """See SlurmClient; a node that is idle or allocated answers."""
+        return node in self._job(job_id).nodes and self.states[node] in ("idle", "allocated")
+
     def drain(self, node: str, reason: str) -> None:
         """See SlurmClient; refuses as to a user who is no administrator where `may_drain` is not.
 

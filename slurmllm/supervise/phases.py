@@ -8,17 +8,16 @@ a hang, when the last worker came to a stand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from pydantic import ValidationError
-
+from slurmllm.analysis.events import read_events
 from slurmllm.analysis.rows import MetricsFile, last_row_of
 from slurmllm.errors import RunError, StorageError
-from slurmllm.records import AttemptRecord, CheckpointManifest, Event
+from slurmllm.records import AttemptRecord, CheckpointManifest
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
 
@@ -63,7 +62,7 @@ def timeline(
     before = first_step - 1
     saved = max(saves_of, default=before)
     first_began = first["time"] - first["step_time_s"]
-    saves = [(e.time, e.waited_s or 0.0) for e in events(run, record.attempt) if e.kind == "save"]
+    saves = _waits(run, record.attempt)
     worked_until = max(last["time"], *(time for time, _ in saves), 0.0)
     # A step that was under way when the first sign came was training too.
     work_end = min(max(worked_until, sign_at or 0.0), ended_at)
@@ -99,15 +98,12 @@ def saved_by(run: RunDir, attempt: int) -> list[int]:
     return found
 
 
-def events(run: RunDir, attempt: int) -> Iterator[Event]:
-    """The events of an attempt, oldest first; a line that was cut is left out."""
-    try:
-        lines = run.events(attempt).read_bytes().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        with suppress(ValidationError):
-            yield Event.model_validate_json(line)
+def _waits(run: RunDir, attempt: int) -> list[tuple[float, float]]:
+    """When the saves of an attempt ended, and for how many seconds training waited for each."""
+    with suppress(RunError):
+        found = read_events(run, attempt)
+        return [(event.time, event.waited_s or 0.0) for event in found if event.kind == "save"]
+    return []
 
 
 def queue_s(

@@ -48,10 +48,12 @@ def nodes_to_avoid(
     lost: Sequence[str],
     lost_before: Sequence[str],
     partition: str | None = None,
+    job_id: str | None = None,
 ) -> list[str]:
     """The nodes to exclude: those lost, where others can take their place.
 
-    Where none can, wait until Slurm itself has noticed, and exclude nothing.
+    Where none can, exclude nothing, and wait until Slurm itself has noticed; but not for nodes that
+    answer: there the launcher alone was lost.
 
     Args:
         client: Slurm.
@@ -60,11 +62,15 @@ def nodes_to_avoid(
             that just ended.
         lost_before: Those that the run keeps off; taken again where there are no others.
         partition: See enough_others.
+        job_id: This process's own job, which holds the nodes; None: nobody is asked.
     """
     for avoid in (sorted({*lost, *lost_before}), sorted(lost)):
         if avoid and enough_others(client, wanted, avoid, partition):
             return avoid
     if not lost:
+        return []
+    if job_id is not None and all(client.answers(job_id, name) for name in lost):
+        print(f"no node to take the place of {' '.join(lost)}, and they answer", flush=True)
         return []
     print(f"no node to take the place of {' '.join(lost)}: waiting for Slurm", flush=True)
     deadline = time.monotonic() + NOTICE_S

@@ -221,7 +221,9 @@ class Supervisor:
                 return
             lost = attempts.lost_nodes(self.run, closed)
             before = [node.node for node in excluded(self.run)]
-            avoid = nodes_to_avoid(client, len(closed.nodes), lost, before, partition)
+            avoid = nodes_to_avoid(
+                client, len(closed.nodes), lost, before, partition, allocation.job_id
+            )
             if self.stage == "precompile" and avoid:
                 self._keep_train_off(client, partition)
             listed = self.run.excluded.is_file()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.pretend import FINGERPRINT, PretendGang, state
+from slurmllm.checkpoint.catalogue import newest_sound
 from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.checkpoint.save import save
 from slurmllm.checkpoint.set_aside import set_aside
@@ -58,6 +59,7 @@ def test_resume_goes_behind_the_onset(tmp_path: Path) -> None:
     SkipsRecord(skips=(skip(15, 0),)).save(run.skips)
     words = "attempt 0 saved it after the divergence from step 15 on, which attempt 0 rolled back"
     assert find(run) == Resumable(state(10), (), (f"step 20: {words}",))
+    assert newest_sound(run) == (run.checkpoint(10), [f"step_00000020: {words}"])
     saved(run, 20, attempt=1)
     assert find(run) == Resumable(state(20), ()), "made again, it replaced the other"
 

@@ -99,6 +99,16 @@ def test_requeue_starts_another_incarnation(bench: Bench) -> None:
     bench.until(lambda: bench.state(job) == "CANCELLED", "not cancelled")
 
 
+def test_a_node_of_the_job_answers(bench: Bench) -> None:
+    job = bench.client.submit(bench.script("sleep 60"))
+    bench.wait(job, "RUNNING")
+    own = bench.client.queue([job])[job].nodes
+    other = next(name for name in ("n1", "n2") if name != own)
+    assert bench.client.answers(job, own)
+    assert not bench.client.answers(job, other)
+    bench.client.cancel([job])
+
+
 def test_cancelling_twice_is_no_error(bench: Bench) -> None:
     job = bench.client.submit(bench.script("sleep 60"))
     bench.client.cancel([job])

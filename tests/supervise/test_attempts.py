@@ -240,6 +240,15 @@ def test_without_a_spare_node_slurm_is_waited_for(job: tuple[FakeSlurm, str]) ->
     assert nodes_to_avoid(cluster, 2, ["n2"], []) == []
 
 
+def test_a_node_that_answers_is_not_waited_for(
+    job: tuple[FakeSlurm, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, job_id = job
+    cluster.states.update(n3="drained", n4="down")
+    monkeypatch.setattr("slurmllm.supervise.requeue.POLL_S", -1.0)  # time.sleep refuses it
+    assert nodes_to_avoid(cluster, 2, ["n2"], [], job_id=job_id) == []
+
+
 def test_a_job_that_slurm_requeued_itself_is_no_error(job: tuple[FakeSlurm, str]) -> None:
     cluster, job_id = job
     cluster.fail_node("n2")
