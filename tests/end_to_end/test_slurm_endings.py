@@ -13,9 +13,7 @@ from end_to_end.slurm_runs import Cluster, accounted, submit, wait
 pytestmark = pytest.mark.slurm
 
 
-def test_the_time_limit_itself(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str
-) -> None:
+def test_the_time_limit_itself(slurm: Cluster, bench: Bench, inputs: tuple[str, ...]) -> None:
     # Slurm looks at time limits every 30 s, and signals when the lead would begin before it looks
     # again: 30 to 60 s after the start.
     submit(
