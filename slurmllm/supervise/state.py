@@ -205,7 +205,10 @@ def _state(
         return "precompiling", ""
     if train is not None and train.state in _WAITING:
         state = "requeued" if last is not None else "queued"
-        return state, f"waiting for {train.reason}" if train.reason else ""
+        why = f"waiting for {train.reason}" if train.reason else ""
+        if train.state == "REQUEUE_HOLD" or "held" in train.reason.lower():
+            why += f"; `scontrol release {train.job_id}` lets it start"
+        return state, why
     if train is not None and train.state == "CANCELLED" and attempts:
         return "cancelled", f"`slurmllm resume {run.name}` continues"
     if last is not None and last.ended_at is not None:

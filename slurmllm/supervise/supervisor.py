@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +46,7 @@ from slurmllm.supervise.requeue import nodes_to_avoid, requeue
 from slurmllm.supervise.speech import say
 from slurmllm.supervise.waiting import Outcome, StopSignals, Waiting, newer_attempt
 
+WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
 EXIT_FAILED = {
     "bad_configuration": 2, "storage_failure": 4, "divergence": 71, "cancelled": EXIT_NEGATIVE,
     "superseded": EXIT_NEGATIVE,
@@ -313,6 +315,20 @@ def wait_out(seconds: float, stop: StopSignals) -> None:
         time.sleep(0.2)
 
 
+def wait_writable(run: RunDir, patience_s: float) -> None:
+    """Until a file can be written where the job's log lies, some minutes at most.
+
+    Slurm fails a job for good whose log it cannot open.
+    """
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        with suppress(OSError), tempfile.TemporaryFile(dir=run.logs) as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+            return
+        time.sleep(1.0)
+
+
 def requeue_blindly(run: RunDir, stage: Stage, allocation: Allocation, error: StorageError) -> int:
     """Go on with a run whose directory cannot be written just now; the next attempt closes the
     record that stays open.
@@ -340,6 +356,7 @@ def requeue_blindly(run: RunDir, stage: Stage, allocation: Allocation, error: St
     backoff_s = min(limits.backoff_s * 2.0 ** min(starts - 1, 20), MAX_BACKOFF_S)
     say(f"{error}; trying again in {backoff_s:.0f} s")
     if isinstance(allocation, SlurmAllocation):
+        wait_writable(run, WRITABLE_S)
         if not started_again(allocation):
             requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=backoff_s)
     else:

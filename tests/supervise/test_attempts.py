@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -34,7 +35,7 @@ from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.lost import ended_at, ending_of_lost, incarnation, still_runs
 from slurmllm.supervise.phases import queue_s, timeline
 from slurmllm.supervise.requeue import nodes_to_avoid, requeue, usable
-from slurmllm.supervise.supervisor import started_again
+from slurmllm.supervise.supervisor import started_again, wait_writable
 from slurmllm.train.events import EventLog
 
 LOST = Ending("node_failure", ("no word from local0",), ("local0",))
@@ -247,6 +248,18 @@ def test_a_node_that_answers_is_not_waited_for(
     cluster.states.update(n3="drained", n4="down")
     monkeypatch.setattr("slurmllm.supervise.requeue.POLL_S", -1.0)  # time.sleep refuses it
     assert nodes_to_avoid(cluster, 2, ["n2"], [], job_id=job_id) == []
+
+
+def test_a_log_that_cannot_be_written_is_waited_for(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    wait_writable(run, 0.1)  # no longer than that
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(wait_writable, run, 20.0)
+        time.sleep(0.2)
+        assert not waiting.done()
+        run.logs.mkdir()
+    assert waiting.exception() is None
+    assert list(run.logs.iterdir()) == []
 
 
 def test_a_job_that_slurm_requeued_itself_is_no_error(job: tuple[FakeSlurm, str]) -> None:
