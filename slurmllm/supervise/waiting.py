@@ -139,6 +139,8 @@ class Waiting:
             if self._kill_at is not None and now >= self._kill_at:
                 send(self._launchers, signal.SIGKILL)
             time.sleep(POLL_S)
+        # The launchers may have seen another supervisor's attempt before this process looked.
+        self._look_for_newer(time.monotonic())
         return self.outcome
 
     def _keep_grace(self, now: float) -> None:
@@ -195,13 +197,16 @@ class Waiting:
             return False
         return now - self._stop.at > max(self._lead_s - KILL_MARGIN_S, self._lead_s / 2)
 
-    def _look(self, now: float) -> None:
-        """Look for another supervisor, and whether the workers get on."""
+    def _look_for_newer(self, now: float) -> None:
         newer = newer_attempt(self._run, self._record.stage, self._record.attempt)
         if newer is not None and self.outcome.superseded_by is None:
             self.outcome.superseded_by = newer
             self._sign()
             self._kill_at = now
+
+    def _look(self, now: float) -> None:
+        """Look for another supervisor, and whether the workers get on."""
+        self._look_for_newer(now)
         over = self._failed_at is not None or self._kill_at is not None
         if self._watchdog is None or over:
             return
