@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import math
 
+from slurmllm.records import EndingClass
+
 HOUR_S = 3600.0
+# The endings that lose the steps since the last checkpoint, and count as failures.
+FAILURES: frozenset[EndingClass] = frozenset({"node_failure", "hang", "storage_failure"})
 
 
 def best_interval_s(save_cost_s: float, mtbf_s: float) -> float:

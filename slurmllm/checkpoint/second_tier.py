@@ -10,6 +10,8 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,10 +65,8 @@ class SecondTier:
             StorageError: it cannot be read.
         """
         path = self.path(step, MANIFEST)
-        try:
+        with _told("read", path):
             return CheckpointManifest.model_validate_json(self.file_system.cat_file(path))
-        except Exception as error:  # each file system has errors of its own
-            raise self._refused("read", path, error) from error
 
     def put(self, directory: Path) -> int:
         """Copy a checkpoint there.
@@ -79,7 +79,7 @@ class SecondTier:
         """
         manifest = read_manifest(directory)
         target = self.path(manifest.step)
-        try:
+        with _told("write", target):
             if self.file_system.exists(target):  # cut off, or replaced in the run
                 self._remove(manifest.step)
             for file in manifest.files:
@@ -88,8 +88,6 @@ class SecondTier:
                 if size != file.bytes:
                     raise OSError(f"{file.path} has {size} bytes there instead of {file.bytes}")
             self._put(directory / MANIFEST, f"{target}/{MANIFEST}")
-        except Exception as error:
-            raise self._refused("write", target, error) from error
         return sum(file.bytes for file in manifest.files)
 
     def retain(self, keep: int) -> None:
@@ -104,10 +102,8 @@ class SecondTier:
         newest = sorted(saved, key=lambda step: saved[step])[-keep:]
         for step in self._folders():
             if newest and step not in newest:
-                try:
+                with _told("remove", self.path(step)):
                     self._remove(step)
-                except Exception as error:
-                    raise self._refused("remove", self.path(step), error) from error
 
     def fetch(self, step: int, run: RunDir) -> None:
         """Make a checkpoint there one of the run, in place of a damaged one of the same step.
@@ -120,27 +116,25 @@ class SecondTier:
         shutil.rmtree(temporary, ignore_errors=True)
         manifest = self.manifest(step)
         try:
-            for file in manifest.files:
-                path = temporary / file.path
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if self._get(self.path(step, file.path), path) != file.sha256:
-                    raise OSError(f"{file.path} does not match its checksum there")
-            for folder in {(temporary / file.path).parent for file in manifest.files}:
-                fsync_dir(folder)
-            manifest.save(temporary / MANIFEST)
-            replace(temporary, target)
-        except Exception as error:
+            with _told("read", self.path(step)):
+                for file in manifest.files:
+                    path = temporary / file.path
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    if self._get(self.path(step, file.path), path) != file.sha256:
+                        raise OSError(f"{file.path} does not match its checksum there")
+                for folder in {(temporary / file.path).parent for file in manifest.files}:
+                    fsync_dir(folder)
+                manifest.save(temporary / MANIFEST)
+                replace(temporary, target)
+        finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise self._refused("read", self.path(step), error) from error
 
     def _folders(self) -> list[int]:
-        try:
+        with _told("list", self.folder):
             self.file_system.invalidate_cache()
             if not self.file_system.exists(self.folder):
                 return []
             names = [path.rstrip("/").rpartition("/")[2] for path in self._listed()]
-        except Exception as error:
-            raise self._refused("list", self.folder, error) from error
         return sorted(int(found[1]) for name in names if (found := _STEP.match(name)))
 
     def _listed(self) -> list[str]:
@@ -148,10 +142,8 @@ class SecondTier:
         return found
 
     def _whole(self, step: int) -> bool:
-        try:
+        with _told("read", self.path(step)):
             return bool(self.file_system.exists(self.path(step, MANIFEST)))
-        except Exception as error:
-            raise self._refused("read", self.path(step), error) from error
 
     def _remove(self, step: int) -> None:
         """The manifest first: what is left of a removal that was cut off is not whole."""
@@ -174,10 +166,6 @@ class SecondTier:
             os.fsync(copy.fileno())
         return checksum.hexdigest()
 
-    def _refused(self, verb: str, path: str, error: Exception) -> StorageError:
-        told = error.strerror if isinstance(error, OSError) and error.strerror else error
-        return StorageError(f"checkpoint.second_tier: cannot {verb} {path}: {told}")
-
 
 def second_tier(config: CheckpointConfig, run: str) -> SecondTier | None:
     """The second place of a run; None where the recipe has none.
@@ -190,11 +178,21 @@ def second_tier(config: CheckpointConfig, run: str) -> SecondTier | None:
         return None
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-    try:
+    with _told("open", location):
         file_system, root = url_to_fs(location)
-    except Exception as error:  # each file system has errors of its own
-        raise StorageError(f"checkpoint.second_tier: cannot open {location}: {error}") from error
     return SecondTier(location, f"{root.rstrip('/')}/{run}", file_system)
+
+
+@contextmanager
+def _told(verb: str, path: str) -> Iterator[None]:
+    """What a file system refuses, as a StorageError."""
+    try:
+        yield
+    except StorageError:  # told already
+        raise
+    except Exception as error:  # each file system has errors of its own
+        words = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise StorageError(f"checkpoint.second_tier: cannot {verb} {path}: {words}") from error
 
 
 def replace(temporary: Path, target: Path) -> None:

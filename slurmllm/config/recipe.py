@@ -382,6 +382,15 @@ def _slurm_word(value: Any) -> str:
     return text
 
 
+# Before the time limit: Slurm does not requeue a job that it timed out.
+KILL_MARGIN_S = 30.0
+
+
+def leaving_s(signal_lead_s: float) -> float:
+    """Seconds that workers have to save and leave, from the signal ahead of the time limit."""
+    return max(signal_lead_s - KILL_MARGIN_S, signal_lead_s / 2)
+
+
 SlurmTime = Annotated[str, BeforeValidator(_slurm_time)]
 SlurmWord = Annotated[str, BeforeValidator(_slurm_word)]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slurmllm.analysis.history import Floats, History, Incarnation, Ints, Steps
-from slurmllm.checkpoint.interval import best_interval_s, mtbf_s
+from slurmllm.checkpoint.interval import FAILURES, best_interval_s, mtbf_s
 from slurmllm.records import AttemptRecord, EndingClass
 from slurmllm.simulate.failures import BREAKS_NODE, ENDINGS, Failure, Moment
 from slurmllm.simulate.nodes import Nodes
@@ -23,8 +23,6 @@ from slurmllm.supervise.policy import decide, failing_nodes
 _JOB = "1"
 # A text that the policy takes for a fault that may pass.
 _EVIDENCE: dict[str, str] = {"storage": "OSError: [Errno 30] Read-only file system"}
-# That lose steps, as `checkpoint.every_steps: auto` counts them.
-_FAILURES = ("node_failure", "hang", "storage_failure")
 
 
 def simulate(scenario: Scenario, seed: int) -> History:
@@ -123,7 +121,7 @@ class _Simulation:
         scenario, every = self.scenario, self.scenario.recipe.checkpoint.every_steps
         if every != "auto":
             return every - self.position % every
-        failures = sum(attempt.ending in _FAILURES for attempt in self.attempts)
+        failures = sum(attempt.ending in FAILURES for attempt in self.attempts)
         between_s = mtbf_s(scenario.nodes, failures, self.node_s, scenario.node_mtbf_hours)
         best_s = best_interval_s(scenario.save.waited_s, between_s)
         return max(1, math.ceil(max(best_s, scenario.save.total_s) / scenario.step_s))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slurmllm.errors import SlurmError
+from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, SlurmError
 from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempts, stacks
@@ -121,7 +121,11 @@ def _last_words(
     found = {}
     for node in nodes.values():
         for rank, code in node.exit_codes.items():
-            if code not in (0, 75) and rank not in spoken and rank not in node.stopped_ranks:
+            if (
+                code not in (EXIT_OK, EXIT_REQUEUE)
+                and rank not in spoken
+                and rank not in node.stopped_ranks
+            ):
                 found[rank] = _tail(run, record, rank)
     return found
 

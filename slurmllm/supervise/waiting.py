@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from slurmllm.config.recipe import leaving_s
 from slurmllm.config.resolve import RunConfig
 from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import SlurmllmError, StorageError
@@ -29,7 +30,6 @@ REPEAT_SIGNAL_S = 5.0
 CLEAR_GRACE_S, REPORTED_GRACE_S, LAUNCHER_GRACE_S = 3.0, 2.5, 20.0
 GRACE_LOOK_S = 0.5
 HANG_GRACE_S = 60.0  # for launchers to see that they are to take stacks: NFS caches directories
-KILL_MARGIN_S = 30.0  # before the time limit: Slurm does not requeue a job that it timed out
 
 
 class StopSignals:
@@ -195,7 +195,7 @@ class Waiting:
         """Whether a stop has taken so long that the time limit itself comes near."""
         if self._stop.name is None or not self._job_limited or self.outcome.overran_s is not None:
             return False
-        return now - self._stop.at > max(self._lead_s - KILL_MARGIN_S, self._lead_s / 2)
+        return now - self._stop.at > leaving_s(self._lead_s)
 
     def _look_for_newer(self, now: float) -> None:
         newer = newer_attempt(self._run, self._record.stage, self._record.attempt)

@@ -10,14 +10,12 @@ from statistics import median
 from typing import NamedTuple
 
 from slurmllm.analysis.events import read_events
-from slurmllm.checkpoint.interval import HOUR_S, best_interval_s, mtbf_s
+from slurmllm.checkpoint.interval import FAILURES, HOUR_S, best_interval_s, mtbf_s
 from slurmllm.errors import SlurmllmError
-from slurmllm.records import AttemptRecord, EndingClass
+from slurmllm.records import AttemptRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train.job import Job
 
-# The endings that lose the steps since the last checkpoint.
-FAILURES: frozenset[EndingClass] = frozenset({"node_failure", "hang", "storage_failure"})
 FIRST_SAVE_S = 60.0  # of training, so that the cost of a save is soon known
 MEASURED_STEPS = 3  # after which the time of a step is known; the first compiles
 _STEPS = 50

@@ -7,11 +7,10 @@ import signal
 import time
 from types import FrameType
 
+from slurmllm.config.recipe import leaving_s
+
 # CAUTION: NCCL may catch SIGUSR1, so launchers send SIGUSR2 to workers; it is heard all the same.
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-# So long before the time limit the supervisor ends those that are still there; as in
-# `supervise.waiting`.
-KILL_MARGIN_S = 30.0
 
 
 class StopRequest:
@@ -47,7 +46,7 @@ class StopRequest:
         told = self.signal_name not in (None, "SIGTERM") and "SLURM_JOB_ID" in os.environ
         if not told or self._signalled_at is None:
             return None
-        return max(lead_s - KILL_MARGIN_S, lead_s / 2) - (time.monotonic() - self._signalled_at)
+        return leaving_s(lead_s) - (time.monotonic() - self._signalled_at)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name

@@ -175,7 +175,7 @@ def test_a_save_that_does_not_fit_is_not_begun(
 
 
 def test_the_time_that_a_signal_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stopping.KILL_MARGIN_S == waiting.KILL_MARGIN_S
+    assert stopping.leaving_s is waiting.leaving_s, "the supervisor ends workers by it"
     stop = StopRequest()
     assert stop.left_s(300) is None
     stop._handle(12, None)
