@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from slurmllm.config.hardware import Hardware, Price
 from slurmllm.config.recipe import (
     EnvName,
     NonNegativeFloat,
@@ -102,6 +103,10 @@ class Cluster(Section):
         default=3300.0,
         description="Hours between two failures of one node, before the run has seen any.",
     )
+    hardware: Hardware | None = Field(
+        default=None, description="What the nodes can do, for `slurmllm plan`."
+    )
+    price: Price | None = Field(default=None, description="What a node costs.")
     health: HealthChecks = HealthChecks()
     env: dict[EnvName, str] = Field(
         default_factory=dict, description="Environment variables for every job of this cluster."

@@ -1,0 +1,111 @@
+"""What the nodes of a cluster can do and what they cost: the figures that the planner reads.
+
+Peaks are the makers'; shares of them (the `…_efficiency` fields) are what training reaches of
+them, fitted to published runs (tools/benchmarks/planner.py) or measured by
+`slurmllm plan --calibrate`. A device is what one worker computes on: a GPU, a NeuronCore, or the
+CPUs of one process.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from slurmllm.config.recipe import NonNegativeFloat, PositiveFloat, Section
+
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Overlap = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Hardware(Section):
+    """Figures of one device, of the links between devices, and of what training reaches of both."""
+
+    source: str = Field(description="Where the figures come from.")
+    bf16_tflops: PositiveFloat = Field(
+        description="bf16 matrix products of a device, at most, TFLOP/s, dense."
+    )
+    fp32_tflops: PositiveFloat = Field(description="Likewise fp32 matrix products.")
+    memory_gib: PositiveFloat = Field(description="Memory of a device, GiB of 2^30 bytes.")
+    reserved_gib: NonNegativeFloat = Field(
+        default=0.0,
+        description="What runtime, libraries and context take of it before any model, GiB.",
+    )
+    memory_gb_s: PositiveFloat = Field(
+        description="Between a device and its memory, GB/s of 10^9 bytes."
+    )
+    node_link_gb_s: PositiveFloat = Field(
+        description="From one device to the others of its node, GB/s in one direction."
+    )
+    network_gb_s: PositiveFloat = Field(
+        description="From one node to the others, GB/s in one direction."
+    )
+    matrix_efficiency: Share = Field(
+        description="Share of the peak that large matrix products reach."
+    )
+    matrix_half: NonNegativeFloat = Field(
+        default=0.0,
+        description="Smallest dimension at which a matrix product reaches half of that.",
+    )
+    attention_efficiency: Share = Field(
+        description="Share of the peak that the products within attention reach."
+    )
+    memory_efficiency: Share = Field(
+        description="Share of the memory's bandwidth that elementwise work reaches."
+    )
+    node_link_efficiency: Share = Field(
+        description="Share of node_link_gb_s that collectives reach."
+    )
+    network_efficiency: Share = Field(description="Share of network_gb_s that collectives reach.")
+    node_link_latency_us: NonNegativeFloat = Field(
+        default=0.0, description="One hop of a collective within a node, microseconds."
+    )
+    network_latency_us: NonNegativeFloat = Field(
+        default=0.0, description="One hop of a collective between nodes, microseconds."
+    )
+    overlap: Overlap = Field(
+        default=0.0,
+        description="Share of the data-parallel communication that computing hides.",
+    )
+    operator_us: NonNegativeFloat = Field(
+        default=0.0, description="What a block's operators cost beside their work, microseconds."
+    )
+    step_overhead_s: NonNegativeFloat = Field(
+        default=0.0, description="What a step costs beside all of this, seconds."
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Hardware:
+        if self.reserved_gib >= self.memory_gib:
+            raise ValueError(
+                f"reserved_gib {self.reserved_gib:g} leaves nothing of memory_gib "
+                f"{self.memory_gib:g}; set what a worker holds without a model"
+            )
+        return self
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of a device's memory, what a model may take."""
+        return int((self.memory_gib - self.reserved_gib) * 2**30)
+
+
+class Price(Section):
+    """What a node costs."""
+
+    on_demand: PositiveFloat = Field(description="Dollars for an hour of one node, on demand.")
+    reserved: PositiveFloat | None = Field(
+        default=None, description="Likewise, reserved for three years, as the effective rate."
+    )
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] = Field(
+        description="When these were the prices."
+    )
+    source: str = Field(default="", description="Where they come from.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Price:
+        if self.reserved is not None and self.reserved > self.on_demand:
+            raise ValueError(
+                f"reserved {self.reserved:g} is above on_demand {self.on_demand:g}; "
+                "both are dollars for an hour of one node"
+            )
+        return self
