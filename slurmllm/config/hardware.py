@@ -22,6 +22,10 @@ class Hardware(Section):
     """Figures of one device, of the links between devices, and of what training reaches of both."""
 
     source: str = Field(description="Where the figures come from.")
+    rough: bool = Field(
+        default=False,
+        description="Whether they are a guess, on which nothing is refused or warned of.",
+    )
     bf16_tflops: PositiveFloat = Field(
         description="bf16 matrix products of a device, at most, TFLOP/s, dense."
     )
