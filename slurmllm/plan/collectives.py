@@ -1,0 +1,96 @@
+"""How long collectives take on the links that their groups span; torch-free.
+
+Ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication
+operations in MPICH"): to gather n shares into `size` bytes on each of n workers, or to reduce and
+scatter them, each worker passes on (n - 1) / n · size bytes; an all-reduce is both in turn. A ring
+over several nodes enters and leaves each node once, so that what all rings of a node carry goes
+through its network at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from slurmllm.config.hardware import Hardware
+from slurmllm.plan.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Group:
+    """Workers that communicate, one of many groups of their kind.
+
+    Attributes:
+        size: Workers.
+        nodes: That they lie on.
+        rings: Groups of the kind that share a node's network.
+    """
+
+    size: int
+    nodes: int
+    rings: int
+
+    @property
+    def within_node(self) -> bool:
+        """Whether it needs no network."""
+        return self.nodes == 1
+
+
+def group(stride: int, size: int, per_node: int) -> Group:
+    """Ranks r, r + stride, r + 2 · stride, …
+
+    Args:
+        stride: Between neighbours.
+        size: Of the group.
+        per_node: Workers of a node.
+    """
+    if stride * size <= per_node:
+        return Group(size, 1, 0)
+    beside = max(1, per_node // stride)
+    return Group(size, math.ceil(size / beside), max(1, per_node // beside))
+
+
+def tensor_group(mesh: Mesh) -> Group:
+    """The workers that share matrices."""
+    return group(1, mesh.tensor, mesh.devices_per_node)
+
+
+def data_group(mesh: Mesh) -> Group:
+    """The workers that hold the same share of the model."""
+    return group(mesh.tensor, mesh.data, mesh.devices_per_node)
+
+
+def rate(members: Group, hardware: Hardware) -> float:
+    """Bytes a second that a worker of a group passes on."""
+    inside = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
+    if members.within_node:
+        return inside
+    network = hardware.network_gb_s * hardware.network_efficiency * 1e9
+    return min(inside, network / members.rings)
+
+
+def gather_s(size: float, members: Group, hardware: Hardware) -> float:
+    """Seconds to gather shares into `size` bytes on every worker, or to reduce and scatter them."""
+    if members.size == 1:
+        return 0.0
+    share = (members.size - 1) / members.size
+    return size * share / rate(members, hardware) + latency_s(members, hardware)
+
+
+def latency_s(members: Group, hardware: Hardware) -> float:
+    """Seconds of the hops of one collective: log2 of the workers, as a tree has them."""
+    hop_us = hardware.node_link_latency_us if members.within_node else hardware.network_latency_us
+    return math.log2(members.size) * hop_us * 1e-6
+
+
+def stage_to_stage_s(size: float, mesh: Mesh, hardware: Hardware) -> float:
+    """Seconds until every worker of a stage has sent `size` bytes to the next stage's."""
+    if mesh.pipeline == 1:
+        return 0.0
+    stage = mesh.tensor * mesh.data
+    if stage * mesh.pipeline <= mesh.devices_per_node:
+        link = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
+        return size / link + hardware.node_link_latency_us * 1e-6
+    sending = min(stage, mesh.devices_per_node)
+    link = hardware.network_gb_s * hardware.network_efficiency * 1e9 / sending
+    return size / link + hardware.network_latency_us * 1e-6

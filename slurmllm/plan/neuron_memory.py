@@ -1,0 +1,242 @@
+"""Memory of a worker under the NxD backend, by arithmetic; torch-free.
+
+Between steps lie weights, with ZeRO-1 a shard of them in the optimizer's format, and both moments,
+sharded likewise (torch-xla's `ZeroRedundancyOptimizer`, which NxD's is made of). In the backward
+pass come gradients, under bf16_mixed as fp32 sums (its `main_grad`), and what the blocks keep:
+counted operator by operator from `backends/nxd/model.py`, in the manner of Korthikanti et al. 2022
+(arXiv 2205.05198, section 4). Their 34 · tokens · hidden + 5 · heads · seq² bytes a block are 32
+and 6 here: there is no dropout, and the softmax is kept in fp32 beside its bf16 copy. RMSNorm keeps
+two copies in fp32, and keys and values that lie on several workers count on each.
+
+A step is fullest in the backward pass or at the optimizer's step, where reduced gradients lie
+beside those that they are made of.
+
+Nobody has published what neuronx-cc's graphs take beside this: `_PROGRAMS` and `_COPIES` are
+assumed. Not counted: runtime and microcode (`cluster.hardware.reserved_gib`), profiling buffers,
+the masks of attention, what is received ahead of a stage's step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from slurmllm.config.families import FAMILIES
+from slurmllm.config.recipe import ModelConfig
+from slurmllm.config.resolve import RunConfig
+from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.parameters import Shape, block_shapes, ends, rest_shapes
+from slurmllm.plan.shares import share_of
+
+_FP32, _BF16 = 4, 2
+
+# Instructions, DMA descriptors and collectives' memory of a core's graphs, 2.3 GiB less the 96 MB
+# of microcode. The one breakdown that was found is of a 70B model's inference (github
+# aws-neuron/transformers-neuronx, issue 92): model code 482 MB, dma rings 1.471 GB, collectives
+# 367 MB. Assumed to hold for training.
+_PROGRAMS = int(2.2 * 2**30)
+
+# How often what a stage keeps lies there. In a pipeline it goes from one graph to another, where
+# casts, slices and transposes of one tensor have buffers of their own and graphs that wait in the
+# queue hold theirs already; within one graph the compiler uses buffers again. Twice is assumed:
+# with 1.96 to 2.07 every layout fits that AWS published, and Llama 2 70B at TP 32 fits on 16 nodes
+# and is out of memory on 8 (Neuron SDK 2.19, introducing-pytorch-2-1.rst; its script had PP 4 and
+# summed gradients in bf16, which by itself asks for 1.85 or more).
+_COPIES = 2
+
+# What collectives of gradients and weights have on the way: ALLREDUCE_BUCKET_CAP_MB at most, or
+# ZeRO-1's 130 MB in and out (`backends/nxd/environment.py`).
+_ALLREDUCE_BUCKET, _ZERO_BUCKETS = 2**30, 2 * 130 * 2**20
+
+
+class _Formats(NamedTuple):
+    """Bytes of one number: of weights and activations, of gradients' sums, of the optimizer's."""
+
+    computed: int
+    summed: int
+    updated: int
+
+
+_FORMATS = {
+    "fp32": _Formats(_FP32, _FP32, _FP32),
+    "bf16_mixed": _Formats(_BF16, _FP32, _FP32),
+    "bf16_sr": _Formats(_BF16, _BF16, _BF16),
+    "bf16": _Formats(_BF16, _BF16, _BF16),
+}
+
+
+def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int]:
+    """What one worker needs: bytes by part at the step's fullest moment, which add up to the peak.
+
+    Args:
+        config: The run's.
+        mesh: Of the run.
+        rank: Which worker; all of a pipeline stage need the same.
+
+    Returns:
+        Of these what is not 0: weights; master_weights, ZeRO-1's shard of them; optimizer, both
+        moments; gradients; activations, what blocks keep for the backward pass; output, the
+        logits and their gradient; buffers, what passes within a block or at the optimizer's step;
+        programs.
+    """
+    recipe, stage = config.recipe, mesh.pipeline_rank(rank)
+    model, zero = recipe.model, recipe.parallel.zero > 0
+    formats = _FORMATS[recipe.train.precision]
+    whole = _numbers(model, mesh.tensor, mesh.pipeline, stage, 1)
+    share = _numbers(model, mesh.tensor, mesh.pipeline, stage, mesh.data if zero else 1)
+    has_master = zero or formats.updated != formats.computed
+    resting = {
+        "weights": whole.total * formats.computed,
+        "master_weights": share.total * formats.updated * has_master,
+        "optimizer": 2 * share.total * formats.updated,
+    }
+    gradients = whole.total * formats.summed
+    moment = max(
+        _backward(config, mesh, stage, gradients, whole.block * formats.computed),
+        {
+            "gradients": gradients + (share.total * formats.updated if zero else gradients),
+            "buffers": min(_ZERO_BUCKETS if zero else _ALLREDUCE_BUCKET, gradients),
+        },
+        key=lambda parts: sum(parts.values()),
+    )
+    parts = {**resting, **moment, "programs": _PROGRAMS}
+    return {name: size for name, size in parts.items() if size}
+
+
+def _backward(
+    config: RunConfig, mesh: Mesh, stage: int, gradients: int, block_gradients: int
+) -> dict[str, int]:
+    """Beside what rests: at the loss, or in the first block's backward pass."""
+    recipe = config.recipe
+    model, mode = recipe.model, recipe.train.activation_checkpointing
+    size = _FORMATS[recipe.train.precision].computed
+    block = _block(model, mesh.tensor, mesh.micro_batch, recipe.parallel.sequence, size)
+    layers = model.num_layers // mesh.chunks
+    copies = _COPIES if mesh.pipeline > 1 else 1
+    activations = copies * _in_flight(mesh, stage) * layers * block.kept(mode)
+    last = stage == mesh.pipeline - 1
+    output = _output(model, mesh, block.norm, size) if last else 0
+    buffers = block.passing(mode) + block_gradients
+    largest = {"output": output} if output > buffers else {"buffers": buffers}
+    return {"gradients": gradients, "activations": activations, **largest}
+
+
+def _in_flight(mesh: Mesh, stage: int) -> int:
+    """Passes of a chunk whose backward pass is still to come, at most (NxD's schedules)."""
+    if mesh.pipeline == 1:
+        return 1
+    passes, after = mesh.accumulation * mesh.virtual_pipeline, mesh.pipeline - 1 - stage
+    if mesh.virtual_pipeline == 1:
+        return min(passes, after + 1)
+    if mesh.accumulation == mesh.pipeline:  # TrainInterleavedSchedule: all forward passes first
+        return passes
+    return min(passes, 2 * after + (mesh.virtual_pipeline - 1) * mesh.pipeline + 1)
+
+
+def _output(model: ModelConfig, mesh: Mesh, norm: int, size: int) -> int:
+    """At the loss: final norm, logits and their gradient in both formats, the head's gradient."""
+    tokens, rows = mesh.micro_batch * model.seq_len, model.padded_vocab_size // mesh.tensor
+    hidden = (2 * tokens + rows) * model.hidden_size * size  # with its gradient, gathered
+    return norm + hidden + 2 * tokens * rows * (size + _FP32)
+
+
+class _Numbers(NamedTuple):
+    """How many numbers of its parameters a worker has.
+
+    Attributes:
+        block: Of one block.
+        total: Of all its blocks and what lies outside them.
+    """
+
+    block: int
+    total: int
+
+
+@lru_cache(maxsize=4096)
+def _numbers(model: ModelConfig, tensor: int, pipeline: int, stage: int, workers: int) -> _Numbers:
+    """What a worker of a stage has where ZeRO-1 shares it among so many, padded to equal rows."""
+
+    def count(shape: Shape) -> int:
+        return -(-shape[0] // workers) * math.prod(shape[1:])
+
+    blocks, outside = _shares(model, tensor)
+    block = sum(map(count, blocks))
+    rest = [count(shape) for name, shape in outside.items() if stage in ends(name, model, pipeline)]
+    return _Numbers(block, model.num_layers // pipeline * block + sum(rest))
+
+
+@lru_cache(maxsize=256)
+def _shares(model: ModelConfig, tensor: int) -> tuple[tuple[Shape, ...], Mapping[str, Shape]]:
+    """Shapes of a worker's parts: in a block, and by name outside the blocks."""
+
+    def part(name: str, shape: Shape) -> Shape:
+        share = share_of(name, shape, model, tensor, 0)
+        return tuple(share.size if dim == share.dim else n for dim, n in enumerate(shape))
+
+    block = [part(f"layers.0.{name}", shape) for name, shape in block_shapes(model).items()]
+    return tuple(block), {name: part(name, shape) for name, shape in rest_shapes(model).items()}
+
+
+class _Block(NamedTuple):
+    """Bytes of one micro batch in one block.
+
+    Attributes:
+        stream: Its input.
+        norm: What one norm keeps.
+        outside: What the backward pass needs, attention's core aside.
+        core: What it needs of the core, which selective checkpointing computes again.
+        scores: Gradients in the core.
+        widest: Gradients in the feed-forward layer, with inputs and outputs gathered.
+    """
+
+    stream: int
+    norm: int
+    outside: int
+    core: int
+    scores: int
+    widest: int
+
+    def kept(self, mode: str) -> int:
+        """From the forward to the backward pass."""
+        whole = self.outside + self.core
+        return {"none": whole, "selective": self.outside, "full": self.stream}[mode]
+
+    def passing(self, mode: str) -> int:
+        """Within the backward pass: what is computed again, and gradients."""
+        if mode == "full":
+            return self.outside + self.core + max(self.scores, self.widest)
+        again = self.core if mode == "selective" else 0
+        return max(again + self.scores, self.widest)
+
+
+@lru_cache(maxsize=4096)
+def _block(model: ModelConfig, tensor: int, micro_batch: int, sequence: bool, size: int) -> _Block:
+    tokens, width = micro_batch * model.seq_len, model.hidden_size
+    stream = tokens // (tensor if sequence else 1) * width * size
+    # LayerNorm keeps its input; RMSNorm is made of parts that keep two copies in fp32.
+    rms = FAMILIES[model.family].norm == "rms"
+    norm = 2 * stream // size * _FP32 if rms else stream
+    queries = model.num_heads // tensor * model.head_dim
+    keys = max(1, model.kv_heads // tensor) * model.head_dim
+    ffn = model.ffn_hidden_size // tensor
+    # Inputs of both column-parallel matrices, a share of them under sequence parallelism.
+    outside = (1 if model.parallel_residual else 2) * norm + 2 * stream
+    # q, k, v, what attention gives; the activation's input and result, and with a gate the other
+    # factor and the product.
+    outside += tokens * (2 * queries + 2 * keys + (4 if model.gated else 2) * ffn) * size
+    # Turned queries and keys; where several queries share a key, keys and values for each of them.
+    turned = model.rotary_pct > 0
+    core = queries * turned + (2 * queries if keys < queries else keys * turned)
+    softmax = _FP32 + (size if size < _FP32 else 0)
+    scores = micro_batch * model.num_heads // tensor * model.seq_len**2 * softmax
+    up = ffn * (2 if model.gated else 1)
+    return _Block(
+        stream=stream,
+        norm=norm,
+        outside=outside,
+        core=tokens * core * size + scores,
+        scores=scores,
+        widest=2 * tokens * (width + up) * size,
+    )

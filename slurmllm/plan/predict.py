@@ -1,0 +1,85 @@
+"""What one layout of a run comes to: memory and step time of its fullest and slowest workers."""
+
+from __future__ import annotations
+
+from slurmllm.config.hardware import Hardware
+from slurmllm.config.resolve import RunConfig
+from slurmllm.errors import ConfigError
+from slurmllm.plan.candidate import Candidate, MemoryUse
+from slurmllm.plan.flops import model_flops
+from slurmllm.plan.memory import WorkerMemory, worker_memory
+from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.neuron_memory import neuron_memory
+from slurmllm.plan.step import step_time
+
+
+def predict(config: RunConfig, mesh: Mesh) -> Candidate:
+    """Predict memory and step time of a run.
+
+    Args:
+        config: The run's, its layout included.
+        mesh: Of the run.
+
+    Raises:
+        ConfigError: the profile says nothing of its hardware.
+    """
+    hardware = known_hardware(config)
+    return Candidate(
+        config=config,
+        mesh=mesh,
+        memory=memory_use(config, mesh, hardware),
+        step=step_time(config, mesh),
+        model_flops=model_flops(config.recipe.model, mesh.global_batch),
+    )
+
+
+def known_hardware(config: RunConfig) -> Hardware:
+    """The figures of the cluster's hardware.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if config.cluster.hardware is None:
+        raise ConfigError(
+            f"cluster profile {config.cluster.name} cannot be planned for",
+            [
+                "cluster.hardware: missing; `slurmllm plan --calibrate --cluster "
+                f"{config.cluster.name} --out FILE.yaml` measures it on the nodes, and "
+                "--cluster FILE.yaml uses it"
+            ],
+        )
+    return config.cluster.hardware
+
+
+def memory_use(config: RunConfig, mesh: Mesh, hardware: Hardware) -> MemoryUse:
+    """Of the worker that needs the most: one of the first pipeline stage or of the last."""
+    stages = {0, mesh.tensor * mesh.data * (mesh.pipeline - 1)}
+    every = [_parts(config, mesh, rank) for rank in sorted(stages)]
+    return MemoryUse(max(every, key=lambda parts: sum(parts.values())), hardware.usable_bytes)
+
+
+def _parts(config: RunConfig, mesh: Mesh, rank: int) -> dict[str, int]:
+    if config.backend == "nxd":
+        return neuron_memory(config, mesh, rank)
+    return _native_parts(worker_memory(config, mesh, rank))
+
+
+def _native_parts(memory: WorkerMemory) -> dict[str, int]:
+    """The terms of the peak, at that moment of the step that has it."""
+    within = {
+        "whole weights": memory.whole_weights,
+        "gradients": memory.whole_gradients,
+        "activations": memory.activations,
+        "output or block": max(memory.output, memory.block),
+    }
+    after = {
+        "gradients": memory.gradients,
+        "end of the step": max(memory.ending, memory.passing),
+    }
+    moment = max(within, after, key=lambda parts: sum(parts.values()))
+    resting = {
+        "weights": memory.weights,
+        "optimizer": memory.optimizer,
+        "pipeline buffers": memory.pipeline,
+    }
+    return {name: size for name, size in {**resting, **moment}.items() if size}

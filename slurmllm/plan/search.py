@@ -1,0 +1,303 @@
+"""All layouts of a run on a number of nodes, the best of them first; torch-free.
+
+Varied are the degrees, the micro batch, sequence parallelism, activation checkpointing and ZeRO.
+What is computed stays the same: model, global batch and precision are the recipe's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from slurmllm.config.resolve import RunConfig
+from slurmllm.config.rules import RULES, divisors
+from slurmllm.errors import ConfigError
+from slurmllm.plan.candidate import Candidate
+from slurmllm.plan.mesh import Mesh, micro_batches
+from slurmllm.plan.predict import known_hardware, predict
+
+# What may be varied: `fixed` names those of them that are not.
+VARIED = (
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.virtual_pipeline",
+    "parallel.sequence",
+    "parallel.zero",
+    "train.micro_batch",
+    "train.activation_checkpointing",
+)
+LARGEST = 4096  # nodes
+_LARGEST_MICRO_BATCH = 64
+# Tensor-parallel degrees of AWS's training examples on trn1; fixed, others are tried as well.
+_NEURON_TENSOR = (1, 2, 8, 32)
+_CHECKPOINTING = ("none", "selective", "full")  # from the fastest to the smallest
+_PARALLEL_RULES = [
+    rule for rule in RULES if any(path.startswith("parallel.") for path in rule.paths)
+]
+
+Unsupported = Callable[[RunConfig], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found for a run on a number of nodes.
+
+    Attributes:
+        config: As asked.
+        nodes: Of the run.
+        fitting: Layouts that fit into memory, fastest first.
+        too_large: Those that do not, the least memory first.
+        refused: Why others were not considered → how many.
+    """
+
+    config: RunConfig
+    nodes: int
+    fitting: tuple[Candidate, ...]
+    too_large: tuple[Candidate, ...]
+    refused: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """One combination, the micro batch aside."""
+
+    tensor: int
+    pipeline: int
+    virtual_pipeline: int
+    sequence: bool
+    zero: int
+    checkpointing: str
+
+
+def search(
+    config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
+) -> Plan:
+    """Predict all layouts of a run.
+
+    Args:
+        config: The run's; what is not varied is taken from it.
+        nodes: Of the train stage.
+        unsupported: Why a backend cannot train a configuration (`backends/environment.py`).
+        fixed: Dotted paths, of `VARIED`, whose values are the configuration's.
+
+    Raises:
+        ConfigError: no hardware figures, or no nodes.
+    """
+    known_hardware(config)
+    _require_nodes(nodes)
+    refused: Counter[str] = Counter()
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
+    for layout in _layouts(config, nodes, fixed):
+        changed = _with(config, layout)
+        reason = _reason(changed, layout, nodes, unsupported)
+        if reason is not None:
+            refused[reason] += 1
+            continue
+        sizes = _micro_batches(config, layout, nodes, fixed)
+        if not sizes:
+            refused[_no_micro_batch(config, layout)] += 1
+        for size in sizes:
+            candidate = predict(
+                _with_micro_batch(changed, size), _mesh(config, layout, nodes, size)
+            )
+            if not candidate.fits:  # nor will a larger one
+                too_large.append(candidate)
+                break
+            fitting.append(candidate)
+    return Plan(
+        config,
+        nodes,
+        tuple(sorted(fitting, key=lambda one: (-one.seq_per_s, one.memory.peak))),
+        tuple(sorted(too_large, key=lambda one: one.memory.peak)),
+        dict(refused.most_common()),
+    )
+
+
+def smallest_nodes(
+    config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
+) -> int | None:
+    """The fewest nodes on which some layout fits; None where none up to `LARGEST` do.
+
+    Args:
+        config: As for `search`.
+        nodes: On which nothing fits: more are tried, and then fewer.
+        unsupported: As for `search`.
+        fixed: As for `search`.
+    """
+    more = [*range(nodes + 1, nodes + 65), *(2**power for power in range(13))]
+    counts = [count for count in dict.fromkeys(more) if nodes < count <= LARGEST]
+    for count in [*sorted(counts), *range(min(nodes, 64) - 1, 0, -1)]:
+        if _some_fits(config, count, unsupported, fixed):
+            return count
+    return None
+
+
+def _some_fits(
+    config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
+) -> bool:
+    """Whether the smallest variant of some mesh fits."""
+    for layout in _layouts(config, nodes, {*fixed}, smallest=True):
+        changed = _with(config, layout)
+        if _reason(changed, layout, nodes, unsupported) is None:
+            for size in _micro_batches(config, layout, nodes, fixed)[:1]:
+                mesh = _mesh(config, layout, nodes, size)
+                if predict(_with_micro_batch(changed, size), mesh).fits:
+                    return True
+    return False
+
+
+def _require_nodes(nodes: int) -> None:
+    if nodes < 1:
+        raise ConfigError("the mesh does not fit", [f"--nodes: {nodes} is less than 1"])
+
+
+def _layouts(
+    config: RunConfig, nodes: int, fixed: Collection[str], smallest: bool = False
+) -> Iterator[_Layout]:
+    """Every combination to look at; of each mesh only the smallest in memory where asked."""
+    parallel, train = config.recipe.parallel, config.recipe.train
+    world = nodes * config.cluster.devices_per_node
+
+    def values(path: str, written: Any, others: Sequence[Any]) -> list[Any]:
+        return [written] if path in fixed else list(dict.fromkeys(others))
+
+    for tensor in values("parallel.tensor", parallel.tensor, _tensor_degrees(config, world)):
+        stages = [p for p in divisors(config.recipe.model.num_layers) if tensor * p <= world]
+        for pipeline in values("parallel.pipeline", parallel.pipeline, stages):
+            chunks = [1, parallel.virtual_pipeline] if pipeline > 1 else [1]
+            data = world // (tensor * pipeline)
+            sequences = [True, False] if tensor > 1 else [False]
+            zeros = _zero_stages(config, pipeline, data)
+            modes: Sequence[str] = _CHECKPOINTING
+            if smallest:
+                chunks, sequences, zeros, modes = [1], sequences[:1], zeros[-1:], modes[-1:]
+            for virtual in values("parallel.virtual_pipeline", parallel.virtual_pipeline, chunks):
+                for sequence in values("parallel.sequence", parallel.sequence, sequences):
+                    for zero in values("parallel.zero", parallel.zero, zeros):
+                        for mode in values(
+                            "train.activation_checkpointing", train.activation_checkpointing, modes
+                        ):
+                            yield _Layout(tensor, pipeline, virtual, sequence, zero, mode)
+
+
+def _tensor_degrees(config: RunConfig, world: int) -> list[int]:
+    """Degrees within a node, or over nodes where each has one worker."""
+    per_node = config.cluster.devices_per_node
+    most = per_node if per_node > 1 else world
+    degrees = [t for t in divisors(config.recipe.model.num_heads) if t <= most]
+    if config.cluster.device == "neuron":
+        return [t for t in degrees if t in _NEURON_TENSOR]
+    return degrees
+
+
+def _zero_stages(config: RunConfig, pipeline: int, data: int) -> list[int]:
+    """From the fastest to the smallest; only those that differ."""
+    if config.backend == "nxd":
+        return [0, 1]
+    return [1] if data == 1 or pipeline > 1 else [1, 2, 3]
+
+
+def _reason(config: RunConfig, layout: _Layout, nodes: int, unsupported: Unsupported) -> str | None:
+    """Why a layout is not considered; None where it is."""
+    world = nodes * config.cluster.devices_per_node
+    model = layout.tensor * layout.pipeline
+    if world % model:
+        return (
+            f"tensor {layout.tensor} × pipeline {layout.pipeline} does not divide the {world} "
+            f"workers of {nodes} × {config.cluster.devices_per_node}"
+        )
+    broken = _broken(config, layout)
+    if broken is not None:
+        return broken
+    data, batch = world // model, config.recipe.train.global_batch
+    if batch % data:
+        return f"train.global_batch {batch} is not a multiple of {data} data-parallel workers"
+    return next(iter(unsupported(config)), None)
+
+
+def _broken(config: RunConfig, layout: _Layout) -> str | None:
+    """The first rule between degrees and model that a layout breaks."""
+    recipe = config.recipe
+    values = {
+        **{f"model.{name}": getattr(recipe.model, name) for name in _MODEL_FIELDS},
+        "parallel.tensor": layout.tensor,
+        "parallel.pipeline": layout.pipeline,
+        "parallel.virtual_pipeline": layout.virtual_pipeline,
+        "parallel.sequence": layout.sequence,
+    }
+    faults = (rule.check(*(values[path] for path in rule.paths)) for rule in _PARALLEL_RULES)
+    return next((fault for fault in faults if fault is not None), None)
+
+
+_MODEL_FIELDS = sorted(
+    {
+        path.removeprefix("model.")
+        for rule in _PARALLEL_RULES
+        for path in rule.paths
+        if path.startswith("model.")
+    }
+)
+
+
+def _micro_batches(
+    config: RunConfig, layout: _Layout, nodes: int, fixed: Collection[str]
+) -> list[int]:
+    """The micro batches to look at, smallest first."""
+    train = config.recipe.train
+    sequences = train.global_batch // _data(config, layout, nodes)
+    found = _cuts(sequences, layout.pipeline, layout.virtual_pipeline)
+    if "train.micro_batch" not in fixed or train.micro_batch == "auto":
+        return [size for size in found if size <= _LARGEST_MICRO_BATCH]
+    return [size for size in (train.micro_batch,) if sequences % size == 0]
+
+
+@lru_cache(maxsize=4096)
+def _cuts(sequences: int, pipeline: int, virtual: int) -> list[int]:
+    return micro_batches(sequences, pipeline, virtual)
+
+
+def _no_micro_batch(config: RunConfig, layout: _Layout) -> str:
+    train = config.recipe.train
+    return (
+        f"train.micro_batch {train.micro_batch} does not divide a worker's share of "
+        f"train.global_batch {train.global_batch}"
+        if train.micro_batch != "auto" and layout.virtual_pipeline == 1
+        else f"no micro batch makes whole rounds over {layout.pipeline} stages"
+    )
+
+
+def _data(config: RunConfig, layout: _Layout, nodes: int) -> int:
+    return nodes * config.cluster.devices_per_node // (layout.tensor * layout.pipeline)
+
+
+def _mesh(config: RunConfig, layout: _Layout, nodes: int, micro_batch: int) -> Mesh:
+    return Mesh(
+        nodes, config.cluster.devices_per_node, layout.tensor, layout.pipeline,
+        _data(config, layout, nodes), config.recipe.train.global_batch, micro_batch,
+        layout.virtual_pipeline,
+    )  # fmt: skip
+
+
+def _with(config: RunConfig, layout: _Layout) -> RunConfig:
+    """A configuration with a layout written into it."""
+    recipe = config.recipe
+    parallel = recipe.parallel.model_copy(
+        update={
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "virtual_pipeline": layout.virtual_pipeline,
+            "sequence": layout.sequence,
+            "zero": layout.zero,
+        }
+    )
+    train = recipe.train.model_copy(update={"activation_checkpointing": layout.checkpointing})
+    return replace(config, recipe=recipe.model_copy(update={"parallel": parallel, "train": train}))
+
+
+def _with_micro_batch(config: RunConfig, size: int) -> RunConfig:
+    train = config.recipe.train.model_copy(update={"micro_batch": size})
+    return replace(config, recipe=config.recipe.model_copy(update={"train": train}))

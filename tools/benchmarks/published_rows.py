@@ -1,0 +1,180 @@
+"""Published training runs as configurations of ours: what they were and what they reached."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.plan.mesh import Mesh
+
+FOLDER = Path(__file__).parent / "published"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: family, layers, hidden size, heads, key-value heads, feed-forward size, vocabulary."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+
+    def overrides(self, seq_len: int) -> list[str]:
+        """As `--set` takes them."""
+        return [
+            f"model.num_layers={self.layers}",
+            f"model.hidden_size={self.hidden}",
+            f"model.num_heads={self.heads}",
+            f"model.num_kv_heads={self.kv_heads}",
+            f"model.ffn_hidden_size={self.ffn}",
+            f"model.vocab_size={self.vocab}",
+            f"model.seq_len={seq_len}",
+            "model.vocab_pad_multiple=256",
+        ]
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50257) -> Shape:
+    return Shape("gpt3", layers, hidden, heads, heads, 4 * hidden, vocab)
+
+
+def _neox(layers: int, hidden: int, heads: int) -> Shape:
+    return Shape("neox", layers, hidden, heads, heads, 4 * hidden, 50257)
+
+
+def _llama(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int = 32000
+) -> Shape:
+    return Shape("llama", layers, hidden, heads, kv_heads, ffn, vocab)
+
+
+# Llama 1 to 3: their papers and config.json; GPT-3: Brown et al. 2020, table 2.1, and
+# neuronx-nemo-megatron's gpt_23b.sh, gpt_46b.sh; MPT: llm-foundry's mcli and throughput configs.
+SHAPES = {
+    "Pythia-6.9B": _neox(32, 4096, 32),
+    "GPT-NeoX-20B": _neox(44, 6144, 64),
+    "GPT-NeoX-6.9B": _neox(32, 4096, 32),
+    "GPT3-6.7B": _gpt(32, 4096, 32),
+    "GPT3-23B": _gpt(28, 8192, 64),
+    "GPT3-46B": _gpt(56, 8192, 64),
+    "GPT3-175B": _gpt(96, 12288, 96),
+    "Llama-2-7B": _llama(32, 4096, 32, 32, 11008),
+    "HLAT-7B": _llama(32, 4096, 32, 32, 11008),
+    "Llama-2-13B": _llama(40, 5120, 40, 40, 13824),
+    "Llama-2-70B": _llama(80, 8192, 64, 8, 28672),
+    "HLAT-70B": _llama(80, 8192, 64, 8, 28672),
+    "Llama-3-8B": _llama(32, 4096, 32, 8, 14336, 128256),
+    "Llama-3.1-8B": _llama(32, 4096, 32, 8, 14336, 128256),
+    "Llama-3-70B": _llama(80, 8192, 64, 8, 28672, 128256),
+    "Llama-3.1-70B": _llama(80, 8192, 64, 8, 28672, 128256),
+    "Llama-3.1-405B": _llama(126, 16384, 128, 8, 53248, 128256),
+    "MPT-125m": _gpt(12, 768, 12, 50368),
+    "MPT-350m": _gpt(24, 1024, 16, 50368),
+    "MPT-760m": _gpt(24, 1536, 12, 50368),
+    "MPT-7b": _gpt(32, 4096, 32, 50368),
+    "MPT-13b": _gpt(40, 5120, 40, 50368),
+    "MPT-70b": _gpt(80, 8192, 64, 50368),
+}
+_RECIPES = {"gpt3": "gpt3_125m", "neox": "pythia_160m", "llama": "llama2_7b"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run.
+
+    Attributes:
+        measured: Sequences a second, of all nodes.
+    """
+
+    name: str
+    model: str
+    hardware: str
+    config: RunConfig
+    mesh: Mesh
+    measured: float
+    notes: str
+
+
+def rows(file: str, cluster_overrides: tuple[str, ...] = ()) -> Iterator[Row]:
+    """The rows of a file in `published/`, those with context parallelism left out."""
+    with (FOLDER / file).open(encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            if row["cp"] == "1":
+                yield _row(row, cluster_overrides)
+
+
+def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
+    seq_len, nodes = int(row["seq_len"]), int(row["nodes"])
+    tensor, pipeline, data = (int(row[name]) for name in ("tp", "pp", "dp"))
+    cluster, fitting = _cluster(row["hardware"])
+    config = configuration(
+        row["model"], seq_len, cluster,
+        [
+            *fitting, *cluster_overrides,
+            f"train.global_batch={row['global_batch']}",
+            f"train.micro_batch={row['microbatch']}",
+            f"train.precision={precision(row['precision'])}",
+            f"train.activation_checkpointing={checkpointing(row['activation_ckpt'])}",
+            f"parallel.tensor={tensor}",
+            f"parallel.pipeline={pipeline}",
+            f"parallel.sequence={'true' if row['sequence_parallel'] == 'yes' else 'false'}",
+            f"parallel.zero={_zero(row['zero1'])}",
+        ],
+    )  # fmt: skip
+    per_node = tensor * pipeline * data // nodes
+    mesh = Mesh(
+        nodes, per_node, tensor, pipeline, data, int(row["global_batch"]), int(row["microbatch"])
+    )
+    measured = float(row["throughput_value"])
+    if row["throughput_unit"].startswith("tokens/s"):
+        measured /= seq_len
+    return Row(
+        row["id"], row["model"], row["hardware"], config, mesh, measured, row["notes"]
+    )
+
+
+def configuration(model: str, seq_len: int, cluster: str, overrides: list[str]) -> RunConfig:
+    """A run of a published model."""
+    shape = SHAPES[model]
+    return resolve(
+        _RECIPES[shape.family], cluster,
+        ["train.steps=10000", "optim.warmup_steps=10", *shape.overrides(seq_len), *overrides],
+    )  # fmt: skip
+
+
+def _cluster(hardware: str) -> tuple[str, list[str]]:
+    """The profile, and what of it was otherwise: the clusters of llm-foundry's tables."""
+    if hardware.startswith("trn1"):
+        return "trn1", []
+    if hardware == "H100-80GB":
+        return "p5", []
+    memory = "79.3" if "80GB" in hardware else "39.4"
+    # 1,600 Gbit/s between nodes ("1600 Gbps node-node interconnect (RoCE)").
+    faster = ["cluster.hardware.network_gb_s=200", f"cluster.hardware.memory_gib={memory}"]
+    if "80GB" in hardware:
+        faster.append("cluster.hardware.memory_gb_s=2039")
+    return "p4d", faster
+
+
+def precision(words: str) -> str:
+    """As our recipes name it."""
+    words = words.lower()
+    if "bf16sr" in words or "stochastic" in words or "pure bf16" in words:
+        return "bf16_sr"
+    if "use_fp32_optimizer 0" in words or words == "bf16":
+        return "bf16"
+    return "bf16_mixed"
+
+
+def checkpointing(words: str) -> str:
+    """As our recipes name it."""
+    return next((mode for mode in ("full", "selective") if mode in words.lower()), "none")
+
+
+def _zero(words: str) -> int:
+    return 3 if "FULL_SHARD" in words else int(words or 0)
