@@ -8,9 +8,11 @@ CPUs of one process.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import date
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from slurmllm.config.recipe import NonNegativeFloat, PositiveFloat, Section
 
@@ -60,6 +62,11 @@ class Hardware(Section):
     node_link_efficiency: Share = Field(
         description="Share of node_link_gb_s that collectives reach."
     )
+    part_of_node: Share = Field(
+        default=1.0,
+        description="Share of that which a group reaches that is not the whole node: 1 behind a "
+        "switch, half of a torus, where such a group's rings use one of its two directions.",
+    )
     network_efficiency: Share = Field(description="Share of network_gb_s that collectives reach.")
     node_link_latency_us: NonNegativeFloat = Field(
         default=0.0, description="One hop of a collective within a node, microseconds."
@@ -78,19 +85,28 @@ class Hardware(Section):
         default=0.0, description="What a step costs beside all of this, seconds."
     )
 
-    @model_validator(mode="after")
-    def _agree(self) -> Hardware:
-        if self.reserved_gib >= self.memory_gib:
+    @field_validator("reserved_gib")
+    @classmethod
+    def _leaves_memory(cls, reserved_gib: float, info: ValidationInfo) -> float:
+        memory_gib = info.data.get("memory_gib")
+        if memory_gib is not None and reserved_gib >= memory_gib:
             raise ValueError(
-                f"reserved_gib {self.reserved_gib:g} leaves nothing of memory_gib "
-                f"{self.memory_gib:g}; set what a worker holds without a model"
+                f"leaves nothing of memory_gib {memory_gib:g}; set what a worker holds without a "
+                "model"
             )
-        return self
+        return reserved_gib
 
     @property
     def usable_bytes(self) -> int:
         """Of a device's memory, what a model may take."""
         return int((self.memory_gib - self.reserved_gib) * 2**30)
+
+
+def _day(value: str) -> str:
+    with suppress(ValueError):
+        if date.fromisoformat(value).isoformat() == value:
+            return value
+    raise ValueError("must be a day, such as 2023-12-12")
 
 
 class Price(Section):
@@ -100,16 +116,15 @@ class Price(Section):
     reserved: PositiveFloat | None = Field(
         default=None, description="Likewise, reserved for three years, as the effective rate."
     )
-    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] = Field(
-        description="When these were the prices."
-    )
+    date: Annotated[str, AfterValidator(_day)] = Field(description="When these were the prices.")
     source: str = Field(default="", description="Where they come from.")
 
-    @model_validator(mode="after")
-    def _agree(self) -> Price:
-        if self.reserved is not None and self.reserved > self.on_demand:
+    @field_validator("reserved")
+    @classmethod
+    def _reserved_is_cheaper(cls, reserved: float | None, info: ValidationInfo) -> float | None:
+        on_demand = info.data.get("on_demand")
+        if reserved is not None and on_demand is not None and reserved > on_demand:
             raise ValueError(
-                f"reserved {self.reserved:g} is above on_demand {self.on_demand:g}; "
-                "both are dollars for an hour of one node"
+                f"is above on_demand {on_demand:g}; both are dollars for an hour of one node"
             )
-        return self
+        return reserved

@@ -24,11 +24,13 @@ class Group:
         size: Workers.
         nodes: That they lie on.
         rings: Groups of the kind that share a node's network.
+        all_of_node: Whether it has all workers of its nodes.
     """
 
     size: int
     nodes: int
     rings: int
+    all_of_node: bool
 
     @property
     def within_node(self) -> bool:
@@ -45,9 +47,9 @@ def group(stride: int, size: int, per_node: int) -> Group:
         per_node: Workers of a node.
     """
     if stride * size <= per_node:
-        return Group(size, 1, 0)
+        return Group(size, 1, 0, size == per_node)
     beside = max(1, per_node // stride)
-    return Group(size, math.ceil(size / beside), max(1, per_node // beside))
+    return Group(size, math.ceil(size / beside), max(1, per_node // beside), beside == per_node)
 
 
 def tensor_group(mesh: Mesh) -> Group:
@@ -63,6 +65,8 @@ def data_group(mesh: Mesh) -> Group:
 def rate(members: Group, hardware: Hardware) -> float:
     """Bytes a second that a worker of a group passes on."""
     inside = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
+    if not members.all_of_node:
+        inside *= hardware.part_of_node
     if members.within_node:
         return inside
     network = hardware.network_gb_s * hardware.network_efficiency * 1e9

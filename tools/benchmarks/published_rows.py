@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from slurmllm.config.resolve import RunConfig, resolve
@@ -133,9 +134,7 @@ def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
     measured = float(row["throughput_value"])
     if row["throughput_unit"].startswith("tokens/s"):
         measured /= seq_len
-    return Row(
-        row["id"], row["model"], row["hardware"], config, mesh, measured, row["notes"]
-    )
+    return Row(row["id"], row["model"], row["hardware"], config, mesh, measured, row["notes"])
 
 
 def configuration(model: str, seq_len: int, cluster: str, overrides: list[str]) -> RunConfig:
@@ -178,3 +177,14 @@ def checkpointing(words: str) -> str:
 
 def _zero(words: str) -> int:
     return 3 if "FULL_SHARD" in words else int(words or 0)
+
+
+@lru_cache
+def chosen_meshes() -> frozenset[tuple[str, int, int]]:
+    """(model, tensor, pipeline) of AWS's recipes that ran."""
+    with (FOLDER / "chosen_meshes.csv").open(encoding="utf-8") as lines:
+        return frozenset(
+            (row["model"].partition(" (")[0], int(row["tp"]), int(row["pp"].split()[0]))
+            for row in csv.DictReader(lines)
+            if row["pp"] != "?"
+        )
