@@ -1,0 +1,129 @@
+"""Time and dollars to the end of a run, from what the planner predicts of one layout of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from slurmllm.config.cluster import Cluster
+from slurmllm.errors import ConfigError
+from slurmllm.plan.candidate import Candidate
+
+PriceKind = Literal["on_demand", "reserved"]
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run takes to its end; dollars are None where no price is known.
+
+    Attributes:
+        steps: Optimizer steps, whole ones.
+        tokens: That they train on; no fewer than were asked for.
+        hours: Wall time, losses and waits in the queue included.
+        node_hours: That are bought, losses included.
+        usd: What those cost.
+        usd_per_hour: Of all nodes.
+        tokens_per_usd: Of running nodes, without losses: as AWS counts it in "Frugality meets
+            accuracy: Cost-efficient training of GPT NeoX and Pythia models with AWS Trainium"
+            (2023-12-12).
+    """
+
+    steps: int
+    tokens: int
+    hours: float
+    node_hours: float
+    usd: float | None
+    usd_per_hour: float | None
+    tokens_per_usd: float | None
+
+    @property
+    def days(self) -> float:
+        """Wall time, days."""
+        return self.hours / 24.0
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """Dollars of the whole run, losses included, for each million of its tokens."""
+        return None if self.usd is None else self.usd / self.tokens * 1e6
+
+
+def cost(
+    candidate: Candidate,
+    tokens: int | None,
+    usd_per_node_hour: float | None,
+    effective: float = 1.0,
+    goodput: float | None = None,
+) -> Cost:
+    """Time and dollars of training one layout.
+
+    Args:
+        candidate: The layout, with its predicted step.
+        tokens: To train on; None: the recipe's `train.steps`.
+        usd_per_node_hour: Price of a node; None: no dollars.
+        effective: Share of the node hours that trains, as `simulate.expected` foresees it.
+        goodput: Share of the wall time that trains; None: no wait in the queue, as `effective`.
+
+    Raises:
+        ValueError: a share is not above 0, or is above 1.
+    """
+    goodput = effective if goodput is None else goodput
+    if not (0 < effective <= 1 and 0 < goodput <= 1):
+        raise ValueError(f"effective {effective} and goodput {goodput} must be within (0, 1]")
+    recipe, nodes = candidate.config.recipe, candidate.mesh.nodes
+    a_step = candidate.mesh.global_batch * recipe.model.seq_len
+    steps = recipe.train.steps if tokens is None else -(-tokens // a_step)
+    training_h = steps * candidate.step.total / _HOUR_S
+    node_hours = nodes * training_h / effective
+    usd = usd_per_hour = tokens_per_usd = None
+    if usd_per_node_hour is not None:
+        usd = node_hours * usd_per_node_hour
+        usd_per_hour = nodes * usd_per_node_hour
+        tokens_per_usd = candidate.tokens_per_s * _HOUR_S / usd_per_hour
+    return Cost(
+        steps=steps,
+        tokens=steps * a_step,
+        hours=training_h / goodput,
+        node_hours=node_hours,
+        usd=usd,
+        usd_per_hour=usd_per_hour,
+        tokens_per_usd=tokens_per_usd,
+    )
+
+
+def scaling(rows: Sequence[tuple[int, float]]) -> list[float]:
+    """Throughput of each node relative to that on the fewest nodes: 1 is perfect scaling.
+
+    Args:
+        rows: Nodes and sequences (or tokens) in a second of all of them.
+    """
+    if not rows:
+        return []
+    fewest, base = min(rows)
+    return [throughput / nodes * fewest / base for nodes, throughput in rows]
+
+
+def node_price(cluster: Cluster, kind: PriceKind) -> float | None:
+    """Dollars for an hour of one node by the cluster profile.
+
+    Returns:
+        None where the profile says nothing of prices and none is asked for by name.
+
+    Raises:
+        ConfigError: the reserved price is asked for, and the profile has none.
+    """
+    price = cluster.price
+    if kind == "on_demand":
+        return None if price is None else price.on_demand
+    if price is None or price.reserved is None:
+        remedy = (
+            "set cluster.price.on_demand, cluster.price.reserved and cluster.price.date"
+            if price is None
+            else "set cluster.price.reserved=DOLLARS with --set, or plan with --price on_demand"
+        )
+        raise ConfigError(
+            f"cluster profile {cluster.name} has no reserved price",
+            [f"cluster.price.reserved: missing; {remedy}"],
+        )
+    return price.reserved

@@ -1,0 +1,194 @@
+"""Tokens, time and dollars, against what AWS and MosaicML published; the profiles' prices."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmllm import shipped
+from slurmllm.config.resolve import available, resolve
+from slurmllm.errors import ConfigError, UserError
+from slurmllm.plan.candidate import Candidate, MemoryUse, StepTime
+from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, scaling
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.tokens import parse_tokens
+
+RESERVED = 7.59  # trn1.32xlarge, dollars an hour: AWS's post of 2023-12-12
+
+
+def candidate(recipe: str, nodes: int, seq_per_s: float, *overrides: str) -> Candidate:
+    """A layout with a throughput that somebody has measured."""
+    config = resolve(recipe, overrides=overrides)
+    mesh = make_mesh(config, nodes)
+    seconds = dict.fromkeys(StepTime.__dataclass_fields__, 0.0)
+    seconds["compute"] = mesh.global_batch / seq_per_s
+    return Candidate(config, mesh, MemoryUse({}, 1), StepTime(**seconds), 0.0)
+
+
+def test_tokens_per_dollar_of_the_aws_post() -> None:
+    """3.2 million for GPT-NeoX 20B, says the post, whose own throughput and price make 3.30."""
+    neox = candidate("neox_20b", 4, 13.6)
+    found = cost(neox, None, RESERVED)
+    assert found.tokens_per_usd == pytest.approx(13.6 * 2048 * 3600 / (4 * 7.59))
+    assert found.tokens_per_usd == pytest.approx(3.2e6, rel=0.04)
+    assert found.usd_per_hour == pytest.approx(30.36)
+    assert cost(neox, None, RESERVED, effective=0.9).tokens_per_usd == found.tokens_per_usd
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nodes", "seq_per_s", "hours", "usd"),
+    [
+        ("pythia_6.9b", 1, 10.4, 13, 280),
+        ("neox_20b", 4, 13.6, 10, 860),
+        ("llama2_70b", 32, 17.86, 3.8, 2600),
+    ],
+)
+def test_a_billion_tokens_on_demand(
+    recipe: str, nodes: int, seq_per_s: float, hours: float, usd: float
+) -> None:
+    """The table of docs/parallelcluster.md, of throughputs that AWS published."""
+    layout = candidate(recipe, nodes, seq_per_s)
+    found = cost(layout, 10**9, node_price(layout.config.cluster, "on_demand"))
+    assert found.hours == pytest.approx(hours, rel=0.05)
+    assert found.usd == pytest.approx(usd, rel=0.03)
+    assert found.usd_per_million_tokens == pytest.approx(usd / 1000, rel=0.03)
+
+
+def test_mpt_7b() -> None:
+    """MosaicML, "Introducing MPT-7B" (2023-05-05): a trillion tokens in 9.5 days on 440 A100 for
+    about $200,000, which is $2 an hour for each."""
+    layout = candidate(
+        "pythia_6.9b", 55, 1e12 / (9.5 * 86400) / 2048, "train.global_batch=1760",
+        "train.micro_batch=4", "cluster.devices_per_node=8", "parallel.tensor=1",
+    )  # fmt: skip
+    found = cost(layout, parse_tokens("1T"), 8 * 2.0)
+    assert found.days == pytest.approx(9.5, rel=1e-4)
+    assert found.usd == pytest.approx(200_000, rel=0.01)
+
+
+def test_losses_are_bought_and_waits_are_not() -> None:
+    layout = candidate("neox_20b", 4, 13.6)
+    free, lossy = cost(layout, None, 10.0), cost(layout, None, 10.0, effective=0.9, goodput=0.8)
+    assert free.steps == layout.config.recipe.train.steps == 10_000
+    assert free.tokens == 10_000 * layout.mesh.global_batch * 2048
+    assert free.node_hours == pytest.approx(4 * free.hours)
+    assert (lossy.node_hours, lossy.hours) == pytest.approx(
+        (free.node_hours / 0.9, free.hours / 0.8)
+    )
+    assert lossy.usd == pytest.approx(lossy.node_hours * 10)
+    assert cost(layout, None, 10.0, effective=0.9).hours == pytest.approx(free.hours / 0.9)
+    for share in (0.0, 1.1, math.nan):
+        with pytest.raises(ValueError, match="must be within"):
+            cost(layout, None, 10.0, effective=share)
+
+
+def test_without_a_price() -> None:
+    found = cost(candidate("neox_20b", 4, 13.6), 10**9, None)
+    assert found.hours > 0
+    dollars = (found.usd, found.usd_per_hour, found.tokens_per_usd, found.usd_per_million_tokens)
+    assert dollars == (None,) * 4
+
+
+@given(st.integers(1, 10**15))
+def test_whole_steps(tokens: int) -> None:
+    found: Cost = cost(candidate("tiny_neox", 1, 100.0), tokens, 1.0)
+    a_step = found.tokens // found.steps
+    assert found.tokens - a_step < tokens <= found.tokens
+
+
+def test_scaling_of_the_aws_post() -> None:
+    """Pythia 6.9B, 1 to 4 nodes: 86 %; GPT-NeoX 20B, 4 to 16 nodes: as good as perfect."""
+    assert scaling([(1, 10.4), (4, 35.8)]) == pytest.approx([1.0, 0.86], abs=0.001)
+    assert scaling([(16, 54.3), (4, 13.6)]) == pytest.approx([0.998, 1.0], abs=0.001)
+    assert scaling([]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("20B", 20 * 10**9), ("375M", 375 * 10**6), ("1.5T", 15 * 10**11), ("2e9", 2 * 10**9),
+        ("20_000_000_000", 20 * 10**9), ("20,000", 20_000), (" 3k ", 3000), ("1", 1),
+        ("1.5e+3M", 15 * 10**8), ("0.3B", 3 * 10**8), ("1000000T", 10**18),
+    ],
+)  # fmt: skip
+def test_counts_of_tokens(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "B", "-5B", "0", "0T", "nan", "inf", "20 B", "20GB", "1.5", "1.2345K", "1e-3T", "1e99",
+        "1e999999999", "1000001T", "0x10", "1__0", "twenty", "٣B",
+    ],
+)  # fmt: skip
+def test_no_counts_of_tokens(text: str) -> None:
+    with pytest.raises(UserError, match="375M") as caught:
+        parse_tokens(text)
+    assert repr(text) in str(caught.value)
+
+
+@given(st.text())
+def test_any_text_is_a_count_or_a_fault(text: str) -> None:
+    try:
+        found = parse_tokens(text)
+    except UserError:
+        return
+    assert 1 <= found <= 10**18
+
+
+@pytest.mark.parametrize(
+    ("profile", "kind", "usd"),
+    [
+        ("trn1", "on_demand", 21.50), ("trn1", "reserved", RESERVED), ("trn1n", "on_demand", 24.78),
+        ("p4d", "on_demand", 32.77), ("p5", "on_demand", 98.32), ("local", "on_demand", None),
+    ],
+)  # fmt: skip
+def test_prices_of_the_profiles(profile: str, kind: PriceKind, usd: float | None) -> None:
+    assert node_price(resolve("neox_20b", profile).cluster, kind) == usd
+
+
+def test_every_price_has_its_source() -> None:
+    clusters = [resolve("neox_20b", name).cluster for name in available(shipped.clusters_dir())]
+    assert sum(one.price is not None for one in clusters) >= 4
+    assert all(one.price is None or one.price.source for one in clusters)
+
+
+@pytest.mark.parametrize(
+    ("profile", "remedy"), [("p4d", "--price on_demand"), ("local", r"cluster\.price\.date")]
+)
+def test_no_reserved_price(profile: str, remedy: str) -> None:
+    cluster = resolve("neox_20b", profile).cluster
+    with pytest.raises(ConfigError, match=rf"cluster\.price\.reserved: missing; .*{remedy}"):
+        node_price(cluster, "reserved")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("price.reserved=40", "price.reserved: 40 .*is above on_demand 21.5"),
+        ("price.on_demand=7", "price.reserved: 7.59 .*is above on_demand 7"),
+        ("price.on_demand=0", "price.on_demand: 0 .*must be greater than 0"),
+        ("price.on_demand=cheap", "price.on_demand: 'cheap' .*must be a valid number"),
+        ("price.date=2023-13-12", "price.date: '2023-13-12' .*must be a day, such as 2023-12-12"),
+        ("price.date=2023-W50-2", "price.date: '2023-W50-2' .*must be a day"),
+        ("price.monthly=3", "price.monthly: unknown field .*known here: on_demand, reserved"),
+        ("hardware.matrix_efficiency=1.3", "matrix_efficiency: 1.3 .*less than or equal to 1"),
+        ("hardware.overlap=-0.1", "overlap: -0.1 .*greater than or equal to 0"),
+        ("hardware.network_latency_us=-1", "network_latency_us: -1 .*greater than or equal to 0"),
+        ("hardware.network_gb_s=0", "network_gb_s: 0 .*greater than 0"),
+        ("hardware.bf16_tflops=.inf", "bf16_tflops: inf .*finite"),
+        ("hardware.reserved_gib=16", "reserved_gib: 16 .*leaves nothing of memory_gib 16"),
+        ("hardware.memory_gib=0.1", "reserved_gib: 0.25 .*leaves nothing of memory_gib 0.1"),
+    ],
+)
+def test_contradictory_profiles(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve("neox_20b", "trn1", [f"cluster.{override}"])
+    (fault,) = caught.value.faults
+    assert fault.startswith("cluster.")
+    assert re.search(words, fault), fault

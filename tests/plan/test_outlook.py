@@ -1,0 +1,108 @@
+"""Written meshes held against the planner's: what is refused, what is warned of, what would do."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from slurmllm.backends.environment import load_environment
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.plan.outlook import FAR, Outlook, outlook
+
+WASTEFUL = ("parallel.pipeline=32", "cluster.hardware.memory_gib=4000", "train.micro_batch=1")
+
+
+def looked(config: RunConfig, nodes: int, **how: bool) -> Outlook:
+    found = outlook(config, nodes, load_environment(config.backend).unsupported, **how)
+    assert found is not None
+    return found
+
+
+def configured(*overrides: str, recipe: str = "pythia_6.9b") -> RunConfig:
+    return resolve(recipe, overrides=overrides)
+
+
+def with_options(words: str, *overrides: str) -> RunConfig:
+    """The configuration with the options that a message names."""
+    options = re.findall(r"--set (\S+=\S+)", words)
+    assert options
+    return configured(*overrides, *options)
+
+
+def test_a_good_mesh_is_passed() -> None:
+    found = looked(configured(), 4)
+    assert (found.refusals, found.warnings, found.chosen) == ((), (), False)
+    assert found.best is not None
+    assert found.candidate.fits
+    shown = json.loads(json.dumps(found.to_json()))
+    assert shown["tensor"] == 8
+    assert shown["best"]["seq_per_s"] * FAR <= shown["seq_per_s"]
+    assert sum(shown["memory"].values()) == shown["memory_bytes"] <= shown["memory_limit_bytes"]
+    assert sum(shown["parts_s"].values()) == pytest.approx(shown["step_s"])
+    assert re.match(
+        r"tensor 8, pipeline 1, data 16, micro batch 2: [\d.,]+ seq/s predicted, MFU \d+ %, "
+        r"[\d.]+ GiB of [\d.]+ GiB a worker$",
+        found.line(),
+    )
+
+
+def test_a_mesh_far_from_the_best_is_warned_of() -> None:
+    found = looked(configured(*WASTEFUL), 8)
+    assert found.refusals == ()
+    (words,) = found.warnings
+    assert found.best is not None
+    assert found.candidate.seq_per_s < FAR * found.best.seq_per_s
+    assert re.search(r"[\d.]+ seq/s predicted, \d+ % of the best on these nodes: --set", words)
+    better = looked(with_options(words, *WASTEFUL), 8)
+    assert better.warnings == ()
+    assert better.candidate.seq_per_s == pytest.approx(found.best.seq_per_s)
+    # What training is like is not the planner's to change.
+    assert "train." not in words
+
+
+def test_a_mesh_that_does_not_fit_is_refused() -> None:
+    config = configured("parallel.tensor=1")
+    found = looked(config, 4)
+    why, instead = found.refusals
+    assert re.search(r"predicted to need [\d.]+ GiB a worker, [\d.]+ GiB more than the", why)
+    for part in ("optimizer", "weights", "gradients"):
+        assert re.search(rf"{part} [\d.]+ GiB", why)
+    mended = looked(with_options(instead, "parallel.tensor=1"), 4)
+    assert mended.candidate.fits
+    assert mended.refusals == ()
+    forced = looked(config, 4, force=True)
+    assert (forced.refusals, forced.warnings) == ((), (why,))
+
+
+def test_more_nodes_are_named_where_nothing_fits_these() -> None:
+    found = looked(configured("parallel.pipeline=1", recipe="llama2_70b"), 1)
+    assert found.best is None
+    assert re.search(r"^--nodes \d+: .*--set parallel=auto$", found.refusals[-1])
+
+
+@pytest.mark.parametrize("why", ["cluster.hardware.rough=true", "backend=rehearsal"])
+def test_rough_figures_refuse_nothing(why: str) -> None:
+    for overrides in (("parallel.tensor=1", "train.micro_batch=1"), WASTEFUL):
+        found = looked(configured(why, *overrides), 8)
+        assert (found.refusals, found.warnings, found.best) == ((), (), None)
+        assert found.line().endswith("by rough figures") == found.rough == ("rough" in why)
+
+
+def test_nothing_is_predicted_without_figures_or_backend() -> None:
+    for fault in ("cluster.hardware=null", "parallel.zero=3"):
+        config = configured(fault)
+        assert outlook(config, 4, load_environment(config.backend).unsupported) is None
+
+
+def test_a_micro_batch_to_be_measured_is_the_fastest_that_fits() -> None:
+    auto = ("parallel.tensor=8", "train.micro_batch=auto")
+    config = resolve("pythia_6.9b", "p4d", auto)
+    found = looked(config, 4)
+    assert found.candidate.mesh.micro_batch > 1
+    assert not any("train." in words for words in found.warnings)
+    unsupported = load_environment(config.backend).unsupported
+    measured = outlook(config, 4, unsupported, measured=1)
+    assert measured is not None
+    assert measured.candidate.mesh.micro_batch == 1

@@ -1,0 +1,136 @@
+"""`parallel: auto`: every choice can be submitted, and keeps what was set."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmllm.backends.environment import load_environment
+from slurmllm.config.resolve import RunConfig, change, load, resolve
+from slurmllm.errors import ConfigError
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.predict import predict
+from slurmllm.plan.settle import settle
+
+AUTO = "parallel=auto"
+ROOMY, TIGHT = "cluster.hardware.memory_gib=4000", "cluster.hardware.memory_gib=1"
+
+
+def settled(config: RunConfig, nodes: int) -> RunConfig:
+    return settle(config, nodes, load_environment(config.backend).unsupported)
+
+
+def refused(recipe: str, nodes: int, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        settled(resolve(recipe, overrides=[AUTO, *overrides]), nodes)
+    return caught.value
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    recipe=st.sampled_from(["neox_20b", "pythia_6.9b", "llama2_7b", "llama2_70b", "gpt3_1.3b"]),
+    cluster=st.sampled_from(["trn1", "trn1n", "p4d"]),
+    nodes=st.sampled_from([1, 2, 3, 4, 8, 12, 64, 100]),
+    overrides=st.sets(
+        st.sampled_from(
+            ["parallel.tensor=8", "parallel.pipeline=2", "parallel.virtual_pipeline=2",
+             "parallel.sequence=true", "parallel.zero=1", "train.micro_batch=auto",
+             "train.micro_batch=2", ROOMY]
+        )
+    ),
+)  # fmt: skip
+def test_what_is_chosen_fits_and_keeps_what_is_set(
+    recipe: str, cluster: str, nodes: int, overrides: set[str]
+) -> None:
+    config = resolve(recipe, cluster, [AUTO, *sorted(overrides)])
+    try:
+        chosen = settled(config, nodes)
+    except ConfigError:
+        return
+    assert not chosen.recipe.parallel.auto
+    assert load_environment(chosen.backend).unsupported(chosen) == []
+    mesh = make_mesh(chosen, nodes)
+    assert predict(chosen, mesh).fits
+    # Put together from scratch, it breaks no rule.
+    assert change(chosen, None, []).recipe == chosen.recipe
+    before, after = dict(flat(config)), dict(flat(chosen))
+    different = {path for path in after if after[path] != before[path]}
+    assert different <= {*config.unchosen(), "parallel.auto", "train.micro_batch"}
+    micro_batch = config.recipe.train.micro_batch
+    if micro_batch != "auto" or cluster == "p4d":
+        assert chosen.recipe.train.micro_batch == micro_batch
+    else:
+        assert isinstance(chosen.recipe.train.micro_batch, int)
+
+
+def flat(config: RunConfig) -> list[tuple[str, object]]:
+    return [(path, value) for path, value, _ in config.rows()]
+
+
+def test_sources_tell_what_the_planner_chose(tmp_path: Path) -> None:
+    config = resolve("llama2_7b", overrides=[AUTO, "parallel.tensor=8", "train.micro_batch=auto"])
+    path = tmp_path / "config.yaml"
+    path.write_text(settled(config, 4).to_yaml())
+    found = load(path)
+    for name in ("pipeline", "virtual_pipeline", "sequence", "zero"):
+        assert re.match(
+            r"planner: best of \d+ layouts .* 4 nodes", found.origins[f"parallel.{name}"]
+        )
+    assert found.origins["train.micro_batch"].startswith("planner: ")
+    assert found.origins["parallel.tensor"] == "--set parallel.tensor=8"
+    assert found.origins["parallel.auto"] == "planner: settled; auto by --set parallel=auto"
+    assert found.unchosen() == []
+    anew = settled(change(found, None, [AUTO, TIGHT.replace("=1", "=16")]), 64)
+    assert anew.recipe.parallel.tensor in (1, 2, 8, 32)
+    assert isinstance(anew.recipe.train.micro_batch, int)
+
+
+TRIED = (
+    ("llama2_70b", 1),
+    ("llama2_70b", 1, "parallel.pipeline=1"),
+    ("neox_20b", 1, "parallel.tensor=1", "parallel.zero=0"),
+    ("pythia_6.9b", 1, "train.activation_checkpointing=none", "train.micro_batch=8"),
+    ("neox_20b", 3, "parallel.pipeline=4", "parallel.tensor=8", "train.micro_batch=4"),
+)
+
+
+@pytest.mark.parametrize("asked", TRIED, ids=lambda asked: asked[0])
+def test_every_way_out_that_is_named_is_one(asked: tuple[str, int, *tuple[str, ...]]) -> None:
+    recipe, nodes, *overrides = asked
+    error = refused(recipe, nodes, *overrides)
+    ways = [fault for fault in error.faults if re.match("this would fit|--nodes", fault)]
+    assert ways
+    for way in ways:
+        more = [int(count) for count in re.findall(r"--nodes (\d+): ", way)]
+        options = re.findall(r"--set (\S+)", way)
+        assert more or options
+        changed = resolve(recipe, overrides=[AUTO, *overrides, *options])
+        settled(changed, more[0] if more else nodes)
+
+
+def test_the_nearest_layout_is_named_with_what_it_lacks() -> None:
+    nearest, *_ = refused("llama2_70b", 1).faults
+    assert re.search(r"needs [\d.]+ GiB a worker, [\d.]+ GiB more than the [\d.]+ GiB", nearest)
+
+
+def test_where_nothing_would_do_it_says_so() -> None:
+    error = refused("neox_20b", 4, TIGHT, "parallel.tensor=8", "parallel.zero=0")
+    assert "leave out parallel.tensor, parallel.zero, or choose another" in error.faults[-1]
+
+
+def test_degrees_that_cannot_be_are_counted() -> None:
+    error = refused("neox_20b", 4, "parallel.pipeline=44")
+    assert "does not divide the 128 workers of 4 × 32 (" in error.faults[0]
+
+
+@pytest.mark.parametrize("nodes", [0, -1])
+def test_no_nodes(nodes: int) -> None:
+    assert "--nodes" in str(refused("neox_20b", nodes))
+
+
+def test_without_figures_calibration_is_named() -> None:
+    assert "slurmllm plan --calibrate" in str(refused("neox_20b", 4, "cluster.hardware=null"))
