@@ -175,7 +175,9 @@ class SkipsRecord(Record):
 class Event(Record):
     """One line of `events/attempt_NNN.jsonl`: something that happened beside the steps."""
 
-    kind: Literal["save", "save_skipped", "copied", "spike", "spike_over", "not_finite", "interval"]
+    kind: Literal[
+        "save", "save_skipped", "copied", "spike", "spike_over", "not_finite", "interval", "memory"
+    ]
     step: int
     attempt: int
     time: float = Field(description="Unix time, s")
@@ -467,4 +469,11 @@ class MetricsRow(Record):
     tokens_per_s: float
     step_time_s: float
     data_wait_s: float = Field(default=0.0, description="of it, until rank 0 had its sequences")
+    forward_backward_s: float | None = Field(
+        default=None,
+        description="of it, from there until rank 0 had the loss; None where the device works on",
+    )
+    optimizer_s: float | None = Field(
+        default=None, description="of it, from there until it had both norms; None likewise"
+    )
     time: float = Field(description="Unix time at the step's end, s")

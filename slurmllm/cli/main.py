@@ -19,6 +19,7 @@ from slurmllm.cli.drill import drill
 from slurmllm.cli.health import allreduce, check_node, health
 from slurmllm.cli.hidden import launch, supervise, worker
 from slurmllm.cli.logs import logs
+from slurmllm.cli.plan import plan
 from slurmllm.cli.recipes import recipes
 from slurmllm.cli.report import report
 from slurmllm.cli.resume import resume
@@ -62,6 +63,7 @@ def cli() -> None:
 
     \b
     slurmllm recipes                       what can be trained
+    slurmllm plan neox_20b --nodes 4       which mesh, how fast, what it costs
     slurmllm submit tiny_neox --nodes 4    precompile, then train
     slurmllm status                        what became of it
 
@@ -72,8 +74,8 @@ def cli() -> None:
 
 
 for _verb in (
-    doctor, health, recipes, submit, status, logs, cancel, resume, data, tokenizer, checkpoint,
-    compare, report, drill,
+    doctor, health, recipes, plan, submit, status, logs, cancel, resume, data, tokenizer,
+    checkpoint, compare, report, drill,
 ):  # fmt: skip
     cli.add_command(_verb)
 for _verb in (supervise, launch, worker, check_node, allreduce):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from slurmllm.cli import options
+
+if TYPE_CHECKING:
+    from slurmllm.config.resolve import RunConfig
 
 
 @click.command()
@@ -70,17 +75,29 @@ def _show(
     from slurmllm.config.resolve import resolve
 
     config = resolve(name, cluster, overrides)
+    sources = {path: source for path, _, source in config.rows()}
+    sources |= dict.fromkeys(config.unchosen(), "the planner, at submit")
     if as_json:
-        origin = {path: source for path, _, source in config.rows()}
-        tree = config.values()
-        click.echo(json.dumps({**tree, "origin": origin} if explain else tree, indent=2))
+        tree = _tree(config, None)
+        click.echo(json.dumps({**tree, "origin": sources} if explain else tree, indent=2))
         return
+    tree = _tree(config, "auto")
     if not explain:
         import yaml
 
-        click.echo(yaml.safe_dump(config.values(), sort_keys=False), nl=False)
+        click.echo(yaml.safe_dump(tree, sort_keys=False), nl=False)
         return
     from slurmllm.cli.output import print_table
+    from slurmllm.config.resolve import flatten
 
-    rows = ((path, str(value), source) for path, value, source in config.rows())
+    rows = ((path, str(value), sources[path]) for path, value in flatten(tree).items())
     print_table(("field", "value", "source"), rows, fold="value")
+
+
+def _tree(config: RunConfig, unchosen: str | None) -> dict[str, Any]:
+    """The nested values, with `unchosen` for the degrees that the planner is still to choose."""
+    tree = config.values()
+    for path in config.unchosen():
+        section, _, field = path.partition(".")
+        tree[section][field] = unchosen
+    return tree

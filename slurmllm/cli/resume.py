@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +10,7 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.cli.submission import Precompile
+    from slurmllm.config.resolve import RunConfig
 
 
 @click.command()
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     "seed and global batch are the checkpoints' and stay.",
 )
 @click.option("--local", is_flag=True, help="Go on on this machine, without Slurm.")
+@click.option("--force", is_flag=True, help="Submit what the planner predicts not to fit.")
 @options.precompile
 @options.runs_dir
 @options.as_json
@@ -36,6 +38,7 @@ def resume(
     cluster: str | None,
     overrides: tuple[str, ...],
     local: bool,
+    force: bool,
     precompile: Precompile,
     runs_dir: str | None,
     as_json: bool,
@@ -43,11 +46,13 @@ def resume(
     """Continue RUN after it was cancelled or stopped: same directory, next attempt.
 
     On other nodes, on another cluster (and so through another backend), on another mesh: the
-    checkpoints are read by all of them.
+    checkpoints are read by all of them. --set parallel=auto has the planner choose a mesh anew.
 
     The precompile stage runs again where the graphs are not all compiled, or would be others by
     now. A run that was started with --local goes on locally.
     """
+    from dataclasses import replace
+
     from slurmllm.cli import submission
     from slurmllm.cli.submit import print_submission, run_and_report
     from slurmllm.config.resolve import change, load
@@ -67,7 +72,7 @@ def resume(
             f"{found.name} still waits or runs; follow it with `slurmllm status {found.name}` or "
             f"`slurmllm cancel {found.name}` first"
         )
-    config = load(found.config)
+    config = held = load(found.config)
     steps, init_from = config.recipe.train.steps, config.recipe.train.init_from
     if cluster is not None or overrides:
         config = change(config, cluster, overrides)
@@ -76,21 +81,40 @@ def resume(
             f"{found.name} is done: it has trained all its {steps} steps; --set train.steps=… with "
             "more of them goes on"
         )
+    wanted = nodes if nodes is not None else before.nodes if before else 1
+    chosen = config.recipe.parallel.auto
+    config = submission.settled(config, wanted)
     submission.check_trainable(config)
+    # Nothing is touched where the mesh does not fit.
+    prepared = submission.prepare(config, wanted, found)
+    if before is None or wanted != before.nodes or _layout(config) != _layout(held):
+        prepared = submission.with_outlook(prepared, chosen, force)
+        submission.check_fits(prepared)
+    outlook = prepared.outlook
     if config.recipe.train.init_from != init_from:
         config = submission.with_weights(config)
     config = submission.with_inputs(config, root, build=True)
-    wanted = nodes if nodes is not None else before.nodes if before else 1
     here = local or (before is not None and before.local)
-    submission.prepare(config, wanted, found)  # nothing is touched where the mesh does not fit
     graphs_from = submission.take_graphs(config, wanted, here, found, precompile)
     stages = submission.stages(graphs_from)
     avoid = [] if here else to_avoid(client, found, config, wanted)
     if avoid:
         click.echo(f"keeps off {' '.join(avoid)}, which failed the run; see status", err=True)
-    prepared = submission.prepare(config, wanted, found, avoid)
+    prepared = replace(submission.prepare(config, wanted, found, avoid), outlook=outlook)
     submission.write_run(prepared)
     if here:
         ctx.exit(run_and_report(prepared, stages, as_json, graphs_from))
     sent = submission.submit_jobs(prepared, stages, client)
     print_submission(prepared, sent, as_json, graphs_from)
+
+
+def _layout(config: RunConfig) -> tuple[Any, ...]:
+    """What a run's memory and speed follow from, beside its nodes and what checkpoints settle.
+
+    Where that stays, the run has shown already whether it fits.
+    """
+    train = config.recipe.train
+    return (
+        config.cluster, config.backend, config.recipe.parallel, train.micro_batch,
+        train.activation_checkpointing, train.precision,
+    )  # fmt: skip

@@ -10,7 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import click
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig
@@ -21,6 +23,9 @@ from slurmllm.rundir import RUN_NAME, RunDir, Stage, is_run, write_atomic
 from slurmllm.slurm.client import SlurmClient, SlurmCommands
 from slurmllm.slurm.render import render
 from slurmllm.supervise import reuse
+
+if TYPE_CHECKING:
+    from slurmllm.plan.outlook import Outlook
 
 STDLIB = "stdlib"
 Precompile = Literal["auto", "always"]
@@ -34,6 +39,7 @@ class Prepared:
     mesh: Mesh
     run: RunDir
     scripts: dict[Stage, str]
+    outlook: Outlook | None = None
 
 
 def prepare(config: RunConfig, nodes: int, run: RunDir, avoid: Sequence[str] = ()) -> Prepared:
@@ -55,6 +61,55 @@ def prepare(config: RunConfig, nodes: int, run: RunDir, avoid: Sequence[str] = (
     away = replace(config, recipe=config.recipe.model_copy(update={"slurm": slurm}))
     scripts = {s: render(s, away, run, nodes, sys.executable) for s in stages(None)}
     return Prepared(config, mesh, run, scripts)
+
+
+def settled(config: RunConfig, nodes: int) -> RunConfig:
+    """Have the planner choose the degrees that `parallel.auto` leaves to it.
+
+    Raises:
+        ConfigError: nothing fits, or the profile says nothing of its hardware.
+    """
+    if not config.recipe.parallel.auto:
+        return config
+    from slurmllm.plan.settle import settle
+
+    return settle(config, nodes, load_environment(config.backend).unsupported)
+
+
+def with_outlook(prepared: Prepared, chosen: bool, force: bool) -> Prepared:
+    """Add what the planner predicts of the run, and print its warnings.
+
+    Args:
+        prepared: The run.
+        chosen: Whether the planner has just chosen the layout.
+        force: Whether the run goes on even where it is predicted not to fit.
+    """
+    config, nodes = prepared.config, prepared.mesh.nodes
+    if config.cluster.hardware is None:
+        return prepared
+    from slurmllm.plan.outlook import outlook
+
+    unsupported = load_environment(config.backend).unsupported
+    measured = reuse.measured_micro_batch(prepared.run)
+    found = outlook(config, nodes, unsupported, measured, chosen=chosen, force=force)
+    for warning in found.warnings if found else ():
+        click.echo(f"warning: {warning}", err=True)
+    return replace(prepared, outlook=found)
+
+
+def check_fits(prepared: Prepared) -> None:
+    """Refuse what the planner predicts not to fit into the workers' memory.
+
+    Raises:
+        ConfigError: with the parts, and what would fit.
+    """
+    found, recipe = prepared.outlook, prepared.config.recipe.name
+    if found is not None and found.refusals:
+        where = f"{prepared.mesh.nodes} node(s) of {prepared.config.cluster.name}"
+        raise ConfigError(
+            f"the planner predicts that {recipe} does not fit into the memory of {where}",
+            [*found.refusals, "where the prediction is wrong, --force submits all the same"],
+        )
 
 
 def check_trainable(config: RunConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @options.runs_dir
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
 @click.option("--local", is_flag=True, help="Run both stages on this machine, without Slurm.")
+@click.option("--force", is_flag=True, help="Submit what the planner predicts not to fit.")
 @options.as_json
 @click.pass_context
 def submit(
@@ -44,6 +45,7 @@ def submit(
     runs_dir: str | None,
     dry_run: bool,
     local: bool,
+    force: bool,
     as_json: bool,
     partition: str | None,
     account: str | None,
@@ -57,6 +59,8 @@ def submit(
     RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, each of the N nodes
     is a launcher on this machine; Ctrl-C saves and leaves.
     """
+    from dataclasses import replace
+
     from slurmllm.cli import submission
     from slurmllm.config.resolve import resolve
     from slurmllm.errors import SlurmllmError
@@ -72,9 +76,16 @@ def submit(
     }
     config = resolve(recipe, cluster, overrides, given)
     root = runs_root(runs_dir)
-    prepared = submission.prepare(config, nodes, submission.new_run(root, name, config.recipe.name))
+    run = submission.new_run(root, name, config.recipe.name)
+    chosen = config.recipe.parallel.auto
+    config = submission.settled(config, nodes)
+    prepared = submission.prepare(config, nodes, run)
     if not dry_run:
         submission.check_trainable(config)
+    prepared = submission.with_outlook(prepared, chosen, force)
+    if not dry_run:
+        submission.check_fits(prepared)
+    outlook = prepared.outlook
     config = submission.with_weights(config)
     config = submission.with_inputs(config, root, build=not dry_run)
     if dry_run:
@@ -85,7 +96,7 @@ def submit(
     try:
         graphs_from = submission.take_graphs(config, nodes, local, run, precompile)
         stages = submission.stages(graphs_from)
-        prepared = submission.prepare(config, nodes, run)
+        prepared = replace(submission.prepare(config, nodes, run), outlook=outlook)
         submission.write_run(prepared)
         if not local:
             sent = submission.submit_jobs(prepared, stages)
@@ -108,7 +119,8 @@ def _print_plan(prepared: Prepared, as_json: bool) -> None:
     run, config, mesh = prepared.run, prepared.config, prepared.mesh
     variables = worker_environment(config, run)
     arguments = load_environment(config.backend).arguments(config, mesh)
-    reasons = refusals(config)
+    planned = prepared.outlook
+    reasons = [*refusals(config), *(planned.refusals if planned else ())]
     for reason in reasons:
         click.echo(f"warning: submit would refuse this: {reason}", err=True)
     if as_json:
@@ -122,6 +134,7 @@ def _print_plan(prepared: Prepared, as_json: bool) -> None:
                 for name, variable in variables.items()
             ],
             "backend_arguments": arguments,
+            "planner": _planner(prepared),
             "refusals": reasons,
         }
         click.echo(json.dumps(shown))
@@ -130,6 +143,8 @@ def _print_plan(prepared: Prepared, as_json: bool) -> None:
 
     from slurmllm.cli.output import print_table
 
+    if planned is not None and planned.chosen:
+        click.echo(f"# ── the planner's choice\n{planned.line()}\n")
     for stage, text in prepared.scripts.items():
         click.echo(f"# ── {run.script(stage)}")
         click.echo(text)
@@ -152,7 +167,8 @@ def print_submission(
     if as_json:
         jobs = {"precompile": sent.precompile_job, "train": sent.train_job}
         text = {"run": run.name, "run_dir": str(run.path), "jobs": jobs, "mesh": mesh.to_json()}
-        click.echo(json.dumps({**text, "graphs_from": graphs_from}))
+        planned = {"graphs_from": graphs_from, "planner": _planner(prepared)}
+        click.echo(json.dumps({**text, **planned}))
         return
     first = f"precompile job {sent.precompile_job}, then " if sent.precompile_job else ""
     click.echo(f"run        {run.name}")
@@ -166,9 +182,20 @@ def print_submission(
         f"mesh       {mesh.nodes} node(s) × {mesh.devices_per_node}: tensor {mesh.tensor}, "
         f"pipeline {mesh.pipeline}, data {mesh.data}; {batch}"
     )
+    _print_choice(prepared)
     click.echo("next       " + f"slurmllm status {run.name}")
     for verb in ("logs -f", "cancel"):
         click.echo(f"           slurmllm {verb} {run.name}")
+
+
+def _planner(prepared: Prepared) -> dict[str, Any] | None:
+    """What the planner predicts, for JSON; None where it cannot."""
+    return None if prepared.outlook is None else prepared.outlook.to_json()
+
+
+def _print_choice(prepared: Prepared) -> None:
+    if prepared.outlook is not None and prepared.outlook.chosen:
+        click.echo(f"planner    {prepared.outlook.line()}")
 
 
 def _print_graphs(graphs_from: str | None, run: str) -> None:
@@ -188,22 +215,22 @@ def run_and_report(
     run = prepared.run
     if not as_json:
         click.echo(f"run        {run.name}\ndirectory  {run.path}")
+        _print_choice(prepared)
         _print_graphs(graphs_from, run.name)
     code = run_locally(run, stages, prepared.mesh.nodes, quiet=as_json)
-    _print_local_end(run.name, str(run.path), code, as_json, graphs_from)
+    _print_local_end(prepared, code, as_json, graphs_from)
     return code
 
 
-def _print_local_end(
-    name: str, path: str, code: int, as_json: bool, graphs_from: str | None
-) -> None:
+def _print_local_end(prepared: Prepared, code: int, as_json: bool, graphs_from: str | None) -> None:
     import json
 
     from slurmllm.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 
+    name, path = prepared.run.name, str(prepared.run.path)
     if as_json:
         ended = {"run": name, "run_dir": path, "exit_code": code, "graphs_from": graphs_from}
-        click.echo(json.dumps(ended))
+        click.echo(json.dumps({**ended, "planner": _planner(prepared)}))
     elif code == 0:
         click.echo(f"done       slurmllm status {name}; curves in {path}/metrics, /tensorboard")
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):

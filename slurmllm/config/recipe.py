@@ -262,6 +262,11 @@ class OptimConfig(Section):
 class ParallelConfig(Section):
     """Mesh degrees; data parallelism follows from the node count."""
 
+    auto: bool = Field(
+        default=False,
+        description="Whether the planner chooses what is not set here, at submit. `parallel: auto` "
+        "leaves all of it to the planner.",
+    )
     tensor: PositiveInt = Field(default=1, description="Tensor-parallel degree.")
     pipeline: PositiveInt = Field(default=1, description="Pipeline stages.")
     virtual_pipeline: PositiveInt = Field(
@@ -277,6 +282,13 @@ class ParallelConfig(Section):
         description="What data-parallel workers share out: 1 optimizer state, 2 gradients too, "
         "3 parameters too. A backend may share out more than asked.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_section(cls, values: Any) -> Any:
+        if isinstance(values, Mapping | cls):
+            return values
+        raise ValueError("must be auto, or degrees such as {tensor: 8, pipeline: 4}")
 
 
 class CheckpointConfig(Section):

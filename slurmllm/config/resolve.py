@@ -13,12 +13,14 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm import shipped
 from slurmllm.config.cluster import Cluster
-from slurmllm.config.recipe import CorpusShare, Recipe, with_family
+from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.yaml_source import parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
 
 M = TypeVar("M", bound=BaseModel)
+
+PLANNER = "planner: "  # how the sources of the planner's choices begin
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,15 @@ class RunConfig:
             "cluster": self.cluster.model_dump(mode="json"),
         }
 
+    def is_set(self, path: str) -> bool:
+        """Whether somebody set a value: it is neither a default nor the planner's choice."""
+        return _is_set(path, self.origins)
+
+    def unchosen(self) -> list[str]:
+        """The dotted paths that `parallel.auto` leaves to the planner, which has not chosen yet."""
+        degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
+        return [path for path in degrees if self.recipe.parallel.auto and not self.is_set(path)]
+
     def with_data(self, corpus: str | tuple[CorpusShare, ...], tokenizer: str | None) -> RunConfig:
         """This configuration with the inputs settled; their origins stay."""
         data = self.recipe.data.model_copy(update={"corpus": corpus, "tokenizer": tokenizer})
@@ -70,6 +81,14 @@ class RunConfig:
         return "# Resolved by slurmllm; `origin` names each value's source.\n" + write_yaml(
             {**self.values(), "origin": origin}
         )
+
+
+_AUTO = {"auto": True}  # what the text `auto` for the section `parallel` stands for
+
+
+def _is_set(path: str, origins: Mapping[str, str]) -> bool:
+    source = origins.get(path, "default")
+    return source != "default" and not source.startswith(PLANNER)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -109,6 +128,9 @@ def resolve(
     """
     recipe_path = _find(recipe, shipped.recipes_dir(), "recipe", "slurmllm recipes")
     values, origins = read_yaml(recipe_path)
+    if values.get("parallel") == "auto":
+        values["parallel"] = dict(_AUTO)
+        origins["parallel.auto"] = origins.pop("parallel")
     chosen = cluster or os.environ.get("SLURMLLM_CLUSTER")
     if not chosen:
         default = values.get("default_cluster")
@@ -152,6 +174,7 @@ def change(config: RunConfig, cluster: str | None, overrides: Iterable[str]) -> 
 def _override(
     tree: dict[str, Any], overrides: Iterable[str], origins: dict[str, str], faults: list[str]
 ) -> None:
+    given: list[tuple[str, Any, str]] = []
     for item in overrides:
         dotted, equals, text = item.partition("=")
         if not equals or not all(dotted.strip().split(".")):
@@ -160,7 +183,11 @@ def _override(
         dotted = dotted.strip()
         # A variable's value is a text whatever it looks like: 1, true, 007 and nothing at all.
         value = text if dotted.startswith(("env.", "cluster.env.")) else parse_scalar(text)
-        _assign(tree, dotted, value, f"--set {item}", origins, faults)
+        given.append((dotted, value, f"--set {item}"))
+    # `parallel=auto` empties the section, whichever degrees are set beside it.
+    for dotted, value, source in sorted(given, key=lambda one: one[:2] != ("parallel", "auto")):
+        whole = (dotted, value) == ("parallel", "auto")
+        _assign(tree, dotted, dict(_AUTO) if whole else value, source, origins, faults)
 
 
 def load(path: Path) -> RunConfig:
@@ -220,14 +247,30 @@ def _validate(
 ) -> RunConfig:
     faults = list(faults)
     recipe_tree = {key: value for key, value in tree.items() if key != "cluster"}
-    origins = {**origins, **_ask_the_family(recipe_tree)}
+    origins = _ask_the_planner(recipe_tree, origins)
+    origins |= _ask_the_family(recipe_tree)
     recipe, bad = _build(Recipe, recipe_tree, "", faults, origins)
     cluster, _ = _build(Cluster, tree.get("cluster", {}), "cluster.", faults, origins)
     values = {**_defaults(Recipe), **flatten(recipe_tree)}
+    if values.get("parallel.auto") is True and not _is_set("parallel.pipeline", origins):
+        values.pop("parallel.pipeline", None)  # its default is nobody's choice
     faults += broken_rules({path: v for path, v in values.items() if not _faulty(path, bad)})
     if recipe is None or cluster is None or faults:
         raise ConfigError(f"{title}: {len(faults)} fault(s)", faults)
     return RunConfig(recipe, cluster, dict(origins))
+
+
+def _ask_the_planner(recipe_tree: dict[str, Any], origins: Mapping[str, str]) -> dict[str, str]:
+    """Leave degrees whose value is the text `auto` to the planner; returns all sources."""
+    given, sources = recipe_tree.get("parallel"), dict(origins)
+    if isinstance(given, Mapping):
+        degrees = ParallelConfig.model_fields.keys() - {"auto"}
+        left = [name for name, value in given.items() if value == "auto" and name in degrees]
+        for name in left:
+            sources["parallel.auto"] = sources.pop(f"parallel.{name}", "default")
+        kept = {name: value for name, value in given.items() if name not in left}
+        recipe_tree["parallel"] = {**kept, "auto": True} if left else kept
+    return sources
 
 
 def _ask_the_family(recipe_tree: dict[str, Any]) -> dict[str, str]:

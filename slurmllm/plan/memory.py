@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from slurmllm.config.families import FAMILIES, sharding_plan
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.parameters import Shape, parameter_shapes
+from slurmllm.plan.parameters import Shape, block_shapes, ends, rest_shapes
 
 _FP32, _FP64, _BF16 = 4, 8, 2
 _LOGITS_AT_A_TIME = 2**27  # as in model/output.py
@@ -97,14 +99,12 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     """
     train, zero = config.recipe.train, config.recipe.parallel.zero
     formats = _formats(train.precision)
-    data_rank = mesh.data_rank(rank)
-    held = held_shapes(config.recipe.model, mesh, mesh.pipeline_rank(rank))
-    own = {name: _share(shape, mesh.data, data_rank) for name, shape in held.items()}
-    stored = sum(math.prod(_share(shape, mesh.data, 0)) for shape in held.values())
+    place = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)
+    held = _numbers(*place, 1, 0)
+    own = _numbers(*place, mesh.data, mesh.data_rank(rank))
+    stored = _numbers(*place, mesh.data, 0).total
     whole = stored * mesh.data  # FSDP pads every share to the first one's size
-    blocks = {name for name in held if name.startswith("layers.")}
-    largest_block = _largest_block(held)
-    rest = sum(math.prod(held[name]) for name in held.keys() - blocks)
+    largest_block, rest = held.block, held.rest
     several = mesh.accumulation > 1
     until_last = several and (zero <= 1 or mesh.pipeline > 1)
     dropped = zero == 3 and mesh.pipeline == 1  # pipelining keeps a stage's weights gathered
@@ -113,7 +113,7 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     transient = 0 if until_last else rest + 2 * largest_block
     return WorkerMemory(
         weights=stored * formats.kept,
-        optimizer=2 * sum(math.prod(shape) for shape in own.values()) * formats.kept,
+        optimizer=2 * own.total * formats.kept,
         gradients=stored * formats.kept,
         whole_weights=(rest + 2 * largest_block if dropped else whole) * formats.computed,
         whole_gradients=carried,
@@ -123,34 +123,48 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
         pipeline=steps.receive_buffers(),
         ending=2 * rest * formats.summed,
         # On CPUs the norm's fp64 sum copies one tensor at a time.
-        passing=max(math.prod(shape) for shape in own.values()) * _FP64
-        if config.cluster.device == "cpu"
-        else 0,
+        passing=own.largest * _FP64 if config.cluster.device == "cpu" else 0,
     )
 
 
-def held_shapes(model: ModelConfig, mesh: Mesh, stage: int) -> dict[str, Shape]:
-    """Name → shape of each parameter on the workers of a pipeline stage, before FSDP shares it."""
+class _Numbers(NamedTuple):
+    """How many numbers of its parameters a worker has.
+
+    Attributes:
+        block: Of one block.
+        rest: Outside the blocks.
+        blocks: How many blocks.
+        largest: Of the largest parameter.
+    """
+
+    block: int
+    rest: int
+    blocks: int
+    largest: int
+
+    @property
+    def total(self) -> int:
+        """Of all parameters."""
+        return self.blocks * self.block + self.rest
+
+
+@lru_cache(maxsize=4096)
+def _numbers(
+    model: ModelConfig, tensor: int, pipeline: int, stage: int, workers: int, worker: int
+) -> _Numbers:
+    """What a worker of a stage has where FSDP shares it among so many."""
     plan = sharding_plan(model.family, model.tied_embeddings)
-    each = model.num_layers // mesh.chunks
-    held = {}
-    for name, shape in parameter_shapes(model).items():
-        if name.startswith("layers."):
-            _, layer, inner = name.split(".", 2)
-            stages, table = {int(layer) // each % mesh.pipeline}, plan.block
-        else:
-            inner, table = name, plan.rest
-            stages = _ends(name, model, mesh)
-        if stage in stages:
-            held[name] = _tensor_share(inner, shape, table, mesh.tensor)
-    return held
 
+    def count(name: str, shape: Shape, table: Mapping[str, str]) -> int:
+        return math.prod(_share(_tensor_share(name, shape, table, tensor), workers, worker))
 
-def _ends(name: str, model: ModelConfig, mesh: Mesh) -> set[int]:
-    first, last = 0, mesh.pipeline - 1
-    if name == "embed.weight":
-        return {first, last} if model.tied_embeddings else {first}
-    return {first} if name == "positions.weight" else {last}
+    block = [count(name, shape, plan.block) for name, shape in block_shapes(model).items()]
+    rest = [
+        count(name, shape, plan.rest)
+        for name, shape in rest_shapes(model).items()
+        if stage in ends(name, model, pipeline)
+    ]
+    return _Numbers(sum(block), sum(rest), model.num_layers // pipeline, max(block + rest))
 
 
 def _tensor_share(name: str, shape: Shape, plan: Mapping[str, str], tensor: int) -> Shape:
@@ -167,15 +181,6 @@ def _share(shape: Shape, workers: int, worker: int) -> Shape:
     """FSDP's: rows in equal pieces, the last ones shorter or empty."""
     rows = math.ceil(shape[0] / workers)
     return (max(0, min(rows, shape[0] - worker * rows)), *shape[1:])
-
-
-def _largest_block(held: Mapping[str, Shape]) -> int:
-    sums: dict[str, int] = {}
-    for name, shape in held.items():
-        if name.startswith("layers."):
-            layer = name.split(".", 2)[1]
-            sums[layer] = sums.get(layer, 0) + math.prod(shape)
-    return max(sums.values(), default=0)
 
 
 class _Step:

@@ -5,8 +5,8 @@ sharded likewise (torch-xla's `ZeroRedundancyOptimizer`, which NxD's is made of)
 pass come gradients, under bf16_mixed as fp32 sums (its `main_grad`), and what the blocks keep:
 counted operator by operator from `backends/nxd/model.py`, in the manner of Korthikanti et al. 2022
 (arXiv 2205.05198, section 4). Their 34 · tokens · hidden + 5 · heads · seq² bytes a block are 32
-and 6 here: there is no dropout, and the softmax is kept in fp32 beside its bf16 copy. RMSNorm keeps
-two copies in fp32, and keys and values that lie on several workers count on each.
+and 6 here: there is no dropout, and the softmax is kept in fp32 beside its bf16 copy. Between the
+graphs of a pipeline RMSNorm keeps two copies in fp32, and keys and values that lie on several workers count on each.
 
 A step is fullest in the backward pass or at the optimizer's step, where reduced gradients lie
 beside those that they are made of.
@@ -112,9 +112,10 @@ def _backward(
     recipe = config.recipe
     model, mode = recipe.model, recipe.train.activation_checkpointing
     size = _FORMATS[recipe.train.precision].computed
-    block = _block(model, mesh.tensor, mesh.micro_batch, recipe.parallel.sequence, size)
+    apart = mesh.pipeline > 1
+    block = _block(model, mesh.tensor, mesh.micro_batch, recipe.parallel.sequence, size, apart)
     layers = model.num_layers // mesh.chunks
-    copies = _COPIES if mesh.pipeline > 1 else 1
+    copies = _COPIES if apart else 1
     activations = copies * _in_flight(mesh, stage) * layers * block.kept(mode)
     last = stage == mesh.pipeline - 1
     output = _output(model, mesh, block.norm, size) if last else 0
@@ -212,12 +213,25 @@ class _Block(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _block(model: ModelConfig, tensor: int, micro_batch: int, sequence: bool, size: int) -> _Block:
+def _block(
+    model: ModelConfig, tensor: int, micro_batch: int, sequence: bool, size: int, apart: bool
+) -> _Block:
+    """One block's.
+
+    Args:
+        model: The whole model.
+        tensor: Workers that share its matrices.
+        micro_batch: Sequences.
+        sequence: Whether they share the sequence too.
+        size: Bytes of a number that is computed with.
+        apart: Whether forward and backward pass are graphs of their own.
+    """
     tokens, width = micro_batch * model.seq_len, model.hidden_size
     stream = tokens // (tensor if sequence else 1) * width * size
-    # LayerNorm keeps its input; RMSNorm is made of parts that keep two copies in fp32.
+    # A norm's input. RMSNorm is made of parts that keep two copies in fp32, casts that one graph
+    # makes anew and does not keep.
     rms = FAMILIES[model.family].norm == "rms"
-    norm = 2 * stream // size * _FP32 if rms else stream
+    norm = 2 * stream // size * _FP32 if rms and apart else stream
     queries = model.num_heads // tensor * model.head_dim
     keys = max(1, model.kv_heads // tensor) * model.head_dim
     ffn = model.ffn_hidden_size // tensor

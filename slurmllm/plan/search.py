@@ -31,8 +31,9 @@ VARIED = (
 )
 LARGEST = 4096  # nodes
 _LARGEST_MICRO_BATCH = 64
-# Tensor-parallel degrees of AWS's training examples on trn1; fixed, others are tried as well.
-_NEURON_TENSOR = (1, 2, 8, 32)
+# Tensor-parallel degrees of AWS's training examples on trn1, and none. Of others (2 is valid too)
+# nobody has published a run that a prediction could be held against; fixed, they are predicted.
+_NEURON_TENSOR = (1, 8, 32)
 _CHECKPOINTING = ("none", "selective", "full")  # from the fastest to the smallest
 _PARALLEL_RULES = [
     rule for rule in RULES if any(path.startswith("parallel.") for path in rule.paths)
@@ -122,25 +123,25 @@ def smallest_nodes(
 ) -> int | None:
     """The fewest nodes on which some layout fits; None where none up to `LARGEST` do.
 
+    Every count is tried to a little beyond `nodes`, and powers of two from there on.
+
     Args:
         config: As for `search`.
-        nodes: On which nothing fits: more are tried, and then fewer.
+        nodes: On which nothing fits.
         unsupported: As for `search`.
         fixed: As for `search`.
     """
-    more = [*range(nodes + 1, nodes + 65), *(2**power for power in range(13))]
-    counts = [count for count in dict.fromkeys(more) if nodes < count <= LARGEST]
-    for count in [*sorted(counts), *range(min(nodes, 64) - 1, 0, -1)]:
-        if _some_fits(config, count, unsupported, fixed):
-            return count
-    return None
+    closely = min(nodes + 64, LARGEST)
+    counts = {*range(1, closely + 1), *(1 << power for power in range(LARGEST.bit_length()))}
+    fitting = (n for n in sorted(counts) if _some_fits(config, n, unsupported, fixed))
+    return next(fitting, None)
 
 
 def _some_fits(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
 ) -> bool:
     """Whether the smallest variant of some mesh fits."""
-    for layout in _layouts(config, nodes, {*fixed}, smallest=True):
+    for layout in _layouts(config, nodes, fixed, smallest=True):
         changed = _with(config, layout)
         if _reason(changed, layout, nodes, unsupported) is None:
             for size in _micro_batches(config, layout, nodes, fixed)[:1]:
@@ -252,7 +253,9 @@ def _micro_batches(
     found = _cuts(sequences, layout.pipeline, layout.virtual_pipeline)
     if "train.micro_batch" not in fixed or train.micro_batch == "auto":
         return [size for size in found if size <= _LARGEST_MICRO_BATCH]
-    return [size for size in (train.micro_batch,) if sequences % size == 0]
+    size = train.micro_batch
+    rounds = layout.virtual_pipeline == 1 or size in found  # else it leaves stages idle
+    return [size] if sequences % size == 0 and rounds else []
 
 
 @lru_cache(maxsize=4096)

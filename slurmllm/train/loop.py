@@ -61,6 +61,9 @@ class Step(NamedTuple):
         began: time.perf_counter() before it.
         tokens: Trained on so far, this step included.
         data_wait_s: Until this worker had its sequences.
+        forward_backward_s: From there to the loss. None, with `optimizer_s`, where the backend's
+            calls return before the work is done: the host's clock cannot tell the two apart.
+        optimizer_s: From there to the norms of gradient and weights.
         batch: The global batch, as the stream counts them.
     """
 
@@ -70,6 +73,8 @@ class Step(NamedTuple):
     lr: float
     tokens: int
     data_wait_s: float
+    forward_backward_s: float | None
+    optimizer_s: float | None
     loss: SupportsFloat
     grad_norm: SupportsFloat
     param_norm: SupportsFloat
@@ -82,16 +87,25 @@ def one_step(job: Job) -> Step:
     number = job.step + 1
     lr = learning_rate(recipe.optim, recipe.train.steps, number)
     batches = job.micro_batches()
-    data_wait_s = time.perf_counter() - began
+    had_data = time.perf_counter()
     batch = job.stream.batches
     loss = backend.forward_backward(batches, counted_labels(job, batches))
     if not backend.late_readings:
         job.guard.check_finite("loss", float(loss), number, batch)
+    had_loss = time.perf_counter()
     grad_norm = backend.optimizer_step(lr)
     param_norm = backend.param_norm()
+    had_norms = time.perf_counter()
+    in_order = not backend.late_readings
     job.step = number
     job.tokens += job.mesh.global_batch * recipe.model.seq_len
-    return Step(number, batch, began, lr, job.tokens, data_wait_s, loss, grad_norm, param_norm)
+    return Step(
+        number, batch, began, lr, job.tokens,
+        data_wait_s=had_data - began,
+        forward_backward_s=had_loss - had_data if in_order else None,
+        optimizer_s=had_norms - had_loss if in_order else None,
+        loss=loss, grad_norm=grad_norm, param_norm=param_norm,
+    )  # fmt: skip
 
 
 def counted_labels(job: Job, batches: Sequence[MicroBatch]) -> int:
@@ -128,6 +142,8 @@ def read(job: Job, step: Step) -> MetricsRow:
         tokens_per_s=sequences * seq_len / step_time_s,
         step_time_s=step_time_s,
         data_wait_s=step.data_wait_s,
+        forward_backward_s=step.forward_backward_s,
+        optimizer_s=step.optimizer_s,
         time=time.time(),
     )
 

@@ -37,7 +37,7 @@ def refused(recipe: str, nodes: int, *overrides: str) -> ConfigError:
     nodes=st.sampled_from([1, 2, 3, 4, 8, 12, 64, 100]),
     overrides=st.sets(
         st.sampled_from(
-            ["parallel.tensor=8", "parallel.pipeline=2", "parallel.virtual_pipeline=2",
+            ["parallel.tensor=8", "parallel.pipeline=2",
              "parallel.sequence=true", "parallel.zero=1", "train.micro_batch=auto",
              "train.micro_batch=2", ROOMY]
         )

@@ -85,7 +85,8 @@ def trained_on(gang: Gang, words: dict[str, int]) -> list[int]:
 
 def events(run: RunDir, attempt: int) -> list[Event]:
     lines = run.events(attempt).read_text().splitlines()
-    return [e for e in map(Event.model_validate_json, lines) if not e.kind.startswith("save")]
+    found = map(Event.model_validate_json, lines)
+    return [event for event in found if not event.kind.startswith(("save", "memory"))]
 
 
 def test_not_a_number_rolls_back_and_a_kill_after_that_changes_nothing(

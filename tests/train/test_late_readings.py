@@ -70,6 +70,9 @@ def test_rows_are_complete_and_read_late(tmp_path: Path, data: tuple[str, str]) 
     assert lateness == {step: 0 if step in (4, 8, 9) else 1 for step in range(1, 10)}
     times = [row["step_time_s"] for row in rows(run, 0)]
     assert all(seconds > 0 for seconds in times)
+    parts = {"forward_backward_s", "optimizer_s"}
+    assert parts.isdisjoint(rows(run, 0)[-1]), "the host's clock cannot tell them apart"
+    assert parts <= rows(RunDir(tmp_path / "at_once"), 0)[-1].keys()
 
 
 def test_no_number_is_found_before_the_save_that_would_hold_it(

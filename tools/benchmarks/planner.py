@@ -4,12 +4,10 @@ python tools/benchmarks/planner.py [--hardware trn1,p4d,p5] [--fit] [--rows] [--
 
 Prints, for each kind of hardware, how far predicted throughput is from what was published
 (published/*.csv): of the models that the constants were fitted to, and of those that they were not.
-A row counts as tuned where its mesh is one that AWS's recipes choose for the model, and it is within
-a tenth, node by node, of the best figure published for the same layout: others measure an old
-release or a mistake. --fit searches the
-constants anew, by coordinate descent from those in the profile, and prints them; profiles are
-changed by hand. Exit code
-1 where a bound below is missed.
+A row counts as tuned where its mesh is one that AWS's recipes choose for the model, and it is
+within a tenth, node by node, of the best figure published for the same layout: others measure an
+old release or a mistake. --fit searches the constants anew, within the bounds below, and prints
+them; profiles are changed by hand. Exit code 1 where a bound is missed.
 """
 
 from __future__ import annotations
@@ -105,8 +103,9 @@ def _chosen(row: Row) -> bool:
 def _layout(row: Row) -> object:
     mesh, recipe = row.mesh, row.config.recipe
     return (
-        row.model, row.config.cluster.hardware, mesh.tensor, mesh.pipeline, mesh.micro_batch, mesh.accumulation,
-        recipe.model.seq_len, recipe.train.precision, recipe.train.activation_checkpointing,
+        row.model, row.config.cluster.hardware, mesh.tensor, mesh.pipeline, mesh.micro_batch,
+        mesh.accumulation, recipe.model.seq_len, recipe.train.precision,
+        recipe.train.activation_checkpointing,
         recipe.parallel.zero, recipe.parallel.sequence,
     )  # fmt: skip
 

@@ -5,7 +5,8 @@
 For each number of workers this machine is calibrated as `slurmllm plan --calibrate --local` does
 it. Each mesh then trains as runs do (compiled, with the workers' environment), one CPU thread a
 worker; four workers share two cores, in calibration as in training. A step is the median of
-several, of the slowest worker.
+several, of the slowest worker. Others may use the machine meanwhile: between steps a matrix product
+is timed, and a round counts only where that takes as long as calibration says (--rounds).
 
 Memory is the kernel's resident set at its largest within a step (VmHWM), of the worker with the
 most, against the predicted peak and what a worker holds without a model (`reserved_gib`). It is
@@ -36,8 +37,10 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.calibrate.run import calibrate
 from slurmllm.config.hardware import Hardware
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.candidate import Candidate
+from slurmllm.plan.candidate import Candidate, peak_flops
+from slurmllm.plan.flops import Product
 from slurmllm.plan.predict import predict
+from slurmllm.plan.step import product_s
 from slurmllm.supervise.allocation import LocalAllocation
 
 _MODEL = (
@@ -49,6 +52,9 @@ _MODEL = (
 _RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "MALLOC_TOP_PAD_": "0"}
 _MEMORY, _STEP = 0.10, 0.25
 _WARM_UP, _STEPS = 2, 5
+_PRODUCT, _PRODUCTS = Product(512, 2048, 512), 40
+# Between calibration and training; a round in which it changed by more says nothing.
+_SPEED = 0.15
 
 
 @dataclass(frozen=True)
@@ -80,12 +86,13 @@ class Layout:
 LAYOUTS = {
     "one": Layout("neox", (1, 1, 1), ("train.global_batch=4",)),
     "tp2": Layout("gpt3", (2, 1, 1), ("train.global_batch=8",)),
-    "dp2": Layout("llama", (1, 1, 2), ("train.global_batch=8", "parallel.zero=3")),
+    "dp2": Layout(
+        "llama", (1, 1, 2),
+        ("train.global_batch=8", "parallel.zero=3", "train.activation_checkpointing=selective"),
+    ),
     "pp2": Layout("neox", (1, 2, 1), ("train.global_batch=8",)),
     "tp2dp2": Layout(
-        "llama", (2, 1, 2),
-        ("train.global_batch=8", "parallel.zero=2", "parallel.sequence=true",
-         "train.activation_checkpointing=selective"),
+        "llama", (2, 1, 2), ("train.global_batch=8", "parallel.zero=2", "parallel.sequence=true")
     ),
     "pp2dp2": Layout(
         "neox", (1, 2, 2), ("train.global_batch=16", "train.activation_checkpointing=full")
@@ -96,9 +103,29 @@ LAYOUTS = {
 def timed(backend: Backend) -> dict[str, float]:
     """Seconds of some steps, and the resident set at its largest within them."""
     forget()
-    seconds = [step_seconds(backend, step) for step in range(_STEPS + 1)]
-    # The first one takes back from the system what was just given away.
-    return {"step_s": statistics.median(seconds[1:]), "kept": resident("VmHWM")}
+    step_seconds(backend, 0)  # takes back from the system what was just given away
+    seconds, products = [], []
+    for step in range(1, _STEPS + 1):
+        seconds.append(step_seconds(backend, step))
+        products.append(product_seconds(backend))
+    return {
+        "step_s": statistics.median(seconds),
+        "product_s": statistics.median(products),
+        "kept": resident("VmHWM"),
+    }
+
+
+def product_seconds(backend: Backend) -> float:
+    """Of a matrix product, while all workers compute it: how fast the machine is just now."""
+    import torch
+
+    x, weight = torch.randn(_PRODUCT.m, _PRODUCT.k), torch.randn(_PRODUCT.k, _PRODUCT.n)
+    torch.mm(x, weight)
+    backend.gather(None)
+    begun = time.perf_counter()
+    for _ in range(_PRODUCTS):
+        torch.mm(x, weight)
+    return (time.perf_counter() - begun) / _PRODUCTS
 
 
 def largest(backend: Backend) -> dict[str, float]:
@@ -164,11 +191,15 @@ def predicted(config: RunConfig) -> tuple[Candidate, int]:
 def row(name: str, config: RunConfig, found: dict[str, float]) -> dict[str, Any]:
     """Predicted and measured of one mesh."""
     candidate, memory = predicted(config)
+    hardware = config.cluster.hardware
+    assert hardware is not None
+    product = product_s(_PRODUCT, peak_flops(config), 4, hardware)
     return {
         "mesh": name,
         **found,
         "memory_predicted": memory,
         "memory_ratio": memory / found["memory"],
+        "speed": product / found["product_s"],
         "step_predicted": candidate.step.total,
         "step_ratio": candidate.step.total / found["step_s"],
         "parts_s": candidate.step.parts(),
@@ -176,21 +207,24 @@ def row(name: str, config: RunConfig, found: dict[str, float]) -> dict[str, Any]
     }
 
 
+def report(name: str, rows: list[dict[str, Any]]) -> bool:
+    """Print a mesh's line; whether it is as near as it is to be."""
+    memory = middle(rows, "memory_ratio")
+    steady = [one for one in rows if abs(one["speed"] - 1) <= _SPEED]
+    step = middle(steady or rows, "step_ratio")
+    print(
+        f"{name:8} {memory['memory_predicted'] / 1e6:9.0f} {memory['memory'] / 1e6:9.0f} "
+        f"{memory['memory_ratio']:6.3f}   {step['step_predicted']:9.2f} {step['step_s']:9.2f} "
+        f"{step['step_ratio']:6.3f}  {step['speed']:6.2f} {len(steady):3}/{len(rows)}"
+        f"   {memory['kept'] / 1e6:9.0f}"
+    )
+    near = abs(memory["memory_ratio"] - 1) <= _MEMORY and abs(step["step_ratio"] - 1) <= _STEP
+    return bool(near and steady)
+
+
 def middle(rows: list[dict[str, Any]], ratio: str) -> dict[str, Any]:
     """The row with the median of a ratio."""
     return sorted(rows, key=lambda one: float(one[ratio]))[len(rows) // 2]
-
-
-def report(name: str, rows: list[dict[str, Any]]) -> bool:
-    """Print a mesh's line; whether it is as near as it is to be."""
-    memory, step = middle(rows, "memory_ratio"), middle(rows, "step_ratio")
-    ratios = memory["memory_ratio"], step["step_ratio"]
-    print(
-        f"{name:8} {memory['memory_predicted'] / 1e6:9.0f} {memory['memory'] / 1e6:9.0f} "
-        f"{ratios[0]:6.3f}   {step['step_predicted']:9.2f} {step['step_s']:9.2f} {ratios[1]:6.3f}"
-        f"   {memory['kept'] / 1e6:9.0f}"
-    )
-    return abs(ratios[0] - 1) <= _MEMORY and abs(ratios[1] - 1) <= _STEP
 
 
 def main() -> None:
@@ -213,8 +247,9 @@ def main() -> None:
                 say(json.dumps(rows[name][-1]))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
-    print(f"{'':8} {'memory, MB':>27}   {'step, s':>26}   {'kept, MB':>9}")
-    print(f"{'mesh':8}" + f" {'predicted':>9} {'measured':>9} {'ratio':>6}  " * 2)
+    three = f" {'predicted':>9} {'measured':>9} {'ratio':>6}"
+    print(f"{'':8} {'memory, MB':>26}   {'step, s':>26}  {'speed':>6} rounds   {'kept, MB':>9}")
+    print(f"{'mesh':8}{three}  {three}")
     near = [report(name, rows[name]) for name in names]
     print(f"allowed: memory {_MEMORY:.0%}, step {_STEP:.0%}")
     sys.exit(not all(near))

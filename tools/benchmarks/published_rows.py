@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent / "published"
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: family, layers, hidden size, heads, key-value heads, feed-forward size, vocabulary."""
+    """A model: family, layers, width, heads, key-value heads, feed-forward width, vocabulary."""
 
     family: str
     layers: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slurmllm.train.hooks.base import Hook
 from slurmllm.train.hooks.checkpoint import CheckpointHook
 from slurmllm.train.hooks.guard import GuardHook
+from slurmllm.train.hooks.memory import MemoryHook
 from slurmllm.train.hooks.metrics import MetricsHook
 from slurmllm.train.hooks.progress import ProgressHook
 from slurmllm.train.hooks.start_up import StartUpHook
@@ -15,7 +16,8 @@ def make_hooks(job: Job) -> list[Hook]:
     """The hooks of this worker.
 
     Metrics come before the checkpoint: where a checkpoint is, the rows up to it are on disk. The
-    guard comes between them: what has diverged is told and not saved.
+    guard comes between them: what has diverged is told and not saved. Memory is read before a
+    save takes some.
     """
     hooks: list[Hook] = []
     if job.worker.local_rank == 0:
@@ -26,5 +28,7 @@ def make_hooks(job: Job) -> list[Hook]:
         from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
         hooks += [MetricsHook(job), TensorBoardHook(job), ProgressHook(job)]
+    if not job.backend.late_readings:  # no Neuron runtime was seen to count its memory so
+        hooks.append(MemoryHook(job))
     hooks += [GuardHook(job), CheckpointHook(job)]
     return hooks

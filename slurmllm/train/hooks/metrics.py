@@ -19,7 +19,7 @@ class MetricsHook(Hook):
 
     def after_step(self, moment: Moment) -> None:
         """Write and flush the row; make it durable before a checkpoint that leaves it behind."""
-        self._stream.write(moment.row.model_dump_json() + "\n")
+        self._stream.write(moment.row.model_dump_json(exclude_none=True) + "\n")
         self._stream.flush()
         if moment.saving:
             os.fsync(self._stream.fileno())

@@ -19,7 +19,8 @@ from slurmllm.train.job import Job
 
 TAGS = (
     *("loss", "grad_norm", "param_norm", "lr"),
-    *("seq_per_s", "tokens_per_s", "step_time_s", "data_wait_s"),
+    *("seq_per_s", "tokens_per_s", "step_time_s"),
+    *("data_wait_s", "forward_backward_s", "optimizer_s"),
 )
 
 
@@ -36,7 +37,8 @@ class TensorBoardHook(Hook):
     def after_step(self, moment: Moment) -> None:
         """Hand the figures to the writer's thread."""
         row = moment.row
-        values = [Summary.Value(tag=tag, simple_value=getattr(row, tag)) for tag in TAGS]
+        measured = row.model_dump(include=set(TAGS), exclude_none=True)
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in measured.items()]
         self._writer.add_event(
             Event(wall_time=row.time, step=row.step, summary=Summary(value=values))
         )

@@ -1,0 +1,242 @@
+"""From measurements to the figures that the planner reads; torch-free.
+
+Each figure is the one with which the planner's own formula (`plan/step.py`, `plan/collectives.py`)
+gives back what was measured. A maker's peak that the profile already has is kept, as long as
+nothing was faster; without one the peak is the fastest that was seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurmllm.calibrate.sample import Kind, Sample, Task
+from slurmllm.config.hardware import Hardware
+from slurmllm.errors import NodeError
+
+_MOVED_SHARE = 0.8  # of a product's seconds: then it measures memory, not matrix units
+_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class Found:
+    """Figures and what is to be said of them.
+
+    Attributes:
+        hardware: The section.
+        notes: What was not measured and what stands in for it, a line each.
+    """
+
+    hardware: Hardware
+    notes: tuple[str, ...]
+
+
+def hardware_of(
+    samples: Sequence[Sample], task: Task, given: Hardware | None, source: str
+) -> Found:
+    """The figures that measurements come to.
+
+    Args:
+        samples: Of the first worker.
+        task: What was measured.
+        given: The profile's figures so far; rough ones stand in for what is not measured, and
+            count for nothing else.
+        source: Of the figures, as the section says it.
+
+    Raises:
+        NodeError: a measurement is missing.
+    """
+    found = _Samples(samples)
+    notes: list[str] = []
+    # What is not measured stays as it was: the overlap of data-parallel communication, for one.
+    values: dict[str, Any] = given.model_dump(exclude={"source", "rough"}) if given else {}
+    values |= _memory(found, given)
+    values |= _matrices(found, task.precision, given, values["memory_gb_s"])
+    peak = values[f"{task.precision}_tflops"] * 1e12
+    attention = found.one("attention", task.precision)
+    values["attention_efficiency"] = min(1.0, attention.sizes[0] / attention.value / peak)
+    values |= _links(found, task, given, values["memory_gb_s"], notes)
+    values |= _small_costs(found)
+    rounded = {name: float(f"{value:.{_DIGITS}g}") for name, value in values.items()}
+    return Found(Hardware.model_validate({"source": source, **rounded}), tuple(notes))
+
+
+class _Samples:
+    """What was said, by kind."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+
+    def all(self, kind: Kind, of: str = "") -> list[Sample]:
+        """Those of a kind, smallest first."""
+        found = [sample for sample in self._samples if (sample.kind, sample.of) == (kind, of)]
+        return sorted(found, key=lambda sample: sample.sizes)
+
+    def one(self, kind: Kind, of: str = "") -> Sample:
+        """The one of a kind."""
+        return self.several(kind, of, 1)[0]
+
+    def several(self, kind: Kind, of: str = "", least: int = 2) -> list[Sample]:
+        """Those of a kind, which must be at least so many."""
+        found = self.all(kind, of)
+        if len(found) < least:
+            raise NodeError(f"the nodes did not measure {' '.join([kind, of]).strip()}")
+        return found
+
+
+def fit_products(products: Sequence[Sample]) -> tuple[float, float]:
+    """Rate of large products, FLOP/s, and the smallest dimension that reaches half of it.
+
+    Seconds for a FLOP are 1 / rate + half / rate · 1 / d in a product whose smallest dimension is
+    d: least squares of the relative deviation, with no figure below 0.
+
+    Args:
+        products: With sizes [m, n, k] and the seconds of forward product and both gradients.
+    """
+    rows = [(_flops(p) / p.value, 1 / min(p.sizes)) for p in products]
+    # Relative: (rate · slow + rate · half · slow / d - 1)², for slow = FLOP/s as measured.
+    a11 = sum(y * y for y, _ in rows)
+    a12 = sum(y * y * inverse for y, inverse in rows)
+    a22 = sum((y * inverse) ** 2 for y, inverse in rows)
+    b1, b2 = sum(y for y, _ in rows), sum(y * inverse for y, inverse in rows)
+    determinant = a11 * a22 - a12 * a12
+    if determinant > 1e-12 * a11 * a22:
+        one, half = (b1 * a22 - b2 * a12) / determinant, (a11 * b2 - a12 * b1) / determinant
+        if one > 0 and half >= 0:
+            return 1 / one, half / one
+    return a11 / b1, 0.0
+
+
+def _flops(product: Sample) -> float:
+    m, n, k = product.sizes
+    return 3 * 2.0 * m * n * k
+
+
+def _matrices(
+    found: _Samples, precision: str, given: Hardware | None, memory_gb_s: float
+) -> dict[str, float]:
+    """Peaks of both precisions, efficiency and half of the recipe's."""
+    other, width = ("bf16", 4) if precision == "fp32" else ("fp32", 2)
+    limit = memory_gb_s * 1e9
+    products = found.several("product", precision)
+    bound = [p for p in products if 3 * _numbers(p) * width / limit < _MOVED_SHARE * p.value]
+    rate, half = fit_products(bound or products)
+    fastest = max(rate, *(_flops(p) / p.value for p in products))
+    peak = _peak(given, f"{precision}_tflops", fastest / 1e12) * 1e12
+    efficiency = min(1.0, rate / peak)
+    largest = found.several("product", other)[-1]
+    filled = min(largest.sizes) / (min(largest.sizes) + half)
+    of_other = _flops(largest) / largest.value / filled / efficiency
+    kept = _peak(given, f"{other}_tflops", of_other / 1e12)
+    return {
+        f"{precision}_tflops": peak / 1e12,
+        f"{other}_tflops": kept,
+        "matrix_efficiency": efficiency,
+        "matrix_half": half,
+    }
+
+
+def _numbers(product: Sample) -> int:
+    m, n, k = product.sizes
+    return m * k + k * n + m * n
+
+
+def _peak(given: Hardware | None, name: str, fastest: float) -> float:
+    """The profile's figure of that name, or what was faster than that."""
+    if given is None or given.rough:
+        return fastest
+    return max(fastest, float(getattr(given, name)))
+
+
+def _memory(found: _Samples, given: Hardware | None) -> dict[str, float]:
+    """Bandwidth, and the share of it that equal bytes of each kind of elementwise work reach."""
+    works = [found.one("elementwise", of) for of in ("block", "logits", "optimizer")]
+    rates = [sample.sizes[0] / sample.value for sample in (*works, found.one("copy"))]
+    peak = _peak(given, "memory_gb_s", max(rates) / 1e9)
+    mean = len(works) / sum(work.value / work.sizes[0] for work in works)
+    return {
+        "memory_gb_s": peak,
+        "memory_efficiency": mean / 1e9 / peak,
+        "memory_gib": found.one("memory").value / 2**30,
+        "reserved_gib": found.one("reserved").value / 2**30,
+    }
+
+
+def fit_link(found: Sequence[Sample]) -> tuple[float, float]:
+    """Bytes a second that a worker passes on, and seconds of one of log2(workers) hops.
+
+    A gather, or a reduction that scatters, takes (n - 1) / n · bytes / rate + log2(n) · hop, and an
+    all-reduce twice that. The hop follows from the smallest all-reduce; the rate from the largest
+    collectives together, all four halves of them.
+
+    Args:
+        found: Collectives of several sizes over the same group.
+    """
+    workers = found[0].sizes[0]
+    share, hops = (workers - 1) / workers, math.log2(workers)
+    large = max(sample.sizes[1] for sample in found)
+    least = min((s for s in found if s.kind == "all_reduce"), key=lambda s: s.sizes)
+    several = [sample for sample in found if sample.sizes[1] == large]
+    halves = sum(2 if sample.kind == "all_reduce" else 1 for sample in several)
+    each, small = sum(sample.value for sample in several) / halves, least.value / 2
+    # A small message that takes nearly as long as a large one was disturbed.
+    a_byte = max(each - small, 0.1 * each) / (large - least.sizes[1]) / share
+    return 1 / a_byte, max(0.0, small - least.sizes[1] * share * a_byte) / hops
+
+
+def _links(
+    found: _Samples,
+    task: Task,
+    given: Hardware | None,
+    memory_gb_s: float,
+    notes: list[str],
+) -> dict[str, float]:
+    measured: dict[str, tuple[float, float]] = {}  # where → GB/s, microseconds of a hop
+    for where, rings in (("node", 1), ("network", task.workers)):
+        kinds: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+        samples = [sample for kind in kinds for sample in found.all(kind, where)]
+        if samples:
+            rate, hop = fit_link(samples)
+            measured[where] = rate * rings / 1e9, hop * 1e6
+    values: dict[str, float] = {}
+    for where, name, lacking in (
+        ("node", "node_link", "a node has one worker"),
+        ("network", "network", "there was one node"),
+    ):
+        if where in measured:
+            gb_s, hop_us = measured[where]
+            peak = _peak(given, f"{name}_gb_s", gb_s)
+            efficiency = gb_s / peak
+        elif given is not None:
+            whose = "the profile's guess" if given.rough else "the profile's own"
+            notes.append(f"{name}_…: {whose}, for {lacking}")
+            peak = getattr(given, f"{name}_gb_s")
+            efficiency = getattr(given, f"{name}_efficiency")
+            hop_us = getattr(given, f"{name}_latency_us")
+        else:
+            other = next(iter(measured.values()), (memory_gb_s, 0.0))
+            (peak, hop_us), efficiency = other, 1.0
+            stead = "the other link's" if measured else "memory_gb_s"
+            notes.append(f"{name}_…: {stead}, for {lacking}")
+        values |= {
+            f"{name}_gb_s": peak,
+            f"{name}_efficiency": efficiency,
+            f"{name}_latency_us": hop_us,
+        }
+    return values
+
+
+def _small_costs(found: _Samples) -> dict[str, float]:
+    """Of a block's operators and of a step, by tiny models of few and of more layers.
+
+    The planner counts forward once and backward twice.
+    """
+    few, *_, many = found.several("step")
+    layers, micro_batches = many.sizes[0] - few.sizes[0], few.sizes[1]
+    layer = max(0.0, (many.value - few.value) / layers)
+    return {
+        "operator_us": layer / micro_batches / 3 * 1e6,
+        "step_overhead_s": max(0.0, few.value - few.sizes[0] * layer),
+    }

@@ -1,0 +1,1 @@
+"""The measuring program; the only part of calibration that imports torch."""

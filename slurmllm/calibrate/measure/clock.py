@@ -1,0 +1,95 @@
+"""Seconds of a piece of work, while all workers do the same."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from slurmllm.calibrate.sample import Kind, Sample
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something to measure.
+
+    Attributes:
+        kind: As in `Sample`.
+        of: Likewise.
+        sizes: Likewise.
+        work: What is timed.
+        together: Whether all workers must do it equally often, as collectives.
+    """
+
+    kind: Kind
+    of: str
+    sizes: tuple[int, ...]
+    work: Work
+    together: bool = False
+
+
+def measure(items: Sequence[Item], device: torch.device, budget_s: float, rounds: int) -> None:
+    """Measure all of them in turn, several times; the first worker says what was found.
+
+    A slow moment of the machine thus spoils one round of some and not one of them wholly. Workers
+    begin each item at the same moment, and its seconds are the mean over them: they share a node's
+    memory, CPUs and links as in training.
+
+    Args:
+        items: The same on all workers.
+        device: Where they are done.
+        budget_s: For each item and round.
+        rounds: Of which the median counts.
+    """
+    seconds = [[_seconds(item, device, budget_s) for item in items] for _ in range(rounds)]
+    own = [statistics.median(of_item) for of_item in zip(*seconds, strict=True)]
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    if dist.get_rank() == 0:
+        for item, values in zip(items, zip(*everyone, strict=True), strict=True):
+            value = statistics.fmean(values)
+            Sample(kind=item.kind, of=item.of, sizes=item.sizes, value=value).say()
+
+
+def _seconds(item: Item, device: torch.device, budget_s: float) -> float:
+    item.work()
+    wait(device)
+    dist.barrier()
+    if not item.together:
+        return _repeated(item.work, device, budget_s)
+    once = torch.tensor(_counted(item.work, device, 1), device=device)
+    dist.all_reduce(once, dist.ReduceOp.MAX)
+    count = max(2, min(1000, round(budget_s / float(once))))
+    return _counted(item.work, device, count) / count
+
+
+def _repeated(work: Work, device: torch.device, budget_s: float) -> float:
+    """Mean seconds of as many calls as the budget has room for."""
+    begun, count = time.perf_counter(), 0
+    while count == 0 or time.perf_counter() - begun < budget_s:
+        work()
+        count += 1
+        if device.type == "cuda" and count % 10 == 0:
+            wait(device)
+    wait(device)
+    return (time.perf_counter() - begun) / count
+
+
+def _counted(work: Work, device: torch.device, count: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(count):
+        work()
+    wait(device)
+    return time.perf_counter() - begun
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,143 @@
+"""What a worker computes: matrix products, attention, copies, elementwise work, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slurmllm.backends.native.graph_passes import slow_bf16
+from slurmllm.calibrate.measure.clock import Item
+from slurmllm.config.recipe import ModelConfig
+from slurmllm.model.decoder import ACTIVATIONS, make_norm
+from slurmllm.model.output import softmax_, statistics
+from slurmllm.model.rotary import rotary_table, rotate
+from slurmllm.plan.flops import attention_flops, block_elements
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_HEAD = 64
+
+
+def products(device: torch.device, tokens: int, widths: tuple[int, ...]) -> Iterator[Item]:
+    """A block's first feed-forward matrix and its two gradients, at several widths.
+
+    Sizes are [m, n, k] of the forward product; the seconds are those of all three.
+    """
+    for precision, kind in _DTYPES.items():
+        if device.type == "cpu" and kind == torch.bfloat16 and slow_bf16():
+            kind = torch.float32  # as compiled blocks compute them there
+        for width in widths:
+            x = torch.randn(tokens, width, device=device, dtype=kind)
+            weight = torch.randn(4 * width, width, device=device, dtype=kind)
+            gradient = torch.randn(tokens, 4 * width, device=device, dtype=kind)
+
+            def work(x: Tensor = x, weight: Tensor = weight, gradient: Tensor = gradient) -> None:
+                torch.mm(x, weight.T)
+                torch.mm(gradient, weight)
+                torch.mm(gradient.T, x)
+
+            yield Item("product", precision, (tokens, 4 * width, width), work)
+
+
+def attention(model: ModelConfig, precision: str, device: torch.device, batch: int) -> Item:
+    """Attention's core, forward and backward."""
+    shape = (batch, model.num_heads, model.seq_len, model.head_dim)
+    q, k, v = (
+        torch.randn(shape, device=device, dtype=_DTYPES[precision], requires_grad=True)
+        for _ in range(3)
+    )
+    gradient = torch.randn(shape, device=device, dtype=_DTYPES[precision])
+
+    def work() -> None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), gradient)
+
+    flops = 3 * attention_flops(model, batch * model.seq_len, 1)
+    return Item("attention", precision, (flops,), work)
+
+
+def copy(device: torch.device, many_bytes: int) -> Item:
+    """From one place in memory to another: each byte is read and written."""
+    source = torch.ones(many_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return Item("copy", "", (2 * many_bytes,), lambda: target.copy_(source))
+
+
+def elementwise(
+    model: ModelConfig, precision: str, device: torch.device, batch: int, compiled: bool
+) -> Iterator[Item]:
+    """A block without its products, the passes over the logits, the optimizer's update.
+
+    Bytes are those that the planner counts for the same work (`plan/flops.py`, `plan/step.py`), so
+    that what a processor's caches spare it is part of what is measured.
+    """
+    made: Callable[[Any], Any] = _compile if compiled else lambda function: function
+    tokens, kind = batch * model.seq_len, _DTYPES[precision]
+    width = torch.empty((), dtype=kind).element_size()
+    yield Item(
+        "elementwise", "block", (3 * block_elements(model, tokens, 1, False) * width,),
+        _block(model, tokens, kind, device, made),
+    )  # fmt: skip
+    logits = torch.randn(tokens, model.padded_vocab_size, device=device, dtype=kind)
+    sums, softmax = made(statistics), made(softmax_)
+
+    def over_logits() -> None:
+        largest, total = sums(logits)
+        softmax(logits, largest + total.log())
+
+    # The planner counts four passes in fp32; two of them are made by the products.
+    yield Item("elementwise", "logits", (4 * logits.numel() * 4,), over_logits)
+    weights = [torch.nn.Parameter(torch.randn(1 << 22, device=device)) for _ in range(8)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    update = torch.optim.AdamW(weights, lr=1e-3, fused=True)
+
+    def optimize() -> None:
+        for weight in weights:
+            torch.linalg.vector_norm(weight.grad)
+        update.step()
+
+    yield Item("elementwise", "optimizer", (8 * 8 * (1 << 22) * 4,), optimize)
+
+
+def _compile(function: Callable[..., Any]) -> Any:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _block(
+    model: ModelConfig,
+    tokens: int,
+    kind: torch.dtype,
+    device: torch.device,
+    made: Callable[[Any], Any],
+) -> Callable[[], None]:
+    """Norms, residual sums, rotary positions and activation, forward and backward."""
+    heads = (1, tokens, model.num_heads, model.head_dim)
+    stream, wide = (tokens, model.hidden_size), (tokens, model.ffn_hidden_size)
+    norms = [make_norm(model).to(device, kind) for _ in range(2)]
+    table = rotary_table(tokens, model.head_dim, model.rotary_pct, model.rotary_base).to(device)
+    activation = ACTIVATIONS[model.activation]
+
+    def forward(
+        x: Tensor, attended: Tensor, fed: Tensor, q: Tensor, k: Tensor, up: Tensor
+    ) -> tuple[Tensor, ...]:
+        first, second = (norm(x) for norm in norms)
+        turned = rotate(q, table), rotate(k, table)
+        return first, second, x + attended + fed, *turned, activation(up)
+
+    shapes = (stream, stream, stream, heads, heads, wide)
+    inputs = [torch.randn(shape, device=device, dtype=kind, requires_grad=True) for shape in shapes]
+    gradients = [
+        torch.randn(shape, device=device, dtype=kind)
+        for shape in (stream, stream, stream, heads, heads, wide)
+    ]
+    learnt = [*inputs, *(p for norm in norms for p in norm.parameters())]
+    function = made(forward)
+
+    def work() -> None:
+        torch.autograd.grad(function(*inputs), learnt, gradients)
+
+    return work

@@ -1,0 +1,110 @@
+"""One worker of a measurement: `python -m slurmllm.calibrate.measure.worker TASK`.
+
+torchrun's variables say which; `slurmllm.calibrate.node` sets them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from slurmllm.backends.host_memory import host_memory
+from slurmllm.calibrate.measure import computing, links
+from slurmllm.calibrate.measure.clock import Item, measure
+from slurmllm.calibrate.measure.scale import Scale, scale_of
+from slurmllm.calibrate.measure.training import LAYERS, MICRO_BATCHES, step_seconds
+from slurmllm.calibrate.sample import Sample, Task
+
+_LIMIT = timedelta(seconds=120)
+
+
+def main(text: str) -> None:
+    """Measure; the first worker says what was found."""
+    task = Task.model_validate_json(text)
+    local_rank, first = int(os.environ["LOCAL_RANK"]), os.environ["RANK"] == "0"
+    device = torch.device(task.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    _progress("a tiny model, for what steps and libraries cost by themselves", first)
+    tiny = {layers: step_seconds(task, layers, local_rank) for layers in LAYERS}
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_LIMIT)
+    _say_mean(Sample(kind="reserved", value=_reserved(device)))
+    _say_mean(Sample(kind="memory", value=_memory(device, task.sharing)))
+    for layers, seconds in tiny.items():
+        _say_mean(Sample(kind="step", sizes=(layers, MICRO_BATCHES), value=seconds))
+    scale = scale_of(task)
+    for words, items in _parts(task, scale, device).items():
+        _progress(words, first)
+        measure(list(items()), device, scale.budget_s, scale.rounds)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _parts(
+    task: Task, scale: Scale, device: torch.device
+) -> dict[str, Callable[[], Iterable[Item]]]:
+    """What is measured, by the words that announce it; made when its turn comes."""
+    model, precision, batch = scale.model, task.precision, scale.batch
+    found: dict[str, Callable[[], Iterable[Item]]] = {
+        "matrix products": lambda: computing.products(device, scale.tokens, scale.widths),
+        "attention": lambda: [computing.attention(model, precision, device, batch)],
+        "memory": lambda: [computing.copy(device, scale.copied_bytes)],
+        "elementwise work": lambda: computing.elementwise(
+            model, precision, device, batch, task.compiled
+        ),
+    }
+    if task.nodes * task.workers > 1:
+        found["collectives"] = lambda: links.collectives(
+            task.nodes, task.workers, device, scale.collective_bytes
+        )
+    return found
+
+
+def _reserved(device: torch.device) -> int:
+    """Bytes of the device that are held without a model."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+    with suppress(OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]  # proc(5): resident
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _memory(device: torch.device, sharing: int) -> int:
+    """Bytes of the device, or a worker's share of the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return host_memory(sharing).limit_bytes
+
+
+def _say_mean(sample: Sample) -> None:
+    """Say the mean over all workers."""
+    values = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, sample.value)
+    if dist.get_rank() == 0:
+        sample.model_copy(update={"value": statistics.fmean(values)}).say()
+
+
+def _progress(words: str, first: bool) -> None:
+    if first:
+        Sample(kind="progress", of=words).say()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

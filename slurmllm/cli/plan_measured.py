@@ -1,0 +1,92 @@
+"""What `slurmllm plan` measures: the figures of nodes (--calibrate), and a run (--against)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from slurmllm.analysis.against import Expected
+    from slurmllm.plan.candidate import Candidate
+
+
+def calibrate(
+    cluster: str | None,
+    overrides: Sequence[str],
+    nodes: int | None,
+    local: bool,
+    out: str | None,
+    job: Mapping[str, str | None],
+    as_json: bool,
+) -> None:
+    """Measure nodes, and write or print the cluster profile with their figures."""
+    import json
+
+    from slurmllm.calibrate.nodes import nodes_at_hand
+    from slurmllm.calibrate.profile import check_target, profile_text, write_profile
+    from slurmllm.calibrate.run import calibrate as measure
+    from slurmllm.config.resolve import resolve
+
+    # Profiles are read beside a recipe; of this one, the backend's name at most is used.
+    config = resolve("tiny_neox", cluster, overrides)
+    if out is not None:
+        check_target(Path(out))
+    again = ["plan", "--calibrate", *([f"--cluster={cluster}"] if cluster else [])]
+    again += [f"--set={override}" for override in overrides]
+    again += [f"--out={Path(out).resolve()}"] if out else []
+    again += ["--json"] * as_json
+    allocation = nodes_at_hand(config, again, nodes=nodes, local=local, options=job)
+    found = measure(config, allocation, lambda line: click.echo(line, err=True))
+    if out is not None:
+        write_profile(config.cluster, found, Path(out))
+    if as_json:
+        hardware = found.hardware.model_dump(mode="json")
+        text = {"hardware": hardware, "nodes": list(found.nodes), "notes": list(found.notes)}
+        click.echo(json.dumps({**text, "seconds": found.seconds, "out": out}, indent=2))
+        return
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    if out is None:
+        click.echo(profile_text(config.cluster, found), nl=False)
+        return
+    click.echo(f"profile  {out}: measured on {', '.join(found.nodes)} in {found.seconds:.0f} s")
+    click.echo(f"next     slurmllm plan RECIPE --nodes N --cluster {out}")
+
+
+def against(name: str, cluster: str | None, runs_dir: str | None, as_json: bool) -> None:
+    """Print the prediction for a run beside what it measured."""
+    import json
+
+    from slurmllm.analysis.against import against_run
+    from slurmllm.rundir import find_run, runs_root
+
+    found = against_run(find_run(name, runs_root(runs_dir)), cluster, _expect)
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2))
+        return
+    from slurmllm.cli.plan_tables import print_against
+
+    print_against(found)
+    for warning in found.warnings:
+        click.echo(f"warning: {warning}")
+
+
+def _expect(candidate: Candidate) -> Expected:
+    """What is foreseen of a run beside its steps."""
+    from slurmllm.analysis.against import Expected
+    from slurmllm.plan.parameters import parameters
+    from slurmllm.simulate.assumed import assumed, losses
+
+    config, nodes = candidate.config, candidate.mesh.nodes
+    asynchronous = config.recipe.checkpoint.asynchronous
+    size = parameters(config.recipe.model)
+    durations, save = assumed(size, nodes, config.cluster.device, asynchronous)
+    return Expected(
+        start_up_s=durations.start_up[0],
+        first_step_s=durations.first_step[0],
+        save_waited_s=save.waited_s,
+        effective=losses(config, nodes, candidate.step.total).effective,
+    )

@@ -1,0 +1,258 @@
+"""Why a layout was chosen and others were not, in words; every word follows from the figures.
+
+The reasoning is that of HLAT (arXiv 2404.10630) and of Narayanan et al. 2021 (arXiv 2104.04473):
+tensor parallelism on the fastest links, pipeline stages on groups of nodes, data parallelism over
+what is left. What the links of a layout carry and what its memory holds is said; where the figures
+speak against that order, so does the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from slurmllm.plan.candidate import Candidate, MemoryUse
+from slurmllm.plan.collectives import Group, data_group, group, rate, tensor_group
+from slurmllm.plan.predict import known_hardware
+from slurmllm.plan.traffic import traffic
+
+GIB = 2**30
+_RUNNERS_UP = 2
+_CHECKPOINTING = ("none", "selective", "full")  # the more of it, the less memory
+
+
+def describe(candidate: Candidate) -> str:
+    """`TP 32 × PP 8 × DP 4, micro batch 1, selective checkpointing, ZeRO 1, sequence parallel`."""
+    recipe = candidate.config.recipe
+    words = [degrees(candidate), f"micro batch {candidate.mesh.micro_batch}"]
+    words.append(_checkpointing(recipe.train.activation_checkpointing))
+    words.append(f"ZeRO {recipe.parallel.zero}")
+    if recipe.parallel.sequence:
+        words.append("sequence parallel")
+    return ", ".join(words)
+
+
+def degrees(candidate: Candidate) -> str:
+    """`TP 32 × PP 8 × DP 4`; `PP 8 (2 chunks)` where interleaved."""
+    mesh = candidate.mesh
+    chunks = f" ({mesh.virtual_pipeline} chunks)" if mesh.virtual_pipeline > 1 else ""
+    return f"TP {mesh.tensor} × PP {mesh.pipeline}{chunks} × DP {mesh.data}"
+
+
+def describe_memory(memory: MemoryUse, most: int = 3) -> str:
+    """`14.1 of 15.75 GiB: activations 6.02, weights 4.11, optimizer 3.05, …`."""
+    parts = sorted(memory.parts.items(), key=lambda part: -part[1])
+    named = [f"{name.replace('_', ' ')} {_gib(size)}" for name, size in parts[:most] if size]
+    rest = ["…"] if sum(size > 0 for _, size in parts) > most else []
+    whole = f"{_gib(memory.peak)} of {_gib(memory.limit)} GiB"
+    return f"{whole}: {', '.join([*named, *rest])}"
+
+
+def why_too_large(memory: MemoryUse) -> str:
+    """The same, with what is too much."""
+    return f"{describe_memory(memory)}; {_gib(memory.peak - memory.limit)} GiB too much"
+
+
+def explain(fitting: Sequence[Candidate], too_large: Sequence[Candidate]) -> list[str]:
+    """Why the first layout is the best: its links, its bubble, its memory, and the runners-up.
+
+    Args:
+        fitting: Layouts that fit, the best first; at least one.
+        too_large: Those that do not.
+
+    Returns:
+        Lines; those that belong to one before them are indented.
+    """
+    best = fitting[0]
+    lines = [f"best: {describe(best)}: {_speed(best)}"]
+    lines += [f"  {line}" for line in _of_one(best)]
+    lines += [f"  {line}" for line in _memory_limits(best, fitting, too_large)]
+    for other in _runners_up(fitting):
+        lines.append(f"runner-up: {describe(other)}: {_speed(other)}")
+        lines += [f"  {line}" for line in (_slower(best, other), *_of_one(other))]
+    said = {"micro_batch"}, {"activation_checkpointing"}  # among what limits the best one's memory
+    faster = [
+        one
+        for one in too_large
+        if one.seq_per_s > best.seq_per_s and differs(one, best) not in said
+    ]
+    if faster:
+        nearest = min(faster, key=lambda one: one.memory.peak)
+        lines.append(
+            f"faster, but too large: {describe(nearest)}: {nearest.seq_per_s:.4g} seq/s; "
+            f"{why_too_large(nearest.memory)}"
+        )
+    return lines
+
+
+def _runners_up(fitting: Sequence[Candidate]) -> list[Candidate]:
+    """The best of other tensor and pipeline degrees; where there are none, the next in order."""
+    found = {(fitting[0].mesh.tensor, fitting[0].mesh.pipeline): fitting[0]}
+    for candidate in fitting[1:]:
+        found.setdefault((candidate.mesh.tensor, candidate.mesh.pipeline), candidate)
+    others = list(found.values())[1:]
+    others += [candidate for candidate in fitting[1:] if candidate not in others]
+    return others[:_RUNNERS_UP]
+
+
+def _of_one(candidate: Candidate) -> Iterator[str]:
+    """What the links of a layout carry, and its bubble."""
+    yield _tensor(candidate)
+    yield from _pipeline(candidate)
+    yield _data(candidate)
+
+
+def _tensor(candidate: Candidate) -> str:
+    mesh, members = candidate.mesh, tensor_group(candidate.mesh)
+    if mesh.tensor == 1:
+        return "tensor parallel: none, each device computes whole matrices"
+    hardware = known_hardware(candidate.config)
+    carried, seconds = traffic(candidate).tensor, candidate.step.tensor
+    line = (
+        f"tensor parallel {_where(members)}: a device passes on {_bytes(carried)} a step at "
+        f"{rate(members, hardware) / 1e9:.3g} GB/s, {_part(candidate, seconds)}"
+    )
+    if members.within_node and mesh.nodes > 1:
+        share = rate(group(mesh.devices_per_node, mesh.nodes, mesh.devices_per_node), hardware)
+        line += f"; its share of the network is {share / 1e9:.3g} GB/s"
+    return line
+
+
+def _pipeline(candidate: Candidate) -> Iterator[str]:
+    mesh, step = candidate.mesh, candidate.step
+    if mesh.pipeline == 1:
+        yield "pipeline: none, no stage waits for another"
+        return
+    devices = mesh.tensor * mesh.data
+    if devices >= mesh.devices_per_node:
+        nodes = devices / mesh.devices_per_node
+        where = f"{mesh.pipeline} stages of {nodes:g} node{'s' * (nodes != 1)} each"
+    else:
+        where = f"{mesh.pipeline} stages of {devices} device{'s' * (devices != 1)} each"
+    yield (
+        f"pipeline over {where}: a device hands {_bytes(traffic(candidate).stages)} a step to its "
+        f"neighbours, {_part(candidate, step.transfer)}"
+    )
+    waits = (mesh.pipeline - 1) / mesh.virtual_pipeline
+    turns = "turn" if waits == 1 else "turns"
+    chunks = f" / {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
+    yield (
+        f"bubble: ({mesh.pipeline} stages - 1){chunks} = {waits:g} {turns} beside those of the "
+        f"{mesh.accumulation} micro batches of a step, {_part(candidate, step.bubble)}"
+    )
+
+
+def _data(candidate: Candidate) -> str:
+    mesh, members = candidate.mesh, data_group(candidate.mesh)
+    if mesh.data == 1:
+        return "data parallel: none, one copy of the model"
+    carried, left = traffic(candidate), candidate.step.data
+    speed = rate(members, known_hardware(candidate.config)) / 1e9
+    hidden = carried.data_s - left
+    also = f", another {_seconds(hidden)} while it computes" if hidden > 0 else ""
+    return (
+        f"data parallel {_where(members)}: a device passes on {_bytes(carried.data)} of gradients "
+        f"and weights a step at {speed:.3g} GB/s, {_part(candidate, left)}{also}"
+    )
+
+
+def _memory_limits(
+    best: Candidate, fitting: Sequence[Candidate], too_large: Sequence[Candidate]
+) -> Iterator[str]:
+    """What the device holds, and what a larger micro batch or less checkpointing would need."""
+    yield f"memory: {describe_memory(best.memory)}"
+    everything = (*fitting, *too_large)
+    larger = [c for c in everything if differs(c, best) == {"micro_batch"}]
+    larger = [c for c in larger if c.mesh.micro_batch > best.mesh.micro_batch]
+    if larger:
+        following = min(larger, key=lambda c: c.mesh.micro_batch)
+        yield f"micro batch {following.mesh.micro_batch} {_compared(following, best)}"
+    level = _CHECKPOINTING.index(best.config.recipe.train.activation_checkpointing)
+    for how in reversed(_CHECKPOINTING[:level]):
+        for other in everything:
+            held = other.config.recipe.train.activation_checkpointing
+            if held == how and differs(other, best) == {"activation_checkpointing"}:
+                yield f"{_checkpointing(how)} {_compared(other, best)}"
+                return
+
+
+def _compared(other: Candidate, best: Candidate) -> str:
+    if not other.fits:
+        return f"would need {why_too_large(other.memory)}"
+    return f"would fit ({_gib(other.memory.peak)} GiB): {_slower(best, other)}"
+
+
+def _slower(best: Candidate, other: Candidate) -> str:
+    """`8 % slower: tensor +3.1 s, bubble +1.2 s, data -0.4 s a step`, the largest first."""
+    mine, theirs = best.step.parts(), other.step.parts()
+    apart = {name: theirs[name] - mine[name] for name in mine}
+    threshold = 0.001 * best.step.total
+    named = sorted(
+        (part for part in apart.items() if abs(part[1]) >= threshold),
+        key=lambda part: -abs(part[1]),
+    )
+    parts = ", ".join(f"{name} {'+' if s > 0 else '-'}{_seconds(abs(s))}" for name, s in named)
+    less = 1 - other.seq_per_s / best.seq_per_s
+    speed = f"{100 * less:.1f} % fewer seq/s" if round(100 * less, 1) else "as fast"
+    return f"{speed}: {parts} a step" if parts else speed
+
+
+def settings(candidate: Candidate) -> dict[str, int | bool | str]:
+    """A layout's settings, by the names that `plan --json` gives them."""
+    mesh, recipe = candidate.mesh, candidate.config.recipe
+    return {
+        "tensor": mesh.tensor,
+        "pipeline": mesh.pipeline,
+        "virtual_pipeline": mesh.virtual_pipeline,
+        "data": mesh.data,
+        "micro_batch": mesh.micro_batch,
+        "sequence": recipe.parallel.sequence,
+        "activation_checkpointing": recipe.train.activation_checkpointing,
+        "zero": recipe.parallel.zero,
+    }
+
+
+def differs(one: Candidate, other: Candidate) -> set[str]:
+    """Names of the settings in which two layouts differ."""
+    return {name for name, value in settings(one).items() if settings(other)[name] != value}
+
+
+def _speed(candidate: Candidate) -> str:
+    parts = sorted(candidate.step.parts().items(), key=lambda part: -part[1])
+    total = candidate.step.total
+    shares = ", ".join(f"{name} {100 * s / total:.0f} %" for name, s in parts if s >= 0.005 * total)
+    return (
+        f"{candidate.seq_per_s:.4g} seq/s, MFU {100 * candidate.mfu:.1f} %, "
+        f"{_seconds(total)} a step: {shares}"
+    )
+
+
+def _where(members: Group) -> str:
+    if members.within_node:
+        return f"{members.size} inside the node"
+    return f"{members.size} over {members.nodes} nodes"
+
+
+def _part(candidate: Candidate, seconds: float) -> str:
+    return f"{_seconds(seconds)}, {100 * seconds / candidate.step.total:.1f} % of the step"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds == 0 or seconds >= 0.9995:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _checkpointing(how: str) -> str:
+    return f"{'no' if how == 'none' else how} checkpointing"
+
+
+def _bytes(count: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count / 1e3:.3g} kB"
+
+
+def _gib(size: int) -> str:
+    count = size / GIB
+    return f"{count:.2f}" if count >= 0.1 else f"{count:.2g}"

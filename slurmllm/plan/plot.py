@@ -1,0 +1,147 @@
+"""The picture of a plan: throughput and dollars against nodes, and memory against the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+from slurmllm.plan.candidate import MemoryUse
+
+# Okabe and Ito 2008 ("Color universal design"): told apart by readers who do not see all colours.
+# Neighbours differ in lightness, for print.
+_COLORS = (
+    "#0072b2", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#56b4e9", "#cc79a7", "#000000",
+)  # fmt: skip
+_HATCHES = ("", "///", "...")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_GIB = 2.0**30
+_WHOLE = StrMethodFormatter("{x:,.0f}")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One recipe's best layouts.
+
+    Attributes:
+        label: The recipe's name.
+        nodes: Node counts, ascending.
+        tokens_per_s: Of the best layout on each.
+        usd: To the end of the training on each; None where no price is known.
+    """
+
+    label: str
+    nodes: Sequence[int]
+    tokens_per_s: Sequence[float]
+    usd: Sequence[float] | None
+
+
+def picture(curves: Sequence[Curve], layouts: Mapping[str, MemoryUse]) -> Figure:
+    """Draw the panels that there is something to say in.
+
+    Args:
+        curves: A line each; those over a single node count are left out.
+        layouts: Label → memory of a worker, a bar each.
+    """
+    curves = [curve for curve in curves if len(curve.nodes) > 1]
+    priced = [curve for curve in curves if curve.usd is not None]
+    draws = [_draw_throughput] * bool(curves) + [_draw_cost] * bool(priced)
+    bars = 1.6 + 0.45 * len(layouts) if layouts else 0.0
+    lines = 4.2 if draws else 0.0
+    figure = Figure(figsize=(11, bars + lines), dpi=120, layout="constrained")
+    rows = figure.subfigures(
+        bool(draws) + bool(layouts), 1, squeeze=False,
+        height_ratios=[height for height in (lines, bars) if height],
+    )[:, 0]  # fmt: skip
+    if draws:
+        panels = rows[0].subplots(1, len(draws), squeeze=False)[0]
+        for axes, draw in zip(panels, draws, strict=True):
+            draw(axes, priced if draw is _draw_cost else curves)
+    if layouts:
+        _draw_memory(rows[-1], layouts)
+    return figure
+
+
+def _draw_throughput(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Lines on logarithmic axes; dashed: each curve's first point, scaled without a loss."""
+    for number, curve in enumerate(curves):
+        _line(axes, number, curve, curve.tokens_per_s)
+        first = curve.tokens_per_s[0] / curve.nodes[0]
+        ideal = [first * nodes for nodes in curve.nodes]
+        axes.plot(curve.nodes, ideal, color="#777777", linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.plot([], [], color="#777777", linewidth=1.0, linestyle=(0, (4, 3)), label="no loss")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(_WHOLE)
+    axes.set_ylabel("tokens/s")
+    _nodes_axis(axes, curves)
+
+
+def _draw_cost(axes: Axes, curves: Sequence[Curve]) -> None:
+    for number, curve in enumerate(curves):
+        assert curve.usd is not None
+        _line(axes, number, curve, curve.usd)
+    axes.set_ylim(0, 1.1 * max(usd for curve in curves for usd in curve.usd or ()))
+    axes.set_ylabel("dollars to the end")
+    axes.yaxis.set_major_formatter(_WHOLE)
+    _nodes_axis(axes, curves)
+
+
+def _line(axes: Axes, number: int, curve: Curve, values: Sequence[float]) -> None:
+    axes.plot(
+        curve.nodes, values, label=curve.label, color=_COLORS[number % len(_COLORS)],
+        marker=_MARKERS[number % len(_MARKERS)], linewidth=1.8,
+    )  # fmt: skip
+
+
+def _nodes_axis(axes: Axes, curves: Sequence[Curve]) -> None:
+    counts = sorted({nodes for curve in curves for nodes in curve.nodes})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [f"{count:,}" for count in counts])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("nodes")
+    legend = axes.legend(fontsize=9, frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    _tidy(axes)
+
+
+def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
+    """A stacked bar a layout, and the limit."""
+    axes: Axes = figure.subplots()
+    labels, uses = list(layouts), list(layouts.values())
+    left = [0.0] * len(uses)
+    for number, part in enumerate(dict.fromkeys(part for use in uses for part in use.parts)):
+        widths = [use.parts.get(part, 0) / _GIB for use in uses]
+        if not any(widths):
+            continue
+        axes.barh(
+            range(len(uses)), widths, left=left, label=part.replace("_", " "), height=0.7,
+            color=_COLORS[number % len(_COLORS)], edgecolor="white", linewidth=0.5,
+            hatch=_HATCHES[number // len(_COLORS) % len(_HATCHES)],
+        )  # fmt: skip
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    limits = [use.limit / _GIB for use in uses]
+    named = f"limit, {limits[0]:.4g} GiB" if len(set(limits)) == 1 else "limit"
+    ends = [number + half for number in range(len(uses)) for half in (-0.5, 0.5)]
+    axes.plot(
+        [limit for limit in limits for _ in range(2)], ends, color="#b00020", linewidth=2.0,
+        label=named,
+    )  # fmt: skip
+    axes.set_xlim(0, 1.04 * max(*limits, *left))
+    axes.set_yticks(range(len(labels)), labels, parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of the device that needs the most")
+    figure.legend(loc="outside upper center", ncols=8, frameon=False, fontsize=8)
+    _tidy(axes)
+    axes.grid(visible=False, axis="y")
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(visible=True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,146 @@
+"""Figures from measurements: what made the measurements up comes out again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmllm.calibrate.fits import fit_link, fit_products, hardware_of
+from slurmllm.calibrate.sample import Sample, Task
+from slurmllm.config.hardware import Hardware
+from slurmllm.errors import NodeError
+from slurmllm.plan.collectives import gather_s, group
+from slurmllm.plan.flops import Product
+from slurmllm.plan.step import product_s
+
+TRUTH = Hardware(
+    source="made up",
+    bf16_tflops=400.0, fp32_tflops=80.0, memory_gib=80.0, reserved_gib=2.0, memory_gb_s=2000.0,
+    node_link_gb_s=300.0, network_gb_s=50.0, matrix_efficiency=0.8, matrix_half=150.0,
+    attention_efficiency=0.4, memory_efficiency=0.7, node_link_efficiency=0.6,
+    network_efficiency=0.5, node_link_latency_us=10.0, network_latency_us=30.0, overlap=0.8,
+    operator_us=40.0, step_overhead_s=0.02,
+)  # fmt: skip
+TASK = Task(
+    nodes=2, workers=8, sharing=8, cpus=None, device="cuda", address="n1", port=1,
+    precision="bf16", compiled=True, variables={},
+)  # fmt: skip
+GROUPS = {"node": group(1, 8, 8), "network": group(8, 2, 8)}
+
+
+def made_up(hardware: Hardware) -> Iterator[Sample]:
+    """What devices of these figures would measure."""
+    for precision, width in (("bf16", 2), ("fp32", 4)):
+        peak = getattr(hardware, f"{precision}_tflops") * 1e12
+        for k in (256, 512, 1024, 2048, 4096, 8192):
+            product = Product(8192, 4 * k, k)
+            seconds = 3 * product_s(product, peak, width, hardware)
+            yield Sample(kind="product", of=precision, sizes=(8192, 4 * k, k), value=seconds)
+    peak = hardware.bf16_tflops * 1e12
+    yield Sample(
+        kind="attention", of="bf16", sizes=(10**12,),
+        value=10**12 / peak / hardware.attention_efficiency,
+    )  # fmt: skip
+    bandwidth = hardware.memory_gb_s * 1e9
+    yield Sample(kind="copy", sizes=(10**9,), value=1e9 / bandwidth)
+    for of in ("block", "logits", "optimizer"):
+        seconds = 1e9 / bandwidth / hardware.memory_efficiency
+        yield Sample(kind="elementwise", of=of, sizes=(10**9,), value=seconds)
+    yield from links(hardware)
+    for layers in (2, 8):
+        seconds = hardware.step_overhead_s + layers * 4 * 3 * hardware.operator_us * 1e-6
+        yield Sample(kind="step", sizes=(layers, 4), value=seconds)
+    yield Sample(kind="reserved", value=hardware.reserved_gib * 2**30)
+    yield Sample(kind="memory", value=hardware.memory_gib * 2**30)
+
+
+def links(hardware: Hardware) -> Iterator[Sample]:
+    for where, members in GROUPS.items():
+        for size in (8192, 16 << 20, 256 << 20):
+            seconds, sizes = gather_s(size, members, hardware), (members.size, size)
+            yield Sample(kind="all_reduce", of=where, sizes=sizes, value=2 * seconds)
+        yield Sample(kind="all_gather", of=where, sizes=sizes, value=seconds)
+        yield Sample(kind="reduce_scatter", of=where, sizes=sizes, value=seconds)
+
+
+def figures(hardware: Hardware) -> dict[str, Any]:
+    return hardware.model_dump(exclude={"source", "rough"})
+
+
+def test_known_peaks_are_kept_and_shares_of_them_found() -> None:
+    found = hardware_of(list(made_up(TRUTH)), TASK, TRUTH, "here")
+    assert found.notes == ()
+    assert found.hardware.source == "here"
+    assert figures(found.hardware) == pytest.approx(figures(TRUTH), rel=0.001)
+
+
+def test_without_known_peaks_what_is_reached_is_the_same() -> None:
+    rough = TRUTH.model_copy(update={"rough": True, "bf16_tflops": 9999.0})
+    hardware = hardware_of(list(made_up(TRUTH)), TASK, rough, "here").hardware
+    assert hardware.matrix_efficiency == hardware.network_efficiency == 1.0
+    for name in ("node_link", "network", "memory"):
+        reached = [
+            getattr(one, f"{name}_gb_s") * getattr(one, f"{name}_efficiency")
+            for one in (hardware, TRUTH)
+        ]
+        assert reached[0] == pytest.approx(reached[1], rel=0.02)
+    for name in ("bf16_tflops", "fp32_tflops"):
+        assert getattr(hardware, name) == pytest.approx(0.8 * getattr(TRUTH, name), rel=0.02)
+
+
+def test_one_lone_worker() -> None:
+    alone = [s for s in made_up(TRUTH) if s.of not in GROUPS]
+    found = hardware_of(alone, TASK, None, "here")
+    assert [note.split(":")[0] for note in found.notes] == ["node_link_…", "network_…"]
+    assert found.hardware.network_gb_s == found.hardware.memory_gb_s
+    kept = hardware_of(alone, TASK, TRUTH, "here")
+    assert (kept.hardware.network_gb_s, kept.hardware.network_latency_us) == (50.0, 30.0)
+    assert len(kept.notes) == 2
+
+
+def test_a_missing_measurement_is_named() -> None:
+    for kind in ("attention", "copy", "product", "step", "reserved"):
+        lacking = [sample for sample in made_up(TRUTH) if sample.kind != kind]
+        with pytest.raises(NodeError, match="did not measure"):
+            hardware_of(lacking, TASK, None, "here")
+
+
+@given(
+    rate=st.floats(1e9, 1e15),
+    half=st.floats(0, 2000),
+    noise=st.lists(st.floats(-0.05, 0.05), min_size=6, max_size=6),
+)
+def test_products(rate: float, half: float, noise: list[float]) -> None:
+    widths = (64, 128, 256, 512, 1024, 4096)
+
+    def seconds(width: int) -> float:
+        return 3 * Product(8192, 4 * width, width).flops / rate * (1 + half / width)
+
+    samples = [
+        Sample(kind="product", sizes=(8192, 4 * k, k), value=seconds(k) * (1 + off))
+        for k, off in zip(widths, noise, strict=True)
+    ]
+    fitted, found = fit_products(samples)
+    assert found >= 0
+    for k in widths:
+        again = 3 * Product(8192, 4 * k, k).flops / fitted * (1 + found / k)
+        assert again == pytest.approx(seconds(k), rel=0.12)
+
+
+@given(
+    rate=st.floats(1e8, 1e12), hop_us=st.floats(0.1, 100), workers=st.sampled_from([2, 4, 8, 64])
+)
+def test_links(rate: float, hop_us: float, workers: int) -> None:
+    def each(size: int) -> float:
+        return size * (workers - 1) / workers / rate + math.log2(workers) * hop_us * 1e-6
+
+    samples = [
+        Sample(kind="all_reduce", sizes=(workers, size), value=2 * each(size))
+        for size in (64, 1 << 30)
+    ]
+    assert fit_link(samples) == pytest.approx((rate, hop_us * 1e-6), rel=0.01)

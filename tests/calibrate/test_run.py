@@ -1,0 +1,120 @@
+"""Calibration of this machine, and of nodes that fail."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from slurmllm.calibrate.nodes import nodes_at_hand
+from slurmllm.calibrate.run import calibrate
+from slurmllm.config.resolve import resolve
+from slurmllm.errors import ConfigError, NodeError, SlurmError
+from slurmllm.supervise.allocation import LOCAL_NODES, LocalAllocation, SlurmAllocation
+
+
+class Saying(LocalAllocation):
+    """A node that runs a script instead of the measurement."""
+
+    def __init__(self, script: str) -> None:
+        super().__init__()
+        self.script = script
+
+    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+        return super().ask([sys.executable, "-c", self.script])
+
+
+def test_this_machine() -> None:
+    said: list[str] = []
+    overrides = ["train.compile=false", "cluster.devices_per_node=2", "cluster.cpus_per_node=2"]
+    config = resolve("tiny_neox", "local", overrides)
+    found = calibrate(config, LocalAllocation(), said.append, quick=True)
+    hardware = found.hardware
+    assert not hardware.rough
+    assert "by slurmllm plan --calibrate, 20" in hardware.source
+    network, *busy = found.notes
+    assert network.startswith("network_…")
+    assert all(note.startswith("local0: others were using it") for note in busy)
+    # What two shared cores cannot be, and what an idle or a busy one is not either.
+    assert 1e-4 < hardware.fp32_tflops < 10
+    assert 0.1 < hardware.memory_gb_s < 1000
+    assert 0.001 < hardware.node_link_gb_s < 100
+    assert 0.1 < hardware.reserved_gib < 2 < 2 * hardware.memory_gib
+    assert 0 <= hardware.operator_us < 1e6
+    assert any("collectives" in words for words in said)
+    assert "done" in said[-1]
+
+
+def test_neuron_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="published runs"):
+        calibrate(resolve("tiny_neox", "trn1"), LocalAllocation(), print)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("", "no word"),
+        ("raise SystemExit('RuntimeError: no such device')", "no such device"),
+        ("print('slurmllm-calibrate {\"kind\": \"copy\", \"sizes\": [8], \"value\": 1.0}')",
+         "did not measure"),
+    ],
+)  # fmt: skip
+def test_nodes_that_fail(script: str, words: str) -> None:
+    with pytest.raises(NodeError, match=words):
+        calibrate(resolve("tiny_neox"), Saying(script), print)
+
+
+def test_a_worker_that_fails() -> None:
+    config = resolve("tiny_neox", "local", ["env.PYTHONHOME=/nowhere"])
+    with pytest.raises(NodeError, match="the measurement failed"):
+        calibrate(config, LocalAllocation(), print)
+
+
+def test_which_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = resolve("tiny_neox", "p4d")
+    monkeypatch.setenv(LOCAL_NODES, "9")
+    assert nodes_at_hand(config, [], local=True, nodes=2).nodes == ("local0", "local1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SlurmError, match="--local"):
+        nodes_at_hand(config, [])
+    for name, text in (("salloc", 'echo "$@"'), ("scontrol", "echo n7")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n7")
+    found = nodes_at_hand(config, [])
+    assert isinstance(found, SlurmAllocation)
+    assert found.nodes == ("n7",)
+
+
+def test_a_job_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "salloc").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "salloc").chmod(stat.S_IRWXU)
+    script = (
+        "from slurmllm.calibrate.nodes import nodes_at_hand\n"
+        "from slurmllm.config.resolve import resolve\n"
+        "nodes_at_hand(resolve('tiny_neox', 'p4d'), ['plan', '--calibrate'], nodes=2,"
+        " options={'account': 'a', 'time': None})"
+    )
+    path = f"{tmp_path}:{os.defpath}"
+    said = subprocess.check_output(
+        [sys.executable, "-c", script], text=True, env={**os.environ, "PATH": path}
+    )
+    assert "--account=a" in said
+    assert "--nodes=2" in said
+    assert "--time=15" in said
+    assert "--exclusive" in said
+    assert said.rstrip().endswith("slurmllm plan --calibrate")
+
+
+def test_no_torch_on_the_login_node() -> None:
+    script = (
+        "import sys, slurmllm.calibrate.run, slurmllm.calibrate.profile, slurmllm.calibrate.nodes\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,341 @@
+"""`slurmllm plan`: the ranking, the tables, the JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from slurmllm import shipped
+from slurmllm.calibrate.run import Calibration, Say
+from slurmllm.cli.main import cli
+from slurmllm.config.hardware import Hardware
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.plan.mesh import make_mesh, save_mesh
+from slurmllm.records import AttemptRecord
+from slurmllm.rundir import RunDir
+from slurmllm.supervise.allocation import Allocation
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *arguments])
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    done = call(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def profile(folder: Path, name: str, **changes: object) -> str:
+    """A shipped profile with other values; None takes a section away."""
+    values = yaml.safe_load((shipped.clusters_dir() / f"{name}.yaml").read_text("utf-8"))
+    for section, value in changes.items():
+        if isinstance(value, dict):
+            values[section].update(value)
+        else:
+            del values[section]
+    path = folder / "profile.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return str(path)
+
+
+def test_json_is_ranked_and_adds_up() -> None:
+    found = answer("neox_20b", "--nodes", "4", "--explain")
+    assert (found["recipe"], found["cluster"], found["nodes"]) == ("neox_20b", "trn1", 4)
+    fit = [one for one in found["candidates"] if one["fits"]]
+    rest = found["candidates"][len(fit) :]
+    assert [one["seq_per_s"] for one in fit] == sorted((c["seq_per_s"] for c in fit), reverse=True)
+    assert rest
+    assert not any(one["fits"] for one in rest)
+    for one in found["candidates"]:
+        assert one["tensor"] * one["pipeline"] * one["data"] == 4 * 32
+        assert one["data"] * one["micro_batch"] * one["accumulation"] == 256
+        assert sum(one["parts_s"].values()) == pytest.approx(one["step_s"])
+        assert one["seq_per_s"] == pytest.approx(256 / one["step_s"])
+        assert sum(one["memory"].values()) == one["memory_bytes"]
+        assert one["fits"] == (one["memory_bytes"] <= one["memory_limit_bytes"])
+        assert (one["reason"] is None) == one["fits"]
+        assert one["tokens_per_usd"] * one["usd_per_hour"] == pytest.approx(
+            3600 * one["tokens_per_s"]
+        )
+        trained_h = one["tokens"] / one["tokens_per_s"] / 3600
+        assert one["usd"] == pytest.approx(trained_h * one["usd_per_hour"] / one["utilization"])
+        assert one["hours"] >= trained_h / one["utilization"]
+    (written,) = (one for one in found["candidates"] if one["written"])
+    assert (written["tensor"], written["pipeline"], written["data"]) == (8, 4, 4)
+    assert found["written"][0]["rank"] == found["candidates"].index(written) + 1
+    assert found["explanation"][0].startswith("best: TP ")
+    assert found["warnings"] == []
+
+
+def test_what_set_names_is_fixed_and_the_rest_is_free() -> None:
+    free = answer("neox_20b", "--nodes", "4")["candidates"]
+    assert {one["tensor"] for one in free} == {1, 2, 8}
+    overrides = ("parallel.tensor=8", "train.activation_checkpointing=full", "parallel.zero=0")
+    fixed = answer("neox_20b", "--nodes", "4", *(f"--set={one}" for one in overrides))["candidates"]
+    settings = {(one["tensor"], one["activation_checkpointing"], one["zero"]) for one in fixed}
+    assert settings == {(8, "full", 0)}
+    assert {one["pipeline"] for one in fixed} > {1, 4}
+    # `parallel: auto` frees all degrees that are not set beside it, and has no layout of its own.
+    auto = answer(
+        "neox_20b", "--nodes", "4", "--set", "parallel=auto", "--set", "parallel.tensor=8"
+    )
+    assert {one["tensor"] for one in auto["candidates"]} == {8}
+    assert not any(one["written"] for one in auto["candidates"])
+
+
+def test_table_has_the_best_of_each_mesh_first_and_marks_the_recipes_own() -> None:
+    done = call("neox_20b", "--nodes", "4", "--top", "2")
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    rows = [line.split() for line in lines[2 : lines.index("")]]
+    ranks = [int(row[0]) for row in rows]
+    assert ranks[0] == 1
+    assert ranks == sorted(ranks)
+    own = [row for row in rows if row[1] == "*"]
+    assert [(row[2], row[3]) for row in own] == [("8", "4")]
+    assert len(rows) - len(own) <= 2
+    every = answer("neox_20b", "--nodes", "4")["candidates"]
+    second = next(c for c in every if (c["tensor"], c["pipeline"]) != tuple(map(int, rows[0][1:3])))
+    assert ranks[1] == every.index(second) + 1
+    assert f"{int(own[0][0])} of" in done.stdout
+    assert "does not fit: " in done.stdout
+    assert "at $21.50 a node and hour" in done.stdout
+
+
+def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
+    done = call("neox_20b", "--nodes", "4", "--set", "parallel.zero=0")
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("submit "))
+    command = line.split()[2:]
+    assert "--set parallel.zero=0" in line
+    sent = CliRunner().invoke(
+        cli, [*command, "--dry-run", "--json", "--runs-dir", str(tmp_path)]
+    )  # fmt: skip
+    assert sent.exit_code == 0, sent.output
+    mesh = json.loads(sent.stdout)["mesh"]
+    best = answer("neox_20b", "--nodes", "4", "--set", "parallel.zero=0")["candidates"][0]
+    assert {name: mesh[name] for name in ("tensor", "pipeline", "data", "micro_batch")} == {
+        name: best[name] for name in ("tensor", "pipeline", "data", "micro_batch")
+    }
+
+
+def test_several_node_counts_are_a_scaling_table() -> None:
+    found = answer("neox_20b", "--nodes", "16,4,8,4", "--price", "reserved")
+    rows = found["scaling"]
+    assert [row["nodes"] for row in rows] == found["nodes"] == [4, 8, 16]
+    assert rows[0]["scaling_efficiency"] == 1
+    for row in rows:
+        best = next(one for one in found["candidates"] if one["nodes"] == row["nodes"])
+        assert row["seq_per_s"] == best["seq_per_s"]
+        per_node = row["seq_per_s"] / row["nodes"]
+        assert row["scaling_efficiency"] == pytest.approx(per_node * 4 / rows[0]["seq_per_s"])
+        assert row["usd_per_hour"] == pytest.approx(7.59 * row["nodes"])
+    table = call("neox_20b", "--nodes", "16,4,8,4", "--price", "reserved").stdout.splitlines()
+    assert [line.split()[0] for line in table] == ["nodes", "4", "8", "16"]
+
+
+def test_days_and_dollars_by_model_and_node_count() -> None:
+    found = answer("gpt3_125m", "gpt3_1.3b", "--nodes", "1,4", "--tokens", "20B", "--top", "1")
+    assert found["recipe"] == ["gpt3_125m", "gpt3_1.3b"]
+    assert len(found["candidates"]) == 4
+    rows = found["scaling"]
+    assert [(row["recipe"], row["nodes"]) for row in rows] == [
+        ("gpt3_125m", 1), ("gpt3_125m", 4), ("gpt3_1.3b", 1), ("gpt3_1.3b", 4),
+    ]  # fmt: skip
+    for row in rows:
+        assert 20e9 <= row["tokens"] < 20.01e9
+        assert row["days"] >= row["tokens"] / row["tokens_per_s"] / 86400
+        assert row["usd"] <= row["days"] * 24 * row["usd_per_hour"] * 1.001
+    assert rows[2]["usd"] > rows[0]["usd"]
+
+
+def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
+    done = call("llama2_70b", "--nodes", "1", "--json")
+    assert done.exit_code == 2
+    assert not any(one["fits"] for one in json.loads(done.stdout)["candidates"])
+    assert "too much" in done.stderr
+    words = done.stderr.split("--nodes: ")[1].split()
+    assert words[1:] == ["is", "the", "fewest", "that", "do"]
+    enough = int(words[0])
+    assert call("llama2_70b", "--nodes", str(enough)).exit_code == 0
+    assert call("llama2_70b", "--nodes", str(enough - 1)).exit_code == 2
+    # Among other counts, it is a row of its own.
+    rows = answer("llama2_70b", "--nodes", f"1,{enough}")["scaling"]
+    assert [row["fits"] for row in rows] == [False, True]
+    assert rows[1]["scaling_efficiency"] == 1
+    assert "nothing fits" in call("llama2_70b", "--nodes", f"1,{enough}").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--nodes 4", "no RECIPE"),
+        ("neox_20b", "--nodes is missing"),
+        ("neox_20b --nodes 0", "--nodes '0': whole numbers from 1"),
+        ("neox_20b --nodes -4", "--nodes '-4': whole numbers from 1"),
+        ("neox_20b --nodes 4,,8", "--nodes '4,,8'"),
+        ("neox_20b --nodes 4.5", "--nodes '4.5'"),
+        ("neox_20b --nodes ²", "--nodes '²'"),
+        ("neox_20b --nodes 10000000", "--nodes '10000000': whole numbers from 1 to 65536"),
+        ("neox_20c --nodes 4", "did you mean 'neox_20b'"),
+        ("neox_20b --nodes 4 --set parallel.tensor=7", "7 does not divide 64 attention heads"),
+        ("neox_20b --nodes 4 --set parallel.tensro=8", "did you mean 'tensor'"),
+        ("llama2_70b --nodes 3 --set parallel.tensor=32 --set parallel.pipeline=8",
+         "does not divide the 96 workers of 3 nodes × 32; choose 8, 16"),
+        ("llama2_70b --nodes 32 --set parallel.zero=0", "--set parallel.zero=1"),
+        ("neox_20b --nodes 4 --tokens many", "--tokens 'many'"),
+        ("neox_20b --nodes 4 --tokens -1", "--tokens '-1'"),
+        ("gpt3_125m --nodes 1 --price reserved", "p4d has no reserved price"),
+        ("neox_20b --nodes 4 --plot plan.pdf", "name it plan.png"),
+        ("neox_20b --nodes 4 --top 0", "--top"),
+        ("neox_20b --nodes 4 --cluster nowhere", "unknown cluster profile 'nowhere'"),
+        ("neox_20b --nodes 4 --local", "only --calibrate measures"),
+        ("neox_20b --nodes 4 --partition p", "--partition: only --calibrate"),
+        ("neox_20b --nodes 4 --against run", "are the run's"),
+        ("--against run", "no run 'run'"),
+        ("--against run --explain", "--against takes none of"),
+        ("neox_20b --calibrate", "not a RECIPE"),
+        ("--calibrate --tokens 5", "--calibrate takes none of"),
+        ("--calibrate --nodes 2,4", "one number of nodes"),
+        ("--calibrate --local --out x.txt", "ends in .yaml"),
+        ("neox_20b --nodes 4 --set cluster.hardware.matrix_efficiency=1.3", "matrix_efficiency"),
+        ("neox_20b --nodes 4 --set cluster.hardware.reserved_gib=16", "reserved_gib"),
+    ],
+)  # fmt: skip
+def test_what_cannot_serve_is_refused(arguments: str, words: str) -> None:
+    done = call(*arguments.split())
+    assert done.exit_code == 2, done.output
+    assert words in done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_profile_without_figures_names_the_measurement(tmp_path: Path) -> None:
+    done = call("neox_20b", "--nodes", "4", "--cluster", profile(tmp_path, "trn1", hardware=None))
+    assert done.exit_code == 2
+    assert "slurmllm plan --calibrate" in done.output
+
+
+def test_a_profile_without_a_price_has_no_dollars(tmp_path: Path) -> None:
+    path = profile(tmp_path, "trn1", price=None)
+    (best,) = answer("neox_20b", "--nodes", "4", "--cluster", path, "--top", "1")["candidates"]
+    assert best["tokens_per_usd"] is best["usd_per_hour"] is best["usd"] is None
+    assert best["hours"] > 0
+    picture = tmp_path / "plan.png"
+    for counts in ("4", "4,8"):
+        done = call("neox_20b", "--nodes", counts, "--cluster", path, "--plot", str(picture))
+        assert done.exit_code == 0
+        assert "has no price" in done.stdout
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_never_gets_on_has_no_end(tmp_path: Path) -> None:
+    for counts in ("4", "4,8"):
+        done = call("neox_20b", "--nodes", counts, "--set", "slurm.time=16")
+        assert done.exit_code == 0
+        assert "never" in done.stdout
+        assert "choose a longer slurm.time" in done.stdout
+    (best,) = answer("neox_20b", "--nodes", "4", "--set", "slurm.time=16", "--top", "1")[
+        "candidates"
+    ]
+    assert (best["hours"], best["usd"], best["utilization"]) == (None, None, 0)
+
+
+def test_rough_figures_are_warned_of(tmp_path: Path) -> None:
+    path = profile(tmp_path, "trn1", hardware={"rough": True})
+    (warning,) = answer("neox_20b", "--nodes", "4", "--cluster", path)["warnings"]
+    assert "slurmllm plan --calibrate" in warning
+    assert f"warning: {warning}" in call("neox_20b", "--nodes", "4", "--cluster", path).stdout
+
+
+def test_explanation_and_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    done = call("gpt3_125m", "--nodes", "1,2", "--explain", "--plot", str(picture))
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    for line in answer("gpt3_125m", "--nodes", "1,2", "--explain")["explanation"]:
+        assert line in lines
+    assert f"picture: {picture}" in lines
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_thousands_of_nodes_are_answered_without_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys, time\n"
+        "from slurmllm.cli.main import cli\n"
+        "began = time.process_time()\n"
+        "cli(sys.argv[1:], standalone_mode=False)\n"
+        "took = time.process_time() - began\n"
+        "heavy = sorted({'torch', 'matplotlib', 'pandas', 'pyarrow'} & sys.modules.keys())\n"
+        "print(heavy, took, file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "plan", "llama2_70b", "--nodes", "4096"],
+        capture_output=True, text=True, cwd=tmp_path, check=True,
+    )  # fmt: skip
+    heavy, _, took = done.stderr.strip().rpartition(" ")
+    assert heavy == "[]"
+    assert float(took) < 1.5  # 0.5 on a busy machine
+
+
+def test_a_run_is_held_against_the_prediction(tmp_path: Path) -> None:
+    config = resolve("pythia_160m", None)
+    run = RunDir(tmp_path / "measured")
+    run.metrics(0).parent.mkdir(parents=True)
+    run.config.write_text(config.to_yaml(), encoding="utf-8")
+    save_mesh(make_mesh(config, 1), run.plan)
+    same = {
+        "attempt": 0, "loss": 4.0, "grad_norm": 1.0, "param_norm": 1.0, "lr": 1e-3, "tokens": 1,
+        "seq_per_s": 1.0, "tokens_per_s": 1.0, "step_time_s": 0.5, "data_wait_s": 0.001,
+    }  # fmt: skip
+    rows = ({"step": step, "time": 1e9 + step / 2, **same} for step in range(1, 30))
+    run.metrics(0).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    AttemptRecord(
+        attempt=0, stage="train", job_id=None, nodes=("n0",), world_size=8, master_addr="n0",
+        master_port=1024, started_at=1e9, ended_at=1e9 + 15, ending="done",
+    ).save(run.attempt("train", 0).record)  # fmt: skip
+    where = ("--against", "measured", "--runs-dir", str(tmp_path))
+    found = {row["name"]: row for row in answer(*where)["rows"]}
+    candidates = answer("pythia_160m", "--nodes", "1")["candidates"]
+    (own,) = (one for one in candidates if one["written"])
+    assert found["step"]["predicted"] == pytest.approx(own["step_s"])
+    assert found["step"]["measured"] == 0.5
+    table = call(*where).stdout
+    assert table.startswith("measured: ")
+    assert f"{0.5 / own['step_s']:.3f}" in table
+
+
+def test_what_was_measured_becomes_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measuring itself is in tests/calibrate; here it is done at once."""
+    hardware = resolve("neox_20b", "p4d").cluster.hardware
+    assert hardware is not None
+    given = Hardware.model_validate(hardware.model_dump() | {"bf16_tflops": 123.0})
+
+    def measure(config: RunConfig, allocation: Allocation, say: Say) -> Calibration:
+        say("measuring")
+        return Calibration(given, tuple(allocation.nodes), ("a note",), 1.0)
+
+    monkeypatch.setattr("slurmllm.calibrate.run.calibrate", measure)
+    monkeypatch.setenv("SLURMLLM_LOCAL_NODES", "1")
+    path = tmp_path / "mine.yaml"
+    done = call("--calibrate", "--local", "--cluster", "p4d", "--out", str(path))
+    assert done.exit_code == 0, done.output
+    assert resolve("neox_20b", str(path)).cluster.hardware == given
+    assert "measuring" in done.stderr
+    assert "note: a note" in done.stderr
+    assert call("gpt3_125m", "--nodes", "1", "--cluster", str(path)).exit_code == 0
+    again = call("--calibrate", "--local", "--cluster", "p4d", "--out", str(path))
+    assert again.exit_code == 2
+    assert "is not overwritten" in again.stderr
+    shown = call("--calibrate", "--local", "--cluster", "p4d")
+    assert shown.stdout == path.read_text(encoding="utf-8")
+    assert answer("--calibrate", "--local", "--cluster", "p4d")["hardware"]["bf16_tflops"] == 123

@@ -1,0 +1,118 @@
+"""`parallel: auto` in recipes and overrides: what is left to the planner, and what is not."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slurmllm import shipped
+from slurmllm.config.resolve import RunConfig, change, load, resolve
+from slurmllm.errors import ConfigError
+
+DEGREES = ["tensor", "pipeline", "virtual_pipeline", "sequence", "zero"]
+
+
+def open_degrees(config: RunConfig) -> list[str]:
+    """Names of the degrees that the planner is to choose."""
+    return [path.removeprefix("parallel.") for path in config.unchosen()]
+
+
+def without(*degrees: str) -> list[str]:
+    return [degree for degree in DEGREES if degree not in degrees]
+
+
+def recipe(folder: Path, parallel: str) -> str:
+    """Pythia 6.9B with another parallel section."""
+    tree = yaml.safe_load((shipped.recipes_dir() / "pythia_6.9b.yaml").read_text())
+    del tree["parallel"]
+    path = folder / "mine.yaml"
+    path.write_text(f"{yaml.safe_dump(tree, sort_keys=False)}{parallel}\n")
+    return str(path)
+
+
+def test_written_degrees_are_nobody_elses() -> None:
+    config = resolve("pythia_6.9b")
+    assert not config.recipe.parallel.auto
+    assert config.unchosen() == []
+
+
+@pytest.mark.parametrize(
+    ("parallel", "left"),
+    [
+        ("parallel: auto", DEGREES),
+        ("parallel: {auto: true}", DEGREES),
+        ("parallel: {auto: true, tensor: 8}", without("tensor")),
+        ("parallel: {tensor: 8, pipeline: auto}", without("tensor")),
+        ("parallel: {tensor: 1, auto: true, zero: 0}", without("tensor", "zero")),
+    ],
+)
+def test_a_recipe_leaves_degrees_open(tmp_path: Path, parallel: str, left: list[str]) -> None:
+    path = recipe(tmp_path, parallel)
+    config = resolve(path)
+    assert config.recipe.parallel.auto
+    assert open_degrees(config) == left
+    assert config.origins["parallel.auto"].startswith("mine.yaml:")
+    fixed = resolve(path, overrides=["parallel.tensor=2"])
+    assert "tensor" not in open_degrees(fixed)
+    assert fixed.recipe.parallel.tensor == 2
+    assert not resolve(path, overrides=["parallel={tensor: 2}"]).recipe.parallel.auto
+
+
+@pytest.mark.parametrize(
+    "overrides", [*permutations(["parallel=auto", "parallel.tensor=8", "train.seed=5"])]
+)
+def test_auto_and_degrees_in_any_order(overrides: tuple[str, ...]) -> None:
+    config = resolve("pythia_6.9b", overrides=overrides)
+    assert open_degrees(config) == without("tensor")
+    assert config.recipe.parallel.tensor == 8
+    assert config.origins["parallel.auto"] == "--set parallel=auto"
+    assert (config.recipe.parallel.pipeline, config.recipe.parallel.sequence) == (1, False)
+
+
+def test_auto_beside_a_recipes_degrees_keeps_them() -> None:
+    config = resolve("neox_20b", overrides=["parallel.auto=true"])
+    assert open_degrees(config) == ["virtual_pipeline"]
+    config = resolve("neox_20b", overrides=["parallel.pipeline=auto"])
+    assert open_degrees(config) == ["pipeline", "virtual_pipeline"]
+    assert config.recipe.parallel.tensor == 8
+
+
+def test_a_run_forgets_its_degrees_for_auto(tmp_path: Path) -> None:
+    config = resolve("neox_20b", overrides=["parallel.tensor=8"])
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    assert load(path).unchosen() == []
+    anew = change(load(path), None, ["parallel=auto"])
+    assert open_degrees(anew) == DEGREES
+    anew = change(load(path), None, ["parallel.zero=1", "parallel=auto"])
+    assert open_degrees(anew) == without("zero")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (["parallel=Auto"], "parallel: 'Auto' (--set parallel=Auto): must be auto, or degrees"),
+        (["parallel=3"], "parallel: 3 (--set parallel=3): must be auto, or degrees such as"),
+        (["parallel.auto=auto"], "parallel.auto: 'auto' (--set parallel.auto=auto): must be a"),
+        (["parallel.tenso=auto"], "parallel.tenso: unknown field"),
+        (["parallel=auto", "parallel.pipeline=3"], "parallel.pipeline: 3 does not divide 44"),
+        (["parallel=auto", "parallel.tensor=128"], "parallel.tensor: 128 does not divide 64"),
+        (
+            ["parallel=auto", "parallel.virtual_pipeline=2", "parallel.pipeline=1"],
+            "parallel.virtual_pipeline: 2 chunks a stage need more stages",
+        ),
+    ],
+)
+def test_what_is_set_is_held_against_the_model(overrides: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve("neox_20b", overrides=overrides)
+    assert caught.value.faults[0].startswith(fault)
+
+
+@pytest.mark.parametrize("setting", ["virtual_pipeline=2", "sequence=true", "zero=3"])
+def test_what_is_open_is_not(setting: str) -> None:
+    config = resolve("neox_20b", overrides=["parallel=auto", f"parallel.{setting}"])
+    assert open_degrees(config) == without(setting.partition("=")[0])

@@ -1,0 +1,83 @@
+"""Which links a group spans, and how long its collectives take there."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurmllm.config.hardware import Hardware
+from slurmllm.config.resolve import resolve
+from slurmllm.plan.collectives import (
+    Group,
+    data_group,
+    gather_s,
+    group,
+    stage_to_stage_s,
+    tensor_group,
+)
+from slurmllm.plan.mesh import Mesh
+
+KNOWN = resolve("llama2_70b").cluster.hardware
+assert KNOWN is not None
+PLAIN = KNOWN.model_copy(
+    update={
+        "node_link_gb_s": 100.0, "node_link_efficiency": 1.0, "part_of_node": 0.5,
+        "network_gb_s": 100.0, "network_efficiency": 0.5,
+        "node_link_latency_us": 0.0, "network_latency_us": 0.0,
+    }
+)  # fmt: skip
+
+
+def mesh(tensor: int, pipeline: int, data: int) -> Mesh:
+    nodes = tensor * pipeline * data // 32
+    return Mesh(nodes, 32, tensor, pipeline, data, 1024, 1)
+
+
+@pytest.mark.parametrize(
+    ("stride", "size", "expected"),
+    [
+        (1, 8, Group(8, 1, 0, False)),  # tensor parallel inside a node
+        (1, 32, Group(32, 1, 0, True)),
+        (8, 4, Group(4, 1, 0, False)),  # four replicas on a node
+        (8, 64, Group(64, 16, 8, False)),  # 8 rings through each node's network
+        (32, 8, Group(8, 8, 32, False)),  # each worker a ring of its own
+        (1, 64, Group(64, 2, 1, True)),
+    ],
+)
+def test_groups(stride: int, size: int, expected: Group) -> None:
+    assert group(stride, size, 32) == expected
+
+
+def test_a_ring_carries_its_bytes_over_the_slowest_link() -> None:
+    inside = gather_s(1e9, tensor_group(mesh(32, 1, 4)), PLAIN)
+    assert inside == pytest.approx(31 / 32 * 1e9 / 100e9)
+    part = gather_s(1e9, tensor_group(mesh(8, 1, 16)), PLAIN)
+    assert part == pytest.approx(7 / 8 * 1e9 / 50e9), "a torus's row has half of the links"
+    # 50 GB/s of a node, shared by 8 rings of data-parallel workers, and by 32.
+    assert gather_s(1e9, data_group(mesh(8, 1, 64)), PLAIN) == pytest.approx(63 / 64 * 8 / 50)
+    assert gather_s(1e9, data_group(mesh(32, 1, 64)), PLAIN) == pytest.approx(63 / 64 * 32 / 50)
+    assert gather_s(1e9, data_group(mesh(32, 1, 1)), PLAIN) == 0
+
+
+def test_hops_grow_with_the_logarithm_of_the_group() -> None:
+    hops = PLAIN.model_copy(update={"network_latency_us": 30.0})
+
+    def latency(data: int) -> float:
+        members = data_group(mesh(32, 1, data))
+        return gather_s(0.0, members, hops)
+
+    assert latency(2) == pytest.approx(30e-6)
+    assert latency(1024) == pytest.approx(300e-6)
+
+
+def test_stages_pass_on_over_the_network_of_their_node() -> None:
+    assert stage_to_stage_s(1e6, mesh(32, 1, 4), PLAIN) == 0
+    assert stage_to_stage_s(1e6, mesh(32, 4, 1), PLAIN) == pytest.approx(32 * 1e6 / 50e9)
+    within = Mesh(1, 32, 8, 4, 1, 1024, 1)
+    assert stage_to_stage_s(1e6, within, PLAIN) == pytest.approx(1e6 / 100e9)
+
+
+def test_no_collective_is_faster_than_its_links_allow() -> None:
+    assert isinstance(KNOWN, Hardware)
+    for data in (2, 8, 128):
+        members = data_group(mesh(8, 1, max(4, data)))
+        assert gather_s(1e9, members, KNOWN) > 1e9 / 2 / (KNOWN.node_link_gb_s * 1e9)

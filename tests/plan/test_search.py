@@ -1,0 +1,92 @@
+"""All layouts of a run: which are considered, in what order, and what is said of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from slurmllm.backends.environment import load_environment
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.config.rules import broken_rules
+from slurmllm.errors import ConfigError
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.predict import predict
+from slurmllm.plan.search import VARIED, Plan, search, smallest_nodes
+
+
+def plan(config: RunConfig, nodes: int, fixed: Collection[str] = ()) -> Plan:
+    return search(config, nodes, load_environment(config.backend).unsupported, fixed)
+
+
+def smallest(config: RunConfig, nodes: int, fixed: Collection[str] = ()) -> int | None:
+    return smallest_nodes(config, nodes, load_environment(config.backend).unsupported, fixed)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "nodes"),
+    [("llama2_70b", "trn1", 32), ("gpt3_1.3b", "p4d", 2), ("tiny_llama", "local", 4)],
+)
+def test_every_candidate_is_a_run_that_could_be_submitted(
+    recipe: str, cluster: str, nodes: int
+) -> None:
+    config = resolve(recipe, cluster)
+    found = plan(config, nodes)
+    assert len(found.fitting) > 3
+    rates = [one.seq_per_s for one in found.fitting]
+    assert rates == sorted(rates, reverse=True)
+    unsupported = load_environment(config.backend).unsupported
+    for one in found.fitting:
+        assert make_mesh(one.config, nodes) == one.mesh
+        values = {path: value for path, value, _ in one.config.rows()}
+        assert not list(broken_rules(values))
+        assert not unsupported(one.config)
+        assert one.memory.peak <= one.memory.limit
+    assert all(one.memory.peak > one.memory.limit for one in found.too_large)
+    layouts = [(one.mesh, one.config.recipe.parallel, one.config.recipe.train) for one in
+               (*found.fitting, *found.too_large)]  # fmt: skip
+    assert len(layouts) == len({str(layout) for layout in layouts}), "each once"
+
+
+def test_what_is_fixed_stays() -> None:
+    config = resolve("llama2_7b", overrides=["parallel.tensor=8", "train.micro_batch=2"])
+    found = plan(config, 16, {"parallel.tensor", "train.micro_batch"})
+    every = (*found.fitting, *found.too_large)
+    assert {(one.mesh.tensor, one.mesh.micro_batch) for one in every} == {(8, 2)}
+    assert len({one.mesh.pipeline for one in every}) > 3
+    as_written = plan(resolve("llama2_7b"), 16, VARIED)
+    assert len(as_written.fitting) == 1
+    own = resolve("llama2_7b")
+    assert as_written.fitting[0] == predict(own, make_mesh(own, 16))
+
+
+def test_what_is_refused_has_a_reason() -> None:
+    twenty = plan(resolve("neox_20b"), 4).refused
+    assert any("does not divide the 128 workers" in reason for reason in twenty)
+    config = resolve("llama2_7b", overrides=["train.global_batch=7", "train.micro_batch=1"])
+    none = plan(config, 16)
+    assert not none.fitting
+    assert any("7 is not a multiple of" in reason for reason in none.refused)
+    mixed = plan(resolve("llama2_70b"), 32).refused
+    assert any("bf16_mixed" in reason for reason in mixed), "NxD needs ZeRO-1 for master weights"
+
+
+def test_the_smallest_number_of_nodes_is_the_smallest() -> None:
+    config = resolve("llama2_70b", overrides=["train.activation_checkpointing=selective"])
+    fixed = {"train.activation_checkpointing"}
+    assert not plan(config, 4, fixed).fitting
+    fewest = smallest(config, 4, fixed)
+    assert fewest is not None
+    assert fewest > 4
+    assert plan(config, fewest, fixed).fitting
+    assert not any(plan(config, nodes, fixed).fitting for nodes in range(1, fewest))
+    never = resolve("llama2_70b", overrides=["cluster.hardware.memory_gib=0.5"])
+    assert smallest(never, 4) is None
+
+
+def test_faults() -> None:
+    with pytest.raises(ConfigError, match="--nodes: 0 is less than 1"):
+        plan(resolve("llama2_7b"), 0)
+    bare = resolve("tiny_neox", overrides=["cluster.hardware=null"])
+    with pytest.raises(ConfigError, match="plan --calibrate"):
+        plan(bare, 1)

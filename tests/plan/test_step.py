@@ -1,0 +1,83 @@
+"""A step's parts follow from the layout as they should."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurmllm.config.resolve import resolve
+from slurmllm.plan.candidate import StepTime
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.predict import predict
+from slurmllm.plan.step import step_time
+
+
+def step(recipe: str, nodes: int, *overrides: str, cluster: str | None = None) -> StepTime:
+    config = resolve(recipe, cluster, overrides)
+    return step_time(config, make_mesh(config, nodes))
+
+
+def test_the_parts_are_the_step() -> None:
+    found = step("neox_20b", 4)
+    assert found.total == pytest.approx(sum(found.parts().values()))
+    assert all(seconds >= 0 for seconds in found.parts().values())
+    assert found.bubble > 0, "four stages"
+    config = resolve("neox_20b")
+    candidate = predict(config, make_mesh(config, 4))
+    assert candidate.seq_per_s == pytest.approx(256 / found.total)
+    assert 0.2 < candidate.mfu < 0.4, "as published runs are on trn1"
+
+
+def test_the_bubble_is_stages_less_one_over_micro_batches() -> None:
+    # Narayanan et al. 2021, section 2.2: (p - 1) / m of the time that a stage works.
+    free = ("cluster.hardware.network_gb_s=1e9", "cluster.hardware.network_latency_us=0")
+    found = step("llama2_70b", 64, *free)
+    work = found.compute + found.recompute + found.tensor
+    # Head and loss, which the last stage alone has, are in the turns and not in the bubble.
+    assert found.bubble / work == pytest.approx(7 / 128, rel=0.06)
+    again = step("llama2_70b", 64, *free, "parallel.virtual_pipeline=2")
+    assert again.bubble == pytest.approx(found.bubble / 2)
+    assert step("llama2_70b", 64, "parallel.pipeline=1").bubble == 0
+
+
+def test_checkpointing_computes_again() -> None:
+    none, selective, full = (
+        step("neox_20b", 4, f"train.activation_checkpointing={mode}")
+        for mode in ("none", "selective", "full")
+    )
+    assert none.recompute == 0 < selective.recompute < full.recompute
+    # One more forward pass beside one forward and two backward ones, but not of the head, nor of
+    # the sums of gradients.
+    assert 0.25 * full.compute < full.recompute < full.compute / 3
+    assert full.tensor > none.tensor
+
+
+def test_sequence_parallelism_shares_the_elementwise_work() -> None:
+    shared = step("neox_20b", 4)
+    alone = step("neox_20b", 4, "parallel.sequence=false")
+    assert shared.compute < alone.compute
+
+
+def test_data_parallel_traffic() -> None:
+    batch = ("train.global_batch=512", "train.micro_batch=4", "train.precision=bf16_mixed")
+    one, two, three = (
+        step("gpt3_1.3b", 4, f"parallel.zero={stage}", *batch, cluster="p4d") for stage in (1, 2, 3)
+    )
+    assert one.data < two.data < three.data, "once a step, and with each micro batch"
+    assert step("pythia_6.9b", 1).data < step("pythia_6.9b", 4).data, "beyond the node"
+    hidden = step("pythia_6.9b", 4, "cluster.hardware.overlap=1")
+    assert hidden.data == 0, "a step computes for longer than it sends"
+
+
+def test_twice_the_speed_is_half_the_time() -> None:
+    slow = step("llama2_7b", 16)
+    hardware = resolve("llama2_7b").cluster.hardware
+    assert hardware is not None
+    doubled = [
+        f"cluster.hardware.{name}={2 * getattr(hardware, name)}"
+        for name in ("bf16_tflops", "memory_gb_s", "node_link_gb_s", "network_gb_s")
+    ]
+    halved = [
+        f"cluster.hardware.{name}={getattr(hardware, name) / 2}"
+        for name in ("node_link_latency_us", "network_latency_us")
+    ]
+    assert step("llama2_7b", 16, *doubled, *halved).total == pytest.approx(slow.total / 2)

@@ -1,0 +1,81 @@
+"""When memory is read, and what is told of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slurmllm.backends.base import Memory
+from slurmllm.train.events import EventLog
+from slurmllm.train.hooks.base import Moment
+from slurmllm.train.hooks.memory import MemoryHook
+
+from .test_hooks import moment
+
+GB = 10**9
+
+
+def told(
+    folder: Path, steps: Sequence[Moment], *, first_step: int = 0, fails: bool = False
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """The events of rank 0 of two workers, and after which steps memory was read."""
+    path, read_after, at = folder / "events.jsonl", [], [0]
+
+    def memory() -> Memory:
+        read_after.append(at[0])
+        if fails:
+            raise KeyError("VmHWM")
+        return Memory(at[0] * GB, 20 * GB)
+
+    def gather(own: Memory | None) -> list[Memory | None]:
+        return [own, own and Memory(own.peak_bytes + GB, own.limit_bytes - GB)]
+
+    job: Any = SimpleNamespace(
+        first_step=first_step,
+        backend=SimpleNamespace(memory=memory, gather=gather),
+        events=EventLog(path, 0),
+    )
+    hook = MemoryHook(job)
+    for one in steps:
+        at[0] = one.row.step
+        hook.after_step(one)
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines], read_after
+
+
+def test_steps_first_then_all_with_their_saves(tmp_path: Path) -> None:
+    steps = [moment(step, saving=step == 20, last=step == 23) for step in range(11, 24)]
+    events, read_after = told(tmp_path, steps, first_step=10)
+    assert read_after == [12, 15, 23]
+    assert [event["step"] for event in events] == [15, 23]
+    assert events[0]["values"] == {"peak_bytes": 16 * GB, "limit_bytes": 19 * GB, "rank": 1}
+    assert events[0]["message"] == "rank 1 used 16.00 of 19.00 GB at most"
+    assert events[1]["message"].endswith("24.00 of 19.00 GB at most, saves included")
+
+
+@pytest.mark.parametrize(
+    ("saves", "last", "read_after"),
+    [
+        ((4,), 9, [2, 4, 9]),  # before the save takes some
+        ((2, 3), 6, [4, 6]),
+        ((1, 2, 3), 3, []),
+        ((), 2, [2]),
+        ((), 3, [2, 3]),
+    ],
+)
+def test_no_save_is_counted_before(
+    tmp_path: Path, saves: tuple[int, ...], last: int, read_after: list[int]
+) -> None:
+    steps = [moment(s, saving=s in saves, last=s == last) for s in range(1, last + 1)]
+    assert told(tmp_path, steps)[1] == read_after
+
+
+def test_nothing_is_told_where_nothing_counts(tmp_path: Path) -> None:
+    events, read_after = told(tmp_path, [moment(s, last=s == 9) for s in range(1, 10)], fails=True)
+    assert not events
+    assert read_after == [2, 5, 9]

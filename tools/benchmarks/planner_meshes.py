@@ -1,0 +1,159 @@
+"""The meshes that AWS chose, beside what the planner would choose for the same run.
+
+python tools/benchmarks/planner_meshes.py [--json FILE]
+
+For each row of published/chosen_meshes.csv: whether it is predicted to fit, and how its best
+predicted throughput compares with the best of all meshes, twice: with precision, checkpointing,
+ZeRO and micro batch as AWS's recipe has them ("same settings"), and with all of them free, of
+either mesh ("free"). A row reported out of memory must not fit. Exit code 1 where one is not as it
+should be; rows that cannot be told are skipped by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from published_rows import FOLDER, SHAPES, checkpointing, configuration, precision
+
+from slurmllm.backends.environment import load_environment
+from slurmllm.config.resolve import RunConfig
+from slurmllm.plan.search import search
+
+NEAR = 0.90
+_SETTINGS = (
+    "parallel.zero", "parallel.sequence", "parallel.virtual_pipeline", "train.micro_batch",
+    "train.activation_checkpointing",
+)  # fmt: skip
+_PRECISION = ("parallel.virtual_pipeline",)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = judged()
+    print(f"{'':<52} {'mesh':>7} {'fits':>5} {'GiB':>6} {'same settings':>14} {'free':>6}  best")
+    for one in found:
+        _print(one)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    wrong = [one for one in found if one.get("wrong")]
+    print(
+        f"{len(found)} rows, {sum('skipped' in one for one in found)} skipped, {len(wrong)} wrong"
+    )
+    sys.exit(bool(wrong))
+
+
+def judged() -> list[dict[str, Any]]:
+    """A verdict a row and node count."""
+    with (FOLDER / "chosen_meshes.csv").open(encoding="utf-8") as lines:
+        return [_judged(row, nodes) for row in csv.DictReader(lines) for nodes in _nodes(row)]
+
+
+def _nodes(row: dict[str, str]) -> list[int]:
+    """`4-64` → both ends."""
+    words = row["nodes"].split()[0].split("-")
+    return sorted({int(word) for word in words})
+
+
+def _judged(row: dict[str, str], nodes: int) -> dict[str, Any]:
+    name = f"{row['model']}, {nodes} nodes"
+    model = row["model"].partition(" (")[0].removesuffix(" CP")
+    skipped = _skipped(row, model)
+    if skipped:
+        return {"name": name, "skipped": skipped}
+    config = _config(row, model, nodes)
+    if "OUT OF MEMORY" in row["status"] or row["tp"] == "?" or row["pp"] == "?":
+        return _limits(name, row, config, nodes)
+    degrees = (int(row["tp"]), int(row["pp"].split()[0]))
+    shown: dict[str, Any] = {"name": name, "tensor": degrees[0], "pipeline": degrees[1]}
+    for kind, fixed in (("same", _SETTINGS), ("free", _PRECISION)):
+        fitting = _fitting(config, nodes, fixed)
+        own = [one for one in fitting if (one.mesh.tensor, one.mesh.pipeline) == degrees]
+        best = fitting[0] if fitting else None
+        shown[kind] = own[0].seq_per_s / best.seq_per_s if own and best else 0.0
+        if kind == "same":
+            shown["fits"] = bool(own)
+            shown["gib"] = own[0].memory.peak / 2**30 if own else None
+        if best is not None:
+            shown[f"best_{kind}"] = f"TP {best.mesh.tensor} PP {best.mesh.pipeline}"
+    shown["wrong"] = not shown["fits"] or max(shown["same"], shown["free"]) < NEAR
+    return shown
+
+
+def _skipped(row: dict[str, str], model: str) -> str | None:
+    if model not in SHAPES:
+        return "no dense decoder of ours"
+    if row["cp"] != "1":
+        return "context parallelism"
+    if row["activation_ckpt"].endswith("MLP)"):
+        return "a checkpointing mode that we do not have"
+    pipeline = row["pp"].split()[0]
+    if pipeline.isdigit() and SHAPES[model].layers % int(pipeline):
+        return "stages of unequal layers"
+    return None
+
+
+def _config(row: dict[str, str], model: str, nodes: int) -> RunConfig:
+    words = row["precision"].lower()
+    fp32_state = "sr fp32 opt" in words
+    batch = row["global_batch"].split()[0]
+    if "node" in batch:
+        batch = str(int(batch.split("/")[0]) * nodes)
+    return configuration(
+        model, int(row["seq_len"]), "trn1",
+        [
+            f"train.global_batch={batch if batch.isdigit() else 1024}",
+            f"train.micro_batch={row['microbatch']}",
+            f"train.precision={'bf16_mixed' if fp32_state else precision(words)}",
+            f"train.activation_checkpointing={checkpointing(row['activation_ckpt'])}",
+            f"parallel.sequence={'true' if row['sequence_parallel'] == 'yes' else 'false'}",
+            f"parallel.zero={1 if row['zero1'] == '1' else 0}",
+        ],
+    )  # fmt: skip
+
+
+def _fitting(config: RunConfig, nodes: int, fixed: Collection[str]) -> Any:
+    return search(config, nodes, load_environment(config.backend).unsupported, fixed).fitting
+
+
+def _limits(name: str, row: dict[str, str], config: RunConfig, nodes: int) -> dict[str, Any]:
+    """Rows that tell the degrees in part, and whether anything fits."""
+    fitting = [
+        one
+        for one in _fitting(config, nodes, _SETTINGS)
+        if row["tp"] == "?" or one.mesh.tensor == int(row["tp"])
+    ]
+    fits = bool(fitting)
+    return {
+        "name": name,
+        "tensor": row["tp"],
+        "pipeline": "any",
+        "fits": fits,
+        "gib": min((one.memory.peak for one in fitting), default=0) / 2**30 or None,
+        "wrong": fits == ("OUT OF MEMORY" in row["status"]),
+    }
+
+
+def _print(one: dict[str, Any]) -> None:
+    if "skipped" in one:
+        print(f"{one['name']:<52} skipped: {one['skipped']}")
+        return
+    gib = "-" if one["gib"] is None else f"{one['gib']:.2f}"
+    ratios = [f"{one[kind]:.1%}" if kind in one else "-" for kind in ("same", "free")]
+    best = " / ".join(one[key] for key in ("best_same", "best_free") if key in one)
+    print(
+        f"{one['name']:<52} {one['tensor']:>3}/{one['pipeline']:<3} {one['fits']!s:>5} {gib:>6} "
+        f"{ratios[0]:>14} {ratios[1]:>6}  {best}{'  WRONG' if one['wrong'] else ''}"
+    )
+
+
+if __name__ == "__main__":
+    main()
