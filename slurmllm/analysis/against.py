@@ -265,10 +265,7 @@ def _peak_row(measured: Mapping[str, float], candidate: Candidate) -> Row:
     if cluster.device == "cpu" and cluster.hardware is not None:
         reserved = cluster.hardware.reserved_gib * 2**30
         predicted += reserved
-        note += (
-            f"; predicted: {reserved / 1e9:.2f} GB of it before any model; measured: the "
-            "process, with what glibc keeps of freed memory"
-        )
+        note += f"; predicted: {reserved / 1e9:.2f} GB of it before any model"
     return _row("peak memory", predicted, measured["peak_bytes"], "bytes", note)
 
 

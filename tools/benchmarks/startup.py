@@ -20,6 +20,13 @@ COMMANDS: dict[str, list[str]] = {
         *("-m", "slurmllm", "submit", "neox_20b", "--nodes", "4", "--dry-run"),
     ],
     "slurmllm status": ["-m", "slurmllm", "status"],
+    "slurmllm plan llama2_70b --nodes 4096": [
+        *("-m", "slurmllm", "plan", "llama2_70b", "--nodes", "4096"),
+    ],
+    "slurmllm plan pythia_6.9b --cluster p4d --nodes 4096": [
+        *("-m", "slurmllm", "plan", "pythia_6.9b", "--cluster", "p4d", "--nodes", "4096"),
+        *("--set", "train.global_batch=65536"),
+    ],
 }
 
 
