@@ -54,7 +54,7 @@ def test_every_module_but_the_workers_loads_without_torch() -> None:
         "import pkgutil, importlib, sys, slurmllm\n"
         "worker = ('slurmllm.train', 'slurmllm.model', 'slurmllm.backends.native.', '"
         "slurmllm.backends.nxd.', 'slurmllm.checkpoint', 'slurmllm.__main__', '"
-        "slurmllm.health.allreduce')\n"
+        "slurmllm.health.allreduce', 'slurmllm.calibrate.measure.')\n"
         "light = ('slurmllm.backends.native.environment', 'slurmllm.backends.native.limits', '"
         "slurmllm.backends.nxd.environment')\n"
         "for module in pkgutil.walk_packages(slurmllm.__path__, 'slurmllm.'):\n"
