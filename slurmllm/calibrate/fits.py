@@ -126,7 +126,7 @@ def _matrices(
     fastest = max(rate, *(_flops(p) / p.value for p in products))
     peak = _peak(given, f"{precision}_tflops", fastest / 1e12) * 1e12
     efficiency = min(1.0, rate / peak)
-    largest = found.several("product", other)[-1]
+    largest = max(found.several("product", other), key=lambda p: min(p.sizes))
     filled = min(largest.sizes) / (min(largest.sizes) + half)
     of_other = _flops(largest) / largest.value / filled / efficiency
     kept = _peak(given, f"{other}_tflops", of_other / 1e12)

@@ -94,15 +94,23 @@ def plan(
     """
     from slurmllm.errors import UserError
 
-    if (calibrate or against is not None) and (explain or plot or tokens or top):
+    reserved = price == "reserved"
+    if (calibrate or against is not None) and (explain or plot or tokens or top or reserved):
         mode = "--calibrate" if calibrate else "--against"
-        raise UserError(f"{mode} takes none of --explain, --plot, --tokens and --top; leave it out")
+        raise UserError(
+            f"{mode} takes none of --explain, --plot, --price, --tokens and --top; leave it out"
+        )
     if not calibrate and (local or out or any(job.values())):
         given = [
             f"--{name}" for name, value in {"local": local, "out": out, **job}.items() if value
         ]
         raise UserError(
             f"{', '.join(given)}: only --calibrate measures nodes; add it, or leave out"
+        )
+    if local and any(job.values()):
+        given = [f"--{name}" for name, value in job.items() if value]
+        raise UserError(
+            f"--local measures this machine, without a job; leave out {', '.join(given)}"
         )
     if calibrate:
         from slurmllm.cli.plan_measured import calibrate as measure

@@ -132,6 +132,14 @@ def _hopeless(planned: Planned) -> list[str]:
     return [f"{describe(one)}: {why_too_large(one.memory)}" for one in found.values()]
 
 
+def _why_nothing_fits(planned: Planned) -> str:
+    """The layout that lacks the least; without one, what rules most of them out."""
+    if planned.too_large:
+        return _hopeless(planned)[0]
+    reasons = most_refused(planned.plan.refused, most=1)
+    return f"no layout is possible: {reasons[0][0]}" if reasons else "no layout is possible"
+
+
 def print_explanation(planned: Planned) -> None:
     """Why the best layout is the best."""
     if planned.fitting:
@@ -149,7 +157,7 @@ def print_end(best: Candidate, foresight: Foresight) -> None:
         click.echo(f"{end}never; {prospects.fault}")
         return
     click.echo(
-        f"{end}{figure(cost.days)} days, {cost.node_hours:,.0f} node hours"
+        f"{end}{figure(cost.days)} days, {figure(cost.node_hours)} node hours"
         f"{_dollars(foresight, cost.usd)}"
     )
     lost = sorted(
@@ -188,8 +196,7 @@ def print_points(answers: Sequence[Answer]) -> None:
         name = f"{found.config.recipe.name} on " if several else ""
         for planned in found.planned:
             if not planned.fitting:
-                why = _hopeless(planned)[0] if planned.too_large else "no layout is possible"
-                click.echo(f"{name}{_nodes(planned.plan.nodes)}: {why}")
+                click.echo(f"{name}{_nodes(planned.plan.nodes)}: {_why_nothing_fits(planned)}")
         for point in found.points():
             if point.prospects is not None and point.prospects.losses is None:
                 click.echo(f"{name}{_nodes(point.nodes)}: no end; {point.prospects.fault}")

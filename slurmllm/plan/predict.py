@@ -39,16 +39,19 @@ def known_hardware(config: RunConfig) -> Hardware:
     Raises:
         ConfigError: there are none.
     """
-    if config.cluster.hardware is None:
-        raise ConfigError(
-            f"cluster profile {config.cluster.name} cannot be planned for",
-            [
-                "cluster.hardware: missing; `slurmllm plan --calibrate --cluster "
-                f"{config.cluster.name} --out FILE.yaml` measures it on the nodes, and "
-                "--cluster FILE.yaml uses it"
-            ],
+    cluster = config.cluster
+    if cluster.hardware is None:
+        remedy = (
+            "take that section from a shipped profile, trn1 or trn1n"
+            if cluster.device == "neuron"  # which --calibrate does not measure
+            else f"`slurmllm plan --calibrate --cluster {cluster.name} --out FILE.yaml` measures "
+            "it on the nodes, and --cluster FILE.yaml uses it"
         )
-    return config.cluster.hardware
+        raise ConfigError(
+            f"cluster profile {cluster.name} cannot be planned for",
+            [f"cluster.hardware: missing; {remedy}"],
+        )
+    return cluster.hardware
 
 
 def memory_use(config: RunConfig, mesh: Mesh, hardware: Hardware) -> MemoryUse:

@@ -101,14 +101,18 @@ def search(
         sizes = _micro_batches(config, layout, nodes, fixed)
         if not sizes:
             refused[_no_micro_batch(config, layout)] += 1
+        lacks = False
         for size in sizes:
-            candidate = predict(
-                _with_micro_batch(changed, size), _mesh(config, layout, nodes, size)
-            )
-            if not candidate.fits:  # nor will a larger one
+            mesh = _mesh(config, layout, nodes, size)
+            # No larger one fits either, but one for the whole step: it adds up no gradients.
+            if lacks and mesh.accumulation > 1:
+                continue
+            candidate = predict(_with_micro_batch(changed, size), mesh)
+            if candidate.fits:
+                fitting.append(candidate)
+            elif not lacks:
                 too_large.append(candidate)
-                break
-            fitting.append(candidate)
+                lacks = True
     return Plan(
         config,
         nodes,
@@ -144,7 +148,8 @@ def _some_fits(
     for layout in _layouts(config, nodes, fixed, smallest=True):
         changed = _with(config, layout)
         if _reason(changed, layout, nodes, unsupported) is None:
-            for size in _micro_batches(config, layout, nodes, fixed)[:1]:
+            sizes = _micro_batches(config, layout, nodes, fixed)
+            for size in {*sizes[:1], *sizes[-1:]}:  # the last may need no sum of gradients
                 mesh = _mesh(config, layout, nodes, size)
                 if predict(_with_micro_batch(changed, size), mesh).fits:
                     return True

@@ -172,6 +172,8 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
     assert [row["fits"] for row in rows] == [False, True]
     assert rows[1]["scaling_efficiency"] == 1
     assert "nothing fits" in call("llama2_70b", "--nodes", f"1,{enough}").stdout
+    impossible = "3 nodes: no layout is possible: train.global_batch 256 is not a multiple of"
+    assert impossible in call("neox_20b", "--nodes", "3,4").stdout
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,8 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --nodes 4 --against run", "are the run's"),
         ("--against run", "no run 'run'"),
         ("--against run --explain", "--against takes none of"),
+        ("--against run --price reserved", "--against takes none of"),
+        ("--calibrate --local --nodelist n1", "leave out --nodelist"),
         ("neox_20b --calibrate", "not a RECIPE"),
         ("--calibrate --tokens 5", "--calibrate takes none of"),
         ("--calibrate --nodes 2,4", "one number of nodes"),
@@ -218,9 +222,11 @@ def test_what_cannot_serve_is_refused(arguments: str, words: str) -> None:
 
 
 def test_a_profile_without_figures_names_the_measurement(tmp_path: Path) -> None:
-    done = call("neox_20b", "--nodes", "4", "--cluster", profile(tmp_path, "trn1", hardware=None))
-    assert done.exit_code == 2
-    assert "slurmllm plan --calibrate" in done.output
+    for name, words in (("p4d", "slurmllm plan --calibrate"), ("trn1", "a shipped profile, trn1")):
+        path = profile(tmp_path, name, hardware=None)
+        done = call("neox_20b", "--nodes", "4", "--cluster", path)
+        assert done.exit_code == 2
+        assert words in done.output
 
 
 def test_a_profile_without_a_price_has_no_dollars(tmp_path: Path) -> None:

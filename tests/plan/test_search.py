@@ -60,6 +60,20 @@ def test_what_is_fixed_stays() -> None:
     assert as_written.fitting[0] == predict(own, make_mesh(own, 16))
 
 
+def test_a_micro_batch_that_needs_no_sum_of_gradients_is_not_missed() -> None:
+    """In fp32 that sum takes more than what a micro batch of twice the size adds."""
+    settings = ["cluster.hardware.memory_gib=34", "model.seq_len=512", "train.global_batch=16"]
+    own = ["train.precision=bf16_mixed", "parallel.tensor=1", "parallel.zero=1"]
+    config = resolve("llama2_7b", "p5", [*settings, *own, "parallel.sequence=false"])
+    fixed = {"parallel.tensor", "parallel.pipeline", "parallel.zero"}
+    found = plan(config, 1, fixed)
+    modes = {one.config.recipe.train.activation_checkpointing for one in found.fitting}
+    assert modes == {"none", "selective", "full"}
+    assert {one.mesh.micro_batch for one in found.fitting} == {2}
+    assert {one.mesh.micro_batch for one in found.too_large} == {1}
+    assert smallest(config, 1, fixed) == 1
+
+
 def test_what_is_refused_has_a_reason() -> None:
     twenty = plan(resolve("neox_20b"), 4).refused
     assert any("does not divide the 128 workers" in reason for reason in twenty)

@@ -21,25 +21,35 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _HEAD = 64
 
 
-def products(device: torch.device, tokens: int, widths: tuple[int, ...]) -> Iterator[Item]:
-    """A block's first feed-forward matrix and its two gradients, at several widths.
+def products(
+    device: torch.device, tokens: tuple[int, ...], widths: tuple[int, ...], vocabulary: int
+) -> Iterator[Item]:
+    """Forward products and both their gradients: feed-forward matrices, and a head.
 
     Sizes are [m, n, k] of the forward product; the seconds are those of all three.
+
+    Args:
+        device: Where they are computed.
+        tokens: Of micro batches.
+        widths: Hidden sizes.
+        vocabulary: Of the head, which is of a middling width.
     """
+    middling = widths[len(widths) // 2]
+    shapes = [(many, 4 * width, width) for many in tokens for width in widths]
     for precision, kind in _DTYPES.items():
         if device.type == "cpu" and kind == torch.bfloat16 and slow_bf16():
             kind = torch.float32  # as compiled blocks compute them there
-        for width in widths:
-            x = torch.randn(tokens, width, device=device, dtype=kind)
-            weight = torch.randn(4 * width, width, device=device, dtype=kind)
-            gradient = torch.randn(tokens, 4 * width, device=device, dtype=kind)
+        for m, n, k in (*shapes, (tokens[0], vocabulary, middling)):
+            x = torch.randn(m, k, device=device, dtype=kind)
+            weight = torch.randn(n, k, device=device, dtype=kind)
+            gradient = torch.randn(m, n, device=device, dtype=kind)
 
             def work(x: Tensor = x, weight: Tensor = weight, gradient: Tensor = gradient) -> None:
                 torch.mm(x, weight.T)
                 torch.mm(gradient, weight)
                 torch.mm(gradient.T, x)
 
-            yield Item("product", precision, (tokens, 4 * width, width), work)
+            yield Item("product", precision, (m, n, k), work)
 
 
 def attention(model: ModelConfig, precision: str, device: torch.device, batch: int) -> Item:

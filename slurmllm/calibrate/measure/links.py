@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from slurmllm.calibrate.measure.clock import Item
-
-Collective = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
+from slurmllm.calibrate.sample import Kind
 
 
 def groups(nodes: int, workers: int) -> dict[str, list[list[int]]]:
@@ -28,6 +26,9 @@ def collectives(
 ) -> Iterator[Item]:
     """All-reduces of every size, and the two halves of one for the largest (collective).
 
+    The halves with the copy between parameters and one buffer that FSDP makes after it gathers and
+    before it scatters.
+
     Args:
         nodes: In all.
         workers: Of a node.
@@ -44,14 +45,22 @@ def collectives(
 
 
 def _item(
-    kind: str, where: str, members: int, size: int, group: dist.ProcessGroup, device: torch.device
+    kind: Kind, where: str, members: int, size: int, group: dist.ProcessGroup, device: torch.device
 ) -> Item:
     numbers = max(1, size // 4 // members) * members
-    whole = torch.zeros(numbers, device=device)
+    whole, apart = (torch.zeros(numbers, device=device) for _ in range(2))
     share = torch.zeros(numbers // members, device=device)
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, share, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(share, whole, group=group),
-    }
-    return Item(kind, where, (members, 4 * numbers), calls[kind], together=True)  # type: ignore[arg-type]
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(whole, share, group=group)
+        apart.copy_(whole)
+
+    def scatter() -> None:
+        whole.copy_(apart)
+        dist.reduce_scatter_tensor(share, whole, group=group)
+
+    def reduce() -> None:
+        dist.all_reduce(whole, group=group)
+
+    works = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce}
+    return Item(kind, where, (members, 4 * numbers), works[kind], together=True)

@@ -18,6 +18,7 @@ class Scale:
     Attributes:
         model: Of attention and elementwise work.
         batch: Sequences of it in a micro batch.
+        tokens: Of the matrix products.
         widths: Hidden sizes of the matrix products.
         copied_bytes: Of a copy; far beyond the caches.
         collective_bytes: Smallest first.
@@ -27,31 +28,28 @@ class Scale:
 
     model: ModelConfig
     batch: int
+    tokens: tuple[int, ...]
     widths: tuple[int, ...]
     copied_bytes: int
     collective_bytes: tuple[int, ...]
     budget_s: float
     rounds: int
 
-    @property
-    def tokens(self) -> int:
-        """Of a micro batch."""
-        return self.batch * self.model.seq_len
-
 
 def scale_of(task: Task) -> Scale:
     """What suits the task's device."""
     if task.quick:
         return Scale(
-            _model(64, 2, 1024, 64), 2, (64, 128, 256), 8 * _MIB, (1024, _MIB), 0.02, 1
+            _model(64, 2, 1024, 64), 2, (128,), (64, 128, 256), 8 * _MIB, (1024, _MIB), 0.02, 1
         )  # fmt: skip
     if task.device == "cuda":
         return Scale(
-            _model(4096, 32, 50304, 2048), 4, (256, 512, 1024, 2048, 4096, 8192), 1024 * _MIB,
+            _model(4096, 32, 50304, 2048), 4, (2048, 8192),
+            (256, 512, 1024, 2048, 4096, 8192), 1024 * _MIB,
             (8 * 1024, 16 * _MIB, 256 * _MIB), 0.15, 3,
         )  # fmt: skip
     return Scale(
-        _model(512, 8, 50304, 512), 4, (64, 128, 256, 512, 1024), 256 * _MIB,
+        _model(512, 8, 16384, 512), 4, (512, 2048), (64, 128, 256, 512, 1024), 256 * _MIB,
         (1024, _MIB, 16 * _MIB), 0.15, 3,
     )  # fmt: skip
 

@@ -59,7 +59,9 @@ def _parts(
     """What is measured, by the words that announce it; made when its turn comes."""
     model, precision, batch = scale.model, task.precision, scale.batch
     found: dict[str, Callable[[], Iterable[Item]]] = {
-        "matrix products": lambda: computing.products(device, scale.tokens, scale.widths),
+        "matrix products": lambda: computing.products(
+            device, scale.tokens, scale.widths, model.padded_vocab_size
+        ),
         "attention": lambda: [computing.attention(model, precision, device, batch)],
         "memory": lambda: [computing.copy(device, scale.copied_bytes)],
         "elementwise work": lambda: computing.elementwise(
