@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurmllm.calibrate.sample import Kind, Sample, Task
 from slurmllm.config.hardware import Hardware
@@ -164,12 +164,26 @@ def _memory(found: _Samples, given: Hardware | None) -> dict[str, float]:
     }
 
 
-def fit_link(found: Sequence[Sample]) -> tuple[float, float]:
-    """Bytes a second that a worker passes on, and seconds of one of log2(workers) hops.
+class Link(NamedTuple):
+    """What collectives reach.
+
+    Attributes:
+        rate: Bytes a second that a worker passes on in an all-reduce.
+        hop_s: One of its log2(workers) hops.
+        alone: Share of the rate that gathering and scattering reach on their own.
+    """
+
+    rate: float
+    hop_s: float
+    alone: float
+
+
+def fit_link(found: Sequence[Sample]) -> Link:
+    """What collectives over one group reach.
 
     A gather, or a reduction that scatters, takes (n - 1) / n · bytes / rate + log2(n) · hop, and an
-    all-reduce twice that. The hop follows from the smallest all-reduce; the rate from the largest
-    collectives together, all four halves of them.
+    all-reduce twice that. The hop follows from the smallest all-reduce; the rates from the largest
+    collectives.
 
     Args:
         found: Collectives of several sizes over the same group.
@@ -178,12 +192,18 @@ def fit_link(found: Sequence[Sample]) -> tuple[float, float]:
     share, hops = (workers - 1) / workers, math.log2(workers)
     large = max(sample.sizes[1] for sample in found)
     least = min((s for s in found if s.kind == "all_reduce"), key=lambda s: s.sizes)
+    small = least.value / 2
+
+    def a_byte(seconds: float) -> float:
+        # A small message that takes nearly as long as a large one was disturbed.
+        return max(seconds - small, 0.1 * seconds) / (large - least.sizes[1]) / share
+
     several = [sample for sample in found if sample.sizes[1] == large]
-    halves = sum(2 if sample.kind == "all_reduce" else 1 for sample in several)
-    each, small = sum(sample.value for sample in several) / halves, least.value / 2
-    # A small message that takes nearly as long as a large one was disturbed.
-    a_byte = max(each - small, 0.1 * each) / (large - least.sizes[1]) / share
-    return 1 / a_byte, max(0.0, small - least.sizes[1] * share * a_byte) / hops
+    halves = [sample.value for sample in several if sample.kind != "all_reduce"]
+    summed = a_byte(sum(s.value for s in several if s.kind == "all_reduce") / 2)
+    alone = a_byte(sum(halves) / len(halves))
+    hop_s = max(0.0, small - least.sizes[1] * share * summed) / hops
+    return Link(1 / summed, hop_s, min(1.0, summed / alone))
 
 
 def _links(
@@ -194,13 +214,15 @@ def _links(
     notes: list[str],
 ) -> dict[str, float]:
     measured: dict[str, tuple[float, float]] = {}  # where → GB/s, microseconds of a hop
+    alone = []
     for where, rings in (("node", 1), ("network", task.workers)):
         kinds: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
         samples = [sample for kind in kinds for sample in found.all(kind, where)]
         if samples:
-            rate, hop = fit_link(samples)
-            measured[where] = rate * rings / 1e9, hop * 1e6
-    values: dict[str, float] = {}
+            link = fit_link(samples)
+            measured[where] = link.rate * rings / 1e9, link.hop_s * 1e6
+            alone.append(link.alone)
+    values = {"shard_efficiency": sum(alone) / len(alone)} if alone else {}
     for where, name, lacking in (
         ("node", "node_link", "a node has one worker"),
         ("network", "network", "there was one node"),

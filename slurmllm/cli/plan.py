@@ -221,8 +221,11 @@ def _submit(found: Answer, recipe: str, cluster: str | None) -> str:
     given = [how for how in found.config.origins.values() if how.startswith("--set ")]
     for how in dict.fromkeys(given):
         words += how.split(" ", 1)
-    for change in changes(found.config, planned.best):
-        words += ["--set", change]
+    settings = changes(found.config, planned.best)
+    if found.foresight.tokens is not None:
+        settings.append(f"train.steps={found.foresight.of(planned.best).cost.steps}")
+    for setting in settings:
+        words += ["--set", setting]
     return shlex.join(words)
 
 

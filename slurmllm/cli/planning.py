@@ -122,13 +122,19 @@ class Foresight:
 
 
 def fixed_settings(config: RunConfig) -> tuple[str, ...]:
-    """Of what the planner varies, what --set fixes, or a recipe that says `parallel: auto`."""
-    auto = config.recipe.parallel.auto
+    """Of what the planner varies, what --set fixes, or a recipe that says `parallel: auto`.
+
+    A micro batch of `auto` is none: it is varied all the same.
+    """
+    recipe, auto = config.recipe, config.recipe.parallel.auto
     return tuple(
         path
         for path in VARIED
-        if config.origins.get(path, "").startswith("--set")
-        or (auto and path.startswith("parallel.") and config.is_set(path))
+        if not (path == "train.micro_batch" and recipe.train.micro_batch == "auto")
+        and (
+            config.origins.get(path, "").startswith("--set")
+            or (auto and path.startswith("parallel.") and config.is_set(path))
+        )
     )
 
 

@@ -67,6 +67,11 @@ class Hardware(Section):
         description="Share of that which a group reaches that is not the whole node: 1 behind a "
         "switch, half of a torus, where such a group's rings use one of its two directions.",
     )
+    shard_efficiency: Share = Field(
+        default=1.0,
+        description="Share of an all-reduce's rate that gathering and scattering reach on their "
+        "own; below 1 with gloo, on CPUs.",
+    )
     network_efficiency: Share = Field(description="Share of network_gb_s that collectives reach.")
     node_link_latency_us: NonNegativeFloat = Field(
         default=0.0, description="One hop of a collective within a node, microseconds."

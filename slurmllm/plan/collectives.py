@@ -39,17 +39,18 @@ class Group:
 
 
 def group(stride: int, size: int, per_node: int) -> Group:
-    """Ranks r, r + stride, r + 2 · stride, …
+    """Ranks r, r + stride, r + 2 · stride, …; of all groups like it, one that spans the most nodes.
 
     Args:
         stride: Between neighbours.
         size: Of the group.
         per_node: Workers of a node.
     """
-    if stride * size <= per_node:
+    if per_node % (stride * size) == 0:  # where not, one of them lies across a node's end
         return Group(size, 1, 0, size == per_node)
     beside = max(1, per_node // stride)
-    return Group(size, math.ceil(size / beside), max(1, per_node // beside), beside == per_node)
+    whole = beside == per_node and size % per_node == 0
+    return Group(size, max(2, math.ceil(size / beside)), max(1, per_node // beside), whole)
 
 
 def tensor_group(mesh: Mesh) -> Group:
@@ -75,10 +76,19 @@ def rate(members: Group, hardware: Hardware) -> float:
 
 def gather_s(size: float, members: Group, hardware: Hardware) -> float:
     """Seconds to gather shares into `size` bytes on every worker, or to reduce and scatter them."""
+    return _half_s(size, members, hardware, hardware.shard_efficiency)
+
+
+def all_reduce_s(size: float, members: Group, hardware: Hardware) -> float:
+    """Seconds to sum up `size` bytes of every worker on all of them."""
+    return 2 * _half_s(size, members, hardware, 1.0)
+
+
+def _half_s(size: float, members: Group, hardware: Hardware, reached: float) -> float:
     if members.size == 1:
         return 0.0
-    share = (members.size - 1) / members.size
-    return size * share / rate(members, hardware) + latency_s(members, hardware)
+    moved = size * (members.size - 1) / members.size
+    return moved / (rate(members, hardware) * reached) + latency_s(members, hardware)
 
 
 def latency_s(members: Group, hardware: Hardware) -> float:

@@ -43,11 +43,6 @@ class Cost:
         """Wall time, days."""
         return self.hours / 24.0
 
-    @property
-    def usd_per_million_tokens(self) -> float | None:
-        """Dollars of the whole run, losses included, for each million of its tokens."""
-        return None if self.usd is None else self.usd / self.tokens * 1e6
-
 
 def cost(
     candidate: Candidate,

@@ -162,6 +162,11 @@ def assumed_micro_batch(config: RunConfig) -> int | None:
     return 1 if config.cluster.device == "neuron" else None
 
 
+def measures_micro_batch(config: RunConfig) -> bool:
+    """Whether the micro batch is left to the precompile stage."""
+    return config.recipe.train.micro_batch == "auto" and assumed_micro_batch(config) is None
+
+
 def save_mesh(mesh: Mesh, plan: Path) -> None:
     """Write a run's plan.json, whole or not at all."""
     write_atomic(plan, json.dumps(mesh.to_json(), indent=2) + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.candidate import Candidate
-from slurmllm.plan.mesh import assumed_micro_batch
+from slurmllm.plan.mesh import assumed_micro_batch, measures_micro_batch
 from slurmllm.plan.search import LARGEST, VARIED, Unsupported, search, smallest_nodes
 
 # Layouts that the predictions do not tell apart: of those, the one with the fewest changes.
@@ -73,11 +73,6 @@ def changes(config: RunConfig, candidate: Candidate) -> list[str]:
         for path in VARIED
         if path not in others and value(config, path) != value(candidate.config, path)
     ]
-
-
-def measures_micro_batch(config: RunConfig) -> bool:
-    """Whether the micro batch is left to the precompile stage."""
-    return config.recipe.train.micro_batch == "auto" and assumed_micro_batch(config) is None
 
 
 def value(config: RunConfig, path: str) -> object:

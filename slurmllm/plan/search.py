@@ -16,7 +16,7 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import RULES, divisors
 from slurmllm.errors import ConfigError
 from slurmllm.plan.candidate import Candidate
-from slurmllm.plan.mesh import Mesh, micro_batches
+from slurmllm.plan.mesh import Mesh, measures_micro_batch, micro_batches
 from slurmllm.plan.predict import known_hardware, predict
 
 # What may be varied: `fixed` names those of them that are not.
@@ -105,7 +105,8 @@ def search(
         for size in sizes:
             mesh = _mesh(config, layout, nodes, size)
             # No larger one fits either, but one for the whole step: it adds up no gradients.
-            if lacks and mesh.accumulation > 1:
+            # A measurement begins with the smallest, and does not get there.
+            if lacks and (mesh.accumulation > 1 or measures_micro_batch(config)):
                 continue
             candidate = predict(_with_micro_batch(changed, size), mesh)
             if candidate.fits:
@@ -149,7 +150,9 @@ def _some_fits(
         changed = _with(config, layout)
         if _reason(changed, layout, nodes, unsupported) is None:
             sizes = _micro_batches(config, layout, nodes, fixed)
-            for size in {*sizes[:1], *sizes[-1:]}:  # the last may need no sum of gradients
+            # The last may need no sum of gradients.
+            ends = sizes[:1] if measures_micro_batch(config) else {*sizes[:1], *sizes[-1:]}
+            for size in ends:
                 mesh = _mesh(config, layout, nodes, size)
                 if predict(_with_micro_batch(changed, size), mesh).fits:
                     return True

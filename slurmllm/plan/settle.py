@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from slurmllm.config.resolve import PLANNER, RunConfig
 from slurmllm.errors import ConfigError
-from slurmllm.plan.remedies import gib, layout_words, measures_micro_batch, remedies
+from slurmllm.plan.mesh import measures_micro_batch
+from slurmllm.plan.remedies import gib, layout_words, remedies
 from slurmllm.plan.search import VARIED, Plan, Unsupported, search
 
 DEGREES = tuple(path for path in VARIED if path.startswith("parallel."))

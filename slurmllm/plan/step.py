@@ -18,7 +18,13 @@ from functools import lru_cache
 from slurmllm.config.hardware import Hardware
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.candidate import StepTime, peak_flops
-from slurmllm.plan.collectives import data_group, gather_s, stage_to_stage_s, tensor_group
+from slurmllm.plan.collectives import (
+    all_reduce_s,
+    data_group,
+    gather_s,
+    stage_to_stage_s,
+    tensor_group,
+)
 from slurmllm.plan.flops import (
     Product,
     attention_flops,
@@ -163,23 +169,32 @@ class _Step:
     def _block_collectives_s(self) -> float:
         """Tensor-parallel collectives of a block and micro batch.
 
-        Forward, attention and feed-forward each gather their input and scatter their output's sum
-        (or sum it up for all: the same bytes); backward likewise. Full checkpointing repeats the
-        forward ones. NxD gathers the inputs of both anew for the weights' gradients, instead of
-        keeping them (neuronx_distributed/parallel_layers/layers.py).
+        Forward, attention and feed-forward each sum up their output, and backward the gradient of
+        their input; under sequence parallelism they gather the one and scatter the other's sum, the
+        same bytes. Full checkpointing repeats the forward ones. NxD gathers the inputs of both anew
+        for the weights' gradients, instead of keeping them
+        (neuronx_distributed/parallel_layers/layers.py).
         """
-        parallel, train = self.recipe.parallel, self.recipe.train
-        passes = 3 if train.activation_checkpointing == "full" else 2
-        count = 4 * passes
-        if parallel.sequence and self.config.backend == "nxd":
-            count += 2
-        size = self.tokens * self.model.hidden_size * self.formats.computed
-        return count * gather_s(size, tensor_group(self.mesh), self.hardware)
+        passes = 3 if self.recipe.train.activation_checkpointing == "full" else 2
+        again = 2 if self.recipe.parallel.sequence and self.config.backend == "nxd" else 0
+        return 2 * passes * self._sum_s() + again * self._gathered_s()
 
     def _edge_collectives_s(self) -> float:
         """Those of embedding and head: the stream's sums, forward and backward."""
-        size = self.tokens * self.model.hidden_size * self.formats.computed
-        return 4 * gather_s(size, tensor_group(self.mesh), self.hardware)
+        return 2 * self._sum_s()
+
+    def _sum_s(self) -> float:
+        """Partial sums of the stream added up for all workers, or scattered and gathered again."""
+        if self.recipe.parallel.sequence:
+            return 2 * self._gathered_s()
+        return all_reduce_s(self._whole_stream(), tensor_group(self.mesh), self.hardware)
+
+    def _gathered_s(self) -> float:
+        return gather_s(self._whole_stream(), tensor_group(self.mesh), self.hardware)
+
+    def _whole_stream(self) -> int:
+        """Bytes of a micro batch's activations between two blocks."""
+        return self.tokens * self.model.hidden_size * self.formats.computed
 
     def _launches_s(self) -> float:
         """What a block's operators cost beside their work, forward and backward."""
@@ -189,7 +204,7 @@ class _Step:
     def _stream_bytes(self) -> float:
         """Activations that one worker hands to the next stage."""
         shared = self.mesh.tensor if self.recipe.parallel.sequence else 1
-        return self.tokens * self.model.hidden_size * self.formats.computed / shared
+        return self._whole_stream() / shared
 
     def _own(self, parameters: int) -> float:
         """A worker's share of a matrix's parameters."""
@@ -208,19 +223,19 @@ class _Step:
         if members.size == 1:
             return 0.0
         numbers = self._stage_parameters()
-        weights = gather_s(numbers * self.formats.computed, members, self.hardware)
-        gradients = gather_s(numbers * self.formats.reduced, members, self.hardware)
-        gathers, scatters = self._rounds()
-        total = gathers * weights + scatters * gradients
+        if self.config.backend == "nxd" and self.recipe.parallel.zero == 0:
+            total = all_reduce_s(numbers * self.formats.reduced, members, self.hardware)
+        else:
+            weights = gather_s(numbers * self.formats.computed, members, self.hardware)
+            gradients = gather_s(numbers * self.formats.reduced, members, self.hardware)
+            gathers, scatters = self._rounds()
+            total = gathers * weights + scatters * gradients
         return total - min(total * self.hardware.overlap, computing)
 
     def _rounds(self) -> tuple[int, int]:
         """How often a step gathers all weights, and reduces and scatters all gradients."""
         zero, turns = self.recipe.parallel.zero, self.mesh.accumulation
-        if self.config.backend == "nxd":
-            # Without ZeRO the second half of an all-reduce gathers gradients in the weights' stead.
-            return 1, 1
-        if self.mesh.pipeline > 1 or zero <= 1:
+        if self.config.backend == "nxd" or self.mesh.pipeline > 1 or zero <= 1:
             return 1, 1
         return (2 * turns if zero == 3 else 1), turns
 

@@ -133,14 +133,20 @@ def test_products(rate: float, half: float, noise: list[float]) -> None:
 
 
 @given(
-    rate=st.floats(1e8, 1e12), hop_us=st.floats(0.1, 100), workers=st.sampled_from([2, 4, 8, 64])
+    rate=st.floats(1e8, 1e12),
+    hop_us=st.floats(0.1, 100),
+    alone=st.floats(0.3, 1),
+    workers=st.sampled_from([2, 4, 8, 64]),
 )
-def test_links(rate: float, hop_us: float, workers: int) -> None:
-    def each(size: int) -> float:
-        return size * (workers - 1) / workers / rate + math.log2(workers) * hop_us * 1e-6
+def test_links(rate: float, hop_us: float, alone: float, workers: int) -> None:
+    def each(size: int, reached: float = 1.0) -> float:
+        moved = size * (workers - 1) / workers
+        return moved / (rate * reached) + math.log2(workers) * hop_us * 1e-6
 
     samples = [
         Sample(kind="all_reduce", sizes=(workers, size), value=2 * each(size))
         for size in (64, 1 << 30)
     ]
-    assert fit_link(samples) == pytest.approx((rate, hop_us * 1e-6), rel=0.01)
+    for kind in ("all_gather", "reduce_scatter"):
+        samples.append(Sample(kind=kind, sizes=(workers, 1 << 30), value=each(1 << 30, alone)))
+    assert fit_link(samples) == pytest.approx((rate, hop_us * 1e-6, alone), rel=0.01)

@@ -127,6 +127,13 @@ def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
     }
 
 
+def test_what_is_asked_for_is_submitted_too() -> None:
+    own = ("--set", "train.micro_batch=auto", "--tokens", "20B")
+    done = call("gpt3_125m", "--nodes", "1", *own)
+    assert done.stdout.rstrip().endswith("--set train.micro_batch=auto --set train.steps=38147")
+    assert "fixed:" not in done.stdout, "what is measured is varied"
+
+
 def test_several_node_counts_are_a_scaling_table() -> None:
     found = answer("neox_20b", "--nodes", "16,4,8,4", "--price", "reserved")
     rows = found["scaling"]
@@ -316,6 +323,11 @@ def test_a_run_is_held_against_the_prediction(tmp_path: Path) -> None:
     table = call(*where).stdout
     assert table.startswith("measured: ")
     assert f"{0.5 / own['step_s']:.3f}" in table
+    # A time limit that the assumed start-ups would not keep: the run had shorter ones.
+    short = resolve("pythia_160m", None, ["slurm.time=7"])
+    run.config.write_text(short.to_yaml(), encoding="utf-8")
+    found = {row["name"]: row for row in answer(*where)["rows"]}
+    assert found["effective utilization"]["predicted"] is None
 
 
 def test_what_was_measured_becomes_a_profile(

@@ -8,6 +8,7 @@ from slurmllm.config.hardware import Hardware
 from slurmllm.config.resolve import resolve
 from slurmllm.plan.collectives import (
     Group,
+    all_reduce_s,
     data_group,
     gather_s,
     group,
@@ -41,6 +42,7 @@ def mesh(tensor: int, pipeline: int, data: int) -> Mesh:
         (8, 64, Group(64, 16, 8, False)),  # 8 rings through each node's network
         (32, 8, Group(8, 8, 32, False)),  # each worker a ring of its own
         (1, 64, Group(64, 2, 1, True)),
+        (8, 3, Group(3, 2, 8, False)),  # stages of 24 workers: the second lies on two nodes
     ],
 )
 def test_groups(stride: int, size: int, expected: Group) -> None:
@@ -56,6 +58,14 @@ def test_a_ring_carries_its_bytes_over_the_slowest_link() -> None:
     assert gather_s(1e9, data_group(mesh(8, 1, 64)), PLAIN) == pytest.approx(63 / 64 * 8 / 50)
     assert gather_s(1e9, data_group(mesh(32, 1, 64)), PLAIN) == pytest.approx(63 / 64 * 32 / 50)
     assert gather_s(1e9, data_group(mesh(32, 1, 1)), PLAIN) == 0
+
+
+def test_halves_of_an_all_reduce_may_be_slower_on_their_own() -> None:
+    members = tensor_group(mesh(32, 1, 4))
+    gloo = PLAIN.model_copy(update={"shard_efficiency": 0.5})
+    half = gather_s(1e9, members, PLAIN)
+    assert all_reduce_s(1e9, members, PLAIN) == all_reduce_s(1e9, members, gloo) == 2 * half
+    assert gather_s(1e9, members, gloo) == 2 * half
 
 
 def test_hops_grow_with_the_logarithm_of_the_group() -> None:

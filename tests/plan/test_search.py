@@ -7,7 +7,7 @@ from collections.abc import Collection
 import pytest
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.config.resolve import RunConfig, change, resolve
 from slurmllm.config.rules import broken_rules
 from slurmllm.errors import ConfigError
 from slurmllm.plan.mesh import make_mesh
@@ -72,6 +72,9 @@ def test_a_micro_batch_that_needs_no_sum_of_gradients_is_not_missed() -> None:
     assert {one.mesh.micro_batch for one in found.fitting} == {2}
     assert {one.mesh.micro_batch for one in found.too_large} == {1}
     assert smallest(config, 1, fixed) == 1
+    auto = change(config, None, ["train.micro_batch=auto"])
+    assert not plan(auto, 1, fixed).fitting, "a measurement begins with the smallest"
+    assert smallest(auto, 1, fixed) != 1
 
 
 def test_what_is_refused_has_a_reason() -> None:
