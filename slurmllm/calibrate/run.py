@@ -61,6 +61,7 @@ def calibrate(
         ConfigError: the profile's devices are not measured here.
         NodeError: a node measured nothing or not all.
     """
+    require_measurable(config)
     task = _task(config, allocation, quick)
     begun = time.monotonic()
     processes = allocation.ask([*_NODE, task.model_dump_json()])
@@ -80,20 +81,28 @@ def calibrate(
         raise NodeError(f"{' '.join(allocation.nodes)}: the measurement failed: {last}")
     found = hardware_of(samples, task, config.cluster.hardware, _source(config, allocation))
     say(f"{seconds:3.0f} s  done")
-    notes = (*found.notes, *_busy(samples))
-    return Calibration(found.hardware, tuple(allocation.nodes), notes, seconds)
+    busy = _busy(samples)
+    # Nothing is to be refused on figures that somebody else's work went into.
+    hardware = found.hardware.model_copy(update={"rough": bool(busy)})
+    return Calibration(hardware, tuple(allocation.nodes), (*found.notes, *busy), seconds)
 
 
 def _busy(samples: Sequence[Sample]) -> list[str]:
     return [
-        f"{sample.of}: others were using it, {sample.value:.1f} tasks a CPU; measure idle nodes"
+        f"{sample.of}: others were using it, {sample.value:.1f} tasks a CPU; the figures are "
+        "marked as rough, measure idle nodes"
         for sample in samples
         if sample.kind == "busy" and sample.value > _BUSY
     ]
 
 
-def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
-    cluster, train = config.cluster, config.recipe.train
+def require_measurable(config: RunConfig) -> None:
+    """Refuse a profile whose devices nothing here measures, before nodes are waited for.
+
+    Raises:
+        ConfigError: NeuronCores.
+    """
+    cluster = config.cluster
     if cluster.device == "neuron":
         raise ConfigError(
             f"cluster profile {cluster.name} cannot be calibrated",
@@ -103,6 +112,10 @@ def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
                 "RUN` holds them against one of yours"
             ],
         )
+
+
+def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
+    cluster, train = config.cluster, config.recipe.train
     nodes, workers = len(allocation.nodes), cluster.devices_per_node
     variables = load_environment("native").variables(config)
     given = {name: variable.value for name, variable in variables.items()}

@@ -28,10 +28,12 @@ def calibrate(
     from slurmllm.calibrate.nodes import nodes_at_hand
     from slurmllm.calibrate.profile import check_target, profile_text, write_profile
     from slurmllm.calibrate.run import calibrate as measure
+    from slurmllm.calibrate.run import require_measurable
     from slurmllm.config.resolve import resolve
 
-    # Profiles are read beside a recipe; of this one, the backend's name at most is used.
+    # Profiles are read beside a recipe; this one's precision, compilation and environment count.
     config = resolve("tiny_neox", cluster, overrides)
+    require_measurable(config)
     if out is not None:
         check_target(Path(out))
     again = ["plan", "--calibrate", *([f"--cluster={cluster}"] if cluster else [])]

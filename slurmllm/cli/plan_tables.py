@@ -173,7 +173,8 @@ def print_end(best: Candidate, foresight: Foresight) -> None:
     said = f"every {losses.interval_steps} steps"
     if best.config.recipe.checkpoint.every_steps != "auto":
         auto = foresight.auto_steps(best)
-        said += f"; checkpoint.every_steps: auto would choose {auto}"
+        chosen = str(auto) if auto < prospects.cost.steps else "none before the end"
+        said += f"; checkpoint.every_steps: auto would choose {chosen}"
     click.echo(f"checkpoints    {said}")
 
 

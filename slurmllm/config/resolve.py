@@ -335,7 +335,8 @@ def _describe(
     if item["type"] == "missing" and isinstance(item["loc"][-1], int):
         return f"{dotted}: {list(item['input'])}{where}: an element is missing"
     if item["type"] == "missing":
-        return f"{dotted}: missing; it has no default, so the recipe must set it"
+        where = "profile" if dotted.startswith("cluster.") else "recipe"
+        return f"{dotted}: missing; it has no default, so the {where} must set it"
     rule = (
         str(item["msg"])
         .removeprefix("Value error, ")

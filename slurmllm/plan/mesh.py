@@ -133,7 +133,7 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
             [
                 f"parallel: tensor {tensor} × pipeline {pipeline} = {model} does not divide the "
                 f"{world} workers of {_nodes(nodes)} × {per_node}; {_choose_nodes(fitting)}, or "
-                "change the degrees with --set"
+                "change the degrees with --set (parallel=auto leaves them to the planner)"
             ],
         )
     data, virtual = world // model, recipe.parallel.virtual_pipeline
@@ -185,7 +185,9 @@ def load_mesh(plan: Path) -> Mesh:
         values = {name: int(held[name] or 1) for name in names if name in held}
         return Mesh(**values, unmeasured=unmeasured)
     except OSError as error:
-        raise StorageError(f"cannot read {plan}: {error.strerror or error}") from error
+        raise StorageError(
+            f"cannot read {plan}: {error.strerror or error}; `slurmllm resume` writes it again"
+        ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise StorageError(
             f"{plan} is damaged: {error}; `slurmllm resume` writes it again"
