@@ -220,9 +220,9 @@ class _Step:
     def _data_s(self, computing: float) -> float:
         """Gradients and weights between data-parallel workers, less what computing hides."""
         members = data_group(self.mesh)
-        if members.size == 1:
-            return 0.0
         numbers = self._stage_parameters()
+        if members.size == 1:
+            return self._copies_s(numbers)
         if self.config.backend == "nxd" and self.recipe.parallel.zero == 0:
             total = all_reduce_s(numbers * self.formats.reduced, members, self.hardware)
         else:
@@ -231,6 +231,17 @@ class _Step:
             gathers, scatters = self._rounds()
             total = gathers * weights + scatters * gradients
         return total - min(total * self.hardware.overlap, computing)
+
+    def _copies_s(self, numbers: float) -> float:
+        """What FSDP2 copies into its buffers and out of them where there is nobody to send to.
+
+        Elsewhere that is part of what its collectives reach.
+        """
+        if self.config.backend == "nxd":
+            return 0.0
+        gathers, scatters = self._rounds()
+        size = numbers * (gathers * self.formats.computed + scatters * self.formats.reduced)
+        return 2 * size / self.bandwidth
 
     def _rounds(self) -> tuple[int, int]:
         """How often a step gathers all weights, and reduces and scatters all gradients."""

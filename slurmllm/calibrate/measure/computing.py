@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,8 @@ from slurmllm.model.rotary import rotary_table, rotate
 from slurmllm.plan.flops import attention_flops, block_elements
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_HEAD = 64
+# Together more than a worker's share of most processors' caches.
+_COLD_BYTES, _LAYERS = 64 << 20, 16
 
 
 def products(
@@ -40,11 +42,22 @@ def products(
         if device.type == "cpu" and kind == torch.bfloat16 and slow_bf16():
             kind = torch.float32  # as compiled blocks compute them there
         for m, n, k in (*shapes, (tokens[0], vocabulary, middling)):
-            x = torch.randn(m, k, device=device, dtype=kind)
-            weight = torch.randn(n, k, device=device, dtype=kind)
-            gradient = torch.randn(m, n, device=device, dtype=kind)
+            # In turn, as the layers of a model come: none finds its matrices in a cache.
+            width = torch.empty((), dtype=kind).element_size()
+            count = max(1, min(_LAYERS, _COLD_BYTES // ((m * k + n * k + m * n) * width)))
+            layers = itertools.cycle(
+                [
+                    (
+                        torch.randn(m, k, device=device, dtype=kind),
+                        torch.randn(n, k, device=device, dtype=kind),
+                        torch.randn(m, n, device=device, dtype=kind),
+                    )
+                    for _ in range(count)
+                ]
+            )
 
-            def work(x: Tensor = x, weight: Tensor = weight, gradient: Tensor = gradient) -> None:
+            def work(layers: Iterator[tuple[Tensor, Tensor, Tensor]] = layers) -> None:
+                x, weight, gradient = next(layers)
                 torch.mm(x, weight.T)
                 torch.mm(gradient, weight)
                 torch.mm(gradient.T, x)
