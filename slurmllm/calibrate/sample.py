@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from typing import Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-_HEAD = "slurmllm-calibrate "
+from slurmllm.health.said import Said
 
 Kind = Literal[
     "progress", "product", "attention", "copy", "elementwise", "all_reduce", "all_gather",
@@ -48,7 +46,7 @@ class Task(BaseModel):
     quick: bool = False
 
 
-class Sample(BaseModel):
+class Sample(Said):
     """One figure, as the mean over all workers, or of one node.
 
     Attributes:
@@ -61,23 +59,9 @@ class Sample(BaseModel):
             CPU or had one before anything began, by CPU.
     """
 
-    model_config = ConfigDict(frozen=True)
+    HEAD: ClassVar[str] = "slurmllm-calibrate "
 
     kind: Kind
     of: str = ""
     sizes: tuple[int, ...] = ()
     value: float = 0.0
-
-    def say(self) -> None:
-        """Write it at once, as a line in one piece."""
-        sys.stdout.flush()
-        os.write(sys.stdout.fileno(), f"{_HEAD}{self.model_dump_json()}\n".encode())
-
-    @classmethod
-    def read(cls, text: str) -> Self | None:
-        """The sample in a line of output; None where it is something else."""
-        _, head, body = text.partition(_HEAD)
-        try:
-            return cls.model_validate_json(body) if head else None
-        except ValidationError:
-            return None

@@ -7,19 +7,14 @@ bytes whole (`MAX_MSG_LEN` in its io.c) when it sends on what several tasks say 
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from typing import Self
+from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
+from slurmllm.health.said import Said
 from slurmllm.records import HealthFinding
 
-_HEAD = "slurmllm-health "
 
-
-class Line(BaseModel):
+class Line(Said):
     """One line.
 
     Attributes:
@@ -31,7 +26,7 @@ class Line(BaseModel):
         gb_s: Bus bandwidth of an all-reduce, GB/s.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    HEAD: ClassVar[str] = "slurmllm-health "
 
     node: str
     time: float
@@ -39,21 +34,6 @@ class Line(BaseModel):
     version: tuple[str, str] | None = None
     took_s: float | None = None
     gb_s: float | None = None
-
-    def say(self) -> None:
-        """Write the line at once and in one piece."""
-        text = f"{_HEAD}{self.model_dump_json(exclude_none=True)}\n"
-        sys.stdout.flush()
-        os.write(sys.stdout.fileno(), text.encode())
-
-    @classmethod
-    def read(cls, text: str) -> Self | None:
-        """The line in a piece of output; None where it is something else."""
-        _, head, body = text.partition(_HEAD)
-        try:
-            return cls.model_validate_json(body) if head else None
-        except ValidationError:
-            return None
 
 
 def say(node: str, **said: object) -> None:
