@@ -126,25 +126,21 @@ class _Step:
 
     def _block_s(self) -> float:
         """Forward and backward of one block and micro batch."""
+        return 3 * self._forward_s() + self._added_s(self._own(block_parameters(self.model)))
+
+    def _forward_s(self) -> float:
         mesh, parallel = self.mesh, self.recipe.parallel
         products = block_products(self.model, self.tokens, mesh.tensor)
         elements = block_elements(self.model, self.tokens, mesh.tensor, parallel.sequence)
-        forward = sum(self._product_s(product) for product in products)
-        forward += self._attention_s() + elements * self.formats.computed / self.bandwidth
-        return 3 * forward + self._added_s(self._own(block_parameters(self.model)))
+        work = sum(self._product_s(product) for product in products) + self._attention_s()
+        return work + elements * self.formats.computed / self.bandwidth
 
     def _recomputed_s(self) -> float:
         """What the backward pass of a block computes again."""
         how = self.recipe.train.activation_checkpointing
         if how == "none":
             return 0.0
-        if how == "selective":
-            return self._attention_s()
-        mesh, parallel = self.mesh, self.recipe.parallel
-        products = block_products(self.model, self.tokens, mesh.tensor)
-        elements = block_elements(self.model, self.tokens, mesh.tensor, parallel.sequence)
-        work = sum(self._product_s(product) for product in products) + self._attention_s()
-        return work + elements * self.formats.computed / self.bandwidth
+        return self._attention_s() if how == "selective" else self._forward_s()
 
     def _product_s(self, product: Product) -> float:
         return product_s(product, self.peak, self.formats.computed, self.hardware)
