@@ -477,3 +477,24 @@ class MetricsRow(Record):
         default=None, description="of it, from there until it had both norms; None likewise"
     )
     time: float = Field(description="Unix time at the step's end, s")
+
+
+class EvaluationRecord(Record):
+    """`evaluations/<checkpoint>/<task>.json`: what a checkpoint scored in one task."""
+
+    step: int = Field(description="of the checkpoint")
+    tokens: int = Field(description="that it was trained on")
+    checkpoint: str = Field(description="its checksum")
+    task: str = Field(
+        description="as the harness names it; `validation`: loss on the held-out text"
+    )
+    shots: int | None = Field(default=None, description="examples before each question")
+    limit: float | None = Field(
+        default=None, description="questions at most (a share where below 1); None: all"
+    )
+    scores: dict[str, float] = Field(description="metric → value, as the harness names them")
+    errors: dict[str, float] = Field(default_factory=dict, description="metric → standard error")
+    num_samples: int | None = Field(default=None, description="questions")
+    version: str = Field(description="of what judged, such as lm_eval 0.4.13")
+    seconds: float
+    evaluated_at: float = Field(description="Unix time, s")

@@ -19,6 +19,7 @@ Layout (`runs/<name>/`, on the shared file system):
     checkpoints/step_XXXXXXXX/        one checkpoint, whole once manifest.json is there
     metrics/attempt_NNN.jsonl         one line a step; a file an attempt, so nobody shares one
     events/attempt_NNN.jsonl          saves, spikes and the like; a file an attempt
+    evaluations/<checkpoint>/         what a checkpoint scored, a file a task
     tensorboard/  reports/
 """
 
@@ -271,6 +272,19 @@ class RunDir:
     def tensorboard(self) -> Path:
         """TensorBoard event files."""
         return self.path / "tensorboard"
+
+    def evaluation(self, checksum: str, key: str) -> Path:
+        """What a checkpoint scored in a task (`records.EvaluationRecord`).
+
+        Args:
+            checksum: Of the checkpoint.
+            key: Of the task as it was set up.
+        """
+        return self.path / "evaluations" / checksum[:16] / f"{key}.json"
+
+    def evaluation_files(self) -> list[Path]:
+        """All of these, sorted by name."""
+        return sorted((self.path / "evaluations").glob("*/*.json"))
 
     @property
     def reports(self) -> Path:

@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from slurmllm.analysis.events import read_events
-from slurmllm.analysis.history import History, read_history, submissions
-from slurmllm.analysis.incarnations import incarnations
+from slurmllm.analysis.reading.events import read_events
 from slurmllm.analysis.steady import Steady, read_steady
-from slurmllm.analysis.utilization import utilization
+from slurmllm.analysis.usage.history import History, read_history, submissions
+from slurmllm.analysis.usage.incarnations import incarnations
+from slurmllm.analysis.usage.utilization import utilization
 from slurmllm.config.resolve import RunConfig, change, load
 from slurmllm.errors import ConfigError, RunError
 from slurmllm.plan.candidate import Candidate, peak_flops

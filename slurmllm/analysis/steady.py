@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from slurmllm.analysis.history import History, submissions
-from slurmllm.analysis.rows import MetricsFile
+from slurmllm.analysis.reading.rows import MetricsFile
+from slurmllm.analysis.usage.history import History, submissions
 from slurmllm.errors import RunError
 from slurmllm.records import MetricsRow
 from slurmllm.rundir import RunDir

@@ -10,7 +10,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.comparison import Comparison, Overlap, Side, Tolerances
+    from slurmllm.analysis.comparing.comparison import Comparison, Overlap, Side, Tolerances
     from slurmllm.analysis.curves import Curve
 
 
@@ -67,8 +67,8 @@ def compare(
     Exit codes: 0 the runs match, 1 they differ, 2 unusable input, 4 the picture asked for
     with --plot cannot be written.
     """
-    from slurmllm.analysis import compare as stage
-    from slurmllm.analysis.curves import read_curve
+    from slurmllm.analysis.comparing import compare as stage
+    from slurmllm.analysis.reading.source import read_curve
     from slurmllm.errors import EXIT_NEGATIVE, UserError
     from slurmllm.rundir import runs_root
 
@@ -90,7 +90,7 @@ def compare(
 
 
 def _tolerances(loss: float | None, grad_norm: float | None, exact: bool) -> Tolerances:
-    from slurmllm.analysis.comparison import Tolerances
+    from slurmllm.analysis.comparing.comparison import Tolerances
     from slurmllm.errors import UserError
 
     given = {"--tolerance": loss, "--grad-norm-tolerance": grad_norm}
@@ -136,7 +136,7 @@ def _locate(source: str, root: Path) -> Path:
 
 def _draw(a: Curve, b: Curve, comparison: Comparison, plot: str | None) -> Comparison:
     """Draw the picture and note where; only a picture that was asked for must succeed."""
-    from slurmllm.analysis.plot import default_path, draw
+    from slurmllm.analysis.comparing.plot import default_path, draw
     from slurmllm.errors import StorageError
 
     path = Path(plot) if plot is not None else default_path(a, b)
@@ -187,7 +187,7 @@ def _describe(label: str, side: Side, overlap: Overlap) -> str:
 
 def _cells(comparison: Comparison) -> list[tuple[str, ...]]:
     """A row a metric, in the order of the headings."""
-    from slurmllm.analysis.verdict import figure
+    from slurmllm.analysis.comparing.verdict import figure
 
     def shown(value: float | None) -> str:
         return "-" if value is None else figure(value)

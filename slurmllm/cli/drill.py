@@ -11,7 +11,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.comparison import Tolerances
+    from slurmllm.analysis.comparing.comparison import Tolerances
     from slurmllm.drill.results import Drilled, DrillReport
     from slurmllm.records import JobsRecord
 
@@ -118,7 +118,7 @@ def drill(
 
 
 def _tolerances(tolerance: float | None) -> Tolerances:
-    from slurmllm.analysis.comparison import Tolerances
+    from slurmllm.analysis.comparing.comparison import Tolerances
     from slurmllm.errors import RunError
 
     if tolerance is None:

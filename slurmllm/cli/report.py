@@ -11,8 +11,8 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.recoveries import Recovery
-    from slurmllm.analysis.utilization import Utilization
+    from slurmllm.analysis.usage.recoveries import Recovery
+    from slurmllm.analysis.usage.utilization import Utilization
     from slurmllm.rundir import RunDir
 
 _SHOWN_RECOVERIES = 20
@@ -40,7 +40,7 @@ def report(
     """
     import json
 
-    from slurmllm.analysis.utilization import total
+    from slurmllm.analysis.usage.utilization import total
     from slurmllm.errors import UserError
     from slurmllm.rundir import find_run, runs_root
 
@@ -53,7 +53,7 @@ def report(
     accounts = [(run.name, *_account(run, price)) for run in found.values()]
     sums = total([used for _, used, _ in accounts])
     if plot is not None:
-        from slurmllm.analysis.utilization_plot import draw
+        from slurmllm.analysis.usage.plot import draw
 
         draw(_by_name(accounts), Path(plot))
     if as_json:
@@ -70,10 +70,10 @@ def report(
 
 
 def _account(run: RunDir, price: float | None) -> tuple[Utilization, list[Recovery]]:
-    from slurmllm.analysis.history import read_history, submissions
-    from slurmllm.analysis.incarnations import incarnations
-    from slurmllm.analysis.recoveries import recoveries
-    from slurmllm.analysis.utilization import utilization
+    from slurmllm.analysis.usage.history import read_history, submissions
+    from slurmllm.analysis.usage.incarnations import incarnations
+    from slurmllm.analysis.usage.recoveries import recoveries
+    from slurmllm.analysis.usage.utilization import utilization
     from slurmllm.slurm.client import SlurmCommands
 
     history = read_history(run, incarnations(submissions(run), SlurmCommands()))
@@ -92,7 +92,7 @@ def _by_name(
 
 
 def _as_json(name: str, used: Utilization, lost: list[Recovery]) -> dict[str, Any]:
-    from slurmllm.analysis.recoveries import by_ending
+    from slurmllm.analysis.usage.recoveries import by_ending
 
     return {
         "name": name,
@@ -106,7 +106,7 @@ def _print_parts(
     accounts: Sequence[tuple[str, Utilization, list[Recovery]]], sums: Utilization
 ) -> None:
     """A row a part, a column a run."""
-    from slurmllm.analysis.spending import PARTS
+    from slurmllm.analysis.usage.spending import PARTS
     from slurmllm.cli.output import print_table
 
     columns = _by_name(accounts)
@@ -136,7 +136,7 @@ def _print_parts(
 
 def _print_recoveries(name: str, lost: list[Recovery]) -> None:
     """What each ending cost, and all of a class together."""
-    from slurmllm.analysis.recoveries import RECOVERY_PHASES, by_ending
+    from slurmllm.analysis.usage.recoveries import RECOVERY_PHASES, by_ending
     from slurmllm.cli.output import print_table
 
     if not lost:

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from slurmllm.analysis.rows import last_row
+from slurmllm.analysis.reading.rows import last_row
 from slurmllm.drill import injections
 from slurmllm.drill.kinds import KindName
 from slurmllm.errors import NodeError, SlurmllmError

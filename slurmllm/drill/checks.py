@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurmllm.analysis.compare import compare
-from slurmllm.analysis.comparison import Tolerances
-from slurmllm.analysis.curves import Curve, describe_ranges, read_curve
+from slurmllm.analysis.comparing.compare import compare
+from slurmllm.analysis.comparing.comparison import Tolerances
+from slurmllm.analysis.curves import Curve, describe_ranges
+from slurmllm.analysis.reading.source import read_curve
 from slurmllm.checkpoint.catalogue import look_at, verify
 from slurmllm.drill.agent import Injection
 from slurmllm.drill.kinds import KINDS, KindName

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from slurmllm.analysis.comparison import Tolerances
-from slurmllm.analysis.rows import last_row
+from slurmllm.analysis.comparing.comparison import Tolerances
+from slurmllm.analysis.reading.rows import last_row
 from slurmllm.drill.agent import Injection, Order
 from slurmllm.drill.checks import examine
 from slurmllm.drill.kinds import KindName

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from slurmllm.analysis.rows import MetricsFile
+from slurmllm.analysis.reading.rows import MetricsFile
 from slurmllm.drill.agent import Injection
 from slurmllm.drill.results import Recovery
 from slurmllm.errors import RunError

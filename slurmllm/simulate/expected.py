@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from slurmllm.analysis.spending import PARTS, Part
+from slurmllm.analysis.usage.spending import PARTS, Part
 from slurmllm.checkpoint.interval import HOUR_S, best_interval_s
 from slurmllm.simulate.scenario import REPORTED_S, Durations, SaveCost
 
@@ -28,8 +28,8 @@ class Losses:
     """Where the node hours of a run are expected to go.
 
     Attributes:
-        shares: Part → share of the node hours, as `analysis.utilization` counts them; they add
-            up to 1.
+        shares: Part → share of the node hours, as `analysis.usage.utilization` counts them; they
+            add up to 1.
         goodput: Productive time / wall time, which counts the waits for the next allocation.
         interval_steps: Steps from one checkpoint to the next.
         auto_steps: Likewise where `checkpoint.every_steps` is `auto`.

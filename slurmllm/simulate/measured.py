@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from slurmllm.analysis.history import History
-from slurmllm.analysis.recoveries import recoveries
-from slurmllm.analysis.spending import Part, Spending, spendings
+from slurmllm.analysis.usage.history import History
+from slurmllm.analysis.usage.recoveries import recoveries
+from slurmllm.analysis.usage.spending import Part, Spending, spendings
 from slurmllm.errors import RunError
 from slurmllm.simulate.scenario import Durations, SaveCost
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from slurmllm.analysis.history import History
-from slurmllm.analysis.utilization import Utilization, utilization
+from slurmllm.analysis.usage.history import History
+from slurmllm.analysis.usage.utilization import Utilization, utilization
 from slurmllm.config.recipe import Recipe
 from slurmllm.errors import RunError
 from slurmllm.records import AttemptRecord, EndingClass

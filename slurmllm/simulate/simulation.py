@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slurmllm.analysis.history import Floats, History, Incarnation, Ints, Steps
+from slurmllm.analysis.usage.history import Floats, History, Incarnation, Ints, Steps
 from slurmllm.checkpoint.interval import FAILURES, best_interval_s, mtbf_s
 from slurmllm.records import AttemptRecord, EndingClass
 from slurmllm.simulate.failures import BREAKS_NODE, ENDINGS, Failure, Moment

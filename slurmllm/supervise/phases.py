@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from slurmllm.analysis.events import read_events
-from slurmllm.analysis.rows import MetricsFile, last_row_of
+from slurmllm.analysis.reading.events import read_events
+from slurmllm.analysis.reading.rows import MetricsFile, last_row_of
 from slurmllm.errors import RunError, StorageError
 from slurmllm.records import AttemptRecord, CheckpointManifest
 from slurmllm.rundir import RunDir

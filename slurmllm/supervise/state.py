@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmllm.analysis.rows import last_row
+from slurmllm.analysis.reading.rows import last_row
 from slurmllm.config.recipe import WatchdogConfig
 from slurmllm.config.resolve import load
 from slurmllm.errors import SlurmError, SlurmllmError, StorageError

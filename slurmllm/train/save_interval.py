@@ -9,7 +9,7 @@ from contextlib import suppress
 from statistics import median
 from typing import NamedTuple
 
-from slurmllm.analysis.events import read_events
+from slurmllm.analysis.reading.events import read_events
 from slurmllm.checkpoint.interval import FAILURES, HOUR_S, best_interval_s, mtbf_s
 from slurmllm.errors import SlurmllmError
 from slurmllm.records import AttemptRecord

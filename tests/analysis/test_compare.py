@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
-from slurmllm.analysis.compare import compare
-from slurmllm.analysis.comparison import Comparison, Tolerances
-from slurmllm.analysis.curves import Curve, read_curve
-from slurmllm.analysis.verdict import figure
+from slurmllm.analysis.comparing.compare import compare
+from slurmllm.analysis.comparing.comparison import Comparison, Tolerances
+from slurmllm.analysis.comparing.verdict import figure
+from slurmllm.analysis.curves import Curve
+from slurmllm.analysis.reading.source import read_curve
 from slurmllm.errors import RunError
 from slurmllm.records import DataRecord, SkippedBatches, SkipsRecord
 

@@ -15,9 +15,9 @@ from slurmllm.analysis.curves import (
     COLUMNS,
     align,
     describe_ranges,
-    read_curve,
     relative_difference,
 )
+from slurmllm.analysis.reading.source import read_curve
 from slurmllm.errors import RunError
 from slurmllm.rundir import RunDir
 

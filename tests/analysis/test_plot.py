@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
-from slurmllm.analysis.compare import compare
-from slurmllm.analysis.comparison import Tolerances
-from slurmllm.analysis.curves import read_curve
-from slurmllm.analysis.plot import default_path, draw
+from slurmllm.analysis.comparing.compare import compare
+from slurmllm.analysis.comparing.comparison import Tolerances
+from slurmllm.analysis.comparing.plot import default_path, draw
+from slurmllm.analysis.reading.source import read_curve
 from slurmllm.errors import StorageError
 
 COLOR_A, COLOR_B = (0xF2, 0xA6, 0x5A), (0x12, 0x46, 0x6B)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from training_rows import MakeRun, make_row, make_rows
 
-from slurmllm.analysis.rows import MetricsFile, last_row
+from slurmllm.analysis.reading.rows import MetricsFile, last_row
 from slurmllm.errors import RunError
 
 
@@ -86,7 +86,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 
 def test_status_can_read_a_row_without_numpy() -> None:
     code = (
-        "import sys, slurmllm.analysis.rows\n"
+        "import sys, slurmllm.analysis.reading.rows\n"
         "found = {'numpy', 'torch', 'pydantic', 'matplotlib'} & set(sys.modules)\n"
         "assert not found, found"
     )

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_rows import MakeRun, make_row, make_rows, write_rows
 
-from slurmllm.analysis.history import History, Incarnation, Steps, read_history
-from slurmllm.analysis.incarnations import incarnations
-from slurmllm.analysis.recoveries import by_ending, recoveries
-from slurmllm.analysis.spending import PARTS, spendings
-from slurmllm.analysis.utilization import total, utilization
+from slurmllm.analysis.usage.history import History, Incarnation, Steps, read_history
+from slurmllm.analysis.usage.incarnations import incarnations
+from slurmllm.analysis.usage.recoveries import by_ending, recoveries
+from slurmllm.analysis.usage.spending import PARTS, spendings
+from slurmllm.analysis.usage.utilization import total, utilization
 from slurmllm.cli.main import cli
 from slurmllm.records import AttemptRecord, Submission
 from slurmllm.rundir import RunDir

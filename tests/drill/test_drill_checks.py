@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.analysis.comparison import Tolerances
+from slurmllm.analysis.comparing.comparison import Tolerances
 from slurmllm.config.resolve import resolve
 from slurmllm.drill.agent import Injection
 from slurmllm.drill.checks import examine

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.analysis.utilization import utilization
+from slurmllm.analysis.usage.utilization import utilization
 from slurmllm.checkpoint.interval import best_interval_s
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.analysis.history import History
-from slurmllm.analysis.spending import spendings
-from slurmllm.analysis.utilization import utilization
+from slurmllm.analysis.usage.history import History
+from slurmllm.analysis.usage.spending import spendings
+from slurmllm.analysis.usage.utilization import utilization
 from slurmllm.checkpoint.interval import best_interval_s
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve

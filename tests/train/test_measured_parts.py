@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurmllm.analysis.against import against_run
-from slurmllm.analysis.events import read_events
+from slurmllm.analysis.reading.events import read_events
 from slurmllm.config.resolve import load
 from slurmllm.plan.mesh import make_mesh, save_mesh
 from slurmllm.records import MetricsRow

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slurmllm.analysis.history import History, read_history
-from slurmllm.analysis.spending import PARTS
-from slurmllm.analysis.utilization import Utilization, utilization
+from slurmllm.analysis.usage.history import History, read_history
+from slurmllm.analysis.usage.spending import PARTS
+from slurmllm.analysis.usage.utilization import Utilization, utilization
 from slurmllm.config.resolve import load, resolve
 from slurmllm.errors import SlurmllmError
 from slurmllm.rundir import RunDir

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from slurmllm.analysis.history import History
-from slurmllm.analysis.spending import spendings
+from slurmllm.analysis.usage.history import History
+from slurmllm.analysis.usage.spending import spendings
 from slurmllm.records import AttemptRecord, EndingClass
 
 RecoveryPhase = Literal[

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.analysis.events import read_events
-from slurmllm.analysis.rows import MetricsFile
+from slurmllm.analysis.reading.events import read_events
+from slurmllm.analysis.reading.rows import MetricsFile
 from slurmllm.errors import RunError, SlurmllmError
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.rundir import RunDir, Stage

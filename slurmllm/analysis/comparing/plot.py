@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from slurmllm.analysis.comparison import Comparison
+from slurmllm.analysis.comparing.comparison import Comparison
+from slurmllm.analysis.comparing.verdict import figure as in_figures
 from slurmllm.analysis.curves import Curve, align, relative_difference
 from slurmllm.analysis.picture import write_picture
-from slurmllm.analysis.verdict import figure as in_figures
 
 # A wide light line beneath a narrow dark one: both are seen where they coincide. The pair also
 # differs in lightness, for readers who do not tell the colours apart and for print.

@@ -9,8 +9,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from slurmllm.analysis.picture import write_picture
-from slurmllm.analysis.spending import PARTS, Part
-from slurmllm.analysis.utilization import Utilization
+from slurmllm.analysis.usage.spending import PARTS, Part
+from slurmllm.analysis.usage.utilization import Utilization
 
 # The productive part recedes, so that what was lost is seen; neighbours differ in lightness.
 _COLORS: dict[Part, str] = {

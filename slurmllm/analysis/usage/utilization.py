@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from slurmllm.analysis.history import History
-from slurmllm.analysis.spending import PARTS, Part, Spending, spendings
+from slurmllm.analysis.usage.history import History
+from slurmllm.analysis.usage.spending import PARTS, Part, Spending, spendings
 
 HOUR_S = 3600.0
 _OVERLAP = 0.01  # of an allocation: measured twice, from which on a reader should know

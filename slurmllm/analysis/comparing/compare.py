@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from slurmllm.analysis import verdict
-from slurmllm.analysis.comparison import (
+from slurmllm.analysis.comparing import verdict
+from slurmllm.analysis.comparing.comparison import (
     Comparison,
     DataComparison,
     MetricComparison,

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from slurmllm.analysis.history import History, Incarnation, Steps
+from slurmllm.analysis.usage.history import History, Incarnation, Steps
 from slurmllm.records import AttemptRecord, EndingClass
 
 Part = Literal[

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from slurmllm.analysis.comparison import MetricComparison, Tolerances
+from slurmllm.analysis.comparing.comparison import MetricComparison, Tolerances
 from slurmllm.analysis.curves import (
     Curve,
     Floats,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from slurmllm.analysis.history import Incarnation
+from slurmllm.analysis.usage.history import Incarnation
 from slurmllm.errors import SlurmError
 from slurmllm.records import Submission
 from slurmllm.rundir import Stage

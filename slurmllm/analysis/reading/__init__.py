@@ -1,0 +1,1 @@
+"""From what a run or another framework wrote to curves."""

@@ -1,0 +1,1 @@
+"""What became of a run's node hours: read from its records, or simulated."""

@@ -1,0 +1,1 @@
+"""Checkpoints judged: suites of tasks, held-out loss, and what they scored."""
