@@ -8,21 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slurmllm.records import MetricsRow
 from slurmllm.rundir import RunDir
 from slurmllm.train.hooks.base import Moment
 from slurmllm.train.hooks.metrics import MetricsHook
 from slurmllm.train.hooks.progress import ProgressHook
-from slurmllm.train.hooks.tensorboard import TAGS, TensorBoardHook
 
 from .gang import small_config
 
 
-def moment(step: int, *, loss: float = 5.0, last: bool = False, saving: bool = False) -> Moment:
+def moment(step: int, *, last: bool = False, saving: bool = False) -> Moment:
     row = MetricsRow(
-        step=step, attempt=0, loss=loss, grad_norm=1.5, param_norm=9.0, lr=1e-3, tokens=step * 256,
+        step=step, attempt=0, loss=5.0, grad_norm=1.5, param_norm=9.0, lr=1e-3, tokens=step * 256,
         seq_per_s=16.0, tokens_per_s=512.0, step_time_s=0.5, forward_backward_s=0.4,
         optimizer_s=0.1, time=1e9 + step,
     )  # fmt: skip
@@ -36,21 +34,6 @@ def job_at(tmp_path: Path) -> Callable[[int], Any]:
     return lambda step: SimpleNamespace(
         run=RunDir(tmp_path), attempt=0, step=step, last_step=40, config=config
     )
-
-
-def test_tensorboard_curve_is_one_over_restarts(job_at: Callable[[int], Any]) -> None:
-    first = TensorBoardHook(job_at(0))
-    for step in range(1, 8):
-        first.after_step(moment(step, loss=100.0 + step, saving=step == 4))
-    first.close()
-    again = TensorBoardHook(job_at(4))  # killed after step 7, resumed from step 4
-    for step in range(5, 11):
-        again.after_step(moment(step, loss=200.0 + step))
-    again.close()
-    events = EventAccumulator(str(job_at(0).run.tensorboard)).Reload()
-    assert sorted(events.Tags()["scalars"]) == sorted(TAGS)
-    losses = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert losses == [(s, 100.0 + s) for s in range(1, 5)] + [(s, 200.0 + s) for s in range(5, 11)]
 
 
 def test_metrics_rows_are_there_at_once(job_at: Callable[[int], Any]) -> None:

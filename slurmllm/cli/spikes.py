@@ -1,0 +1,222 @@
+"""`slurmllm spikes`: where does the loss of a run jump, and does it come back?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from slurmllm.cli import options
+
+if TYPE_CHECKING:
+    from slurmllm.analysis.curves import Curve
+    from slurmllm.analysis.spikes.analysis import SpikeAnalysis
+
+_MOST_ROWS = 10  # of the table of the highest
+_HEADINGS = (*("step", "lasts", "above mean", "loss", "back after", "grad norm", "beside it"),)
+
+
+@click.command()
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.option(
+    "--window", type=int, default=20, show_default=True, help="Steps that the mean is over."
+)
+@click.option(
+    "--threshold",
+    type=float,
+    default=0.1,
+    show_default=True,
+    help="How far above the mean a spike is.",
+)
+@click.option(
+    "--min-gap",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Calm steps that part two spikes; with fewer between them they are one.",
+)
+@click.option(
+    "--tag",
+    "tags",
+    multiple=True,
+    metavar="METRIC=TAG",
+    help="What a log of another framework calls a metric, such as loss=train/my_loss; repeatable.",
+)
+@click.option("--from-step", type=click.IntRange(min=0), help="First step to look at.")
+@click.option("--to-step", type=click.IntRange(min=0), help="Last step to look at, included.")
+@click.option(
+    "--plot", metavar="FILE.png", help="Picture.  [default: <run>/reports/spikes-<run>.png, each]"
+)
+@click.option("--no-plot", is_flag=True, help="Draw no picture.")
+@options.runs_dir
+@options.as_json
+def spikes(
+    *,
+    sources: tuple[str, ...],
+    window: int,
+    threshold: float,
+    min_gap: int,
+    tags: tuple[str, ...],
+    from_step: int | None,
+    to_step: int | None,
+    plot: str | None,
+    no_plot: bool,
+    runs_dir: str | None,
+    as_json: bool,
+) -> None:
+    """Find the spikes of the loss of runs, and what lies beside them.
+
+    A spike is a loss of more than the threshold above the mean of the steps before it (HLAT:
+    20 steps, 0.1). SOURCE is a run's name, a run directory, or a log of another framework, as
+    for `compare`.
+
+    Exit codes: 0 looked at, whatever was found (there is no exit code 1); 2 unusable input;
+    4 the picture asked for with --plot cannot be written.
+    """
+    from slurmllm.analysis.reading.source import locate, parse_tags, read_curve
+    from slurmllm.analysis.spikes.find import between, find_spikes
+    from slurmllm.errors import RunError, UserError
+    from slurmllm.rundir import runs_root
+
+    if plot is not None and no_plot:
+        raise UserError("--plot and --no-plot exclude each other; give one of them")
+    if plot is not None and Path(plot).suffix.lower() != ".png":
+        raise UserError(f"--plot {plot}: the picture is a PNG; name it {Path(plot).stem}.png")
+    root, metrics = runs_root(runs_dir), parse_tags(tags)
+    curves, found = [], []
+    for source in sources:
+        curve = between(read_curve(locate(source, root), metrics, lenient=True), from_step, to_step)
+        curves.append(curve)
+        found.append(find_spikes(curve, window, threshold, min_gap))
+    if not any(run.judged or run.not_finite_steps for run in found):
+        raise RunError(
+            "; ".join(f"{run.name}: {run.verdict}" for run in found) + "; wait for more steps, or "
+            "give a smaller --window"
+        )
+    if not no_plot:
+        found = _draw(curves, found, plot)
+    if as_json:
+        _print_json(found)
+    else:
+        for run in found:
+            _print(run)
+
+
+def _draw(curves: list[Curve], found: list[SpikeAnalysis], plot: str | None) -> list[SpikeAnalysis]:
+    """Draw one picture a run, or all into the one asked for, which alone must succeed."""
+    from slurmllm.analysis.spikes.plot import default_path, draw
+    from slurmllm.errors import StorageError
+
+    runs = list(zip(curves, found, strict=True))
+    if plot is not None:
+        draw(runs, Path(plot))
+        return [run.model_copy(update={"plot": plot}) for run in found]
+    drawn: list[SpikeAnalysis] = []
+    for curve, run in runs:
+        path = default_path(curve)
+        if str(path) in {other.plot for other in drawn}:  # two files of one name
+            path = path.with_stem(f"{path.stem}-{len(drawn) + 1}")
+        try:
+            draw([(curve, run)], path)
+            drawn.append(run.model_copy(update={"plot": str(path)}))
+        except StorageError as error:
+            warnings = (*run.warnings, str(error))
+            drawn.append(run.model_copy(update={"warnings": warnings}))
+    return drawn
+
+
+def _print_json(found: list[SpikeAnalysis]) -> None:
+    import json
+
+    runs = [json.loads(run.model_dump_json()) for run in found]  # null for what is not finite
+    click.echo(json.dumps({"runs": runs}, indent=2, ensure_ascii=False))
+
+
+def _print(run: SpikeAnalysis) -> None:
+    """The figures, the highest spikes, the verdict, the warnings and where the picture is."""
+    from rich.text import Text
+
+    from slurmllm.cli.output import console, print_table
+
+    def line(text: str | Text) -> None:
+        console().print(text, soft_wrap=True, markup=False)
+
+    every = "" if run.interval == 1 else f", one in {run.interval} logged"
+    line(f"{run.name}: steps {run.first_step}–{run.last_step}{every}")
+    line("")
+    print_table(("figure", "value"), _figures(run))
+    if run.count:
+        line("")
+        print_table(_HEADINGS, _cells(run))
+        if run.count > _MOST_ROWS:
+            line(f"… the {_MOST_ROWS} highest of {run.count:,}")
+    line("")
+    color = {"calm": "green", "passing": "green", "lasting": "yellow", "too_short": "yellow"}
+    line(Text.assemble((run.state, f"bold {color.get(run.state, 'red')}"), ": ", run.verdict))
+    for warning in run.warnings:
+        line(f"warning: {warning}")
+    if run.plot is not None:
+        line(f"picture: {run.plot}")
+    line("")
+
+
+def _figures(run: SpikeAnalysis) -> list[tuple[str, str]]:
+    from slurmllm.analysis.spikes.durations import binned
+
+    found = [("steps judged", f"{run.judged:,} of {run.steps:,}"), ("spikes", f"{run.count:,}")]
+    if run.per_1000_steps is not None and run.inside_share is not None:
+        found.append(("per 1,000 steps", f"{run.per_1000_steps:.3g}"))
+        found.append(("inside spikes", f"{run.inside_share:.3%} of the steps"))
+    if run.one_step_share is not None:
+        found.append(("last one step", f"{run.one_step_share:.1%} (HLAT: over 86%)"))
+        durations = ", ".join(f"{name}: {number:,}" for name, number in binned(run.durations))
+        found.append(("durations", durations))
+    if run.not_finite_steps:
+        found.append(("NaN or infinite", f"{run.not_finite_steps:,} steps"))
+    if run.growth is not None:
+        grown = run.growth
+        end = f"; at the end {grown.at_end:.3g}"
+        found.append(("rise over the lowest", f"{grown.largest:.3g} at step {grown.step}{end}"))
+    if run.grad_norm is not None and run.grad_norm.ratio_median is not None:
+        usual, most = run.grad_norm.ratio_median, run.grad_norm.ratio_largest
+        text = f"{usual:.3g} times the median before them, at most {most:.3g}"
+        found.append(("gradient norm at spikes", text))
+    if run.param_norm is not None:
+        found.append(("parameter norm", _param_norm(run)))
+    if run.restarts:
+        shown = ", ".join(str(step) for step in run.restarts[:5])
+        found.append(("restarts at", shown + (" …" if len(run.restarts) > 5 else "")))
+    return found
+
+
+def _param_norm(run: SpikeAnalysis) -> str:
+    norm = run.param_norm
+    assert norm is not None
+    text = f"{norm.first:.5g} → {norm.last:.5g}"
+    if norm.slope is not None:
+        ways = "" if norm.direction in (None, "neither") else f", {norm.direction} throughout"
+        text += f"; over the last half {norm.slope:+.3g} per 1,000 steps{ways}"
+    return text
+
+
+def _cells(run: SpikeAnalysis) -> list[tuple[str, ...]]:
+    """A row a spike, the highest first, in the order of the headings."""
+    rows: list[tuple[str, ...]] = []
+    for spike in run.highest_spikes(_MOST_ROWS):
+        ratio, back = spike.grad_norm_ratio, spike.returned_after
+        beside = [] if spike.restart is None else [f"restart at {spike.restart}"]
+        if spike.skipped is not None:
+            beside.append(f"batches {spike.skipped[0]}–{spike.skipped[1]} skipped")
+        rows.append(
+            (
+                str(spike.step),
+                str(spike.duration),
+                f"{spike.height:.4g}",
+                f"{spike.loss:.4g}",
+                "never" if back is None else str(back),
+                "-" if ratio is None else f"× {ratio:.3g}",
+                ", ".join(beside) or "-",
+            )
+        )
+    return rows
