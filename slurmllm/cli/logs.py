@@ -1,7 +1,10 @@
-"""`slurmllm logs RUN [-f]`: what a run printed."""
+"""`slurmllm logs RUN [-f]`: what a run printed, and the first of its workers that failed."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -11,47 +14,210 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slurmllm.rundir import RunDir
+    from slurmllm.rundir import RunDir, Stage
+    from slurmllm.supervise.first_failure import Culprit
+    from slurmllm.supervise.merged_logs import Line
+
+_LOOK_S = 0.5  # between two looks at the files
+_ASK_S = 5.0  # between two questions whether the run goes on: Slurm answers them
+_BLOCK_BYTES = 1024 * 1024
+_FAILED_LINES = 30
+_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
 
 
 @click.command()
 @click.argument("run")
 @click.option("-f", "--follow", is_flag=True, help="Go on printing until the run ends.")
 @click.option("--stage", type=click.Choice(["precompile", "train"]), help="One stage alone.")
+@click.option("--attempt", type=click.IntRange(min=0), help="One attempt, of train or of --stage.")
 @click.option("--rank", type=click.IntRange(min=0), help="One worker's log of the last attempt.")
+@click.option("--ranks", metavar="LIST", help="Several workers' as one, such as 0,3,8-11.")
+@click.option("--all-ranks", is_flag=True, help="All workers' as one, each line with its rank.")
+@click.option("--failed", is_flag=True, help="The first worker that failed in the last failure.")
 @click.option("--stacks", is_flag=True, help="Where the workers stood when the run last hung.")
-@click.option("-n", "--lines", type=click.IntRange(min=1), help="Only the last LINES lines so far.")
+@click.option(
+    "-n",
+    "--lines",
+    type=click.IntRange(min=1),
+    help="Only the last LINES lines so far, of every log.",
+)
 @options.runs_dir
 def logs(
+    *,
     run: str,
     follow: bool,
-    stage: str | None,
+    stage: Stage | None,
+    attempt: int | None,
     rank: int | None,
+    ranks: str | None,
+    all_ranks: bool,
+    failed: bool,
     stacks: bool,
     lines: int | None,
     runs_dir: str | None,
 ) -> None:
-    """Print the logs of RUN: the precompile stage's, then the train stage's."""
-    from slurmllm.errors import RunError
-    from slurmllm.rundir import Stage, find_run, runs_root
+    """Print the logs of RUN: the precompile stage's, then the train stage's.
 
+    A stage's log has what the batch script, the supervisor and rank 0 print. With several ranks,
+    what lies there comes attempt by attempt and of each attempt rank by rank, for the lines bear no
+    time; -f prints what is added in the order in which it comes, of further attempts too, of all
+    ranks unless some are named.
+    """
+    from slurmllm.errors import EXIT_INTERRUPTED, UserError
+    from slurmllm.rundir import find_run, runs_root
+
+    chosen = {"--rank": rank is not None, "--ranks": ranks is not None, "--all-ranks": all_ranks,
+              "--failed": failed}  # fmt: skip
+    if sum(chosen.values()) > 1:
+        words = " and ".join(name for name, given in chosen.items() if given)
+        raise UserError(f"{words}: each chooses the workers; give one of them")
     found = find_run(run, runs_root(runs_dir))
-    if stacks:
-        click.echo(_stacks(found, rank), nl=False)
+    stages: tuple[Stage, ...] = ("precompile", "train") if stage is None else (stage,)
+    try:
+        if stacks:
+            click.echo(_stacks(found, rank), nl=False)
+        elif failed:
+            _Failures(found, stages, attempt, lines or _FAILED_LINES).run(follow)
+        elif all_ranks or ranks is not None or (follow and rank is None):
+            wanted = (lambda _: True) if ranks is None else _among(ranks).__contains__
+            _merge(found, stages, attempt, wanted, lines, follow, prefix=True)
+        elif rank or attempt is not None:
+            only = rank or 0
+            stages = stages[-1:]
+            if only:
+                _require_log(found, stages[0], attempt, only, follow)
+            _merge(found, stages, attempt, lambda one: one == only, lines, follow, last=True)
+        else:
+            paths = [found.stage_log(name) for name in stages]
+            if not any(path.is_file() for path in paths):
+                raise _none_yet(found)
+            for path in paths:
+                _print(path, lines)
+    except KeyboardInterrupt:  # the usual way to leave
+        if not follow:
+            raise
+        click.get_current_context().exit(EXIT_INTERRUPTED)
+
+
+def _none_yet(run: RunDir) -> Exception:
+    from slurmllm.errors import RunError
+
+    words = f"{run.name} has no logs yet: its jobs wait; see `slurmllm status {run.name}`"
+    return RunError(words)
+
+
+def _among(ranks: str) -> frozenset[int]:
+    """`0,3,8-11` → the ranks."""
+    from slurmllm.errors import UserError
+
+    found: set[int] = set()
+    for part in ranks.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UserError(f"--ranks {ranks}: {part!r} is no rank; list them such as 0,3,8-11")
+        if dash and int(last) < int(first):
+            raise UserError(
+                f"--ranks {ranks}: {part!r} ends before it begins; write {last}-{first}"
+            )
+        if int(last or first) >= 1_000_000:
+            raise UserError(f"--ranks {ranks}: {part!r}: a rank is below 1000000")
+        found |= set(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def _require_log(run: RunDir, stage: Stage, attempt: int | None, rank: int, follow: bool) -> None:
+    """That a worker has a log, of an attempt or of the last one."""
+    from slurmllm.errors import RunError
+    from slurmllm.supervise.merged_logs import ranks_with_logs
+
+    attempts = [one.number for one in run.attempts(stage)]
+    number = attempt if attempt is not None else max(attempts, default=None)
+    there = ranks_with_logs(run, stage, number) if number is not None else []
+    if rank in there or (follow and not there):
         return
-    stages: tuple[Stage, ...] = ("precompile", "train")
-    if stage is not None:
-        stages = ("train",) if stage == "train" else ("precompile",)
-    paths = [found.stage_log(name) for name in stages]
-    if rank is not None:
-        attempts = found.attempts(stages[-1])
-        if rank != 0 and attempts:
-            paths = [found.worker_log(stages[-1], attempts[-1].number, rank)]
-        if rank != 0 and not (attempts and paths[0].is_file()):
-            raise RunError(f"rank {rank}: no worker of {found.name} wrote a log; see {found.logs}")
-    if not follow and not any(path.is_file() for path in paths):
-        raise RunError(f"{found.name} has no logs yet: its jobs wait; see `slurmllm status {run}`")
-    _Printer(found, paths, lines).run(follow)
+    of = f" in attempt {number}" if number is not None else ""
+    known = f"; those with one are {there[0]}–{there[-1]}" if there else ""
+    raise RunError(f"rank {rank}: no worker of {run.name} wrote a log{of}{known}; see {run.logs}")
+
+
+def _merge(
+    run: RunDir,
+    stages: tuple[Stage, ...],
+    attempt: int | None,
+    wanted: Callable[[int], bool],
+    lines: int | None,
+    follow: bool,
+    prefix: bool = False,
+    last: bool = False,
+) -> None:
+    """Print the logs of several workers, or of one of the last attempt."""
+    from slurmllm.errors import RunError
+    from slurmllm.supervise.merged_logs import MergedLogs
+
+    if attempt is not None:
+        stages = stages[-1:]
+        there = [one.number for one in run.attempts(stages[0])]
+        if attempt not in there and not follow:
+            known = f"there are 0–{there[-1]}" if there else "there is none yet"
+            raise RunError(f"{stages[0]} attempt {attempt} of {run.name}: {known}")
+    newest = {stage: max((a.number for a in run.attempts(stage)), default=0) for stage in stages}
+    merged = MergedLogs(run, stages, wanted, newest if last or lines else {}, attempt)
+    if lines is not None:
+        merged.begin_with_last(lines)
+    shown = list(_last_of_each(merged.poll(last=not follow), lines)) if lines else None
+    printer = _Prefixes(run, prefix)
+    if not follow and not merged.any_file():
+        raise RunError(
+            f"none of these workers of {run.name} wrote a log; see {run.logs}, and "
+            f"`slurmllm status {run.name}` for whether it has begun"
+        )
+    printer.print(merged.poll(last=not follow) if shown is None else shown)
+    if follow:
+        for ended in _until_ended(run):
+            printer.print(merged.poll(last=ended))
+
+
+def _last_of_each(found: Iterable[Line], lines: int) -> Iterator[Line]:
+    """Of every worker's lines the last ones, in the same order."""
+    kept: dict[tuple[Stage, int, int], deque[Line]] = {}
+    for line in found:
+        kept.setdefault(line[:3], deque(maxlen=lines)).append(line)
+    for several in kept.values():
+        yield from several
+
+
+class _Prefixes:
+    """Prints lines behind `[rank 3 node-b]`, under a heading for each attempt."""
+
+    def __init__(self, run: RunDir, prefix: bool) -> None:
+        self.run, self.prefix = run, prefix
+        self.attempt: tuple[Stage, int] | None = None
+        self.known: dict[tuple[Stage, int, int], str] = {}
+        self.width = 0
+
+    def print(self, lines: Iterable[Line]) -> None:
+        for line in lines:
+            if not self.prefix:
+                click.echo(line.text)
+                continue
+            if self.attempt != line[:2]:
+                self.attempt = line[:2]
+                click.secho(f"── {line.stage} attempt {line.attempt}", bold=True)
+            label = self._label(line)
+            colour = _COLOURS[line.rank % len(_COLOURS)]
+            click.echo(f"{click.style(label.ljust(self.width), fg=colour)} {line.text}".rstrip())
+
+    def _label(self, line: Line) -> str:
+        from slurmllm.supervise.merged_logs import node_of
+
+        label = self.known.get(line[:3])
+        if label is None:
+            node = node_of(self.run, *line[:3])
+            label = f"[rank {line.rank}{' ' + node if node else ''}]"
+            if node:  # of an attempt that is just beginning it is not known yet
+                self.known[line[:3]] = label
+            self.width = max(self.width, len(label))
+        return label
 
 
 def _stacks(run: RunDir, rank: int | None) -> str:
@@ -77,40 +243,111 @@ def _stacks(run: RunDir, rank: int | None) -> str:
     return "\n".join(parts)
 
 
-class _Printer:
-    """Prints files one after the other and, when following, what is added to them."""
+class _Failures:
+    """Prints the worker that an attempt failed by; when following, of every attempt that fails."""
 
-    def __init__(self, run: RunDir, paths: list[Path], lines: int | None) -> None:
-        self.run_dir, self.paths, self.lines = run, paths, lines
-        self.position = dict.fromkeys(paths, 0)
+    def __init__(
+        self, run: RunDir, stages: tuple[Stage, ...], attempt: int | None, lines: int
+    ) -> None:
+        self.found, self.lines = run, lines
+        self.stages = stages if attempt is None else stages[-1:]
+        self.attempt = attempt
+        self.printed: set[tuple[Stage, int]] = set()
 
     def run(self, follow: bool) -> None:
-        import time
+        from slurmllm.errors import RunError
 
-        for path in self.paths:
-            self._print_new(path, self.lines)
-        while follow:
-            ended = not self._active()  # asked first: what was written until then is printed below
-            for path in self.paths:
-                self._print_new(path, None)
-            if ended:
-                return
-            time.sleep(1.0)
+        if not self._print_last(open_too=not follow) and not follow:
+            of = f"attempt {self.attempt}" if self.attempt is not None else "no attempt"
+            words = "has not failed" if self.attempt is not None else "has failed"
+            raise RunError(f"{of} of {self.found.name} {words}; `slurmllm status` shows how it is")
+        for ended in _until_ended(self.found) if follow else ():
+            self._print_last(open_too=ended)
+        if follow and not self.printed:
+            click.echo(f"no attempt of {self.found.name} has failed")
 
-    def _print_new(self, path: Path, lines: int | None) -> None:
-        if not path.is_file():
+    def _print_last(self, open_too: bool) -> bool:
+        """Of an attempt that is failing, more may be written until it has ended."""
+        from slurmllm.supervise.first_failure import culprit, failed_attempts
+
+        failed = [
+            record
+            for record in failed_attempts(self.found, self.stages)
+            if self.attempt in (None, record.attempt) and (open_too or record.ending is not None)
+        ]
+        if not failed or (failed[-1].stage, failed[-1].attempt) in self.printed:
+            return False
+        self.printed.add((failed[-1].stage, failed[-1].attempt))
+        self._print(culprit(self.found, failed[-1]))
+        return True
+
+    def _print(self, found: Culprit) -> None:
+        from slurmllm.supervise.first_failure import last_lines, log_of
+
+        record, name = found.record, self.found.name
+        action = f" → {record.action}" if record.action else ""
+        ending = f"{record.ending or 'failing'}{action}"
+        click.secho(f"{name}, {record.stage} attempt {record.attempt}: {ending}", bold=True)
+        for line in record.evidence:
+            click.echo(f"  {line}")
+        if found.rank is None:
+            click.echo(f"no worker stands out; see `slurmllm logs {name} --all-ranks`")
             return
-        with path.open("rb") as stream:
-            stream.seek(self.position[path])
-            data = stream.read()
-            self.position[path] = stream.tell()
-        text = data.decode("utf-8", errors="replace")
-        if lines is not None:
-            text = "".join(text.splitlines(keepends=True)[-lines:])
-        click.echo(text, nl=False)
+        who = f"rank {found.rank}" + (f" on {found.node}" if found.node else "")
+        click.secho(f"first failing worker: {who}", fg="red", bold=True)
+        for line in found.how:
+            click.echo(f"  {line}")
+        if found.failure is not None:
+            failure = found.failure
+            step = f" after step {failure.step}" if failure.step is not None else ""
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
+            click.echo(f"  {at}{step}, blame: {failure.blame}")
+            click.echo(f"  {failure.error}: {failure.message}")
+            if failure.traceback.strip():
+                click.echo(failure.traceback.rstrip())
+        if found.stacks:
+            click.echo(f"  where all workers stood: `slurmllm logs {name} --stacks`")
+        said = last_lines(self.found, record, found.rank, self.lines)
+        log = log_of(self.found, record, found.rank)
+        click.secho(f"last {len(said)} lines of {log}" if said else f"nothing in {log}", bold=True)
+        for line in said:
+            click.echo(line)
 
-    def _active(self) -> bool:
-        from slurmllm.slurm.client import SlurmCommands
-        from slurmllm.supervise.state import is_active
 
-        return is_active(self.run_dir, SlurmCommands())
+def _until_ended(run: RunDir) -> Iterator[bool]:
+    """Again and again whether the run has ended, which is asked before the files are looked at."""
+    from slurmllm.errors import SlurmError
+    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.supervise.state import is_active
+
+    client, asked_at, silent = SlurmCommands(), float("-inf"), False
+    while True:
+        ended = False
+        if time.monotonic() >= asked_at + _ASK_S:
+            asked_at = time.monotonic()
+            try:
+                ended, silent = not is_active(run, client), False
+            except SlurmError as error:  # slurmctld may be started again
+                if not silent:
+                    click.echo(f"Slurm does not answer, asked again: {error}", err=True)
+                silent = True
+        yield ended
+        if ended:
+            return
+        time.sleep(_LOOK_S)
+
+
+def _print(path: Path, lines: int | None) -> None:
+    """Print a file, or its last lines; nothing where it is not there."""
+    from codecs import getincrementaldecoder
+
+    from slurmllm.supervise.merged_logs import start_of_last
+
+    if not path.is_file():
+        return
+    decoder = getincrementaldecoder("utf-8")(errors="replace")
+    with path.open("rb") as stream:
+        stream.seek(start_of_last(path, lines) if lines is not None else 0)
+        while block := stream.read(_BLOCK_BYTES):
+            click.echo(decoder.decode(block), nl=False)
+        click.echo(decoder.decode(b"", final=True), nl=False)

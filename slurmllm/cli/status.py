@@ -1,7 +1,9 @@
-"""`slurmllm status [RUN]`: where the runs stand."""
+"""`slurmllm status [RUN]`: where the runs stand, once or again and again."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,60 +11,210 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.plan.mesh import Mesh
-    from slurmllm.records import AttemptRecord, GraphManifest, MicroBatchRecord
-    from slurmllm.supervise.standing import Standing
+    from slurmllm.cli.status_tables import View
+    from slurmllm.records import GraphManifest
+    from slurmllm.supervise.details import Details
     from slurmllm.supervise.state import RunState
 
+_INTERVAL_S = 5.0
 
-@click.command()
+
+class _Status(click.Command):
+    """Lets `--watch` stand without seconds, before a run's name too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        after = [*args[1:], ""]
+        found = [
+            f"--watch={_INTERVAL_S:g}" if one == "--watch" and not _is_number(following) else one
+            for one, following in zip(args, after, strict=False)
+        ]
+        return super().parse_args(ctx, found)
+
+
+@click.command(cls=_Status)
 @click.argument("run", required=False)
+@click.option(
+    "--watch",
+    type=float,
+    metavar="[SECONDS]",
+    help=f"Draw it anew every so often ({_INTERVAL_S:g} s), until nothing shown waits or runs.",
+)
+@click.option("--active", is_flag=True, help="Of all runs, those alone that wait or run.")
 @options.runs_dir
 @options.as_json
-def status(run: str | None, runs_dir: str | None, as_json: bool) -> None:
-    """Show where RUN stands, or all runs."""
-    import json
+def status(
+    run: str | None, watch: float | None, active: bool, runs_dir: str | None, as_json: bool
+) -> None:
+    """Show where RUN stands, or all runs.
 
+    With --watch it ends when the run has ended, or when of all runs none waits or runs any more;
+    where the output is no terminal, it prints one picture after the other, with --json one
+    document a line.
+    """
+    from slurmllm.errors import EXIT_INTERRUPTED, UserError
+
+    if active and run is not None:
+        raise UserError(f"--active chooses among all runs; leave it out, or the run {run!r}")
+    if watch is not None and not 0.1 <= watch <= 86400:
+        raise UserError(f"--watch {watch:g}: seconds from 0.1 to 86400, such as --watch 5")
+    look = _one(run, runs_dir) if run is not None else _several(runs_dir, active)
+    if watch is None:
+        shown = look()
+        click.echo(shown.as_json(indent=2)) if as_json else shown.print()
+        return
+    try:
+        _watch(look, watch, as_json)
+    except KeyboardInterrupt:  # the usual way to leave
+        click.get_current_context().exit(EXIT_INTERRUPTED)
+
+
+class _Shown:
+    """What was found at one look."""
+
+    def __init__(self, states: list[RunState], nothing: str | None) -> None:
+        self.states, self.nothing = states, nothing  # None: it is one run that was asked for
+
+    def as_json(self, indent: int | None = None) -> str:
+        import json
+
+        found = [_as_json(state) for state in self.states]
+        return json.dumps(found[0] if self.nothing is None else {"runs": found}, indent=indent)
+
+    def view(self, height: int | None = None) -> View:
+        from rich.text import Text
+
+        from slurmllm.cli.output import console
+        from slurmllm.cli.status_tables import View, run_view, runs_view
+
+        if self.nothing is None:
+            return run_view(self.states[0], console())
+        if not self.states:
+            return View([Text(self.nothing)], ())
+        return runs_view(self.states, console(), height)
+
+    def print(self) -> None:
+        from slurmllm.cli.output import console
+
+        self.view().print(console())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether anything shown waits or runs."""
+        return any(state.active for state in self.states)
+
+    @property
+    def not_told(self) -> bool:
+        """Whether Slurm did not answer for some of it."""
+        return any(state.not_told for state in self.states)
+
+
+def _one(run: str, runs_dir: str | None) -> Callable[[], _Shown]:
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
-    from slurmllm.supervise.state import all_runs, any_state, run_state
+    from slurmllm.supervise.state import run_state
 
-    root = runs_root(runs_dir)
-    client = SlurmCommands()
-    if run is not None:
-        one = run_state(find_run(run, root), client)
-        if as_json:
-            click.echo(json.dumps(_as_json(one), indent=2))
-        else:
-            _print_one(one)
+    found, client = find_run(run, runs_root(runs_dir)), SlurmCommands()
+    return lambda: _Shown([run_state(found, client)], None)
+
+
+def _several(runs_dir: str | None, active: bool) -> Callable[[], _Shown]:
+    from slurmllm.rundir import runs_root
+    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.supervise.state import all_runs, run_states
+
+    root, client = runs_root(runs_dir), SlurmCommands()
+
+    def look() -> _Shown:
+        states = run_states(all_runs(root), client)
+        if active and states:
+            shown = [state for state in states if state.active or state.not_told]
+            return _Shown(shown, f"none of the {len(states)} runs in {root} waits or runs")
+        hint = "`slurmllm submit tiny_neox --local` makes one"
+        return _Shown(states, f"no runs in {root} yet; {hint}")
+
+    return look
+
+
+def _watch(look: Callable[[], _Shown], interval_s: float, as_json: bool) -> None:
+    from slurmllm.cli.output import console
+
+    terminal = console()
+    if terminal.is_terminal and not as_json:
+        _redraw(look, interval_s)
         return
-    states = [any_state(found, client) for found in all_runs(root)]
-    if as_json:
-        click.echo(json.dumps({"runs": [_as_json(state) for state in states]}, indent=2))
-    elif states:
-        _print_all(states)
-    else:
-        click.echo(f"no runs in {root} yet; `slurmllm submit tiny_neox --local` makes one")
+    for shown in _looks(look, interval_s):
+        if as_json:
+            click.echo(shown.as_json())
+        else:
+            click.echo(time.strftime("%Y-%m-%d %H:%M:%S"))
+            shown.print()
+            click.echo("")
+
+
+def _redraw(look: Callable[[], _Shown], interval_s: float) -> None:
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from slurmllm.cli.output import console
+
+    terminal = console()
+    with Live(console=terminal, auto_refresh=False, vertical_overflow="crop") as live:
+        for shown in _looks(look, interval_s):
+            # The headings, the clock and a line for what there is no room for.
+            view = shown.view(max(terminal.height - 5, 1))
+            clock = time.strftime("%H:%M:%S") + f", every {interval_s:g} s; Ctrl-C leaves"
+            live.update(
+                Group(*view.lines, *view.tables, *view.notes, Text(clock, style="dim")),
+                refresh=True,
+            )
+
+
+def _looks(look: Callable[[], _Shown], interval_s: float) -> Iterator[_Shown]:
+    """One look after the other, until nothing goes on.
+
+    While Slurm does not answer, what it was known to run is not taken for ended.
+    """
+    begun = False
+    while True:
+        shown = look()
+        yield shown
+        begun = begun or shown.goes_on
+        if not shown.goes_on and not (begun and shown.not_told):
+            return
+        time.sleep(interval_s)
 
 
 def _as_json(state: RunState) -> dict[str, Any]:
     from dataclasses import asdict
 
-    attempts = [attempt.model_dump(mode="json", by_alias=True) for attempt in state.attempts]
-    first = {
-        node: {"first_step_s": seconds, "cache_hits": hits, "cache_misses": misses}
-        for node, (seconds, hits, misses) in state.first_steps.items()
-    }
+    found = asdict(state)
+    found["attempts"] = [a.model_dump(mode="json", by_alias=True) for a in state.attempts]
+    del found["details"]
+    if state.details is not None:
+        found |= _details_as_json(state.details)
+    return {name: _sound(value) for name, value in found.items()}
+
+
+def _details_as_json(more: Details) -> dict[str, Any]:
+    from dataclasses import asdict
+
     return {
-        **asdict(state),
-        "attempts": attempts,
-        "first_steps": first,
-        "mesh": state.mesh.to_json() if state.mesh else None,
-        "micro_batch": state.micro_batch.model_dump(mode="json") if state.micro_batch else None,
-        "graphs": _graphs_as_json(state.graphs),
-        "excluded": [node.model_dump(mode="json") for node in state.excluded],
-        "skips": [skip.model_dump(mode="json") for skip in state.skips],
-        "warnings": [state.unequal_versions] if state.unequal_versions else [],
+        "cold_first_step_s": more.cold_first_step_s,
+        "first_steps": {
+            node: {"first_step_s": seconds, "cache_hits": hits, "cache_misses": misses}
+            for node, (seconds, hits, misses) in more.first_steps.items()
+        },
+        "mesh": more.mesh.to_json() if more.mesh else None,
+        "micro_batch": more.micro_batch.model_dump(mode="json") if more.micro_batch else None,
+        "graphs": _graphs_as_json(more.graphs),
+        "uncompiled": list(more.uncompiled),
+        "versions": more.versions,
+        "unequal_versions": more.unequal_versions,
+        "excluded": [node.model_dump(mode="json") for node in more.excluded],
+        "standing": asdict(more.standing) if more.standing is not None else None,
+        "skips": [skip.model_dump(mode="json") for skip in more.skips],
+        "warnings": [more.unequal_versions] if more.unequal_versions else [],
     }
 
 
@@ -71,140 +223,20 @@ def _graphs_as_json(manifest: GraphManifest | None) -> dict[str, Any] | None:
     return manifest.model_dump(mode="json", exclude={"files"}) if manifest is not None else None
 
 
-def _print_all(states: list[RunState]) -> None:
-    from slurmllm.cli.output import print_table
+def _sound(value: Any) -> Any:
+    """What JSON can hold: a loss that is not a number is null."""
+    import math
 
-    headings = ("run", "state", "nodes", "step", "loss", "seq/s", "left", "attempts", "why")
-    rows = (
-        (
-            state.name,
-            state.state,
-            str(state.nodes),
-            f"{state.step}/{state.steps}",
-            _number(state.metrics.get("loss"), ".4f"),
-            _number(state.metrics.get("seq_per_s"), ".1f"),
-            _duration(state.eta_s),
-            str(len(state.attempts)),
-            state.why,
-        )
-        for state in states
-    )
-    print_table(headings, rows, fold="why")
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _sound(inner) for key, inner in value.items()}
+    return [_sound(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _print_one(state: RunState) -> None:
-    import time
-
-    from rich.markup import escape
-
-    from slurmllm.cli.output import console, print_table
-
-    why = f"  ({state.why})" if state.why else ""
-    rows = [
-        ("run", f"{state.name}  recipe {state.recipe}, {state.nodes} node(s)"),
-        ("directory", state.run_dir),
-        ("state", f"{state.state}{why}"),
-        (
-            "step",
-            f"{state.step}/{state.steps}"
-            + (f", {_duration(state.eta_s)} left" if state.eta_s else ""),
-        ),
-    ]
-    if state.standing is not None:
-        rows.append(("workers", _doing(state.standing)))
-    if state.mesh is not None:
-        rows.append(("batch", _batch(state.mesh, state.micro_batch)))
-    if state.metrics:
-        loss, norm = state.metrics.get("loss"), state.metrics.get("grad_norm")
-        rate, tokens = state.metrics.get("seq_per_s"), state.metrics.get("tokens_per_s")
-        rows.append(("loss", f"{_number(loss, '.4f')}, gradient norm {_number(norm, '.3f')}"))
-        rows.append(("rate", f"{_number(rate, '.1f')} seq/s, {_number(tokens, '.0f')} tokens/s"))
-    rows += [
-        (f"{stage} job", f"{job.job_id} {job.state} {job.reason}".rstrip())
-        for stage, job in state.jobs.items()
-    ]
-    if state.checkpoints:
-        rows.append(("checkpoints", ", ".join(f"step {step}" for step in state.checkpoints)))
-    if state.cold_first_step_s is not None:
-        cold = f"first step {state.cold_first_step_s:.1f} s with an empty cache (precompile)"
-        warm = "; ".join(
-            f"{node} {seconds:.1f} s, {hits} hits, {misses} misses"
-            for node, (seconds, hits, misses) in list(state.first_steps.items())[:4]
-        )
-        rows.append(("graph cache", f"{cold}{'; last attempt: ' + warm if warm else ''}"))
-    if state.graphs is not None and state.graphs.taken_from is not None:
-        rows.append(("graphs", f"compiled by run {state.graphs.taken_from}"))
-    rows += [("uncompiled", line) for line in state.uncompiled]
-    if state.attempts and state.attempts[-1].graphs_added:
-        added = state.attempts[-1].graphs_added
-        words = ", ".join(added[:4]) + (" …" if len(added) > 4 else "")
-        rows.append(("graphs added", f"{len(added)} by the last attempt: {words}"))
-    rows += [
-        ("keeps off", f"{n.node} until {time.ctime(n.until)}: {n.reason}") for n in state.excluded
-    ]
-    rows += [("skips", f"batches {skip.first}–{skip.last}: {skip.reason}") for skip in state.skips]
-    if state.unequal_versions:
-        rows.append(("warning", state.unequal_versions))
-    terminal = console()
-    for name, value in rows:
-        terminal.print(f"[bold]{name:<14}[/bold] {escape(value)}", soft_wrap=True)
-    if not state.attempts:
-        return
-    headings = ("attempt", "nodes", "steps", "checkpoint", "time", "ending", "action", "evidence")
-    open_word = "running" if state.state == "training" else "not recorded"
-    attempts = (_attempt_row(attempt, open_word) for attempt in state.attempts)
-    print_table(headings, attempts, fold="evidence")
-
-
-def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:
-    """`8 = data 2 × 1 × micro batch 4`, and where that came from."""
-    if mesh.unmeasured:
-        return f"{mesh.global_batch}; micro batch auto: measured by the precompile stage"
-    words = (
-        f"{mesh.global_batch} = data {mesh.data} × {mesh.accumulation} × micro batch "
-        f"{mesh.micro_batch}"
-    )
-    if measured is None:
-        return words
-    tried = ", ".join(str(candidate.micro_batch) for candidate in measured.candidates)
-    return f"{words}; auto: {measured.micro_batch} chosen of {tried} on {measured.nodes[0]}"
-
-
-def _doing(standing: Standing) -> str:
-    """`stepping after step 41`, and how long nothing has moved, where that is worth a word."""
-    words = f"{standing.phase.replace('_', ' ')} after step {standing.step}"
-    if standing.unchanged_s >= 10:
-        what = "no step" if standing.phase == "stepping" else "no change"
-        words += f", {what} for {_duration(standing.unchanged_s)}"
-        if standing.limit_s is not None:
-            words += f" (limit {_duration(standing.limit_s)})"
-    if standing.behind:
-        ranks = ", ".join(map(str, standing.behind[:8]))
-        words += f"; behind the others: rank {ranks}" + (" …" if len(standing.behind) > 8 else "")
-    return words
-
-
-def _attempt_row(attempt: AttemptRecord, open_word: str) -> tuple[str, ...]:
-    ended = attempt.ended_at
-    return (
-        str(attempt.attempt),
-        " ".join(attempt.nodes[:4]) + (" …" if len(attempt.nodes) > 4 else ""),
-        f"{attempt.first_step}–{attempt.last_step}" if attempt.last_step else "",
-        str(attempt.checkpoint_after or ""),
-        _duration(ended - attempt.started_at) if ended else "",
-        attempt.ending or open_word,
-        attempt.action or "",
-        "; ".join(attempt.evidence),
-    )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -40,7 +40,9 @@ def test_the_run_directory_is_complete(bench: Bench, unbroken: str) -> None:
 def test_logs_are_shown(bench: Bench, unbroken: str) -> None:
     text = bench.call("logs", unbroken)
     assert text.index("precompile attempt 0") < text.index("step 40/40") < text.rindex("→ finish")
-    assert bench.call("logs", unbroken, "-f") == text
+    followed = bench.call("logs", unbroken, "-f")
+    assert followed == bench.call("logs", unbroken, "--all-ranks")
+    assert [line for line in text.splitlines() if f"[rank 0 local0] {line}" not in followed] == []
     assert bench.call("logs", unbroken, "-n", "1", "--stage=train").count("\n") == 1
 
 

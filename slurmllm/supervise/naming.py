@@ -1,0 +1,156 @@
+"""The word for where a run stands, from its records and from what Slurm says of its jobs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmllm.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.rundir import RunDir
+from slurmllm.supervise.attempts import load_attempts
+from slurmllm.supervise.job_states import JobState
+from slurmllm.supervise.outline import Outline
+
+_RUNNING = ("RUNNING", "COMPLETING")
+_WAITING = ("PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD")
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a run's directory says of where it stands.
+
+    Attributes:
+        sent: The last submission.
+        attempts: Of the train stage, oldest first.
+        precompiles: Of the precompile stage.
+    """
+
+    run: RunDir
+    outline: Outline
+    sent: Submission | None
+    attempts: list[AttemptRecord]
+    precompiles: list[AttemptRecord]
+
+    @property
+    def last(self) -> AttemptRecord | None:
+        """The last train attempt of the last submission."""
+        last = self.attempts[-1] if self.attempts else None
+        if last is not None and self.sent is not None and last.attempt < self.sent.first_attempt:
+            return None
+        return last
+
+    @property
+    def precompiled(self) -> AttemptRecord | None:
+        """The last precompile attempt of the last submission, where it has ended."""
+        tried, sent = next(reversed(self.precompiles), None), self.sent
+        if tried is None or sent is None or sent.local or tried.ending is None:
+            return None
+        return tried if tried.job_id == sent.precompile_job else None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the records alone tell that the last submission has come to its end."""
+        last = self.last or self.precompiled
+        if last is None or last.ending == "superseded":
+            return False
+        return last.action == "stop" or (last.action == "finish" and last.stage == "train")
+
+
+def read_records(run: RunDir, outline: Outline) -> Records:
+    """Read them.
+
+    Raises:
+        StorageError: one is damaged.
+    """
+    submissions = JobsRecord.load(run.jobs).submissions if run.jobs.is_file() else ()
+    return Records(
+        run,
+        outline,
+        submissions[-1] if submissions else None,
+        load_attempts(run, "train"),
+        load_attempts(run, "precompile"),
+    )
+
+
+def name_state(records: Records, jobs: Mapping[str, JobState]) -> tuple[str, str]:
+    """The state (see `state.RunState`), and one line that explains it.
+
+    Args:
+        records: The run's; where they are settled, no job is looked at.
+        jobs: Stage → what Slurm says.
+    """
+    run, sent, last = records.run, records.sent, records.last
+    if last is not None and last.action == "finish":
+        return "done", ""
+    if sent is None:
+        return "interrupted", "never submitted"
+    if sent.local:
+        return _local(records, sent)
+    if records.settled:
+        return _stopped(run, last) if last is not None else _not_precompiled(records, None)
+    precompile, train = jobs.get("precompile"), jobs.get("train")
+    if train is not None and train.state in _RUNNING:
+        return "training", ""
+    if precompile is not None and precompile.state in _RUNNING:
+        return "precompiling", ""
+    if train is not None and train.state in _WAITING:
+        return "requeued" if last is not None else "queued", _waits_for(train)
+    if train is not None and train.state == "CANCELLED" and records.attempts:
+        return "cancelled", f"`slurmllm resume {run.name}` continues"
+    silent = train is not None and train.state == "UNKNOWN" and bool(train.reason)
+    if last is not None and last.ended_at is not None and not silent:
+        return _stopped(run, last)
+    if precompile is not None and precompile.state not in ("COMPLETED", "UNKNOWN"):
+        return _not_precompiled(records, precompile)
+    if train is not None and train.state == "CANCELLED":
+        return "cancelled", ""
+    if train is not None and train.state == "UNKNOWN":
+        return "unknown", train.reason or "Slurm no longer knows the job and has no accounting"
+    return "interrupted", f"train job {train.state if train else 'never submitted'}"
+
+
+def _waits_for(job: JobState) -> str:
+    why = f"waiting for {job.reason}" if job.reason else ""
+    if job.state == "REQUEUE_HOLD" or "held" in job.reason.lower():
+        why += f"; `scontrol release {job.job_id}` lets it start"
+    return why
+
+
+def _stopped(run: RunDir, last: AttemptRecord) -> tuple[str, str]:
+    if last.ending == "cancelled":
+        return "cancelled", f"`slurmllm resume {run.name}` continues"
+    return "stopped", f"{last.ending}: {'; '.join(last.evidence)}"
+
+
+def _not_precompiled(records: Records, job: JobState | None) -> tuple[str, str]:
+    """How a precompile stage ended that lets no training follow."""
+    tried, state = records.precompiled, job.state if job is not None else "UNKNOWN"
+    cancelled = state == "CANCELLED" or (tried is not None and tried.ending == "cancelled")
+    word = "cancelled" if cancelled else "stopped"
+    if tried is not None:
+        return word, f"precompile: {tried.ending}: {'; '.join(tried.evidence)}"
+    return word, f"precompile job {state}; see {records.run.stage_log('precompile')}"
+
+
+def _local(records: Records, sent: Submission) -> tuple[str, str]:
+    if alive(sent):
+        state = "training" if records.last is not None else "precompiling"
+        return state, f"process {sent.pid}"
+    last = records.last or next(reversed(records.precompiles), None)
+    if last is not None and last.action == "stop":
+        return "stopped", f"{last.ending}: {'; '.join(last.evidence)}"
+    return "interrupted", f"`slurmllm resume {records.run.name}` continues"
+
+
+def alive(sent: Submission) -> bool:
+    """Whether a local submission's process still runs, as far as this machine can tell."""
+    if sent.pid is None or sent.host != socket.gethostname():
+        return False
+    try:
+        command = Path(f"/proc/{sent.pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"slurmllm" in command and sent.pid != os.getpid()

@@ -1,0 +1,112 @@
+"""`logs`: several ranks as one, the first that failed, and files of any content."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from slurmllm.cli import logs as module
+from slurmllm.cli.main import cli
+from slurmllm.config.resolve import resolve
+from slurmllm.records import AttemptRecord, FailureRecord
+from slurmllm.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.chdir(tmp_path)
+    found = RunDir(tmp_path / "runs" / "r")
+    found.path.mkdir(parents=True)
+    found.config.write_text(resolve("tiny_neox").to_yaml())
+    write(found.stage_log("precompile"), b"precompile attempt 0: 1 node(s): a\n")
+    write(found.stage_log("train"), b"train attempt 0: 2 node(s): a b\nzero\n")
+    write(found.worker_log("train", 0, 1), b"one\nlast\xff\x00\n")
+    AttemptRecord(
+        attempt=0, stage="train", job_id=None, nodes=("a", "b"), world_size=2, master_addr="a",
+        master_port=1, started_at=0.0, ended_at=9.0, ending="code_error", action="stop",
+        evidence=("rank 1 on b: KeyError: 'x'",),
+    ).save(found.attempt("train", 0).record)  # fmt: skip
+    return found
+
+
+def write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as stream:
+        stream.write(data)
+
+
+def call(*arguments: str) -> Result:
+    result = CliRunner().invoke(cli, ("logs", "r", *arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def test_all_ranks_have_a_prefix(run: RunDir) -> None:
+    assert call("--all-ranks").stdout.splitlines() == [
+        "── precompile attempt 0",
+        "[rank 0] precompile attempt 0: 1 node(s): a",
+        "── train attempt 0",
+        "[rank 0 a] train attempt 0: 2 node(s): a b",
+        "[rank 0 a] zero",
+        "[rank 1 b] one",
+        "[rank 1 b] last\ufffd",
+    ]
+    assert call("--ranks", "1", "-n", "1").stdout == "── train attempt 0\n[rank 1 b] last\ufffd\n"
+    assert call("--rank", "1").stdout == "one\nlast\ufffd\n"
+    assert call("--attempt", "0", "-n", "1").stdout == "zero\n"
+    assert call("-n", "1").stdout == "precompile attempt 0: 1 node(s): a\nzero\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--rank", "9"), "those with one are 1–1"),
+        (("--ranks", "7-9"), "none of these workers"),
+        (("--ranks", "9-7"), "write 7-9"),
+        (("--ranks", "1,x"), "'x' is no rank"),
+        (("--attempt", "4"), "there are 0–0"),
+        (("--rank", "1", "--all-ranks"), "give one of them"),
+        (("--failed", "--stage", "precompile"), "no attempt of r has failed"),
+    ],
+)
+def test_what_is_not_there_is_said(run: RunDir, arguments: tuple[str, ...], words: str) -> None:
+    result = call(*arguments)
+    assert (result.exit_code, words in result.output) == (2, True), result.output
+
+
+def test_the_first_failing_worker(run: RunDir) -> None:
+    FailureRecord(
+        rank=1, node="b", error="KeyError", message="'x'", blame="code", exit_code=70, step=3,
+        time=0.0, traceback="Traceback (most recent call last):\n  File …\n",
+    ).save(run.attempt("train", 0).failure(1))  # fmt: skip
+    text = call("--failed", "-n", "1").stdout
+    assert "r, train attempt 0: code_error → stop\n  rank 1 on b: KeyError: 'x'" in text
+    assert "first failing worker: rank 1 on b" in text
+    assert "after step 3, blame: code\n  KeyError: 'x'\nTraceback" in text
+    assert text.endswith("rank_00001.log\nlast\ufffd\n")
+
+
+def test_following_goes_on_into_the_next_attempt(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = threading.Event()
+    alive.set()
+    monkeypatch.setattr(module, "_LOOK_S", 0.02)
+    monkeypatch.setattr(module, "_ASK_S", 0.0)
+    monkeypatch.setattr("slurmllm.supervise.state.is_active", lambda *_: alive.is_set())
+
+    def later() -> None:
+        time.sleep(0.2)
+        write(run.worker_log("train", 1, 1), b"again\nend")
+        time.sleep(0.2)
+        alive.clear()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    text = call("--all-ranks", "-f", "--stage", "train").stdout
+    thread.join()
+    assert text.endswith("last\ufffd\n── train attempt 1\n[rank 1]   again\n[rank 1]   end\n")

@@ -1,0 +1,122 @@
+"""`status`: columns that fit, runs that wait or run, drawn again."""
+
+from __future__ import annotations
+
+import json
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from slurmllm.cli.main import cli
+from slurmllm.cli.status_tables import ago, runs_view
+from slurmllm.config.resolve import resolve
+from slurmllm.records import AttemptRecord
+from slurmllm.rundir import RunDir
+from slurmllm.slurm import client
+from slurmllm.slurm.fake import FakeSlurm
+from slurmllm.supervise.state import RunState, SavedCheckpoint
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(client, "SlurmCommands", FakeSlurm)
+    monkeypatch.chdir(tmp_path)
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ("status", *arguments))
+
+
+def make(name: str, ended: bool = True) -> RunDir:
+    run = RunDir(Path("runs") / name)
+    run.path.mkdir(parents=True)
+    run.config.write_text(resolve("tiny_neox").to_yaml())
+    AttemptRecord(
+        attempt=0, stage="train", job_id=None, nodes=("n1",), world_size=1, master_addr="n1",
+        master_port=1, started_at=0.0, ended_at=1800.0, ending="done" if ended else "code_error",
+        action="finish" if ended else "stop",
+    ).save(run.attempt("train", 0).record)  # fmt: skip
+    run.metrics(0).parent.mkdir()
+    run.metrics(0).write_text('{"step": 5, "loss": NaN, "seq_per_s": "x"}\n')
+    return run
+
+
+STATE = RunState(
+    name="pretraining-gpt-neox-20b-third-attempt", run_dir="/r", recipe="neox_20b",
+    state="precompiling", why="waiting for Resources and for whatever else there is to be had",
+    nodes=128, step=123456, steps=500000, loss=2.3456, seq_per_s=1234.5, eta_s=12 * 3600.0,
+    last_checkpoint=SavedCheckpoint(123000, 0.0, 400.0), restarts=17, node_hours=123456.7,
+    usd=2654321.09,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160, 240])
+def test_no_number_is_cut_at_any_width(width: int) -> None:
+    console = Console(width=width, record=True, file=StringIO())
+    runs_view([STATE, STATE], console).print(console)
+    text = console.export_text()
+    shown = ["123456/500000", "precompiling", "2.3456"]
+    shown += ["1234.5", "12:00:00"] if width >= 80 else ["no room for"]
+    shown += ["123000, 7 min ago", "123,456.7"] if width >= 160 else ["waiting for Resources"]
+    shown += ["2,654,321.09", "17", "128"] if width >= 160 else ["no room for"]
+    assert [words for words in shown if words not in text] == []
+    table = text.split("no room for")[0].splitlines()[:4]
+    assert max(len(line.rstrip()) for line in table) <= width
+
+
+def test_older_runs_give_way_to_those_that_run() -> None:
+    console = Console(width=240)
+    states = [RunState(str(n), "/r", state="done") for n in range(9)]
+    view = runs_view([RunState("a", "/r", state="training"), *states], console, height=3)
+    assert list(view.tables[0].columns[0].cells) == ["a", "7", "8"]
+    assert "7 older" in view.notes[-1].plain
+
+
+def test_json_has_the_figures_and_is_json() -> None:
+    make("r")
+    found = json.loads(call("r", "--json").stdout, parse_constant=pytest.fail)
+    assert (found["state"], found["loss"], found["seq_per_s"]) == ("done", None, None)
+    assert (found["node_hours"], found["usd"], found["restarts"]) == (0.5, None, 0)
+    assert (found["last_checkpoint"], found["finish_at"], found["eta_s"]) == (None, None, None)
+    several = json.loads(call("--json").stdout)["runs"]
+    assert several == [{k: v for k, v in found.items() if k in several[0]}]
+
+
+def test_only_active_ones() -> None:
+    make("r")
+    assert "none of the 1 runs" in call("--active").stdout
+    assert json.loads(call("--active", "--json").stdout) == {"runs": []}
+    assert call("r", "--active").exit_code == 2
+
+
+def test_watch_ends_with_the_run_and_takes_seconds_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("nothing goes on"))
+    make("r", ended=False)
+    for arguments in (("--watch", "r"), ("--watch", "1", "r"), ("r", "--watch=1"), ("--watch",)):
+        result = call(*arguments)
+        assert result.exit_code == 0, result.output
+        assert "r" in result.stdout.splitlines()[1]
+    assert len(call("--watch", "r", "--json").stdout.splitlines()) == 1
+    assert call("--watch", "0", "r").exit_code == 2
+
+
+def test_ctrl_c_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    looks = [RunState("r", "/r", state="training"), RunState("r", "/r", state="training")]
+    monkeypatch.setattr("slurmllm.supervise.state.run_state", lambda *_: looks.pop())
+    monkeypatch.setattr(time, "sleep", interrupt)
+    make("r")
+    result = call("r", "--watch", "1")
+    assert (result.exit_code, result.stderr, len(looks)) == (130, "", 1)
+
+
+def test_ages() -> None:
+    assert [ago(s) for s in (3, 119, 180, 7200, 200000)] == [
+        "3 s ago", "119 s ago", "3 min ago", "2 h ago", "2 days ago",
+    ]  # fmt: skip

@@ -1,0 +1,46 @@
+"""`status --watch` and `logs -f` beside a real run of two workers, one of which is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from end_to_end.bench import SMALL, Bench
+
+
+def test_a_run_is_followed_through_a_failure_to_its_end(tmp_path: Path) -> None:
+    from slurmllm.data.builtin import ensure_stdlib
+
+    bench = Bench(tmp_path / "runs")
+    corpus, tokenizer = ensure_stdlib(tmp_path / "stdlib")
+    process = bench.start(
+        "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
+        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05", f"--set=data.corpus={corpus}",
+        f"--set=data.tokenizer={tokenizer}", "--name=r",
+        "--set=cluster.price={on_demand: 3600.0, date: '2026-01-01'}",
+    )  # fmt: skip
+    bench.wait_for_step("r", 12)
+    watching = bench.start("status", "--watch", "0.5", "r", "--json")
+    following = bench.start("logs", "r", "-f", "--all-ranks", "--stage=train")
+    failures = bench.start("logs", "r", "-f", "--failed")
+    bench.wait_for_step("r", 23)
+    os.kill(bench.node("r", 0, "local1")["pids"]["1"], signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    looks = [json.loads(line) for line in watching.communicate(timeout=30)[0].splitlines()]
+    assert watching.returncode == 0
+    first, last = looks[0], looks[-1]
+    assert (first["state"], last["state"], last["restarts"]) == ("training", "done", 1)
+    assert last["step"] == last["last_checkpoint"]["step"] == 40
+    assert [look["node_hours"] for look in looks] == sorted(look["node_hours"] for look in looks)
+    taken_s = sum(a["ended_at"] - a["started_at"] for a in last["attempts"])
+    assert last["usd"] > 2 * taken_s  # two nodes, a dollar a second, and the precompile stage
+    lines = following.communicate(timeout=30)[0].splitlines()
+    assert following.returncode == 0
+    assert lines.index("── train attempt 0") < lines.index("── train attempt 1")
+    assert any(line.startswith("[rank 0 local0] step 40/40") for line in lines)
+    words, _ = failures.communicate(timeout=30)
+    assert failures.returncode == 0
+    assert "first failing worker: rank 1 on local1\n  ended by SIGKILL\n" in words
