@@ -17,6 +17,7 @@ from slurmllm.rundir import RunDir
 
 Row = dict[str, Any]
 
+NOT_WHOLE = "not one whole JSON value"
 _TAIL_BYTES = 16 * 1024
 
 
@@ -48,30 +49,48 @@ class MetricsFile:
                         continue
                     if broken is not None:
                         raise broken
-                    row = _parse(text)
+                    row = parse_row(text)
                     if row is None:
-                        broken = self.fault("not one whole JSON value")
+                        broken = self.fault(NOT_WHOLE)
                         self.cut_line = self.line
                         continue
-                    yield self._checked(row)
+                    wrong = fault_of_row(row)
+                    if wrong is not None:
+                        raise self.fault(wrong)
+                    yield row
         except OSError as error:
-            raise _unreadable(self.path, error) from error
+            raise unreadable(self.path, error) from error
 
     def fault(self, what: str) -> RunError:
         """The error for the line read last."""
-        return RunError(
-            f"{self.path}:{self.line}: {what}; every line but a cut last one must be a JSON "
-            "object with a step; mend or remove the line"
-        )
+        return fault_at(self.path, self.line, what)
 
-    def _checked(self, row: Any) -> Row:
-        if not isinstance(row, dict):
-            raise self.fault(f"a JSON {type(row).__name__}, not an object")
-        step = row.get("step")
-        if type(step) is not int or not 0 <= step < 2**53:
-            shown = "absent" if "step" not in row else f"{step!r:.40}"
-            raise self.fault(f"step is {shown}, not a whole number from 0")
-        return row
+
+def fault_at(path: Path, line: int, what: str) -> RunError:
+    """The error for a line that is no row."""
+    return RunError(
+        f"{path}:{line}: {what}; every line but a cut last one must be a JSON "
+        "object with a step; mend or remove the line"
+    )
+
+
+def parse_row(text: bytes) -> Any:
+    """The JSON value of a line; None where the line is broken (a bare `null` counts as such)."""
+    try:
+        return json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+
+
+def fault_of_row(row: Any) -> str | None:
+    """Why a JSON value is no row; None where it is one."""
+    if not isinstance(row, dict):
+        return f"a JSON {type(row).__name__}, not an object"
+    step = row.get("step")
+    if type(step) is not int or not 0 <= step < 2**53:
+        shown = "absent" if "step" not in row else f"{step!r:.40}"
+        return f"step is {shown}, not a whole number from 0"
+    return None
 
 
 def last_row(run: RunDir) -> Row | None:
@@ -91,7 +110,7 @@ def last_row(run: RunDir) -> Row | None:
             if row is not None:
                 return row
     except OSError as error:
-        raise _unreadable(run.path, error) from error
+        raise unreadable(run.path, error) from error
     return None
 
 
@@ -112,21 +131,14 @@ def last_row_of(path: Path) -> Row | None:
             lines = tail.split(b"\n")
             # The first piece is the end of a line that begins before what was read.
             for text in reversed(lines if start == 0 else lines[1:]):
-                row = _parse(text) if text.strip() else None
+                row = parse_row(text) if text.strip() else None
                 if isinstance(row, dict) and type(row.get("step")) is int:
                     return row
     return None
 
 
-def _parse(text: bytes) -> Any:
-    """The JSON value of a line; None where the line is broken (a bare `null` counts as such)."""
-    try:
-        return json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _unreadable(path: Path, error: OSError) -> RunError:
+def unreadable(path: Path, error: OSError) -> RunError:
+    """The error for a metrics file that the system refuses to read."""
     return RunError(
         f"cannot read {error.filename or path}: {error.strerror or error}; a metrics file must "
         "be readable: check its permissions and the file system"
