@@ -192,7 +192,12 @@ class _Attempt:
         if leaving == 0.0:  # there may be no end of saves
             return waited_s, kept_s, 0.0
         kept_s -= self.interval_s * counted * leaving
-        left_s = (self.leaves_s - self.ready_s - begun * wait_s) * leaving
+        last_s = self.saves_s + (begun - 1) * self.cycle_s
+        cut_s = max(0.0, last_s + wait_s - self.leaves_s) if begun else 0.0
+        # An attempt that leaves in the midst of a wait has waited until then alone.
+        cut = math.exp((cut_s - wait_s) / self.mtbf_s) - math.exp(-wait_s / self.mtbf_s)
+        waited_s -= cut * self.mtbf_s * math.exp(-last_s / self.mtbf_s)
+        left_s = (self.leaves_s - self.ready_s - begun * wait_s + cut_s) * leaving
         return waited_s, kept_s, left_s
 
     def _alive(self, at_s: float) -> float:
