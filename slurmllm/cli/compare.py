@@ -1,9 +1,10 @@
-"""`slurmllm compare`: do two runs have the same loss and gradient norm?"""
+"""`slurmllm compare`: do runs have the same loss and gradient norm, and if not, why?"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -11,6 +12,7 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.analysis.comparing.comparison import Comparison, Overlap, Side, Tolerances
+    from slurmllm.analysis.comparing.statistics import Statistics
     from slurmllm.analysis.curves import Curve
 
 
@@ -24,11 +26,12 @@ _HEADINGS = (
     "tolerance",
     "identical",
 )
+_DESCRIBED = ("param_norm", "lr", "val_loss")
 
 
 @click.command()
 @click.argument("a")
-@click.argument("b")
+@click.argument("others", metavar="B [C …]", nargs=-1, required=True)
 @click.option("--tolerance", type=float, help="Relative tolerance of the loss.  [default: 1e-3]")
 @click.option(
     "--grad-norm-tolerance",
@@ -36,6 +39,27 @@ _HEADINGS = (
     help="Relative tolerance of the gradient norm.  [default: 1e-2]",
 )
 @click.option("--exact", is_flag=True, help="Ask for bit-identical values instead.")
+@click.option(
+    "--seed",
+    "seeds",
+    multiple=True,
+    metavar="RUN",
+    help="Another seed of A; repeatable. The spread of A and these is the tolerance then.",
+)
+@click.option(
+    "--by",
+    type=click.Choice(["step", "tokens", "samples"]),
+    default="step",
+    show_default=True,
+    help="What the runs are aligned by.",
+)
+@click.option(
+    "--tag",
+    "tags",
+    multiple=True,
+    metavar="METRIC=TAG",
+    help="Tag, column or key that holds a metric in another framework's log; repeatable.",
+)
 @click.option("--from-step", type=click.IntRange(min=0), help="First step to compare.")
 @click.option("--to-step", type=click.IntRange(min=0), help="Last step to compare, included.")
 @click.option(
@@ -49,10 +73,13 @@ def compare(
     ctx: click.Context,
     *,
     a: str,
-    b: str,
+    others: tuple[str, ...],
     tolerance: float | None,
     grad_norm_tolerance: float | None,
     exact: bool,
+    seeds: tuple[str, ...],
+    by: Literal["step", "tokens", "samples"],
+    tags: tuple[str, ...],
     from_step: int | None,
     to_step: int | None,
     plot: str | None,
@@ -60,33 +87,77 @@ def compare(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Compare the loss and gradient norm of two runs, step by step.
+    """Compare the loss and gradient norm of runs, point by point, with A's.
 
-    A and B are run names, run directories or metrics files (.jsonl).
+    A, B … are run names or directories, or other frameworks' logs: TensorBoard event files or
+    folders of them, JSON lines, CSV, text.
 
-    Exit codes: 0 the runs match, 1 they differ, 2 unusable input, 4 the picture asked for
-    with --plot cannot be written.
+    Exit codes: 0 the runs match A, 1 one of them differs, 2 unusable input, 4 the picture asked
+    for with --plot cannot be written.
     """
-    from slurmllm.analysis.comparing import compare as stage
-    from slurmllm.analysis.reading.source import read_curve
     from slurmllm.errors import EXIT_NEGATIVE, UserError
-    from slurmllm.rundir import runs_root
 
     tolerances = _tolerances(tolerance, grad_norm_tolerance, exact)
+    if seeds and (exact or tolerance is not None or grad_norm_tolerance is not None):
+        raise UserError(
+            "--seed gives the tolerance; leave out --exact, --tolerance and --grad-norm-tolerance"
+        )
     if plot is not None and no_plot:
         raise UserError("--plot and --no-plot exclude each other; give one of them")
     if plot is not None and Path(plot).suffix.lower() != ".png":
         raise UserError(f"--plot {plot}: the picture is a PNG; name it {Path(plot).stem}.png")
-    root = runs_root(runs_dir)
-    curve_a, curve_b = (read_curve(_locate(source, root)) for source in (a, b))
-    comparison = stage.compare(curve_a, curve_b, tolerances, from_step=from_step, to_step=to_step)
     if not no_plot:
-        comparison = _draw(curve_a, curve_b, comparison, plot)
+        _import_drawing()
+
+    from slurmllm.analysis.comparing import compare as stage
+    from slurmllm.analysis.reading.source import locate, read_curve
+    from slurmllm.analysis.reading.tags import parse_tags
+    from slurmllm.rundir import runs_root
+
+    root, named = runs_root(runs_dir), parse_tags(tags)
+    curves = [read_curve(locate(source, root), named, lenient=not exact) for source in (a, *others)]
+    own = [read_curve(locate(source, root), named, lenient=True) for source in seeds]
+    comparisons = [
+        stage.compare(
+            curves[0], curve, tolerances, axis=by, from_step=from_step, to_step=to_step, seeds=own
+        )
+        for curve in curves[1:]
+    ]
+    if not no_plot:
+        comparisons = _draw(curves, comparisons, plot, from_step, to_step, own)
     if as_json:
-        click.echo(comparison.model_dump_json(indent=2))
+        click.echo(_as_json(comparisons))
     else:
-        _print(comparison)
-    ctx.exit(0 if comparison.match else EXIT_NEGATIVE)
+        for number, comparison in enumerate(comparisons):
+            _print(comparison, chr(ord("B") + number), alone=len(comparisons) == 1)
+    match = all(comparison.match for comparison in comparisons)
+    ctx.exit(0 if match else EXIT_NEGATIVE)
+
+
+def _import_drawing() -> None:
+    """Import matplotlib, which takes half a second, while the curves are read."""
+    from importlib import import_module
+    from threading import Thread
+
+    import numpy  # noqa: F401  # here and not in both threads at once
+
+    def load() -> None:
+        for module in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+            import_module(module)
+
+    Thread(target=load, daemon=True).start()
+
+
+def _as_json(comparisons: Sequence[Comparison]) -> str:
+    if len(comparisons) == 1:
+        return comparisons[0].model_dump_json(indent=2)
+    import json
+
+    answer = {
+        "comparisons": [json.loads(comparison.model_dump_json()) for comparison in comparisons],
+        "match": all(comparison.match for comparison in comparisons),
+    }
+    return json.dumps(answer, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def _tolerances(loss: float | None, grad_norm: float | None, exact: bool) -> Tolerances:
@@ -107,49 +178,35 @@ def _tolerances(loss: float | None, grad_norm: float | None, exact: bool) -> Tol
     )
 
 
-def _locate(source: str, root: Path) -> Path:
-    """The metrics file or run directory that an argument means.
-
-    A folder with metrics but without config.yaml will do: a run copied in part.
-    """
-    from slurmllm.errors import RunError
-    from slurmllm.rundir import find_run
-
-    path = Path(source)
-    try:
-        if path.is_file():
-            return path
-        if path.suffix == ".jsonl" and not (root / path).exists() and not path.exists():
-            raise RunError(f"no metrics file {path.absolute()}; give a .jsonl file or a run")
-        try:
-            return find_run(source, root).path
-        except RunError:
-            if (path / "metrics").is_dir():
-                return path
-            raise
-    except OSError as error:
-        raise RunError(
-            f"cannot look up {source:.200}: {error.strerror or error}; give the name or the "
-            "directory of a run, or a .jsonl file"
-        ) from error
-
-
-def _draw(a: Curve, b: Curve, comparison: Comparison, plot: str | None) -> Comparison:
+def _draw(
+    curves: Sequence[Curve],
+    comparisons: Sequence[Comparison],
+    plot: str | None,
+    from_step: int | None,
+    to_step: int | None,
+    seeds: Sequence[Curve],
+) -> list[Comparison]:
     """Draw the picture and note where; only a picture that was asked for must succeed."""
-    from slurmllm.analysis.comparing.plot import default_path, draw
+    from slurmllm.analysis.comparing.plot import default_path, draw_all
     from slurmllm.errors import StorageError
 
-    path = Path(plot) if plot is not None else default_path(a, b)
+    path = Path(plot) if plot is not None else default_path(*curves)
     try:
-        draw(a, b, comparison, path)
+        draw_all(
+            curves[0], curves[1:], comparisons, path,
+            from_step=from_step, to_step=to_step, seeds=seeds,
+        )  # fmt: skip
     except StorageError as error:
         if plot is not None:
             raise
-        return comparison.model_copy(update={"warnings": (*comparison.warnings, str(error))})
-    return comparison.model_copy(update={"plot": str(path)})
+        return [
+            comparison.model_copy(update={"warnings": (*comparison.warnings, str(error))})
+            for comparison in comparisons
+        ]
+    return [comparison.model_copy(update={"plot": str(path)}) for comparison in comparisons]
 
 
-def _print(comparison: Comparison) -> None:
+def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     """The table, the verdict, the warnings and where the picture is."""
     from rich.text import Text
 
@@ -158,15 +215,25 @@ def _print(comparison: Comparison) -> None:
     def line(text: str | Text) -> None:
         console().print(text, soft_wrap=True, markup=False)
 
-    line(_describe("A", comparison.a, comparison.overlaps["a"]))
-    line(_describe("B", comparison.b, comparison.overlaps["b"]))
+    if letter == "B":
+        line(_describe("A", comparison.a, comparison.overlaps["a"]))
+    else:
+        line("")
+    line(_describe(letter, comparison.b, comparison.overlaps["b"]))
     line("")
     print_table(_HEADINGS, _cells(comparison))
     if comparison.data is not None:
         line(f"data: {'; '.join(comparison.data.differences) or 'the same on both sides'}")
+    speed = comparison.statistics.get("seq_per_s") or comparison.statistics.get("tokens_per_s")
+    if speed is not None and speed.ratio is not None:
+        line(f"throughput: {letter} at {speed.ratio:.3g} times that of A (median)")
     line("")
     color = "green" if comparison.match else "red"
-    line(Text.assemble((comparison.verdict, f"bold {color}"), ": ", comparison.reason))
+    which = "" if alone else f"A and {letter} "
+    line(Text.assemble(which, (comparison.verdict, f"bold {color}"), ": ", comparison.reason))
+    diagnosis = comparison.diagnosis
+    if diagnosis is not None and diagnosis.words not in comparison.reason:
+        line(f"diagnosis: {diagnosis.words}")
     for warning in comparison.warnings:
         line(f"warning: {warning}")
     if comparison.plot is not None:
@@ -186,22 +253,50 @@ def _describe(label: str, side: Side, overlap: Overlap) -> str:
 
 
 def _cells(comparison: Comparison) -> list[tuple[str, ...]]:
-    """A row a metric, in the order of the headings."""
+    """A row a metric, in the order of the headings; those of the verdict first."""
     from slurmllm.analysis.comparing.verdict import figure
 
     def shown(value: float | None) -> str:
         return "-" if value is None else figure(value)
 
-    return [
+    rows = [
         (
             name,
             str(metric.steps_compared),
             shown(metric.max_rel_diff),
             str(metric.max_rel_diff_step) if metric.max_rel_diff else "-",
             shown(metric.mean_rel_diff),
-            "-" if metric.first_departure_step is None else str(metric.first_departure_step),
-            "exact" if comparison.tolerance.exact else shown(metric.tolerance),
+            "-" if metric.onset_step is None else str(metric.onset_step),
+            _rule(comparison, shown(metric.tolerance)),
             "yes" if metric.bit_identical else "no",
         )
         for name, metric in comparison.metrics.items()
     ]
+    return rows + [
+        _described(name, comparison.statistics[name], shown)
+        for name in _DESCRIBED
+        if name in comparison.statistics
+    ]
+
+
+def _rule(comparison: Comparison, tolerance: str) -> str:
+    if comparison.band is not None:
+        return "band"
+    return "exact" if comparison.tolerance.exact else tolerance
+
+
+def _described(
+    name: str, statistics: Statistics, shown: Callable[[float | None], str]
+) -> tuple[str, ...]:
+    """A row of a metric that is no part of the verdict."""
+    same = statistics.max_rel_diff == 0
+    return (
+        name,
+        str(statistics.points),
+        shown(statistics.max_rel_diff),
+        str(statistics.max_rel_diff_step) if statistics.max_rel_diff else "-",
+        shown(statistics.mean_rel_diff),
+        "-",
+        "-",
+        "yes" if same else "no",
+    )

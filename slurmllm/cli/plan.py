@@ -238,7 +238,7 @@ def _print_json(answers: Sequence[Answer], top: int | None, explain: bool) -> No
 
 
 def _draw(answers: Sequence[Answer], path: Path) -> None:
-    from slurmllm.analysis.picture import write_picture
     from slurmllm.cli.plan_picture import draw
+    from slurmllm.picture import write_picture
 
     write_picture(draw(answers), path, "name another file with --plot")

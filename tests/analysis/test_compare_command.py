@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from slurmllm.cli.compare import compare
 from slurmllm.cli.main import cli
 from slurmllm.errors import RunError, SlurmllmError, StorageError, UserError
 from slurmllm.rundir import RunDir
+
+METRICS = ("loss", "grad_norm")
 
 
 @pytest.fixture
@@ -85,6 +88,7 @@ def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_ru
     assert set(answer) == {
         "verdict", "match", "reason", "causes", "data", "tolerance", "a", "b", "steps_compared",
         "first_step", "last_step", "only_in_a", "only_in_b", "metrics", "overlaps", "warnings",
+        "alignment", "band", "diagnosis", "statistics",
         "plot",
     }  # fmt: skip
     assert (answer["verdict"], answer["match"]) == ("differ", False)
@@ -182,10 +186,25 @@ def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile
     assert "no metrics file" in refusal(run_command("good", "absent.jsonl"))
     assert "holds no attempt_NNN.jsonl" in refusal(run_command("good", "silent"))
     assert "without one whole row" in refusal(run_command("good", "empty"))
-    assert "attempt_000.jsonl:2: " in refusal(run_command("good", "broken"))
+    assert "attempt_000.jsonl:2: " in refusal(run_command("good", "broken", "--exact"))
     assert "no step in common" in refusal(run_command("good", "later"))
-    assert "binary.jsonl:1: " in refusal(run_command("good", binary))
+    assert "binary.jsonl without one whole row" in refusal(run_command("good", binary))
+    assert "binary.jsonl:1: " in refusal(run_command("good", binary, "--exact"))
     assert "cannot look up" in refusal(run_command("good", "x" * 5000))
+
+
+def test_what_is_damaged_or_newer_is_read_as_far_as_it_goes(run_command, make_run: MakeRun) -> None:
+    make_run("good", make_rows(1, 9))
+    rows = make_rows(1, 9)
+    rows[3]["param_norm"] = {"mean": 1.0, "of": "a newer version"}
+    odd = make_run("odd", rows, [])
+    lines = odd.metrics(0).read_text().splitlines(keepends=True)
+    odd.metrics(0).write_text("".join([*lines[:6], "garbage\n", *lines[6:]]))
+    result = run_command("good", "odd", "--no-plot")
+    assert result.exit_code == 0
+    assert "attempt_000.jsonl:7: not one whole JSON value; the line is left out" in result.stdout
+    assert "attempt_000.jsonl:4: param_norm is {'mean'" in result.stdout
+    assert "may be of a newer version" in result.stdout
 
 
 def test_a_cut_last_line_is_shown_and_does_no_harm(run_command, three_runs) -> None:
@@ -224,3 +243,64 @@ assert not {{"torch", "matplotlib.pyplot"}} & set(sys.modules)
         stdout=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
+
+
+@pytest.mark.usefixtures("three_runs")
+def test_several_runs_are_each_compared_with_the_first(run_command, tmp_path: Path) -> None:
+    result = run_command("unbroken", "requeued", "other", "--json", "--plot", "p.png")
+    assert result.exit_code == 1
+    answer = parsed(result)
+    assert answer["match"] is False
+    assert [one["match"] for one in answer["comparisons"]] == [True, False]
+    alone = parsed(run_command("unbroken", "other", "--json", "--plot", "p.png"))
+    assert answer["comparisons"][1] == alone
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    shown = run_command("unbroken", "requeued", "other", "--no-plot").stdout
+    assert "A and B match: " in shown
+    assert "A and C differ: loss parts at step 37: " in shown
+    assert run_command("unbroken", "requeued", "unbroken", "--no-plot").exit_code == 0
+    drawn = parsed(run_command("unbroken", "requeued", "other", "--json"))
+    assert drawn["comparisons"][0]["plot"].endswith("compare-unbroken-requeued-other.png")
+
+
+def seeded(number: int, factor: float = 1.0) -> list[dict[str, Any]]:
+    random = Random(number)
+    return [
+        make_row(step, **{m: make_row(step)[m] * factor * random.gauss(1, 0.01) for m in METRICS})
+        for step in range(1, 301)
+    ]
+
+
+def test_seeds_of_one_side_are_the_tolerance(
+    run_command, make_run: MakeRun, tmp_path: Path
+) -> None:
+    for number in range(5):
+        make_run(f"s{number}", seeded(number))
+    make_run("worse", seeded(9, 1.05))
+    assert run_command("s0", "s4", "--no-plot").exit_code == 1
+    seeds = [option for i in (1, 2, 3) for option in ("--seed", f"s{i}")]
+    within = parsed(run_command("s0", "s4", *seeds, "--json", "--plot", "p.png"))
+    assert within["match"], within["reason"]
+    assert within["band"]["seeds"] == ["s0", "s1", "s2", "s3"]
+    assert within["reason"].startswith("within the band of 4 seeds: loss (spread ")
+    assert (tmp_path / "p.png").is_file()
+    outside = run_command("s0", "worse", *seeds, "--no-plot")
+    assert outside.exit_code == 1
+    assert "loss leaves the band of 4 seeds at step 1: means over " in outside.stdout
+    assert "leave out --exact" in refusal(run_command("s0", "s4", *seeds, "--exact"), UserError)
+    assert "is no other seed" in refusal(run_command("s0", "s4", "--seed", "s0"))
+
+
+def test_another_frameworks_log_by_tokens(run_command, make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("ours", make_rows(1, 50))
+    rows = [
+        f"{r['step']},{r['loss']},{r['grad_norm']},{r['tokens']}" for r in make_rows(1, 50)[::2]
+    ]
+    theirs = tmp_path / "theirs.csv"
+    theirs.write_text("\n".join(["step,my_loss,gn,seen", *rows]) + "\n")
+    tags = [o for tag in ("loss=my_loss", "grad_norm=gn", "tokens=seen") for o in ("--tag", tag)]
+    answer = parsed(run_command("ours", theirs, *tags, "--by", "tokens", "--json", "--no-plot"))
+    assert answer["match"], answer["reason"]
+    assert answer["alignment"] == {"axis": "tokens", "method": "exact", "points": 25}
+    assert answer["statistics"]["loss"]["area_between"] == 0
+    refusal(run_command("ours", theirs, "--tag", "nonsense"), UserError)

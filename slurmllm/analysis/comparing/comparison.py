@@ -6,8 +6,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from slurmllm.analysis.curves import Range
+from slurmllm.analysis.comparing.statistics import Statistics
+from slurmllm.analysis.curves import Axis, Range
 from slurmllm.records import Record
+
+Kind = Literal[
+    "data", "seed", "batch", "model", "precision", "lr", "optimizer", "mesh", "rounding",
+    "gradient", "batches", "not_finite", "unknown",
+]  # fmt: skip
+
+RuleName = Literal["not_finite", "exact", "pointwise", "lasting", "noise", "outlier", "band"]
 
 
 class Tolerances(Record):
@@ -61,6 +69,16 @@ class MetricComparison(Record):
     non_finite_b: int
     first_non_finite_step_a: int | None
     first_non_finite_step_b: int | None
+    departs: bool = Field(description="whether this metric makes the runs differ")
+    rule: RuleName | None = Field(description="by which it does")
+    noise: float | None = Field(
+        description="robust standard deviation of the relative difference from point to point"
+    )
+    onset_step: int | None = Field(description="at which the curves begin to part")
+    lasting_departure_step: int | None = Field(description="first step of one that lasts")
+    lasting_departure_last_step: int | None
+    lasting_departure_points: int | None
+    lasting_departure_rel_diff: float | None = Field(description="median over these points")
 
 
 class DataComparison(Record):
@@ -70,6 +88,42 @@ class DataComparison(Record):
     differences: tuple[str, ...] = Field(description="A's and B's, a phrase each")
 
 
+class AlignmentRecord(Record):
+    """Where the curves were compared."""
+
+    axis: Axis
+    method: Literal["exact", "interpolated"] = Field(
+        description="at common points, or at the sparser curve's, the other linear in between"
+    )
+    points: int
+
+
+class Diagnosis(Record):
+    """The likely cause of a difference."""
+
+    kind: Kind
+    step: int = Field(description="from which on")
+    words: str
+
+
+class BandOfMetric(Record):
+    """A metric of B against the spread of the seeds."""
+
+    within: bool
+    spread: float = Field(description="median relative standard deviation of the seeds")
+    excess: float = Field(description="largest distance over what chance allows; above 1: outside")
+    width: int = Field(description="points that the mean is over which leaves the band, or is next")
+    first_outside_step: int | None
+
+
+class Band(Record):
+    """The tolerance that several seeds of A give."""
+
+    seeds: tuple[str, ...] = Field(description="names of the runs, A first")
+    chance: float = Field(description="that another such seed were called different, at most")
+    metrics: dict[str, BandOfMetric]
+
+
 class Comparison(Record):
     """What `slurmllm compare --json` prints."""
 
@@ -77,6 +131,7 @@ class Comparison(Record):
     match: bool
     reason: str
     causes: tuple[str, ...] = Field(description="settings that differ")
+    diagnosis: Diagnosis | None = Field(description="the main cause; None on a match")
     data: DataComparison | None = Field(description="None where a side has no data.json")
     tolerance: Tolerances
     a: Side
@@ -86,7 +141,10 @@ class Comparison(Record):
     last_step: int
     only_in_a: tuple[Range, ...] = Field(description="ranges of steps, both ends included")
     only_in_b: tuple[Range, ...]
-    metrics: dict[str, MetricComparison]
+    alignment: AlignmentRecord
+    metrics: dict[str, MetricComparison] = Field(description="those that make the verdict")
+    statistics: dict[str, Statistics] = Field(description="of all metrics that both have")
+    band: Band | None = Field(description="None without seeds")
     overlaps: dict[Literal["a", "b"], Overlap]
     warnings: tuple[str, ...]
     plot: str | None = Field(default=None, description="path of the picture")

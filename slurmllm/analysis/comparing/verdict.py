@@ -1,44 +1,39 @@
-"""What a comparison says in words: the reason of the verdict, likely causes, warnings."""
+"""What a comparison says in words: the reason of the verdict, warnings."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
+from slurmllm.analysis.comparing.alignment import Alignment
+from slurmllm.analysis.comparing.causes import Cause, tokens_per_step
+from slurmllm.analysis.comparing.comparison import Band, Diagnosis, MetricComparison, Tolerances
+from slurmllm.analysis.curves import Curve, Range, describe_ranges
 
-from slurmllm.analysis.comparing.comparison import MetricComparison, Tolerances
-from slurmllm.analysis.curves import (
-    Curve,
-    Floats,
-    Ints,
-    Range,
-    align,
-    bit_identical,
-    describe_ranges,
-    relative_difference,
-)
-
-# Backends may work a schedule out in single precision: two equal schedules then differ by 1e-7.
-_LR_TOLERANCE = 1e-6
-
-Cause = tuple[int, str]  # the first step at which a setting differs, and what differs
+# What was not recorded but seen in the curves is said where it explains them all.
+_SEEN = ("gradient", "batches", "seed", "rounding", "optimizer", "lr")
 
 
 def reason(
-    metrics: Mapping[str, MetricComparison], tolerances: Tolerances, causes: Sequence[Cause]
+    metrics: Mapping[str, MetricComparison],
+    tolerances: Tolerances,
+    band: Band | None,
+    likely: Sequence[Cause],
+    diagnosis: Diagnosis | None,
 ) -> str:
     """Why two curves match or differ, in one line."""
-    parted = [s for m in metrics.values() if (s := m.first_departure_step) is not None]
-    if not parted:
-        return _agreement(metrics)
+    departed = {name: metric for name, metric in metrics.items() if metric.departs}
+    if not departed:
+        return _agreement(metrics) if band is None else _inside(band)
     parts = [
-        _departure(name, metric, tolerances)
-        for name, metric in metrics.items()
-        if metric.first_departure_step is not None
-    ]
-    likely = [cause for step, cause in causes if step <= min(parted)]
+        _outside(name, band) if band is not None and metric.rule == "band"
+        else _departure(name, metric, tolerances)
+        for name, metric in departed.items()
+    ]  # fmt: skip
     if likely:
-        parts.append(f"likely cause: {' and '.join(likely)}")
+        parts.append(f"likely cause: {' and '.join(cause.words for cause in likely)}")
+    elif diagnosis is not None and diagnosis.kind in _SEEN:
+        parts.append(f"likely cause: {diagnosis.words}")
     return "; ".join(parts)
 
 
@@ -52,7 +47,27 @@ def _agreement(metrics: Mapping[str, MetricComparison]) -> str:
         f"{name} within {figure(metric.tolerance)} ({figure(metric.max_rel_diff or 0.0)} at most)"
         for name, metric in metrics.items()
     ]
-    return f"{' and '.join(within)} relative at {steps}"
+    text = f"{' and '.join(within)} relative at {steps}"
+    single = [
+        f"{metric.departures} of {name}" for name, metric in metrics.items() if metric.departures
+    ]
+    return f"{text}, but for single points that are noise ({', '.join(single)})" if single else text
+
+
+def _inside(band: Band) -> str:
+    spreads = [
+        f"{name} (spread {figure(metric.spread)} relative)" for name, metric in band.metrics.items()
+    ]
+    return f"within the band of {len(band.seeds)} seeds: {' and '.join(spreads)}"
+
+
+def _outside(name: str, band: Band) -> str:
+    metric = band.metrics[name]
+    what = "single points are" if metric.width == 1 else f"means over {metric.width} points are"
+    return (
+        f"{name} leaves the band of {len(band.seeds)} seeds at step {metric.first_outside_step}: "
+        f"{what} up to {metric.excess:.3g} times as far off as the seeds' spread allows"
+    )
 
 
 def _departure(name: str, metric: MetricComparison, tolerances: Tolerances) -> str:
@@ -70,60 +85,14 @@ def _departure(name: str, metric: MetricComparison, tolerances: Tolerances) -> s
     rule = (
         "bit-identical asked for" if tolerances.exact else f"tolerance {figure(metric.tolerance)}"
     )
-    text = (
-        f"{name} parts at step {metric.first_departure_step}: "
-        f"{figure(metric.first_departure_rel_diff)} relative, {rule}"
-    )
+    step, size = metric.first_departure_step, metric.first_departure_rel_diff
+    if metric.lasting_departure_rel_diff and metric.onset_step != step:
+        # Under noise the first point beyond the tolerance says little.
+        step, size = metric.onset_step, metric.lasting_departure_rel_diff
+    text = f"{name} parts at step {step}: {figure(size)} relative, {rule}"
+    if metric.rule == "noise":
+        text += ", and scatters from point to point"
     return f"{text}, and {not_finite}" if sides else text
-
-
-def causes(a: Curve, b: Curve, first: int, last: int) -> list[Cause]:
-    """Settings that differ from step `first` to step `last`, the earliest first."""
-    found = []
-    if a.data is not None and b.data is not None:
-        differences = a.data.differences(b.data)
-        if differences:
-            found.append((first, f"they did not see the same data: {', '.join(differences)}"))
-    found += [cause for cause in skipped(a, b) if cause[0] <= last]
-    steps, lr_a, lr_b = align(a, b, "lr", first, last)
-    same = bit_identical(lr_a, lr_b) | (relative_difference(lr_a, lr_b) <= _LR_TOLERANCE)
-    if not same.all():
-        i = int(np.argmin(same))
-        values = f"{lr_a[i]:.6g} and {lr_b[i]:.6g}"
-        found.append((int(steps[i]), f"learning rates differ from step {steps[i]} ({values})"))
-    steps, tokens_a, tokens_b = align(a, b, "tokens", first, last)
-    same = bit_identical(tokens_a, tokens_b)
-    if not same.all():
-        i = int(np.argmin(same))
-        per_step_a, per_step_b = _per_step(steps, tokens_a), _per_step(steps, tokens_b)
-        if per_step_a != per_step_b:
-            what = f"tokens per step differ ({per_step_a:,.0f} and {per_step_b:,.0f})"
-        else:
-            values = f"{tokens_a[i]:,.0f} and {tokens_b[i]:,.0f}"
-            what = f"tokens trained on differ from step {steps[i]} ({values})"
-        found.append((int(steps[i]), what))
-    return sorted(found)
-
-
-def skipped(a: Curve, b: Curve) -> list[Cause]:
-    """Batches that one of the two has passed over and the other has not."""
-    windows = [tuple((skip.first, skip.last) for skip in curve.skips) for curve in (a, b)]
-    if windows[0] == windows[1]:
-        return []
-    parts = [
-        f"{label} skipped batches {describe_ranges(ranges)}"
-        for label, ranges in zip("AB", windows, strict=True)
-        if ranges
-    ]
-    first = min(1 + (skip.roll_back_to or 0) for skip in (*a.skips, *b.skips))
-    return [(first, " and ".join(parts))]
-
-
-def _per_step(steps: Ints, tokens: Floats) -> float:
-    """Median tokens a step; of a single step, all tokens so far."""
-    if len(steps) < 2:
-        return float(tokens[0])
-    return float(np.median(np.diff(tokens) / np.diff(steps)))
 
 
 def warnings_of(label: str, curve: Curve, only: tuple[Range, ...]) -> list[str]:
@@ -155,10 +124,18 @@ def warnings_of_both(
     b: Curve,
     wanted: Sequence[str],
     metrics: Mapping[str, MetricComparison],
-    num_steps: int,
+    alignment: Alignment,
 ) -> list[str]:
     """What a reader should know about the two together."""
     found = []
+    num_steps = len(alignment.steps)
+    if alignment.method == "interpolated":
+        found.append(
+            f"few points are common: the denser curve is interpolated at the {num_steps} points of "
+            "the other, and the values between its points are not its own"
+        )
+    if alignment.axis == "step" and (hint := batch_hint(a, b)):
+        found.append(hint)
     if a.path.absolute() == b.path.absolute():
         found.append(f"A and B are the same: {a.path}")
     for name in wanted:
@@ -168,9 +145,20 @@ def warnings_of_both(
     return found
 
 
+def batch_hint(a: Curve, b: Curve) -> str | None:
+    """Where a step of the two is not as many tokens: how to compare them."""
+    each = [tokens_per_step(curve) for curve in (a, b)]
+    if None in each or each[0] == each[1]:
+        return None
+    return (
+        f"a step of A is {each[0]:,.0f} tokens and one of B {each[1]:,.0f}; "
+        "`slurmllm compare --by tokens` compares them where they have seen as many"
+    )
+
+
 def figure(value: float) -> str:
     """A small number with up to three digits: 0, 1e-3, 1.25e-2."""
-    if value == 0:
-        return "0"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"

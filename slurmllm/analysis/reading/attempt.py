@@ -102,20 +102,19 @@ class _File:
             OSError: the file cannot be read.
         """
         ahead: deque[tuple[int, Future[_Block]]] = deque()
-        offset = 0
         with self._path.open("rb") as stream:
-            for text in _whole_lines(stream):
+            for begin, end in _spans(stream):
                 if pool is None:
-                    yield self._checked(read_exact(text, self._order, self._lenient), offset)
-                else:
-                    work = pool.submit(_read, text, self._order, self._lenient)
-                    ahead.append((offset, work))
-                    if len(ahead) > 6:
-                        begin, done = ahead.popleft()
-                        yield self._checked(done.result(), begin)
-                offset += len(text)
-        for begin, done in ahead:
-            yield self._checked(done.result(), begin)
+                    text = os.pread(stream.fileno(), end - begin, begin)
+                    yield self._checked(read_exact(text, self._order, self._lenient), begin)
+                    continue
+                work = pool.submit(_read, stream.fileno(), begin, end, self._order, self._lenient)
+                ahead.append((begin, work))
+                if len(ahead) > 6:
+                    first, done = ahead.popleft()
+                    yield self._checked(done.result(), first)
+            for first, done in ahead:
+                yield self._checked(done.result(), first)
 
     def warnings(self) -> list[str]:
         """What was left out."""
@@ -159,16 +158,22 @@ class _File:
         return count
 
 
-def _whole_lines(stream: BinaryIO) -> Iterator[bytes]:
-    """The file in blocks that end with a line's end; the last one as it is."""
-    while text := stream.read(_BLOCK_BYTES):
-        yield text + stream.readline()
+def _spans(stream: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Begin and end, in bytes, of blocks of whole lines; the last one ends with the file."""
+    begin, size = 0, os.fstat(stream.fileno()).st_size
+    while begin < size:
+        stream.seek(begin + _BLOCK_BYTES)
+        stream.readline()
+        end = min(stream.tell(), size)
+        yield begin, end
+        begin = end
 
 
-def _read(text: bytes, attempt: int, lenient: bool) -> _Block:
+def _read(descriptor: int, begin: int, end: int, attempt: int, lenient: bool) -> _Block:
     """Read a block by the fast reader, or by the exact one where that gives up."""
     from slurmllm.analysis.reading.uniform import read_uniform
 
+    text = os.pread(descriptor, end - begin, begin)
     part = read_uniform(text, attempt)
     return _Block(part) if part is not None else read_exact(text, attempt, lenient)
 

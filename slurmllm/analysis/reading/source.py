@@ -101,7 +101,9 @@ def _read(source: Path, tags: Mapping[str, str], lenient: bool) -> Curve:
         from slurmllm.analysis.reading import tensorboard
 
         folder = RunDir(source).tensorboard
-        if (source / "config.yaml").is_file() or (source / "metrics").is_dir():
+        # NeMo and Hydra leave a config.yaml beside their event files too.
+        foreign = not folder.is_dir() and tensorboard.event_files(source)
+        if not foreign and ((source / "config.yaml").is_file() or (source / "metrics").is_dir()):
             if not folder.is_dir() or not tensorboard.event_files(folder):
                 return own.read_run(source, lenient)
             return tensorboard.read_tensorboard(folder, own.run_name(source, False), tags)

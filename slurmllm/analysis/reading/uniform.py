@@ -111,6 +111,6 @@ def _holds(column: pa.ChunkedArray, cell: bytes) -> bool:
         ends = np.frombuffer(chunk.buffers()[1], dtype=np.int32, count=len(chunk) + 1)
         if found.strip() != cell or ends[-1] != len(found) * len(chunk):
             return False
-        if found and chunk.buffers()[2].to_pybytes()[: ends[-1]] != found * len(chunk):
+        if found and chunk.buffers()[2][: ends[-1]].to_pybytes() != found * len(chunk):
             return False
     return True

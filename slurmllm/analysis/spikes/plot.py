@@ -14,9 +14,9 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from slurmllm.analysis.curves import Curve, Floats, Ints
-from slurmllm.analysis.picture import write_picture
 from slurmllm.analysis.spikes.analysis import SpikeAnalysis
 from slurmllm.analysis.spikes.durations import binned
+from slurmllm.picture import write_picture
 
 _LOSS, _SPIKE, _NORM = "#12466b", "#c2185b", "#2a8c6e"
 _LARGEST = 1e30  # an axis that is longer overflows

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from slurmllm.analysis.picture import write_picture
 from slurmllm.analysis.usage.spending import PARTS, Part
 from slurmllm.analysis.usage.utilization import Utilization
+from slurmllm.picture import write_picture
 
 # The productive part recedes, so that what was lost is seen; neighbours differ in lightness.
-_COLORS: dict[Part, str] = {
+COLORS: dict[Part, str] = {
     "productive": "#cfd8dc",
     "recomputation": "#7a1f5c",
     "saving": "#f2a65a",
@@ -40,7 +40,7 @@ def draw(runs: Mapping[str, Utilization], path: Path) -> None:
         for part in parts:
             widths = [100.0 * runs[name].shares[part] for name in names]
             label = part.replace("_", " ") if axes is whole else None
-            axes.barh(range(len(names)), widths, left=left, color=_COLORS[part], label=label)
+            axes.barh(range(len(names)), widths, left=left, color=COLORS[part], label=label)
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)

@@ -29,7 +29,7 @@ def write_picture(picture: Figure, path: Path, remedy: str) -> None:
         descriptor, name = tempfile.mkstemp(prefix=".picture.", suffix=".png", dir=path.parent)
         temporary = Path(name)
         with os.fdopen(descriptor, "wb") as stream:
-            picture.savefig(stream, format="png")
+            picture.savefig(stream, format="png", pil_kwargs={"compress_level": 3})
         temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as error:

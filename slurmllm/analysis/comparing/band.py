@@ -1,0 +1,147 @@
+"""The band that several seeds of one training span, and whether another run stays in it.
+
+At each point the seeds have a mean and a spread; the spread is pooled over the points around it.
+A further seed of the same training differs from the mean by the spread times √(1 + 1/m), and by
+Student's t with few seeds. Seeds differ in two ways, from batch to batch and slowly (one learns a
+little faster for a while), and so the same is asked of means over 4, 16, 64 … points and of the
+whole: there the spread of the seeds' own means is the measure. Neighbouring means of a seed are
+alike; they count as so many as their correlation leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from slurmllm.analysis.comparing.student import t_quantile
+from slurmllm.analysis.curves import Floats
+
+# That a further seed leaves the band, over both metrics.
+CHANCE = 0.01
+# What t is asked for: it knows only what few seeds tell of the noise's shape.
+_ASKED = CHANCE / 5
+_METRICS = 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A curve against the band.
+
+    Attributes:
+        excess: Largest distance over what chance allows; above 1: outside.
+        width: Points of the mean that has it.
+        first: Place of the first point of the first mean outside; None: there is none.
+        mean: Mean of the seeds. [points]
+        half_width: What single points may differ from it by. [points]
+        spread: Median standard deviation of the seeds over their mean.
+    """
+
+    excess: float
+    width: int
+    first: int | None
+    mean: Floats
+    half_width: Floats
+    spread: float
+
+
+def against_band(seeds: Floats, other: Floats) -> Verdict:
+    """Hold a curve against the band of seeds.
+
+    Args:
+        seeds: Finite values, a row a seed, two rows at least. [seeds, points]
+        other: Finite values. [points]
+    """
+    count, points = seeds.shape
+    mean = seeds.mean(axis=0)
+    deviations = seeds - mean
+    floor = float(np.abs(mean).max()) * 1e-12 or 1e-300
+    scale = np.maximum(_point_to_point(deviations), floor)
+    further = np.sqrt(1 + 1 / count)
+    left_out = deviations * np.sqrt(count / (count - 1)) / scale
+    z, own = (other - mean) / (scale * further), deviations / scale
+    widths = _widths(points)
+    limits = {
+        width: _limit(own, left_out, width, _ASKED / _METRICS / len(widths)) for width in widths
+    }
+    excess, worst, first, end = 0.0, 1, None, points + 1
+    for width, limit in limits.items():
+        reach = np.abs(_means(z[None], width)[0]) / limit
+        if reach.max() > excess:
+            excess, worst = float(reach.max()), width
+        if reach.max() > 1:
+            place = int(np.argmax(reach > 1)) * width
+            if place + width < end:
+                first, end = place, place + width
+    size = float(np.abs(mean).mean()) or 1.0
+    spread = float(np.sqrt((deviations**2).sum() / (count - 1) / points)) / size
+    return Verdict(excess, worst, first, mean, limits[1] * further * scale, spread)
+
+
+def _widths(points: int) -> list[int]:
+    """1, 4, 16 … points, as long as there are 8 means at least; then all points."""
+    found = [1]
+    while found[-1] * 4 * 8 <= points:
+        found.append(found[-1] * 4)
+    return [*found, points] if points > 1 else found
+
+
+def _point_to_point(deviations: Floats) -> Floats:
+    """Standard deviation of the seeds from point to point, over an eighth of the points. [points]
+
+    It is a unit for all else: there are many differences from point to point, and so it is known
+    well everywhere, where two seeds cross too.
+    """
+    count, points = deviations.shape
+    if points < 3:
+        own: Floats = np.sqrt((deviations**2).sum(axis=0) / (count - 1))
+        return own
+    squares = (np.diff(deviations, axis=1) ** 2).sum(axis=0) / (2 * (count - 1))
+    width = min(points - 1, max(32, points // 8))
+    total = np.concatenate(([0.0], np.cumsum(squares)))
+    begin = np.clip(np.arange(points) - width // 2, 0, points - 1 - width)
+    local: Floats = np.sqrt(np.maximum(total[begin + width] - total[begin], 0.0) / width)
+    return np.maximum(local, 1e-3 * float(np.median(local)))
+
+
+def _means(rows: Floats, width: int) -> Floats:
+    """Means over neighbours; what is left at the end is no mean. [rows, means]"""
+    blocks = rows.shape[1] // width
+    means: Floats = rows[:, : blocks * width].reshape(len(rows), blocks, width).mean(axis=2)
+    return means
+
+
+def _limit(own: Floats, left_out: Floats, width: int, chance: float) -> float:
+    """What means of a further seed may come to, in the unit.
+
+    Args:
+        own: Deviations of the seeds from their mean. [seeds, points]
+        left_out: Deviations of each from the others' mean, as if it were the further one.
+        width: Points of a mean.
+        chance: That one of the means of a further seed is beyond.
+    """
+    means = _means(own, width)
+    seeds, blocks = means.shape
+    variance = float((means**2).sum()) / ((seeds - 1) * blocks)
+    degrees = max(1.0, (seeds - 1) * _independent(means))
+    t = t_quantile(chance / blocks, degrees) * float(np.sqrt(variance))
+    # Heavy tails go beyond what t allows: a further seed may be as far off as the furthest of the
+    # seeds and more, the more the fewer there are to tell.
+    times = 2 + 4 / seeds if width == 1 else 1.35 + 1.65 / seeds
+    furthest = float(np.abs(_means(left_out, width)).max())
+    return float(max(t, times * furthest, 1e-300))
+
+
+def _independent(means: Floats) -> float:
+    """How many independent squares the means of a seed are worth, from their autocorrelation."""
+    blocks = means.shape[1]
+    if blocks < 3 or not means.any():
+        return 1.0
+    size = 1 << (2 * blocks - 1).bit_length()
+    power = (np.abs(np.fft.rfft(means, size, axis=1)) ** 2).sum(axis=0)
+    correlation = np.fft.irfft(power, size)[:blocks]
+    correlation /= correlation[0]
+    # Up to where it is lost: what follows is the estimate's own noise.
+    lost = correlation < 2 / np.sqrt(blocks)
+    end = int(np.argmax(lost)) if lost.any() else blocks
+    return float(blocks / (1 + 2 * (correlation[1:end] ** 2).sum()))

@@ -1,0 +1,94 @@
+"""The point at which a difference leaves what it was before."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slurmllm.analysis.comparing.scatter import TO_SIGMA
+from slurmllm.analysis.curves import Flags, Floats
+
+_BACK = (64, 256, 1024, 4096)  # points before the evidence that are searched, as needed
+_BEYOND = 5.0  # times the deviation before: no noise
+_CLEAR = 10.0  # likewise: so clear that single points tell; else all of them together do
+_SURE = 8  # points that tell what was before
+_FLOOR = 1e-9  # differences below are as good as none
+
+
+def emergence(r: Floats, begin: int, end: int) -> int:
+    """Find the onset of a departure.
+
+    It is the point at which |r| grows most over all that was before, tenfold at least, and stays
+    so. Where it comes out of noise it is the first point that is off by more than those before
+    and stays so; where the step is small against the noise, the point that divides the values
+    best into those before and those after (CUSUM).
+
+    Args:
+        r: Signed differences. [points]
+        begin: First point of what is known to be a departure.
+        end: The point after its last.
+
+    Returns:
+        A place from 0 to end - 1; `begin` where nothing clearer is found.
+    """
+    if end == begin + 1 and not _goes_on(r, begin):
+        return begin
+    jump = largest_rise(r, end)
+    if jump is not None:
+        return jump
+    identical = int(np.argmax(np.abs(r[:end]) > _FLOOR))
+    for back in _BACK:
+        start = max(0, begin - back)
+        if start == 0 and 0 < identical <= begin:
+            level = float(np.median(np.abs(r[begin:end])))
+            if begin - identical <= _SURE or np.median(np.abs(r[identical:begin])) > level / 3:
+                return identical
+        before = r[max(0, start - max(back, 256)) : start] if start else r[:begin]
+        if not len(before):
+            return begin
+        middle = float(np.median(before)) if start else 0.0
+        sigma = TO_SIGMA * float(np.median(np.abs(before - middle)))
+        inside = r[start:end] - middle
+        after = float(np.median(r[begin:end])) - middle
+        if sigma < abs(after) < _CLEAR * sigma:
+            gained = np.cumsum(((inside - after / 2) * np.sign(after))[::-1])[::-1]
+            return start + int(np.argmax(gained))
+        lasting = stays(np.abs(inside) > _BEYOND * sigma)
+        if not lasting.any():
+            return begin
+        first = int(np.argmax(lasting))
+        if first > 0 or start == 0:
+            return start + first
+    return begin
+
+
+def largest_rise(r: Floats, end: int) -> int | None:
+    """Where |r| rises most over its largest value before, and stays up; None: nowhere tenfold.
+
+    Args:
+        r: Signed differences; the first few are not looked at: they are what was before. [points]
+        end: Points from here on are not looked at, except for whether it stays up.
+    """
+    if end <= _SURE:
+        return None
+    size = np.abs(r[: end + 3])
+    before = np.maximum(np.maximum.accumulate(size)[_SURE - 1 : end - 1], _FLOOR)
+    ahead = np.concatenate((size, np.repeat(size[-1:], 3)))
+    # The second smallest of four: one of them may pass through zero.
+    four = np.sort(np.stack([ahead[_SURE + i : end + i] for i in range(4)]), axis=0)
+    rise = np.minimum(four[1], size[_SURE:end]) / before
+    largest = int(np.argmax(rise))
+    return _SURE + largest if rise[largest] >= _CLEAR else None
+
+
+def _goes_on(r: Floats, place: int) -> bool:
+    """Whether what follows a point is off as well, by more than all that was before it."""
+    before = float(np.max(np.abs(r[:place]), initial=_FLOOR))
+    after = np.abs(r[place + 1 : place + 4])
+    return bool(len(after) and np.median(after) > _BEYOND * before)
+
+
+def stays(flags: Flags) -> Flags:
+    """Where a flag is set and at least two of the three after it are too; fewer at the end."""
+    ahead = np.concatenate((flags.astype(np.int8), np.ones(3, dtype=np.int8)))
+    found: Flags = flags & (ahead[1:-2] + ahead[2:-1] + ahead[3:] >= 2)
+    return found

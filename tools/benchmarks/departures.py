@@ -1,0 +1,308 @@
+"""Departures that are known, made by real trainings, and what `slurmllm compare` says of them.
+
+    python tools/benchmarks/departures.py [--runs-dir runs/departures] [--steps 100] [--at 61]
+        [--seeds 300] [--as-is] [--json]
+
+Ten small runs by `slurmllm submit --local`, one after the other, a few minutes in all; those that
+are there already are not made again, and --as-is trains nothing. One rank's backward pass is made
+wrong from a step on without a change to the package: a sitecustomize module, which Python imports
+by itself, scales the gradient that enters the backward pass of rank 1.
+
+Then the false alarms: noise of a third of the tolerance, normal and heavy-tailed, white and slow,
+and how often compare's rule calls it a departure; the same for bands of seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmllm.analysis.comparing.band import against_band
+from slurmllm.analysis.comparing.departures import judge
+from slurmllm.rundir import RunDir
+
+Floats = npt.NDArray[np.float64]
+
+SMALL = (
+    "model.num_layers=2", "model.hidden_size=128", "model.num_heads=4",
+    "model.ffn_hidden_size=512", "model.seq_len=64", "train.compile=false",
+    "checkpoint.every_steps=20", "checkpoint.keep=9",
+)  # fmt: skip
+FACTOR = 1.05  # of the gradient of the bad rank
+INIT_STEP = 20  # of the first run's checkpoint that the shuffled ones start from
+HOOK = """
+import importlib.abc, importlib.machinery, os, sys
+
+NAME = "slurmllm.backends.native.runtime"
+
+
+class Loader(importlib.abc.Loader):
+    def __init__(self, inner):
+        self.inner = inner
+
+    def create_module(self, spec):
+        return self.inner.create_module(spec)
+
+    def exec_module(self, module):
+        self.inner.exec_module(module)
+        import torch
+
+        backend = module.NativeBackend
+        forward_backward, backward, calls = backend.forward_backward, torch.Tensor.backward, []
+
+        def counted(self, *arguments):
+            calls.append(None)
+            return forward_backward(self, *arguments)
+
+        def scaled(tensor, gradient=None, *rest, **more):
+            bad = len(calls) >= int(os.environ["BAD_STEP"]) and torch.distributed.get_rank() == 1
+            if bad and gradient is None:
+                gradient = torch.full_like(tensor, float(os.environ["BAD_FACTOR"]))
+            return backward(tensor, gradient, *rest, **more)
+
+        backend.forward_backward, torch.Tensor.backward = counted, scaled
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != NAME:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        spec.loader = Loader(spec.loader)
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison whose answer is known.
+
+    Attributes:
+        departure: What was changed.
+        a: The reference's run.
+        b: The other's.
+        kind: That the diagnosis must name; None: the runs must match.
+        step: At which the curves part; None: on a match.
+        slack: Steps that the answer may be off.
+        options: Of compare.
+    """
+
+    departure: str
+    a: str
+    b: str
+    kind: str | None
+    step: int | None
+    slack: int = 0
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came out."""
+
+    departure: str
+    expected: str
+    found: str
+    right: bool
+    reason: str
+
+
+def main() -> None:
+    """Train what is missing, compare, simulate, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs/departures"))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--at", type=int, default=61, help="step from which on runs are changed")
+    parser.add_argument("--seeds", type=int, default=300, help="simulations a row; 0: none")
+    parser.add_argument("--as-is", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if not options.as_is:
+        train(options.runs_dir.absolute(), options.steps, options.at)
+    answers = [ask(case, options.runs_dir) for case in cases(options.at)]
+    rates = false_alarms(options.seeds) if options.seeds else {}
+    if options.json:
+        print(json.dumps({"answers": [asdict(one) for one in answers], "rates": rates}, indent=1))
+        return
+    print("| departure | expected | found | |\n|---|---|---|---|")
+    for one in answers:
+        verdict = "right" if one.right else f"WRONG: {one.reason}"
+        print(f"| {one.departure} | {one.expected} | {one.found} | {verdict} |")
+    if rates:
+        print(f"\n| false alarms of {options.seeds} | % |\n|---|--:|")
+        for name, rate in rates.items():
+            print(f"| {name} | {100 * rate:.1f} |")
+
+
+def train(runs: Path, steps: int, at: int) -> None:
+    """Make the runs that are not there."""
+    hook = runs / ".hook"
+    hook.mkdir(parents=True, exist_ok=True)
+    (hook / "sitecustomize.py").write_text(HOOK)
+    bad = {"PYTHONPATH": str(hook), "BAD_STEP": str(at), "BAD_FACTOR": str(FACTOR)}
+    weights = f"train.init_from={RunDir(runs / 'base').checkpoint(INIT_STEP)}"
+    full = f"train.steps={steps}"
+    submit(runs, "base", full)
+    submit(runs, "again", full)
+    submit(runs, "two_workers", full, nodes=2)
+    submit(runs, "bad_rank", full, nodes=2, environment=bad)
+    submit(runs, "other_seed", full, "train.seed=7")
+    submit(runs, "bf16", full, "train.precision=bf16")
+    submit(runs, "other_batch", full, "train.global_batch=16")
+    submit(runs, "from_weights", full, weights)
+    submit(runs, "shuffled", full, weights, "train.seed=99")
+    if not (runs / "other_lr").exists():
+        submit(runs, "other_lr", f"train.steps={at - 1}", f"optim.decay_steps={steps}")
+        slurmllm(runs, "resume", "other_lr", "--local", "--set", full, "--set", "optim.lr=4e-3")
+    for name in ("base", "two_workers", "bad_rank", "from_weights", "shuffled", "bf16", "other_lr"):
+        unrecorded(runs, name)
+
+
+def submit(
+    runs: Path, name: str, *settings: str, nodes: int = 1, environment: dict[str, str] | None = None
+) -> None:
+    """Train a run, unless it is there."""
+    if (runs / name).exists():
+        return
+    command = ["submit", "tiny_neox", "--local", "--name", name, "--nodes", str(nodes)]
+    for setting in (*SMALL, *settings):
+        command += ["--set", setting]
+    slurmllm(runs, *command, environment=environment)
+
+
+def slurmllm(runs: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    """Run a verb; its output goes to standard error."""
+    subprocess.run(
+        [sys.executable, "-m", "slurmllm", *arguments, "--runs-dir", str(runs)],
+        check=True,
+        stdout=sys.stderr,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+    )
+
+
+def unrecorded(runs: Path, name: str) -> None:
+    """A copy that holds the metrics alone, as of a framework that records nothing else."""
+    target = runs / f"{name}-bare" / "metrics"
+    if not target.exists():
+        shutil.copytree(runs / name / "metrics", target)
+
+
+def cases(at: int) -> list[Case]:
+    """What is compared, and what must come out."""
+    return [
+        Case("the same again", "base", "again", None, None, options=("--exact",)),
+        Case("two workers instead of one", "base", "two_workers", None, None),
+        Case(f"learning rate from step {at}", "base", "other_lr", "lr", at + 1),
+        Case("the same, nothing recorded", "base-bare", "other_lr-bare", "lr", at + 1),
+        Case(f"a bad rank from step {at}", "two_workers", "bad_rank", "gradient", at),
+        Case("the same, against one worker", "base", "bad_rank", "gradient", at),
+        Case("the same, nothing recorded", "base-bare", "bad_rank-bare", "gradient", at),
+        Case("another seed", "base", "other_seed", "seed", 1, 5),
+        Case("bf16", "base", "bf16", "precision", 1, 20),
+        Case("the same, nothing recorded", "base-bare", "bf16-bare", "rounding", 1, 20),
+        Case("another global batch", "base", "other_batch", "batch", 1, 5),
+        Case("shuffled data", "from_weights", "shuffled", "data", 1, 5),
+        Case("the same, nothing recorded", "from_weights-bare", "shuffled-bare", "batches", 1, 5),
+    ]
+
+
+def ask(case: Case, runs: Path) -> Answer:
+    """Compare two of the runs."""
+    answer = subprocess.run(
+        [
+            sys.executable, "-m", "slurmllm", "compare", str(runs / case.a), str(runs / case.b),
+            "--json", "--no-plot", *case.options,
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    if answer.returncode > 1:
+        raise SystemExit(answer.stderr)
+    said = json.loads(answer.stdout)
+    onsets = [metric["onset_step"] for metric in said["metrics"].values() if metric["departs"]]
+    kind = said["diagnosis"]["kind"] if said["diagnosis"] else None
+    step = min(onsets, default=None)
+    right = kind == case.kind and (
+        step is None
+        if case.step is None
+        else step is not None and abs(step - case.step) <= case.slack
+    )
+    return Answer(
+        case.departure, _shown(case.kind, case.step), _shown(kind, step), right, said["reason"]
+    )
+
+
+def _shown(kind: str | None, step: int | None) -> str:
+    return "match" if kind is None else f"{kind}, step {step}"
+
+
+def false_alarms(seeds: int) -> dict[str, float]:
+    """How often noise is called a departure, by its shape and length."""
+    random = np.random.default_rng(8)
+    shapes = {"normal": None, "Laplace": 0, "Student t5": 5}
+    found = {}
+    for points in (50, 200, 1000, 5000, 20000):
+        for shape, degrees in shapes.items():
+            for slowness in (0.0, 0.5, 0.9, 0.99):
+                alarms = sum(
+                    judge(noise(random, points, degrees, slowness) / 3, 1.0).rule is not None
+                    for _ in range(seeds)
+                )
+                kind = f"AR(1) {slowness:g}" if slowness else "white"
+                found[f"{points:,} points, {shape}, {kind}"] = alarms / seeds
+    for count in (2, 3, 4, 8):
+        alarms = 0
+        for _ in range(seeds):
+            runs = np.stack([seeded(random, 500) for _ in range(count + 1)])
+            alarms += against_band(runs[:-1], runs[-1]).excess > 1
+        found[f"band of {count} seeds"] = alarms / seeds
+    return found
+
+
+def noise(random: np.random.Generator, points: int, degrees: int | None, slowness: float) -> Floats:
+    """Noise of standard deviation 1.
+
+    Args:
+        random: Source.
+        points: How many.
+        degrees: Of Student's t; None: normal; 0: Laplace.
+        slowness: Correlation of neighbours.
+    """
+    count = points + 500
+    if degrees is None:
+        white = random.standard_normal(count)
+    elif degrees == 0:
+        white = random.laplace(size=count) / np.sqrt(2)
+    else:
+        white = random.standard_t(degrees, count) / np.sqrt(degrees / (degrees - 2))
+    if slowness:
+        slow = accumulate(white.tolist(), lambda last, new: slowness * last + new)
+        white = np.fromiter(slow, float, count) * np.sqrt(1 - slowness**2)
+    return white[500:]
+
+
+def seeded(random: np.random.Generator, points: int) -> Floats:
+    """The loss of a run with a seed of its own: 1 % of white noise, 0.3 % of slow noise."""
+    loss = 2 + 6 * np.exp(-5 * np.arange(points) / points)
+    white, slow = noise(random, points, None, 0.0), noise(random, points, None, 0.98)
+    return np.asarray(loss * (1 + 0.01 * white + 0.003 * slow))
+
+
+if __name__ == "__main__":
+    main()
