@@ -16,6 +16,7 @@ from slurmllm.cli.compare import compare
 from slurmllm.cli.data import data
 from slurmllm.cli.doctor import doctor
 from slurmllm.cli.drill import drill
+from slurmllm.cli.evaluate import evaluate
 from slurmllm.cli.health import allreduce, check_node, health
 from slurmllm.cli.hidden import launch, supervise, worker
 from slurmllm.cli.logs import logs
@@ -23,6 +24,7 @@ from slurmllm.cli.plan import plan
 from slurmllm.cli.recipes import recipes
 from slurmllm.cli.report import report
 from slurmllm.cli.resume import resume
+from slurmllm.cli.spikes import spikes
 from slurmllm.cli.status import status
 from slurmllm.cli.submit import submit
 from slurmllm.cli.tokenizer import tokenizer
@@ -75,7 +77,7 @@ def cli() -> None:
 
 for _verb in (
     doctor, health, recipes, plan, submit, status, logs, cancel, resume, data, tokenizer,
-    checkpoint, compare, report, drill,
+    checkpoint, compare, spikes, report, evaluate, drill,
 ):  # fmt: skip
     cli.add_command(_verb)
 for _verb in (supervise, launch, worker, check_node, allreduce):

@@ -1,0 +1,229 @@
+"""EleutherAI's lm-evaluation-harness as a library: one model, task after task.
+
+Each task is a call of `lm_eval.simple_evaluate` with the harness's own defaults, so that its
+figures are those of `lm_eval run` for that task alone on the same folder.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmllm.errors import DataError, SlurmllmError, UserError
+from slurmllm.evaluate.keys import harness_version
+from slurmllm.evaluate.work import Asked, Candidate, Settings
+from slurmllm.records import EvaluationRecord
+
+REMEDY = "install it: pip install 'slurmllm[eval]'"
+# How errors of data that a hub should have given are recognised, through their causes.
+_HUB = (
+    "ConnectionError", "ConnectError", "OfflineModeIsEnabled", "LocalEntryNotFoundError",
+    "DatasetNotFoundError", "MaxRetryError", "NameResolutionError", "DataFilesNotFoundError",
+    "HfHubHTTPError", "ProxyError", "ReadTimeout", "ConnectTimeout",
+)  # fmt: skip
+
+
+def require_harness() -> str:
+    """The version of the harness.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    version = harness_version()
+    if version is None:
+        raise UserError(f"lm-evaluation-harness (lm_eval) is not installed; {REMEDY}")
+    return version
+
+
+class Harness:
+    """A model folder under the harness; the model is loaded when the first task needs it.
+
+    Args:
+        folder: A Hugging Face model folder.
+        candidate: Whose it is.
+        settings: How tasks are done.
+    """
+
+    def __init__(self, folder: Path, candidate: Candidate, settings: Settings) -> None:
+        self._folder = folder
+        self._candidate = candidate
+        self._settings = settings
+        self._device = torch_device(settings.device)
+        self._model: Any = None
+        self._managers: dict[str | None, Any] = {}
+
+    def judge(self, asked: Asked) -> EvaluationRecord:
+        """Do a task.
+
+        Raises:
+            UserError: there is no such task, or it runs code and may not.
+            DataError: its questions cannot be had here.
+        """
+        begun = time.monotonic()
+        found = self._evaluate(asked)
+        name = asked.task.task
+        results: Mapping[str, Any] = found["results"]
+        if name not in results:
+            raise UserError(
+                f"{name} is a tag of several tasks; name them: {', '.join(sorted(results))}"
+            )
+        scores, errors = _figures(results[name])
+        if not scores:
+            raise DataError(f"{name} has no figure that is a finite number")
+        shots = found.get("n-shot", {}).get(name, asked.task.shots)
+        return EvaluationRecord(
+            step=self._candidate.step,
+            tokens=self._candidate.tokens,
+            checkpoint=self._candidate.checksum,
+            task=name,
+            shots=shots if isinstance(shots, int) else asked.task.shots,
+            limit=self._settings.limit,
+            scores=scores,
+            errors=errors,
+            num_samples=sum(int(n["effective"]) for n in found["n-samples"].values()),
+            version=require_harness(),
+            seconds=time.monotonic() - begun,
+            evaluated_at=time.time(),
+        )
+
+    def _evaluate(self, asked: Asked) -> Mapping[str, Any]:
+        import lm_eval
+
+        task, settings = asked.task, self._settings
+        spec: str | dict[str, Any] = task.task
+        if task.options:
+            spec = {"task": task.task, **task.options}
+        try:
+            manager = self._manager(asked)
+            if task.task not in manager.all_tasks:
+                raise unknown_task(task.task, manager.all_tasks)
+            found = lm_eval.simple_evaluate(
+                model=self._loaded(),
+                tasks=[spec],
+                num_fewshot=task.shots,
+                limit=settings.limit,
+                task_manager=manager,
+                confirm_run_unsafe_code=settings.allow_code,
+                log_samples=False,
+            )
+        except SlurmllmError:
+            raise
+        except Exception as error:
+            raise _in_our_words(task.task, error) from error
+        assert found is not None, "only other ranks get nothing"
+        return dict(found)
+
+    def _loaded(self) -> Any:
+        if self._model is None:
+            from lm_eval.api.registry import get_model
+
+            size = self._settings.batch_size or (1 if self._device == "cpu" else "auto")
+            self._model = get_model("hf").create_from_arg_obj(
+                {"pretrained": str(self._folder)},
+                {"batch_size": size, "max_batch_size": None, "device": self._device},
+            )
+        return self._model
+
+    def _manager(self, asked: Asked) -> Any:
+        own = asked.task.folder
+        path = None if own is None else str(asked.folder / own)
+        if path not in self._managers:
+            self._managers[path] = task_manager(path)
+        return self._managers[path]
+
+
+def task_manager(folder: str | None) -> Any:
+    """The harness's list of tasks, with those of a folder."""
+    from lm_eval.tasks import TaskManager
+
+    if folder is None:
+        return TaskManager()
+    if not Path(folder).is_dir():
+        raise UserError(f"no folder of tasks {folder}; see `folder` in the suite")
+    own = TaskManager(include_path=folder, include_defaults=False)
+    # Groups may name the harness's own tasks; to list those takes seconds.
+    return TaskManager(include_path=folder) if own.all_groups or own.all_tags else own
+
+
+def unknown_task(name: str, known: list[str]) -> UserError:
+    """The error for a task that the harness does not know."""
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=3)
+    guess = f"did you mean {' or '.join(close)}? " if close else ""
+    return UserError(f"the harness has no task {name!r}; {guess}`lm_eval ls tasks` lists all")
+
+
+def torch_device(device: str) -> str:
+    """`auto` resolved.
+
+    Raises:
+        UserError: cuda where there is none.
+    """
+    import torch
+
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise UserError("--device cuda: torch finds no CUDA device here; choose cpu or auto")
+    if device == "auto":
+        return "cuda" if there else "cpu"
+    return device
+
+
+def _figures(result: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Scores and standard errors by `metric,filter`; what is not a finite number is left out."""
+    scores: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for name, value in result.items():
+        metric, comma, chosen = name.partition(",")
+        if not comma or isinstance(value, str) or not math.isfinite(float(value)):
+            continue
+        if metric.endswith("_stderr"):
+            errors[f"{metric.removesuffix('_stderr')},{chosen}"] = float(value)
+        else:
+            scores[name] = float(value)
+    return scores, errors
+
+
+def _in_our_words(task: str, error: Exception) -> SlurmllmError:
+    text = " ".join(str(error).split())[:300]
+    if "marked as unsafe" in text:
+        return UserError(
+            f"{task} runs programs that the model writes; allow it: --allow-code-execution"
+        )
+    chain: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(chain) < 20:
+        chain += [kind.__name__ for kind in type(cause).__mro__]
+        cause = cause.__cause__ or cause.__context__
+    if any(name in _HUB for name in chain):
+        return DataError(
+            f"the questions of {task} cannot be fetched here ({text}); fetch them where there is "
+            "a network, into a cache that the nodes share: HF_HOME=DIR slurmllm evaluate RUN "
+            f"--task {task} --fetch, and set the same HF_HOME for the evaluation"
+        )
+    if isinstance(error, ModuleNotFoundError):
+        return UserError(f"the harness needs {error.name}, which is not installed; {REMEDY}")
+    return DataError(f"{type(error).__name__}: {text}")
+
+
+def fetch(asked: Asked) -> None:
+    """Fetch a task's questions into the cache of this machine (HF_HOME).
+
+    Raises:
+        UserError: there is no such task.
+        DataError: they cannot be had here.
+    """
+    name, own = asked.task.task, asked.task.folder
+    try:
+        manager = task_manager(None if own is None else str(asked.folder / own))
+        if name not in manager.all_tasks:
+            raise unknown_task(name, manager.all_tasks)
+        manager.load([name])
+    except SlurmllmError:
+        raise
+    except Exception as error:
+        raise _in_our_words(name, error) from error

@@ -1,0 +1,88 @@
+"""Scores against training tokens: a panel a group, published models as dashed lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from slurmllm.evaluate.scores import ScoreRow, ScoreTable
+from slurmllm.evaluate.suites import AVERAGE
+from slurmllm.picture import write_picture
+from slurmllm.rundir import RunDir
+
+_COLUMNS = 3
+_REFERENCE_COLOURS = ("0.25", "tab:red", "tab:purple", "tab:brown", "tab:olive", "tab:cyan")
+
+
+def default_path(store: RunDir, suite: str) -> Path:
+    """Where the picture goes when nobody says."""
+    return store.reports / f"evaluation-{suite}.png"
+
+
+def draw(table: ScoreTable, name: str, path: Path) -> None:
+    """Draw a suite's table.
+
+    Raises:
+        StorageError: the picture cannot be written.
+    """
+    panels = _panels(table)
+    columns = min(_COLUMNS, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.6 * columns, 3.4 * lines + 0.4), layout="constrained", dpi=110)
+    figure.suptitle(f"{name}: {table.suite}")
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    against_tokens = any(table.tokens.values())
+    for ax, (title, rows) in zip(axes, panels, strict=False):
+        _panel(ax, title, rows, table, against_tokens)
+    for ax in axes[len(panels) :]:
+        ax.set_axis_off()
+    write_picture(figure, path, "name another file: --plot FILE.png")
+
+
+def _panels(table: ScoreTable) -> list[tuple[str, list[ScoreRow]]]:
+    """A panel a group; rows of other units, as perplexity beside loss, in panels of their own."""
+    panels: dict[tuple[str, str], list[ScoreRow]] = {}
+    for row in table.rows:
+        metric = row.metric.partition(",")[0]
+        unit = metric if metric in ("loss", "perplexity", "bits_per_token") else ""
+        panels.setdefault((row.group, unit), []).append(row)
+    return [(f"{group}: {unit}" if unit else group, rows) for (group, unit), rows in panels.items()]
+
+
+def _panel(
+    ax: Axes, title: str, rows: Sequence[ScoreRow], table: ScoreTable, against_tokens: bool
+) -> None:
+    for row in rows:
+        steps = sorted(row.scores)
+        x = [table.tokens[step] if against_tokens else step for step in steps]
+        y = [row.scores[step] for step in steps]
+        mean = row.name.startswith(AVERAGE)
+        (line,) = ax.plot(
+            x, y, marker="o", markersize=4 if mean else 3, linewidth=2.4 if mean else 1.2,
+            color="black" if mean else None, label=row.name,
+        )  # fmt: skip
+        if all(step in row.errors for step in steps):
+            low = [value - row.errors[step] for value, step in zip(y, steps, strict=True)]
+            high = [value + row.errors[step] for value, step in zip(y, steps, strict=True)]
+            if len(steps) > 1:
+                ax.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            else:
+                ax.errorbar(x, y, [row.errors[steps[0]]], color=line.get_color(), capsize=3)
+    # Of a group with an average, published averages alone: one line a model.
+    chief = next((row for row in rows if row.name.startswith(AVERAGE)), rows[0])
+    if len(rows) == 1 or chief.name.startswith(AVERAGE):
+        models = list(table.sources)
+        for model, figure in chief.references.items():
+            colour = _REFERENCE_COLOURS[models.index(model) % len(_REFERENCE_COLOURS)]
+            ax.axhline(figure, linestyle="--", linewidth=1, color=colour, label=model)
+    ax.set_title(title, fontsize=10)
+    ax.set_xlabel("training tokens" if against_tokens else "step")
+    ax.xaxis.set_major_formatter(EngFormatter())
+    ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=7)

@@ -1,0 +1,292 @@
+"""Suites: which tasks a checkpoint is judged by, and what published models scored in them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from slurmllm import shipped
+from slurmllm.config.recipe import Section
+from slurmllm.config.yaml_source import read_yaml, write_yaml
+from slurmllm.errors import ConfigError, UserError
+from slurmllm.rundir import RunDir, write_atomic
+
+# The task that is no task of the harness: our own loop over held-out text.
+VALIDATION = "validation"
+AVERAGE = "average"
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_Name = Annotated[str, Field(pattern=_NAME)]
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class SuiteTask(Section):
+    """One row of a suite's table."""
+
+    task: _Text = Field(
+        description="Task or group of tasks, as the harness names it; `validation` is the loss on "
+        "held-out text."
+    )
+    name: str = Field(default="", description="Of the row; the task's where left out.")
+    shots: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Examples before each question; null leaves it to the task."
+    )
+    metric: str | None = Field(
+        default=None,
+        description="As the harness names it, with or without its filter (`exact_match` or "
+        "`exact_match,get-answer`); null gives every metric a row.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Other settings of the task, such as generation_kwargs or repeats.",
+    )
+    folder: str | None = Field(
+        default=None,
+        description="Folder of the task's own YAML file, seen from the suite's; null: the harness "
+        "ships it.",
+    )
+    runs_code: bool = Field(
+        default=False, description="Whether it runs the programs that the model writes."
+    )
+
+    @property
+    def title(self) -> str:
+        """The row's name."""
+        return self.name or self.task
+
+
+class SuiteGroup(Section):
+    """Rows under one heading."""
+
+    name: _Text = Field(description="Heading.")
+    tasks: Annotated[tuple[SuiteTask, ...], Field(strict=False, min_length=1)] = Field(
+        description="Its rows, in order."
+    )
+    average: bool = Field(default=True, description="Whether the mean of its rows has a row.")
+
+
+class Reference(Section):
+    """A published model."""
+
+    model: _Text = Field(description="Name of the column.")
+    source: _Text = Field(description="Where the figures were published.")
+    figures: dict[str, dict[str, float]] = Field(
+        description="Group → row (or `average`) → figure, on the metric's own scale."
+    )
+
+
+class Suite(Section):
+    """A suite of tasks."""
+
+    name: _Name = Field(description="Of the suite.")
+    description: str = Field(default="", description="One sentence.")
+    groups: Annotated[tuple[SuiteGroup, ...], Field(strict=False, min_length=1)] = Field(
+        description="Its groups, in order."
+    )
+    references: Annotated[tuple[Reference, ...], Field(strict=False)] = Field(
+        default=(), description="Published models to stand beside the run."
+    )
+
+    @field_validator("groups")
+    @classmethod
+    def _rows_differ(cls, groups: tuple[SuiteGroup, ...]) -> tuple[SuiteGroup, ...]:
+        names = [(g.name, t.title) for g in groups for t in g.tasks]
+        twice = [f"{g} / {t}" for g, t in dict.fromkeys(n for n in names if names.count(n) > 1)]
+        if twice:
+            raise ValueError(f"rows of one name: {', '.join(twice)}; give them a `name` each")
+        return groups
+
+    @model_validator(mode="after")
+    def _references_fit(self) -> Suite:
+        rows = {g.name: {AVERAGE, *(t.title for t in g.tasks)} for g in self.groups}
+        unknown = [
+            f"{reference.model}: {group} / {row}"
+            for reference in self.references
+            for group, figures in reference.figures.items()
+            for row in figures
+            if row not in rows.get(group, set())
+        ]
+        if unknown:
+            raise ValueError(f"references to rows that are not there: {', '.join(unknown)}")
+        return self
+
+    def rows(self) -> Iterator[SuiteTask]:
+        """All rows."""
+        return (task for group in self.groups for task in group.tasks)
+
+    def only(self, tasks: Sequence[str]) -> Suite:
+        """The suite with some tasks alone.
+
+        Raises:
+            UserError: one of them is not in it.
+        """
+        known = list(dict.fromkeys(row.task for row in self.rows()))
+        for task in tasks:
+            if task not in known:
+                raise UserError(
+                    f"--task {task} is not in suite {self.name}; it has {', '.join(known)}; leave "
+                    "--suite out for other tasks of the harness"
+                )
+        kept = [
+            group.model_copy(update={"tasks": rows})
+            for group in self.groups
+            if (rows := tuple(row for row in group.tasks if row.task in tasks))
+        ]
+        return self.model_copy(update={"groups": tuple(kept)})
+
+    def with_shots(self, shots: int) -> Suite:
+        """The suite with another number of examples, under a name that says so."""
+        groups = tuple(
+            group.model_copy(
+                update={
+                    "tasks": tuple(
+                        row if row.task == VALIDATION else row.model_copy(update={"shots": shots})
+                        for row in group.tasks
+                    )
+                }
+            )
+            for group in self.groups
+        )
+        name = f"{self.name}-{shots}shot"
+        return self.model_copy(update={"name": name, "groups": groups, "references": ()})
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A suite and where it lies.
+
+    Attributes:
+        suite: The suite.
+        folder: From which its tasks' folders are seen.
+        shipped: Whether it comes with slurmllm and is whole.
+    """
+
+    suite: Suite
+    folder: Path
+    shipped: bool = False
+
+
+def suites_dir() -> Path:
+    """The folder of the suites that ship with slurmllm, one YAML file each."""
+    return shipped.recipes_dir().parent / "evaluation"
+
+
+def suite_names() -> list[str]:
+    """Names of the suites that ship with slurmllm."""
+    return sorted(path.stem for path in suites_dir().glob("*.yaml"))
+
+
+def find_suite(name: str) -> Placed:
+    """A suite by its name or its YAML file.
+
+    Raises:
+        ConfigError: there is none, or it has faults: all of them, by dotted path.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise ConfigError(f"no suite file {name!r}; name one that is there")
+        return Placed(read_suite(path), path.absolute().parent)
+    names = suite_names()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        guess = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(
+            f"unknown suite {name!r}; {guess}choose one of {', '.join(names)}, or a .yaml file"
+        )
+    return Placed(read_suite(suites_dir() / f"{name}.yaml"), suites_dir(), shipped=True)
+
+
+def read_suite(path: Path) -> Suite:
+    """Read a suite's file.
+
+    Raises:
+        ConfigError: it cannot be read, or has faults: all of them, by dotted path.
+    """
+    values, _ = read_yaml(path)
+    try:
+        return Suite.model_validate(values)
+    except ValidationError as error:
+        items = error.errors()
+        places = [item["loc"] for item in items]
+        faults = [
+            _fault(item["loc"], item["msg"], item["input"])
+            for item in items
+            # A list whose elements are all faulty counts as empty, too.
+            if not any(place != item["loc"] == place[: len(item["loc"])] for place in places)
+        ]
+        raise ConfigError(f"{path}: {len(faults)} fault(s)", faults) from error
+
+
+def _fault(place: Sequence[int | str], message: str, given: Any) -> str:
+    where = ".".join(map(str, place)) or "the suite"
+    value = f" (is {given!r:.60})" if isinstance(given, str | int | float) else ""
+    return f"{where}: {message.removeprefix('Value error, ')}{value}"
+
+
+def tasks_alone(tasks: Sequence[str], shots: int | None) -> Suite:
+    """A suite of tasks named one by one."""
+    rows = tuple(
+        SuiteTask(task=task, shots=None if task == VALIDATION else shots)
+        for task in dict.fromkeys(tasks)
+    )
+    group = SuiteGroup(name="tasks", tasks=rows, average=False)
+    return Suite(name="tasks", description="Tasks named one by one.", groups=(group,))
+
+
+def recorded_dir(run: RunDir) -> Path:
+    """The folder of the suites, not shipped ones, by which a run's checkpoints were judged."""
+    return run.path / "evaluations" / "suites"
+
+
+def record_suite(run: RunDir, placed: Placed, *, whole: bool = True) -> None:
+    """Keep a suite that is not shipped, so that its table can be made again.
+
+    Tasks named one by one join those named before.
+
+    Args:
+        run: The run.
+        placed: The suite.
+        whole: Whether it has all its tasks; a part does not replace what is there.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    suite, path = placed.suite, recorded_dir(run) / f"{placed.suite.name}.yaml"
+    if not whole and path.is_file():
+        return
+    if suite.name == "tasks" and path.is_file():
+        before = [row for row in read_suite(path).rows() if row not in tuple(suite.rows())]
+        group = suite.groups[0].model_copy(update={"tasks": _apart([*before, *suite.rows()])})
+        suite = suite.model_copy(update={"groups": (group,)})
+    values = suite.model_dump(mode="json")
+    values["groups"] = [_absolute(group, placed) for group in values["groups"]]
+    write_atomic(path, write_yaml(values))
+
+
+def _apart(rows: Sequence[SuiteTask]) -> tuple[SuiteTask, ...]:
+    """The rows, with the shots in the names of those that are set up in several ways."""
+    tasks = [row.task for row in rows]
+    return tuple(
+        row.model_copy(update={"name": f"{row.task} {row.shots}-shot"})
+        if tasks.count(row.task) > 1 and row.shots is not None
+        else row
+        for row in rows
+    )
+
+
+def _absolute(group: dict[str, Any], placed: Placed) -> dict[str, Any]:
+    tasks = [
+        {**row, "folder": row["folder"] and str(placed.folder / row["folder"])}
+        for row in group["tasks"]
+    ]
+    return {**group, "tasks": tasks}
+
+
+def recorded_suites(run: RunDir) -> list[Path]:
+    """Files of the recorded suites."""
+    return sorted(recorded_dir(run).glob("*.yaml"))

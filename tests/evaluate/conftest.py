@@ -1,0 +1,104 @@
+"""A run that has learnt the smoke suite by heart, more or less, judged once for all tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from click.testing import CliRunner, Result
+from train.gang import Gang, make_run
+
+from slurmllm.cli.main import cli
+from slurmllm.data.build.corpus import build_corpus
+from slurmllm.data.build.inputs import find_inputs
+from slurmllm.data.build.options import ReadOptions
+from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.evaluate.suites import suites_dir
+from slurmllm.rundir import RunDir
+
+MISSING = [n for n in ("lm_eval", "accelerate") if importlib.util.find_spec(n) is None]
+needs_harness = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+ALL = ("--suite", "smoke", "--checkpoint", "all", "--allow-code-execution", "--json")
+
+
+def smoke_texts() -> list[str]:
+    """The questions of the smoke suite, answered."""
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        text = (suites_dir() / "smoke" / name).read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    texts = []
+    for one in lines("choice_test.jsonl"):
+        options = "\n".join(f"{a}. {b}" for a, b in zip("ABCD", one["choices"], strict=True))
+        texts.append(f"{one['question']}\n{options}\nAnswer: {'ABCD'[one['answer']]}\n")
+    texts += [
+        f"Question: {s['question']}\nAnswer: {s['answer']}\n" for s in lines("sums_test.jsonl")
+    ]
+    texts += [f"{one['prompt']}{one['canonical_solution']}\n" for one in lines("code_test.jsonl")]
+    return texts
+
+
+class Learnt(NamedTuple):
+    """A trained run, and what `evaluate` said of it."""
+
+    run: RunDir
+    said: dict[str, Any]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_and_without_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    home = str(tmp_path_factory.getbasetemp() / "hf")
+    names = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": home}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**names, "OMP_NUM_THREADS": "1"}.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Checkpoints at steps 90 and 180; some documents held out."""
+    folder, rng = tmp_path_factory.mktemp("evaluate"), random.Random(1)
+    words = " ".join(smoke_texts()).split()
+    texts = smoke_texts() * 3 + [" ".join(rng.choices(words, k=12)) + "\n" for _ in range(60)]
+    source = folder / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus, tokenizer = folder / "corpus.arrow", folder / "tokenizer.json"
+    build_corpus(find_inputs([str(source)]), corpus, ReadOptions())
+    tokenizer.write_text(train_tokenizer(texts, 400))
+    run = make_run(
+        folder / "runs" / "learnt", (str(corpus), str(tokenizer)),
+        "model.vocab_size=400", "model.seq_len=96", "model.hidden_size=64", "model.num_heads=2",
+        "model.num_layers=2", "model.ffn_hidden_size=128", "data.validation=0.1",
+        "train.steps=180", "train.global_batch=8", "checkpoint.every_steps=90",
+        "checkpoint.keep=9", "optim.lr=0.01", "optim.warmup_steps=5", "train.compile=false",
+    )  # fmt: skip
+    return Gang(run).finish()
+
+
+@pytest.fixture
+def evaluate() -> Callable[..., Result]:
+    def call(run: RunDir | Path, *arguments: object) -> Result:
+        path = run.path if isinstance(run, RunDir) else run
+        return CliRunner().invoke(cli, ["evaluate", str(path), *map(str, arguments)])
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def learnt(run: RunDir) -> Learnt:
+    done = CliRunner().invoke(cli, ["evaluate", str(run.path), *ALL])
+    assert done.exit_code == 0, done.output
+    return Learnt(run, json.loads(done.stdout))
+
+
+def scores(said: dict[str, Any], name: str) -> dict[str, float]:
+    """A row of the only suite: step → value."""
+    (row,) = [row for row in said["suites"][0]["rows"] if row["name"] == name]
+    return dict(row["scores"])

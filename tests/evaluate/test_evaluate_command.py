@@ -1,0 +1,192 @@
+"""`slurmllm evaluate` on a run that has learnt the smoke suite, against the harness by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from evaluate.conftest import ALL, Learnt, needs_harness, scores
+from slurmllm.cli.main import cli
+from slurmllm.evaluate.harness import task_manager
+from slurmllm.evaluate.scores import score_tables
+from slurmllm.evaluate.suites import VALIDATION, find_suite, suite_names, suites_dir
+from slurmllm.rundir import RunDir
+
+pytestmark = needs_harness
+Evaluate = Callable[..., Result]
+
+
+def by_hand(folder: Path, out: Path) -> dict[str, dict[str, float]]:
+    """The smoke suite by the harness's own command line."""
+    subprocess.run(
+        [
+            sys.executable, "-m", "lm_eval", "run", "--model", "hf",
+            "--model_args", f"pretrained={folder}", "--device", "cpu", "--num_fewshot", "2",
+            "--include_path", suites_dir() / "smoke", "--confirm_run_unsafe_code",
+            "--tasks", "smoke_choice,smoke_sums,smoke_code", "--output_path", out,
+        ],
+        check=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+    (file,) = out.rglob("results_*.json")
+    return dict(json.loads(file.read_text())["results"])
+
+
+def test_the_numbers_are_the_harness_s_own(learnt: Learnt, tmp_path: Path) -> None:
+    export = ["checkpoint", "export", "180", "--run", str(learnt.run.path)]
+    done = CliRunner().invoke(cli, [*export, "--out", str(tmp_path / "hub")])
+    assert done.exit_code == 0, done.output
+    found = by_hand(tmp_path / "hub", tmp_path / "results")
+    ours = {name: scores(learnt.said, name)["180"] for name in ("smoke_choice", "smoke_sums")}
+    assert ours["smoke_choice"] == found["smoke_choice"]["acc,none"] > 0.25  # not by chance
+    assert ours["smoke_sums"] == found["smoke_sums"]["exact_match,get-answer"] > 0
+    for k in (1, 2, 4):
+        code = scores(learnt.said, f"smoke_code pass@{k}")["180"]
+        assert code == found["smoke_code"][f"pass@{k},programs"] > 0
+
+
+def test_what_is_known_is_not_done_again(learnt: Learnt, evaluate: Evaluate) -> None:
+    assert (learnt.said["evaluated"], learnt.said["cached"]) == (8, 0)
+    before = {path: path.stat().st_mtime_ns for path in learnt.run.evaluation_files()}
+    again = json.loads(evaluate(learnt.run, *ALL).stdout)
+    assert (again["evaluated"], again["cached"], again["failed"]) == (0, 8, [])
+    assert again["suites"] == learnt.said["suites"]
+    assert {path: path.stat().st_mtime_ns for path in learnt.run.evaluation_files()} == before
+    assert Path(again["plot"]).read_bytes().startswith(b"\x89PNG")
+    assert not list((learnt.run.path / "evaluations").glob(".export-*"))
+    table = evaluate(learnt.run, "--suite", "smoke", "--allow-code-execution", "--no-plot")
+    assert "smoke_choice" in table.stdout
+    assert "0 task(s) evaluated, 4 known before, 0 failed" in table.stdout
+
+
+def test_goes_on_past_damage_from_where_it_was(
+    learnt: Learnt, evaluate: Evaluate, tmp_path: Path
+) -> None:
+    copy = RunDir(tmp_path / "copy")
+    shutil.copytree(learnt.run.path, copy.path)
+    for path in copy.evaluation_files():
+        if path.name.startswith("smoke_choice"):
+            path.unlink()
+    weights = max(copy.checkpoint(90).iterdir(), key=lambda path: path.stat().st_size)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    done = evaluate(copy, *ALL)
+    said = json.loads(done.stdout)
+    assert done.exit_code == 0, done.output
+    assert [one["step"] for one in said["unsound"]] == [90]
+    assert "step 90 does not verify" in done.stderr
+    assert said["evaluated"] == 1
+    whole = scores(learnt.said, "smoke_choice")
+    assert scores(said, "smoke_choice") == {"180": whole["180"]}
+    named = evaluate(copy, "--suite", "smoke", "--task", "smoke_choice", "--checkpoint", 90)
+    assert named.exit_code == 4, named.output
+
+
+def test_a_task_that_fails_does_not_keep_others(
+    learnt: Learnt, evaluate: Evaluate, tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    lines = "custom_dataset: !function slurmllm.evaluate.local_data.shipped_lines\n"
+    choice = (suites_dir() / "smoke" / "smoke_choice.yaml").read_text()
+    (tasks / "good.yaml").write_text(choice.replace("task: smoke_choice", "task: good"))
+    bad = choice.replace("task: smoke_choice", "task: bad").replace(
+        lines, "dataset_path: no/such\n"
+    )
+    (tasks / "bad.yaml").write_text(bad)
+    suite = tmp_path / "own.yaml"
+    suite.write_text(
+        "name: own\ngroups:\n  - name: mine\n    tasks:\n"
+        "      - {task: bad, shots: 0, metric: acc, folder: tasks}\n"
+        "      - {task: good, shots: 0, folder: tasks}\n"
+    )
+    done = evaluate(learnt.run, "--suite", suite, "--limit", 4, "--json")
+    assert done.exit_code == 1, done.output
+    said = json.loads(done.stdout)
+    (failed,) = said["failed"]
+    assert (failed["step"], failed["task"]) == (180, "bad")
+    assert "cannot be fetched here" in failed["error"]
+    (row,) = said["suites"][0]["rows"]
+    assert row["name"] == "good (first 4)"
+    # Recorded, so that the report finds it.
+    tables, warnings = score_tables(learnt.run)
+    assert [table.suite for table in tables] == ["smoke", "own"]
+    assert warnings == []
+
+
+def test_a_job_that_is_killed_says_so(learnt: Learnt, evaluate: Evaluate, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    choice = (suites_dir() / "smoke" / "smoke_choice.yaml").read_text()
+    own = choice.replace("slurmllm.evaluate.local_data.shipped_lines", "deadly.load")
+    (tasks / "deadly.yaml").write_text(own.replace("task: smoke_choice", "task: deadly"))
+    (tasks / "deadly.py").write_text("import os\ndef load(**_):\n    os.kill(os.getpid(), 9)\n")
+    suite = tmp_path / "deadly.yaml"
+    suite.write_text(
+        "name: deadly\ngroups:\n  - {name: g, tasks: [{task: deadly, folder: tasks}]}\n"
+    )
+    done = evaluate(learnt.run, "--suite", suite, "--json", "--no-plot")
+    assert done.exit_code == 1, done.output
+    (failed,) = json.loads(done.stdout)["failed"]
+    assert "killed by signal 9" in failed["error"]
+    assert Path(failed["error"].rpartition(" ")[2]).is_file()
+    assert not list((learnt.run.path / "evaluations").glob(".export-*"))
+
+
+def test_a_model_folder(learnt: Learnt, evaluate: Evaluate, tmp_path: Path) -> None:
+    export = ["checkpoint", "export", "90", "--run", str(learnt.run.path)]
+    folder = tmp_path / "hub"
+    assert CliRunner().invoke(cli, [*export, "--out", str(folder)]).exit_code == 0
+    done = evaluate(folder, "--suite", "smoke", "--task", "smoke_choice", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert scores(said, "smoke_choice")["0"] == scores(learnt.said, "smoke_choice")["90"]
+
+
+def test_the_harness_knows_the_tasks_of_all_suites() -> None:
+    for folder in (None, *(str(path) for path in suites_dir().iterdir() if path.is_dir())):
+        known = set(task_manager(folder).all_tasks)
+        own = None if folder is None else Path(folder).name
+        for name in suite_names():
+            rows = [row for row in find_suite(name).suite.rows() if row.folder == own]
+            assert {row.task for row in rows} - {VALIDATION} <= known
+
+
+def test_without_the_harness(
+    learnt: Learnt, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("evaluating", "harness"):
+        monkeypatch.setattr(f"slurmllm.evaluate.{module}.harness_version", lambda: None)
+    # What is known is shown, programs' scores too; nothing more can be had.
+    known = evaluate(learnt.run, "--suite", "smoke", "--json")
+    assert scores(json.loads(known.stdout), "smoke_code pass@1")["180"] > 0
+    done = evaluate(learnt.run, "--suite", "smoke", "--limit", 3)
+    assert done.exit_code == 2
+    assert "pip install 'slurmllm[eval]'" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "say what to evaluate"),
+        (("--suite", "smok"), "did you mean 'smoke'"),
+        (("--suite", "smoke", "--task", "piqa"), "is not in suite smoke"),
+        (("--suite", "smoke", "--task", "smoke_code", "--limit", "1"), "--allow-code-execution"),
+        (("--suite", "smoke", "--checkpoint", "61"), "it has: 90, 180"),
+        (("--task", "pika"), "did you mean"),
+        (("--task", "piqa", "--partition", "p"), "add --slurm"),
+        (("--task", "piqa", "--validation-corpus", "x"), "add it"),
+        (("--suite", "smoke", "--plot", "x.pdf"), "x.png"),
+    ],
+)
+def test_refusals(
+    learnt: Learnt, evaluate: Evaluate, arguments: tuple[str, ...], words: str
+) -> None:
+    done = evaluate(learnt.run, *arguments)
+    assert done.exit_code == 2
+    assert words in done.output

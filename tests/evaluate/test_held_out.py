@@ -1,0 +1,87 @@
+"""Loss on held-out text, against transformers on the same sequences."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from slurmllm.cli.main import cli
+from slurmllm.data.sources.opening import open_all
+from slurmllm.data.split import Split
+from slurmllm.evaluate.held_out import batches, held_out_loss
+from slurmllm.evaluate.held_out_text import held_out_text, stream_spec
+from slurmllm.rundir import RunDir
+
+transformers = pytest.importorskip("transformers")
+Evaluate = Callable[..., Result]
+
+
+def test_the_loss_is_that_of_transformers(run: RunDir, tmp_path: Path) -> None:
+    directory = run.checkpoint(180)
+    export = ["checkpoint", "export", "180", "--run", str(run.path), "--out", str(tmp_path / "hub")]
+    assert CliRunner().invoke(cli, export).exit_code == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub").eval()
+    with stream_spec(held_out_text(run, None), directory, None) as spec:
+        found = held_out_loss(directory, spec, None, None, "cpu")
+        rows = torch.from_numpy(np.concatenate([batch.tokens for batch in batches(spec, 1000)]))
+    with torch.no_grad():
+        logits = model(rows[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    assert found.loss == pytest.approx(float(expected), rel=1e-5)
+    assert found.labels == rows[:, 1:].numel()
+    assert found.scores["perplexity"] == pytest.approx(np.exp(found.loss))
+
+
+def test_each_held_out_token_once_and_no_other(run: RunDir) -> None:
+    with stream_spec(held_out_text(run, None), run.checkpoint(180), None) as spec:
+        rows = [batch.tokens[0] for batch in batches(spec, 1000)]
+        some = [batch.tokens[0] for batch in batches(spec, 2)]
+    assert len(some) == 2
+    assert all((a == b).all() for a, b in zip(some, rows, strict=False))
+    # A sequence hands out its last token again as the next one's first.
+    assert all(a[-1] == b[0] for a, b in itertools.pairwise(rows))
+    (source,), _ = open_all(spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask)
+    split = Split("validation", spec.validation)
+    held = split.holds(source.document_hashes(np.arange(len(source))))
+    pieces = [source.read([(document, 0)]).tokens for document in np.flatnonzero(held).tolist()]
+    count = sum(len(piece) for piece in pieces)
+    assert 0 <= count - 1 - spec.seq_len * len(rows) < spec.seq_len
+
+
+def test_by_the_command_line(run: RunDir, evaluate: Evaluate) -> None:
+    asked = ("--task", "validation", "--checkpoint", "all", "--json")
+    first = json.loads(evaluate(run, *asked).stdout)
+    assert [one["step"] for one in first["checkpoints"]] == [90, 180]
+    losses = next(r for r in first["suites"][0]["rows"] if r["metric"] == "loss")["scores"]
+    assert set(losses) == {"90", "180"}
+    again = json.loads(evaluate(run, *asked).stdout)
+    assert (again["evaluated"], again["cached"]) == (0, 2)
+
+
+def test_a_text_of_one_s_own(run: RunDir, evaluate: Evaluate, tmp_path: Path) -> None:
+    text = tmp_path / "own.txt"
+    text.write_text("Question: What is 2 plus 3?\nAnswer: 5\n\n" * 40)
+    asked = ("--task", "validation", "--validation-corpus", text, "--limit", 3, "--json")
+    done = evaluate(run, *asked)
+    assert done.exit_code == 0, done.output
+    (row, *_) = json.loads(done.stdout)["suites"][0]["rows"]
+    assert row["task"] == "validation:own.txt"
+    assert 0 < row["scores"]["180"] < 3
+
+
+def test_refused_where_nothing_is_held_out(run: RunDir, evaluate: Evaluate, tmp_path: Path) -> None:
+    bare = RunDir(tmp_path / "bare")
+    bare.path.mkdir()
+    text = run.config.read_text().replace("validation: 0.1", "validation: 0.0")
+    bare.config.write_text(text)
+    done = evaluate(bare, "--task", "validation")
+    assert done.exit_code == 2
+    assert "data.validation is 0" in done.output
+    assert "--validation-corpus" in done.output

@@ -1,0 +1,176 @@
+"""Suites read, refused, recorded; and the tables made of what is on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurmllm.errors import ConfigError, UserError
+from slurmllm.evaluate.keys import task_key
+from slurmllm.evaluate.picture import draw
+from slurmllm.evaluate.scores import ScoreTable, score_tables
+from slurmllm.evaluate.suites import (
+    Placed,
+    SuiteTask,
+    find_suite,
+    read_suite,
+    record_suite,
+    suite_names,
+    tasks_alone,
+)
+from slurmllm.records import EvaluationRecord
+from slurmllm.rundir import RunDir
+
+Keep = Callable[..., Path]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "a")
+
+
+@pytest.fixture
+def keep(run: RunDir) -> Keep:
+    """Write a score as a job does."""
+
+    def write(
+        step: int, row: SuiteTask, value: float, *, at: float = 0, limit: int | None = None,
+        version: str = "lm_eval 1",
+    ) -> Path:  # fmt: skip
+        placed = find_suite("hlat")
+        record = EvaluationRecord(
+            step=step, tokens=step * 1000, checkpoint=f"{step:064d}", task=row.task, limit=limit,
+            scores={f"{row.metric},none": value}, errors={f"{row.metric},none": 0.01},
+            version=version, seconds=1, evaluated_at=at,
+        )  # fmt: skip
+        key = task_key(row, placed.folder, limit, version)
+        path = run.evaluation(record.checkpoint[::-1], key)
+        record.save(path)
+        return path
+
+    return write
+
+
+def rows_of(group: str) -> list[SuiteTask]:
+    (found,) = [one for one in find_suite("hlat").suite.groups if one.name == group]
+    return list(found.tasks)
+
+
+def table(run: RunDir, suite: str) -> ScoreTable:
+    (found,) = [one for one in score_tables(run)[0] if one.suite == suite]
+    return found
+
+
+def test_shipped_suites_are_sound() -> None:
+    assert suite_names() == ["hlat", "pythia", "smoke"]
+    for name in suite_names():
+        suite = find_suite(name).suite
+        assert suite.name == name
+        for reference in suite.references:
+            assert reference.source
+            figures = [value for group in reference.figures.values() for value in group.values()]
+            assert all(0 < value < 1 for value in figures)
+
+
+def test_all_faults_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(
+        "name: a b\nsuite: 1\ngroups:\n  - name: g\n    tasks:\n"
+        "      - {task: t, shots: -1}\n      - {name: u}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        find_suite(str(path))
+    places = [fault.partition(":")[0] for fault in error.value.faults]
+    assert sorted(places) == ["groups.0.tasks.0.shots", "groups.0.tasks.1.task", "name", "suite"]
+
+
+def test_references_name_rows_that_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(
+        "name: s\ngroups:\n  - {name: g, tasks: [{task: t}]}\n"
+        "references:\n  - {model: M, source: here, figures: {g: {u: 0.5, average: 0.5}}}\n"
+    )
+    with pytest.raises(ConfigError, match="M: g / u"):
+        find_suite(str(path))
+
+
+def test_averages_stand_beside_published_ones(run: RunDir, keep: Keep, tmp_path: Path) -> None:
+    nq, trivia = rows_of("world knowledge")
+    keep(10, nq, 0.1)
+    keep(10, trivia, 0.3)
+    keep(20, nq, 0.2)
+    found = table(run, "hlat")
+    assert found.tokens == {10: 10_000, 20: 20_000}
+    names = [row.name for row in found.rows]
+    assert names == ["nq_open", "triviaqa", "average"]
+    average = found.rows[-1]
+    assert average.scores == {10: pytest.approx(0.2)}  # step 20 lacks a part
+    assert average.errors[10] == pytest.approx(0.01 / 2**0.5)
+    assert average.references == {"Llama 2 7B": 0.489}
+    assert found.rows[0].references == {"Llama 2 7B": 0.247}
+    draw(found, "a", tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+def test_whole_evaluations_go_before_limited_ones(run: RunDir, keep: Keep) -> None:
+    nq, _ = rows_of("world knowledge")
+    keep(10, nq, 0.9, limit=5)
+    keep(20, nq, 0.8, limit=7)
+    (row,) = table(run, "hlat").rows
+    assert (row.name, row.scores) == ("nq_open (first 7)", {20: 0.8})
+    keep(10, nq, 0.1)
+    (row,) = table(run, "hlat").rows
+    assert (row.name, row.scores) == ("nq_open", {10: 0.1})
+
+
+def test_the_newest_version_of_the_harness_counts(run: RunDir, keep: Keep) -> None:
+    nq, _ = rows_of("world knowledge")
+    keep(10, nq, 0.2, at=5, version="lm_eval 2")
+    keep(10, nq, 0.1, at=1)
+    assert table(run, "hlat").rows[0].scores == {10: 0.2}
+
+
+def test_set_up_otherwise_is_another_task(run: RunDir, keep: Keep) -> None:
+    nq, _ = rows_of("world knowledge")
+    keep(10, nq.model_copy(update={"shots": 1}), 0.2)
+    assert score_tables(run) == ([], [])
+    keys = {
+        task_key(row, Path(), limit, version)
+        for row in (nq, nq.model_copy(update={"options": {"repeats": 2}}))
+        for limit in (None, 3)
+        for version in ("a", "b")
+    }
+    assert len(keys) == 8
+
+
+def test_damaged_and_newer_files_are_passed_over(run: RunDir, keep: Keep) -> None:
+    nq, trivia = rows_of("world knowledge")
+    whole, cut = keep(10, nq, 0.1), keep(10, trivia, 0.2)
+    cut.write_text(cut.read_text()[:40])
+    newer = whole.with_name("newer.json")
+    newer.write_text('{"format": 9, "results": []}')
+    found, warnings = score_tables(run)
+    assert [row.name for row in found[0].rows] == ["nq_open"]
+    assert [str(path) in line for path, line in zip((newer, cut), warnings, strict=True)] == [
+        True, True,
+    ]  # fmt: skip
+
+
+def test_tasks_named_one_by_one_are_recorded_together(run: RunDir) -> None:
+    for shots in (0, 5):
+        record_suite(run, Placed(tasks_alone(["piqa"], shots), Path()))
+    record_suite(run, Placed(tasks_alone(["sciq"], None), Path()))
+    suite = read_suite(run.path / "evaluations" / "suites" / "tasks.yaml")
+    assert [row.title for row in suite.rows()] == ["piqa 0-shot", "piqa 5-shot", "sciq"]
+
+
+def test_only_and_with_shots() -> None:
+    suite = find_suite("hlat").suite
+    assert [row.title for row in suite.only(["gsm8k_cot"]).rows()] == ["gsm8k"]
+    with pytest.raises(UserError, match="not in suite hlat"):
+        suite.only(["x"])
+    other = suite.with_shots(1)
+    assert other.name == "hlat-1shot"
+    assert {row.shots for row in other.rows()} == {1, None}
