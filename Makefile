@@ -8,12 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check chaos install dev slurm clean
+.PHONY: demo test check chaos install dev slurm browser clean
 
 demo: install
 	$(BIN)/python tools/demo.py
 
-test: dev slurm
+test: dev slurm browser
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 20
 
 check: dev
@@ -50,6 +50,14 @@ slurm:
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
 	    slurm-wlm slurmdbd mariadb-server munge >/dev/null; \
 	else echo "no Slurm here and no right to install one: its tests will be skipped"; fi
+
+# A headless browser for the tests of reports, likewise.
+browser:
+	@if command -v chromium >/dev/null || command -v google-chrome >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+	    chromium >/dev/null; \
+	else echo "no Chromium here and no right to install one: its tests will be skipped"; fi
 
 clean:
 	rm -rf $(VENV) .demo runs build dist

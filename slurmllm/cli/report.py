@@ -1,195 +1,185 @@
-"""`slurmllm report`: what runs cost, and where their node hours went."""
+"""`slurmllm report`: what runs did, how fast, at what cost, as tables and as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.usage.recoveries import Recovery
-    from slurmllm.analysis.usage.utilization import Utilization
-    from slurmllm.rundir import RunDir
-
-_SHOWN_RECOVERIES = 20
+    from slurmllm.analysis.reporting.blocks import Table
+    from slurmllm.analysis.reporting.facts import RunFacts
+    from slurmllm.analysis.reporting.write import Written
+    from slurmllm.plan.cost import PriceKind
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN…")
-@click.option("--price", type=float, metavar="USD", help="Of a node hour; adds dollars.")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE…")
+@click.option(
+    "--price",
+    metavar="USD",
+    default="on_demand",
+    help="Dollars for a node hour, or on_demand or reserved of the cluster profile.  "
+    "[default: on_demand]",
+)
+@click.option(
+    "--out",
+    metavar="FILE.html",
+    help="The page; the Markdown lies beside it.  [default: <first run>/reports/report.html]",
+)
+@click.option("--no-html", is_flag=True, help="Write the Markdown alone.")
+@click.option("--no-files", is_flag=True, help="Write neither; print the tables alone.")
+@click.option(
+    "--tag",
+    "tags",
+    multiple=True,
+    metavar="METRIC=TAG",
+    help="The tag, column or key of a log that holds a metric, such as loss=my/loss; repeatable.",
+)
 @click.option("--plot", metavar="FILE.png", help="Picture: a stacked bar a run.")
 @options.runs_dir
 @options.as_json
 def report(
     *,
-    runs: tuple[str, ...],
-    price: float | None,
+    sources: tuple[str, ...],
+    price: str,
+    out: str | None,
+    no_html: bool,
+    no_files: bool,
+    tags: tuple[str, ...],
     plot: str | None,
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Say how many of the node hours of RUN… trained, and what each failure cost.
+    """Report what runs did: curves, throughput, utilization, what failures cost.
+
+    SOURCE is a run's name or directory, also one copied in part, or another framework's log
+    (TensorBoard, JSON lines, CSV, text). Writes a page that opens without a network, and the same
+    as Markdown.
 
     Node hours are Slurm's own (sacct) where it keeps accounts, else the attempts'.
 
-    Exit codes: 0; 2 no such run, unusable options; 4 the picture cannot be written.
+    Exit codes: 0; 2 no such run, unusable options; 4 a file that was asked for cannot be written.
     """
     import json
 
-    from slurmllm.analysis.usage.utilization import total
+    from slurmllm.analysis.reading.source import locate, parse_tags
+    from slurmllm.analysis.reporting.as_json import to_json
+    from slurmllm.analysis.reporting.gather import gather, named_apart, run_or_part
     from slurmllm.errors import UserError
-    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.rundir import runs_root
+    from slurmllm.slurm.client import SlurmCommands
 
-    if price is not None and not 0 <= price < float("inf"):
-        raise UserError(f"--price {price:g}: dollars for a node hour, 0 or more, such as 21.50")
+    usd = _price(price)
     if plot is not None and Path(plot).suffix.lower() != ".png":
         raise UserError(f"--plot {plot}: the picture is a PNG; name it {Path(plot).stem}.png")
-    root = runs_root(runs_dir)
-    found = {run.path: run for run in (find_run(name, root) for name in runs)}
-    accounts = [(run.name, *_account(run, price)) for run in found.values()]
-    sums = total([used for _, used, _ in accounts])
+    if out is not None and no_files:
+        raise UserError("--out and --no-files exclude each other; give one of them")
+    if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--out {out}: the page is HTML; name it {Path(out).stem}.html")
+    root, mapping = runs_root(runs_dir), parse_tags(tags)
+    paths = dict.fromkeys(run_or_part(name, root) or locate(name, root) for name in sources)
+    client = SlurmCommands()
+    runs = named_apart([gather(path, mapping, usd, client) for path in paths])
     if plot is not None:
         from slurmllm.analysis.usage.plot import draw
 
-        draw(_by_name(accounts), Path(plot))
+        used = {facts.name: facts.used for facts in runs if facts.used is not None}
+        if not used:
+            raise UserError(f"--plot {plot}: none of the sources is a run; logs have no node hours")
+        draw(used, Path(plot))
+    written = None if no_files else _write(runs, out, not no_html)
     if as_json:
-        entries = [_as_json(name, used, lost) for name, used, lost in accounts]
-        click.echo(json.dumps({"runs": entries, "total": sums.model_dump(mode="json")}, indent=2))
+        click.echo(json.dumps(to_json(runs, written), indent=2, allow_nan=False))
         return
-    _print_parts(accounts, sums)
-    for name, used, lost in accounts:
-        _print_recoveries(name, lost)
-        for warning in used.warnings:
-            click.echo(f"warning: {name}: {warning}")
+    _print(runs)
     if plot is not None:
         click.echo(f"picture: {plot}")
+    if written is not None:
+        for path in (written.html, written.markdown):
+            if path is not None:
+                click.echo(f"report: {path}")
 
 
-def _account(run: RunDir, price: float | None) -> tuple[Utilization, list[Recovery]]:
-    from slurmllm.analysis.usage.history import read_history, submissions
-    from slurmllm.analysis.usage.incarnations import incarnations
-    from slurmllm.analysis.usage.recoveries import recoveries
-    from slurmllm.analysis.usage.utilization import utilization
-    from slurmllm.slurm.client import SlurmCommands
+def _price(price: str) -> float | PriceKind:
+    """A number of dollars, or the name of one of the cluster profile's prices."""
+    from slurmllm.errors import UserError
 
-    history = read_history(run, incarnations(submissions(run), SlurmCommands()))
-    return utilization(history, price), recoveries(history)
-
-
-def _by_name(
-    accounts: Sequence[tuple[str, Utilization, list[Recovery]]],
-) -> dict[str, Utilization]:
-    """Runs of one name in several folders are told apart by a number."""
-    named: dict[str, Utilization] = {}
-    for name, used, _ in accounts:
-        same = sum(other == name or other.startswith(f"{name} (") for other in named)
-        named[f"{name} ({same + 1})" if same else name] = used
-    return named
-
-
-def _as_json(name: str, used: Utilization, lost: list[Recovery]) -> dict[str, Any]:
-    from slurmllm.analysis.usage.recoveries import by_ending
-
-    return {
-        "name": name,
-        "utilization": used.model_dump(mode="json"),
-        "recoveries": [one.model_dump(mode="json", by_alias=True) for one in lost],
-        "endings": [one.model_dump(mode="json", by_alias=True) for one in by_ending(lost)],
-    }
-
-
-def _print_parts(
-    accounts: Sequence[tuple[str, Utilization, list[Recovery]]], sums: Utilization
-) -> None:
-    """A row a part, a column a run."""
-    from slurmllm.analysis.usage.spending import PARTS
-    from slurmllm.cli.output import print_table
-
-    columns = _by_name(accounts)
-    if len(columns) > 1:
-        columns["total"] = sums
-    used = columns.values()
-    rows: list[tuple[str, ...]] = [("node hours", *(_hours(u.node_hours) for u in used))]
-    for part in PARTS:
-        if any(u.parts[part] for u in used):
-            cells = (_with_share(u.parts[part], u.shares[part]) for u in used)
-            rows.append((f"  {part.replace('_', ' ')}", *cells))
-    rows += [
-        ("effective utilization", *(_percent(u.effective) for u in used)),
-        ("wall time, h", *(_hours(u.wall_hours) for u in used)),
-        ("  in the queue", *(_hours(u.queue_hours) for u in used)),
-        ("goodput: productive", *(_percent(u.goodput) for u in used)),
-        ("uptime: steps and saves", *(_percent(u.uptime) for u in used)),
-        ("train attempts", *(str(u.attempts) for u in used)),
-        ("steps", *(str(u.steps) for u in used)),
-        ("  made and lost", *(str(u.steps_lost) for u in used)),
-    ]
-    if any(u.usd is not None for u in used):
-        rows.append(("dollars", *(_dollars(u.usd) for u in used)))
-        rows.append(("  not productive", *(_dollars(u.wasted_usd) for u in used)))
-    print_table(("", *columns), rows)
-
-
-def _print_recoveries(name: str, lost: list[Recovery]) -> None:
-    """What each ending cost, and all of a class together."""
-    from slurmllm.analysis.usage.recoveries import RECOVERY_PHASES, by_ending
-    from slurmllm.cli.output import print_table
-
-    if not lost:
-        return
-    click.echo(f"\n{name}: from the last completed step before an ending to the next one, s")
-    headings = ("attempt", "class", "after step", "steps lost", "seconds", "beyond requeue")
-    rows = (
-        (
-            str(one.attempt),
-            " ".join((one.ending, *(f"+ {further}" for further in one.further))),
-            "-" if one.last_step is None else str(one.last_step),
-            str(one.steps_lost),
-            _seconds(one.seconds),
-            _seconds(one.beyond_requeue_s),
-            *(_seconds(one.phases_s[phase]) for phase in RECOVERY_PHASES),
+    if price == "on_demand":
+        return "on_demand"
+    if price == "reserved":
+        return "reserved"
+    try:
+        usd = float(price)
+    except ValueError:
+        usd = -1.0
+    if not 0 <= usd < float("inf"):
+        raise UserError(
+            f"--price {price}: dollars for a node hour, 0 or more, such as 21.50; or on_demand or "
+            "reserved"
         )
-        for one in lost[-_SHOWN_RECOVERIES:]
+    return usd
+
+
+def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> Written | None:
+    """A report that nobody named a place for may fail to be written; the tables are there."""
+    from slurmllm.analysis.reporting.names import default_path
+    from slurmllm.analysis.reporting.write import write_report
+    from slurmllm.errors import StorageError
+
+    page = default_path(runs) if out is None else Path(out)
+    try:
+        return write_report(runs, page, html)
+    except StorageError as error:
+        if out is not None:
+            raise
+        click.echo(f"warning: {error}; name another place with --out FILE.html", err=True)
+        return None
+
+
+def _print(runs: Sequence[RunFacts]) -> None:
+    """The tables, and each run's warnings."""
+    from slurmllm.analysis.reporting.run_tables import throughput_table, verdict
+    from slurmllm.analysis.reporting.scaling import scaling_rows, scaling_table
+    from slurmllm.analysis.reporting.usage_tables import (
+        SHOWN_RECOVERIES,
+        endings_table,
+        parts_table,
+        recoveries_table,
     )
-    names = tuple(phase.replace("_", " ") for phase in RECOVERY_PHASES)
-    print_table((*headings, *names), rows)
-    if len(lost) > _SHOWN_RECOVERIES:
-        click.echo(f"… and {len(lost) - _SHOWN_RECOVERIES} before these; --json has all")
-    click.echo("")
-    print_table(
-        ("class", "endings", "steps lost", "node hours", "mean seconds"),
-        (
-            (
-                loss.ending,
-                str(loss.times),
-                str(loss.steps_lost),
-                _hours(loss.node_hours),
-                _seconds(loss.mean_s),
+
+    for facts in runs:
+        click.echo(f"{facts.name}: {verdict(facts)}")
+    used = {facts.name: facts.used for facts in runs if facts.used is not None}
+    if used:
+        click.echo("")
+        _print_table(parts_table(used))
+    if any(facts.rates for facts in runs):
+        click.echo("")
+        _print_table(throughput_table(runs))
+    rows = scaling_rows(runs)
+    if len(rows) > 1:
+        click.echo("")
+        _print_table(scaling_table(rows))
+    for facts in runs:
+        if facts.lost:
+            click.echo(
+                f"\n{facts.name}: from the last completed step before an ending to the next one, s"
             )
-            for loss in by_ending(lost)
-        ),
-    )
+            _print_table(recoveries_table(facts.lost))
+            if len(facts.lost) > SHOWN_RECOVERIES:
+                click.echo(f"… and {len(facts.lost) - SHOWN_RECOVERIES} before these")
+            click.echo("")
+            _print_table(endings_table(facts.lost))
+        for warning in facts.warnings:
+            click.echo(f"warning: {facts.name}: {warning}")
 
 
-def _with_share(hours: float, share: float) -> str:
-    return f"{_hours(hours)}  {100 * share:5.2f} %"
+def _print_table(table: Table) -> None:
+    from slurmllm.cli.output import print_table
 
-
-def _hours(hours: float) -> str:
-    return f"{hours:,.1f}" if hours >= 100 else f"{hours:.4f}" if hours < 1 else f"{hours:.2f}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2f} %"
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.1f}"
-
-
-def _dollars(usd: float | None) -> str:
-    return "-" if usd is None else f"{usd:,.2f}"
+    print_table(table.headings, table.rows)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from slurmllm.analysis.picture import write_picture
+from slurmllm.picture import write_picture
 from slurmllm.plan.candidate import MemoryUse
 from slurmllm.plan.plot import Curve, picture
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.analysis.reading.attempt import read_attempts
 from slurmllm.analysis.reading.events import read_events
-from slurmllm.analysis.reading.rows import MetricsFile
+from slurmllm.analysis.reading.table import Part
 from slurmllm.errors import RunError, SlurmllmError
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.rundir import RunDir, Stage
@@ -140,28 +140,27 @@ def _attempts(run: RunDir, warnings: list[str]) -> Iterator[AttemptRecord]:
 
 
 def _steps(path: Path, warnings: list[str]) -> Steps:
-    numbers, seconds, ends = array("q"), array("d"), array("d")
-    source = MetricsFile(path)
     try:
-        for row in source.rows():
-            taken, end = _seconds(row.get("step_time_s")), _seconds(row.get("time"))
-            if taken is None or end is None:
-                raise source.fault("step_time_s or time is no number of seconds")
-            numbers.append(row["step"])
-            seconds.append(taken)
-            ends.append(end)
+        parts, left_out = read_attempts([path], lenient=True)
     except RunError as error:  # the rest of the run can still be counted
         warnings.append(str(error))
-    if source.cut_line is not None:
-        warnings.append(f"{path}:{source.cut_line}: the last line is cut and left out")
-    return Steps(
-        np.array(numbers, dtype=np.int64),
-        np.array(seconds, dtype=np.float64),
-        np.array(ends, dtype=np.float64),
+        return Steps(np.empty(0, dtype=np.int64), np.empty(0), np.empty(0))
+    warnings += left_out
+    none = np.empty(0)
+    numbers = np.concatenate([none.astype(np.int64), *(part.steps for part in parts)])
+    seconds, ends = (
+        np.concatenate([none, *(_column(part, name) for part in parts)])
+        for name in ("step_time_s", "time")
     )
+    timed = np.isfinite(seconds) & np.isfinite(ends) & (seconds >= 0) & (ends >= 0)
+    if not timed.all():
+        rows = int(np.count_nonzero(~timed))
+        warnings.append(
+            f"{path}: {rows} rows count for nothing, whose step_time_s or time is no number of "
+            "seconds"
+        )
+    return Steps(numbers[timed], seconds[timed], ends[timed])
 
 
-def _seconds(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) and value >= 0 else None
+def _column(part: Part, name: str) -> Floats:
+    return part.columns.get(name, np.full(len(part.steps), np.nan))

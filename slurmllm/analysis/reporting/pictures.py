@@ -1,0 +1,118 @@
+"""The pictures of the Markdown report, as PNG files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from slurmllm.analysis.reporting.facts import RunFacts
+from slurmllm.analysis.reporting.figure import RUN_COLORS
+from slurmllm.analysis.reporting.figures import (
+    STEP_PARTS,
+    series,
+    shown_metrics,
+    step_parts,
+)
+from slurmllm.analysis.reporting.names import CURVES, UTILIZATION
+from slurmllm.analysis.reporting.thinning import extremes, means
+from slurmllm.analysis.usage.plot import draw as draw_utilization
+from slurmllm.picture import write_picture
+
+_ROWS = 2000
+_REMEDY = "name another file with --out"
+
+
+def write_pictures(runs: Sequence[RunFacts], folder: Path) -> Mapping[str, Path]:
+    """Draw what there is to draw.
+
+    Returns:
+        Name → file.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    found = {}
+    if any(facts.curve is not None for facts in runs):
+        found[CURVES] = folder / f"{CURVES}.png"
+        _write_curves(runs, found[CURVES])
+    used = {f.name: f.used for f in runs if f.used is not None and f.used.node_hours > 0}
+    if used:
+        found[UTILIZATION] = folder / f"{UTILIZATION}.png"
+        draw_utilization(used, found[UTILIZATION])
+    return found
+
+
+def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
+    """A panel a metric, and one of the step's parts of the first run that has them."""
+    metrics = shown_metrics(runs)
+    split = next((f for f in runs if f.curve is not None and step_parts(f.curve)), None)
+    count = len(metrics) + (split is not None)
+    rows = -(-count // 2)
+    # Fixed margins, in inches: a layout that is solved for takes as long as all the drawing.
+    height = 2.9 * rows + 0.5
+    picture = Figure(figsize=(11, height), dpi=100)
+    margins = {"top": 1 - 0.7 / height, "bottom": 0.3 / height, "hspace": 0.25}
+    grid = {"left": 0.07, "right": 0.99, "wspace": 0.15} | margins
+    panels = list(np.atleast_1d(picture.subplots(rows, 2, gridspec_kw=grid)).flat)
+    for axes, (metric, title, unit) in zip(panels, metrics, strict=False):
+        _panel(axes, runs, metric)
+        axes.set_title(f"{title}{f', {unit}' if unit else ''}", fontsize=10, loc="left")
+    if split is not None:
+        _parts(panels[len(metrics)], split)
+    for axes in panels[:count]:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(visible=True, color="#e3e3e3", linewidth=0.6)
+        axes.tick_params(labelsize=8)
+        axes.margins(x=0.01)
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    if len(runs) > 1:
+        handles, labels = panels[0].get_legend_handles_labels()
+        legend = picture.legend(
+            handles, labels, loc="upper center", ncols=4, frameon=False, fontsize=8
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a run's name may be in any script
+        write_picture(picture, path, _REMEDY)
+
+
+def _panel(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
+    for number, facts in enumerate(runs):
+        curve, color = facts.curve, RUN_COLORS[number % len(RUN_COLORS)]
+        values = None if curve is None else series(curve, metric)
+        if curve is None or values is None:
+            axes.plot([], [], color=color, label=_label(facts.name))
+            continue
+        rows = np.flatnonzero(np.isfinite(values))
+        rows = rows[extremes(values[rows], _ROWS)]
+        axes.plot(curve.steps[rows], values[rows], color=color, linewidth=0.9,
+                  label=_label(facts.name))  # fmt: skip
+        for step in curve.restarts[-60:]:
+            axes.axvline(float(step), color=color, linewidth=0.8, linestyle=":", alpha=0.7)
+
+
+def _label(name: str) -> str:
+    """matplotlib hides what begins with an underscore."""
+    return f" {name}" if name.startswith("_") else name
+
+
+def _parts(axes: Axes, facts: RunFacts) -> None:
+    assert facts.curve is not None
+    parts = step_parts(facts.curve) or []
+    steps = means(facts.curve.steps.astype(np.float64), _ROWS)
+    axes.stackplot(
+        steps,
+        *(means(part, _ROWS) for part in parts),
+        labels=[name for name, _ in STEP_PARTS],
+        colors=[color for _, color in STEP_PARTS],
+    )
+    axes.set_title(f"Step time by parts, s: {facts.name}", fontsize=10, loc="left",
+                   parse_math=False)  # fmt: skip
+    axes.legend(fontsize=7, loc="upper right")

@@ -1,0 +1,185 @@
+// Draws the figures of the page's data with plotly.js; reads nothing else, asks no network.
+"use strict";
+
+const DATA = JSON.parse(document.getElementById("report-data").textContent);
+const AXES = {step: "step", tokens: "tokens", hours: "hours since the first step began"};
+const MARKS = {
+  restart: {name: "restarts", symbol: "diamond", size: 9, visible: true},
+  save: {name: "saves", symbol: "triangle-up", size: 7, visible: "legendonly"},
+  spike: {name: "spikes", symbol: "circle-open", size: 10, visible: "legendonly"},
+};
+const MOST_LINES = 60;  // drawn through a plot at restarts
+const FEW_POINTS = 40;  // are drawn as such, on their line
+const state = {x: "step", smoothing: 0, log: new Set()};
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+let printing = false;
+
+// A packed array: base64 of little-endian numbers. Unpacked once.
+function unpack(packed) {
+  if (!packed.values) {
+    const bytes = Uint8Array.from(atob(packed.b), (character) => character.charCodeAt(0));
+    const kind = packed.t === "f4" ? Float32Array : Float64Array;
+    packed.values = new kind(bytes.buffer);
+  }
+  return packed.values;
+}
+
+// TensorBoard's smoothing: an exponential mean without the bias of its begin; gaps stay gaps.
+function smooth(values, weight) {
+  let last = 0, seen = 0;
+  return Array.from(values, (value) => {
+    if (!Number.isFinite(value)) return NaN;
+    last = last * weight + (1 - weight) * value;
+    seen += 1;
+    return last / (1 - Math.pow(weight, seen));
+  });
+}
+
+function faded(color) {
+  const part = (at) => parseInt(color.slice(at, at + 2), 16);
+  return `rgba(${part(1)},${part(3)},${part(5)},0.28)`;
+}
+
+function line(series, unit) {
+  if (!(state.x in series.x)) return [];
+  const run = DATA.runs[series.run], few = series.points || unpack(series.y).length <= FEW_POINTS;
+  const base = {
+    type: "scatter", mode: few ? "lines+markers" : "lines", name: run.name,
+    marker: {size: 5, color: run.color},
+    legendgroup: `run ${series.run}`, showlegend: DATA.runs.length > 1, connectgaps: false,
+  };
+  const told = (x) => ({
+    x: unpack(x[state.x]), customdata: unpack(x.step),
+    hovertemplate: `%{y:.6g} ${unit} at step %{customdata:,.0f}<extra>${run.name}</extra>`,
+  });
+  const shown = {...base, ...told(series.x), y: unpack(series.y), line: {color: run.color, width: 1.3}};
+  if (!state.smoothing || series.points) return [shown];
+  const from = series.mean || series;
+  return [
+    {...shown, line: {color: faded(run.color), width: 1}, hoverinfo: "skip", hovertemplate: null,
+      showlegend: false},
+    {...base, ...told(from.x), y: smooth(unpack(from.y), state.smoothing),
+      line: {color: run.color, width: 2}},
+  ];
+}
+
+// The value of a run's curve at a place, for a mark to lie on it.
+function valueAt(series, x) {
+  const places = unpack(series.x[state.x]), values = unpack(series.y);
+  let at = 0;
+  while (at < places.length - 1 && (places[at] < x || !Number.isFinite(values[at]))) at += 1;
+  return values[at];
+}
+
+// Marks of one kind have one entry in the legend, whichever run they are of.
+function mark(marks, figure) {
+  const series = figure.series.find((one) => one.run === marks.run);
+  if (!series || !(state.x in marks.x) || !(state.x in series.x)) return [];
+  const run = DATA.runs[marks.run], look = MARKS[marks.kind], x = unpack(marks.x[state.x]);
+  return [{
+    type: "scatter", mode: "markers", name: look.name, legendgroup: marks.kind,
+    showlegend: marks === figure.marks.find((one) => one.kind === marks.kind),
+    visible: look.visible, x: x, y: Array.from(x, (place) => valueAt(series, place)),
+    text: marks.text, hovertemplate: "%{text}<extra></extra>",
+    marker: {symbol: look.symbol, size: look.size, color: run.color, line: {width: 1}},
+  }];
+}
+
+function restartLines(figure) {
+  const found = [];
+  for (const marks of figure.marks) {
+    if (marks.kind !== "restart" || !(state.x in marks.x)) continue;
+    for (const x of Array.from(unpack(marks.x[state.x])).slice(-MOST_LINES)) {
+      found.push({
+        type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, layer: "below",
+        line: {color: faded(DATA.runs[marks.run].color), width: 1.5, dash: "dot"},
+      });
+    }
+  }
+  return found;
+}
+
+function curve(name, figure) {
+  const lines = figure.series.flatMap((series) => line(series, figure.unit));
+  const marks = figure.marks.flatMap((one) => mark(one, figure));
+  return {
+    data: [...lines, ...marks],
+    layout: {
+      xaxis: {title: {text: AXES[state.x]}},
+      yaxis: {title: {text: figure.unit || figure.title}, type: state.log.has(name) ? "log" : "linear"},
+      shapes: restartLines(figure), hovermode: "closest",
+    },
+  };
+}
+
+function stack(name, figure) {
+  const x = figure.x[state.x] || figure.x.step;
+  const data = figure.layers.map((layer) => ({
+    type: "scatter", mode: "lines", stackgroup: "parts", name: layer.name, x: unpack(x),
+    y: state.smoothing ? smooth(unpack(layer.y), state.smoothing) : unpack(layer.y),
+    line: {width: 0}, fillcolor: layer.color, hovertemplate: "%{y:.4g} s",
+  }));
+  return {
+    data: data,
+    layout: {
+      xaxis: {title: {text: AXES[state.x in figure.x ? state.x : "step"]}},
+      yaxis: {title: {text: "s"}, type: state.log.has(name) ? "log" : "linear"},
+      hovermode: "x unified",
+    },
+  };
+}
+
+function themed(layout) {
+  const night = dark.matches && !printing;
+  const text = night ? "#d7dde2" : "#20272d", grid = night ? "#3a444d" : "#e1e5e8";
+  const axis = {gridcolor: grid, zerolinecolor: grid, linecolor: grid, automargin: true,
+    exponentformat: "power"};
+  return {
+    ...layout,
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: {family: "system-ui, sans-serif", size: 12, color: text},
+    margin: {l: 64, r: 16, t: 34, b: 44}, height: layout.height || 320,
+    legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal"},
+    modebar: {bgcolor: "rgba(0,0,0,0)", color: grid, activecolor: text},
+    hoverlabel: {align: "left", bgcolor: night ? "#20272d" : "#ffffff", font: {color: text}},
+    xaxis: {...axis, ...layout.xaxis}, yaxis: {...axis, ...layout.yaxis}, uirevision: state.x,
+  };
+}
+
+function draw(name) {
+  const figure = DATA.figures[name], place = document.getElementById(`plot-${name}`);
+  const made = figure.kind === "curve" ? curve(name, figure)
+    : figure.kind === "stack" ? stack(name, figure) : figure;
+  return Plotly.react(place, made.data, themed(made.layout), {
+    responsive: true, displaylogo: false, scrollZoom: false,
+    showSendToCloud: false, plotlyServerURL: "",  // nothing leaves the page
+    modeBarButtonsToRemove: ["select2d", "lasso2d"],
+    toImageButtonOptions: {filename: name, scale: 2},
+  }).then(() => { place.dataset.traces = String(made.data.length); });
+}
+
+function drawAll() {
+  const every = Object.keys(DATA.figures).filter((name) => document.getElementById(`plot-${name}`));
+  return Promise.all(every.map(draw)).then(() => { document.body.dataset.drawn = String(every.length); });
+}
+
+for (const input of document.querySelectorAll("input[name=axis]")) {
+  input.addEventListener("change", () => { state.x = input.value; drawAll(); });
+}
+document.getElementById("smoothing")?.addEventListener("input", (event) => {
+  state.smoothing = Number(event.target.value);
+  document.getElementById("smoothing-value").textContent = state.smoothing.toFixed(2);
+  drawAll();
+});
+for (const button of document.querySelectorAll("button[data-log]")) {
+  button.addEventListener("click", () => {
+    const name = button.dataset.log, on = !state.log.has(name);
+    if (on) state.log.add(name); else state.log.delete(name);
+    button.setAttribute("aria-pressed", String(on));
+    draw(name);
+  });
+}
+dark.addEventListener("change", drawAll);
+window.addEventListener("beforeprint", () => { printing = true; drawAll(); });
+window.addEventListener("afterprint", () => { printing = false; drawAll(); });
+drawAll();
