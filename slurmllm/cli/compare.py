@@ -109,14 +109,18 @@ def compare(
     if not no_plot:
         _import_drawing()
 
+    from concurrent.futures import ThreadPoolExecutor
+
     from slurmllm.analysis.comparing import compare as stage
     from slurmllm.analysis.reading.source import locate, read_curve
     from slurmllm.analysis.reading.tags import parse_tags
     from slurmllm.rundir import runs_root
 
     root, named = runs_root(runs_dir), parse_tags(tags)
-    curves = [read_curve(locate(source, root), named, lenient=not exact) for source in (a, *others)]
-    own = [read_curve(locate(source, root), named, lenient=True) for source in seeds]
+    sources = [locate(source, root) for source in (a, *others, *seeds)]
+    with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers work outside Python's lock
+        read = list(pool.map(lambda path: read_curve(path, named, lenient=not exact), sources))
+    curves, own = read[: 1 + len(others)], read[1 + len(others) :]
     comparisons = [
         stage.compare(
             curves[0], curve, tolerances, axis=by, from_step=from_step, to_step=to_step, seeds=own

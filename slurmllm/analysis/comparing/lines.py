@@ -6,7 +6,7 @@ import numpy as np
 
 from slurmllm.analysis.curves import Floats
 
-MOST = 2400  # points of a line: two for each column of the picture
+MOST = 1200  # points of a line: one for each column of the picture
 
 
 def thin(x: Floats, y: Floats, most: int = MOST) -> tuple[Floats, Floats]:
