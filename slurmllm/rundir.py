@@ -20,6 +20,7 @@ Layout (`runs/<name>/`, on the shared file system):
     metrics/attempt_NNN.jsonl         one line a step; a file an attempt, so nobody shares one
     events/attempt_NNN.jsonl          saves, spikes and the like; a file an attempt
     evaluations/<checkpoint>/         what a checkpoint scored, a file a task
+    evaluations/suites/<name>.yaml    suites, not shipped ones, by which checkpoints were judged
     tensorboard/  reports/
 """
 
@@ -273,6 +274,11 @@ class RunDir:
         """TensorBoard event files."""
         return self.path / "tensorboard"
 
+    @property
+    def evaluations(self) -> Path:
+        """The folder of all that checkpoints scored."""
+        return self.path / "evaluations"
+
     def evaluation(self, checksum: str, key: str) -> Path:
         """What a checkpoint scored in a task (`records.EvaluationRecord`).
 
@@ -280,11 +286,19 @@ class RunDir:
             checksum: Of the checkpoint.
             key: Of the task as it was set up.
         """
-        return self.path / "evaluations" / checksum[:16] / f"{key}.json"
+        return self.evaluations / checksum[:16] / f"{key}.json"
 
     def evaluation_files(self) -> list[Path]:
         """All of these, sorted by name."""
-        return sorted((self.path / "evaluations").glob("*/*.json"))
+        return sorted(self.evaluations.glob("*/*.json"))
+
+    def evaluation_suite(self, name: str) -> Path:
+        """A suite, not a shipped one, by which checkpoints were judged (`evaluate.suites.Suite`)."""
+        return self.evaluations / "suites" / f"{name}.yaml"
+
+    def evaluation_suites(self) -> list[Path]:
+        """All of these, sorted by name."""
+        return sorted((self.evaluations / "suites").glob("*.yaml"))
 
     @property
     def reports(self) -> Path:

@@ -20,7 +20,6 @@ from torch import Tensor
 from slurmllm.backends.host_memory import free_memory
 from slurmllm.checkpoint import tokenizer_files
 from slurmllm.checkpoint.folder import whole_folder
-from slurmllm.checkpoint.importing import TOKENIZER_FOLDER
 from slurmllm.checkpoint.manifest import MANIFEST, describe, read_manifest
 from slurmllm.checkpoint.nxd_files import MASTERS, NxdFiles
 from slurmllm.checkpoint.nxd_layout import (
@@ -42,6 +41,7 @@ from slurmllm.checkpoint.safetensors_files import Region, TensorFiles, fsync_fil
 from slurmllm.checkpoint.sharded_saving import save_native
 from slurmllm.checkpoint.sharded_writer import Files
 from slurmllm.checkpoint.state import MOMENTS, TRAIN_STATE, TrainState, digest
+from slurmllm.checkpoint.tokenizer_files import TOKENIZER_FOLDER
 from slurmllm.checkpoint.training_files import TrainingFiles, backend_files, of_backend
 from slurmllm.checkpoint.weights import open_weights
 from slurmllm.config.recipe import OptimConfig, Recipe

@@ -39,14 +39,13 @@ from slurmllm.checkpoint.safetensors_files import (
     write_shard,
 )
 from slurmllm.checkpoint.state import digest
-from slurmllm.checkpoint.tokenizer_files import Tokenizer
+from slurmllm.checkpoint.tokenizer_files import TOKENIZER_FOLDER, Tokenizer
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.records import CheckpointFile, CheckpointManifest, ImportedModel
 
 if TYPE_CHECKING:
     from slurmllm.progress import OnProgress
 
-TOKENIZER_FOLDER = "tokenizer"
 _TRAINABLE = ("F64", "F32", "F16", "BF16")
 
 

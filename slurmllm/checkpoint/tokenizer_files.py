@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from slurmllm.config.yaml_source import read_yaml
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.errors import StorageError
+from slurmllm.errors import DataError, StorageError
+from slurmllm.rundir import RunDir, is_run
 
+# In an imported checkpoint.
+TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # What transformers reads a tokenizer from.
@@ -62,6 +66,37 @@ def of_file(path: Path) -> Tokenizer:
     if path.name == TOKENIZER and (path.parent / TOKENIZER_CONFIG).is_file():
         files = beside(path.parent).files
     return Tokenizer(files, end, encoder.decode(np.array([end])), encoder.num_ids)
+
+
+def of_checkpoint(directory: Path, named: Path | None) -> Tokenizer:
+    """The named tokenizer, else the imported one, else that of the run around a checkpoint.
+
+    Args:
+        directory: The checkpoint folder.
+        named: A tokenizer.json to take instead.
+
+    Returns:
+        Its files; none of them where nobody knows one.
+
+    Raises:
+        DataError: the file is no tokenizer, or is not there.
+        ConfigError: the run's configuration cannot be read.
+    """
+    if named is not None:
+        return of_file(named)
+    if (directory / TOKENIZER_FOLDER).is_dir():
+        return beside(directory / TOKENIZER_FOLDER)
+    around = directory.absolute().parent.parent
+    if not is_run(around):
+        return Tokenizer({})
+    values, _ = read_yaml(RunDir(around).config)
+    path = (values.get("data") or {}).get("tokenizer")
+    if not path:
+        return Tokenizer({})
+    try:
+        return of_file(Path(path))
+    except DataError as error:
+        raise DataError(f"the run's tokenizer: {error}; or give --tokenizer FILE") from error
 
 
 def copy(files: Mapping[str, Path], folder: Path) -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from slurmllm.checkpoint.catalogue import Entry
     from slurmllm.checkpoint.converting import Precision
-    from slurmllm.checkpoint.tokenizer_files import Tokenizer
     from slurmllm.rundir import RunDir
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "source": None}
@@ -188,12 +187,13 @@ def export(
 
     from slurmllm.checkpoint.exporting import plan_export, run_export
     from slurmllm.checkpoint.folder import refuse_existing
+    from slurmllm.checkpoint.tokenizer_files import of_checkpoint
     from slurmllm.progress import input_progress
 
     limit, target, begun = _limit(shard_size), Path(out), time.monotonic()
     refuse_existing(target)
     directory = _sound(source, run, runs_dir)
-    tokenizer = _tokenizer(directory, tokenizer_file)
+    tokenizer = of_checkpoint(directory, tokenizer_file)
     plan = plan_export(directory, tokenizer, _dtype(dtype))
     size = sum(plan.sizes_bytes)
     with input_progress("exporting", size) as on_progress:
@@ -362,31 +362,6 @@ def _sound(source: str, run: str | None, runs_dir: str | None) -> Path:
         lines = "\n".join(f"  {fault}" for fault in entry.faults)
         raise CheckpointError(f"{directory} does not verify; restore it, or name another:\n{lines}")
     return directory
-
-
-def _tokenizer(directory: Path, named: Path | None) -> Tokenizer:
-    """The named tokenizer, else the imported one, else that of the run around a checkpoint."""
-    from slurmllm.checkpoint.importing import TOKENIZER_FOLDER
-    from slurmllm.checkpoint.tokenizer_files import Tokenizer, beside, of_file
-    from slurmllm.config.yaml_source import read_yaml
-    from slurmllm.errors import DataError
-    from slurmllm.rundir import RunDir, is_run
-
-    if named is not None:
-        return of_file(named)
-    if (directory / TOKENIZER_FOLDER).is_dir():
-        return beside(directory / TOKENIZER_FOLDER)
-    around = directory.absolute().parent.parent
-    if not is_run(around):
-        return Tokenizer({})
-    values, _ = read_yaml(RunDir(around).config)
-    path = (values.get("data") or {}).get("tokenizer")
-    if not path:
-        return Tokenizer({})
-    try:
-        return of_file(Path(path))
-    except DataError as error:
-        raise DataError(f"the run's tokenizer: {error}; or give --tokenizer FILE") from error
 
 
 def _limit(text: str) -> int:

@@ -17,6 +17,7 @@ from slurmllm.evaluate.scores import ScoreTable, read_scores, suite_table
 from slurmllm.evaluate.suites import VALIDATION, Placed, SuiteTask
 from slurmllm.evaluate.work import EXPORT, Asked, Candidate, HeldOut, Outcome, Settings, Work
 from slurmllm.records import EvaluationRecord
+from slurmllm.rundir import RunDir
 
 if TYPE_CHECKING:
     from slurmllm.evaluate.target import Target
@@ -215,7 +216,7 @@ def run(jobs: Sequence[Work], runner: Runner, on_end: Callable[[Work, Outcome], 
         _run(jobs, runner, on_end, answer)
     finally:
         for work in jobs:
-            _remove_exports(work.store / "evaluations", work.settings.word)
+            _remove_exports(RunDir(work.store).evaluations, work.settings.word)
     return answer
 
 

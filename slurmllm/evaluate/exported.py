@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurmllm.checkpoint.exporting import plan_export, run_export
-from slurmllm.checkpoint.importing import TOKENIZER_FOLDER
-from slurmllm.checkpoint.tokenizer_files import Tokenizer, beside, of_file
-from slurmllm.config.yaml_source import read_yaml
+from slurmllm.checkpoint.tokenizer_files import of_checkpoint
 from slurmllm.errors import DataError, StorageError
 from slurmllm.evaluate.work import EXPORT, Candidate, Settings
-from slurmllm.rundir import RunDir, is_run
 
 _SHARD_BYTES = 5 * 10**9
 
@@ -60,28 +57,9 @@ def exported(candidate: Candidate, store: Path, settings: Settings) -> Iterator[
 
 
 def _export(directory: Path, folder: Path, named: Path | None) -> None:
-    tokenizer = _tokenizer(directory, named)
+    tokenizer = of_checkpoint(directory, named)
     if not tokenizer.files:
         raise DataError(
             f"no tokenizer is known for {directory}, and tasks are texts; give --tokenizer FILE"
         )
     run_export(plan_export(directory, tokenizer), folder, _SHARD_BYTES)
-
-
-def _tokenizer(directory: Path, named: Path | None) -> Tokenizer:
-    """The named tokenizer, else the imported one, else that of the run around a checkpoint."""
-    if named is not None:
-        return of_file(named)
-    if (directory / TOKENIZER_FOLDER).is_dir():
-        return beside(directory / TOKENIZER_FOLDER)
-    around = directory.absolute().parent.parent
-    if not is_run(around):
-        return Tokenizer({})
-    values, _ = read_yaml(RunDir(around).config)
-    path = (values.get("data") or {}).get("tokenizer")
-    if not path:
-        return Tokenizer({})
-    try:
-        return of_file(Path(path))
-    except DataError as error:
-        raise DataError(f"the run's tokenizer: {error}; or give --tokenizer FILE") from error

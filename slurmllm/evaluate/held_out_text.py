@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.checkpoint.origin import read_origin
-from slurmllm.checkpoint.tokenizer_files import TOKENIZER
+from slurmllm.checkpoint.tokenizer_files import TOKENIZER, TOKENIZER_FOLDER
 from slurmllm.config.resolve import load
 from slurmllm.data.spec import StreamSpec
 from slurmllm.errors import DataError, UserError
@@ -82,7 +82,7 @@ def stream_spec(held_out: HeldOut, directory: Path, tokenizer: Path | None) -> I
         DataError: the named text cannot be read.
     """
     model = read_origin(directory).model
-    own = directory / "tokenizer" / TOKENIZER
+    own = directory / TOKENIZER_FOLDER / TOKENIZER
     named = tokenizer or (own if own.is_file() else None)
     seed, mask, share, corpora = 0, "none", 0.0, []
     if held_out.run is not None:
@@ -130,4 +130,6 @@ def _digest(path: Path) -> str:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        raise DataError(
+            f"cannot read {path}: {error.strerror or error}; name a file that can be read"
+        ) from error

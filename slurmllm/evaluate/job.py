@@ -10,6 +10,7 @@ from slurmllm.checkpoint.catalogue import look_at, verify
 from slurmllm.errors import SlurmllmError
 from slurmllm.evaluate.work import Asked, Outcome, Work
 from slurmllm.records import EvaluationRecord
+from slurmllm.rundir import RunDir
 
 
 def evaluate(work: Work) -> Outcome:
@@ -65,7 +66,7 @@ def _harness(work: Work, theirs: list[Asked], failed: dict[str, str]) -> None:
     from slurmllm.evaluate.exported import exported
     from slurmllm.evaluate.harness import Harness
 
-    with exported(work.candidate, work.store / "evaluations", work.settings) as folder:
+    with exported(work.candidate, RunDir(work.store).evaluations, work.settings) as folder:
         harness = Harness(folder, work.candidate, work.settings)
         for one in theirs:
             _attempt(work, one, failed, harness.judge)

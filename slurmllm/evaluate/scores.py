@@ -80,7 +80,6 @@ def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
         Placed,
         find_suite,
         read_suite,
-        recorded_suites,
         suite_names,
     )
 
@@ -88,7 +87,7 @@ def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
     if not found:
         return [], warnings
     placed = [find_suite(name) for name in suite_names()]
-    for path in recorded_suites(run):
+    for path in run.evaluation_suites():
         try:
             placed.append(Placed(read_suite(path), path.parent))
         except SlurmllmError as error:

@@ -238,11 +238,6 @@ def tasks_alone(tasks: Sequence[str], shots: int | None) -> Suite:
     return Suite(name="tasks", description="Tasks named one by one.", groups=(group,))
 
 
-def recorded_dir(run: RunDir) -> Path:
-    """The folder of the suites, not shipped ones, by which a run's checkpoints were judged."""
-    return run.path / "evaluations" / "suites"
-
-
 def record_suite(run: RunDir, placed: Placed, *, whole: bool = True) -> None:
     """Keep a suite that is not shipped, so that its table can be made again.
 
@@ -256,7 +251,7 @@ def record_suite(run: RunDir, placed: Placed, *, whole: bool = True) -> None:
     Raises:
         StorageError: the file system refused.
     """
-    suite, path = placed.suite, recorded_dir(run) / f"{placed.suite.name}.yaml"
+    suite, path = placed.suite, run.evaluation_suite(placed.suite.name)
     if not whole and path.is_file():
         return
     if suite.name == "tasks" and path.is_file():
@@ -285,8 +280,3 @@ def _absolute(group: dict[str, Any], placed: Placed) -> dict[str, Any]:
         for row in group["tasks"]
     ]
     return {**group, "tasks": tasks}
-
-
-def recorded_suites(run: RunDir) -> list[Path]:
-    """Files of the recorded suites."""
-    return sorted(recorded_dir(run).glob("*.yaml"))

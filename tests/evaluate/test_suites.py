@@ -162,7 +162,7 @@ def test_tasks_named_one_by_one_are_recorded_together(run: RunDir) -> None:
     for shots in (0, 5):
         record_suite(run, Placed(tasks_alone(["piqa"], shots), Path()))
     record_suite(run, Placed(tasks_alone(["sciq"], None), Path()))
-    suite = read_suite(run.path / "evaluations" / "suites" / "tasks.yaml")
+    suite = read_suite(run.evaluation_suite("tasks"))
     assert [row.title for row in suite.rows()] == ["piqa 0-shot", "piqa 5-shot", "sciq"]
 
 
