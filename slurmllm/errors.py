@@ -14,7 +14,7 @@
         └── DivergenceError           71  code             a loss or norm that went wrong
 
 Two more exit codes are no errors: 1, the negative answer of a verb that compares or checks
-(`compare`: the runs differ), and 75, `EX_TEMPFAIL`: a stage stopped early, saved its work and
+(`compare`: the runs differ; `evaluate`: some tasks were not scored), and 75, `EX_TEMPFAIL`: a stage stopped early, saved its work and
 wants to be started again. 130 is an interrupt from the keyboard and 141 a reader of the output
 that went away, as in every shell.
 

@@ -69,8 +69,8 @@ def cli() -> None:
     slurmllm submit tiny_neox --nodes 4    precompile, then train
     slurmllm status                        what became of it
 
-    Exit codes: 0 done; 1 a negative answer (compare: the runs differ); 2 something you can put
-    right; 3 Slurm or a node; 4 storage or a checkpoint; 70 a fault of the code; 71 divergence;
+    Exit codes: 0 done; 1 a negative answer (compare: the runs differ; evaluate: some tasks were
+    not scored); 2 something you can put right; 3 Slurm or a node; 4 storage or a checkpoint; 70 a fault of the code; 71 divergence;
     75 stopped early, to be started again; 130 interrupted.
     """
 
@@ -85,7 +85,7 @@ for _verb in (supervise, launch, worker, check_node, allreduce):
 
 
 def main() -> None:
-    """The console script; no ending but `compare`'s own verdict has the exit code 1."""
+    """The console script; no ending but a verb's own negative answer has the exit code 1."""
     try:
         code = cli.main(prog_name="slurmllm", standalone_mode=False)
         sys.stdout.flush()
