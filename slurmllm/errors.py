@@ -14,9 +14,9 @@
         └── DivergenceError           71  code             a loss or norm that went wrong
 
 Two more exit codes are no errors: 1, the negative answer of a verb that compares or checks
-(`compare`: the runs differ; `evaluate`: some tasks were not scored), and 75, `EX_TEMPFAIL`: a stage stopped early, saved its work and
-wants to be started again. 130 is an interrupt from the keyboard and 141 a reader of the output
-that went away, as in every shell.
+(`compare`: the runs differ; `evaluate`: some tasks were not scored), and 75, `EX_TEMPFAIL`: a stage
+stopped early, saved its work and wants to be started again. 130 is an interrupt from the keyboard
+and 141 a reader of the output that went away, as in every shell.
 
 A message says the value, the rule and the remedy:
 "parallel.tensor 6 does not divide 64 attention heads; choose 1, 2, 4, 8, 16, 32 or 64".

@@ -20,7 +20,7 @@ Layout (`runs/<name>/`, on the shared file system):
     metrics/attempt_NNN.jsonl         one line a step; a file an attempt, so nobody shares one
     events/attempt_NNN.jsonl          saves, spikes and the like; a file an attempt
     evaluations/<checkpoint>/         what a checkpoint scored, a file a task
-    evaluations/suites/<name>.yaml    suites, not shipped ones, by which checkpoints were judged
+    evaluations/suites/<name>.yaml    suites of the user's that they were judged by
     tensorboard/  reports/
 """
 
@@ -293,7 +293,7 @@ class RunDir:
         return sorted(self.evaluations.glob("*/*.json"))
 
     def evaluation_suite(self, name: str) -> Path:
-        """A suite, not a shipped one, by which checkpoints were judged (`evaluate.suites.Suite`)."""
+        """A suite of the user's that checkpoints were judged by (`evaluate.suites.Suite`)."""
         return self.evaluations / "suites" / f"{name}.yaml"
 
     def evaluation_suites(self) -> list[Path]:

@@ -235,6 +235,8 @@ def _placed(
         tasks_alone,
     )
 
+    if not all(tasks):
+        raise UserError("--task '': name a task of the harness, or validation")
     if not suites:
         if not tasks:
             raise UserError(

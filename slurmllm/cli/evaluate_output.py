@@ -32,7 +32,7 @@ def report(
     """Draw the pictures; print the tables or the JSON."""
     from slurmllm.evaluate.evaluating import of_steps, tables
 
-    found, warnings = tables(target, question, settings)
+    found, warnings = tables(target, chosen.candidates, question, settings)
     plots: dict[str, str] = {}
     for table in found:
         if plot is not None and table.steps:

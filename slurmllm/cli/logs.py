@@ -71,6 +71,12 @@ def logs(
     if sum(chosen.values()) > 1:
         words = " and ".join(name for name, given in chosen.items() if given)
         raise UserError(f"{words}: each chooses the workers; give one of them")
+    others = {"--ranks": ranks, "--all-ranks": all_ranks or None, "--failed": failed or None,
+              "-f": follow or None, "--stage": stage, "--attempt": attempt,
+              "-n": lines}  # fmt: skip
+    if stacks and (given := [name for name, value in others.items() if value is not None]):
+        words = " and ".join(given)
+        raise UserError(f"--stacks is of the last hang and takes --rank alone; leave out {words}")
     found = find_run(run, runs_root(runs_dir))
     stages: tuple[Stage, ...] = ("precompile", "train") if stage is None else (stage,)
     try:

@@ -70,8 +70,8 @@ def cli() -> None:
     slurmllm status                        what became of it
 
     Exit codes: 0 done; 1 a negative answer (compare: the runs differ; evaluate: some tasks were
-    not scored); 2 something you can put right; 3 Slurm or a node; 4 storage or a checkpoint; 70 a fault of the code; 71 divergence;
-    75 stopped early, to be started again; 130 interrupted.
+    not scored); 2 something you can put right; 3 Slurm or a node; 4 storage or a checkpoint;
+    70 a fault of the code; 71 divergence; 75 stopped early, to be started again; 130 interrupted.
     """
 
 

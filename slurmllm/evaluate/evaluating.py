@@ -249,10 +249,27 @@ def _run(
 
 
 def tables(
-    target: Target, question: Question, settings: Settings
+    target: Target, candidates: Sequence[Candidate], question: Question, settings: Settings
 ) -> tuple[list[ScoreTable], list[str]]:
-    """The tables of the suites, and a line for each file that could not be used."""
+    """The tables of the suites, and a line for each file that could not be used.
+
+    Scores of another text under the same name are left out, and those of other weights that a
+    candidate's step once had.
+    """
     found, warnings = read_scores(target.store)
+    checksums = {one.step: one.checksum for one in candidates}
+    found = [
+        one
+        for one in found
+        if checksums.get(one.record.step, one.record.checkpoint) == one.record.checkpoint
+    ]
+    if question.held_out is not None:
+        row = SuiteTask(task=question.held_out.name)
+        limits = {None if one.record.limit is None else int(one.record.limit) for one in found}
+        keys = {
+            _asked(row, Path(), question, replace(settings, limit=limit)).key for limit in limits
+        }
+        found = [one for one in found if one.record.task != row.task or one.key in keys]
     return [suite_table(one, found, settings.limit) for one in question.placed], warnings
 
 

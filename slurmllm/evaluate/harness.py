@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,6 @@ class Harness:
         self._settings = settings
         self._device = torch_device(settings.device)
         self._model: Any = None
-        self._managers: dict[str | None, Any] = {}
 
     def judge(self, asked: Asked) -> EvaluationRecord:
         """Do a task.
@@ -90,16 +90,17 @@ class Harness:
         )
 
     def _evaluate(self, asked: Asked) -> Mapping[str, Any]:
-        import lm_eval
-
         task, settings = asked.task, self._settings
         spec: str | dict[str, Any] = task.task
         if task.options:
             spec = {"task": task.task, **task.options}
         try:
-            manager = self._manager(asked)
+            own = task.folder
+            manager = task_manager(None if own is None else str(asked.folder / own))
             if task.task not in manager.all_tasks:
                 raise unknown_task(task.task, manager.all_tasks)
+            import lm_eval
+
             found = lm_eval.simple_evaluate(
                 model=self._loaded(),
                 tasks=[spec],
@@ -127,18 +128,20 @@ class Harness:
             )
         return self._model
 
-    def _manager(self, asked: Asked) -> Any:
-        own = asked.task.folder
-        path = None if own is None else str(asked.folder / own)
-        if path not in self._managers:
-            self._managers[path] = task_manager(path)
-        return self._managers[path]
 
-
+@cache
 def task_manager(folder: str | None) -> Any:
-    """The harness's list of tasks, with those of a folder."""
-    from lm_eval.tasks import TaskManager
+    """The harness's list of tasks, with those of a folder.
 
+    Raises:
+        UserError: there is no such folder, or the harness cannot be imported.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(
+            f"lm-evaluation-harness (lm_eval) cannot be imported ({error}); {REMEDY}"
+        ) from error
     if folder is None:
         return TaskManager()
     if not Path(folder).is_dir():

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,16 @@ def _as_corpus(path: Path) -> Iterator[Path]:
 
 def _digest(path: Path) -> str:
     try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        found = path.stat()
+        return _digest_of(path, found.st_size, found.st_mtime_ns)
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror or error}; name a file that can be read"
         ) from error
+
+
+@cache
+def _digest_of(path: Path, size: int, mtime_ns: int) -> str:
+    """Of a file as it is now: it is asked for once a row, and a corpus may be large."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

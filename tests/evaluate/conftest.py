@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from slurmllm.data.build.inputs import find_inputs
 from slurmllm.data.build.options import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.evaluate.suites import suites_dir
+from slurmllm.evaluate.work import Outcome, Work
 from slurmllm.rundir import RunDir
 
 MISSING = [n for n in ("lm_eval", "accelerate") if importlib.util.find_spec(n) is None]
@@ -76,24 +79,51 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         folder / "runs" / "learnt", (str(corpus), str(tokenizer)),
         "model.vocab_size=400", "model.seq_len=96", "model.hidden_size=64", "model.num_heads=2",
         "model.num_layers=2", "model.ffn_hidden_size=128", "data.validation=0.1",
-        "train.steps=180", "train.global_batch=8", "checkpoint.every_steps=90",
-        "checkpoint.keep=9", "optim.lr=0.01", "optim.warmup_steps=5", "train.compile=false",
+        "train.steps=180", "train.global_batch=8", "train.micro_batch=8",
+        "checkpoint.every_steps=90", "checkpoint.keep=9", "optim.lr=0.01", "optim.warmup_steps=5",
     )  # fmt: skip
     return Gang(run).finish()
 
 
-@pytest.fixture
-def evaluate() -> Callable[..., Result]:
-    def call(run: RunDir | Path, *arguments: object) -> Result:
-        path = run.path if isinstance(run, RunDir) else run
-        return CliRunner().invoke(cli, ["evaluate", str(path), *map(str, arguments)])
+class JobHere:
+    """A job done in this process, where the harness is imported once for all of them."""
 
-    return call
+    def __init__(self, work: Work, logs: Path, device: str | None) -> None:
+        from slurmllm.evaluate.job import evaluate
+
+        logs.mkdir(parents=True, exist_ok=True)
+        with (
+            (logs / "here.log").open("a") as log,
+            redirect_stdout(log), redirect_stderr(log), warnings.catch_warnings(),
+        ):  # fmt: skip
+            warnings.simplefilter("ignore")  # those of the harness and what it imports
+            self._outcome = evaluate(work)
+
+    def done(self) -> bool:
+        return True
+
+    def outcome(self) -> Outcome:
+        return self._outcome
+
+
+@pytest.fixture
+def evaluate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The command, with its jobs in this process."""
+    monkeypatch.setattr("slurmllm.evaluate.running.JobProcess", JobHere)
+    return in_processes
+
+
+def in_processes(run: RunDir | Path, *arguments: object) -> Result:
+    """The command as users have it."""
+    path = run.path if isinstance(run, RunDir) else run
+    return CliRunner().invoke(cli, ["evaluate", str(path), *map(str, arguments)])
 
 
 @pytest.fixture(scope="session")
 def learnt(run: RunDir) -> Learnt:
-    done = CliRunner().invoke(cli, ["evaluate", str(run.path), *ALL])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slurmllm.evaluate.running.JobProcess", JobHere)
+        done = in_processes(run, *ALL)
     assert done.exit_code == 0, done.output
     return Learnt(run, json.loads(done.stdout))
 

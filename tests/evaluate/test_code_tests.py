@@ -25,7 +25,7 @@ TESTS = "assert f(1) == 2"
     ],
 )
 def test_a_program_passes_by_reaching_its_end(program: str, passed: bool) -> None:
-    assert passes(program, limit_s=3) is passed
+    assert passes(program, limit_s=1 if "while" in program else 10) is passed
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_good_one() -> None:

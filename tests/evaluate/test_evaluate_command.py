@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from evaluate.conftest import ALL, Learnt, needs_harness, scores
+from evaluate.conftest import ALL, Learnt, in_processes, needs_harness, scores
 from slurmllm.cli.main import cli
+from slurmllm.errors import UserError
 from slurmllm.evaluate.harness import task_manager
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.evaluate.suites import VALIDATION, find_suite, suite_names, suites_dir
@@ -25,15 +26,18 @@ Evaluate = Callable[..., Result]
 
 def by_hand(folder: Path, out: Path) -> dict[str, dict[str, float]]:
     """The smoke suite by the harness's own command line."""
-    subprocess.run(
-        [
-            sys.executable, "-m", "lm_eval", "run", "--model", "hf",
-            "--model_args", f"pretrained={folder}", "--device", "cpu", "--num_fewshot", "2",
-            "--include_path", suites_dir() / "smoke", "--confirm_run_unsafe_code",
-            "--tasks", "smoke_choice,smoke_sums,smoke_code", "--output_path", out,
-        ],
-        check=True, capture_output=True, timeout=240,
-    )  # fmt: skip
+    from lm_eval.__main__ import cli_evaluate
+
+    arguments = [
+        "lm_eval", "run", "--model", "hf",
+        "--model_args", f"pretrained={folder}", "--device", "cpu", "--num_fewshot", "2",
+        "--include_path", str(suites_dir() / "smoke"), "--confirm_run_unsafe_code",
+        "--tasks", "smoke_choice,smoke_sums,smoke_code", "--output_path", str(out),
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr("sys.argv", arguments)
+        cli_evaluate()
     (file,) = out.rglob("results_*.json")
     return dict(json.loads(file.read_text())["results"])
 
@@ -119,20 +123,25 @@ def test_a_task_that_fails_does_not_keep_others(
     assert warnings == []
 
 
-def test_a_job_that_is_killed_says_so(learnt: Learnt, evaluate: Evaluate, tmp_path: Path) -> None:
+def test_a_job_that_is_killed_says_so(learnt: Learnt, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     choice = (suites_dir() / "smoke" / "smoke_choice.yaml").read_text()
     own = choice.replace("slurmllm.evaluate.local_data.shipped_lines", "deadly.load")
     (tasks / "deadly.yaml").write_text(own.replace("task: smoke_choice", "task: deadly"))
+    (tasks / "good.yaml").write_text(choice.replace("task: smoke_choice", "task: good"))
     (tasks / "deadly.py").write_text("import os\ndef load(**_):\n    os.kill(os.getpid(), 9)\n")
     suite = tmp_path / "deadly.yaml"
     suite.write_text(
-        "name: deadly\ngroups:\n  - {name: g, tasks: [{task: deadly, folder: tasks}]}\n"
+        "name: deadly\ngroups:\n  - name: g\n    tasks:\n"
+        "      - {task: good, folder: tasks}\n      - {task: deadly, folder: tasks}\n"
     )
-    done = evaluate(learnt.run, "--suite", suite, "--json", "--no-plot")
+    done = in_processes(learnt.run, "--suite", suite, "--json", "--no-plot", "--limit", 2)
     assert done.exit_code == 1, done.output
-    (failed,) = json.loads(done.stdout)["failed"]
+    said = json.loads(done.stdout)
+    assert [row["name"] for row in said["suites"][0]["rows"]] == ["good (first 2)"]
+    (failed,) = said["failed"]
+    assert failed["task"] == "deadly"
     assert "killed by signal 9" in failed["error"]
     assert Path(failed["error"].rpartition(" ")[2]).is_file()
     assert not list((learnt.run.path / "evaluations").glob(".export-*"))
@@ -170,6 +179,12 @@ def test_without_the_harness(
     assert "pip install 'slurmllm[eval]'" in done.output
 
 
+def test_a_harness_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(UserError, match="pip install"):
+        task_manager(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -179,6 +194,7 @@ def test_without_the_harness(
         (("--suite", "smoke", "--task", "smoke_code", "--limit", "1"), "--allow-code-execution"),
         (("--suite", "smoke", "--checkpoint", "61"), "it has: 90, 180"),
         (("--task", "pika"), "did you mean"),
+        (("--task", ""), "name a task of the harness"),
         (("--task", "piqa", "--partition", "p"), "add --slurm"),
         (("--task", "piqa", "--validation-corpus", "x"), "add it"),
         (("--suite", "smoke", "--plot", "x.pdf"), "x.png"),

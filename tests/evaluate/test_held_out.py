@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from evaluate.conftest import in_processes
 from slurmllm.cli.main import cli
 from slurmllm.data.sources.opening import open_all
 from slurmllm.data.split import Split
@@ -55,13 +56,13 @@ def test_each_held_out_token_once_and_no_other(run: RunDir) -> None:
     assert 0 <= count - 1 - spec.seq_len * len(rows) < spec.seq_len
 
 
-def test_by_the_command_line(run: RunDir, evaluate: Evaluate) -> None:
-    asked = ("--task", "validation", "--checkpoint", "all", "--json")
-    first = json.loads(evaluate(run, *asked).stdout)
+def test_by_the_command_line(run: RunDir) -> None:
+    asked = ("--task", "validation", "--checkpoint", "all", "--json", "--jobs", 2)
+    first = json.loads(in_processes(run, *asked).stdout)
     assert [one["step"] for one in first["checkpoints"]] == [90, 180]
     losses = next(r for r in first["suites"][0]["rows"] if r["metric"] == "loss")["scores"]
     assert set(losses) == {"90", "180"}
-    again = json.loads(evaluate(run, *asked).stdout)
+    again = json.loads(in_processes(run, *asked).stdout)
     assert (again["evaluated"], again["cached"]) == (0, 2)
 
 
@@ -74,6 +75,15 @@ def test_a_text_of_one_s_own(run: RunDir, evaluate: Evaluate, tmp_path: Path) ->
     (row, *_) = json.loads(done.stdout)["suites"][0]["rows"]
     assert row["task"] == "validation:own.txt"
     assert 0 < row["scores"]["180"] < 3
+    # Another text of that name has scores of its own, and the first keeps its.
+    other = tmp_path / "other" / text.name
+    other.parent.mkdir()
+    other.write_text("no such thing was ever seen\n" * 80)
+    asked = ("--task", "validation", "--limit", 3, "--json", "--validation-corpus")
+    said = [json.loads(evaluate(run, *asked, path).stdout) for path in (other, text)]
+    losses = [one["suites"][0]["rows"][0]["scores"]["180"] for one in said]
+    assert losses == [pytest.approx(losses[0]), row["scores"]["180"]]
+    assert losses[0] != losses[1]
 
 
 def test_refused_where_nothing_is_held_out(run: RunDir, evaluate: Evaluate, tmp_path: Path) -> None:

@@ -8,16 +8,16 @@ import signal
 from pathlib import Path
 
 from end_to_end.bench import SMALL, Bench
+from train.gang import make_data
 
 
 def test_a_run_is_followed_through_a_failure_to_its_end(tmp_path: Path) -> None:
-    from slurmllm.data.builtin import ensure_stdlib
-
     bench = Bench(tmp_path / "runs")
-    corpus, tokenizer = ensure_stdlib(tmp_path / "stdlib")
+    corpus, tokenizer = make_data(tmp_path)
     process = bench.start(
         "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
-        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05", f"--set=data.corpus={corpus}",
+        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05", "--set=train.compile=false",
+        "--set=model.vocab_size=512", f"--set=data.corpus={corpus}",
         f"--set=data.tokenizer={tokenizer}", "--name=r",
         "--set=cluster.price={on_demand: 3600.0, date: '2026-01-01'}",
     )  # fmt: skip

@@ -72,6 +72,7 @@ def test_a_stopped_worker_is_found_and_the_run_goes_on(
     text = bench.call("logs", "stopped", "--stacks")
     assert text.startswith("attempt 0, rank 1, apart from the others\nno answer")
     assert "in gather" in bench.call("logs", "stopped", "--stacks", "--rank=0")
+    assert "leave out -f" in bench.call("logs", "stopped", "--stacks", "-f", code=2)
     assert "has no stacks" in bench.call("logs", unbroken, "--stacks", code=2)
 
 
