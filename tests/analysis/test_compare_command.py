@@ -183,9 +183,12 @@ def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile
     binary.write_bytes(bytes(range(256)) * 8)
     assert "no run 'absent'" in refusal(run_command("good", "absent"))
     assert "no run 'absent'" in refusal(run_command("absent", "good", "--json"))
+    assert "an empty name is no run" in refusal(run_command("good", ""))
     assert "no metrics file" in refusal(run_command("good", "absent.jsonl"))
     assert "holds no attempt_NNN.jsonl" in refusal(run_command("good", "silent"))
     assert "without one whole row" in refusal(run_command("good", "empty"))
+    make_run("floats", [row | {"step": float(row["step"])} for row in make_rows(1, 3)])
+    assert "attempt_000.jsonl:1: step is 1.0" in refusal(run_command("good", "floats"))
     assert "attempt_000.jsonl:2: " in refusal(run_command("good", "broken", "--exact"))
     assert "no step in common" in refusal(run_command("good", "later"))
     assert "binary.jsonl without one whole row" in refusal(run_command("good", binary))
@@ -284,6 +287,8 @@ def test_seeds_of_one_side_are_the_tolerance(
     assert within["band"]["seeds"] == ["s0", "s1", "s2", "s3"]
     assert within["reason"].startswith("within the band of 4 seeds: loss (spread ")
     assert (tmp_path / "p.png").is_file()
+    for twice in (("s0", "s1", "--seed", "s1"), ("s0", "s4", *seeds, "--seed", "s1")):
+        assert "--seed s1 has the very losses of" in refusal(run_command(*twice, "--no-plot"))
     outside = run_command("s0", "worse", *seeds, "--no-plot")
     assert outside.exit_code == 1
     assert "loss leaves the band of 4 seeds at step 1: means over " in outside.stdout

@@ -17,6 +17,7 @@ from training_rows import MakeRun, make_row, make_rows, write_rows
 
 from slurmllm.analysis.usage.history import History, Incarnation, Steps, read_history
 from slurmllm.analysis.usage.incarnations import incarnations
+from slurmllm.analysis.usage.plot import draw
 from slurmllm.analysis.usage.recoveries import by_ending, recoveries
 from slurmllm.analysis.usage.spending import PARTS, spendings
 from slurmllm.analysis.usage.utilization import total, utilization
@@ -263,3 +264,8 @@ def test_a_run_without_anything_has_nothing(make_run: MakeRun, tmp_path: Path) -
     shown = CliRunner().invoke(cli, ["report", "empty", "--runs-dir", str(tmp_path / "runs")])
     assert shown.exit_code == 0, shown.output
     assert "0.0000" in shown.output
+
+
+def test_the_picture_of_a_run_with_a_long_name(tmp_path: Path) -> None:
+    draw({"x" * 200: utilization(History("x", ()), None)}, tmp_path / "u.png")
+    assert (tmp_path / "u.png").stat().st_size > 0

@@ -22,8 +22,9 @@ from slurmllm.analysis.curves import (
 
 # Backends may work a schedule out in single precision: two equal schedules then differ by 1e-7.
 _LR_TOLERANCE = 1e-6
-# Between logged points a schedule is no straight line.
+# Between logged points a schedule is no straight line, and where a warm-up ends it has a corner.
 _LR_TOLERANCE_INTERPOLATED = 2e-2
+_CORNER_POINTS = 2
 
 _SCHEDULE = ("lr", "min_lr", "warmup_steps", "decay", "decay_steps")
 _IN_DATA_RECORD = ("data.", "model.seq_len", "train.global_batch")
@@ -117,9 +118,13 @@ def _of_lr(alignment: Alignment) -> Cause | None:
     exact = alignment.method == "exact" and alignment.axis == "step"
     tolerance = _LR_TOLERANCE if exact else _LR_TOLERANCE_INTERPOLATED
     same = bit_identical(lr.a, lr.b) | (relative_difference(lr.a, lr.b) <= tolerance)
-    if same.all():
+    apart = ~same
+    if alignment.method != "exact":
+        for _ in range(_CORNER_POINTS):
+            apart &= np.append(apart[1:], False)
+    if not apart.any():
         return None
-    i = int(np.argmin(same))
+    i = int(np.argmax(apart))
     values = f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
     step = int(lr.steps[i])
     return Cause(step, f"learning rates differ from step {step} ({values})", "lr")

@@ -33,6 +33,8 @@ _EARLY = 5
 _TOLD = 32
 # Norms of the first weights that differ by more are of other weights: one update changes less.
 _OTHER_WEIGHTS = 2e-4
+# Roundings alone differ by no more; other batches by far more, from the first step on.
+_ROUNDED = {"loss": 1e-4, "grad_norm": 2e-3}
 _ORDER = ("data", "model", "batch", "seed", "precision", "lr", "optimizer", "mesh", "rounding")
 
 
@@ -113,7 +115,7 @@ def what_parts_first(
             "as of another precision, other kernels or other hardware",
         )
     if place < _EARLY and not _identical(differences):
-        return _at_once(steps, differences)
+        return _at_once(steps, differences, b)
     if (
         gradient is not None
         and (loss is None or gradient < loss)
@@ -138,11 +140,14 @@ def what_parts_first(
     if loss is not None and _untouched(differences.get("grad_norm"), loss):
         return _one_alone("loss", loss)
     if loss is not None and place > 0 and steps[place] - steps[place - 1] == 1:
+        what = f"the loss of step {loss} differs"
+        if gradient is not None:
+            what = f"loss and gradients of step {loss} differ"
         return Diagnosis(
             kind="batches",
             step=loss,
-            words=f"loss and gradients of step {loss} differ though the weights before it do not: "
-            "its batch is another one, or the forward pass is wrong",
+            words=f"{what} though the weights before it do not: its batch is another one, or the "
+            "forward pass is wrong",
         )
     return _unknown(onset, alignment)
 
@@ -186,8 +191,20 @@ def _drifts(differences: Mapping[str, Series]) -> bool:
     return bool(len(differences["loss"].r) >= 4 * _EARLY)
 
 
-def _at_once(steps: Ints, differences: Mapping[str, Series]) -> Diagnosis:
+def _at_once(steps: Ints, differences: Mapping[str, Series], b: Curve) -> Diagnosis:
     first = int(steps[0])
+    apart = {
+        name: [float(np.median(np.abs(r[:count]))) > limit for count in (_EARLY, len(r))]
+        for name, limit in _ROUNDED.items()
+        if name in differences and len(r := differences[name].r)
+    }
+    if apart and not any(map(any, apart.values())):
+        return Diagnosis(
+            kind="rounding",
+            step=first,
+            words=f"the curves differ by roundings from step {first} on: other kernels, another "
+            "mesh or other hardware",
+        )
     weights = differences.get("param_norm")
     if weights is not None and len(weights.r) and abs(weights.r[0]) > _OTHER_WEIGHTS:
         return Diagnosis(
@@ -195,6 +212,8 @@ def _at_once(steps: Ints, differences: Mapping[str, Series]) -> Diagnosis:
             step=first,
             words=f"the weights differ from step {first} on: another seed, or another model",
         )
+    if apart.get("grad_norm", [False])[0] and not apart.get("loss", [True])[0]:
+        return Diagnosis(kind="gradient", step=first, words=_bad_rank(first, b))
     return Diagnosis(
         kind="batches",
         step=first,

@@ -64,7 +64,8 @@ class Seeds:
         """Hold B's values against the band, at the points that all have.
 
         Raises:
-            RunError: a seed lacks the metric at nearly all of them.
+            RunError: a seed lacks the metric at nearly all of them, or has the losses of B or of
+                another seed.
         """
         steps = points.steps
         rows = [points.a]
@@ -80,6 +81,8 @@ class Seeds:
                     "logged the same steps"
                 )
             values = np.where(found, own.b[at], np.nan)
+            if metric == "loss":
+                self._refuse_twins(name, values, points.b, rows[1:])
             there &= np.isfinite(values)
             rows.append(values)
         if not there.any():
@@ -95,6 +98,16 @@ class Seeds:
             mean=verdict.mean,
             half_width=verdict.half_width,
         )
+
+    def _refuse_twins(self, name: str, values: Floats, b: Floats, seeds: Sequence[Floats]) -> None:
+        """A band that holds what is judged by it, or a seed twice, is too narrow or too wide."""
+        others = zip(("B", *self.names[1:]), (b, *seeds), strict=False)
+        for whose, losses in others:
+            if np.array_equal(values, losses, equal_nan=True):
+                raise RunError(
+                    f"--seed {name} has the very losses of {whose}: it is no other seed; name "
+                    "runs that were trained with another train.seed, each once"
+                )
 
 
 def _record(verdict: Verdict, steps: Ints) -> BandOfMetric:

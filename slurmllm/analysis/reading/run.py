@@ -46,6 +46,7 @@ def read_run(source: Path, lenient: bool = False) -> Curve:
         raise RunError(
             f"no metrics of {name}: {', '.join(str(path) for path in files)} without one whole "
             f"row; they begin with the run's first step: see `slurmllm status {name}` and its logs"
+            + "".join(f" ({warning})" for warning in warnings)
         )
     whose = source.absolute().parent.parent if is_file else source
     of_run = not is_file or source.absolute().parent.name == "metrics"

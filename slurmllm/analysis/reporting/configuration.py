@@ -52,7 +52,8 @@ def read_configuration(run: RunDir) -> Configuration:
         config = load(run.config)
         return Configuration(config, flatten(config.values()))
     except ConfigError as error:
-        fault = f"{error.title}: {error.faults[0].strip()}" if error.faults else str(error)
+        words = f"{error.title}: {error.faults[0]}" if error.faults else str(error)
+        fault = " ".join(words.split())  # YAML's own words are of several lines
     try:
         tree, _ = read_yaml(run.config)
     except ConfigError:

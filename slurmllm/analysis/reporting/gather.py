@@ -45,6 +45,8 @@ def run_or_part(source: str, root: Path) -> Path | None:
     Raises:
         RunError: a folder cannot be looked at.
     """
+    if not source.strip():
+        return None
     for path in (root / source, Path(source).absolute()):
         try:
             if _is_run_or_part(path):
@@ -117,7 +119,7 @@ def _gather_run(
     usd = _price(price, config, warnings)
     used = utilization(history, usd)
     mesh = _or_warn(lambda: load_mesh(run.plan) if run.plan.is_file() else None, warnings)
-    events = _or_warn(lambda: tuple(_events(run, history)), warnings) or ()
+    events = _or_warn(lambda: tuple(_events(run, history, warnings)), warnings) or ()
     scores = _or_warn(lambda: score_tables(run), warnings)
     found: list[Rate] = []
     if curve is not None:
@@ -210,10 +212,17 @@ def _sizes(
     return dict.fromkeys(set(curve.attempts.tolist()), size)
 
 
-def _events(run: RunDir, history: History) -> Iterator[Event]:
+def _events(run: RunDir, history: History, warnings: list[str]) -> Iterator[Event]:
     numbers = {attempt.attempt for attempt in history.attempts if attempt.stage == "train"}
     for number in sorted(numbers | set(history.steps)):
-        yield from read_events(run, number)
+        left_out: list[int] = []
+        yield from read_events(run, number, left_out)
+        if left_out:
+            more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            warnings.append(
+                f"{run.events(number)}:{left_out[0]}: no event that this version knows; the line"
+                f"{more} left out: it is cut, or of a newer version of slurmllm"
+            )
 
 
 def _spikes(curve: Curve, warnings: list[str]) -> SpikeAnalysis | None:

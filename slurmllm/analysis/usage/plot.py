@@ -47,7 +47,9 @@ def draw(runs: Mapping[str, Utilization], path: Path) -> None:
         axes.set_axisbelow(True)
     whole.set_xlabel("% of the node hours")
     lost.set_xlabel("% of the node hours, what was not productive")
-    whole.set_yticks(range(len(names)), names, parse_math=False)
+    # A longer name leaves the bars no room.
+    shown = [name if len(name) <= 40 else f"{name[:39]}…" for name in names]
+    whole.set_yticks(range(len(names)), shown, parse_math=False)
     whole.invert_yaxis()
     picture.legend(loc="outside upper center", ncols=len(PARTS), frameon=False, fontsize=8)
     with warnings.catch_warnings():

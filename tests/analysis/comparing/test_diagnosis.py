@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from training_rows import MakeFile, Row, make_rows
 
+from slurmllm.analysis.comparing.alignment import Alignment
+from slurmllm.analysis.comparing.causes import causes
 from slurmllm.analysis.comparing.compare import compare
-from slurmllm.analysis.comparing.comparison import Comparison
+from slurmllm.analysis.comparing.comparison import Comparison, Tolerances
 from slurmllm.analysis.curves import Setting
 from slurmllm.analysis.reading.source import read_curve
 
@@ -64,6 +66,39 @@ def diagnosed(found: Comparison) -> tuple[str, int]:
     assert found.diagnosis is not None
     assert found.diagnosis.words in found.reason
     return found.diagnosis.kind, found.diagnosis.step
+
+
+def test_a_rank_that_is_bad_from_the_first_step(compared) -> None:
+    rows = changed(grad_norm=(1, lambda _: 1.06), loss=(2, drift(1e-5)))
+    assert diagnosed(compared(rows)) == ("gradient", 1)
+
+
+def test_single_losses_that_are_off_say_nothing_of_the_gradients(compared) -> None:
+    noise = scattered(1e-6)
+    rows = changed(grad_norm=(1, noise), loss=(119, lambda _: 1.5))
+    found = compared(rows)
+    assert diagnosed(found) == ("batches", 119)
+    assert "the loss of step 119 differs" in found.reason
+
+
+def test_roundings_where_the_same_bits_were_asked_for(make_file: MakeFile) -> None:
+    other = changed(loss=(1, scattered(2e-5)), grad_norm=(1, scattered(5e-4)))
+    a, b = (
+        read_curve(make_file(name, rows)) for name, rows in (("a", make_rows(1, 120)), ("b", other))
+    )
+    assert compare(a, b).match
+    assert diagnosed(compare(a, b, Tolerances(exact=True))) == ("rounding", 1)
+
+
+def test_the_corner_of_a_warm_up_between_logged_points_is_no_cause(make_file: MakeFile) -> None:
+    a = read_curve(make_file("a", make_rows(1, 700)[9::10]))
+    b = read_curve(make_file("b", make_rows(1, 700)[6::7]))
+    found = causes(a, b, Alignment(a, b, "step", None, None))
+    assert "lr" not in {cause.kind for cause in found}
+    faster = [row | {"lr": 1.2 * row["lr"]} for row in make_rows(1, 700)[6::7]]
+    b = read_curve(make_file("c", faster))
+    (lr,) = (c for c in causes(a, b, Alignment(a, b, "step", None, None)) if c.kind == "lr")
+    assert lr.step == 20  # of 10 it is the corner that makes up for it
 
 
 def test_a_bad_rank(compared) -> None:

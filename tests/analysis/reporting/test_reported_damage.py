@@ -49,6 +49,13 @@ def broken_in_the_middle(run: RunDir) -> None:
     run.metrics(0).write_text("\n".join(lines) + "\n")
 
 
+def newer_events(run: RunDir) -> None:
+    path = run.events(1)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as stream:
+        stream.write('{"kind": "teleported", "step": 1, "attempt": 1, "time": 1.0}\n{"kind": "sa')
+
+
 def no_losses(run: RunDir) -> None:
     rows = [json.loads(line) for line in run.metrics(1).read_text().splitlines()]
     run.metrics(1).write_text("".join(json.dumps(row | {"loss": None}) + "\n" for row in rows))
@@ -74,6 +81,8 @@ def no_losses(run: RunDir) -> None:
         (cut_metrics, "attempt_001.jsonl", True, True),
         (broken_in_the_middle, "attempt_000.jsonl:2", True, True),
         (no_losses, "", True, True),
+        (newer_events, "events/attempt_001.jsonl", True, True),
+        (lambda run: run.config.write_text("a: [1\n"), "config.yaml", True, False),
     ],
 )
 def test_what_is_left_is_reported(
@@ -92,6 +101,7 @@ def test_what_is_left_is_reported(
     assert (found["steps"] > 0) is steps
     assert (found["parameters"] is not None) is parameters
     assert not named or any(named in warning for warning in found["warnings"]), found["warnings"]
+    assert not any("\n" in warning for warning in found["warnings"])
     facts = [gather(run.path, {}, "on_demand", FakeSlurm(["n1"]))]
     drawn = figures(facts)
     page = to_html("r", sections(facts, drawn), page_data(facts, drawn), "now")
