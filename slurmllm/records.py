@@ -6,6 +6,7 @@ StorageError with the file's name where the file is damaged.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -61,6 +62,33 @@ class Record(BaseModel):
             raise StorageError(
                 f"{path} is damaged: {where}: {first['msg']}; restore it or start a new run"
             ) from error
+
+    @classmethod
+    def load_known(cls, path: Path) -> tuple[Self, tuple[str, ...]]:
+        """Read a record that a newer version may have written.
+
+        Returns:
+            The record without the fields whose values this version does not know, and these fields,
+            a phrase each.
+
+        Raises:
+            StorageError: the file cannot be read or is not such a record.
+        """
+        try:
+            return cls.load(path), ()
+        except StorageError as error:
+            if not isinstance(error.__cause__, ValidationError):
+                raise
+            unknown = {
+                str(e["loc"][0]): e.get("input") for e in error.__cause__.errors() if e["loc"]
+            }
+            try:
+                held = json.loads(path.read_bytes())
+                known = {key: value for key, value in held.items() if key not in unknown}
+                record = cls.model_validate(known, strict=False)
+            except (OSError, ValueError, AttributeError):
+                raise error from error.__cause__
+        return record, tuple(f"{name} is {value!r:.40}" for name, value in unknown.items())
 
 
 class Submission(Record):

@@ -206,6 +206,19 @@ def test_what_can_be_read_is_read(make_run: MakeRun) -> None:
     assert utilization(history).steps == 3
 
 
+def test_an_attempt_of_a_newer_version_counts(make_run: MakeRun) -> None:
+    run = make_run("r", make_rows(1, 5))
+    path = run.attempt("train", 0).record
+    attempt(0, 1.7e9 - 9, 1.7e9 + 3, checkpoint_after=3).save(path)
+    held = json.loads(path.read_text())
+    path.write_text(json.dumps(held | {"class": "preempted_kindly", "mood": "calm"}))
+    history = read_history(run)
+    assert [(one.ended_at, one.ending) for one in history.attempts] == [(1.7e9 + 3, None)]
+    assert history.warnings[0].startswith(f"{path}: class is 'preempted_kindly'; such values count")
+    path.write_text(json.dumps(held | {"nodes": "n1"}))
+    assert "is damaged: nodes" in read_history(run).warnings[0]
+
+
 def test_slurms_own_node_hours() -> None:
     slurm = FakeSlurm(["n1", "n2", "n3"])
     slurm.jobs["7"] = job = slurm_job()

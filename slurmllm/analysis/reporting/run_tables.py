@@ -70,7 +70,7 @@ def _progress(facts: RunFacts) -> str:
         "requeued": f"{made}; it waits for its next attempt",
     }
     if facts.state == "stopped" and last is not None:
-        return f"stopped at {made} ({last.ending}: {'; '.join(last.evidence) or 'no evidence'})"
+        return f"stopped at {made} ({last.ending or 'why is not known'}: {'; '.join(last.evidence) or 'no evidence'})"
     return words.get(facts.state, f"{facts.state}: {made}")
 
 
@@ -223,7 +223,7 @@ def attempts_table(facts: RunFacts) -> Table:
                 whole(one.steps_gained),
                 whole(one.steps_lost),
                 seconds(None if one.ended_at is None else one.ended_at - one.started_at),
-                one.ending or "no end yet",
+                one.ending or ("no end yet" if one.ended_at is None else "not known"),
                 one.action or ABSENT,
                 "; ".join(one.evidence) or ABSENT,
             )

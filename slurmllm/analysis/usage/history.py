@@ -134,7 +134,13 @@ def _attempts(run: RunDir, warnings: list[str]) -> Iterator[AttemptRecord]:
             if not paths.record.is_file():
                 continue
             try:
-                yield AttemptRecord.load(paths.record)
+                record, unknown = AttemptRecord.load_known(paths.record)
+                yield record
+                if unknown:
+                    warnings.append(
+                        f"{paths.record}: {', '.join(unknown)}; such values count as absent: the "
+                        "file may be of a newer version of slurmllm"
+                    )
             except SlurmllmError as error:
                 warnings.append(str(error))
 
