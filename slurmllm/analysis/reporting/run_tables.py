@@ -70,7 +70,8 @@ def _progress(facts: RunFacts) -> str:
         "requeued": f"{made}; it waits for its next attempt",
     }
     if facts.state == "stopped" and last is not None:
-        return f"stopped at {made} ({last.ending or 'why is not known'}: {'; '.join(last.evidence) or 'no evidence'})"
+        why = last.ending or "why is not known"
+        return f"stopped at {made} ({why}: {'; '.join(last.evidence) or 'no evidence'})"
     return words.get(facts.state, f"{facts.state}: {made}")
 
 
