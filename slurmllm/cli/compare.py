@@ -53,15 +53,9 @@ _DESCRIBED = ("param_norm", "lr", "val_loss")
     show_default=True,
     help="What the runs are aligned by.",
 )
-@click.option(
-    "--tag",
-    "tags",
-    multiple=True,
-    metavar="METRIC=TAG",
-    help="Tag, column or key that holds a metric in another framework's log; repeatable.",
-)
-@click.option("--from-step", type=click.IntRange(min=0), help="First step to compare.")
-@click.option("--to-step", type=click.IntRange(min=0), help="Last step to compare, included.")
+@options.tags
+@options.from_step
+@options.to_step
 @click.option(
     "--plot", metavar="FILE.png", help="Picture.  [default: <run A>/reports/compare-<A>-<B>.png]"
 )

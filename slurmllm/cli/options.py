@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import click
 
+
+def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -> int | None:
+    first = ctx.params.get("from_step")
+    if first is not None and last is not None and first > last:
+        from slurmllm.errors import UserError
+
+        raise UserError(
+            f"--to-step {last} lies before --from-step {first}; give the larger one to it"
+        )
+    return last
+
+
 runs_dir = click.option(
     "--runs-dir",
     metavar="DIR",
@@ -29,4 +41,24 @@ cluster = click.option(
     metavar="PROFILE",
     help="Cluster profile, by name or .yaml file.  "
     "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]",
+)
+tags = click.option(
+    "--tag",
+    "tags",
+    multiple=True,
+    metavar="METRIC=TAG",
+    help="Tag, column or key of another framework's log that holds a metric, such as "
+    "loss=train/my_loss; repeatable.",
+)
+from_step = click.option(
+    "--from-step",
+    type=click.IntRange(min=0),
+    is_eager=True,  # known when --to-step is looked at
+    help="First step to look at.  [default: the first]",
+)
+to_step = click.option(
+    "--to-step",
+    type=click.IntRange(min=0),
+    callback=_after_from_step,
+    help="Last step to look at, included.  [default: the last]",
 )

@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 )
 @click.option("--no-html", is_flag=True, help="Write the Markdown alone.")
 @click.option("--no-files", is_flag=True, help="Write neither; print the tables alone.")
-@click.option(
-    "--tag",
-    "tags",
-    multiple=True,
-    metavar="METRIC=TAG",
-    help="The tag, column or key of a log that holds a metric, such as loss=my/loss; repeatable.",
-)
+@options.tags
 @click.option("--plot", metavar="FILE.png", help="Picture: a stacked bar a run.")
 @options.runs_dir
 @options.as_json

@@ -36,15 +36,9 @@ _HEADINGS = (*("step", "lasts", "above mean", "loss", "back after", "grad norm",
     show_default=True,
     help="Calm steps that part two spikes; with fewer between them they are one.",
 )
-@click.option(
-    "--tag",
-    "tags",
-    multiple=True,
-    metavar="METRIC=TAG",
-    help="What a log of another framework calls a metric, such as loss=train/my_loss; repeatable.",
-)
-@click.option("--from-step", type=click.IntRange(min=0), help="First step to look at.")
-@click.option("--to-step", type=click.IntRange(min=0), help="Last step to look at, included.")
+@options.tags
+@options.from_step
+@options.to_step
 @click.option(
     "--plot", metavar="FILE.png", help="Picture.  [default: <run>/reports/spikes-<run>.png, each]"
 )

@@ -165,6 +165,7 @@ def test_a_picture_nobody_asked_for_is_no_failure(run_command, three_runs) -> No
         (("--tolerance", "-1"), "--tolerance -1: a tolerance is 0 or more"),
         (("--grad-norm-tolerance", "nan"), "--grad-norm-tolerance nan: a tolerance is 0 or more"),
         (("--exact", "--tolerance", "1e-3"), "--tolerance 0.001 and --exact exclude each other"),
+        (("--to-step", "5", "--from-step", "9"), "--to-step 5 lies before --from-step 9"),
     ],
 )
 def test_options_that_make_no_sense(run_command, options: tuple[str, ...], words: str) -> None:
