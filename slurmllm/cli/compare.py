@@ -59,7 +59,7 @@ _DESCRIBED = ("param_norm", "lr", "val_loss")
 @click.option(
     "--plot", metavar="FILE.png", help="Picture.  [default: <run A>/reports/compare-<A>-<B>.png]"
 )
-@click.option("--no-plot", is_flag=True, help="Draw no picture.")
+@options.no_plot
 @options.runs_dir
 @options.as_json
 @click.pass_context
@@ -96,10 +96,7 @@ def compare(
         raise UserError(
             "--seed gives the tolerance; leave out --exact, --tolerance and --grad-norm-tolerance"
         )
-    if plot is not None and no_plot:
-        raise UserError("--plot and --no-plot exclude each other; give one of them")
-    if plot is not None and Path(plot).suffix.lower() != ".png":
-        raise UserError(f"--plot {plot}: the picture is a PNG; name it {Path(plot).stem}.png")
+    options.check_picture(plot, no_plot)
     if not no_plot:
         _import_drawing()
 

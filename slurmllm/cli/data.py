@@ -189,8 +189,8 @@ def build(
     from slurmllm.data.build.join import Listeners
     from slurmllm.data.build.manifest import manifest_path
     from slurmllm.data.build.options import CleanOptions, ReadOptions
-    from slurmllm.data.build.slurm_workers import SlurmOptions
     from slurmllm.data.build.work import WorkFolder
+    from slurmllm.job_array import SlurmOptions
     from slurmllm.progress import stage_progress
 
     begun = monotonic()

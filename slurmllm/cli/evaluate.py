@@ -99,7 +99,7 @@ _DEFAULT_JOBS = 16
     metavar="FILE.png",
     help="Picture.  [default: <run>/reports/evaluation-<suite>.png]",
 )
-@click.option("--no-plot", is_flag=True, help="Draw no picture.")
+@options.no_plot
 @options.runs_dir
 @options.as_json
 @click.pass_context
@@ -162,8 +162,7 @@ def evaluate(
     _require_slurm(slurm, for_slurm)
     if plot is not None and (no_plot or len(suites) > 1):
         raise UserError("--plot names the picture of one suite; leave out --no-plot, other --suite")
-    if plot is not None and Path(plot).suffix.lower() != ".png":
-        raise UserError(f"--plot {plot}: the picture is a PNG; name it {Path(plot).stem}.png")
+    options.check_picture(plot)
     placed = _placed(suites, tasks, shots)
     if fetching:
         _fetch(ctx, placed)
@@ -298,7 +297,7 @@ def _runner(
     from functools import partial
 
     from slurmllm.evaluate.running import Listeners, logs_of, run_here, run_on_slurm
-    from slurmllm.slurm.array import Resources, SlurmOptions
+    from slurmllm.job_array import Resources, SlurmOptions
 
     logs = logs_of(target.store)
     tell = Listeners(_Progress(todo), lambda note: click.echo(note, err=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 
@@ -62,3 +64,18 @@ to_step = click.option(
     callback=_after_from_step,
     help="Last step to look at, included.  [default: the last]",
 )
+no_plot = click.option("--no-plot", is_flag=True, help="Draw no picture.")
+
+
+def check_picture(plot: str | None, no_plot: bool = False) -> None:
+    """That a picture is named sensibly, before any work is done for it.
+
+    Raises:
+        UserError: it is none, or is asked for and not.
+    """
+    from slurmllm.errors import UserError
+
+    if plot is not None and no_plot:
+        raise UserError("--plot and --no-plot exclude each other; give one of them")
+    if plot is not None and Path(plot).suffix.lower() != ".png":
+        raise UserError(f"--plot {plot}: the picture is a PNG; name it {Path(plot).stem}.png")

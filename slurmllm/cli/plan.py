@@ -154,8 +154,7 @@ def _plan(
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
     if nodes is None:
         raise UserError("--nodes is missing; write for instance --nodes 16 or --nodes 4,8,16")
-    if plot is not None and Path(plot).suffix.lower() != ".png":
-        raise UserError(f"--plot {plot}: the picture is a PNG; name it {Path(plot).stem}.png")
+    options.check_picture(plot)
     counts = node_counts(nodes)
     total = None if tokens is None else parse_tokens(tokens)
     configs = [resolve(name, cluster, overrides) for name in dict.fromkeys(recipes)]

@@ -69,8 +69,7 @@ def report(
     from slurmllm.slurm.client import SlurmCommands
 
     usd = _price(price)
-    if plot is not None and Path(plot).suffix.lower() != ".png":
-        raise UserError(f"--plot {plot}: the picture is a PNG; name it {Path(plot).stem}.png")
+    options.check_picture(plot)
     if out is not None and no_files:
         raise UserError("--out and --no-files exclude each other; give one of them")
     if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):

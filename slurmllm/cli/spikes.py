@@ -42,7 +42,7 @@ _HEADINGS = (*("step", "lasts", "above mean", "loss", "back after", "grad norm",
 @click.option(
     "--plot", metavar="FILE.png", help="Picture.  [default: <run>/reports/spikes-<run>.png, each]"
 )
-@click.option("--no-plot", is_flag=True, help="Draw no picture.")
+@options.no_plot
 @options.runs_dir
 @options.as_json
 def spikes(
@@ -70,13 +70,10 @@ def spikes(
     """
     from slurmllm.analysis.reading.source import locate, parse_tags, read_curve
     from slurmllm.analysis.spikes.find import between, find_spikes
-    from slurmllm.errors import RunError, UserError
+    from slurmllm.errors import RunError
     from slurmllm.rundir import runs_root
 
-    if plot is not None and no_plot:
-        raise UserError("--plot and --no-plot exclude each other; give one of them")
-    if plot is not None and Path(plot).suffix.lower() != ".png":
-        raise UserError(f"--plot {plot}: the picture is a PNG; name it {Path(plot).stem}.png")
+    options.check_picture(plot, no_plot)
     root, metrics = runs_root(runs_dir), parse_tags(tags)
     curves, found = [], []
     for source in sources:

@@ -10,8 +10,7 @@ from typing import Any
 
 from slurmllm.evaluate.process import JobProcess, cuda_devices
 from slurmllm.evaluate.work import Outcome, Work
-from slurmllm.rundir import RunDir
-from slurmllm.slurm.array import (
+from slurmllm.job_array import (
     MOST_TASKS,
     Resources,
     SlurmOptions,
@@ -19,6 +18,7 @@ from slurmllm.slurm.array import (
     cancel,
     submit_array,
 )
+from slurmllm.rundir import RunDir
 
 _POLL_S = 0.2
 _POLL_SLURM_S = 1.0

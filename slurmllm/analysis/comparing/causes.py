@@ -132,10 +132,10 @@ def _of_lr(alignment: Alignment) -> Cause | None:
 
 def _of_tokens(a: Curve, b: Curve, alignment: Alignment) -> Cause | None:
     if alignment.axis != "step" or alignment.method != "exact":
-        each = [_per_step(*curve.series("tokens")) for curve in (a, b)]
-        if None in each or np.isclose(each[0], each[1], rtol=1e-6):  # type: ignore[arg-type]
+        of_a, of_b = (_per_step(*curve.series("tokens")) for curve in (a, b))
+        if of_a is None or of_b is None or np.isclose(of_a, of_b, rtol=1e-6):
             return None
-        words = f"tokens per step differ ({each[0]:,.0f} and {each[1]:,.0f})"
+        words = f"tokens per step differ ({of_a:,.0f} and {of_b:,.0f})"
         return Cause(int(alignment.steps[0]), words, "batch")
     tokens = alignment.of("tokens")
     same = bit_identical(tokens.a, tokens.b)

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -238,7 +239,7 @@ def _versions(
     for attempt in reversed(attempts):
         folder = run.attempt(attempt.stage, attempt.attempt).path / "nodes"
         paths = sorted(folder.glob("*.json")) if folder.is_dir() else []
-        records = [_or_warn(lambda p=path: NodeRecord.load(p), warnings) for path in paths]  # type: ignore[misc]
+        records = [_or_warn(partial(NodeRecord.load, path), warnings) for path in paths]
         different: dict[str, set[str]] = defaultdict(set)
         for record in records:
             for name, version in ({} if record is None else record.versions).items():

@@ -126,7 +126,9 @@ def per_s(curve: Curve) -> tuple[Floats | None, Floats | None]:
 
 def _number(curve: Curve, key: str) -> float | None:
     value = curve.settings.get(key)
-    return float(value) if type(value) in (int, float) and float(value) > 0 else None  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if value > 0 else None
 
 
 def _mean(values: Floats | None, rows: Flags) -> float | None:

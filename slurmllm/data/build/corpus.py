@@ -24,9 +24,10 @@ from slurmllm.data.build.output import output_files, refuse_existing
 from slurmllm.data.build.run_shard import Outcome, peak_bytes
 from slurmllm.data.build.shard import load_shard
 from slurmllm.data.build.shards import Shard, cut
-from slurmllm.data.build.slurm_workers import SlurmOptions, run_on_slurm
+from slurmllm.data.build.slurm_workers import run_on_slurm
 from slurmllm.data.build.work import WorkFolder
 from slurmllm.errors import DataError
+from slurmllm.job_array import SlurmOptions
 
 __all__ = [
     "Built",

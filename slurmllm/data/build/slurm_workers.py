@@ -11,8 +11,14 @@ from slurmllm.data.build.run_shard import Outcome, run_shard
 from slurmllm.data.build.shards import Shard
 from slurmllm.data.build.work import WorkFolder
 from slurmllm.errors import SlurmError
-from slurmllm.slurm.array import MOST_TASKS, Resources, array_of, cancel, submit_array
-from slurmllm.slurm.array import SlurmOptions as SlurmOptions
+from slurmllm.job_array import (
+    MOST_TASKS,
+    Resources,
+    SlurmOptions,
+    array_of,
+    cancel,
+    submit_array,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
