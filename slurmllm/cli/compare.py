@@ -11,7 +11,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.comparing.comparison import Comparison, Overlap, Side, Tolerances
+    from slurmllm.analysis.comparing.comparison import Comparison, Overlap, Side
     from slurmllm.analysis.comparing.statistics import Statistics
     from slurmllm.analysis.curves import Curve
 
@@ -91,18 +91,15 @@ def compare(
     """
     from slurmllm.errors import EXIT_NEGATIVE, UserError
 
-    tolerances = _tolerances(tolerance, grad_norm_tolerance, exact)
+    _check_tolerances(tolerance, grad_norm_tolerance, exact)
     if seeds and (exact or tolerance is not None or grad_norm_tolerance is not None):
         raise UserError(
             "--seed gives the tolerance; leave out --exact, --tolerance and --grad-norm-tolerance"
         )
     options.check_picture(plot, no_plot)
-    if not no_plot:
-        _import_drawing()
 
     from concurrent.futures import ThreadPoolExecutor
 
-    from slurmllm.analysis.comparing import compare as stage
     from slurmllm.analysis.reading.source import locate, read_curve
     from slurmllm.analysis.reading.tags import parse_tags
     from slurmllm.rundir import runs_root
@@ -110,8 +107,19 @@ def compare(
     root, named = runs_root(runs_dir), parse_tags(tags)
     sources = [locate(source, root) for source in (a, *others, *seeds)]
     with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers work outside Python's lock
-        read = list(pool.map(lambda path: read_curve(path, named, lenient=not exact), sources))
+        reading = pool.map(lambda path: read_curve(path, named, lenient=not exact), sources)
+        # What comes next takes half a second to import, time enough to read in.
+        from slurmllm.analysis.comparing import compare as stage
+        from slurmllm.analysis.comparing.comparison import Tolerances
+
+        if not no_plot:
+            from slurmllm.analysis.comparing import plot as _  # noqa: F401
+        read = list(reading)
     curves, own = read[: 1 + len(others)], read[1 + len(others) :]
+    given = {"loss": tolerance, "grad_norm": grad_norm_tolerance}
+    tolerances = Tolerances(
+        exact=exact, **{name: value for name, value in given.items() if value is not None}
+    )
     comparisons = [
         stage.compare(
             curves[0], curve, tolerances, axis=by, from_step=from_step, to_step=to_step, seeds=own
@@ -129,20 +137,6 @@ def compare(
     ctx.exit(0 if match else EXIT_NEGATIVE)
 
 
-def _import_drawing() -> None:
-    """Import matplotlib, which takes half a second, while the curves are read."""
-    from importlib import import_module
-    from threading import Thread
-
-    import numpy  # noqa: F401  # here and not in both threads at once
-
-    def load() -> None:
-        for module in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
-            import_module(module)
-
-    Thread(target=load, daemon=True).start()
-
-
 def _as_json(comparisons: Sequence[Comparison]) -> str:
     if len(comparisons) == 1:
         return comparisons[0].model_dump_json(indent=2)
@@ -155,8 +149,7 @@ def _as_json(comparisons: Sequence[Comparison]) -> str:
     return json.dumps(answer, indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def _tolerances(loss: float | None, grad_norm: float | None, exact: bool) -> Tolerances:
-    from slurmllm.analysis.comparing.comparison import Tolerances
+def _check_tolerances(loss: float | None, grad_norm: float | None, exact: bool) -> None:
     from slurmllm.errors import UserError
 
     given = {"--tolerance": loss, "--grad-norm-tolerance": grad_norm}
@@ -165,12 +158,6 @@ def _tolerances(loss: float | None, grad_norm: float | None, exact: bool) -> Tol
             raise UserError(f"{option} {value:g} and --exact exclude each other; give one of them")
         if value is not None and not 0 <= value < float("inf"):
             raise UserError(f"{option} {value:g}: a tolerance is 0 or more, such as 1e-3")
-    standard = Tolerances(exact=exact)
-    return Tolerances(
-        loss=standard.loss if loss is None else loss,
-        grad_norm=standard.grad_norm if grad_norm is None else grad_norm,
-        exact=exact,
-    )
 
 
 def _draw(
