@@ -302,7 +302,7 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
             smallest.append(tolerance)
     axes.set_yscale("log")
     # Plain text: matplotlib's own labels go through its parser of formulas, a tenth of a second.
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_figures(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("relative\ndifference")
     _tidy(axes)
