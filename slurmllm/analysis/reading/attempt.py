@@ -19,6 +19,7 @@ from typing import BinaryIO
 import numpy as np
 
 from slurmllm.analysis.curves import COLUMNS
+from slurmllm.analysis.reading.kept import keep, load_kept
 from slurmllm.analysis.reading.rows import (
     NOT_WHOLE,
     Row,
@@ -47,6 +48,7 @@ class _Block:
         faults: Lines that are no rows.
         newer: Values of a kind that this version does not know, left out.
         empty: Whether there are blank lines alone.
+        even: Whether `uniform` read it.
     """
 
     part: Part | None = None
@@ -54,6 +56,7 @@ class _Block:
     faults: list[Fault] = field(default_factory=list)
     newer: list[Fault] = field(default_factory=list)
     empty: bool = False
+    even: bool = False
 
 
 def read_attempts(files: list[Path], lenient: bool) -> tuple[list[Part], list[str]]:
@@ -75,10 +78,16 @@ def read_attempts(files: list[Path], lenient: bool) -> tuple[list[Part], list[st
         large = sum(path.stat().st_size for path in files) >= _SMALL_BYTES
         with ThreadPoolExecutor(max_workers=min(4, (os.cpu_count() or 1) + 1)) as pool:
             for order, path in enumerate(files):
+                status = path.stat()
+                if (kept := load_kept(path, order, status)) is not None:
+                    parts += kept
+                    continue
                 file = _File(path, order, lenient)
-                for block in file.blocks(pool if large else None):
-                    if block.part is not None:
-                        parts.append(block.part)
+                blocks = list(file.blocks(pool if large else None))
+                rows = [block.part for block in blocks if block.part is not None]
+                if all(block.even for block in blocks):
+                    keep(path, order, status, rows)
+                parts += rows
                 warnings += file.warnings()
     except OSError as error:
         raise unreadable(Path(error.filename or files[0]), error) from error
@@ -175,7 +184,7 @@ def _read(descriptor: int, begin: int, end: int, attempt: int, lenient: bool) ->
 
     text = os.pread(descriptor, end - begin, begin)
     part = read_uniform(text, attempt)
-    return _Block(part) if part is not None else read_exact(text, attempt, lenient)
+    return _Block(part, even=True) if part is not None else read_exact(text, attempt, lenient)
 
 
 def read_exact(text: bytes, attempt: int, lenient: bool) -> _Block:
