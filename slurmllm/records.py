@@ -102,6 +102,7 @@ class Submission(Record):
     train_job: str | None = None
     pid: int | None = Field(default=None, description="process of a local submission")
     host: str | None = Field(default=None, description="machine of a local submission")
+    cancelled_at: float | None = Field(default=None, description="Unix time of `cancel`, s")
 
 
 class JobsRecord(Record):

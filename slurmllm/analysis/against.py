@@ -18,6 +18,7 @@ from slurmllm.analysis.steady import Steady, read_steady
 from slurmllm.analysis.usage.history import History, read_history, submissions
 from slurmllm.analysis.usage.incarnations import incarnations
 from slurmllm.analysis.usage.utilization import utilization
+from slurmllm.config.hardware import GIB
 from slurmllm.config.resolve import RunConfig, change, load
 from slurmllm.errors import ConfigError, RunError
 from slurmllm.plan.candidate import Candidate, peak_flops
@@ -263,7 +264,7 @@ def _peak_row(measured: Mapping[str, float], candidate: Candidate) -> Row:
     note = f"a worker may use {limit:.2f} GB"
     # A process's memory is all of it, with what malloc keeps; a GPU's that of its tensors.
     if cluster.device == "cpu" and cluster.hardware is not None:
-        reserved = cluster.hardware.reserved_gib * 2**30
+        reserved = cluster.hardware.reserved_gib * GIB
         predicted += reserved
         note += f"; predicted: {reserved / 1e9:.2f} GB of it before any model"
     return _row("peak memory", predicted, measured["peak_bytes"], "bytes", note)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from slurmllm.calibrate.sample import Kind, Sample, Task
-from slurmllm.config.hardware import Hardware
+from slurmllm.config.hardware import GIB, Hardware
 from slurmllm.errors import NodeError
 
 _MOVED_SHARE = 0.8  # of a product's seconds: then it measures memory, not matrix units
@@ -159,8 +159,8 @@ def _memory(found: _Samples, given: Hardware | None) -> dict[str, float]:
     return {
         "memory_gb_s": peak,
         "memory_efficiency": mean / 1e9 / peak,
-        "memory_gib": found.one("memory").value / 2**30,
-        "reserved_gib": found.one("reserved").value / 2**30,
+        "memory_gib": found.one("memory").value / GIB,
+        "reserved_gib": found.one("reserved").value / GIB,
     }
 
 

@@ -12,10 +12,9 @@ from slurmllm.cli import options
 @options.runs_dir
 def cancel(run: str, runs_dir: str | None) -> None:
     """Cancel RUN's jobs; the workers save before they leave, as far as Slurm gives them time."""
-    import os
     import signal
 
-    from slurmllm.cli.submission import jobs_of
+    from slurmllm.cli.submission import jobs_of, note_cancelled
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
     from slurmllm.supervise.state import is_active
@@ -28,10 +27,33 @@ def cancel(run: str, runs_dir: str | None) -> None:
         return
     sent = submissions[-1]
     if sent.local and sent.pid is not None:
-        os.kill(sent.pid, signal.SIGTERM)
+        _signal(sent.pid, 0)
+        note_cancelled(found)  # before the process ends: it looks why
+        _signal(sent.pid, signal.SIGTERM)
         click.echo(f"asked process {sent.pid} to save and leave")
     else:
         ids = [job for job in (sent.train_job, sent.precompile_job) if job is not None]
         client.cancel(ids)
+        note_cancelled(found)
         click.echo(f"cancelled {', '.join(ids)}")
     click.echo(f"`slurmllm resume {found.name}` continues from the newest checkpoint")
+
+
+def _signal(pid: int, number: int) -> None:
+    """Send a signal to a local run's process (0: see whether it may be sent one).
+
+    Raises:
+        UserError: the process is another user's.
+    """
+    import os
+    from contextlib import suppress
+
+    from slurmllm.errors import UserError
+
+    try:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, number)
+    except PermissionError as error:
+        raise UserError(
+            f"process {pid} is another user's; who started a local run is who can cancel it"
+        ) from error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from slurmllm.cli.output import print_table
 from slurmllm.cli.planning import (
     Answer,
     Foresight,
@@ -16,7 +17,8 @@ from slurmllm.cli.planning import (
     most_refused,
     shown,
 )
-from slurmllm.plan.explain import GIB, describe, explain, why_too_large
+from slurmllm.config.hardware import GIB
+from slurmllm.plan.explain import describe, explain, why_too_large
 
 if TYPE_CHECKING:
     from slurmllm.analysis.against import Against, Row
@@ -33,14 +35,14 @@ def print_plan(found: Answer, top: int) -> None:
     click.echo(_title(best))
     if fixed := fixed_settings(found.config):
         click.echo(f"fixed: {', '.join(fixed)}")
-    _print_table(
+    print_table(
         ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO",
          f"of {best.memory.limit / GIB:.4g} GiB", "s/step", "seq/s", "MFU", "tokens/$"),
         [_row(planned, rank, candidate, foresight) for rank, candidate in rows],
     )  # fmt: skip
     click.echo("\nwhere a step goes, %")
     parts = list(best.step.parts())
-    _print_table(("#", "TP", "PP", *parts), [_parts(rank, one) for rank, one in rows])
+    print_table(("#", "TP", "PP", *parts), [_parts(rank, one) for rank, one in rows])
     click.echo("")
     print_written(planned)
     _print_rest(planned)
@@ -192,7 +194,7 @@ def print_points(answers: Sequence[Answer]) -> None:
         "nodes", "TP", "PP", "DP", "micro", "checkpointing", "seq/s", "tokens/s", "MFU", "$/h",
         "tokens/$", "scaling", "tokens", "days", "$",
     )  # fmt: skip
-    _print_table(headings, [(point.recipe,) * several + _point(point) for point in points])
+    print_table(headings, [(point.recipe,) * several + _point(point) for point in points])
     for found in answers:
         name = f"{found.config.recipe.name} on " if several else ""
         for planned in found.planned:
@@ -241,7 +243,9 @@ def print_against(found: Against) -> None:
         )
         for row in found.rows
     )  # fmt: skip
-    _print_table(("", "predicted", "measured", "measured / predicted", "what it is"), rows)
+    print_table(
+        ("", "predicted", "measured", "measured / predicted", "what it is"), rows, "what it is"
+    )
 
 
 def _measure(row: Row, value: float | None) -> str:
@@ -252,19 +256,6 @@ def _measure(row: Row, value: float | None) -> str:
     if row.unit == "":
         return f"{100 * value:.2f} %"
     return f"{figure(value)} {row.unit}"
-
-
-def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table as wide as it is: a figure cut at a terminal's edge would be another one."""
-    whole = [tuple(headings), *(tuple(row) for row in rows)]
-    widths = [max(len(cell) for cell in column) for column in zip(*whole, strict=True)]
-    heading, *others = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in whole
-    )
-    click.echo(click.style(heading, bold=True))
-    for line in others:
-        click.echo(line)
 
 
 def figure(value: float) -> str:

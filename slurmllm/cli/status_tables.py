@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
+
+from slurmllm.cli.output import PROSE, Column, fitted
 
 if TYPE_CHECKING:
     from slurmllm.plan.mesh import Mesh
@@ -20,15 +18,12 @@ if TYPE_CHECKING:
     from slurmllm.supervise.standing import Standing
     from slurmllm.supervise.state import RunState
 
-_GAP = 2  # cells between two columns
-_NARROW = 24  # cells below which prose is no joy
-
 
 class View(NamedTuple):
     """What is shown: lines that may be longer than the terminal is wide, and tables that fit."""
 
     lines: Sequence[Text]
-    tables: Sequence[Table]
+    tables: Sequence[Text]
     notes: Sequence[Text] = ()
 
     def print(self, console: Console) -> None:
@@ -36,48 +31,34 @@ class View(NamedTuple):
         for line in self.lines:
             console.print(line, soft_wrap=True)
         for table in self.tables:
-            console.print(table)
+            console.print(table, soft_wrap=True)
         for note in self.notes:
             console.print(note, soft_wrap=True)
 
 
-class _Column(NamedTuple):
-    """A column of a table that must fit.
-
-    Attributes:
-        heading: Of it.
-        room: Cells that it needs at least where it may be folded; 0: all of its widest cell's.
-        drop: Those with the highest number are left out first; 0: never.
-    """
-
-    heading: str
-    room: int = 0
-    drop: int = 0
-
-
 _RUNS = (
-    _Column("run", room=16),
-    _Column("state"),
-    _Column("step"),
-    _Column("loss", drop=1),
-    _Column("seq/s", drop=3),
-    _Column("left", drop=2),
-    _Column("saved", drop=5),
-    _Column("restarts", drop=7),
-    _Column("node h", drop=6),
-    _Column("usd", drop=8),
-    _Column("nodes", drop=9),
-    _Column("why", room=_NARROW, drop=4),
+    Column("run", room=16),
+    Column("state"),
+    Column("step"),
+    Column("loss", drop=1),
+    Column("seq/s", drop=3),
+    Column("left", drop=2),
+    Column("saved", drop=5),
+    Column("restarts", drop=7),
+    Column("node h", drop=6),
+    Column("usd", drop=8),
+    Column("nodes", drop=9),
+    Column("why", room=PROSE, drop=4),
 )
 _ATTEMPTS = (
-    _Column("attempt"),
-    _Column("nodes", drop=3),
-    _Column("steps"),
-    _Column("checkpoint", drop=2),
-    _Column("time"),
-    _Column("ending"),
-    _Column("action", drop=1),
-    _Column("evidence", room=_NARROW),
+    Column("attempt"),
+    Column("nodes", drop=3),
+    Column("steps"),
+    Column("checkpoint", drop=2),
+    Column("time"),
+    Column("ending"),
+    Column("action", drop=1),
+    Column("evidence", room=PROSE),
 )
 
 
@@ -95,7 +76,7 @@ def runs_view(states: Sequence[RunState], console: Console, height: int | None =
         kept = {id(state) for state in sorted(shown, key=lambda s: s.active)[-max(height, 1) :]}
         shown = [state for state in shown if id(state) in kept]
     one_line = height is not None
-    table, left_out = _fitted(_RUNS, [_run_row(state) for state in shown], console, one_line)
+    tables, left_out = _tables(_RUNS, [_run_row(state) for state in shown], console, one_line)
     notes = []
     if "why" in left_out and not one_line:
         notes = [Text(f"{state.name}: {state.why}") for state in shown if state.why]
@@ -103,7 +84,7 @@ def runs_view(states: Sequence[RunState], console: Console, height: int | None =
         notes.append(_no_room(left_out))
     if len(shown) < len(states):
         notes.append(Text(f"… and {len(states) - len(shown)} older ones", style="dim"))
-    return View((), [table], notes)
+    return View((), tables, notes)
 
 
 def _run_row(state: RunState) -> tuple[str, ...]:
@@ -136,8 +117,8 @@ def run_view(state: RunState, console: Console) -> View:
     rows = [_attempt_row(attempt, open_word) for attempt in state.attempts]
     if not rows:
         return View(lines, ())
-    table, left_out = _fitted(_ATTEMPTS, rows, console)
-    return View(lines, [table], [_no_room(left_out)] if left_out else ())
+    tables, left_out = _tables(_ATTEMPTS, rows, console)
+    return View(lines, tables, [_no_room(left_out)] if left_out else ())
 
 
 def _lines(state: RunState) -> Iterator[tuple[str, str]]:
@@ -255,49 +236,25 @@ def _attempt_row(attempt: AttemptRecord, open_word: str) -> tuple[str, ...]:
     )
 
 
-def _fitted(
-    columns: Sequence[_Column],
+def _tables(
+    columns: Sequence[Column],
     rows: Sequence[Sequence[str]],
     console: Console,
     one_line: bool = False,
-) -> tuple[Table, list[str]]:
-    """A table as wide as the console, and the names of the columns that it has no room for."""
-    widest = [
-        max(cell_len(cell) for cell in (column.heading, *cells))
-        for column, cells in zip(columns, _transposed(rows, len(columns)), strict=True)
+) -> tuple[list[Text], list[str]]:
+    """The tables of those columns that say anything, and the names of those without room."""
+    told = [at for at in range(len(columns)) if at == 0 or any(row[at] for row in rows)]
+    chosen = [[row[at] for at in told] for row in rows]
+    found = fitted([columns[at] for at in told], chosen, console.width, one_line)
+    tables = [
+        Text.assemble((heading, "bold"), *(f"\n{line}" for line in lines), no_wrap=True)
+        for heading, *lines in found.parts
     ]
-    least = [min(widest[at], column.room or widest[at]) for at, column in enumerate(columns)]
-    used = [at for at in range(len(columns)) if any(row[at] for row in rows) or at == 0]
-    left_out = []
-    for at in sorted((at for at in used if columns[at].drop), key=lambda at: -columns[at].drop):
-        if sum(least[kept] + _GAP for kept in used) - _GAP <= console.width:
-            break
-        used.remove(at)
-        left_out.append(columns[at].heading)
-    last, taken = used[-1], sum(widest[at] + _GAP for at in used[:-1])
-    if one_line and columns[last].room:
-        room = max(console.width - taken, columns[last].room)
-        rows = [(*row[:last], _cut(row[last], room), *row[last + 1 :]) for row in rows]
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
-    for at in used:
-        table.add_column(
-            columns[at].heading, overflow="fold", no_wrap=not columns[at].room, min_width=least[at]
-        )
-    for row in rows:
-        table.add_row(*(escape(row[at]) for at in used))
-    return table, left_out
-
-
-def _cut(words: str, room: int) -> str:
-    return words if cell_len(words) <= room else f"{set_cell_size(words, room - 1)}…"
+    return tables, found.left_out
 
 
 def _no_room(columns: Sequence[str]) -> Text:
     return Text(f"no room for {', '.join(columns)}; --json has them", style="dim")
-
-
-def _transposed(rows: Sequence[Sequence[str]], columns: int) -> Iterable[Sequence[str]]:
-    return zip_longest(*rows, fillvalue="") if rows else [()] * columns
 
 
 def number(value: float | None, form: str) -> str:

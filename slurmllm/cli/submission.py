@@ -397,6 +397,13 @@ def record_submission(run: RunDir, submission: Submission) -> None:
     JobsRecord(submissions=(*jobs_of(run).submissions, submission)).save(run.jobs)
 
 
+def note_cancelled(run: RunDir) -> None:
+    """Write down that the last submission was cancelled, for those whom no accounting tells."""
+    *before, last = jobs_of(run).submissions
+    cancelled = last.model_copy(update={"cancelled_at": time.time()})
+    JobsRecord(submissions=(*before, cancelled)).save(run.jobs)
+
+
 def forget(run: RunDir) -> None:
     """Remove the directory of a run that has no jobs: its name is free again."""
     if run.jobs.is_file():

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from slurmllm.config.recipe import NonNegativeFloat, PositiveFloat, Section
 
+GIB = 2**30  # bytes
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Overlap = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -104,7 +105,7 @@ class Hardware(Section):
     @property
     def usable_bytes(self) -> int:
         """Of a device's memory, what a model may take."""
-        return int((self.memory_gib - self.reserved_gib) * 2**30)
+        return int((self.memory_gib - self.reserved_gib) * GIB)
 
 
 def _day(value: str) -> str:

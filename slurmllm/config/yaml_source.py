@@ -7,6 +7,8 @@ occur in recipes, and both would be misread silently.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +16,37 @@ import yaml
 
 from slurmllm.errors import ConfigError
 
+_TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
+_FLOAT = re.compile(
+    r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
+    r"|\.inf|\.Inf|\.INF)$|^(\.nan|\.NaN|\.NAN)$"
+)
+# libyaml's stack overflows where 100 KB of text are brackets; a recipe has 2 KB.
+_LARGEST_FOR_LIBYAML = 1 << 15
+_DEEPEST = 100
+
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's numbers."""
 
 
-_TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, regexp) for tag, regexp in resolvers if tag not in _TAGS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_FLOAT = re.compile(
-    r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
-    r"|\.inf|\.Inf|\.INF)$|^(\.nan|\.NaN|\.NAN)$"
-)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?\d[\d_]*$"), list("-+0123456789")
 )
+_FastLoader: type[_Loader | yaml.CSafeLoader] = _Loader
+if yaml.__with_libyaml__:
+
+    class _LibyamlLoader(yaml.CSafeLoader):
+        """The same by libyaml, several times as fast."""
+
+        yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+    _FastLoader = _LibyamlLoader
 
 
 class _Dumper(yaml.SafeDumper):
@@ -49,8 +64,8 @@ def write_yaml(values: dict[str, Any]) -> str:
 def parse_scalar(text: str) -> Any:
     """The value of `text` after the `=` of a `--set`: a number, a list, true, null or a string."""
     try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError:
+        return _parse(text)[1]
+    except (yaml.YAMLError, RecursionError):
         return text
 
 
@@ -68,8 +83,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}; it must be UTF-8 text") from error
     try:
-        node = yaml.compose(text, _Loader)
-        values = yaml.load(text, _Loader)
+        node, values = _parse(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     except RecursionError:
@@ -85,6 +99,47 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if faults:
         raise ConfigError(f"{path}: {len(faults)} fault(s)", faults)
     return values, origins
+
+
+def _parse(text: str) -> tuple[yaml.Node | None, Any]:
+    """The document as nodes, which know their lines, and as values.
+
+    Raises:
+        yaml.YAMLError: it is no YAML.
+        RecursionError: it is nested too deeply.
+    """
+    # Tabs between words are an error to PyYAML and none to libyaml.
+    if len(text) <= _LARGEST_FOR_LIBYAML and "\t" not in text:
+        with suppress(yaml.YAMLError):  # the other one's message shows the place in the text
+            return _document(_FastLoader(text))
+    return _document(_Loader(text))
+
+
+def _document(loader: _Loader | yaml.CSafeLoader) -> tuple[yaml.Node | None, Any]:
+    node: yaml.Node | None = loader.get_single_node()
+    if node is None:
+        return None, None
+    _check_depth(node)
+    return node, loader.construct_document(node)
+
+
+def _check_depth(root: yaml.Node) -> None:
+    level, seen = {id(root): root}, set[int]()
+    for _ in range(_DEEPEST):
+        seen |= level.keys()
+        inner = (node for one in level.values() for node in _inner(one))
+        level = {id(node): node for node in inner if id(node) not in seen}
+    if level:
+        raise RecursionError
+
+
+def _inner(node: yaml.Node) -> Iterator[yaml.Node]:
+    """The nodes in a node."""
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            yield from pair
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
 
 
 def _walk(

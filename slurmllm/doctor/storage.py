@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurmllm.config.cluster import Cluster
+from slurmllm.config.hardware import GIB
 from slurmllm.doctor.finding import Finding, cluster_fail, fail, ok, skipped, warn
 from slurmllm.errors import StorageError
 from slurmllm.rundir import write_atomic
@@ -23,7 +24,6 @@ SHARED_TYPES = frozenset(
         "smb3", "virtiofs", "wekafs",
     }
 )  # fmt: skip
-GIB = 1 << 30
 LITTLE_BYTES = 200 * GIB  # a checkpoint of neox_20b with its optimizer: 124 GB
 TOO_LITTLE_BYTES = GIB
 # Every attempt, checkpoint and node writes records in this way, some of them while a save waits.

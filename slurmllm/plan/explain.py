@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from slurmllm.config.hardware import GIB
 from slurmllm.plan.candidate import Candidate, MemoryUse
 from slurmllm.plan.collectives import Group, data_group, group, rate, tensor_group
 from slurmllm.plan.predict import known_hardware
 from slurmllm.plan.traffic import traffic
 
-GIB = 2**30
 _RUNNERS_UP = 2
 _CHECKPOINTING = ("none", "selective", "full")  # the more of it, the less memory
 
@@ -38,18 +38,18 @@ def degrees(candidate: Candidate) -> str:
     return f"TP {mesh.tensor} × PP {mesh.pipeline}{chunks} × DP {mesh.data}"
 
 
-def describe_memory(memory: MemoryUse, most: int = 3) -> str:
-    """`14.1 of 15.75 GiB: activations 6.02, weights 4.11, optimizer 3.05, …`."""
+def describe_memory(memory: MemoryUse, most: int | None = 3) -> str:
+    """`14.1 of 15.75 GiB: activations 6.02, weights 4.11, optimizer 3.05, …`; None: all parts."""
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
-    named = [f"{name.replace('_', ' ')} {_gib(size)}" for name, size in parts[:most] if size]
-    rest = ["…"] if sum(size > 0 for _, size in parts) > most else []
-    whole = f"{_gib(memory.peak)} of {_gib(memory.limit)} GiB"
+    named = [f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts[:most] if size]
+    rest = ["…"] if sum(size > 0 for _, size in parts) > len(named) else []
+    whole = f"{gib(memory.peak)} of {gib(memory.limit)} GiB"
     return f"{whole}: {', '.join([*named, *rest])}"
 
 
-def why_too_large(memory: MemoryUse) -> str:
+def why_too_large(memory: MemoryUse, most: int | None = 3) -> str:
     """The same, with what is too much."""
-    return f"{describe_memory(memory)}; {_gib(memory.peak - memory.limit)} GiB too much"
+    return f"{describe_memory(memory, most)}; {gib(memory.peak - memory.limit)} GiB too much"
 
 
 def explain(fitting: Sequence[Candidate], too_large: Sequence[Candidate]) -> list[str]:
@@ -178,7 +178,7 @@ def _memory_limits(
 def _compared(other: Candidate, best: Candidate) -> str:
     if not other.fits:
         return f"would need {why_too_large(other.memory)}"
-    return f"would fit ({_gib(other.memory.peak)} GiB): {_slower(best, other)}"
+    return f"would fit ({gib(other.memory.peak)} GiB): {_slower(best, other)}"
 
 
 def _slower(best: Candidate, other: Candidate) -> str:
@@ -253,6 +253,7 @@ def _bytes(count: float) -> str:
     return f"{count / 1e3:.3g} kB"
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """`14.12`: bytes in GiB."""
     count = size / GIB
     return f"{count:.2f}" if count >= 0.1 else f"{count:.2g}"

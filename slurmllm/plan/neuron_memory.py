@@ -25,6 +25,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from slurmllm.config.families import FAMILIES
+from slurmllm.config.hardware import GIB
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
@@ -37,7 +38,7 @@ _FP32, _BF16 = 4, 2
 # of microcode. The one breakdown that was found is of a 70B model's inference (github
 # aws-neuron/transformers-neuronx, issue 92): model code 482 MB, dma rings 1.471 GB, collectives
 # 367 MB. Assumed to hold for training.
-_PROGRAMS = int(2.2 * 2**30)
+_PROGRAMS = int(2.2 * GIB)
 
 # How often what a stage keeps lies there. In a pipeline it goes from one graph to another, where
 # casts, slices and transposes of one tensor have buffers of their own and graphs that wait in the
@@ -49,7 +50,7 @@ _COPIES = 2
 
 # What collectives of gradients and weights have on the way: ALLREDUCE_BUCKET_CAP_MB at most, or
 # ZeRO-1's 130 MB in and out (`backends/nxd/environment.py`).
-_ALLREDUCE_BUCKET, _ZERO_BUCKETS = 2**30, 2 * 130 * 2**20
+_ALLREDUCE_BUCKET, _ZERO_BUCKETS = GIB, 2 * 130 * 2**20
 
 
 class _Formats(NamedTuple):

@@ -7,11 +7,11 @@ from typing import Any
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.candidate import Candidate
+from slurmllm.plan.explain import gib, why_too_large
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.predict import predict
 from slurmllm.plan.remedies import (
     best_layout,
-    gib,
     layout_words,
     options,
     rate,
@@ -63,7 +63,8 @@ class Outlook:
         found, memory = self.candidate, self.candidate.memory
         return (
             f"{layout_words(found)}: {rate(found)}, MFU {100 * found.mfu:.0f} %, "
-            f"{gib(memory.peak)} of {gib(memory.limit)} a worker{', by rough figures' * self.rough}"
+            f"{gib(memory.peak)} of {gib(memory.limit)} GiB a worker"
+            f"{', by rough figures' * self.rough}"
         )
 
     @property
@@ -130,12 +131,9 @@ def _own(
 
 
 def _too_large(candidate: Candidate) -> str:
-    memory = candidate.memory
-    parts = sorted(memory.parts.items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts if size)
     return (
-        f"{layout_words(candidate)} is predicted to need {gib(memory.peak)} a worker, "
-        f"{gib(memory.peak - memory.limit)} more than the {gib(memory.limit)} there are: {listed}"
+        f"{layout_words(candidate)} is predicted to need "
+        f"{why_too_large(candidate.memory, most=None)}"
     )
 
 

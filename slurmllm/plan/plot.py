@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
+from slurmllm.config.hardware import GIB
 from slurmllm.plan.candidate import MemoryUse
 
 # Okabe and Ito 2008 ("Color universal design"): told apart by readers who do not see all colours.
@@ -18,7 +19,6 @@ _COLORS = (
 )  # fmt: skip
 _HATCHES = ("", "///", "...")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
-_GIB = 2.0**30
 _WHOLE = StrMethodFormatter("{x:,.0f}")
 
 
@@ -116,7 +116,7 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
     labels, uses = list(layouts), list(layouts.values())
     left = [0.0] * len(uses)
     for number, part in enumerate(dict.fromkeys(part for use in uses for part in use.parts)):
-        widths = [use.parts.get(part, 0) / _GIB for use in uses]
+        widths = [use.parts.get(part, 0) / GIB for use in uses]
         if not any(widths):
             continue
         axes.barh(
@@ -125,7 +125,7 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
             hatch=_HATCHES[number // len(_COLORS) % len(_HATCHES)],
         )  # fmt: skip
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    limits = [use.limit / _GIB for use in uses]
+    limits = [use.limit / GIB for use in uses]
     named = f"limit, {limits[0]:.4g} GiB" if len(set(limits)) == 1 else "limit"
     ends = [number + half for number in range(len(uses)) for half in (-0.5, 0.5)]
     axes.plot(

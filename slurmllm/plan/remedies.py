@@ -11,7 +11,6 @@ from slurmllm.plan.search import LARGEST, VARIED, Unsupported, search, smallest_
 
 # Layouts that the predictions do not tell apart: of those, the one with the fewest changes.
 _SAME = 0.99
-_GIB = 2**30
 
 
 def remedies(
@@ -80,11 +79,6 @@ def value(config: RunConfig, path: str) -> object:
     section, _, field = path.partition(".")
     found = getattr(getattr(config.recipe, section), field)
     return assumed_micro_batch(config) or found if found == "auto" else found
-
-
-def gib(count: int) -> str:
-    """Bytes as `14.2 GiB`."""
-    return f"{count / _GIB:.3g} GiB"
 
 
 def rate(candidate: Candidate) -> str:

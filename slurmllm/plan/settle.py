@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from slurmllm.config.resolve import PLANNER, RunConfig
 from slurmllm.errors import ConfigError
+from slurmllm.plan.explain import why_too_large
 from slurmllm.plan.mesh import measures_micro_batch
-from slurmllm.plan.remedies import gib, layout_words, remedies
+from slurmllm.plan.remedies import layout_words, remedies
 from slurmllm.plan.search import VARIED, Plan, Unsupported, search
 
 DEGREES = tuple(path for path in VARIED if path.startswith("parallel."))
@@ -74,13 +75,7 @@ def _nearest(found: Plan) -> list[str]:
         reasons, total = list(found.refused.items())[:_REASONS], sum(found.refused.values())
         return [f"{reason} ({count} of {total} layouts)" for reason, count in reasons]
     nearest = found.too_large[0]
-    memory = nearest.memory
-    largest = max(memory.parts, key=lambda part: memory.parts[part])
-    return [
-        f"the nearest, {layout_words(nearest)}, needs {gib(memory.peak)} a worker, "
-        f"{gib(memory.peak - memory.limit)} more than the {gib(memory.limit)} there are; "
-        f"most of it: {largest.replace('_', ' ')}, {gib(memory.parts[largest])}"
-    ]
+    return [f"the nearest, {layout_words(nearest)}, needs {why_too_large(nearest.memory)}"]
 
 
 def _nodes(count: int) -> str:

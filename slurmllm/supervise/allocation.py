@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmllm.errors import SlurmError
-from slurmllm.rundir import Stage
+from slurmllm.records import JobsRecord
+from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import SlurmClient, SlurmCommands
 from slurmllm.supervise.interfaces import reachable_address
 
@@ -59,7 +60,7 @@ class Allocation(ABC):
 
     @abstractmethod
     def state(self) -> str:
-        """Slurm's word for the job now, `RUNNING` for a local one."""
+        """Slurm's word for the job now; of a local one `RUNNING` or `CANCELLED`."""
 
 
 class SlurmAllocation(Allocation):
@@ -138,11 +139,16 @@ class SlurmAllocation(Allocation):
 
 
 class LocalAllocation(Allocation):
-    """This machine, as one node or several."""
+    """This machine, as one node or several.
+
+    Args:
+        run: The run that it works for; None where it is no run's.
+    """
 
     job_id = None
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunDir | None = None) -> None:
+        self._run = run
         self.restart_count = int(os.environ.get(LOCAL_RESTARTS) or 0)
         count = int(os.environ.get(LOCAL_NODES) or 1)
         self.nodes = tuple(f"local{index}" for index in range(count))
@@ -176,15 +182,18 @@ class LocalAllocation(Allocation):
         return None
 
     def state(self) -> str:
-        """Always running while this process does."""
-        return "RUNNING"
+        """Running while this process does, unless `slurmllm cancel` has ended it."""
+        if self._run is None or not self._run.jobs.is_file():
+            return "RUNNING"
+        sent = JobsRecord.load(self._run.jobs).submissions[-1]
+        return "RUNNING" if sent.cancelled_at is None else "CANCELLED"
 
 
-def current_allocation() -> Allocation:
-    """The nodes that this process was started on."""
+def current_allocation(run: RunDir) -> Allocation:
+    """The nodes that this process was started on, for a run."""
     # --local inside an interactive allocation has both: the narrower wish counts.
     in_slurm = "SLURM_JOB_ID" in os.environ and LOCAL_NODES not in os.environ
-    return SlurmAllocation() if in_slurm else LocalAllocation()
+    return SlurmAllocation() if in_slurm else LocalAllocation(run)
 
 
 def die_with_parent() -> None:

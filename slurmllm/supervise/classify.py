@@ -41,7 +41,7 @@ class Observed:
         expected_nodes: The nodes it ran on.
         nodes: What their launchers reported.
         failures: What workers wrote down before they failed.
-        slurm_state: Slurm's word for the job at the end.
+        slurm_state: Slurm's word for the job at the end; of a local one, `LocalAllocation.state`'s.
         step_out_of_memory: Whether Slurm's accounting says so.
         down_nodes: Nodes that Slurm no longer counts on.
         stop_signal: The signal that asked for a stop, where it came before any failure.
@@ -99,7 +99,7 @@ def classify(seen: Observed) -> Ending:
     if finished and not seen.uncompiled:
         return Ending("done", (f"all {len(codes)} workers finished",))
     if seen.slurm_state == "CANCELLED":
-        return Ending("cancelled", ("Slurm: the job was cancelled",))
+        return Ending("cancelled", ("the job was cancelled",))
     if seen.step_out_of_memory:
         left = seen.uncompiled if finished else ()
         return Ending("out_of_memory", ("Slurm: the step ran out of host memory", *left))

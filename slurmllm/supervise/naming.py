@@ -46,8 +46,10 @@ class Records:
     def precompiled(self) -> AttemptRecord | None:
         """The last precompile attempt of the last submission, where it has ended."""
         tried, sent = next(reversed(self.precompiles), None), self.sent
-        if tried is None or sent is None or sent.local or tried.ending is None:
+        if tried is None or sent is None or tried.ending is None:
             return None
+        if sent.local:
+            return tried if tried.started_at >= sent.submitted_at else None
         return tried if tried.job_id == sent.precompile_job else None
 
     @property
@@ -99,8 +101,11 @@ def name_state(records: Records, jobs: Mapping[str, JobState]) -> tuple[str, str
     if train is not None and train.state in _WAITING:
         return "requeued" if last is not None else "queued", _waits_for(train)
     if train is not None and train.state == "CANCELLED" and records.attempts:
-        return "cancelled", f"`slurmllm resume {run.name}` continues"
+        return _cancelled(run)
     silent = train is not None and train.state == "UNKNOWN" and bool(train.reason)
+    forgotten = train is not None and train.state == "UNKNOWN" and not silent
+    if forgotten and sent.cancelled_at is not None:
+        return _cancelled(run)
     if last is not None and last.ended_at is not None and not silent:
         return _stopped(run, last)
     if precompile is not None and precompile.state not in ("COMPLETED", "UNKNOWN"):
@@ -119,9 +124,13 @@ def _waits_for(job: JobState) -> str:
     return why
 
 
+def _cancelled(run: RunDir) -> tuple[str, str]:
+    return "cancelled", f"`slurmllm resume {run.name}` continues"
+
+
 def _stopped(run: RunDir, last: AttemptRecord) -> tuple[str, str]:
     if last.ending == "cancelled":
-        return "cancelled", f"`slurmllm resume {run.name}` continues"
+        return _cancelled(run)
     return "stopped", f"{last.ending}: {'; '.join(last.evidence)}"
 
 
@@ -139,9 +148,11 @@ def _local(records: Records, sent: Submission) -> tuple[str, str]:
     if alive(sent):
         state = "training" if records.last is not None else "precompiling"
         return state, f"process {sent.pid}"
-    last = records.last or next(reversed(records.precompiles), None)
+    last = records.last or records.precompiled
     if last is not None and last.action == "stop":
-        return "stopped", f"{last.ending}: {'; '.join(last.evidence)}"
+        return _stopped(records.run, last)
+    if sent.cancelled_at is not None:
+        return _cancelled(records.run)
     return "interrupted", f"`slurmllm resume {records.run.name}` continues"
 
 

@@ -366,7 +366,7 @@ def requeue_blindly(run: RunDir, stage: Stage, allocation: Allocation, error: St
 
 def supervise(run: RunDir, stage: Stage) -> int:
     """Entry of the hidden verb `supervise`."""
-    allocation = current_allocation()
+    allocation = current_allocation(run)
     try:
         return Supervisor(run, stage, allocation).main()
     except StorageError as error:

@@ -97,7 +97,7 @@ def test_a_written_mesh_that_cannot_fit_is_refused(fake: FakeSlurm) -> None:
     refused = submit("--set", NOT_ENOUGH)
     assert refused.exit_code == 2
     assert "does not fit into the memory of 2 node(s) of shelf" in refused.stderr
-    assert re.search(r"optimizer [\d.]+ GiB", refused.stderr)
+    assert re.search(r"optimizer [\d.]+[,;]", refused.stderr)
     assert "--force" in refused.stderr
     assert not fake.jobs
     assert not Path("runs").exists()
@@ -135,7 +135,7 @@ def test_auto_that_cannot_be_settled(fake: FakeSlurm) -> None:
     assert "slurmllm plan --calibrate" in none.stderr
     tight = submit("--set=parallel=auto", "--set", NOT_ENOUGH)
     assert tight.exit_code == 2
-    assert re.search(r"the nearest, .* needs [\d.]+ GiB", tight.stderr)
+    assert re.search(r"the nearest, .* needs [\d.]+ of [\d.]+ GiB", tight.stderr)
     assert not fake.jobs
 
 

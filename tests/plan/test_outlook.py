@@ -43,7 +43,7 @@ def test_a_good_mesh_is_passed() -> None:
     assert sum(shown["parts_s"].values()) == pytest.approx(shown["step_s"])
     assert re.match(
         r"tensor 8, pipeline 1, data 16, micro batch 2: [\d.,]+ seq/s predicted, MFU \d+ %, "
-        r"[\d.]+ GiB of [\d.]+ GiB a worker$",
+        r"[\d.]+ of [\d.]+ GiB a worker$",
         found.line(),
     )
 
@@ -66,9 +66,9 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
     config = configured("parallel.tensor=1")
     found = looked(config, 4)
     why, instead = found.refusals
-    assert re.search(r"predicted to need [\d.]+ GiB a worker, [\d.]+ GiB more than the", why)
+    assert re.search(r"predicted to need [\d.]+ of [\d.]+ GiB: .*; [\d.]+ GiB too much$", why)
     for part in ("optimizer", "weights", "gradients"):
-        assert re.search(rf"{part} [\d.]+ GiB", why)
+        assert re.search(rf"{part} [\d.]+[,;]", why)
     mended = looked(with_options(instead, "parallel.tensor=1"), 4)
     assert mended.candidate.fits
     assert mended.refusals == ()

@@ -114,7 +114,7 @@ def test_every_way_out_that_is_named_is_one(asked: tuple[str, int, *tuple[str, .
 
 def test_the_nearest_layout_is_named_with_what_it_lacks() -> None:
     nearest, *_ = refused("llama2_70b", 1).faults
-    assert re.search(r"needs [\d.]+ GiB a worker, [\d.]+ GiB more than the [\d.]+ GiB", nearest)
+    assert re.search(r"needs [\d.]+ of [\d.]+ GiB: .*; [\d.]+ GiB too much", nearest)
 
 
 def test_where_nothing_would_do_it_says_so() -> None:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 from end_to_end.bench import SMALL, Bench
 from train.gang import make_data
 
 
-def test_a_run_is_followed_through_a_failure_to_its_end(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "runs")
-    corpus, tokenizer = make_data(tmp_path)
-    process = bench.start(
+def start(bench: Bench, folder: Path, *more: str) -> subprocess.Popen[str]:
+    corpus, tokenizer = make_data(folder)
+    return bench.start(
         "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
         "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05", "--set=train.compile=false",
         "--set=model.vocab_size=512", f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}", "--name=r",
-        "--set=cluster.price={on_demand: 3600.0, date: '2026-01-01'}",
+        f"--set=data.tokenizer={tokenizer}", "--name=r", *more,
     )  # fmt: skip
+
+
+def test_a_run_is_followed_through_a_failure_to_its_end(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "runs")
+    price = "--set=cluster.price={on_demand: 3600.0, date: '2026-01-01'}"
+    process = start(bench, tmp_path, price)
     bench.wait_for_step("r", 12)
     watching = bench.start("status", "--watch", "0.5", "r", "--json")
     following = bench.start("logs", "r", "-f", "--all-ranks", "--stage=train")
@@ -44,3 +49,21 @@ def test_a_run_is_followed_through_a_failure_to_its_end(tmp_path: Path) -> None:
     words, _ = failures.communicate(timeout=30)
     assert failures.returncode == 0
     assert "first failing worker: rank 1 on local1\n  ended by SIGKILL\n" in words
+
+
+def test_a_local_run_is_cancelled_and_resumed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "runs")
+    process = start(bench, tmp_path)
+    bench.wait_for_step("r", 13)
+    assert "to save and leave" in bench.call("cancel", "r")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    found = bench.status("r")
+    assert (found["state"], found["why"]) == ("cancelled", "`slurmllm resume r` continues")
+    assert bench.endings("r") == [("cancelled", "stop")]
+    assert found["last_checkpoint"]["step"] == found["step"] >= 13
+    assert "nothing to cancel" in bench.call("cancel", "r")
+    (row,) = json.loads(bench.call("report", "r", "--no-files", "--json"))["runs"]
+    assert row["state"] == "cancelled"
+    bench.call("resume", "r")
+    assert bench.status("r")["state"] == "done"

@@ -180,6 +180,26 @@ def test_slurm_is_asked_once_and_only_for_what_has_not_ended(tmp_path: Path) -> 
     assert silent["runs"].not_told
 
 
+@pytest.mark.parametrize(
+    ("local", "cancelled_at", "silent", "state"),
+    [
+        (True, 5.0, False, "cancelled"),
+        (True, None, False, "interrupted"),
+        (False, 5.0, False, "cancelled"),  # Slurm has forgotten the job
+        (False, 5.0, True, "unknown"),
+    ],
+)
+def test_a_run_that_was_cancelled_between_attempts(
+    local: bool, cancelled_at: float | None, silent: bool, state: str, tmp_path: Path
+) -> None:
+    run = make(tmp_path, "r", "5")
+    sent = JobsRecord.load(run.jobs).submissions[0]
+    sent = sent.model_copy(update={"local": local, "cancelled_at": cancelled_at})
+    JobsRecord(submissions=(sent,)).save(run.jobs)
+    attempt(run, 0, 1.0, 2.0, ending="node_failure", action="requeue")
+    assert run_state(run, Asked(silent)).state == state
+
+
 @pytest.mark.parametrize("overrides", [(), (PRICE,)])
 def test_the_outline_is_that_of_the_whole_configuration(
     overrides: tuple[str, ...], tmp_path: Path

@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from slurmllm.analysis.reading.gather import Gather, open_log, plain_suffix
+from slurmllm.analysis.reading.gather import Gather, plain_suffix
+from slurmllm.analysis.reading.opening import open_log
 from slurmllm.analysis.reading.series import Log
 from slurmllm.analysis.reading.tags import step_keys
 from slurmllm.errors import RunError
@@ -26,8 +27,8 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         RunError: it has no header or no rows, or no column is the step.
         OSError: the file cannot be read.
     """
-    rows, warnings = Gather(), []
-    with open_log(path) as stream:
+    rows, warnings = Gather(), list[str]()
+    with open_log(path, warnings) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline="")
         # A node that crashed may leave NUL bytes, which csv refuses.
         lines = (line.replace("\0", "") for line in text)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -87,11 +85,6 @@ class Gather:
             )
         most = max(len(self._rows[key]) for key in found)
         return next(key for key in found if 2 * len(self._rows[key]) >= most)
-
-
-def open_log(path: Path) -> BinaryIO:
-    """A file to read from its beginning, unpacked if it is a .gz."""
-    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
 def plain_suffix(path: Path) -> str:

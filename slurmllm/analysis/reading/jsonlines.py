@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmllm.analysis.reading.gather import Gather, open_log
+from slurmllm.analysis.reading.gather import Gather
+from slurmllm.analysis.reading.opening import open_log
 from slurmllm.analysis.reading.rows import parse_row
 from slurmllm.analysis.reading.series import Log
 from slurmllm.errors import RunError
@@ -29,7 +30,8 @@ def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
         OSError: the file cannot be read.
     """
     rows, broken, first, last = Gather(), 0, 0, 0
-    with open_log(path) as stream:
+    warnings: list[str] = []
+    with open_log(path, warnings) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
@@ -39,7 +41,6 @@ def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
                 rows.add(_numbers(row))
             else:
                 broken, first = broken + 1, first or number
-    warnings = []
     if broken == 1 and first == last:
         warnings.append(f"{path}:{first}: the last line is cut and left out")
     elif broken:
@@ -55,7 +56,8 @@ def read_json(path: Path, tags: Mapping[str, str]) -> Log:
         RunError: it holds neither, or no key is the step.
         OSError: the file cannot be read.
     """
-    with open_log(path) as stream:
+    warnings: list[str] = []
+    with open_log(path, warnings) as stream:
         text = stream.read()
     try:
         document = json.loads(text)
@@ -68,7 +70,7 @@ def read_json(path: Path, tags: Mapping[str, str]) -> Log:
     rows = Gather()
     for row in _rows(document):
         rows.add(_numbers(row))
-    return rows.log(path, "jsonl", tags)
+    return rows.log(path, "jsonl", tags, tuple(warnings))
 
 
 def _rows(document: Any) -> list[dict[str, Any]]:

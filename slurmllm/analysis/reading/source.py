@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -86,10 +85,6 @@ def read_curve(
         raise RunError(
             f"cannot read {error.filename or source}: {error.strerror or error}; a log must be "
             "readable: check its permissions and the file system"
-        ) from error
-    except (EOFError, zlib.error) as error:
-        raise RunError(
-            f"{source} is damaged: {error}; unpack what is left of it and give that"
         ) from error
 
 

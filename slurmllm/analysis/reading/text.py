@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from slurmllm.analysis.reading.gather import Gather, open_log
+from slurmllm.analysis.reading.gather import Gather
+from slurmllm.analysis.reading.opening import open_log
 from slurmllm.analysis.reading.series import Log
 from slurmllm.errors import RunError
 
@@ -46,7 +47,8 @@ def read_text(path: Path, tags: Mapping[str, str]) -> Log:
     """
     formats = _formats()
     found = [Gather() for _ in formats]
-    with open_log(path) as stream:
+    warnings: list[str] = []
+    with open_log(path, warnings) as stream:
         for line in _lines(stream):
             for format_, rows in zip(formats, found, strict=True):
                 row = format_.row(line)
@@ -55,7 +57,7 @@ def read_text(path: Path, tags: Mapping[str, str]) -> Log:
                     break
     for rows in found:
         if len(rows):
-            return rows.log(path, "text", tags)
+            return rows.log(path, "text", tags, tuple(warnings))
     raise RunError(
         f"no metrics in {path}: no line is one of {', '.join(each.name for each in formats)}; "
         "give such a log, or a table (.csv, .jsonl) of the metrics"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from slurmllm.analysis.reporting.blocks import Block, Bullets, Picture, Plot, Section, Text
 from slurmllm.analysis.reporting.facts import RunFacts
 from slurmllm.analysis.reporting.figure import Figure
-from slurmllm.analysis.reporting.names import CURVES, UTILIZATION
+from slurmllm.analysis.reporting.names import CURVES, SCALING, UTILIZATION, scores_name
 from slurmllm.analysis.reporting.run_tables import (
     attempts_table,
     checkpoints_table,
@@ -92,6 +92,7 @@ def _throughput(runs: Sequence[RunFacts], drawn: Sequence[Figure]) -> Iterator[B
     for figure in drawn:
         if figure.section == "throughput":
             yield Plot(figure.name, figure.title, figure.note)
+            yield Picture(SCALING, figure.title)
 
 
 def _short(rows: Sequence[Row]) -> Iterator[str]:
@@ -129,9 +130,10 @@ def _evaluation(runs: Sequence[RunFacts], drawn: Sequence[Figure]) -> Iterator[B
     for figure in drawn:
         if figure.section == "evaluation":
             yield Plot(figure.name, figure.title, figure.note)
-    for facts in runs:
+    for number, facts in enumerate(runs):
         for found in facts.scores:
             yield Text(f"suite {found.suite}", strong=facts.name)
+            yield Picture(scores_name(number, found.suite), f"Scores of {facts.name}")
             yield scores_table(found)
 
 

@@ -18,7 +18,7 @@ from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameters
 from slurmllm.records import AttemptRecord, DataRecord, Event
 
-State = Literal["done", "stopped", "requeued", "open", "not started", "log"]
+State = Literal["done", "stopped", "cancelled", "requeued", "open", "not started", "log"]
 CheckpointState = Literal["kept", "set aside", "damaged", "removed"]
 
 
@@ -59,6 +59,7 @@ class RunFacts:
         curve: Its metrics; None where there are none.
         mesh: As it was planned last.
         attempts: Of both stages, in the order of their starts.
+        cancelled: Whether somebody cancelled it, and nobody has resumed it since.
         used: Its node hours; None of another framework's log.
         lost: What its failures cost.
         rates: Its throughput by node count, the count with the most steps first.
@@ -79,6 +80,7 @@ class RunFacts:
     curve: Curve | None = None
     mesh: Mesh | None = None
     attempts: tuple[AttemptRecord, ...] = ()
+    cancelled: bool = False
     used: Utilization | None = None
     lost: tuple[Recovery, ...] = ()
     rates: tuple[Rate, ...] = ()
@@ -109,6 +111,8 @@ class RunFacts:
         last = self.train[-1]
         if last.action == "finish" or last.ending == "done":
             return "done"
+        if last.ending == "cancelled" or (self.cancelled and last.action != "stop"):
+            return "cancelled"
         if last.ended_at is None:
             return "open"
         return "requeued" if last.action == "requeue" else "stopped"

@@ -137,6 +137,7 @@ def _gather_run(
         curve=curve,
         mesh=mesh,
         attempts=attempts,
+        cancelled=any(sent.cancelled_at is not None for sent in submissions(run)[-1:]),
         used=used,
         lost=tuple(recoveries(history)),
         rates=tuple(found),

@@ -40,7 +40,7 @@ def _blocks(section: Section, pictures: Mapping[str, str]) -> Iterator[str]:
         elif isinstance(block, Table):
             yield "\n".join(_table(block)) + "\n"
         elif isinstance(block, Picture) and block.name in pictures:
-            yield f"![{block.title}]({pictures[block.name]})\n"
+            yield f"![{_safe(block.title)}]({pictures[block.name]})\n"
 
 
 def _table(table: Table) -> Iterator[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from slurmllm.analysis.reporting.facts import RunFacts
 
-CURVES, UTILIZATION = "curves", "utilization"  # the Markdown's pictures
+# The Markdown's pictures
+CURVES, SCALING, UTILIZATION = "curves", "scaling", "utilization"
 _MOST_NAMES = 4
 _LONGEST = 40
 
@@ -32,6 +33,11 @@ def default_path(runs: Sequence[RunFacts]) -> Path:
 def pictures_folder(page: Path) -> Path:
     """Of the Markdown's pictures, beside it."""
     return page.with_name(f"{page.stem}_files")
+
+
+def scores_name(run: int, suite: str) -> str:
+    """Of the picture of what a run scored in a suite; `run` is its place in the report."""
+    return f"scores-{run}-{_file_part(suite)}"
 
 
 def _file_part(name: str) -> str:

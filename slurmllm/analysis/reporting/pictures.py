@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html import unescape
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from slurmllm.analysis.reporting.facts import RunFacts
 from slurmllm.analysis.reporting.figure import RUN_COLORS
+from slurmllm.analysis.reporting.figure import Figure as Plotted
 from slurmllm.analysis.reporting.figures import (
     STEP_PARTS,
     series,
     shown_metrics,
     step_parts,
 )
-from slurmllm.analysis.reporting.names import CURVES, UTILIZATION
+from slurmllm.analysis.reporting.names import CURVES, SCALING, UTILIZATION, scores_name
 from slurmllm.analysis.reporting.thinning import extremes, means
 from slurmllm.analysis.usage.plot import draw as draw_utilization
+from slurmllm.evaluate.picture import draw as draw_scores
 from slurmllm.picture import write_picture
 
 _ROWS = 2000
 _REMEDY = "name another file with --out"
 
 
-def write_pictures(runs: Sequence[RunFacts], folder: Path) -> Mapping[str, Path]:
+def write_pictures(
+    runs: Sequence[RunFacts], drawn: Sequence[Plotted], folder: Path
+) -> Mapping[str, Path]:
     """Draw what there is to draw.
+
+    Args:
+        runs: What the report is of.
+        drawn: The plots of the page.
+        folder: For the files.
 
     Returns:
         Name → file.
@@ -44,7 +56,55 @@ def write_pictures(runs: Sequence[RunFacts], folder: Path) -> Mapping[str, Path]
     if used:
         found[UTILIZATION] = folder / f"{UTILIZATION}.png"
         draw_utilization(used, found[UTILIZATION])
+    for figure in drawn:
+        if figure.section == "throughput":
+            found[SCALING] = folder / f"{SCALING}.png"
+            _write_scaling(figure, found[SCALING])
+    for number, facts in enumerate(runs):
+        for table in facts.scores:
+            if len(table.tokens) > 1:
+                name = scores_name(number, table.suite)
+                found[name] = folder / f"{name}.png"
+                with _any_script():
+                    draw_scores(table, facts.name, found[name])
     return found
+
+
+@contextmanager
+def _any_script() -> Iterator[None]:
+    """Pass over letters that the font lacks: a run's name may be in any script."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        yield
+
+
+def _write_scaling(figure: Plotted, path: Path) -> None:
+    """The page's plot of throughput over nodes, with what is lost of the linear one."""
+    picture = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
+    axes = picture.subplots()
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for line in figure.content["data"]:
+        measured = "markers" in line["mode"]
+        color = line["line"]["color"]
+        axes.plot(line["x"], line["y"], color=color, label=unescape(line["name"]),
+                  marker="o" if measured else None, linestyle="-" if measured else ":")  # fmt: skip
+        for nodes, speed, words in zip(line["x"], line["y"], line.get("text", ()), strict=False):
+            axes.annotate(words, (nodes, speed), (5, -10), textcoords="offset points",
+                          fontsize=7, color=color)  # fmt: skip
+    axes.set_xticks(sorted({nodes for line in figure.content["data"] for nodes in line["x"]}))
+    layout = figure.content["layout"]
+    axes.set_xlabel(layout["xaxis"]["title"]["text"])
+    axes.set_ylabel(layout["yaxis"]["title"]["text"])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter())  # few, where the range is long
+    axes.grid(visible=True, which="both", color="#e3e3e3", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    for text in axes.legend(frameon=False, fontsize=8).get_texts():
+        text.set_parse_math(False)
+    with _any_script():
+        write_picture(picture, path, _REMEDY)
 
 
 def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
@@ -78,8 +138,7 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
         )
         for text in legend.get_texts():
             text.set_parse_math(False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a run's name may be in any script
+    with _any_script():
         write_picture(picture, path, _REMEDY)
 
 

@@ -68,6 +68,7 @@ def _progress(facts: RunFacts) -> str:
         "not started": "no step yet",
         "open": f"{made}; the last attempt has no end yet",
         "requeued": f"{made}; it waits for its next attempt",
+        "cancelled": f"cancelled at {made}",
     }
     if facts.state == "stopped" and last is not None:
         why = last.ending or "why is not known"

@@ -50,7 +50,7 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool = True) -> Wri
     markdown, folder = page.with_suffix(".md"), pictures_folder(page)
     pictures = {
         name: f"{quote(folder.name)}/{path.name}"
-        for name, path in write_pictures(runs, folder).items()
+        for name, path in write_pictures(runs, drawn, folder).items()
     }
     write_atomic(markdown, to_markdown(title(runs), content, pictures, made_at))
     return Written(page if html else None, markdown)

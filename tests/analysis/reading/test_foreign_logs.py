@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,49 @@ def test_files_of_no_use(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_text("")
     with pytest.raises(RunError, match="of no kind that we read"):
         read_curve(tmp_path / "x.bin")
-    (tmp_path / "x.csv.gz").write_bytes(gzip.compress(b"step,loss\n1,2.5\n" * 99)[:-9])
-    with pytest.raises(RunError, match=r"x\.csv\.gz is damaged"):
+    (tmp_path / "x.csv.gz").write_bytes(b"step,loss\n1,2.5\n")
+    with pytest.raises(RunError, match=r"x\.csv\.gz is no gzip file.*name it x\.csv if"):
         read_curve(tmp_path / "x.csv.gz")
+
+
+LOSSES = np.random.default_rng(0).random(20_000).tolist()
+LINES: dict[str, Callable[[int, float], str]] = {
+    ".jsonl": lambda step, loss: json.dumps({"step": step, "loss": loss}),
+    ".csv": lambda step, loss: f"{step},{loss}",
+    ".log": lambda step, loss: f"step: {step} loss: {loss:.17f}",
+}
+
+
+@pytest.mark.parametrize("suffix", LINES)
+@pytest.mark.parametrize("damage", ["cut", "flipped", "appended", "no end"])
+def test_a_damaged_gzip_file_is_read_as_far_as_it_goes(
+    damage: str, suffix: str, tmp_path: Path
+) -> None:
+    lines = [LINES[suffix](step, loss) for step, loss in enumerate(LOSSES)]
+    text = "\n".join([*(["step,loss"] if suffix == ".csv" else []), *lines, ""])
+    whole = gzip.compress(text.encode())
+    half = len(whole) // 2
+    path = tmp_path / f"x{suffix}.gz"
+    path.write_bytes(
+        {
+            "cut": whole[:half],
+            "flipped": whole[:half] + bytes([whole[half] ^ 0xFF]) + whole[half + 1 :],
+            "appended": whole + b"what is no gzip",
+            "no end": whole[:-8],
+        }[damage]
+    )
+    curve = read_curve(path)
+    assert any(f"{path} is damaged: " in warning for warning in curve.warnings)
+    read = curve.series("loss")[1].tolist()
+    assert len(read) > 0.4 * len(LOSSES)
+    if damage != "flipped":  # what follows the byte is unpacked to something else
+        assert read == pytest.approx(LOSSES[: len(read)], abs=1e-16)
+        assert len(read) == len(LOSSES) or damage == "cut"
+
+
+def test_nothing_is_left_of_a_gzip_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv.gz"
+    for text in (b"", b"\x1f", gzip.compress(b"step,loss\n1,2.5\n")[:12]):
+        path.write_bytes(text)
+        with pytest.raises(RunError, match="no metrics in"):
+            read_curve(path)

@@ -66,7 +66,7 @@ def test_the_page_in_a_browser(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> N
     assert not re.findall(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//", outside)
     assert len(text) < 6e6
     markdown = page.with_suffix(".md").read_text()
-    for picture in ("curves", "utilization"):
+    for picture in ("curves", "utilization", "scaling", "scores-0-hlat"):
         assert f"(page_files/{picture}.png)" in markdown
         assert (tmp_path / "page_files" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     assert "&lt;script&gt;alert(1)" in markdown

@@ -1,0 +1,85 @@
+"""Tables fit any width, and no number of theirs is cut, broken or lost."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from slurmllm.cli.output import PROSE, Column, fitted, print_table
+
+NUMBERS = st.floats(1, 1e12).map(lambda value: f"{value:,.2f}")
+WORDS = st.text("ab ", min_size=1, max_size=60) | st.just("运行 a b c d e f g h 运行 i j k l")
+
+
+@given(
+    st.lists(st.tuples(WORDS, st.lists(NUMBERS, min_size=9, max_size=9), WORDS), max_size=4),
+    st.integers(40, 300),
+)
+def test_every_number_stands_whole_in_a_line_that_fits(
+    rows: list[tuple[str, list[str], str]], room: int
+) -> None:
+    columns = [
+        Column("run", 16),
+        *(Column(f"n{i}", drop=i == 8) for i in range(9)),
+        Column("why", PROSE),
+    ]
+    cells = [(f"{i}{name}", *numbers, why) for i, (name, numbers, why) in enumerate(rows)]
+    found = fitted(columns, cells, room)
+    lines = [line for part in found.parts for line in part]
+    assert all(cell_len(line) <= room for line in lines)
+    words = [word for line in lines for word in line.split()]
+    shown = 8 if found.left_out else 9
+    for numbers in (numbers for _, numbers, _ in rows):
+        assert all(
+            words.count(number) >= numbers[:shown].count(number) for number in numbers[:shown]
+        )
+    told = [word for *_, why in rows for word in why.split() if len(word) <= 20]
+    assert set(told) <= set(words)
+
+
+ROWS = [("a", "1", "1,234.5678", "some words that are long"), ("a", "2", "0.25", "few")]
+
+
+def shown(capsys: pytest.CaptureFixture[str], fold: str = "", *more: tuple[str, ...]) -> str:
+    print_table(("run", "nodes", "tokens/s", "what it is"), [*ROWS, *more], fold)
+    return click.unstyle(capsys.readouterr().out)
+
+
+def test_columns_without_room_follow_below_what_tells_the_rows_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = (
+        "run  nodes  tokens/s    what it is\n"
+        "a    1      1,234.5678  some words that are long\n"
+        "a    2      0.25        few\n"
+    )
+    monkeypatch.setenv("COLUMNS", "47")
+    assert shown(capsys) == wide  # a pipe
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "48")
+    assert shown(capsys) == wide
+    monkeypatch.setenv("COLUMNS", "47")
+    assert shown(capsys) == (
+        "run  nodes  tokens/s\na    1      1,234.5678\na    2      0.25\n\n"
+        "run  nodes  what it is\na    1      some words that are long\na    2      few\n"
+    )
+    monkeypatch.setenv("COLUMNS", "36")
+    more = ("b", "64", "7", "folded: " + "word " * 9)
+    assert shown(capsys, "what it is", more).splitlines()[-3:] == [
+        "b    64     folded: word word word",
+        "            word word word word word",
+        "            word",
+    ]
+
+
+def test_a_blank_cell_stands_for_the_one_above_it() -> None:
+    rows = [("a", "one", "1"), ("", "two", "2"), ("b", "one", "3"), ("", "two", "4")]
+    columns = [Column("group"), Column("task"), Column("step 100"), Column("step 200")]
+    found = fitted(columns, [(*row, "0.5") for row in rows], 21)
+    assert [part[1:3] for part in found.parts] == [
+        ["a      one   1", "       two   2"],
+        ["a      one   0.5", "       two   0.5"],
+    ]

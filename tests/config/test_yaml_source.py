@@ -1,0 +1,74 @@
+"""libyaml reads what PyYAML reads, and faults are told in PyYAML's words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmllm import shipped
+from slurmllm.config import yaml_source
+from slurmllm.config.yaml_source import parse_scalar, read_yaml, write_yaml
+from slurmllm.errors import ConfigError
+
+WORDS = st.text("a1eé:#'\"-[]{},&*?|>%!~ _.\n", max_size=8)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS
+TREES = st.dictionaries(
+    WORDS, st.recursive(LEAVES, lambda t: st.lists(t) | st.dictionaries(WORDS, t)), min_size=1
+)
+
+
+def by_both(path: Path) -> list[object]:
+    """What is read, or the message; by libyaml, and without it."""
+    found: list[object] = []
+    for loader in (yaml_source._FastLoader, yaml_source._Loader):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(yaml_source, "_FastLoader", loader)
+            try:
+                found.append(read_yaml(path))
+            except ConfigError as error:
+                found.append(str(error))
+    return found
+
+
+@given(TREES)
+def test_a_tree_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, tree: dict[str, object]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "tree.yaml"
+    path.write_text(write_yaml(tree))
+    fast, slow = by_both(path)
+    assert fast == slow
+    assert isinstance(fast, str) or fast[0] == tree
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: [1\n", "a: b: c\n", "a:\n  b: 1\n c: 2\n", "a:\tb\n", "a:\n\tb: 1\n", "a: @b\n", "a: *b\n",
+     "? [a]\n: b\n", "a: !!python/name:os.system\n", "a: \x01\n", "a: 1\n---\nb: 2\n",
+     "a: " + "[" * 3000 + "]" * 3000, "a: \"b\n", "%X\n", "a:\n  " + "- " * 200_000],
+)  # fmt: skip
+def test_faults_are_told_in_the_same_words(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    fast, slow = by_both(path)
+    assert fast == slow
+
+
+def test_shipped_files_and_their_lines() -> None:
+    assert yaml.__with_libyaml__ == (yaml_source._FastLoader is not yaml_source._Loader)
+    for folder in (shipped.recipes_dir(), shipped.clusters_dir()):
+        for path in folder.glob("*.yaml"):
+            fast, slow = by_both(path)
+            assert fast == slow
+            assert not isinstance(fast, str)
+
+
+def test_scalars_of_the_command_line() -> None:
+    texts = ("1e-4", "1:30", "[1, a]", "null", "x: [", "[" * 3000)
+    assert [parse_scalar(text) for text in texts] == [
+        1e-4, "1:30", [1, "a"], None, "x: [", "[" * 3000,
+    ]  # fmt: skip
