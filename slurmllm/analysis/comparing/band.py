@@ -4,8 +4,9 @@ At each point the seeds have a mean and a spread; the spread is pooled over the 
 A further seed of the same training differs from the mean by the spread times √(1 + 1/m), and by
 Student's t with few seeds. Seeds differ in two ways, from batch to batch and slowly (one learns a
 little faster for a while), and so the same is asked of means over 4, 16, 64 … points and of the
-whole: there the spread of the seeds' own means is the measure. Neighbouring means of a seed are
-alike; they count as so many as their correlation leaves.
+whole: there the spread of the seeds' own means is the measure. The means are of medians of three
+neighbours, so that single points of heavy noise count as single points alone. Neighbouring means
+of a seed are alike; they count as so many as their correlation leaves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slurmllm.analysis.comparing.scatter import medians_of_three
 from slurmllm.analysis.comparing.student import t_quantile
+from slurmllm.analysis.comparing.tails import extrapolated, largest
 from slurmllm.analysis.curves import Floats
 
 # That a further seed leaves the band, over both metrics.
@@ -22,6 +25,9 @@ CHANCE = 0.01
 # What t is asked for: it knows only what few seeds tell of the noise's shape.
 _ASKED = CHANCE / 5
 _METRICS = 2
+# That single points of heavy noise do, a metric; and the place of the one that tells how far.
+_HEAVY = CHANCE / _METRICS / 2
+_TELLS = 5
 
 
 @dataclass(frozen=True)
@@ -58,15 +64,14 @@ def against_band(seeds: Floats, other: Floats) -> Verdict:
     floor = float(np.abs(mean).max()) * 1e-12 or 1e-300
     scale = np.maximum(_point_to_point(deviations), floor)
     further = np.sqrt(1 + 1 / count)
-    left_out = deviations * np.sqrt(count / (count - 1)) / scale
-    z, own = (other - mean) / (scale * further), deviations / scale
+    own, z = deviations / scale, (other - mean) / (scale * further)
+    calm, calm_z = medians_of_three(own), medians_of_three(z)
     widths = _widths(points)
-    limits = {
-        width: _limit(own, left_out, width, _ASKED / _METRICS / len(widths)) for width in widths
-    }
+    chance = _ASKED / _METRICS / len(widths)
+    limits = {width: _limit(own if width == 1 else calm, width, chance) for width in widths}
     excess, worst, first, end = 0.0, 1, None, points + 1
     for width, limit in limits.items():
-        reach = np.abs(_means(z[None], width)[0]) / limit
+        reach = np.abs(_means((z if width == 1 else calm_z)[None], width)[0]) / limit
         if reach.max() > excess:
             excess, worst = float(reach.max()), width
         if reach.max() > 1:
@@ -111,12 +116,11 @@ def _means(rows: Floats, width: int) -> Floats:
     return means
 
 
-def _limit(own: Floats, left_out: Floats, width: int, chance: float) -> float:
+def _limit(own: Floats, width: int, chance: float) -> float:
     """What means of a further seed may come to, in the unit.
 
     Args:
         own: Deviations of the seeds from their mean. [seeds, points]
-        left_out: Deviations of each from the others' mean, as if it were the further one.
         width: Points of a mean.
         chance: That one of the means of a further seed is beyond.
     """
@@ -125,23 +129,33 @@ def _limit(own: Floats, left_out: Floats, width: int, chance: float) -> float:
     variance = float((means**2).sum()) / ((seeds - 1) * blocks)
     degrees = max(1.0, (seeds - 1) * _independent(means))
     t = t_quantile(chance / blocks, degrees) * float(np.sqrt(variance))
-    # Heavy tails go beyond what t allows: a further seed may be as far off as the furthest of the
-    # seeds and more, the more the fewer there are to tell.
-    times = 2 + 4 / seeds if width == 1 else 1.35 + 1.65 / seeds
-    furthest = float(np.abs(_means(left_out, width)).max())
-    return float(max(t, times * furthest, 1e-300))
+    # Heavy tails go beyond what t allows. Each seed against the others, as the further one is:
+    far = np.abs(means) * np.sqrt(seeds / (seeds - 1))
+    if width == 1:
+        rows = far[: 1 if seeds == 2 else seeds]  # two seeds are as far off from each other
+        top = largest(rows.ravel(), 512)
+        place = min(_TELLS, len(top)) - 1
+        beyond = extrapolated(top, rows.size, place, (place + 1) / (len(rows) * _HEAVY))
+    else:  # as far off as the furthest of the seeds and more, the more the fewer there are to tell
+        beyond = (1.35 + 1.65 / seeds) * float(far.max())
+    return float(max(t, beyond, 1e-300))
 
 
 def _independent(means: Floats) -> float:
-    """How many independent squares the means of a seed are worth, from their autocorrelation."""
+    """How many independent squares the means of a seed are worth, from their autocorrelation ρ.
+
+    n / (1 + 2 Σ (1 - k/n) ρ_k²) of n means (Bartlett 1946), up to where ρ is lost in its own noise:
+    its first value that is not above 0 (Geyer, Practical Markov chain Monte Carlo, Statistical
+    Science 7, 1992).
+    """
     blocks = means.shape[1]
     if blocks < 3 or not means.any():
         return 1.0
     size = 1 << (2 * blocks - 1).bit_length()
     power = (np.abs(np.fft.rfft(means, size, axis=1)) ** 2).sum(axis=0)
-    correlation = np.fft.irfft(power, size)[:blocks]
+    pairs = 1 - np.arange(blocks) / blocks  # of all means, that have one so far behind them
+    correlation = np.fft.irfft(power, size)[:blocks] / pairs
     correlation /= correlation[0]
-    # Up to where it is lost: what follows is the estimate's own noise.
-    lost = correlation < 2 / np.sqrt(blocks)
+    lost = correlation <= 0
     end = int(np.argmax(lost)) if lost.any() else blocks
-    return float(blocks / (1 + 2 * (correlation[1:end] ** 2).sum()))
+    return float(blocks / (1 + 2 * (pairs[1:end] * correlation[1:end] ** 2).sum()))

@@ -100,6 +100,8 @@ def compare(
     likely, diagnosis = (
         ([], None) if match else _explain(a, b, alignment, points, differences, metrics, causes)
     )
+    if alignment.method == "exact" and band is None:
+        likely, diagnosis = diagnose.since_the_first_difference(likely, diagnosis, metrics)
     only_in_a, only_in_b = alignment.only
     warnings = verdict.warnings_of("A", a, only_in_a) + verdict.warnings_of("B", b, only_in_b)
     warnings += verdict.warnings_of_both(a, b, METRICS, metrics, alignment)
@@ -188,6 +190,7 @@ def _compare_metric(
         max_rel_diff=None if largest is None else float(difference[largest]),
         max_rel_diff_step=None if largest is None else int(steps[largest]),
         mean_rel_diff=None if largest is None else float(np.mean(difference[finite])),
+        first_difference_step=_first_step(steps, ~same),
         first_departure_step=None if departure is None else int(steps[departure]),
         first_departure_rel_diff=(
             float(difference[departure]) if departure is not None and finite[departure] else None

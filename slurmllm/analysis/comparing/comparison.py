@@ -61,6 +61,7 @@ class MetricComparison(Record):
     max_rel_diff: float | None = Field(description="None where no step is finite on both sides")
     max_rel_diff_step: int | None
     mean_rel_diff: float | None
+    first_difference_step: int | None = Field(description="first step without the same bits")
     first_departure_step: int | None = Field(description="first step beyond the tolerance")
     first_departure_rel_diff: float | None = Field(description="None where a value is not finite")
     departures: int = Field(description="steps beyond the tolerance")

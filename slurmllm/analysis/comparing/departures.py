@@ -3,47 +3,60 @@
 What is judged is the signed relative difference r = (b - a) / max(|a|, |b|) at the points compared,
 against a tolerance τ. Single points beyond τ are what noise brings; the curves differ where
 
-- **lasting**: the mean of r over a window of 8 to 1,024 points is beyond τ by more than the
-  window's own statistical error. It is a mean over medians of three neighbours, which single
-  points do not move. The error is what neighbouring windows differ by, so that slow noise counts.
-  The departure lasts as long as means are beyond τ/2.
+- **lasting**: the mean of r over a window of 8 to 1,024 points, and √points at least, is beyond τ
+  by more than the window's own statistical error. It is a mean over medians of three neighbours,
+  which single points do not move, and stays beyond without what few points have to themselves: a
+  shock that noise takes points to forget is none. The error is what neighbouring windows differ by,
+  so that slow noise counts; of a window of less than three independent values it is more. The
+  departure lasts as long as means are beyond τ/2.
 - **noise**: r scatters by more than τ from point to point: the curves do not lie on each other.
-- **outlier**: points are too far off to belong to the noise: beyond τ, and either 10 times the
-  scatter around them and 6 times as far as the fifth furthest of all, or three and more of them 24
-  times the scatter, or one 100 times.
+- **outlier**: points are too far off to belong to the noise: beyond τ, 10 times the scatter
+  around them, and further than the tail of the noise goes (tails.py).
 
 Of curves that are otherwise the same the scatter is 0, and so one point beyond τ is a departure.
 Fewer than 20 points do not tell noise: there, each point beyond τ is a departure.
 
-The constants are set by simulation (tools/benchmarks/departures.py): under one false alarm in a
-hundred with noise of up to τ/3, normal and heavy-tailed, white and slow, 50 to 20,000 points.
+The constants are set by simulation (tools/benchmarks/departures.py): at most one false alarm in a
+hundred with noise of up to τ/3, from normal to Student's t with 3 degrees of freedom, white and
+slow, 50 to 20,000 points.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from math import comb
 from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 
 from slurmllm.analysis.comparing.onset import emergence
-from slurmllm.analysis.comparing.scatter import TO_SIGMA, Scatter, scatter
+from slurmllm.analysis.comparing.scatter import TO_SIGMA, Scatter, medians_of_three, scatter
+from slurmllm.analysis.comparing.tails import extrapolated, largest
 from slurmllm.analysis.curves import Flags, Floats, Ints
 
 Rule = Literal["pointwise", "lasting", "noise", "outlier"]
 
 FEW = 20
 SCALES = (8, 16, 32, 64, 128, 256, 512, 1024)
-# From so many points on the shortest windows are left out: more points, more bursts of noise.
-_LONG = (256, 4096)
 # That noise alone takes some window of a curve beyond τ plus its error.
 _CHANCE = 1e-3
 # Blocks and scatter over τ: the fewer points, the less certain an estimate.
 _NOISY = ((1, 1.75), (8, 1.25))
 _NOISY_ALL = 1.1
-_LONE, _OF_FIFTH, _SEVERAL, _CERTAIN = 10.0, 6.0, 24.0, 100.0
+# No point counts for more than so much of what a window's mean needs.
+_WINSOR = 1.5
+# Values that a window must hold, neighbours that are alike counted as one.
+_INDEPENDENT = 3.0
+# Windows, a quarter of each the next one's, of which the error can be told.
+_TOLD = 24
+# Points around an outlier scatter by less than a tenth of it.
+_OFF = 10.0
+# So many points may be far off by one shock.
+_SHOCK = 16
+# Points that outliers are looked for among.
+_RANKED = 512
 
 
 @dataclass(frozen=True)
@@ -123,9 +136,9 @@ def judge(r: Floats, tolerance: float, rough: float = 0.0) -> Judgement:
     stretch = None
     if stays:
         longest = min(stays, key=lambda one: one.since)
-        near = abs(longest.since - onset) <= longest.end - longest.first
-        first = onset if near else longest.since
         last = max(one.last or 0 for one in stays if one.since <= (longest.last or 0) + 1)
+        near = longest.since - (longest.end - longest.first) <= onset <= last
+        first = onset if near else longest.since
         inside = r[first : last + 1]
         stretch = Stretch(first, last, float(np.median(np.abs(inside))))
     rule = found[0].rule
@@ -145,27 +158,32 @@ def _row(r: Floats, beyond: Flags) -> Stretch | None:
 
 
 def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:
-    calm = r.copy()
-    low, high = np.minimum(r[:-1], r[1:]), np.maximum(r[:-1], r[1:])
-    calm[1:-1] = np.maximum(low[:-1], np.minimum(high[:-1], r[2:]))
+    calm = medians_of_three(r)
     total = np.concatenate(([0.0], np.cumsum(calm)))
-    shortest = SCALES[sum(len(r) >= points for points in _LONG)]
+    shortest = max(width for width in SCALES if width**2 <= max(len(r), SCALES[0] ** 2))
     scales = [width for width in SCALES if shortest <= width <= max(shortest, len(r) // 8)]
-    begins = {width: np.arange(0, len(r) - width + 1, width // 4) for width in scales}
+    begins = {width: _begins(len(r), width) for width in scales}
     z = _quantile(_CHANCE / sum(len(places) for places in begins.values()))
+    middles = begins[scales[-1]] + scales[-1] // 2
+    single = _error(r[middles], spread.at(middles), 1)
+    covered = np.zeros(len(r) + 1, dtype=np.int64)
     error = 0.0
     first: _Found | None = None
-    covered = np.zeros(len(r) + 1, dtype=np.int64)
     for width in reversed(scales):  # a mean of fewer points is no more certain than one of more
         places = begins[width]
         means = (total[places + width] - total[places]) / width
         sigma = spread.at(places + width // 2)
         error = max(error, _error(means, sigma, width))
+        independent = (single / error) ** 2
+        few = 1.0 if width == scales[-1] else max(1.0, _INDEPENDENT / independent)
         size = np.abs(means)
         stays = places[size > tolerance / 2]
         covered += np.bincount(stays, minlength=len(r) + 1)
         covered -= np.bincount(stays + width, minlength=len(r) + 1)
-        hits = places[size > tolerance + z * error * sigma]
+        needed = tolerance + z * few * error * sigma
+        hits = np.flatnonzero(size > needed)
+        most = _WINSOR * needed[hits] + 3 * sigma[hits]
+        hits = places[hits[_means_of_cut(calm, places[hits], width, most) >= needed[hits]]]
         if not len(hits):
             continue
         if first is None or hits[0] + width < first.end:
@@ -177,6 +195,27 @@ def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:
     since = 0 if before.all() else first.first + 1 - int(np.argmin(before))
     last = len(r) - 1 if after.all() else first.first + int(np.argmin(after)) - 1
     return _Found("lasting", first.first, first.end, since, last)
+
+
+def _begins(points: int, width: int) -> Ints:
+    """First points of windows, a quarter of the width apart; the last one ends with the curve."""
+    found = np.arange(0, points - width + 1, width // 4)
+    end = points - width
+    return found if found[-1] == end else np.append(found, end)
+
+
+def _means_of_cut(r: Floats, begins: Ints, width: int, most: Floats) -> Floats:
+    """Sizes of winsorized means (Tukey) over windows, to which no point adds more than a limit.
+
+    Args:
+        r: Differences. [points]
+        begins: First points of the windows. [windows]
+        width: Points of a window.
+        most: The limits. [windows]
+    """
+    inside = np.lib.stride_tricks.sliding_window_view(r, width)[begins]
+    found: Floats = np.abs(np.clip(inside, -most[:, None], most[:, None]).mean(axis=1))
+    return found
 
 
 def _error(means: Floats, sigma: Floats, width: int) -> float:
@@ -192,7 +231,7 @@ def _error(means: Floats, sigma: Floats, width: int) -> float:
     """
     white = 1 / np.sqrt(width)
     there = sigma[4:-4] > 0
-    if np.count_nonzero(there) < 24:
+    if np.count_nonzero(there) < _TOLD:
         return float(2 * white)
     # Against the mean of the windows before and after: a trend is no noise.
     ratios = np.abs(means[4:-4] - (means[8:] + means[:-8]) / 2)[there] / sigma[4:-4][there]
@@ -236,18 +275,35 @@ def _outlier(r: Floats, spread: Scatter, beyond: Flags) -> _Found | None:
         np.median(r[:edge].reshape(-1, spread.size), axis=1) if edge else (), np.median(r[edge:])
     )
     off = np.abs(r - middles[blocks])
-    fifth = float(np.partition(off, -5)[-5])
     usual = np.append(
         np.median(off[:edge].reshape(-1, spread.size), axis=1) if edge else (),
         np.median(off[edge:]),
     )
     # Slow noise scatters less from point to point than over a block.
     sigma = np.maximum(spread.sigma, TO_SIGMA * usual)[blocks[places]]
+    limit = _limit(off)
     off = off[places]
-    lone = (off > _LONE * sigma) & (off > _OF_FIFTH * fifth)
-    several = off > _SEVERAL * sigma
-    flagged = lone | (off > _CERTAIN * sigma)
-    if np.count_nonzero(several) >= 3:
-        flagged |= several
+    flagged = (off > _OFF * sigma) & (off > limit)
     hits: Ints = places[flagged]
     return _Found("outlier", int(hits[0]), int(hits[0]) + 1) if len(hits) else None
+
+
+def _limit(off: Floats) -> float:
+    """What only points that do not belong to the noise exceed; infinite where all belong.
+
+    The furthest is held against the fifth furthest. Several outliers hide each other, and so the
+    fourth is held against the seventeenth as well, and so on.
+
+    Args:
+        off: Distances from the noise's middle. [points]
+    """
+    top = largest(off, _RANKED)
+    limit, several = np.inf, 1
+    while 8 * several <= len(off) and 8 * several <= _RANKED:
+        shocks = max(1, several // _SHOCK)
+        odds = comb(4 * shocks, shocks) / _CHANCE
+        far = extrapolated(top, len(off), 4 * several, odds, shocks)
+        if top[several - 1] > far:
+            limit = min(limit, far)
+        several *= 4
+    return limit

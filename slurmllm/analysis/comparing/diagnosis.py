@@ -12,13 +12,13 @@ weights and batch; its parameter norm is of the weights after it. So
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from slurmllm.analysis.comparing.alignment import Alignment
 from slurmllm.analysis.comparing.causes import Cause
-from slurmllm.analysis.comparing.comparison import Diagnosis
+from slurmllm.analysis.comparing.comparison import Diagnosis, Kind, MetricComparison
 from slurmllm.analysis.comparing.onset import largest_rise, stays
 from slurmllm.analysis.curves import Curve, Floats, Ints
 
@@ -35,6 +35,8 @@ _TOLD = 32
 _OTHER_WEIGHTS = 2e-4
 # Roundings alone differ by no more; other batches by far more, from the first step on.
 _ROUNDED = {"loss": 1e-4, "grad_norm": 2e-3}
+# What changes the last digits of every step; all else has a step of its own.
+_ROUNDINGS: tuple[Kind, ...] = ("precision", "mesh", "rounding")
 _ORDER = ("data", "model", "batch", "seed", "precision", "lr", "optimizer", "mesh", "rounding")
 
 
@@ -94,6 +96,30 @@ def main_cause(found: Sequence[Cause]) -> Diagnosis | None:
         return None
     best = max(found, key=lambda cause: (not cause.weak, cause.step, -_ORDER.index(cause.kind)))
     return Diagnosis(kind=best.kind, step=best.step, words=best.words)
+
+
+def since_the_first_difference(
+    likely: Sequence[Cause], diagnosis: Diagnosis | None, metrics: Mapping[str, MetricComparison]
+) -> tuple[list[Cause], Diagnosis | None]:
+    """Where roundings are the cause: from which step on, which the tolerance hides at first.
+
+    Returns:
+        The likely causes and the main one, with the step and the words of that.
+    """
+    differ = [m.first_difference_step for m in metrics.values()]
+    part = [m.onset_step for m in metrics.values()]
+    first = min((step for step in differ if step is not None), default=None)
+    onset = min((step for step in part if step is not None), default=None)
+    if diagnosis is None or diagnosis.kind not in _ROUNDINGS or first is None or onset is None:
+        return list(likely), diagnosis
+    words = diagnosis.words
+    if first < onset:
+        words += f"; the values differ from step {first} on, beyond the tolerance from step {onset}"
+    told = diagnosis.model_copy(update={"step": max(diagnosis.step, first), "words": words})
+    return [
+        replace(cause, step=told.step, words=words) if cause.words == diagnosis.words else cause
+        for cause in likely
+    ], told
 
 
 def what_parts_first(

@@ -49,6 +49,9 @@ def emergence(r: Floats, begin: int, end: int) -> int:
         sigma = TO_SIGMA * float(np.median(np.abs(before - middle)))
         inside = r[start:end] - middle
         after = float(np.median(r[begin:end])) - middle
+        # The evidence may begin long before the departure does: then its later half tells.
+        later = float(np.median(r[(begin + end) // 2 : end])) - middle
+        after = later if abs(later) > 2 * abs(after) else after
         if sigma < abs(after) < _CLEAR * sigma:
             gained = np.cumsum(((inside - after / 2) * np.sign(after))[::-1])[::-1]
             return start + int(np.argmax(gained))

@@ -52,3 +52,16 @@ def scatter(r: Floats) -> Scatter:
         found[:-1] = np.median(np.abs(np.diff(whole, axis=1)), axis=1)
     found[-1] = np.median(np.abs(np.diff(r[(blocks - 1) * size :])))
     return Scatter(size, found * (TO_SIGMA / np.sqrt(2)))
+
+
+def medians_of_three(values: Floats) -> Floats:
+    """Each value's median with its two neighbours, which single points do not move; ends as is.
+
+    Args:
+        values: At least one. [..., points]
+    """
+    found = values.copy()
+    low = np.minimum(values[..., :-1], values[..., 1:])
+    high = np.maximum(values[..., :-1], values[..., 1:])
+    found[..., 1:-1] = np.maximum(low[..., :-1], np.minimum(high[..., :-1], values[..., 2:]))
+    return found

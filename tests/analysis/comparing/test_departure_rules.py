@@ -23,14 +23,15 @@ def noise(random: np.random.Generator, points: int, shape: str, slowness: float)
     elif shape == "laplace":
         white = random.laplace(size=count) / np.sqrt(2)
     else:
-        white = random.standard_t(5, count) / np.sqrt(5 / 3)
+        degrees = int(shape[1:])
+        white = random.standard_t(degrees, count) / np.sqrt(degrees / (degrees - 2))
     if slowness:
         slow = accumulate(white.tolist(), lambda last, new: slowness * last + new)
         white = np.fromiter(slow, float, count) * np.sqrt(1 - slowness**2)
     return np.asarray(white[300:])
 
 
-@pytest.mark.parametrize("shape", ["normal", "laplace", "t5"])
+@pytest.mark.parametrize("shape", ["normal", "laplace", "t5", "t3"])
 @pytest.mark.parametrize(
     ("points", "slowness", "seeds"),
     [(50, 0, 300), (300, 0, 300), (300, 0.9, 300), (3000, 0, 200), (3000, 0.99, 100)],
@@ -46,9 +47,27 @@ def test_noise_of_a_third_of_the_tolerance_is_no_departure(
     assert alarms <= seeds // 100
 
 
-def test_noise_of_20000_points() -> None:
+@pytest.mark.parametrize("slowness", [0.0, 0.9])
+def test_noise_of_20000_points(slowness: float) -> None:
     random = np.random.default_rng(4)
-    assert not any(judge(noise(random, 20_000, "t5", 0.0) / 3, TAU).rule for _ in range(20))
+    assert not any(judge(noise(random, 20_000, "t3", slowness) / 3, TAU).rule for _ in range(20))
+
+
+def test_a_shock_that_slow_noise_takes_its_time_to_forget() -> None:
+    r = noise(np.random.default_rng(9), 5000, "normal", 0.9) / 3
+    r[2000:] += 10 * 0.9 ** np.arange(3000)
+    assert judge(r, TAU).rule is None
+    r[2000:2128] += 3
+    assert judge(r, TAU).rule == "lasting"
+
+
+@pytest.mark.parametrize(("points", "count"), [(40, 1), (400, 3), (400, 7), (5000, 80)])
+def test_points_that_do_not_belong_to_the_noise(points: int, count: int) -> None:
+    r = noise(np.random.default_rng(10), points, "t5", 0.0) / 10
+    places = np.linspace(5, points - 5, count).astype(int)
+    r[places] = 20
+    found = judge(r, TAU)
+    assert (found.rule, found.onset) == ("outlier", places[0])
 
 
 @pytest.mark.parametrize("points", [50, 400, 5000])
@@ -119,6 +138,8 @@ def test_a_tolerance_of_nothing_admits_nothing() -> None:
     assert judge(r, 0.0).rule is None
     r[50] = 1e-16
     assert judge(r, 0.0).onset == 50
+    r[50:] = 1e-16
+    assert judge(r, 0.0).rule == "lasting"
 
 
 @given(

@@ -188,6 +188,27 @@ def test_roundings_drift(compared) -> None:
     assert diagnosed(compared(changed(loss=(1, apart), grad_norm=(1, apart))))[0] == "rounding"
 
 
+def test_roundings_begin_before_they_leave_the_tolerance(compared) -> None:
+    rows = changed(loss=(1, drift(0.02)), grad_norm=(1, drift(0.05)), param_norm=(1, drift(1e-3)))
+    found = compared(rows, {"train.precision": "bf16"})
+    assert found.metrics["loss"].first_difference_step == 1
+    onset = min(metric.onset_step or 0 for metric in found.metrics.values())
+    assert onset > 1
+    assert diagnosed(found) == ("precision", 1)
+    assert f"differ from step 1 on, beyond the tolerance from step {onset}" in found.reason
+    later = changed(loss=(K, drift(0.02)), grad_norm=(K, drift(0.05)))
+    for row in later:
+        row["attempt"] = int(row["step"] >= K)
+    assert diagnosed(compared(later, {"train.precision": "bf16"})) == ("precision", K)
+
+
+def test_values_that_differ_within_the_tolerance_match(compared) -> None:
+    found = compared(changed(loss=(5, scattered(1e-6))))
+    assert found.match
+    assert found.metrics["loss"].first_difference_step == 5
+    assert found.metrics["grad_norm"].first_difference_step is None
+
+
 def test_a_match_has_no_diagnosis(compared) -> None:
     found = compared(make_rows(1, 120), {"train.precision": "bf16", "parallel.tensor": 2})
     assert found.match
