@@ -141,6 +141,7 @@ def evaluate(
     from secrets import token_hex
     from time import monotonic
 
+    from slurmllm.checkpoint.tokenizer_files import of_file
     from slurmllm.cli.evaluate_output import report
     from slurmllm.errors import EXIT_NEGATIVE, CheckpointError, UserError
     from slurmllm.evaluate.evaluating import (
@@ -150,6 +151,7 @@ def evaluate(
         is_known,
         permitted,
         settle,
+        without_figure,
         works,
     )
     from slurmllm.evaluate.evaluating import run as do
@@ -168,6 +170,8 @@ def evaluate(
         _fetch(ctx, placed)
         return
     target = find_target(run, runs_root(runs_dir))
+    if tokenizer is not None:
+        of_file(tokenizer)  # says what is wrong with it before any job does
     settings = Settings(
         limit, batch_size, device, allow_code,
         export_dir and export_dir.absolute(), tokenizer and tokenizer.absolute(),
@@ -194,12 +198,22 @@ def evaluate(
     answer = Answer()
     if todo:
         _require_harness(todo, question)
-        at_once = jobs or (_DEFAULT_JOBS if slurm else 1)
-        answer = do(todo, _runner(target, at_once, slurm, for_slurm, todo), _say_end)
+        if device == "cuda" and not slurm:
+            _require_cuda()
         for one in question.placed:
             if not one.shipped and validation_corpus is None:
                 record_suite(target.store, one, whole=not (suites and tasks))
+        at_once = jobs or (_DEFAULT_JOBS if slurm else 1)
+        try:
+            answer = do(todo, _runner(target, at_once, slurm, for_slurm, todo), _say_end)
+        except KeyboardInterrupt:
+            click.echo("what has a score keeps it; the same command goes on", err=True)
+            raise
     answer.cached = known_before
+    without = without_figure(target, chosen.candidates, question, settings)
+    for failure in without:
+        click.echo(f"failed: step {failure.step}, {failure.task}: {failure.why}", err=True)
+    answer.failed += without
     report(
         target, chosen, question, settings, answer,
         plot=None if no_plot else (plot or ""), as_json=as_json, seconds=monotonic() - begun,
@@ -253,7 +267,8 @@ def _placed(
 
 def _require_harness(todo: Sequence[Work], question: Question) -> None:
     """The harness must be there if one of its tasks is to be done, and know those of no suite."""
-    from slurmllm.evaluate.harness import require_harness, task_manager, unknown_task
+    from slurmllm.errors import UserError
+    from slurmllm.evaluate.harness import fault_of, require_harness
 
     held_out = question.held_out and question.held_out.name
     theirs = {one.key: one for work in todo for one in work.asked if one.task.task != held_out}
@@ -262,11 +277,16 @@ def _require_harness(todo: Sequence[Work], question: Question) -> None:
     require_harness()
     if all(one.shipped for one in question.placed):
         return
-    for one in theirs.values():
-        own = one.task.folder
-        known = task_manager(None if own is None else str(one.folder / own)).all_tasks
-        if one.task.task not in known:
-            raise unknown_task(one.task.task, known)
+    allow_code = todo[0].settings.allow_code
+    faults = [fault for one in theirs.values() if (fault := fault_of(one, allow_code))]
+    if faults:
+        raise UserError("\n  ".join(dict.fromkeys(faults)))
+
+
+def _require_cuda() -> None:
+    from slurmllm.evaluate.harness import torch_device
+
+    torch_device("cuda")
 
 
 def _fetch(ctx: click.Context, placed: Sequence[Placed]) -> None:
@@ -330,7 +350,7 @@ class _Progress:
                 self._waiting.remove((work, one))
                 done = self._total - len(self._waiting)
                 click.echo(
-                    f"{done} of {self._total}: step {work.candidate.step}, {one.task.task}",
+                    f"{done} of {self._total}: step {work.candidate.step}, {work.name(one)}",
                     err=True,
                 )
 
@@ -347,7 +367,9 @@ def _say_end(work: Work, outcome: Outcome) -> None:
     if outcome.unsound:
         faults = "; ".join(outcome.unsound)
         click.echo(f"warning: step {step} does not verify and is passed over: {faults}", err=True)
-    for task, why in outcome.failed.items():
-        click.echo(f"failed: step {step}, {task}: {why}", err=True)
+    for one in work.asked:
+        if one.key in outcome.failed:
+            why = outcome.failed[one.key]
+            click.echo(f"failed: step {step}, {work.name(one)}: {why}", err=True)
     if outcome.lost is not None:
         click.echo(f"failed: step {step}: {outcome.lost}", err=True)

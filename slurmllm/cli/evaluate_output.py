@@ -122,7 +122,10 @@ def _values(
         ],
         "evaluated": answer.evaluated,
         "cached": answer.cached,
-        "failed": [{"step": s, "task": t, "error": why} for s, t, why in answer.failed],
+        "failed": [
+            {"step": one.step, "task": one.task, "shots": one.shots, "error": one.why}
+            for one in answer.failed
+        ],
         "unsound": [{"step": s, "faults": list(f)} for s, f in answer.unsound.items()],
         "skipped": [{"task": t, "reason": why} for t, why in question.skipped.items()],
         "harness": question.version,

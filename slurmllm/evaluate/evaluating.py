@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from slurmllm.errors import StorageError, UserError
 from slurmllm.evaluate.held_out_text import LOOP, held_out_text, settled_by
 from slurmllm.evaluate.keys import harness_version, task_key
-from slurmllm.evaluate.scores import ScoreTable, read_scores, suite_table
+from slurmllm.evaluate.scores import ScoreTable, of_metric, read_scores, suite_table
 from slurmllm.evaluate.suites import VALIDATION, Placed, SuiteTask
 from slurmllm.evaluate.work import EXPORT, Asked, Candidate, HeldOut, Outcome, Settings, Work
 from slurmllm.records import EvaluationRecord
@@ -46,6 +46,23 @@ class Question:
     version: str | None
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A task without a score.
+
+    Attributes:
+        step: Of the checkpoint.
+        task: Its name.
+        shots: As they are asked for.
+        why: In a line.
+    """
+
+    step: int
+    task: str
+    shots: int | None
+    why: str
+
+
 @dataclass
 class Answer:
     """What became of it.
@@ -53,13 +70,13 @@ class Answer:
     Attributes:
         evaluated: Tasks done now, over all models.
         cached: Tasks that were known.
-        failed: (step, task, why).
+        failed: What has no score.
         unsound: Step → what is wrong with the checkpoint's files.
     """
 
     evaluated: int = 0
     cached: int = 0
-    failed: list[tuple[int, str, str]] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
     unsound: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -243,9 +260,32 @@ def _run(
             answer.unsound[step] = outcome.unsound
             continue
         if outcome.lost is not None:
-            failed = {one.task.task: outcome.lost for one in work.asked if not is_known(work, one)}
-        answer.failed += [(step, task, why) for task, why in failed.items()]
+            failed = {one.key: outcome.lost for one in work.asked if not is_known(work, one)}
+        answer.failed += [
+            Failure(step, one.task.task, one.task.shots, failed[one.key])
+            for one in work.asked
+            if one.key in failed
+        ]
         answer.evaluated += len(work.asked) - len(failed)
+
+
+def without_figure(
+    target: Target, candidates: Sequence[Candidate], question: Question, settings: Settings
+) -> list[Failure]:
+    """The rows whose metric a task's scores do not have."""
+    found = []
+    for candidate in candidates:
+        for placed in question.placed:
+            for row in placed.suite.rows():
+                key = _asked(row, placed.folder, question, settings).key
+                path = target.store.evaluation(candidate.checksum, key)
+                if row.metric is None or not path.is_file():
+                    continue
+                scores = EvaluationRecord.load(path).scores
+                if of_metric(row.metric, scores) is None:
+                    why = f"no finite figure named {row.metric!r}; it gave {', '.join(scores)}"
+                    found.append(Failure(candidate.step, row.task, row.shots, why))
+    return found
 
 
 def tables(

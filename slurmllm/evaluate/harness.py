@@ -7,8 +7,10 @@ figures are those of `lm_eval run` for that task alone on the same folder.
 from __future__ import annotations
 
 import math
+import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ _HUB = (
     "DatasetNotFoundError", "MaxRetryError", "NameResolutionError", "DataFilesNotFoundError",
     "HfHubHTTPError", "ProxyError", "ReadTimeout", "ConnectTimeout",
 )  # fmt: skip
+# The harness, of a task that may generate more than the model's context holds.
+_TOO_LONG = re.compile(r"max tokens to generate \((\d+)\) must be less than .* length \((\d+)\)")
 
 
 def require_harness() -> str:
@@ -65,12 +69,7 @@ class Harness:
         begun = time.monotonic()
         found = self._evaluate(asked)
         name = asked.task.task
-        results: Mapping[str, Any] = found["results"]
-        if name not in results:
-            raise UserError(
-                f"{name} is a tag of several tasks; name them: {', '.join(sorted(results))}"
-            )
-        scores, errors = _figures(results[name])
+        scores, errors = _figures(found["results"][name])
         if not scores:
             raise DataError(f"{name} has no figure that is a finite number")
         shots = found.get("n-shot", {}).get(name, asked.task.shots)
@@ -91,22 +90,19 @@ class Harness:
 
     def _evaluate(self, asked: Asked) -> Mapping[str, Any]:
         task, settings = asked.task, self._settings
-        spec: str | dict[str, Any] = task.task
-        if task.options:
-            spec = {"task": task.task, **task.options}
+        if settings.allow_code:
+            os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # asked for by metrics that run programs
         try:
-            own = task.folder
-            manager = task_manager(None if own is None else str(asked.folder / own))
-            if task.task not in manager.all_tasks:
-                raise unknown_task(task.task, manager.all_tasks)
+            if fault := fault_of(asked, settings.allow_code):
+                raise UserError(fault)
             import lm_eval
 
             found = lm_eval.simple_evaluate(
                 model=self._loaded(),
-                tasks=[spec],
+                tasks=[_set_up(asked)],
                 num_fewshot=task.shots,
                 limit=settings.limit,
-                task_manager=manager,
+                task_manager=_manager_of(asked),
                 confirm_run_unsafe_code=settings.allow_code,
                 log_samples=False,
             )
@@ -151,13 +147,49 @@ def task_manager(folder: str | None) -> Any:
     return TaskManager(include_path=folder) if own.all_groups or own.all_tags else own
 
 
-def unknown_task(name: str, known: list[str]) -> UserError:
-    """The error for a task that the harness does not know."""
+def _manager_of(asked: Asked) -> Any:
+    own = asked.task.folder
+    return task_manager(None if own is None else str(asked.folder / own))
+
+
+def _set_up(asked: Asked) -> Any:
+    """What the harness is told to do: a task's name, or the task with its options."""
+    task, manager = asked.task, _manager_of(asked)
+    if not task.options:
+        return task.task
+    # Given as {"task": name, **options}, harness 0.4.13 forgets the task's own file.
+    index = manager.task_index
+    return manager._factory.build(index[task.task], overrides=task.options, registry=index)
+
+
+def fault_of(asked: Asked, allow_code: bool) -> str | None:
+    """Why the harness cannot do a task, as far as its name and file say.
+
+    Raises:
+        UserError: there is no such folder of tasks, or the harness cannot be imported.
+    """
+    name, manager = asked.task.task, _manager_of(asked)
+    if name not in manager.all_tasks:
+        return _unknown(name, manager.all_tasks)
+    entry = manager.task_index[name]
+    if name in manager.all_tags:
+        return f"{name} is a tag of several tasks; name them: {', '.join(sorted(entry.tags))}"
+    file = entry.cfg or {}
+    if name in manager.all_groups and not file.get("aggregate_metric_list"):
+        children = [one if isinstance(one, str) else one.get("task") for one in file["task"]]
+        tasks = ", ".join(str(one) for one in children if isinstance(one, str))
+        return f"{name} is a group without a figure of its own; name its tasks: {tasks}"
+    if file.get("unsafe_code") and not allow_code:
+        return f"{name} runs programs that the model writes; allow it: --allow-code-execution"
+    return None
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
     import difflib
 
     close = difflib.get_close_matches(name, known, n=3)
     guess = f"did you mean {' or '.join(close)}? " if close else ""
-    return UserError(f"the harness has no task {name!r}; {guess}`lm_eval ls tasks` lists all")
+    return f"the harness has no task {name!r}; {guess}`lm_eval ls tasks` lists all"
 
 
 def torch_device(device: str) -> str:
@@ -197,16 +229,28 @@ def _in_our_words(task: str, error: Exception) -> SlurmllmError:
         return UserError(
             f"{task} runs programs that the model writes; allow it: --allow-code-execution"
         )
+    if "Dataset scripts are no longer supported" in text:
+        return DataError(
+            f"the questions of {task} are a program on the hub, which `datasets` refuses since its "
+            f"version 4 ({text}); choose another task, or write one that reads them from files"
+        )
+    if too_long := _TOO_LONG.search(text):
+        wanted, context = too_long.groups()
+        return DataError(
+            f"{task} lets the model write {wanted} tokens, and its context holds {context}, prompt "
+            "and answer together; leave the task out, or in a suite of your own ask for fewer: "
+            f"options: {{generation_kwargs: {{max_gen_toks: N, until: [...]}}}}"
+        )
     chain: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(chain) < 20:
         chain += [kind.__name__ for kind in type(cause).__mro__]
         cause = cause.__cause__ or cause.__context__
-    if any(name in _HUB for name in chain):
+    if any(name in _HUB for name in chain) or "Hugging Face Hub" in text:
         return DataError(
-            f"the questions of {task} cannot be fetched here ({text}); fetch them where there is "
-            "a network, into a cache that the nodes share: HF_HOME=DIR slurmllm evaluate RUN "
-            f"--task {task} --fetch, and set the same HF_HOME for the evaluation"
+            f"what {task} reads cannot be fetched here ({text}); fetch it where there is a "
+            "network, with the same command and --fetch, and HF_HOME set to a folder that the "
+            "nodes share; set the same HF_HOME for the evaluation"
         )
     if isinstance(error, ModuleNotFoundError):
         return UserError(f"the harness needs {error.name}, which is not installed; {REMEDY}")
@@ -220,12 +264,12 @@ def fetch(asked: Asked) -> None:
         UserError: there is no such task.
         DataError: they cannot be had here.
     """
-    name, own = asked.task.task, asked.task.folder
+    name = asked.task.task
     try:
-        manager = task_manager(None if own is None else str(asked.folder / own))
+        manager = _manager_of(asked)
         if name not in manager.all_tasks:
-            raise unknown_task(name, manager.all_tasks)
-        manager.load([name])
+            raise UserError(_unknown(name, manager.all_tasks))
+        manager.load([_set_up(asked)])
     except SlurmllmError:
         raise
     except Exception as error:

@@ -30,7 +30,7 @@ def evaluate(work: Work) -> Outcome:
             _harness(work, theirs, failed)
         except Exception as error:
             reason = _said(error)
-            failed |= {one.task.task: reason for one in theirs if not work.file(one).is_file()}
+            failed |= {one.key: reason for one in theirs if not work.file(one).is_file()}
     return Outcome(failed=failed)
 
 
@@ -83,7 +83,7 @@ def _attempt(
     try:
         judge(asked).save(work.file(asked))
     except Exception as error:
-        failed[asked.task.task] = _said(error)
+        failed[asked.key] = _said(error)
 
 
 def _said(error: Exception) -> str:

@@ -183,13 +183,16 @@ def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> l
         return []
     limit = records[-1].limit
     name = task.title if limit is None else f"{task.title} (first {limit:g})"
-    shots = task.shots if task.shots is not None else records[-1].shots
+    # The harness's word: some tasks allow no examples, whatever the suite asks for.
+    shots = records[-1].shots if records[-1].shots is not None else task.shots
     metrics = (
         [task.metric] if task.metric else list(dict.fromkeys(m for r in records for m in r.scores))
     )
     rows = []
     for metric in metrics:
-        named = {record.step: key for record in records if (key := _named(metric, record.scores))}
+        named = {
+            record.step: key for record in records if (key := of_metric(metric, record.scores))
+        }
         scores = {r.step: r.scores[named[r.step]] for r in records if r.step in named}
         errors = {
             r.step: r.errors[named[r.step]]
@@ -201,7 +204,7 @@ def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> l
     return rows
 
 
-def _named(metric: str, scores: Mapping[str, float]) -> str | None:
+def of_metric(metric: str, scores: Mapping[str, float]) -> str | None:
     """The harness's name for a metric: with its filter, the first one where none is given."""
     if metric in scores:
         return metric

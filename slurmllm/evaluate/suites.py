@@ -214,7 +214,7 @@ def read_suite(path: Path) -> Suite:
         items = error.errors()
         places = [item["loc"] for item in items]
         faults = [
-            _fault(item["loc"], item["msg"], item["input"])
+            _fault(item["type"], item["loc"], item["msg"], item["input"])
             for item in items
             # A list whose elements are all faulty counts as empty, too.
             if not any(place != item["loc"] == place[: len(item["loc"])] for place in places)
@@ -222,10 +222,24 @@ def read_suite(path: Path) -> Suite:
         raise ConfigError(f"{path}: {len(faults)} fault(s)", faults) from error
 
 
-def _fault(place: Sequence[int | str], message: str, given: Any) -> str:
+# Rules of pydantic that speak of Python, in the words of a YAML file.
+_RULES = {
+    "missing": "missing; it must be there",
+    "extra_forbidden": "unknown field",
+    "tuple_type": "must be a list",
+    "too_short": "must have at least one element",
+    "model_type": "must be fields and values",
+    "model_attributes_type": "must be fields and values",
+}
+
+
+def _fault(kind: str, place: Sequence[int | str], message: str, given: Any) -> str:
     where = ".".join(map(str, place)) or "the suite"
+    rule = _RULES.get(kind, message.removeprefix("Value error, "))
+    if kind.startswith("model_") and where.rpartition(".")[0].endswith("tasks"):
+        rule += ", such as {task: piqa}"
     value = f" (is {given!r:.60})" if isinstance(given, str | int | float) else ""
-    return f"{where}: {message.removeprefix('Value error, ')}{value}"
+    return f"{where}: {rule.replace('Input should be', 'must be')}{value}"
 
 
 def tasks_alone(tasks: Sequence[str], shots: int | None) -> Suite:

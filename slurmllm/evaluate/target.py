@@ -108,6 +108,8 @@ def choose(target: Target, asked: Sequence[str], known: Callable[[Candidate], bo
             chosen[candidate.step] = candidate
             warnings += [f"{line}; passed over" for line in passed_over]
         else:
+            if not entries:
+                newest_sound(run)  # says that there is none yet
             step = _step(word, run, [step_of(entry) for entry in entries])
             entry = look_at(run.checkpoint(step))
             if entry.manifest is None:
@@ -136,10 +138,10 @@ def _latest(
 
 def _step(word: str, run: RunDir, steps: Sequence[int]) -> int:
     if not word.isdecimal() or int(word) not in steps:
-        known = ", ".join(map(str, steps[-10:])) or "none"
+        known = ", ".join(map(str, steps[-10:]))
         raise RunError(
-            f"run {run.name} has no checkpoint of step {word}; it has: {known} (or say latest, or "
-            "all)"
+            f"run {run.name} has no checkpoint of step {word or repr(word)}; it has: {known} (or "
+            "say latest, or all)"
         )
     return int(word)
 

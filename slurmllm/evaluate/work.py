@@ -108,13 +108,19 @@ class Work:
         """Where a task's scores are kept."""
         return RunDir(self.store).evaluation(self.candidate.checksum, asked.key)
 
+    def name(self, asked: Asked) -> str:
+        """A task's name, with its shots where it is asked for in several ways."""
+        name, shots = asked.task.task, asked.task.shots
+        ways = sum(one.task.task == name for one in self.asked)
+        return name if ways == 1 or shots is None else f"{name} {shots}-shot"
+
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a job.
 
     Attributes:
-        failed: Task → why.
+        failed: Key of a task → why.
         unsound: What is wrong with the checkpoint's files, where it was passed over for that.
         lost: Why the job ended without a word, where it did.
     """

@@ -128,6 +128,19 @@ def learnt(run: RunDir) -> Learnt:
     return Learnt(run, json.loads(done.stdout))
 
 
+def by_hand(folder: Path, out: Path, *arguments: str) -> dict[str, dict[str, float]]:
+    """What the harness's own command line says of a model folder: task → metric → figure."""
+    from lm_eval.__main__ import cli_evaluate
+
+    model = ("--model", "hf", "--model_args", f"pretrained={folder}", "--device", "cpu")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr("sys.argv", ["lm_eval", "run", *model, *arguments, "--output_path", str(out)])
+        cli_evaluate()
+    (file,) = out.rglob("results_*.json")
+    return dict(json.loads(file.read_text())["results"])
+
+
 def scores(said: dict[str, Any], name: str) -> dict[str, float]:
     """A row of the only suite: step → value."""
     (row,) = [row for row in said["suites"][0]["rows"] if row["name"] == name]

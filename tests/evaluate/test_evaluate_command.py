@@ -5,48 +5,35 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from evaluate.conftest import ALL, Learnt, in_processes, needs_harness, scores
+from evaluate.conftest import ALL, Learnt, by_hand, in_processes, needs_harness, scores
 from slurmllm.cli.main import cli
 from slurmllm.errors import UserError
-from slurmllm.evaluate.harness import task_manager
+from slurmllm.evaluate.harness import Harness, task_manager
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.evaluate.suites import VALIDATION, find_suite, suite_names, suites_dir
+from slurmllm.evaluate.work import Asked
+from slurmllm.records import EvaluationRecord
 from slurmllm.rundir import RunDir
 
 pytestmark = needs_harness
 Evaluate = Callable[..., Result]
 
 
-def by_hand(folder: Path, out: Path) -> dict[str, dict[str, float]]:
-    """The smoke suite by the harness's own command line."""
-    from lm_eval.__main__ import cli_evaluate
-
-    arguments = [
-        "lm_eval", "run", "--model", "hf",
-        "--model_args", f"pretrained={folder}", "--device", "cpu", "--num_fewshot", "2",
-        "--include_path", str(suites_dir() / "smoke"), "--confirm_run_unsafe_code",
-        "--tasks", "smoke_choice,smoke_sums,smoke_code", "--output_path", str(out),
-    ]  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setattr("sys.argv", arguments)
-        cli_evaluate()
-    (file,) = out.rglob("results_*.json")
-    return dict(json.loads(file.read_text())["results"])
-
-
 def test_the_numbers_are_the_harness_s_own(learnt: Learnt, tmp_path: Path) -> None:
     export = ["checkpoint", "export", "180", "--run", str(learnt.run.path)]
     done = CliRunner().invoke(cli, [*export, "--out", str(tmp_path / "hub")])
     assert done.exit_code == 0, done.output
-    found = by_hand(tmp_path / "hub", tmp_path / "results")
+    found = by_hand(
+        tmp_path / "hub", tmp_path / "results", "--num_fewshot", "2",
+        "--include_path", str(suites_dir() / "smoke"), "--confirm_run_unsafe_code",
+        "--tasks", "smoke_choice,smoke_sums,smoke_code",
+    )  # fmt: skip
     ours = {name: scores(learnt.said, name)["180"] for name in ("smoke_choice", "smoke_sums")}
     assert ours["smoke_choice"] == found["smoke_choice"]["acc,none"] > 0.25  # not by chance
     assert ours["smoke_sums"] == found["smoke_sums"]["exact_match,get-answer"] > 0
@@ -147,6 +134,54 @@ def test_a_job_that_is_killed_says_so(learnt: Learnt, tmp_path: Path) -> None:
     assert not list((learnt.run.path / "evaluations").glob(".export-*"))
 
 
+def test_interrupted_it_goes_on(learnt: Learnt, evaluate: Evaluate) -> None:
+    tasks = ("--task", "smoke_choice", "--task", "smoke_sums")
+    asked = ("--suite", "smoke", *tasks, "--limit", 5, "--no-plot", "--json")
+    judge, begun = Harness.judge, []
+
+    def stopped_at_the_second(self: Harness, asked: Asked) -> EvaluationRecord:
+        begun.append(asked.task.task)
+        if len(begun) > 1:
+            raise KeyboardInterrupt
+        return judge(self, asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Harness, "judge", stopped_at_the_second)
+        done = evaluate(learnt.run, *asked)
+    assert "the same command goes on" in done.output
+    assert not list((learnt.run.path / "evaluations").glob(".export-*"))
+    said = json.loads(evaluate(learnt.run, *asked).stdout)
+    assert (said["cached"], said["evaluated"]) == (1, 1)
+
+
+def test_a_metric_that_a_task_does_not_have(
+    learnt: Learnt, evaluate: Evaluate, tmp_path: Path
+) -> None:
+    suite = tmp_path / "own.yaml"
+    row = f"task: smoke_choice, folder: {suites_dir() / 'smoke'}"
+    suite.write_text(
+        "name: metrics\ngroups:\n  - name: g\n    tasks:\n"
+        f"      - {{{row}, metric: accuracy, name: bad}}\n      - {{{row}, metric: acc}}\n"
+    )
+    done = evaluate(learnt.run, "--suite", suite, "--limit", 2, "--no-plot", "--json")
+    assert done.exit_code == 1
+    said = json.loads(done.stdout)
+    assert len(said["suites"][0]["rows"]) == 1
+    (failed,) = said["failed"]
+    assert "no finite figure named 'accuracy'; it gave acc,none" in failed["error"]
+
+
+def test_cuda_where_there_is_none(
+    learnt: Learnt, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    logs = list(learnt.run.logs.rglob("*"))
+    done = evaluate(learnt.run, "--task", "validation", "--limit", 4, "--device", "cuda")
+    assert done.exit_code == 2
+    assert "torch finds no CUDA device here" in done.output
+    assert list(learnt.run.logs.rglob("*")) == logs
+
+
 def test_a_model_folder(learnt: Learnt, evaluate: Evaluate, tmp_path: Path) -> None:
     export = ["checkpoint", "export", "90", "--run", str(learnt.run.path)]
     folder = tmp_path / "hub"
@@ -194,6 +229,10 @@ def test_a_harness_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
         (("--suite", "smoke", "--task", "smoke_code", "--limit", "1"), "--allow-code-execution"),
         (("--suite", "smoke", "--checkpoint", "61"), "it has: 90, 180"),
         (("--task", "pika"), "did you mean"),
+        (("--task", "ai2_arc"), "is a tag of several tasks; name them: arc_challenge, arc_easy"),
+        (("--task", "openllm"), "is a group without a figure of its own; name its tasks: arc_"),
+        (("--task", "humaneval"), "allow it: --allow-code-execution"),
+        (("--suite", "smoke", "--tokenizer", "no.json"), "cannot read tokenizer no.json"),
         (("--task", ""), "name a task of the harness"),
         (("--task", "piqa", "--partition", "p"), "add --slurm"),
         (("--task", "piqa", "--validation-corpus", "x"), "add it"),

@@ -78,12 +78,16 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(
         "name: a b\nsuite: 1\ngroups:\n  - name: g\n    tasks:\n"
-        "      - {task: t, shots: -1}\n      - {name: u}\n"
+        "      - {task: t, shots: -1}\n      - {name: u}\n      - piqa\n  - {name: h, tasks: []}\n"
     )
     with pytest.raises(ConfigError) as error:
         find_suite(str(path))
     places = [fault.partition(":")[0] for fault in error.value.faults]
-    assert sorted(places) == ["groups.0.tasks.0.shots", "groups.0.tasks.1.task", "name", "suite"]
+    tasks = "groups.0.tasks"
+    assert sorted(places) == [
+        f"{tasks}.0.shots", f"{tasks}.1.task", f"{tasks}.2", "groups.1.tasks", "name", "suite",
+    ]  # fmt: skip
+    assert "must be fields and values, such as {task: piqa} (is 'piqa')" in str(error.value)
 
 
 def test_references_name_rows_that_are_there(tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""The suites hlat and pythia, every task of them, on questions that we made up (`made_hub`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from train.gang import Gang, make_run
+
+from evaluate.conftest import by_hand, needs_harness, scores
+from evaluate.made_hub import (
+    PER_SPLIT,
+    ROWS,
+    write_hub,
+    write_humaneval,
+    write_logiqa,
+)
+from slurmllm.cli.main import cli
+from slurmllm.data.build.corpus import build_corpus
+from slurmllm.data.build.inputs import find_inputs
+from slurmllm.data.build.options import ReadOptions
+from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.evaluate.harness import task_manager
+from slurmllm.evaluate.suites import AVERAGE, VALIDATION, find_suite
+from slurmllm.rundir import RunDir
+
+pytestmark = needs_harness
+Evaluate = Callable[..., Result]
+SUITES = ("hlat", "pythia")
+STEP = "80"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The made questions, in the working directory; caches that are thrown away."""
+    import datasets
+
+    folder, fetched = tmp_path_factory.mktemp("hub"), tmp_path_factory.mktemp("fetched")
+    rows = [row for name in SUITES for row in find_suite(name).suite.rows()]
+    write_hub(folder, {row.task for row in rows if row.folder is None and row.task != VALIDATION})
+    write_hub(folder, ["logiqa"])
+    write_humaneval(folder)
+    write_logiqa(fetched)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        # Asks pip what is installed, at every task.
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
+        patch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", fetched)
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", fetched)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of short answers, so that what it writes ends soon; room for the longest prompts."""
+    folder = tmp_path_factory.mktemp("made")
+    texts = [
+        text
+        for i in range(60)
+        for text in (
+            f"def next_{i}(x):\n    return x + 1\n",
+            f"Q: {ROWS['openai/gsm8k']('', i)['question']}\nA: The answer is 7.\n\n",
+            f"Leaf {i} is {('red', 'blue')[i % 2]}.\n",
+        )
+    ]
+    source = folder / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 4))
+    corpus, tokenizer = folder / "corpus.arrow", folder / "tokenizer.json"
+    build_corpus(find_inputs([str(source)]), corpus, ReadOptions())
+    tokenizer.write_text(train_tokenizer(texts, 400))
+    run = make_run(
+        folder / "runs" / "made", (str(corpus), str(tokenizer)),
+        "model.vocab_size=400", "model.seq_len=2048", "model.hidden_size=64", "model.num_heads=2",
+        "model.num_layers=1", "model.ffn_hidden_size=128", "data.validation=0.3",
+        f"train.steps={STEP}", "train.global_batch=2", "train.micro_batch=2",
+        f"checkpoint.every_steps={STEP}", "optim.lr=0.02", "optim.warmup_steps=2",
+    )  # fmt: skip
+    return Gang(run).finish()
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_row_has_its_figure(name: str, made: RunDir, evaluate: Evaluate) -> None:
+    done = evaluate(
+        made, "--suite", name, "--limit", 1, "--batch-size", 50, "--allow-code-execution", "--json"
+    )
+    said = json.loads(done.stdout)
+    assert done.exit_code == 0, (done.stderr, said["failed"])
+    assert (said["failed"], said["skipped"], said["warnings"]) == ([], [], [])
+    (table,) = said["suites"]
+    rows = {(row["group"], row["name"].partition(" (first ")[0]): row for row in table["rows"]}
+    suite = find_suite(name).suite
+    for group in suite.groups:
+        figures = []
+        for task in group.tasks:
+            row = rows.pop((group.name, task.title))
+            assert (row["metric"], row["shots"]) == (task.metric, task.shots)
+            assert math.isfinite(row["scores"][STEP])
+            figures.append(row["scores"][STEP])
+            assert row["references"] == _published(suite, group.name, task.title)
+        if group.average:
+            row = rows.pop((group.name, AVERAGE))
+            assert row["scores"][STEP] == pytest.approx(sum(figures) / len(figures))
+            assert _published(suite, group.name, AVERAGE).items() <= row["references"].items()
+    assert not rows
+    assert any(row["references"] for row in table["rows"])
+    if name == "hlat":
+        few, more, most = (
+            scores(said, f"humaneval pass@{k} (first 1)")[STEP] for k in (1, 10, 100)
+        )
+        assert 0 < few <= more <= most
+
+
+def _published(suite: Any, group: str, row: str) -> dict[str, float]:
+    return {
+        one.model: one.figures[group][row]
+        for one in suite.references
+        if row in one.figures.get(group, {})
+    }
+
+
+def test_the_figures_are_those_by_hand(made: RunDir, evaluate: Evaluate, tmp_path: Path) -> None:
+    tasks = ("mmlu_anatomy", "gsm8k_cot", "lambada_openai", "triviaqa", "logiqa")
+    asked = [word for task in tasks for word in ("--task", task)]
+    done = evaluate(made, *asked, "--shots", 5, "--limit", PER_SPLIT, "--json", "--no-plot")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["suites"][0]["rows"]
+    export = ["checkpoint", "export", STEP, "--run", str(made.path), "--out", str(tmp_path / "m")]
+    assert CliRunner().invoke(cli, export).exit_code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        # The list of all tasks, which takes seconds to make, is here already.
+        patch.setattr("lm_eval.tasks.TaskManager", lambda **_: task_manager(None))
+        found = by_hand(
+            tmp_path / "m", tmp_path / "results", "--num_fewshot", "5",
+            "--limit", str(PER_SPLIT), "--tasks", ",".join(tasks),
+        )  # fmt: skip
+    ours = {(row["task"], row["metric"]): row["scores"][STEP] for row in rows}
+    assert {task for task, _ in ours} == set(tasks)
+    assert ours == {(task, metric): found[task][metric] for task, metric in ours}
+    assert ours["gsm8k_cot", "exact_match,strict-match"] > 0
+    assert ours["logiqa", "acc,none"] > 0
+
+
+def test_logiqa_of_its_authors_is_the_harness_s(made: RunDir, evaluate: Evaluate) -> None:
+    of_hub = evaluate(made, "--task", "logiqa", "--shots", 5, "--json", "--no-plot")
+    suite = ("--suite", "pythia", "--task", "logiqa", "--json", "--no-plot")
+    of_files = evaluate(made, *suite)
+    rows = json.loads(of_files.stdout)["suites"][0]["rows"]
+    (five,) = [row for row in rows if row["shots"] == 5]
+    assert five["scores"] == scores_of(of_hub, "acc,none")
+
+
+def scores_of(done: Result, metric: str) -> dict[str, float]:
+    (row,) = [r for r in json.loads(done.stdout)["suites"][0]["rows"] if r["metric"] == metric]
+    return dict(row["scores"])
+
+
+def test_options_of_shipped_tasks_and_groups(
+    made: RunDir, evaluate: Evaluate, tmp_path: Path
+) -> None:
+    def asked(tokens: int) -> Result:
+        path = tmp_path / f"own{tokens}.yaml"
+        options = f"{{generation_kwargs: {{max_gen_toks: {tokens}, until: [Q]}}}}"
+        path.write_text(
+            f"name: own{tokens}\ngroups:\n  - name: g\n    tasks:\n"
+            f"      - {{task: gsm8k_cot, shots: 1, options: {options}, name: one}}\n"
+            f"      - {{task: gsm8k_cot, shots: 2, options: {options}, name: two}}\n"
+            f"      - {{task: bbh_cot_fewshot, options: {options}}}\n"
+        )
+        return evaluate(made, "--suite", path, "--limit", 1, "--no-plot", "--json")
+
+    assert asked(4).exit_code == 0
+    done = asked(4000)
+    assert done.exit_code == 1
+    said = json.loads(done.stdout)
+    failed = said["failed"]
+    assert (said["evaluated"], [one["shots"] for one in failed]) == (0, [1, 2, None])
+    assert all("4000 tokens, and its context holds 2048" in one["error"] for one in failed)
