@@ -28,6 +28,12 @@ def cancel(run: str, runs_dir: str | None) -> None:
     sent = submissions[-1]
     if sent.local and sent.pid is not None:
         _signal(sent.pid, 0)
+        if sent.cancelled_at is not None:  # a second signal would end it before it has saved
+            click.echo(
+                f"process {sent.pid} was asked to save and leave before, and has not ended yet; "
+                f"`kill {sent.pid}` ends it at once, and what is not saved is lost"
+            )
+            return
         note_cancelled(found)  # before the process ends: it looks why
         _signal(sent.pid, signal.SIGTERM)
         click.echo(f"asked process {sent.pid} to save and leave")

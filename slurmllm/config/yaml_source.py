@@ -23,6 +23,9 @@ _FLOAT = re.compile(
 )
 # libyaml's stack overflows where 100 KB of text are brackets; a recipe has 2 KB.
 _LARGEST_FOR_LIBYAML = 1 << 15
+# A tab, tag, question mark or byte order mark, or a comment after `|`, which libyaml takes for
+# something else than PyYAML does, mostly where that finds an error.
+_READ_OTHERWISE = re.compile(r"[\t!?\ufeff]|[|>]\S*#")
 _DEEPEST = 100
 
 
@@ -108,19 +111,19 @@ def _parse(text: str) -> tuple[yaml.Node | None, Any]:
         yaml.YAMLError: it is no YAML.
         RecursionError: it is nested too deeply.
     """
-    # Tabs between words are an error to PyYAML and none to libyaml.
-    if len(text) <= _LARGEST_FOR_LIBYAML and "\t" not in text:
+    if len(text) <= _LARGEST_FOR_LIBYAML and not _READ_OTHERWISE.search(text):
         with suppress(yaml.YAMLError):  # the other one's message shows the place in the text
-            return _document(_FastLoader(text))
-    return _document(_Loader(text))
+            return _document(text, _FastLoader)
+    return _document(text, _Loader)
 
 
-def _document(loader: _Loader | yaml.CSafeLoader) -> tuple[yaml.Node | None, Any]:
-    node: yaml.Node | None = loader.get_single_node()
+def _document(text: str, loader: type[_Loader | yaml.CSafeLoader]) -> tuple[yaml.Node | None, Any]:
+    node: yaml.Node | None = yaml.compose(text, loader)
     if node is None:
         return None, None
     _check_depth(node)
-    return node, loader.construct_document(node)
+    # From nodes of its own: it writes what `<<` merges into them, as if it stood there.
+    return node, yaml.load(text, loader)
 
 
 def _check_depth(root: yaml.Node) -> None:

@@ -17,7 +17,9 @@ from slurmllm.errors import ConfigError
 WORDS = st.text("a1eé:#'\"-[]{},&*?|>%!~ _.\n", max_size=8)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS
 TREES = st.dictionaries(
-    WORDS, st.recursive(LEAVES, lambda t: st.lists(t) | st.dictionaries(WORDS, t)), min_size=1
+    WORDS,
+    st.recursive(LEAVES, lambda t: st.lists(t) | st.dictionaries(WORDS, t), max_leaves=9),
+    min_size=1,
 )
 
 
@@ -49,13 +51,23 @@ def test_a_tree_comes_back(
     "text",
     ["a: [1\n", "a: b: c\n", "a:\n  b: 1\n c: 2\n", "a:\tb\n", "a:\n\tb: 1\n", "a: @b\n", "a: *b\n",
      "? [a]\n: b\n", "a: !!python/name:os.system\n", "a: \x01\n", "a: 1\n---\nb: 2\n",
-     "a: " + "[" * 3000 + "]" * 3000, "a: \"b\n", "%X\n", "a:\n  " + "- " * 200_000],
+     "a: " + "[" * 3000 + "]" * 3000, "a: !\n", "a: |#\n b\n", "a: {b?: 1,<, c: }\n",
+     "a:\n\ufeffb: 1\n", "\ufeffa: 1\n", "a: &x {b: 1}\n<<: *x\n<<: *x\n",
+     "a: \"b\n", "%X\n", "a:\n  " + "- " * 200_000],
 )  # fmt: skip
 def test_faults_are_told_in_the_same_words(text: str, tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(text)
     fast, slow = by_both(path)
     assert fast == slow
+
+
+def test_what_a_merge_brings_may_be_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("a: &x {b: 1, c: 2}\nd: &y\n  <<: *x\n  b: 3\ne:\n  <<: [*y]\n  c: 4\n")
+    values, lines = read_yaml(path)
+    assert (values["d"], values["e"]) == ({"b": 3, "c": 2}, {"b": 3, "c": 4})
+    assert (lines["d.b"], lines["e.c"]) == ("r.yaml:4", "r.yaml:7")
 
 
 def test_shipped_files_and_their_lines() -> None:

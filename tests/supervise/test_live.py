@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -56,6 +57,7 @@ def test_a_local_run_is_cancelled_and_resumed(tmp_path: Path) -> None:
     process = start(bench, tmp_path)
     bench.wait_for_step("r", 13)
     assert "to save and leave" in bench.call("cancel", "r")
+    assert re.search("to save and leave before|nothing to cancel", bench.call("cancel", "r"))
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     found = bench.status("r")

@@ -34,7 +34,10 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         lines = (line.replace("\0", "") for line in text)
         header_line = next(lines, "")
         delimiter = "\t" if plain_suffix(path) == ".tsv" else _delimiter(header_line)
-        header = [name.strip() for name in next(csv.reader([header_line], delimiter=delimiter), [])]
+        header: list[str] = []
+        with contextlib.suppress(csv.Error):  # a line of 128 KiB without a separator
+            cells = next(csv.reader([header_line], delimiter=delimiter), [])
+            header = [name.strip() for name in cells]
         if not any(header):
             raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
         names = _names(header)

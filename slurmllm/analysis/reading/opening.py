@@ -84,7 +84,10 @@ class _Unpacked(io.RawIOBase):
                 if whole:
                     yield whole
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            self._warnings.append(f"{self._path} is damaged: {error}; read as far as it goes")
+            # What is cut, and what something else is appended to, is right up to there.
+            right = isinstance(error, EOFError) or "Not a gzipped file" in str(error)
+            found = f"{self._path} is damaged: {error}; read as far as it goes"
+            self._warnings.append(found if right else f"{found}, and some of it may be wrong")
             return
         if rest:
             yield rest

@@ -305,12 +305,20 @@ def test_a_damaged_gzip_file_is_read_as_far_as_it_goes(
         }[damage]
     )
     curve = read_curve(path)
-    assert any(f"{path} is damaged: " in warning for warning in curve.warnings)
+    (warning,) = (each for each in curve.warnings if f"{path} is damaged: " in each)
+    assert ("some of it may be wrong" in warning) == (damage == "flipped")
     read = curve.series("loss")[1].tolist()
     assert len(read) > 0.4 * len(LOSSES)
     if damage != "flipped":  # what follows the byte is unpacked to something else
         assert read == pytest.approx(LOSSES[: len(read)], abs=1e-16)
         assert len(read) == len(LOSSES) or damage == "cut"
+
+
+def test_a_table_of_one_endless_line_has_no_header(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("x" * 200_000)
+    with pytest.raises(RunError, match="it has no header"):
+        read_curve(path)
 
 
 def test_nothing_is_left_of_a_gzip_file(tmp_path: Path) -> None:

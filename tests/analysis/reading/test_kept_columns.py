@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from training_rows import make_row, make_rows, write_rows
 
 from slurmllm.analysis.reading import attempt as reader
@@ -63,22 +65,69 @@ def test_the_second_reading_is_the_first(run: Path, monkeypatch: pytest.MonkeyPa
     assert second.warnings == first.warnings == ()
 
 
-@pytest.mark.parametrize("how", ["changed", "longer", "damaged columns", "no columns"])
+@pytest.mark.parametrize(
+    "how", ["changed", "dated back", "longer", "cut columns", "zeros in columns", "no columns"]
+)
 def test_what_does_not_count_is_read_again(run: Path, how: str) -> None:
-    read_curve(run)
+    first = read_curve(run)
     file = run / "metrics" / "attempt_001.jsonl"
     columns = file.with_name(f".{file.name}.arrow")
+    was, text = file.stat(), columns.read_bytes()
     match how:
-        case "changed":
+        case "changed" | "dated back":
             file.write_text(file.read_text().replace('"step": 60', '"step": 99'))
+            if how == "dated back":
+                os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
         case "longer":
             write_rows(file, make_rows(31, 99, attempt=1))
-        case "damaged columns":
-            columns.write_bytes(columns.read_bytes()[:-9])
+        case "cut columns":
+            columns.write_bytes(text[:-9])
+        case "zeros in columns":
+            columns.write_bytes(text[:9000] + bytes(999) + text[9999:])
         case "no columns":
             columns.write_bytes(b"")
-    last = 60 if "columns" in how else 99
-    assert read_curve(run).steps[-1] == last
+    again = read_curve(run)
+    assert again.steps[-1] == (60 if "columns" in how else 99)
+    if "columns" in how:
+        assert again.columns["loss"].tobytes() == first.columns["loss"].tobytes()
+        assert columns.read_bytes() == text  # kept anew
+
+
+@given(data=st.data())
+def test_damaged_columns_are_no_columns(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "metrics.jsonl"
+    write_rows(file, make_rows(1, 9))
+    os.utime(file, (1.7e9, 1.7e9))
+    columns = file.with_name(f".{file.name}.arrow")
+    columns.unlink(missing_ok=True)
+    read_curve(file)
+    text = columns.read_bytes()
+    at = data.draw(st.integers(0, len(text) - 1))
+    more = data.draw(st.binary(max_size=9))
+    columns.write_bytes(text[:at] + more + text[at + data.draw(st.sampled_from([0, len(more)])) :])
+    rows = kept.load_kept(file, 0, file.stat())
+    if rows is not None:
+        found = [loss for part in rows for loss in part.columns["loss"].tolist()]
+        assert found == [row["loss"] for row in make_rows(1, 9)]
+
+
+def test_columns_of_a_version_that_knew_fewer_metrics(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(kept, "COLUMNS", ("loss",))
+        read_curve(run)
+    monkeypatch.setattr(reader, "_read", None)
+    with pytest.raises(TypeError):  # it is read again
+        read_curve(run)
+
+
+def test_they_may_be_read_by_whom_the_metrics_may(run: Path) -> None:
+    (run / "metrics" / "attempt_000.jsonl").chmod(0o600)
+    read_curve(run)
+    assert (run / "metrics" / ".attempt_000.jsonl.arrow").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_file_that_is_written_to_is_not_kept(run: Path) -> None:
