@@ -110,7 +110,7 @@ def compare(
         reading = pool.map(lambda path: read_curve(path, named, lenient=not exact), sources)
         # What comes next takes half a second to import, time enough to read in.
         from slurmllm.analysis.comparing import compare as stage
-        from slurmllm.analysis.comparing.comparison import Tolerances
+        from slurmllm.analysis.comparing.comparison import Tolerances, letter_of
 
         if not no_plot:
             from slurmllm.analysis.comparing import plot as _  # noqa: F401
@@ -120,11 +120,19 @@ def compare(
     tolerances = Tolerances(
         exact=exact, **{name: value for name, value in given.items() if value is not None}
     )
+    letters = [letter_of(place) for place in range(1, len(curves))]
     comparisons = [
         stage.compare(
-            curves[0], curve, tolerances, axis=by, from_step=from_step, to_step=to_step, seeds=own
+            curves[0],
+            curve,
+            tolerances,
+            axis=by,
+            from_step=from_step,
+            to_step=to_step,
+            seeds=own,
+            letter=letters[place],
         )
-        for curve in curves[1:]
+        for place, curve in enumerate(curves[1:])
     ]
     if not no_plot:
         comparisons = _draw(curves, comparisons, plot, from_step, to_step, own)
@@ -132,7 +140,7 @@ def compare(
         click.echo(_as_json(comparisons))
     else:
         for number, comparison in enumerate(comparisons):
-            _print(comparison, chr(ord("B") + number), alone=len(comparisons) == 1)
+            _print(comparison, letters[number], alone=len(comparisons) == 1)
     match = all(comparison.match for comparison in comparisons)
     ctx.exit(0 if match else EXIT_NEGATIVE)
 

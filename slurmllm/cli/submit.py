@@ -234,7 +234,8 @@ def _print_local_end(prepared: Prepared, code: int, as_json: bool, graphs_from: 
     elif code == 0:
         click.echo(f"done       slurmllm status {name}; curves in {path}/metrics, /tensorboard")
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):
-        click.echo(f"stopped    saved; slurmllm resume {name} continues", err=True)
+        kept = "saved; " if prepared.run.checkpoint_steps() else ""
+        click.echo(f"stopped    {kept}slurmllm resume {name} continues", err=True)
     else:
         words = f"see the reason above, mend it, then slurmllm resume {name}"
         click.echo(f"stopped    exit code {code}; {words}", err=True)

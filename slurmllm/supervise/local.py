@@ -33,11 +33,11 @@ class _LocalJob:
 
     def run_to_end(self) -> int:
         while True:
+            if self.interrupts:
+                return EXIT_INTERRUPTED
             code = self._run_once()
             if code != EXIT_REQUEUE:
                 return EXIT_INTERRUPTED if self.interrupts and code != EXIT_OK else code
-            if self.interrupts:
-                return EXIT_INTERRUPTED
             self.restarts += 1
 
     def on_interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -59,6 +59,8 @@ class _LocalJob:
             start_new_session=True,  # Ctrl-C must reach this process alone
             preexec_fn=die_with_parent,
         )  # fmt: skip
+        if self.interrupts:  # while it started
+            self.process.send_signal(signal.SIGUSR1)
         assert self.process.stdout is not None
         reader = threading.Thread(target=self._copy, args=(self.process.stdout,), daemon=True)
         reader.start()
@@ -99,4 +101,6 @@ def run_locally(run: RunDir, stages: Sequence[Stage], nodes: int, quiet: bool = 
                 signal.signal(number, handler)
         if code != EXIT_OK:
             return code
+        if job.interrupts and stage != stages[-1]:
+            return EXIT_INTERRUPTED
     return EXIT_OK

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -265,6 +266,13 @@ def test_several_runs_are_each_compared_with_the_first(run_command, tmp_path: Pa
     assert run_command("unbroken", "requeued", "unbroken", "--no-plot").exit_code == 0
     drawn = parsed(run_command("unbroken", "requeued", "other", "--json"))
     assert drawn["comparisons"][0]["plot"].endswith("compare-unbroken-requeued-other.png")
+
+
+def test_several_runs_are_told_apart_in_words(run_command, make_run) -> None:
+    for name, last in (("a", 2.0), ("b", 2.0), ("c", math.nan)):
+        make_run(name, [*make_rows(1, 30), make_row(31, loss=last)])
+    shown = run_command("a", "b", "c", "--no-plot").stdout
+    assert "A and C differ: loss is not a finite number in C at step 31" in shown
 
 
 def seeded(number: int, factor: float = 1.0) -> list[dict[str, Any]]:

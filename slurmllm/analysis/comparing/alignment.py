@@ -70,12 +70,20 @@ class Alignment:
         positions: Likewise, on the axis. [points]
         matched_a: Which of A's steps in range these stand for.
         matched_b: Likewise, B's.
+        letter: What B is called where several curves are held against A.
     """
 
     def __init__(
-        self, a: Curve, b: Curve, axis: Axis, from_step: int | None, to_step: int | None
+        self,
+        a: Curve,
+        b: Curve,
+        axis: Axis,
+        from_step: int | None,
+        to_step: int | None,
+        letter: str = "B",
     ) -> None:
-        for label, curve in (("A", a), ("B", b)):
+        self.letter = letter
+        for label, curve in (("A", a), (letter, b)):
             if not np.isfinite(curve.positions(axis)).any():
                 raise RunError(_no_axis(label, curve, axis))
         self.axis: Axis = axis

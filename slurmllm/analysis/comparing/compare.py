@@ -49,6 +49,7 @@ def compare(
     from_step: int | None = None,
     to_step: int | None = None,
     seeds: Sequence[Curve] = (),
+    letter: str = "B",
 ) -> Comparison:
     """Compare two curves where they have points in common.
 
@@ -60,6 +61,7 @@ def compare(
         from_step: First step to look at; None: the first there is. By tokens or samples: of A's.
         to_step: Last step to look at, included; None: the last there is.
         seeds: Further runs of A's training with other seeds: their spread is the tolerance then.
+        letter: What to call the other in words.
 
     Raises:
         RunError: no point in common, no loss, or the axis is not known.
@@ -71,7 +73,7 @@ def compare(
                 f"no loss in {curve.path}: its rows must hold 'loss' (records.MetricsRow), or "
                 "--tag loss=… name what holds it"
             )
-    alignment = Alignment(a, b, axis, from_step, to_step)
+    alignment = Alignment(a, b, axis, from_step, to_step, letter)
     if not len(alignment.steps):
         raise RunError(nothing_in_common(a, b, from_step, to_step))
     points = {name: alignment.of(name) for name in (*METRICS, *OTHERS)}
@@ -103,7 +105,7 @@ def compare(
     if alignment.method == "exact" and band is None:
         likely, diagnosis = diagnose.since_the_first_difference(likely, diagnosis, metrics)
     only_in_a, only_in_b = alignment.only
-    warnings = verdict.warnings_of("A", a, only_in_a) + verdict.warnings_of("B", b, only_in_b)
+    warnings = verdict.warnings_of("A", a, only_in_a) + verdict.warnings_of(letter, b, only_in_b)
     warnings += verdict.warnings_of_both(a, b, METRICS, metrics, alignment)
     if band is not None:
         warnings += band.warnings
@@ -115,7 +117,7 @@ def compare(
     return Comparison(
         verdict="match" if match else "differ",
         match=match,
-        reason=verdict.reason(metrics, tolerances, seen, likely, diagnosis),
+        reason=verdict.reason(metrics, tolerances, seen, likely, diagnosis, letter),
         causes=tuple(cause.words for cause in causes),
         diagnosis=diagnosis,
         data=_data(a, b),

@@ -149,3 +149,8 @@ class Comparison(Record):
     overlaps: dict[Literal["a", "b"], Overlap]
     warnings: tuple[str, ...]
     plot: str | None = Field(default=None, description="path of the picture")
+
+
+def letter_of(place: int) -> str:
+    """What a curve is called by its place on the command line, from 0: A to Z, then #27 and on."""
+    return chr(ord("A") + place) if place < 26 else f"#{place + 1}"

@@ -141,7 +141,7 @@ def what_parts_first(
             "as of another precision, other kernels or other hardware",
         )
     if place < _EARLY and not _identical(differences):
-        return _at_once(steps, differences, b)
+        return _at_once(steps, differences, b, alignment.letter)
     if (
         gradient is not None
         and (loss is None or gradient < loss)
@@ -149,7 +149,9 @@ def what_parts_first(
     ):
         if _untouched(differences["loss"], gradient):
             return _one_alone("gradient norm", gradient)
-        return Diagnosis(kind="gradient", step=gradient, words=_bad_rank(gradient, b))
+        return Diagnosis(
+            kind="gradient", step=gradient, words=_bad_rank(gradient, b, alignment.letter)
+        )
     if weights is not None and _before(weights, loss) and _before(weights, gradient):
         known = all("lr" in curve.columns for curve in (a, b))
         what = (
@@ -217,7 +219,7 @@ def _drifts(differences: Mapping[str, Series]) -> bool:
     return bool(len(differences["loss"].r) >= 4 * _EARLY)
 
 
-def _at_once(steps: Ints, differences: Mapping[str, Series], b: Curve) -> Diagnosis:
+def _at_once(steps: Ints, differences: Mapping[str, Series], b: Curve, letter: str) -> Diagnosis:
     first = int(steps[0])
     apart = {
         name: [float(np.median(np.abs(r[:count]))) > limit for count in (_EARLY, len(r))]
@@ -239,7 +241,7 @@ def _at_once(steps: Ints, differences: Mapping[str, Series], b: Curve) -> Diagno
             words=f"the weights differ from step {first} on: another seed, or another model",
         )
     if apart.get("grad_norm", [False])[0] and not apart.get("loss", [True])[0]:
-        return Diagnosis(kind="gradient", step=first, words=_bad_rank(first, b))
+        return Diagnosis(kind="gradient", step=first, words=_bad_rank(first, b, letter))
     return Diagnosis(
         kind="batches",
         step=first,
@@ -247,7 +249,7 @@ def _at_once(steps: Ints, differences: Mapping[str, Series], b: Curve) -> Diagno
     )
 
 
-def _bad_rank(step: int, b: Curve) -> str:
+def _bad_rank(step: int, b: Curve, letter: str) -> str:
     words = (
         f"the gradients of step {step} differ though its loss does not: the backward pass of one "
         "rank or the reduction is wrong"
@@ -257,7 +259,7 @@ def _bad_rank(step: int, b: Curve) -> str:
     near = [int(restart) for restart in b.restarts if 0 <= step - restart <= 2]
     nodes = b.nodes.get(attempt, ())
     if near or nodes:
-        words += f"; attempt {attempt} of B"
+        words += f"; attempt {attempt} of {letter}"
         words += f" on {', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else ""
         words += f" took over at step {near[-1]}" if near else " made it"
     return f"{words}; check the nodes with `slurmllm health`"

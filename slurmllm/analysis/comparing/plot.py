@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from slurmllm.analysis.comparing.alignment import Alignment
-from slurmllm.analysis.comparing.comparison import Comparison
+from slurmllm.analysis.comparing.comparison import Comparison, letter_of
 from slurmllm.analysis.comparing.lines import MOST, thin
 from slurmllm.analysis.comparing.seeds import Seeds
 from slurmllm.analysis.comparing.verdict import figure as in_figures
@@ -99,7 +99,7 @@ def draw_all(
     axis = comparisons[0].alignment.axis
     drawn = [
         Drawn(
-            chr(ord("B") + i),
+            letter_of(i + 1),
             curve,
             comparison,
             _COLORS[i % len(_COLORS)],

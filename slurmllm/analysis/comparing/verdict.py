@@ -20,14 +20,15 @@ def reason(
     band: Band | None,
     likely: Sequence[Cause],
     diagnosis: Diagnosis | None,
+    letter: str,
 ) -> str:
-    """Why two curves match or differ, in one line."""
+    """Why A and the curve of a letter match or differ, in one line."""
     departed = {name: metric for name, metric in metrics.items() if metric.departs}
     if not departed:
         return _agreement(metrics) if band is None else _inside(band)
     parts = [
         _outside(name, band) if band is not None and metric.rule == "band"
-        else _departure(name, metric, tolerances)
+        else _departure(name, metric, tolerances, letter)
         for name, metric in departed.items()
     ]  # fmt: skip
     if likely:
@@ -70,12 +71,12 @@ def _outside(name: str, band: Band) -> str:
     )
 
 
-def _departure(name: str, metric: MetricComparison, tolerances: Tolerances) -> str:
+def _departure(name: str, metric: MetricComparison, tolerances: Tolerances, letter: str) -> str:
     sides = [
         f"in {side} at step {step}"
         for side, step in (
             ("A", metric.first_non_finite_step_a),
-            ("B", metric.first_non_finite_step_b),
+            (letter, metric.first_non_finite_step_b),
         )
         if step is not None
     ]
@@ -99,7 +100,7 @@ def warnings_of(label: str, curve: Curve, only: tuple[Range, ...]) -> list[str]:
     """What a reader of the comparison should know about one of the curves.
 
     Args:
-        label: "A" or "B".
+        label: Its letter.
         curve: The curve.
         only: Steps that the other curve lacks.
     """
@@ -134,10 +135,10 @@ def warnings_of_both(
             f"few points are common: the denser curve is interpolated at the {num_steps} points of "
             "the other, and the values between its points are not its own"
         )
-    if alignment.axis == "step" and (hint := batch_hint(a, b)):
+    if alignment.axis == "step" and (hint := batch_hint(a, b, alignment.letter)):
         found.append(hint)
     if a.path.absolute() == b.path.absolute():
-        found.append(f"A and B are the same: {a.path}")
+        found.append(f"A and {alignment.letter} are the same: {a.path}")
     for name in wanted:
         lacking = num_steps - (metrics[name].steps_compared if name in metrics else 0)
         if lacking:
@@ -145,13 +146,13 @@ def warnings_of_both(
     return found
 
 
-def batch_hint(a: Curve, b: Curve) -> str | None:
+def batch_hint(a: Curve, b: Curve, letter: str) -> str | None:
     """Where a step of the two is not as many tokens: how to compare them."""
     each = [tokens_per_step(curve) for curve in (a, b)]
     if None in each or each[0] == each[1]:
         return None
     return (
-        f"a step of A is {each[0]:,.0f} tokens and one of B {each[1]:,.0f}; "
+        f"a step of A is {each[0]:,.0f} tokens and one of {letter} {each[1]:,.0f}; "
         "`slurmllm compare --by tokens` compares them where they have seen as many"
     )
 
