@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
+from typing import IO
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import load
@@ -68,9 +69,9 @@ class _LocalJob:
         reader.join(timeout=10)
         return code
 
-    def _copy(self, stream: Sequence[str]) -> None:
+    def _copy(self, stream: IO[str]) -> None:
         # Whatever happens to log or terminal, the pipe must be read on, or the run would stall.
-        with self.run.stage_log(self.stage).open("a", encoding="utf-8") as log:
+        with stream, self.run.stage_log(self.stage).open("a", encoding="utf-8") as log:
             for line in stream:
                 with contextlib.suppress(OSError):
                     log.write(line)
