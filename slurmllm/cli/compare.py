@@ -99,6 +99,7 @@ def compare(
     options.check_picture(plot, no_plot)
 
     from concurrent.futures import ThreadPoolExecutor
+    from importlib import import_module
 
     from slurmllm.analysis.reading.source import locate, read_curve
     from slurmllm.analysis.reading.tags import parse_tags
@@ -113,7 +114,7 @@ def compare(
         from slurmllm.analysis.comparing.comparison import Tolerances, letter_of
 
         if not no_plot:
-            from slurmllm.analysis.comparing import plot as _  # noqa: F401
+            import_module("slurmllm.analysis.comparing.plot")
         read = list(reading)
     curves, own = read[: 1 + len(others)], read[1 + len(others) :]
     given = {"loss": tolerance, "grad_norm": grad_norm_tolerance}
