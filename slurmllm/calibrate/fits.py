@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from slurmllm.calibrate.sample import Kind, Sample, Task
-from slurmllm.config.hardware import GIB, Hardware
+from slurmllm.config.cluster import GIB, Hardware
 from slurmllm.errors import NodeError
 
 _MOVED_SHARE = 0.8  # of a product's seconds: then it measures memory, not matrix units

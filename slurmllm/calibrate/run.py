@@ -1,23 +1,94 @@
-"""Measure the nodes at hand: a node program on each of them, and the figures that follow."""
+"""The nodes to measure: those of an allocation, of a job of its own, or this machine."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NoReturn
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.calibrate.fits import hardware_of
 from slurmllm.calibrate.sample import Sample, Task
-from slurmllm.config.hardware import Hardware
+from slurmllm.config import shipped
+from slurmllm.config.cluster import Cluster, Hardware
 from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import ConfigError, NodeError
-from slurmllm.health.asking import read
-from slurmllm.supervise.allocation import Allocation, free_port
+from slurmllm.config.yaml_source import write_yaml
+from slurmllm.diagnose.probe import read
+from slurmllm.errors import ConfigError, NodeError, SlurmError
+from slurmllm.rundir import write_atomic
+from slurmllm.supervise.allocation import (
+    LOCAL_NODES,
+    SLURMLLM,
+    Allocation,
+    LocalAllocation,
+    SlurmAllocation,
+    free_port,
+)
+
+
+def nodes_at_hand(
+    config: RunConfig,
+    again: Sequence[str],
+    *,
+    nodes: int | None = None,
+    local: bool = False,
+    options: Mapping[str, str | None] | None = None,
+) -> Allocation:
+    """The nodes to measure; does not return where a job must be waited for.
+
+    Inside an allocation (salloc, a batch script) these are its nodes, unless a number is asked
+    for; else this process becomes salloc, which runs the verb again with nodes at hand.
+
+    Args:
+        config: With the profile, whose partition, exclusiveness and directives count.
+        again: The verb and its arguments without those that choose the nodes:
+            `["plan", "--calibrate", "--cluster", "p4d", …]`.
+        nodes: How many; 1 where left out.
+        local: This machine, without Slurm.
+        options: Of salloc, by name: nodelist, partition, account, qos, reservation, exclude, time.
+
+    Raises:
+        SlurmError: there is no salloc here.
+    """
+    if local:
+        os.environ[LOCAL_NODES] = str(nodes or 1)
+        return LocalAllocation()
+    given = dict(options or {})
+    if "SLURM_JOB_ID" in os.environ and nodes is None and not given.get("nodelist"):
+        # What batch jobs are given and salloc's command is not.
+        if cpus := re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")):
+            os.environ.setdefault("SLURM_CPUS_ON_NODE", cpus.group())
+        return SlurmAllocation()
+    return _become_salloc(config, again, given, nodes)
+
+
+def _become_salloc(
+    config: RunConfig, again: Sequence[str], given: dict[str, str | None], nodes: int | None
+) -> NoReturn:
+    if shutil.which("salloc") is None:
+        raise SlurmError(
+            "salloc is not on the PATH; run this on a node of the Slurm cluster, or add --local "
+            "to measure this machine"
+        )
+    cluster = config.cluster
+    given["partition"] = given.get("partition") or cluster.partition
+    given["time"] = given.get("time") or "15"
+    if nodes is not None or not given.get("nodelist"):
+        given["nodes"] = str(nodes or 1)
+    words = [f"--{name}={value}" for name, value in given.items() if value]
+    words += [*(["--exclusive"] if cluster.exclusive else []), *cluster.directives]
+    command = ["salloc", "--job-name=slurmllm-calibrate", "--ntasks-per-node=1", *words]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_JOB")}
+    os.execvpe("salloc", [*command, *SLURMLLM, *again], environment)
+
 
 LIMIT_S = 300.0
 _BUSY = 0.5  # tasks a CPU
@@ -146,3 +217,54 @@ def _source(config: RunConfig, allocation: Allocation) -> str:
     more = f" and {len(others)} more" if others else ""
     today = datetime.now(UTC).date().isoformat()
     return f"measured on {first}{more} by slurmllm plan --calibrate, {today}"
+
+
+def check_target(path: Path, *, replace: bool = False) -> None:
+    """Whether a profile may be written there: to be asked before two minutes are spent.
+
+    Args:
+        path: Of the profile.
+        replace: Whether a file that is there may be overwritten.
+
+    Raises:
+        ConfigError: the path does not end in .yaml, is a shipped profile, exists and may not be
+            replaced, or lies in no folder.
+    """
+    said = f"--out {path}"
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{said}: a profile's name ends in .yaml; choose such a one")
+    if path.resolve().parent == shipped.clusters_dir().resolve():
+        raise ConfigError(
+            f"{said}: the profiles that ship with slurmllm are not written to; choose a file of "
+            "your own and name it with --cluster"
+        )
+    if path.is_dir() or (path.exists() and not replace):
+        raise ConfigError(f"{said}: exists and is not overwritten; choose another name")
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"{said}: there is no folder {path.resolve().parent}; make it first")
+
+
+def profile_text(cluster: Cluster, calibration: Calibration) -> str:
+    """The YAML of a profile with the measured figures in place of its own.
+
+    Args:
+        cluster: The profile that the nodes were taken to be of.
+        calibration: What was measured on them.
+    """
+    measured = cluster.model_copy(update={"hardware": calibration.hardware})
+    values = measured.model_dump(mode="json", exclude_unset=True)
+    values["hardware"] = calibration.hardware.model_dump(mode="json")
+    return f"# {calibration.hardware.source}\n" + write_yaml(values)
+
+
+def write_profile(
+    cluster: Cluster, calibration: Calibration, path: Path, *, replace: bool = False
+) -> None:
+    """Write such a profile, whole or not at all; `--cluster PATH` reads it.
+
+    Raises:
+        ConfigError: as `check_target` does.
+        StorageError: the file system refused.
+    """
+    check_target(path, replace=replace)
+    write_atomic(path, profile_text(cluster, calibration))

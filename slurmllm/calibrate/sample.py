@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from slurmllm.health.said import Said
+from slurmllm.diagnose.probe import Said
 
 Kind = Literal[
     "progress", "product", "attention", "copy", "elementwise", "all_reduce", "all_gather",

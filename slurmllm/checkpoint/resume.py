@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmllm.backends.base import Backend
+from slurmllm.checkpoint.catalogue import all_set_aside, read_skips, set_aside
 from slurmllm.checkpoint.manifest import faults, read_manifest
-from slurmllm.checkpoint.second_tier import SecondTier, second_tier
-from slurmllm.checkpoint.set_aside import all_set_aside, read_skips, set_aside
+from slurmllm.checkpoint.replicas import SecondTier, second_tier
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, differences
 from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.records import CheckpointManifest, JobsRecord

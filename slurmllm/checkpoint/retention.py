@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from slurmllm.checkpoint.catalogue import all_set_aside
 from slurmllm.checkpoint.manifest import read_manifest, size_faults
-from slurmllm.checkpoint.set_aside import all_set_aside
 from slurmllm.errors import StorageError
 from slurmllm.rundir import RunDir, fsync_dir
 

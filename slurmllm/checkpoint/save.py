@@ -27,8 +27,8 @@ from typing import TypeVar
 
 from slurmllm.backends.base import Backend, Saving
 from slurmllm.checkpoint.manifest import MANIFEST, describe, read_manifest
+from slurmllm.checkpoint.replicas import replace
 from slurmllm.checkpoint.retention import REMOVED, retain
-from slurmllm.checkpoint.second_tier import replace
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError
 from slurmllm.records import CheckpointFile, CheckpointManifest

@@ -14,10 +14,10 @@ def cancel(run: str, runs_dir: str | None) -> None:
     """Cancel RUN's jobs; the workers save before they leave, as far as Slurm gives them time."""
     import signal
 
-    from slurmllm.cli.submission import jobs_of, note_cancelled
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
-    from slurmllm.supervise.state import is_active
+    from slurmllm.status.runs import is_active
+    from slurmllm.submit.prepare import jobs_of, note_cancelled
 
     found = find_run(run, runs_root(runs_dir))
     client = SlurmCommands()

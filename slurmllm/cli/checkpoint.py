@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from slurmllm.checkpoint.catalogue import Entry
-    from slurmllm.checkpoint.converting import Precision
+    from slurmllm.checkpoint.formats.converting import Precision
     from slurmllm.rundir import RunDir
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "source": None}
@@ -120,7 +120,7 @@ def import_(source: Path, out: str, dtype: str, shard_size: str, as_json: bool) 
     import time
 
     from slurmllm.checkpoint.folder import refuse_existing
-    from slurmllm.checkpoint.importing import plan_import, run_import
+    from slurmllm.checkpoint.formats.importing import plan_import, run_import
     from slurmllm.progress import input_progress
 
     limit, target, begun = _limit(shard_size), Path(out), time.monotonic()
@@ -185,9 +185,9 @@ def export(
     """
     import time
 
-    from slurmllm.checkpoint.exporting import plan_export, run_export
     from slurmllm.checkpoint.folder import refuse_existing
-    from slurmllm.checkpoint.tokenizer_files import of_checkpoint
+    from slurmllm.checkpoint.formats.exporting import plan_export, run_export
+    from slurmllm.checkpoint.formats.tokenizer_files import of_checkpoint
     from slurmllm.progress import input_progress
 
     limit, target, begun = _limit(shard_size), Path(out), time.monotonic()
@@ -277,8 +277,8 @@ def convert(
     import time
     from dataclasses import replace
 
-    from slurmllm.checkpoint.converting import mesh_around, plan_conversion, run_conversion
     from slurmllm.checkpoint.folder import refuse_existing
+    from slurmllm.checkpoint.formats.converting import mesh_around, plan_conversion, run_conversion
     from slurmllm.errors import UserError
     from slurmllm.progress import input_progress
 
@@ -401,7 +401,7 @@ def _verified(entries: Iterable[Entry]) -> list[Entry]:
 def _copies(found: RunDir) -> list[Entry]:
     """What is in the second place by its manifests; a place that cannot be read is told."""
     from slurmllm.checkpoint.catalogue import Entry
-    from slurmllm.checkpoint.second_tier import second_tier
+    from slurmllm.checkpoint.replicas import second_tier
     from slurmllm.config.resolve import load
     from slurmllm.errors import SlurmllmError
 
@@ -438,7 +438,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
 def _print(entries: list[Entry]) -> None:
     import time
 
-    from slurmllm.cli.output import print_table
+    from slurmllm.tables import print_table
 
     rows = []
     for entry in entries:

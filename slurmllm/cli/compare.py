@@ -11,9 +11,9 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.comparing.comparison import Comparison, Overlap, Side
-    from slurmllm.analysis.comparing.statistics import Statistics
-    from slurmllm.analysis.curves import Curve
+    from slurmllm.compare.comparison import Comparison, Overlap, Side
+    from slurmllm.compare.statistics import Statistics
+    from slurmllm.metrics.curves import Curve
 
 
 _HEADINGS = (
@@ -101,8 +101,8 @@ def compare(
     from concurrent.futures import ThreadPoolExecutor
     from importlib import import_module
 
-    from slurmllm.analysis.reading.source import locate, read_curve
-    from slurmllm.analysis.reading.tags import parse_tags
+    from slurmllm.metrics.source import locate, read_curve
+    from slurmllm.metrics.tags import parse_tags
     from slurmllm.rundir import runs_root
 
     root, named = runs_root(runs_dir), parse_tags(tags)
@@ -110,11 +110,11 @@ def compare(
     with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers work outside Python's lock
         reading = pool.map(lambda path: read_curve(path, named, lenient=not exact), sources)
         # What comes next takes half a second to import, time enough to read in.
-        from slurmllm.analysis.comparing import compare as stage
-        from slurmllm.analysis.comparing.comparison import Tolerances, letter_of
+        from slurmllm.compare import compare as stage
+        from slurmllm.compare.comparison import Tolerances, letter_of
 
         if not no_plot:
-            import_module("slurmllm.analysis.comparing.plot")
+            import_module("slurmllm.compare.plot")
         read = list(reading)
     curves, own = read[: 1 + len(others)], read[1 + len(others) :]
     given = {"loss": tolerance, "grad_norm": grad_norm_tolerance}
@@ -178,7 +178,7 @@ def _draw(
     seeds: Sequence[Curve],
 ) -> list[Comparison]:
     """Draw the picture and note where; only a picture that was asked for must succeed."""
-    from slurmllm.analysis.comparing.plot import default_path, draw_all
+    from slurmllm.compare.plot import default_path, draw_all
     from slurmllm.errors import StorageError
 
     path = Path(plot) if plot is not None else default_path(*curves)
@@ -201,7 +201,7 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     """The table, the verdict, the warnings and where the picture is."""
     from rich.text import Text
 
-    from slurmllm.cli.output import console, print_table
+    from slurmllm.tables import console, print_table
 
     def line(text: str | Text) -> None:
         console().print(text, soft_wrap=True, markup=False)
@@ -245,7 +245,7 @@ def _describe(label: str, side: Side, overlap: Overlap) -> str:
 
 def _cells(comparison: Comparison) -> list[tuple[str, ...]]:
     """A row a metric, in the order of the headings; those of the verdict first."""
-    from slurmllm.analysis.comparing.verdict import figure
+    from slurmllm.compare.verdict import figure
 
     def shown(value: float | None) -> str:
         return "-" if value is None else figure(value)

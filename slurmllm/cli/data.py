@@ -13,9 +13,9 @@ import click
 from slurmllm.cli.inspect import inspect
 
 if TYPE_CHECKING:
-    from slurmllm.data.build.corpus import Built
-    from slurmllm.data.build.inputs import InputFile
-    from slurmllm.data.build.options import TokenizeOptions
+    from slurmllm.corpus.build import Built
+    from slurmllm.corpus.inputs import InputFile
+    from slurmllm.corpus.options import TokenizeOptions
 
 # More processes than this read faster than a disk writes, and take memory.
 _DEFAULT_WORKERS = 4
@@ -75,7 +75,7 @@ def named_inputs(
         click.UsageError: neither is given.
         DataError: a file cannot be found or read.
     """
-    from slurmllm.data.build.inputs import find_inputs, read_list
+    from slurmllm.corpus.inputs import find_inputs, read_list
 
     if not inputs and files_from is None:
         raise click.UsageError("name an INPUT, or a list of them with --files-from")
@@ -180,18 +180,18 @@ def build(
     """
     from time import monotonic
 
-    from slurmllm.data.build.corpus import (
+    from slurmllm.corpus.build import (
         build_corpus,
         is_half_named,
         outputs_of,
         refuse_existing,
     )
-    from slurmllm.data.build.join import Listeners
-    from slurmllm.data.build.manifest import manifest_path
-    from slurmllm.data.build.options import CleanOptions, ReadOptions
-    from slurmllm.data.build.work import WorkFolder
-    from slurmllm.job_array import SlurmOptions
+    from slurmllm.corpus.join import Listeners
+    from slurmllm.corpus.manifest import manifest_path
+    from slurmllm.corpus.options import CleanOptions, ReadOptions
+    from slurmllm.corpus.work_folder import WorkFolder
     from slurmllm.progress import stage_progress
+    from slurmllm.slurm.arrays import SlurmOptions
 
     begun = monotonic()
     if (prompt_key is None) != (completion_key is None):
@@ -242,7 +242,7 @@ def build(
 
 
 def _tokenize_options(tokenizer: Path, dtype: Any) -> TokenizeOptions:
-    from slurmllm.data.build.options import TokenDtype, TokenizeOptions
+    from slurmllm.corpus.options import TokenDtype, TokenizeOptions
     from slurmllm.data.tokenizer import TokenEncoder
     from slurmllm.errors import DataError
 

@@ -11,7 +11,7 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slurmllm.doctor.finding import Finding
+    from slurmllm.diagnose.finding import Finding
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "bright_black"}
 
@@ -35,10 +35,10 @@ def doctor(
     Exit codes: 0 without a fail; 2 a fault of this installation; 3 one of Slurm or a node.
     """
     from slurmllm.config.resolve import resolve
-    from slurmllm.doctor.cluster import slurm_findings
-    from slurmllm.doctor.finding import exit_code
-    from slurmllm.doctor.installation import installation_findings
-    from slurmllm.doctor.storage import storage_findings
+    from slurmllm.diagnose.cluster import slurm_findings
+    from slurmllm.diagnose.finding import exit_code
+    from slurmllm.diagnose.installation import installation_findings
+    from slurmllm.diagnose.storage import storage_findings
     from slurmllm.rundir import runs_root
     from slurmllm.slurm.client import COMMANDS, SlurmCommands
 
@@ -67,7 +67,7 @@ def _print_json(cluster: str, findings: Sequence[Finding], code: int) -> None:
 
 
 def _print_findings(cluster: str, findings: Sequence[Finding]) -> None:
-    from slurmllm.cli.output import print_table
+    from slurmllm.tables import print_table
 
     click.echo(f"cluster profile {cluster}")
     rows = ((finding.state, finding.name, finding.found) for finding in findings)

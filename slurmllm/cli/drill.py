@@ -11,8 +11,8 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.comparing.comparison import Tolerances
-    from slurmllm.drill.results import Drilled, DrillReport
+    from slurmllm.compare.comparison import Tolerances
+    from slurmllm.drill.kinds import Drilled, DrillReport
     from slurmllm.records import JobsRecord
 
 _HEADINGS = (
@@ -74,15 +74,15 @@ def drill(
     """
     import signal
 
-    from slurmllm.cli.submission import jobs_of
     from slurmllm.config.resolve import load
-    from slurmllm.drill.drilling import Drill
+    from slurmllm.drill.drill import Drill
     from slurmllm.drill.kinds import chosen
     from slurmllm.drill.plan import make_plan, why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.errors import EXIT_NEGATIVE
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.submit.prepare import jobs_of
 
     tolerances = _tolerances(tolerance)
     found = find_run(run, runs_root(runs_dir))
@@ -118,7 +118,7 @@ def drill(
 
 
 def _tolerances(tolerance: float | None) -> Tolerances:
-    from slurmllm.analysis.comparing.comparison import Tolerances
+    from slurmllm.compare.comparison import Tolerances
     from slurmllm.errors import RunError
 
     if tolerance is None:
@@ -173,7 +173,7 @@ def _as_json(report: DrillReport) -> str:
 
 
 def _print(report: DrillReport) -> None:
-    from slurmllm.cli.output import print_table
+    from slurmllm.tables import print_table
 
     print_table(_HEADINGS, (_row(one) for one in report.drills), fold="verdict")
     for one in report.drills:

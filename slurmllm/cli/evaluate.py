@@ -11,10 +11,10 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.evaluating import Question
+    from slurmllm.evaluate.checkpoints import Target
+    from slurmllm.evaluate.evaluate import Question
+    from slurmllm.evaluate.request import Outcome, Work
     from slurmllm.evaluate.suites import Placed
-    from slurmllm.evaluate.target import Target
-    from slurmllm.evaluate.work import Outcome, Work
 
 _DEFAULT_JOBS = 16
 
@@ -141,10 +141,11 @@ def evaluate(
     from secrets import token_hex
     from time import monotonic
 
-    from slurmllm.checkpoint.tokenizer_files import of_file
+    from slurmllm.checkpoint.formats.tokenizer_files import of_file
     from slurmllm.cli.evaluate_output import report
     from slurmllm.errors import EXIT_NEGATIVE, CheckpointError, UserError
-    from slurmllm.evaluate.evaluating import (
+    from slurmllm.evaluate.checkpoints import choose, find_target
+    from slurmllm.evaluate.evaluate import (
         Answer,
         asked_of,
         count_known,
@@ -154,10 +155,9 @@ def evaluate(
         without_figure,
         works,
     )
-    from slurmllm.evaluate.evaluating import run as do
+    from slurmllm.evaluate.evaluate import run as do
+    from slurmllm.evaluate.request import Settings, Work
     from slurmllm.evaluate.suites import record_suite
-    from slurmllm.evaluate.target import choose, find_target
-    from slurmllm.evaluate.work import Settings, Work
     from slurmllm.rundir import runs_root
 
     begun = monotonic()
@@ -292,8 +292,8 @@ def _require_cuda() -> None:
 def _fetch(ctx: click.Context, placed: Sequence[Placed]) -> None:
     from slurmllm.errors import EXIT_NEGATIVE, DataError
     from slurmllm.evaluate.harness import fetch, require_harness
+    from slurmllm.evaluate.request import Asked
     from slurmllm.evaluate.suites import VALIDATION
-    from slurmllm.evaluate.work import Asked
 
     require_harness()
     failed = False
@@ -316,8 +316,8 @@ def _runner(
     """What runs the jobs; it says on stderr what is done."""
     from functools import partial
 
-    from slurmllm.evaluate.running import Listeners, logs_of, run_here, run_on_slurm
-    from slurmllm.job_array import Resources, SlurmOptions
+    from slurmllm.evaluate.executor import Listeners, logs_of, run_here, run_on_slurm
+    from slurmllm.slurm.arrays import Resources, SlurmOptions
 
     logs = logs_of(target.store)
     tell = Listeners(_Progress(todo), lambda note: click.echo(note, err=True))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.evaluating import Answer, Question
+    from slurmllm.evaluate.checkpoints import Chosen, Target
+    from slurmllm.evaluate.evaluate import Answer, Question
+    from slurmllm.evaluate.request import Settings
     from slurmllm.evaluate.scores import ScoreRow, ScoreTable
-    from slurmllm.evaluate.target import Chosen, Target
-    from slurmllm.evaluate.work import Settings
 
 _MOST_COLUMNS = 8
 
@@ -30,7 +30,7 @@ def report(
     seconds: float,
 ) -> None:
     """Draw the pictures; print the tables or the JSON."""
-    from slurmllm.evaluate.evaluating import of_steps, tables
+    from slurmllm.evaluate.evaluate import of_steps, tables
 
     found, warnings = tables(target, chosen.candidates, question, settings)
     plots: dict[str, str] = {}
@@ -61,7 +61,7 @@ def report(
 def _draw(target: Target, table: ScoreTable, plot: str) -> tuple[str | None, str | None]:
     """The picture, or why there is none; one that was asked for must succeed."""
     from slurmllm.errors import StorageError
-    from slurmllm.evaluate.picture import default_path, draw
+    from slurmllm.evaluate.plot import default_path, draw
 
     path = Path(plot) if plot else default_path(target.store, table.suite)
     try:
@@ -135,7 +135,7 @@ def _values(
 
 def _print(table: ScoreTable) -> None:
     """The newest checkpoints, and the published models that have a figure."""
-    from slurmllm.cli.output import print_table
+    from slurmllm.tables import print_table
 
     steps = table.steps[-_MOST_COLUMNS:]
     models = [m for m in table.sources if any(m in row.references for row in table.rows)]

@@ -141,8 +141,8 @@ def _check(
     import re
 
     from slurmllm.backends.environment import load_environment
-    from slurmllm.health.asking import check_nodes
-    from slurmllm.health.bandwidth import with_bandwidth
+    from slurmllm.diagnose.bandwidth import with_bandwidth
+    from slurmllm.diagnose.probe import check_nodes
     from slurmllm.supervise.allocation import SLURMLLM, free_port
 
     # What batch jobs are given and salloc's command is not.
@@ -167,7 +167,7 @@ def _print_json(cluster: str, found: Mapping[str, NodeHealth], code: int) -> Non
 
 
 def _print_table(cluster: str, found: Mapping[str, NodeHealth]) -> None:
-    from slurmllm.cli.output import print_table
+    from slurmllm.tables import print_table
 
     checks = list(dict.fromkeys(f.check for record in found.values() for f in record.findings))
     rows = []
@@ -212,7 +212,7 @@ def _cell(finding: HealthFinding) -> str:
 def check_node(profile: str, backend: str, token: Path) -> None:
     """Check this node and say what was found, a line a finding (called through srun)."""
     from slurmllm.config.cluster import Cluster
-    from slurmllm.health.node import check_node as check
+    from slurmllm.diagnose.node import check_node as check
 
     check(_node_name(), Cluster.model_validate_json(profile), backend, token)
 
@@ -250,7 +250,7 @@ def allreduce(
     }  # fmt: skip
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "slurmllm.health.allreduce", device, floor],
+            [sys.executable, "-m", "slurmllm.diagnose.allreduce", device, floor],
             env={**os.environ, **shared, "RANK": str(node * workers + n), "LOCAL_RANK": str(n)},
             preexec_fn=die_with_parent,
         )

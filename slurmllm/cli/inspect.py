@@ -11,7 +11,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.data.inspecting import CorpusReport, RecipeReach, Sequence
+    from slurmllm.corpus.inspecting import CorpusReport, RecipeReach, Sequence
     from slurmllm.data.spec import StreamSpec
 
 _BAR = 40
@@ -51,7 +51,7 @@ def inspect(
     CORPUS is what data.corpus takes; left out, it is the recipe's. A large corpus is sampled, and
     the output says so.
     """
-    from slurmllm.data.inspecting import first_sequences, inspect_corpus, reach
+    from slurmllm.corpus.inspecting import first_sequences, inspect_corpus, reach
     from slurmllm.data.sources.opening import open_all
     from slurmllm.progress import input_progress
 
@@ -90,9 +90,9 @@ def _asked(
     sequences: int,
 ) -> tuple[StreamSpec, str | None, int]:
     """The stream to look at, the recipe's name and its steps."""
-    from slurmllm.cli.submission import STDLIB, with_inputs
     from slurmllm.data.spec import StreamSpec
     from slurmllm.errors import UserError
+    from slurmllm.submit.prepare import STDLIB, with_inputs
 
     if recipe is None:
         if corpus is None:
@@ -101,7 +101,7 @@ def _asked(
             raise UserError("--set changes a recipe: add --recipe NAME")
         path = None if tokenizer is None else Path(tokenizer)
         if STDLIB in (corpus, tokenizer):
-            from slurmllm.data.builtin import ensure_stdlib
+            from slurmllm.corpus.builtin import ensure_stdlib
             from slurmllm.rundir import runs_root
 
             built = ensure_stdlib(runs_root(runs_dir) / ".data")
@@ -148,7 +148,7 @@ def _as_json(
 
 
 def _print_report(report: CorpusReport) -> None:
-    from slurmllm.cli.output import console, print_table
+    from slurmllm.tables import console, print_table
 
     def line(text: str) -> None:
         console().print(text, soft_wrap=True, markup=False)
@@ -193,7 +193,7 @@ def _print_reach(reach: RecipeReach, blended: bool) -> None:
 def _print_sequence(sequence: Sequence) -> None:
     from rich.text import Text
 
-    from slurmllm.cli.output import console
+    from slurmllm.tables import console
 
     text = Text()
     left = _SHOWN_CHARS

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slurmllm.rundir import RunDir, Stage
+    from slurmllm.status.logs import Line
     from slurmllm.supervise.first_failure import Culprit
-    from slurmllm.supervise.merged_logs import Line
 
 _LOOK_S = 0.5  # between two looks at the files
 _ASK_S = 5.0  # between two questions whether the run goes on: Slurm answers them
@@ -134,7 +134,7 @@ def _among(ranks: str) -> frozenset[int]:
 def _require_log(run: RunDir, stage: Stage, attempt: int | None, rank: int, follow: bool) -> None:
     """That a worker has a log, of an attempt or of the last one."""
     from slurmllm.errors import RunError
-    from slurmllm.supervise.merged_logs import ranks_with_logs
+    from slurmllm.status.logs import ranks_with_logs
 
     attempts = [one.number for one in run.attempts(stage)]
     number = attempt if attempt is not None else max(attempts, default=None)
@@ -158,7 +158,7 @@ def _merge(
 ) -> None:
     """Print the logs of several workers, or of one of the last attempt."""
     from slurmllm.errors import RunError
-    from slurmllm.supervise.merged_logs import MergedLogs
+    from slurmllm.status.logs import MergedLogs
 
     if attempt is not None:
         stages = stages[-1:]
@@ -214,7 +214,7 @@ class _Prefixes:
             click.echo(f"{click.style(label.ljust(self.width), fg=colour)} {line.text}".rstrip())
 
     def _label(self, line: Line) -> str:
-        from slurmllm.supervise.merged_logs import node_of
+        from slurmllm.status.logs import node_of
 
         label = self.known.get(line[:3])
         if label is None:
@@ -229,7 +229,7 @@ class _Prefixes:
 def _stacks(run: RunDir, rank: int | None) -> str:
     """The stacks of the last attempt that hung: those of workers that stand apart come first."""
     from slurmllm.errors import RunError
-    from slurmllm.supervise.stacks import read_places, standing_apart
+    from slurmllm.supervise.first_failure import read_places, standing_apart
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
     if not hung:
@@ -324,7 +324,7 @@ def _until_ended(run: RunDir) -> Iterator[bool]:
     """Again and again whether the run has ended, which is asked before the files are looked at."""
     from slurmllm.errors import SlurmError
     from slurmllm.slurm.client import SlurmCommands
-    from slurmllm.supervise.state import is_active
+    from slurmllm.status.runs import is_active
 
     client, asked_at, silent = SlurmCommands(), float("-inf"), False
     while True:
@@ -347,7 +347,7 @@ def _print(path: Path, lines: int | None) -> None:
     """Print a file, or its last lines; nothing where it is not there."""
     from codecs import getincrementaldecoder
 
-    from slurmllm.supervise.merged_logs import start_of_last
+    from slurmllm.status.logs import start_of_last
 
     if not path.is_file():
         return

@@ -11,8 +11,8 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.cli.planning import Answer
     from slurmllm.plan.cost import PriceKind
+    from slurmllm.plan.planning import Answer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -145,10 +145,10 @@ def _plan(
     plot: str | None,
     as_json: bool,
 ) -> None:
-    from slurmllm.cli.planning import answer, nothing_fits
     from slurmllm.config.resolve import resolve
     from slurmllm.errors import UserError
-    from slurmllm.plan.tokens import parse_tokens
+    from slurmllm.plan.cost import parse_tokens
+    from slurmllm.plan.planning import answer, nothing_fits
 
     if not recipes:
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
@@ -193,16 +193,16 @@ def node_counts(text: str) -> list[int]:
 
 
 def _print(answers: Sequence[Answer], top: int, explain: bool, submit: str | None) -> None:
-    from slurmllm.cli import plan_tables
+    from slurmllm.plan import tables
 
     if submit is not None:
-        plan_tables.print_plan(answers[0], top)
+        tables.print_plan(answers[0], top)
         click.echo(f"submit         {submit}")
     else:
-        plan_tables.print_points(answers)
+        tables.print_points(answers)
     for one in answers if explain else ():
         for planned in one.planned:
-            plan_tables.print_explanation(planned)
+            tables.print_explanation(planned)
     for warning in dict.fromkeys(w for one in answers for w in one.warnings):
         click.echo(f"warning: {warning}")
 
@@ -211,7 +211,7 @@ def _submit(found: Answer, recipe: str, cluster: str | None) -> str:
     """The line that submits the best layout: with what was given here, and what it takes."""
     import shlex
 
-    from slurmllm.plan.remedies import changes
+    from slurmllm.plan.suggestions import changes
 
     (planned,) = found.planned
     assert planned.best is not None, "something fits"
@@ -231,13 +231,13 @@ def _submit(found: Answer, recipe: str, cluster: str | None) -> str:
 def _print_json(answers: Sequence[Answer], top: int | None, explain: bool) -> None:
     import json
 
-    from slurmllm.cli import plan_json
+    from slurmllm.plan import plan_json
 
     click.echo(json.dumps(plan_json.text(answers, top, explain), indent=2))
 
 
 def _draw(answers: Sequence[Answer], path: Path) -> None:
-    from slurmllm.cli.plan_picture import draw
     from slurmllm.picture import write_picture
+    from slurmllm.plan.plot import draw
 
     write_picture(draw(answers), path, "name another file with --plot")

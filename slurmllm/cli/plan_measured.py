@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.against import Expected
     from slurmllm.plan.candidate import Candidate
+    from slurmllm.report.prediction import Expected
 
 
 def calibrate(
@@ -25,10 +25,14 @@ def calibrate(
     """Measure nodes, and write or print the cluster profile with their figures."""
     import json
 
-    from slurmllm.calibrate.nodes import nodes_at_hand
-    from slurmllm.calibrate.profile import check_target, profile_text, write_profile
     from slurmllm.calibrate.run import calibrate as measure
-    from slurmllm.calibrate.run import require_measurable
+    from slurmllm.calibrate.run import (
+        check_target,
+        nodes_at_hand,
+        profile_text,
+        require_measurable,
+        write_profile,
+    )
     from slurmllm.config.resolve import resolve
 
     # Profiles are read beside a recipe; this one's precision, compilation and environment count.
@@ -62,14 +66,14 @@ def against(name: str, cluster: str | None, runs_dir: str | None, as_json: bool)
     """Print the prediction for a run beside what it measured."""
     import json
 
-    from slurmllm.analysis.against import against_run
+    from slurmllm.report.prediction import against_run
     from slurmllm.rundir import find_run, runs_root
 
     found = against_run(find_run(name, runs_root(runs_dir)), cluster, _expect)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
         return
-    from slurmllm.cli.plan_tables import print_against
+    from slurmllm.plan.tables import print_against
 
     print_against(found)
     for warning in found.warnings:
@@ -78,10 +82,10 @@ def against(name: str, cluster: str | None, runs_dir: str | None, as_json: bool)
 
 def _expect(candidate: Candidate) -> Expected:
     """What is foreseen of a run beside its steps."""
-    from slurmllm.analysis.against import Expected
     from slurmllm.errors import ConfigError
+    from slurmllm.plan.loss_assumptions import assumed, losses
     from slurmllm.plan.parameters import parameters
-    from slurmllm.simulate.assumed import assumed, losses
+    from slurmllm.report.prediction import Expected
 
     config, nodes = candidate.config, candidate.mesh.nodes
     asynchronous = config.recipe.checkpoint.asynchronous

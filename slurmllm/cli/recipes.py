@@ -35,7 +35,7 @@ def recipes(
 def _list(as_json: bool) -> None:
     import json
 
-    from slurmllm import shipped
+    from slurmllm.config import shipped
     from slurmllm.config.resolve import available, resolve
     from slurmllm.plan.parameters import parameters
 
@@ -49,7 +49,7 @@ def _list(as_json: bool) -> None:
         ]
         click.echo(json.dumps({"recipes": rows}, indent=2))
         return
-    from slurmllm.cli.output import print_table
+    from slurmllm.tables import print_table
 
     table = (
         (recipe.name, _rounded(count), recipe.description, recipe.default_cluster)
@@ -87,8 +87,8 @@ def _show(
 
         click.echo(yaml.safe_dump(tree, sort_keys=False), nl=False)
         return
-    from slurmllm.cli.output import print_table
     from slurmllm.config.resolve import flatten
+    from slurmllm.tables import print_table
 
     rows = ((path, str(value), sources[path]) for path, value in flatten(tree).items())
     print_table(("field", "value", "source"), rows, fold="value")

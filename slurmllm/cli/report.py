@@ -11,10 +11,10 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.reporting.blocks import Table
-    from slurmllm.analysis.reporting.facts import RunFacts
-    from slurmllm.analysis.reporting.write import Written
     from slurmllm.plan.cost import PriceKind
+    from slurmllm.report.blocks import Table
+    from slurmllm.report.facts import RunFacts
+    from slurmllm.report.write import Written
 
 
 @click.command()
@@ -61,10 +61,10 @@ def report(
     """
     import json
 
-    from slurmllm.analysis.reading.source import locate, parse_tags
-    from slurmllm.analysis.reporting.as_json import to_json
-    from slurmllm.analysis.reporting.gather import gather, named_apart, run_or_part
     from slurmllm.errors import UserError
+    from slurmllm.metrics.source import locate, parse_tags
+    from slurmllm.report.report_json import to_json
+    from slurmllm.report.sources import gather, named_apart, run_or_part
     from slurmllm.rundir import runs_root
     from slurmllm.slurm.client import SlurmCommands
 
@@ -79,7 +79,7 @@ def report(
     client = SlurmCommands()
     runs = named_apart([gather(path, mapping, usd, client) for path in paths])
     if plot is not None:
-        from slurmllm.analysis.usage.plot import draw
+        from slurmllm.status.utilization_plot import draw
 
         used = {facts.name: facts.used for facts in runs if facts.used is not None}
         if not used:
@@ -120,9 +120,9 @@ def _price(price: str) -> float | PriceKind:
 
 def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> Written | None:
     """A report that nobody named a place for may fail to be written; the tables are there."""
-    from slurmllm.analysis.reporting.names import default_path
-    from slurmllm.analysis.reporting.write import write_report
     from slurmllm.errors import StorageError
+    from slurmllm.report.blocks import default_path
+    from slurmllm.report.write import write_report
 
     page = default_path(runs) if out is None else Path(out)
     try:
@@ -136,9 +136,9 @@ def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> Written | N
 
 def _print(runs: Sequence[RunFacts]) -> None:
     """The tables, and each run's warnings."""
-    from slurmllm.analysis.reporting.run_tables import throughput_table, verdict
-    from slurmllm.analysis.reporting.scaling import scaling_rows, scaling_table
-    from slurmllm.analysis.reporting.usage_tables import (
+    from slurmllm.report.scaling import scaling_rows, scaling_table
+    from slurmllm.report.tables import throughput_table, verdict
+    from slurmllm.report.usage_tables import (
         SHOWN_RECOVERIES,
         endings_table,
         parts_table,
@@ -173,6 +173,6 @@ def _print(runs: Sequence[RunFacts]) -> None:
 
 
 def _print_table(table: Table) -> None:
-    from slurmllm.cli.output import print_table
+    from slurmllm.tables import print_table
 
     print_table(table.headings, table.rows)

@@ -9,8 +9,8 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.cli.submission import Precompile
     from slurmllm.config.resolve import RunConfig
+    from slurmllm.submit.prepare import Precompile
 
 
 @click.command()
@@ -53,19 +53,19 @@ def resume(
     """
     from dataclasses import replace
 
-    from slurmllm.cli import submission
     from slurmllm.cli.submit import print_submission, run_and_report
     from slurmllm.config.resolve import change, load
     from slurmllm.errors import RunError
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.status.runs import is_active, run_state
+    from slurmllm.submit import prepare
     from slurmllm.supervise.exclusion import to_avoid
-    from slurmllm.supervise.state import is_active, run_state
 
     root = runs_root(runs_dir)
     found = find_run(run, root)
     client = SlurmCommands()
-    submissions = submission.jobs_of(found).submissions
+    submissions = prepare.jobs_of(found).submissions
     before = submissions[-1] if submissions else None
     if before is not None and is_active(found, client):
         raise RunError(
@@ -83,28 +83,28 @@ def resume(
         )
     wanted = nodes if nodes is not None else before.nodes if before else 1
     chosen = config.recipe.parallel.auto
-    config = submission.settled(config, wanted)
-    submission.check_trainable(config)
+    config = prepare.settled(config, wanted)
+    prepare.check_trainable(config)
     # Nothing is touched where the mesh does not fit.
-    prepared = submission.prepare(config, wanted, found)
+    prepared = prepare.prepare(config, wanted, found)
     if before is None or wanted != before.nodes or _layout(config) != _layout(held):
-        prepared = submission.with_outlook(prepared, chosen, force)
-        submission.check_fits(prepared)
+        prepared = prepare.with_outlook(prepared, chosen, force)
+        prepare.check_fits(prepared)
     outlook = prepared.outlook
     if config.recipe.train.init_from != init_from:
-        config = submission.with_weights(config)
-    config = submission.with_inputs(config, root, build=True)
+        config = prepare.with_weights(config)
+    config = prepare.with_inputs(config, root, build=True)
     here = local or (before is not None and before.local)
-    graphs_from = submission.take_graphs(config, wanted, here, found, precompile)
-    stages = submission.stages(graphs_from)
+    graphs_from = prepare.take_graphs(config, wanted, here, found, precompile)
+    stages = prepare.stages(graphs_from)
     avoid = [] if here else to_avoid(client, found, config, wanted)
     if avoid:
         click.echo(f"keeps off {' '.join(avoid)}, which failed the run; see status", err=True)
-    prepared = replace(submission.prepare(config, wanted, found, avoid), outlook=outlook)
-    submission.write_run(prepared)
+    prepared = replace(prepare.prepare(config, wanted, found, avoid), outlook=outlook)
+    prepare.write_run(prepared)
     if here:
         ctx.exit(run_and_report(prepared, stages, as_json, graphs_from))
-    sent = submission.submit_jobs(prepared, stages, client)
+    sent = prepare.submit_jobs(prepared, stages, client)
     print_submission(prepared, sent, as_json, graphs_from)
 
 

@@ -10,8 +10,8 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.curves import Curve
-    from slurmllm.analysis.spikes.analysis import SpikeAnalysis
+    from slurmllm.metrics.curves import Curve
+    from slurmllm.spikes.analysis import SpikeAnalysis
 
 _MOST_ROWS = 10  # of the table of the highest
 _HEADINGS = (*("step", "lasts", "above mean", "loss", "back after", "grad norm", "beside it"),)
@@ -68,10 +68,10 @@ def spikes(
     Exit codes: 0 looked at, whatever was found (there is no exit code 1); 2 unusable input;
     4 the picture asked for with --plot cannot be written.
     """
-    from slurmllm.analysis.reading.source import locate, parse_tags, read_curve
-    from slurmllm.analysis.spikes.find import between, find_spikes
     from slurmllm.errors import RunError
+    from slurmllm.metrics.source import locate, parse_tags, read_curve
     from slurmllm.rundir import runs_root
+    from slurmllm.spikes.detection import between, find_spikes
 
     options.check_picture(plot, no_plot)
     root, metrics = runs_root(runs_dir), parse_tags(tags)
@@ -96,8 +96,8 @@ def spikes(
 
 def _draw(curves: list[Curve], found: list[SpikeAnalysis], plot: str | None) -> list[SpikeAnalysis]:
     """Draw one picture a run, or all into the one asked for, which alone must succeed."""
-    from slurmllm.analysis.spikes.plot import default_path, draw
     from slurmllm.errors import StorageError
+    from slurmllm.spikes.plot import default_path, draw
 
     runs = list(zip(curves, found, strict=True))
     if plot is not None:
@@ -128,7 +128,7 @@ def _print(run: SpikeAnalysis) -> None:
     """The figures, the highest spikes, the verdict, the warnings and where the picture is."""
     from rich.text import Text
 
-    from slurmllm.cli.output import console, print_table
+    from slurmllm.tables import console, print_table
 
     def line(text: str | Text) -> None:
         console().print(text, soft_wrap=True, markup=False)
@@ -153,7 +153,7 @@ def _print(run: SpikeAnalysis) -> None:
 
 
 def _figures(run: SpikeAnalysis) -> list[tuple[str, str]]:
-    from slurmllm.analysis.spikes.durations import binned
+    from slurmllm.spikes.plot import binned
 
     found = [("steps judged", f"{run.judged:,} of {run.steps:,}"), ("spikes", f"{run.count:,}")]
     if run.per_1000_steps is not None and run.inside_share is not None:

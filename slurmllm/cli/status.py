@@ -13,8 +13,8 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from slurmllm.cli.status_tables import View
     from slurmllm.records import GraphManifest
-    from slurmllm.supervise.details import Details
-    from slurmllm.supervise.state import RunState
+    from slurmllm.status.details import Details
+    from slurmllm.status.runs import RunState
 
 _INTERVAL_S = 5.0
 
@@ -83,8 +83,8 @@ class _Shown:
     def view(self, height: int | None = None) -> View:
         from rich.text import Text
 
-        from slurmllm.cli.output import console
         from slurmllm.cli.status_tables import View, run_view, runs_view
+        from slurmllm.tables import console
 
         if self.nothing is None:
             return run_view(self.states[0], console())
@@ -93,7 +93,7 @@ class _Shown:
         return runs_view(self.states, console(), height)
 
     def print(self) -> None:
-        from slurmllm.cli.output import console
+        from slurmllm.tables import console
 
         self.view().print(console())
 
@@ -111,7 +111,7 @@ class _Shown:
 def _one(run: str, runs_dir: str | None) -> Callable[[], _Shown]:
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
-    from slurmllm.supervise.state import run_state
+    from slurmllm.status.runs import run_state
 
     found, client = find_run(run, runs_root(runs_dir)), SlurmCommands()
     return lambda: _Shown([run_state(found, client)], None)
@@ -120,7 +120,7 @@ def _one(run: str, runs_dir: str | None) -> Callable[[], _Shown]:
 def _several(runs_dir: str | None, active: bool) -> Callable[[], _Shown]:
     from slurmllm.rundir import runs_root
     from slurmllm.slurm.client import SlurmCommands
-    from slurmllm.supervise.state import all_runs, run_states
+    from slurmllm.status.runs import all_runs, run_states
 
     root, client = runs_root(runs_dir), SlurmCommands()
 
@@ -136,7 +136,7 @@ def _several(runs_dir: str | None, active: bool) -> Callable[[], _Shown]:
 
 
 def _watch(look: Callable[[], _Shown], interval_s: float, as_json: bool) -> None:
-    from slurmllm.cli.output import console
+    from slurmllm.tables import console
 
     terminal = console()
     if terminal.is_terminal and not as_json:
@@ -156,7 +156,7 @@ def _redraw(look: Callable[[], _Shown], interval_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from slurmllm.cli.output import console
+    from slurmllm.tables import console
 
     terminal = console()
     with Live(console=terminal, auto_refresh=False, vertical_overflow="crop") as live:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from slurmllm.cli.output import PROSE, Column, fitted
+from slurmllm.tables import PROSE, Column, fitted
 
 if TYPE_CHECKING:
     from slurmllm.plan.mesh import Mesh
     from slurmllm.records import AttemptRecord, MicroBatchRecord
-    from slurmllm.supervise.details import Details
-    from slurmllm.supervise.standing import Standing
-    from slurmllm.supervise.state import RunState
+    from slurmllm.status.details import Details, Standing
+    from slurmllm.status.runs import RunState
 
 
 class View(NamedTuple):
@@ -284,6 +283,6 @@ def _hours(hours: float) -> str:
 
 
 def _finite(value: object) -> float | None:
-    from slurmllm.supervise.pace import number_of
+    from slurmllm.status.step_time import number_of
 
     return number_of({"value": value}, "value")

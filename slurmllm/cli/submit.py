@@ -10,9 +10,9 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.cli.submission import Precompile, Prepared
     from slurmllm.records import Submission
     from slurmllm.rundir import Stage
+    from slurmllm.submit.prepare import Precompile, Prepared
 
 
 @click.command()
@@ -61,10 +61,10 @@ def submit(
     """
     from dataclasses import replace
 
-    from slurmllm.cli import submission
     from slurmllm.config.resolve import resolve
     from slurmllm.errors import SlurmllmError
     from slurmllm.rundir import runs_root
+    from slurmllm.submit import prepare
 
     given = {
         "slurm.partition": ("--partition", partition),
@@ -76,32 +76,32 @@ def submit(
     }
     config = resolve(recipe, cluster, overrides, given)
     root = runs_root(runs_dir)
-    run = submission.new_run(root, name, config.recipe.name)
+    run = prepare.new_run(root, name, config.recipe.name)
     chosen = config.recipe.parallel.auto
-    config = submission.settled(config, nodes)
-    prepared = submission.prepare(config, nodes, run)
+    config = prepare.settled(config, nodes)
+    prepared = prepare.prepare(config, nodes, run)
     if not dry_run:
-        submission.check_trainable(config)
-    prepared = submission.with_outlook(prepared, chosen, force)
+        prepare.check_trainable(config)
+    prepared = prepare.with_outlook(prepared, chosen, force)
     if not dry_run:
-        submission.check_fits(prepared)
+        prepare.check_fits(prepared)
     outlook = prepared.outlook
-    config = submission.with_weights(config)
-    config = submission.with_inputs(config, root, build=not dry_run)
+    config = prepare.with_weights(config)
+    config = prepare.with_inputs(config, root, build=not dry_run)
     if dry_run:
         _print_plan(prepared, as_json)
         return
-    run = submission.claim_run(root, name, config.recipe.name)
+    run = prepare.claim_run(root, name, config.recipe.name)
     sent = None
     try:
-        graphs_from = submission.take_graphs(config, nodes, local, run, precompile)
-        stages = submission.stages(graphs_from)
-        prepared = replace(submission.prepare(config, nodes, run), outlook=outlook)
-        submission.write_run(prepared)
+        graphs_from = prepare.take_graphs(config, nodes, local, run, precompile)
+        stages = prepare.stages(graphs_from)
+        prepared = replace(prepare.prepare(config, nodes, run), outlook=outlook)
+        prepare.write_run(prepared)
         if not local:
-            sent = submission.submit_jobs(prepared, stages)
+            sent = prepare.submit_jobs(prepared, stages)
     except SlurmllmError:
-        submission.forget(run)
+        prepare.forget(run)
         raise
     if sent is None:
         ctx.exit(run_and_report(prepared, stages, as_json, graphs_from))
@@ -113,8 +113,8 @@ def _print_plan(prepared: Prepared, as_json: bool) -> None:
     import json
 
     from slurmllm.backends.environment import load_environment
-    from slurmllm.cli.submission import refusals
-    from slurmllm.slurm.render import worker_environment
+    from slurmllm.submit.prepare import refusals
+    from slurmllm.submit.render import worker_environment
 
     run, config, mesh = prepared.run, prepared.config, prepared.mesh
     variables = worker_environment(config, run)
@@ -141,7 +141,7 @@ def _print_plan(prepared: Prepared, as_json: bool) -> None:
         return
     import yaml
 
-    from slurmllm.cli.output import print_table
+    from slurmllm.tables import print_table
 
     if planned is not None and planned.chosen:
         click.echo(f"# ── the planner's choice\n{planned.line()}\n")
@@ -208,10 +208,10 @@ def run_and_report(
     prepared: Prepared, stages: Sequence[Stage], as_json: bool, graphs_from: str | None
 ) -> int:
     """Run the stages on this machine; returns the exit code."""
-    from slurmllm.cli import submission
-    from slurmllm.supervise.local import run_locally
+    from slurmllm.submit import prepare
+    from slurmllm.submit.local import run_locally
 
-    submission.local_submission(prepared)
+    prepare.local_submission(prepared)
     run = prepared.run
     if not as_json:
         click.echo(f"run        {run.name}\ndirectory  {run.path}")

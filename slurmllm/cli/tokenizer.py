@@ -48,10 +48,9 @@ def train(
     """
     import time
 
-    from slurmllm.data.build.corpus import refuse_existing
-    from slurmllm.data.build.documents import DocumentStream
-    from slurmllm.data.build.faults import Faults
-    from slurmllm.data.build.options import ReadOptions
+    from slurmllm.corpus.build import refuse_existing
+    from slurmllm.corpus.cleaning import DocumentStream
+    from slurmllm.corpus.options import Faults, ReadOptions
     from slurmllm.data.tokenizer import END_OF_DOCUMENT, train_tokenizer, vocab_size_of
     from slurmllm.errors import DataError
     from slurmllm.progress import input_progress

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from slurmllm import shipped
+from slurmllm.config import shipped
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules

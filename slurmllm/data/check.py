@@ -12,7 +12,7 @@ import numpy as np
 
 from slurmllm.data.sources.base import Integers, Source
 from slurmllm.data.sources.opening import open_all
-from slurmllm.data.split import Split, SplitName
+from slurmllm.data.spec import Split, SplitName
 from slurmllm.errors import DataError
 
 # No natural text has a mean of more bytes a token than this (English: 4 to 5, code: 3 to 4),

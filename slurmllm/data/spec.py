@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from slurmllm.data.split import SplitName
+import numpy as np
+import numpy.typing as npt
+
+from slurmllm.data.order import mix
+from slurmllm.data.sources.base import Source
+from slurmllm.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -50,3 +56,49 @@ class StreamSpec:
         corpora = [(Path(path), weight) for path, weight in fields["corpora"]]
         tokenizer = None if fields["tokenizer"] is None else Path(fields["tokenizer"])
         return cls(**{**fields, "corpora": corpora, "tokenizer": tokenizer})
+
+
+SplitName = Literal["train", "validation"]
+
+# The golden ratio's fraction: keeps the split apart from other uses of the same hash.
+_SALT = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Split:
+    """One side of the split.
+
+    Args:
+        name: Which side.
+        validation: Share of the documents held out, in 0 … 0.5.
+
+    Raises:
+        DataError: there is nothing on this side.
+    """
+
+    def __init__(self, name: SplitName, validation: float) -> None:
+        if name == "validation" and validation == 0:
+            raise DataError(
+                "data.validation is 0: no document is held out, so there are none to validate "
+                "on; set data.validation before a run begins"
+            )
+        self.name = name
+        self.validation = validation
+        self._below = np.uint64(int(Fraction(str(validation)) * 2**64))
+
+    @property
+    def everything(self) -> bool:
+        """Whether no hash need be looked at."""
+        return self.validation == 0
+
+    def empty(self, source: Source) -> DataError:
+        """The error for a corpus without a document on this side."""
+        return DataError(
+            f"none of the {len(source)} documents of {source.path} is on the {self.name} side of "
+            f"data.validation {self.validation} and holds a token; "
+            "change data.validation, or add documents"
+        )
+
+    def holds(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Which documents are on this side, by the hashes of their content."""
+        held_out: npt.NDArray[np.bool_] = mix(hashes ^ _SALT) < self._below
+        return held_out if self.name == "validation" else ~held_out

@@ -38,8 +38,7 @@ from slurmllm.data.batch import Batch, marked_batch
 from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
 from slurmllm.data.sources.opening import open_all
-from slurmllm.data.spec import StreamSpec
-from slurmllm.data.split import Split
+from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.data.state import State, identity, positions_of, require_same, upgraded
 from slurmllm.errors import DataError
 

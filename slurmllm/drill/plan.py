@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slurmllm.config.resolve import RunConfig, change
-from slurmllm.drill.agent import Order
+from slurmllm.drill.injector import Order
 from slurmllm.drill.kinds import KINDS, KindName
 from slurmllm.errors import RunError
+from slurmllm.graphs import reuse
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RUN_NAME, RunDir
-from slurmllm.supervise import reuse
 from slurmllm.supervise.attempts import load_attempts
 from slurmllm.supervise.watchdog import recent_step_times
 

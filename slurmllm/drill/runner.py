@@ -25,8 +25,8 @@ from slurmllm.errors import (
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
+from slurmllm.status.runs import is_active
 from slurmllm.supervise.allocation import SLURMLLM, die_with_parent
-from slurmllm.supervise.state import is_active
 
 LEAVE_S = 60.0  # for a cancelled run to save and go
 REQUEUE_S = 120.0  # for Slurm to finish a job whose batch script was killed

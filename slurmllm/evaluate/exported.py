@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from slurmllm.checkpoint.exporting import plan_export, run_export
-from slurmllm.checkpoint.tokenizer_files import of_checkpoint
+from slurmllm.checkpoint.formats.exporting import plan_export, run_export
+from slurmllm.checkpoint.formats.tokenizer_files import of_checkpoint
 from slurmllm.errors import DataError, StorageError
-from slurmllm.evaluate.work import EXPORT, Candidate, Settings
+from slurmllm.evaluate.request import EXPORT, Candidate, Settings
 
 _SHARD_BYTES = 5 * 10**9
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.errors import DataError, SlurmllmError, UserError
-from slurmllm.evaluate.keys import harness_version
-from slurmllm.evaluate.work import Asked, Candidate, Settings
+from slurmllm.evaluate.cache_key import harness_version
+from slurmllm.evaluate.request import Asked, Candidate, Settings
 from slurmllm.records import EvaluationRecord
 
 REMEDY = "install it: pip install 'slurmllm[eval]'"

@@ -8,7 +8,7 @@ from time import time
 
 from slurmllm.checkpoint.catalogue import look_at, verify
 from slurmllm.errors import SlurmllmError
-from slurmllm.evaluate.work import Asked, Outcome, Work
+from slurmllm.evaluate.request import Asked, Outcome, Work
 from slurmllm.records import EvaluationRecord
 from slurmllm.rundir import RunDir
 
@@ -37,8 +37,8 @@ def evaluate(work: Work) -> Outcome:
 def validate(work: Work) -> EvaluationRecord:
     """The loss on held-out text."""
     from slurmllm.evaluate.harness import torch_device
-    from slurmllm.evaluate.held_out import held_out_loss
-    from slurmllm.evaluate.held_out_text import LOOP, stream_spec
+    from slurmllm.evaluate.validation_loss import held_out_loss
+    from slurmllm.evaluate.validation_text import LOOP, stream_spec
 
     candidate, settings = work.candidate, work.settings
     assert work.held_out is not None

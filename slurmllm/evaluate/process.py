@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmllm.errors import StorageError
-from slurmllm.evaluate.work import Outcome, Work
+from slurmllm.evaluate.request import Outcome, Work
 
 # A process that was asked to end gets so long to remove what it has exported.
 _GRACE_S = 5.0

@@ -146,7 +146,7 @@ def suite_table(placed: Placed, found: Sequence[Found], limit: int | None = None
 
 def _matching(folder: Path, task: SuiteTask, found: Iterable[Found]) -> list[EvaluationRecord]:
     """The scores of a task as the suite sets it up, by whichever version of the harness."""
-    from slurmllm.evaluate.keys import task_key
+    from slurmllm.evaluate.cache_key import task_key
     from slurmllm.evaluate.suites import VALIDATION
 
     return [

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from slurmllm import shipped
+from slurmllm.config import shipped
 from slurmllm.config.recipe import Section
 from slurmllm.config.yaml_source import read_yaml, write_yaml
 from slurmllm.errors import ConfigError, UserError

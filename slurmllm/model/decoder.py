@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.model.documents import document_mask
+from slurmllm.model.attention import document_mask, rotary_table, rotate
 from slurmllm.model.output import Output
-from slurmllm.model.rotary import rotary_table, rotate
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

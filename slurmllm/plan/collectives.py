@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slurmllm.config.hardware import Hardware
+from slurmllm.config.cluster import Hardware
 from slurmllm.plan.mesh import Mesh
 
 

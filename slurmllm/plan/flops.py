@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.plan.shares import kv_copies
+from slurmllm.plan.parameters import kv_copies
 
 
 @dataclass(frozen=True)

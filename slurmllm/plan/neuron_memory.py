@@ -24,13 +24,12 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from slurmllm.config.cluster import GIB
 from slurmllm.config.families import FAMILIES
-from slurmllm.config.hardware import GIB
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.parameters import Shape, block_shapes, ends, rest_shapes
-from slurmllm.plan.shares import share_of
+from slurmllm.plan.parameters import Shape, block_shapes, ends, rest_shapes, share_of
 
 _FP32, _BF16 = 4, 2
 

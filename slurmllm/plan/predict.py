@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurmllm.config.hardware import Hardware
+from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.plan.candidate import Candidate, MemoryUse

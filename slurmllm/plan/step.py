@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from slurmllm.config.hardware import Hardware
+from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.candidate import StepTime, peak_flops
 from slurmllm.plan.collectives import (

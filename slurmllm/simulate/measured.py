@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from slurmllm.analysis.usage.history import History
-from slurmllm.analysis.usage.recoveries import recoveries
-from slurmllm.analysis.usage.spending import Part, Spending, spendings
 from slurmllm.errors import RunError
-from slurmllm.simulate.scenario import Durations, SaveCost
+from slurmllm.plan.scenario import Durations, SaveCost
+from slurmllm.status.history import History
+from slurmllm.status.recoveries import recoveries
+from slurmllm.status.time_breakdown import Part, Spending, spendings
 
 
 @dataclass(frozen=True)

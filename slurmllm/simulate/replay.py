@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from slurmllm.analysis.usage.history import History
-from slurmllm.analysis.usage.utilization import Utilization, utilization
 from slurmllm.config.recipe import Recipe
 from slurmllm.errors import RunError
+from slurmllm.plan.failures import Kind, Scripted, ScriptedFailures
+from slurmllm.plan.scenario import DAY_S, Scenario
 from slurmllm.records import AttemptRecord, EndingClass
-from slurmllm.simulate.failures import Kind, Scripted, ScriptedFailures
 from slurmllm.simulate.measured import Measured
-from slurmllm.simulate.scenario import DAY_S, Scenario
 from slurmllm.simulate.simulation import simulate
+from slurmllm.status.history import History
+from slurmllm.status.utilization import Utilization, utilization
 
 # Failures that break no node: where a replay runs is not of interest.
 _KINDS: Mapping[EndingClass, Kind] = {

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slurmllm.analysis.usage.history import Floats, History, Incarnation, Ints, Steps
-from slurmllm.checkpoint.interval import FAILURES, best_interval_s, mtbf_s
+from slurmllm.plan.failures import BREAKS_NODE, ENDINGS, Failure, Moment
+from slurmllm.plan.losses import FAILURES, best_interval_s, mtbf_s
+from slurmllm.plan.scenario import HOUR_S, Scenario
 from slurmllm.records import AttemptRecord, EndingClass
-from slurmllm.simulate.failures import BREAKS_NODE, ENDINGS, Failure, Moment
 from slurmllm.simulate.nodes import Nodes
-from slurmllm.simulate.scenario import HOUR_S, Scenario
+from slurmllm.status.history import Floats, History, Incarnation, Ints, Steps
 from slurmllm.supervise.policy import decide, failing_nodes
 
 _JOB = "1"

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
+from slurmllm.graphs import archive as graph_cache
+from slurmllm.graphs import merge
+from slurmllm.graphs.fingerprint import graph_fingerprint
+from slurmllm.graphs.reuse import measured_micro_batch
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import GraphManifest, NodeRecord, WorkerRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.supervise import cache as graph_cache
-from slurmllm.supervise import refill
-from slurmllm.supervise.fingerprint import graph_fingerprint
-from slurmllm.supervise.reuse import measured_micro_batch
 from slurmllm.supervise.workers import POLL_S, WORKER_SIGNAL, Workers, run_command
 
 STOPPED_GRACE_S = 10.0  # for other nodes to hand in what they have, after a stop signal
@@ -236,7 +236,7 @@ class Launcher:
         if self.manifest is None or not self.workers.seen.pids:
             return
         try:
-            names = refill.hand_in_added(
+            names = merge.hand_in_added(
                 self.cache, self.run, self.attempt.number, self.record.nodes, self.node,
                 self.manifest,
             )  # fmt: skip

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from slurmllm.analysis.reading.events import read_events
-from slurmllm.analysis.reading.rows import MetricsFile, last_row_of
 from slurmllm.errors import RunError, StorageError
+from slurmllm.metrics.row_reader import MetricsFile, last_row_of, read_events
 from slurmllm.records import AttemptRecord, CheckpointManifest
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow

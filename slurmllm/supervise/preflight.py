@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from slurmllm.config.resolve import RunConfig
-from slurmllm.health.asking import check_nodes
-from slurmllm.health.bandwidth import with_bandwidth
+from slurmllm.diagnose.bandwidth import with_bandwidth
+from slurmllm.diagnose.probe import check_nodes
 from slurmllm.records import AttemptRecord, NodeHealth
 from slurmllm.rundir import RunDir
 from slurmllm.supervise.allocation import SLURMLLM, Allocation, free_port

@@ -27,24 +27,22 @@ from slurmllm.errors import (
     SlurmllmError,
     StorageError,
 )
+from slurmllm.graphs.archive import broadcast_path
+from slurmllm.graphs.completeness import IncompleteGraphsError, faults, require_complete
+from slurmllm.graphs.merge import merge_added
 from slurmllm.records import AttemptRecord, GraphManifest, JobsRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import AccountingRow, SlurmClient, patiently
-from slurmllm.slurm.render import node_local_cache
+from slurmllm.submit.render import node_local_cache
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
-from slurmllm.supervise.cache import broadcast_path
+from slurmllm.supervise.attempt_monitor import Outcome, StopSignals, Waiting, newer_attempt, say
+from slurmllm.supervise.attempts import ended_at, ending_of_lost, incarnation, still_runs
 from slurmllm.supervise.classify import Ending, Observed, classify
-from slurmllm.supervise.exclusion import drain, exclude_failed, excluded
-from slurmllm.supervise.gate import IncompleteGraphsError, faults, require_complete
-from slurmllm.supervise.lost import ended_at, ending_of_lost, incarnation, still_runs
-from slurmllm.supervise.observing import observe
+from slurmllm.supervise.evidence import observe
+from slurmllm.supervise.exclusion import drain, exclude_failed, excluded, nodes_to_avoid, requeue
 from slurmllm.supervise.policy import MAX_BACKOFF_S, may_pass
 from slurmllm.supervise.preflight import preflight
-from slurmllm.supervise.refill import merge_added
-from slurmllm.supervise.requeue import nodes_to_avoid, requeue
-from slurmllm.supervise.speech import say
-from slurmllm.supervise.waiting import Outcome, StopSignals, Waiting, newer_attempt
 
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
 EXIT_FAILED = {

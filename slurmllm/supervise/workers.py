@@ -22,13 +22,13 @@ from types import FrameType
 from slurmllm.config.resolve import RunConfig, load
 from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import EXIT_REQUEUE, SlurmllmError, StorageError
+from slurmllm.graphs.fingerprint import sharing, threads_of
 from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.pulse import STACKS_SIGNAL
 from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.render import worker_environment
+from slurmllm.submit.render import worker_environment
 from slurmllm.supervise.allocation import NODE_NAME, NODE_RANK, SHARING, die_with_parent
-from slurmllm.supervise.fingerprint import sharing, threads_of
 from slurmllm.supervise.heartbeat import Heartbeats
 from slurmllm.supervise.interfaces import VARIABLES, interface_variables
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
-from slurmllm.checkpoint.set_aside import all_set_aside, read_skips
+from slurmllm.checkpoint.catalogue import all_set_aside, read_skips
 from slurmllm.errors import DivergenceError, SlurmllmError, StorageError
 from slurmllm.records import SkippedBatches, SkipsRecord
-from slurmllm.train.spikes import Spike, SpikeWatch
+from slurmllm.train.grad_spikes import Spike, SpikeWatch
 
 if TYPE_CHECKING:
     from slurmllm.train.job import Job

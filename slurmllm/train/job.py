@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
 from slurmllm.backends.environment import load_environment
+from slurmllm.checkpoint.catalogue import read_skips
 from slurmllm.checkpoint.resume import find_resumable, first_fault
 from slurmllm.checkpoint.save import remove_leftovers
-from slurmllm.checkpoint.set_aside import read_skips
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig, load
@@ -23,11 +23,10 @@ from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
 from slurmllm.pulse import Pulse
 from slurmllm.records import MicroBatchRecord, SkippedBatches
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.train.data_record import settle_data
-from slurmllm.train.events import EventLog
 from slurmllm.train.guard import Guard
-from slurmllm.train.save_schedule import SaveSchedule
-from slurmllm.train.stop import StopRequest
+from slurmllm.train.run_records import EventLog, settle_data
+from slurmllm.train.schedules import SaveSchedule
+from slurmllm.train.signals import StopRequest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -270,7 +269,7 @@ def _start(job: Job) -> None:
     if recipe.train.init_from is None:
         job.say("starting from step 0")
         return
-    from slurmllm.checkpoint.weights import weight_reader
+    from slurmllm.checkpoint.formats.weights import weight_reader
 
     source = Path(recipe.train.init_from)
     fault = first_fault(source, job.backend)

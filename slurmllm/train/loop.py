@@ -11,7 +11,7 @@ from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
 from slurmllm.records import MetricsRow
 from slurmllm.train.hooks.base import Hook, Moment
 from slurmllm.train.job import Job
-from slurmllm.train.schedule import learning_rate
+from slurmllm.train.schedules import learning_rate
 
 
 def train(job: Job, hooks: Sequence[Hook]) -> int:

@@ -29,7 +29,7 @@ from slurmllm.records import MicroBatchCandidate, MicroBatchRecord
 from slurmllm.train.failures import judge
 from slurmllm.train.job import Job, reopen
 from slurmllm.train.loop import stop_requested
-from slurmllm.train.schedule import learning_rate
+from slurmllm.train.schedules import learning_rate
 
 GAIN = 0.03  # timings of equal steps differ by a percent or two
 PATIENCE = 2

@@ -9,9 +9,9 @@ from contextlib import suppress
 from statistics import median
 from typing import NamedTuple
 
-from slurmllm.analysis.reading.events import read_events
-from slurmllm.checkpoint.interval import FAILURES, HOUR_S, best_interval_s, mtbf_s
 from slurmllm.errors import SlurmllmError
+from slurmllm.metrics.row_reader import read_events
+from slurmllm.plan.losses import FAILURES, HOUR_S, best_interval_s, mtbf_s
 from slurmllm.records import AttemptRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train.job import Job

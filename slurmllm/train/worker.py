@@ -13,8 +13,7 @@ from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, SlurmllmError
 from slurmllm.rundir import AttemptDir, RunDir, Stage
 from slurmllm.train.failures import failure_record, spoken
 from slurmllm.train.job import Job, make_job, open_job
-from slurmllm.train.stacks import dump_on_signal
-from slurmllm.train.stop import StopRequest
+from slurmllm.train.signals import StopRequest, dump_on_signal
 
 
 def run_worker(run: RunDir, stage: Stage, attempt: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 from train.gang import small_config
 
 from slurmllm.backends.base import Worker, load_backend
-from slurmllm.backends.native.limits import unsupported
+from slurmllm.backends.native.environment import unsupported
 from slurmllm.errors import ConfigError
 from slurmllm.plan.mesh import make_mesh
 
@@ -65,7 +65,7 @@ def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_torch_on_the_login_node() -> None:
     code = (
-        "import sys, slurmllm.backends.native.limits, slurmllm.checkpoint.save, "
-        "slurmllm.checkpoint.resume, slurmllm.train.schedule; sys.exit('torch' in sys.modules)"
+        "import sys, slurmllm.backends.native.environment, slurmllm.checkpoint.save, "
+        "slurmllm.checkpoint.resume, slurmllm.train.schedules; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,9 +10,8 @@ import sys
 
 import pytest
 
-from slurmllm import shipped
-from slurmllm.backends.nxd.environment import unsupported, variables
-from slurmllm.backends.nxd.instances import INSTANCES
+from slurmllm.backends.nxd.environment import INSTANCES, unsupported, variables
+from slurmllm.config import shipped
 from slurmllm.config.resolve import RunConfig, available, resolve
 
 ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"

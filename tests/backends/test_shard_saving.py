@@ -13,8 +13,8 @@ import torch
 from backends.conftest import LABELS, NewBackend, batch, micro_batches
 from slurmllm.backends.base import Backend
 from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.checkpoint import sharded_writer
-from slurmllm.checkpoint.sharded_writer import Writer
+from slurmllm.checkpoint.formats import dcp_writer
+from slurmllm.checkpoint.formats.dcp_writer import Writer
 
 ASYNCHRONOUS = "checkpoint.asynchronous=true"
 
@@ -71,11 +71,11 @@ def test_steps_meanwhile_are_not_in_it(
 def test_the_optimizer_waits_for_the_copy(
     new_backend: NewBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slurmllm.backends.native import shard_saving
+    from slurmllm.backends.native import dcp_save
 
     backend = new_backend(ASYNCHRONOUS)
     train(backend, 1)
-    copy = shard_saving._Planner.copy
+    copy = dcp_save._Planner.copy
 
     go = threading.Event()
 
@@ -83,7 +83,7 @@ def test_the_optimizer_waits_for_the_copy(
         assert go.wait(30)
         copy(self, *arguments)
 
-    monkeypatch.setattr(shard_saving._Planner, "copy", slow)
+    monkeypatch.setattr(dcp_save._Planner, "copy", slow)
     saving = backend.save_shards(tmp_path)
     backend.forward_backward(micro_batches(batch(seed=1), 2), LABELS)
     assert saving.waited_s == 0
@@ -118,7 +118,7 @@ def test_the_second_save_uses_the_memory_of_the_first(
 def test_several_files_of_one_worker(
     new_backend: NewBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharded_writer, "_SPLIT_BYTES", 0)
+    monkeypatch.setattr(dcp_writer, "_SPLIT_BYTES", 0)
     backend = new_backend()
     train(backend, 2)
     assert backend.save_shards(tmp_path).wait() == ["__0_0.distcp", "__0_1.distcp", ".metadata"]

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from calibrate.test_fits import TRUTH
-from slurmllm import shipped
-from slurmllm.calibrate.profile import write_profile
-from slurmllm.calibrate.run import Calibration
+from slurmllm.calibrate.run import Calibration, write_profile
+from slurmllm.config import shipped
 from slurmllm.config.resolve import available, resolve
 from slurmllm.errors import ConfigError, StorageError
 

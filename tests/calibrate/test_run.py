@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.calibrate.nodes import nodes_at_hand
-from slurmllm.calibrate.run import calibrate
+from slurmllm.calibrate.run import calibrate, nodes_at_hand
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError, NodeError, SlurmError
 from slurmllm.supervise.allocation import LOCAL_NODES, LocalAllocation, SlurmAllocation
@@ -96,7 +95,7 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "salloc").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "salloc").chmod(stat.S_IRWXU)
     script = (
-        "from slurmllm.calibrate.nodes import nodes_at_hand\n"
+        "from slurmllm.calibrate.run import nodes_at_hand\n"
         "from slurmllm.config.resolve import resolve\n"
         "nodes_at_hand(resolve('tiny_neox', 'p4d'), ['plan', '--calibrate'], nodes=2,"
         " options={'account': 'a', 'time': None})"
@@ -114,7 +113,7 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
 
 def test_no_torch_on_the_login_node() -> None:
     script = (
-        "import sys, slurmllm.calibrate.run, slurmllm.calibrate.profile, slurmllm.calibrate.nodes\n"
+        "import sys, slurmllm.calibrate.run, slurmllm.calibrate.run, slurmllm.calibrate.run\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -20,9 +20,9 @@ from train.gang import make_data, make_run, small_config
 from checkpoint import hub
 from checkpoint.pretend import CONFIG, PretendBackend, PretendGang, state
 from slurmllm.backends.base import Saving
-from slurmllm.checkpoint import importing
+from slurmllm.checkpoint.formats import importing
+from slurmllm.checkpoint.replicas import second_tier
 from slurmllm.checkpoint.save import save
-from slurmllm.checkpoint.second_tier import second_tier
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.cli.main import cli
 from slurmllm.config.recipe import Recipe
@@ -55,8 +55,8 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
     import torch.distributed as dist
 
     from slurmllm.backends.base import Worker
-    from slurmllm.backends.native import sharded_state
-    from slurmllm.backends.native.shard_saving import Shards
+    from slurmllm.backends.native import dcp_state
+    from slurmllm.backends.native.dcp_save import Shards
 
     model = build_model(recipe.model)
     initialize(model, recipe.model, seed=step)
@@ -70,7 +70,7 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
         class OneWorker(PretendBackend):
             def save_shards(self, directory: Path) -> Saving:
                 optimizer = AdamW(model.parameters())
-                held = sharded_state.state_of(model, optimizer, worker)
+                held = dcp_state.state_of(model, optimizer, worker)
                 shards = Shards(worker, group, torch.device("cpu"))
                 return shards.begin(held, directory, asynchronous=False)
 

@@ -28,15 +28,14 @@ from checkpoint.nxd_folders import (
     zero_shard,
 )
 from checkpoint.test_nxd_files import HALF, assert_holds
-from slurmllm.checkpoint.converting import Mesh, plan_conversion, run_conversion
-from slurmllm.checkpoint.exporting import plan_export, run_export
+from slurmllm.checkpoint.formats.converting import Mesh, plan_conversion, run_conversion
+from slurmllm.checkpoint.formats.exporting import plan_export, run_export
+from slurmllm.checkpoint.formats.safetensors_files import write_index, write_shard
+from slurmllm.checkpoint.formats.tokenizer_files import Tokenizer
+from slurmllm.checkpoint.formats.weights import open_training, open_weights, weight_reader
 from slurmllm.checkpoint.manifest import MANIFEST, describe, faults, read_manifest
 from slurmllm.checkpoint.origin import INDEX, MODEL, read_origin
-from slurmllm.checkpoint.safetensors_files import write_index, write_shard
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState
-from slurmllm.checkpoint.tokenizer_files import Tokenizer
-from slurmllm.checkpoint.training_files import open_training
-from slurmllm.checkpoint.weights import open_weights, weight_reader
 from slurmllm.cli.main import cli
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh as PlanMesh
@@ -318,10 +317,14 @@ def test_a_file_larger_than_memory_is_refused(
         for held in files_of(tmp_path / "out").values()
     )
     assert 0.98 * largest <= plan.held_bytes <= largest  # but for counts of steps
-    monkeypatch.setattr("slurmllm.checkpoint.converting.free_memory", lambda: plan.held_bytes)
+    monkeypatch.setattr(
+        "slurmllm.checkpoint.formats.converting.free_memory", lambda: plan.held_bytes
+    )
     plan_conversion(first, Mesh(2, 2, 3, zero=zero))
     plan_conversion(first, None)  # a few pieces at a time
-    monkeypatch.setattr("slurmllm.checkpoint.converting.free_memory", lambda: plan.held_bytes - 1)
+    monkeypatch.setattr(
+        "slurmllm.checkpoint.formats.converting.free_memory", lambda: plan.held_bytes - 1
+    )
     plan_conversion(first, None)
     result = run("first", "--to", "nxd", "--out", "refused", "--tensor", 2)
     assert result.exit_code == 2
@@ -491,7 +494,7 @@ _MEASURED = """
 import resource, sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint.state_dict_saver, torch._subclasses.fake_tensor
-from slurmllm.checkpoint.converting import Mesh, plan_conversion, run_conversion
+from slurmllm.checkpoint.formats.converting import Mesh, plan_conversion, run_conversion
 
 def peak():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) / 1e3

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from checkpoint import hub
-from slurmllm.checkpoint import exporting, importing
-from slurmllm.checkpoint.exporting import plan_export, run_export
-from slurmllm.checkpoint.importing import plan_import, run_import
+from slurmllm.checkpoint.formats import exporting, importing
+from slurmllm.checkpoint.formats.exporting import plan_export, run_export
+from slurmllm.checkpoint.formats.importing import plan_import, run_import
+from slurmllm.checkpoint.formats.safetensors_files import write_index, write_shard
+from slurmllm.checkpoint.formats.tokenizer_files import Tokenizer, beside
+from slurmllm.checkpoint.formats.weights import open_weights, weight_reader
 from slurmllm.checkpoint.manifest import faults, read_manifest
 from slurmllm.checkpoint.origin import INDEX, MODEL, read_origin
-from slurmllm.checkpoint.safetensors_files import write_index, write_shard
-from slurmllm.checkpoint.tokenizer_files import Tokenizer, beside
-from slurmllm.checkpoint.weights import open_weights, weight_reader
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import StorageError

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint import hub
-from slurmllm.checkpoint import importing
-from slurmllm.checkpoint.importing import plan_import, run_import
+from slurmllm.checkpoint.formats import importing
+from slurmllm.checkpoint.formats.importing import plan_import, run_import
 from slurmllm.errors import ConfigError, RunError, SlurmllmError, StorageError
 
 SAVED = ("neox", "llama", "gpt3")
@@ -314,7 +314,7 @@ def test_what_is_there_is_left_alone(copy: Callable[[str], Path], tmp_path: Path
 
 
 def test_a_refusal_of_the_file_system_is_told(tmp_path: Path) -> None:
-    from slurmllm.checkpoint.safetensors_files import write_shard
+    from slurmllm.checkpoint.formats.safetensors_files import write_shard
 
     with pytest.raises(OSError, match="No such file or directory"):
         write_shard(tmp_path / "absent" / "x.safetensors", {"a": torch.ones(3)})

@@ -11,13 +11,12 @@ from torch import Tensor
 from train.gang import Gang, make_data, make_run
 
 from checkpoint.nxd_folders import Layout, Whole, random_whole, write_nxd
-from slurmllm.checkpoint.exporting import plan_export, run_export
+from slurmllm.checkpoint.formats.exporting import plan_export, run_export
+from slurmllm.checkpoint.formats.safetensors_files import Region
+from slurmllm.checkpoint.formats.tokenizer_files import Tokenizer
+from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training, weight_reader
 from slurmllm.checkpoint.origin import read_origin
-from slurmllm.checkpoint.safetensors_files import Region
 from slurmllm.checkpoint.state import TrainState, fingerprint
-from slurmllm.checkpoint.tokenizer_files import Tokenizer
-from slurmllm.checkpoint.training_files import TrainingFiles, open_training
-from slurmllm.checkpoint.weights import weight_reader
 from slurmllm.config.resolve import load
 from slurmllm.errors import RunError, StorageError
 from slurmllm.model.decoder import build_model

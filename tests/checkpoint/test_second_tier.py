@@ -11,11 +11,10 @@ from train.gang import small_config
 
 from checkpoint import pretend
 from checkpoint.pretend import FINGERPRINT, PretendGang, state
-from slurmllm.checkpoint.copying import Copier
 from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.checkpoint.replicas import Copier, SecondTier, second_tier
 from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.checkpoint.save import save
-from slurmllm.checkpoint.second_tier import SecondTier, second_tier
 from slurmllm.errors import CheckpointError, NodeError, StorageError
 from slurmllm.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
 from slurmllm.rundir import RunDir

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from checkpoint.pretend import FINGERPRINT, PretendGang, state
-from slurmllm.checkpoint.catalogue import newest_sound
+from slurmllm.checkpoint.catalogue import newest_sound, set_aside
 from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.checkpoint.save import save
-from slurmllm.checkpoint.set_aside import set_aside
 from slurmllm.errors import StorageError
 from slurmllm.records import SkippedBatches, SkipsRecord
 from slurmllm.rundir import RunDir

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from train.gang import Gang, make_data, make_run
 
-from slurmllm.checkpoint.exporting import plan_export, run_export
-from slurmllm.checkpoint.importing import plan_import, run_import
+from slurmllm.checkpoint.formats.exporting import plan_export, run_export
+from slurmllm.checkpoint.formats.importing import plan_import, run_import
+from slurmllm.checkpoint.formats.safetensors_files import plan_shards, write_index, write_shard
+from slurmllm.checkpoint.formats.tokenizer_files import Tokenizer
+from slurmllm.checkpoint.formats.weights import weight_reader
 from slurmllm.checkpoint.manifest import faults, read_manifest
 from slurmllm.checkpoint.origin import INDEX, MODEL, check_fit, read_origin
-from slurmllm.checkpoint.safetensors_files import plan_shards, write_index, write_shard
 from slurmllm.checkpoint.state import TrainState
-from slurmllm.checkpoint.tokenizer_files import Tokenizer
-from slurmllm.checkpoint.weights import weight_reader
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import load
 from slurmllm.errors import RunError, StorageError
@@ -165,8 +165,8 @@ from slurmllm.backends.native.tensor_parallel import share_out
 from slurmllm.checkpoint.origin import read_origin
 from slurmllm.checkpoint.save import save
 from slurmllm.checkpoint.state import TrainState, fingerprint
-from slurmllm.checkpoint.padding import VOCABULARY
-from slurmllm.checkpoint.weights import weight_reader
+from slurmllm.checkpoint.formats.weights import VOCABULARY
+from slurmllm.checkpoint.formats.weights import weight_reader
 from slurmllm.config.resolve import load
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import fill

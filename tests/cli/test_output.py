@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from slurmllm.cli.output import PROSE, Column, fitted, print_table
+from slurmllm.tables import PROSE, Column, fitted, print_table
 
 NUMBERS = st.floats(1, 1e12).map(lambda value: f"{value:,.2f}")
 WORDS = st.text("ab ", min_size=1, max_size=60) | st.just("运行 a b c d e f g h 运行 i j k l")

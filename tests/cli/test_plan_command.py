@@ -12,10 +12,10 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from slurmllm import shipped
 from slurmllm.calibrate.run import Calibration, Say
 from slurmllm.cli.main import cli
-from slurmllm.config.hardware import Hardware
+from slurmllm.config import shipped
+from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import make_mesh, save_mesh
 from slurmllm.records import AttemptRecord

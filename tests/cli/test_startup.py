@@ -52,12 +52,12 @@ def test_help_loads_click_and_little_else(tmp_path: Path) -> None:
 def test_every_module_but_the_workers_loads_without_torch() -> None:
     script = (
         "import pkgutil, importlib, sys, slurmllm\n"
-        "worker = ('slurmllm.train', 'slurmllm.model', 'slurmllm.backends.native.', '"
-        "slurmllm.backends.nxd.', 'slurmllm.checkpoint', 'slurmllm.__main__', '"
-        "slurmllm.health.allreduce', 'slurmllm.calibrate.measure.', 'slurmllm.evaluate.held_out', '"
-        "slurmllm.evaluate.exported')\n"
-        "light = ('slurmllm.backends.native.environment', 'slurmllm.backends.native.limits', '"
-        "slurmllm.backends.nxd.environment', 'slurmllm.evaluate.held_out_text')\n"
+        "worker = ('slurmllm.train', 'slurmllm.model', 'slurmllm.backends.native.', "
+        "'slurmllm.backends.nxd.', 'slurmllm.checkpoint', 'slurmllm.__main__', "
+        "'slurmllm.diagnose.allreduce', 'slurmllm.calibrate.measure.', "
+        "'slurmllm.evaluate.validation_loss', 'slurmllm.evaluate.exported')\n"
+        "light = ('slurmllm.backends.native.environment', 'slurmllm.backends.nxd.environment', "
+        "'slurmllm.evaluate.validation_text')\n"
         "for module in pkgutil.walk_packages(slurmllm.__path__, 'slurmllm.'):\n"
         "    if not module.name.startswith(worker) or module.name in light:\n"
         "        importlib.import_module(module.name)\n"

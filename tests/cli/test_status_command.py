@@ -18,7 +18,7 @@ from slurmllm.records import AttemptRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
 from slurmllm.slurm.fake import FakeSlurm
-from slurmllm.supervise.state import RunState, SavedCheckpoint
+from slurmllm.status.runs import RunState, SavedCheckpoint
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_ctrl_c_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     looks = [RunState("r", "/r", state="training"), RunState("r", "/r", state="training")]
-    monkeypatch.setattr("slurmllm.supervise.state.run_state", lambda *_: looks.pop())
+    monkeypatch.setattr("slurmllm.status.runs.run_state", lambda *_: looks.pop())
     monkeypatch.setattr(time, "sleep", interrupt)
     make("r")
     result = call("r", "--watch", "1")

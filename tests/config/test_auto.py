@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurmllm import shipped
+from slurmllm.config import shipped
 from slurmllm.config.resolve import RunConfig, change, load, resolve
 from slurmllm.errors import ConfigError
 

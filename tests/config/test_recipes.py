@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from slurmllm import shipped
+from slurmllm.config import shipped
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import available, resolve
 from slurmllm.plan.mesh import make_mesh

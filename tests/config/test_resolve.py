@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurmllm import shipped
+from slurmllm.config import shipped
 from slurmllm.config.resolve import available, load, resolve
 from slurmllm.errors import ConfigError
 

@@ -9,8 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm import shipped
-from slurmllm.config import yaml_source
+from slurmllm.config import shipped, yaml_source
 from slurmllm.config.yaml_source import parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
 

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.data.document_hash import document_hash
 from slurmllm.data.order import DocumentOrder
 from slurmllm.data.sources import text
 from slurmllm.data.sources.base import Pieces, Request
-from slurmllm.data.spec import StreamSpec
-from slurmllm.data.split import Split
+from slurmllm.data.sources.fingerprint import document_hash
+from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.data.state import State
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder

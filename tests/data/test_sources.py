@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from slurmllm.data.document_hash import document_hash
 from slurmllm.data.sources import text
 from slurmllm.data.sources.base import BEGINS, Source
-from slurmllm.data.sources.fingerprint import fingerprint
+from slurmllm.data.sources.fingerprint import document_hash, fingerprint
 from slurmllm.data.sources.opening import open_source
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
-from slurmllm.backends.nxd.instances import INSTANCES
+from slurmllm.backends.nxd.environment import INSTANCES
 from slurmllm.config.resolve import resolve
-from slurmllm.doctor.installation import NEURON_PACKAGES
+from slurmllm.diagnose.installation import NEURON_PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs" / "parallelcluster"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.analysis.comparing.comparison import Tolerances
+from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.resolve import resolve
-from slurmllm.drill.agent import Injection
 from slurmllm.drill.checks import examine
-from slurmllm.drill.results import Drilled
+from slurmllm.drill.injector import Injection
+from slurmllm.drill.kinds import Drilled
 from slurmllm.drill.runner import LocalRunner, Runner, SlurmRunner
 from slurmllm.errors import RunError
 from slurmllm.records import AttemptRecord, CheckpointFile, CheckpointManifest, WorkerRecord

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.drill import injections
-from slurmllm.drill.agent import Injection, Order, carry_out
+from slurmllm.drill import injector
+from slurmllm.drill.injector import Injection, Order, carry_out
 from slurmllm.drill.kinds import KindName
 from slurmllm.errors import NodeError
 from slurmllm.records import AttemptRecord, NodeRecord
@@ -70,8 +70,8 @@ def order(kind: KindName, at_step: int = 3, node: str = "local1", rank: int = 1)
 def test_only_the_runs_own_processes_are_found(run: RunDir, spawn: Spawn) -> None:
     pids = {verb: spawn(verb).pid for verb in ("supervise", "launch", "worker", "logs")}
     other = RunDir(run.path.with_name("r2"))
-    assert injections.processes_of(other) == []
-    found = {process.role: process.pid for process in injections.processes_of(run)}
+    assert injector.processes_of(other) == []
+    found = {process.role: process.pid for process in injector.processes_of(run)}
     assert found == {verb: pid for verb, pid in pids.items() if verb != "logs"}
 
 
@@ -79,14 +79,14 @@ def test_a_nodes_processes_are_its_launcher_and_all_below(run: RunDir, spawn: Sp
     launcher = spawn("launch", "local1", FORK)
     spawn("launch", "local10")
     deadline = time.monotonic() + 10
-    while len(injections.node_pids(run, "local1")) < 2 and time.monotonic() < deadline:
+    while len(injector.node_pids(run, "local1")) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    first, child = injections.node_pids(run, "local1")
+    first, child = injector.node_pids(run, "local1")
     assert first == launcher.pid
-    assert len(injections.node_pids(run)) == 3
-    injections.kill([first, child, first])
+    assert len(injector.node_pids(run)) == 3
+    injector.kill([first, child, first])
     assert launcher.wait(10) == -signal.SIGKILL
-    assert injections.node_pids(run, "local1") == []
+    assert injector.node_pids(run, "local1") == []
 
 
 def test_a_process_id_of_another_machine_is_not_taken(run: RunDir, spawn: Spawn) -> None:
@@ -94,7 +94,7 @@ def test_a_process_id_of_another_machine_is_not_taken(run: RunDir, spawn: Spawn)
     NodeRecord(node="local1", pids={1: stranger.pid}).save(run.attempt("train", 0).node("local1"))
     for rank in (0, 1):
         with pytest.raises(NodeError, match=f"rank {rank} of attempt 0 of r does not run here"):
-            injections.signal_worker(run, 0, "local1", rank)
+            injector.signal_worker(run, 0, "local1", rank)
     assert stranger.poll() is None
 
 
@@ -111,7 +111,7 @@ def test_a_process_id_of_another_machine_is_not_taken(run: RunDir, spawn: Spawn)
 def test_a_save_is_seen(run: RunDir, folders: list[str], step: int | None) -> None:
     for name in folders:
         (run.checkpoints / name).mkdir()
-    assert injections.save_under_way(run) == step
+    assert injector.save_under_way(run) == step
 
 
 def struck(run: RunDir, wanted: Order, then: Callable[[], None]) -> Injection:

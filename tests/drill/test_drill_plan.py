@@ -12,10 +12,10 @@ from slurmllm.config.resolve import resolve
 from slurmllm.drill.kinds import KINDS, NAMES, KindName, chosen
 from slurmllm.drill.plan import Plan, make_plan, why_no_reference
 from slurmllm.errors import RunError
+from slurmllm.graphs import reuse
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.rundir import RunDir
-from slurmllm.supervise import reuse
-from slurmllm.train.schedule import learning_rate
+from slurmllm.train.schedules import learning_rate
 
 CONFIG = resolve("tiny_neox", "local", ["checkpoint.second_tier=/elsewhere", "slurm.drain=true"])
 

@@ -9,7 +9,7 @@ from end_to_end.bench import Bench
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The standard library's texts, built once for all runs, as --set options."""
-    from slurmllm.data.builtin import ensure_stdlib
+    from slurmllm.corpus.builtin import ensure_stdlib
 
     corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
     return (f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}")

@@ -6,9 +6,9 @@ import json
 import subprocess
 
 import pytest
-from analysis.reporting.browser import open_report, require_chromium, require_sound
 from end_to_end.bench import Bench
 from end_to_end.slurm_runs import Cluster, submit, wait
+from report.browser import open_report, require_chromium, require_sound
 
 pytestmark = pytest.mark.slurm
 

@@ -16,12 +16,12 @@ from click.testing import CliRunner, Result
 from train.gang import Gang, make_run
 
 from slurmllm.cli.main import cli
-from slurmllm.data.build.corpus import build_corpus
-from slurmllm.data.build.inputs import find_inputs
-from slurmllm.data.build.options import ReadOptions
+from slurmllm.corpus.build import build_corpus
+from slurmllm.corpus.inputs import find_inputs
+from slurmllm.corpus.options import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.evaluate.request import Outcome, Work
 from slurmllm.evaluate.suites import suites_dir
-from slurmllm.evaluate.work import Outcome, Work
 from slurmllm.rundir import RunDir
 
 MISSING = [n for n in ("lm_eval", "accelerate") if importlib.util.find_spec(n) is None]
@@ -109,7 +109,7 @@ class JobHere:
 @pytest.fixture
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command, with its jobs in this process."""
-    monkeypatch.setattr("slurmllm.evaluate.running.JobProcess", JobHere)
+    monkeypatch.setattr("slurmllm.evaluate.executor.JobProcess", JobHere)
     return in_processes
 
 
@@ -122,7 +122,7 @@ def in_processes(run: RunDir | Path, *arguments: object) -> Result:
 @pytest.fixture(scope="session")
 def learnt(run: RunDir) -> Learnt:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slurmllm.evaluate.running.JobProcess", JobHere)
+        patch.setattr("slurmllm.evaluate.executor.JobProcess", JobHere)
         done = in_processes(run, *ALL)
     assert done.exit_code == 0, done.output
     return Learnt(run, json.loads(done.stdout))

@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 from evaluate.conftest import in_processes
 from slurmllm.cli.main import cli
 from slurmllm.data.sources.opening import open_all
-from slurmllm.data.split import Split
-from slurmllm.evaluate.held_out import batches, held_out_loss
-from slurmllm.evaluate.held_out_text import held_out_text, stream_spec
+from slurmllm.data.spec import Split
+from slurmllm.evaluate.validation_loss import batches, held_out_loss
+from slurmllm.evaluate.validation_text import held_out_text, stream_spec
 from slurmllm.rundir import RunDir
 
 transformers = pytest.importorskip("transformers")

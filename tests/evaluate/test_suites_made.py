@@ -21,9 +21,9 @@ from evaluate.made_hub import (
     write_logiqa,
 )
 from slurmllm.cli.main import cli
-from slurmllm.data.build.corpus import build_corpus
-from slurmllm.data.build.inputs import find_inputs
-from slurmllm.data.build.options import ReadOptions
+from slurmllm.corpus.build import build_corpus
+from slurmllm.corpus.inputs import find_inputs
+from slurmllm.corpus.options import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.evaluate.harness import task_manager
 from slurmllm.evaluate.suites import AVERAGE, VALIDATION, find_suite

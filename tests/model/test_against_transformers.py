@@ -20,11 +20,10 @@ from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.rules import broken_rules
 from slurmllm.model import output
+from slurmllm.model.attention import document_mask, slice_order
 from slurmllm.model.decoder import build_model
-from slurmllm.model.documents import document_mask
 from slurmllm.model.init import initialize
 from slurmllm.model.labels import IGNORED
-from slurmllm.model.rotary import slice_order
 
 transformers = pytest.importorskip("transformers")
 

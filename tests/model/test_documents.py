@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
+from slurmllm.model.attention import document_mask
 from slurmllm.model.decoder import Decoder, build_model
-from slurmllm.model.documents import document_mask
 from slurmllm.model.init import initialize
 
 

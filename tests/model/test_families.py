@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slurmllm import shipped
+from slurmllm.config import shipped
 from slurmllm.config.families import FAMILIES, sharding_plan
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import available, resolve

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmllm.model.rotary import rotary_table, rotate, slice_order
+from slurmllm.model.attention import rotary_table, rotate, slice_order
 
 
 def sliced(x: Tensor, turned: int, base: float) -> Tensor:

@@ -10,8 +10,8 @@ import pytest
 from end_to_end.bench import SMALL, Bench
 
 from nxd.conftest import nxd_environment
-from slurmllm.checkpoint.nxd_layout import LAYOUT
-from slurmllm.data.builtin import ensure_stdlib
+from slurmllm.checkpoint.formats.nxd_layout import LAYOUT
+from slurmllm.corpus.builtin import ensure_stdlib
 
 pytestmark = pytest.mark.nxd
 

@@ -32,7 +32,7 @@ from mesh_pool import counted, micro_batches, small_run
 from slurmllm.backends.base import Worker, load_backend
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.train.schedule import learning_rate
+from slurmllm.train.schedules import learning_rate
 
 def count(name):
     found = metrics.metric_data(name)

@@ -14,7 +14,7 @@ import pytest
 from end_to_end.bench import SMALL, Bench
 
 from nxd.conftest import nxd_environment
-from slurmllm.data.builtin import ensure_stdlib
+from slurmllm.corpus.builtin import ensure_stdlib
 
 pytestmark = [pytest.mark.nxd, pytest.mark.slurm, pytest.mark.timeout(600)]
 

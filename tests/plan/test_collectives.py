@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmllm.config.hardware import Hardware
+from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import resolve
 from slurmllm.plan.collectives import (
     Group,

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm import shipped
+from slurmllm.config import shipped
 from slurmllm.config.resolve import available, resolve
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.plan.candidate import Candidate, MemoryUse, StepTime
-from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, scaling
+from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, parse_tokens, scaling
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.tokens import parse_tokens
 
 RESERVED = 7.59  # trn1.32xlarge, dollars an hour: AWS's post of 2023-12-12
 

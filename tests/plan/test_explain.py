@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import resolve
 from slurmllm.plan.collectives import data_group, rate, tensor_group
-from slurmllm.plan.explain import describe, differs, explain, settings, why_too_large
+from slurmllm.plan.explain import describe, differs, explain, settings, traffic, why_too_large
 from slurmllm.plan.search import Plan, search
-from slurmllm.plan.traffic import traffic
 
 PLANS = (
     ("neox_20b", 4, "trn1"),

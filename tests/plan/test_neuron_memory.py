@@ -14,8 +14,7 @@ from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.neuron_memory import neuron_memory
-from slurmllm.plan.parameters import parameter_shapes
-from slurmllm.plan.shares import share_of
+from slurmllm.plan.parameters import parameter_shapes, share_of
 
 _CORES = 32
 _SIZES: dict[str, tuple[Any, ...]] = {  # family, layers, hidden, heads, kv heads, ffn, vocabulary

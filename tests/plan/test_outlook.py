@@ -9,7 +9,7 @@ import pytest
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.plan.outlook import FAR, Outlook, outlook
+from slurmllm.plan.fit_check import FAR, Outlook, outlook
 
 WASTEFUL = ("parallel.pipeline=32", "cluster.hardware.memory_gib=4000", "train.micro_batch=1")
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig, change, load, resolve
 from slurmllm.errors import ConfigError
+from slurmllm.plan.auto_parallel import settle
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.predict import predict
-from slurmllm.plan.settle import settle
 
 AUTO = "parallel=auto"
 ROOMY, TIGHT = "cluster.hardware.memory_gib=4000", "cluster.hardware.memory_gib=1"

@@ -26,17 +26,20 @@ from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.supervise.allocation import Allocation, LocalAllocation, SlurmAllocation
 from slurmllm.supervise.attempts import (
     close_attempt,
+    ended_at,
+    ending_of_lost,
+    incarnation,
     load_attempts,
     lost_nodes,
     open_attempt,
+    still_runs,
     unequal_versions,
 )
 from slurmllm.supervise.classify import Ending
-from slurmllm.supervise.lost import ended_at, ending_of_lost, incarnation, still_runs
+from slurmllm.supervise.exclusion import nodes_to_avoid, requeue, usable
 from slurmllm.supervise.phases import queue_s, timeline
-from slurmllm.supervise.requeue import nodes_to_avoid, requeue, usable
 from slurmllm.supervise.supervisor import started_again, wait_writable
-from slurmllm.train.events import EventLog
+from slurmllm.train.run_records import EventLog
 
 LOST = Ending("node_failure", ("no word from local0",), ("local0",))
 
@@ -246,7 +249,7 @@ def test_a_node_that_answers_is_not_waited_for(
 ) -> None:
     cluster, job_id = job
     cluster.states.update(n3="drained", n4="down")
-    monkeypatch.setattr("slurmllm.supervise.requeue.POLL_S", -1.0)  # time.sleep refuses it
+    monkeypatch.setattr("slurmllm.supervise.exclusion.POLL_S", -1.0)  # time.sleep refuses it
     assert nodes_to_avoid(cluster, 2, ["n2"], [], job_id=job_id) == []
 
 

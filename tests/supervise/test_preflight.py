@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.cli.submission import prepare, write_run
 from slurmllm.config.resolve import load, resolve
-from slurmllm.health.findings import fail, ok, warn
+from slurmllm.diagnose.finding import fail, ok, warn
 from slurmllm.records import (
     AttemptRecord,
     ExcludedNode,
@@ -26,6 +25,7 @@ from slurmllm.records import (
 )
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.fake import FakeSlurm
+from slurmllm.submit.prepare import prepare, write_run
 from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 from slurmllm.supervise.attempts import close_attempt, open_attempt
 from slurmllm.supervise.classify import Ending

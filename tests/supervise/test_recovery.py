@@ -31,7 +31,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def submit(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    from slurmllm.data.builtin import ensure_stdlib
+    from slurmllm.corpus.builtin import ensure_stdlib
 
     corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
     return (

@@ -15,8 +15,8 @@ from slurmllm.config.recipe import WatchdogConfig
 from slurmllm.pulse import PULSE, Pulse
 from slurmllm.records import AttemptRecord, Heartbeat, Phase, RankBeat
 from slurmllm.rundir import RunDir
+from slurmllm.supervise.first_failure import evidence, place, standing_apart
 from slurmllm.supervise.heartbeat import Heartbeats
-from slurmllm.supervise.stacks import evidence, place, standing_apart
 from slurmllm.supervise.watchdog import (
     Standing,
     Watchdog,
@@ -126,7 +126,7 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
     found = Heartbeats(attempt, "n1", CONFIG)
     code = (
         "import time; from slurmllm.pulse import Pulse; "
-        "from slurmllm.train.stacks import dump_on_signal; dump_on_signal(); "
+        "from slurmllm.train.signals import dump_on_signal; dump_on_signal(); "
         "Pulse.from_environment().beat('stepping', 7); print(flush=True); time.sleep(100)"
     )
     workers = {

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.data.build.corpus import build_corpus
-from slurmllm.data.build.inputs import find_inputs
-from slurmllm.data.build.readers import ReadOptions
+from slurmllm.corpus.build import build_corpus
+from slurmllm.corpus.inputs import find_inputs
+from slurmllm.corpus.readers import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.rundir import RunDir, Stage
 

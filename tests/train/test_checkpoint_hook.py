@@ -17,13 +17,13 @@ from slurmllm.errors import StorageError
 from slurmllm.pulse import Pulse
 from slurmllm.records import AttemptRecord, EndingClass, MetricsRow
 from slurmllm.rundir import RunDir
-from slurmllm.supervise import waiting
-from slurmllm.train import stop as stopping
-from slurmllm.train.events import EventLog
+from slurmllm.supervise import attempt_monitor
+from slurmllm.train import signals as stopping
 from slurmllm.train.hooks.base import Moment
 from slurmllm.train.hooks.checkpoint import CheckpointHook
-from slurmllm.train.save_schedule import SaveSchedule
-from slurmllm.train.stop import StopRequest
+from slurmllm.train.run_records import EventLog
+from slurmllm.train.schedules import SaveSchedule
+from slurmllm.train.signals import StopRequest
 
 from .gang import small_config
 
@@ -175,7 +175,7 @@ def test_a_save_that_does_not_fit_is_not_begun(
 
 
 def test_the_time_that_a_signal_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stopping.leaving_s is waiting.leaving_s, "the supervisor ends workers by it"
+    assert stopping.leaving_s is attempt_monitor.leaving_s, "the supervisor ends workers by it"
     stop = StopRequest()
     assert stop.left_s(300) is None
     stop._handle(12, None)
@@ -205,7 +205,7 @@ def test_copies_to_the_second_tier(
     def refuse(*_: object) -> int:
         raise StorageError("no route to host")
 
-    monkeypatch.setattr("slurmllm.checkpoint.second_tier.SecondTier.put", refuse)
+    monkeypatch.setattr("slurmllm.checkpoint.replicas.SecondTier.put", refuse)
     made.make(4)
     made.make(1, leaving=True)
     assert "warning: no route to host; tried again at the next save" in made.job.said

@@ -8,7 +8,7 @@ import pytest
 from slurmllm.errors import DataError
 from slurmllm.records import DataRecord
 from slurmllm.rundir import RunDir
-from slurmllm.train.data_record import settle_data
+from slurmllm.train.run_records import settle_data
 
 
 def identity(**changed: Any) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from slurmllm.data.stream import PackedStream
 from slurmllm.errors import DivergenceError
 from slurmllm.records import Event, SkippedBatches, SkipsRecord, WorkerRecord
 from slurmllm.rundir import RunDir
-from slurmllm.train.events import EventLog
 from slurmllm.train.guard import Guard
+from slurmllm.train.run_records import EventLog
 from train.gang import Gang, curve, rows, small_config
 
 NewRun = Callable[..., RunDir]

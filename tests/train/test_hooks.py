@@ -12,8 +12,7 @@ import pytest
 from slurmllm.records import MetricsRow
 from slurmllm.rundir import RunDir
 from slurmllm.train.hooks.base import Moment
-from slurmllm.train.hooks.metrics import MetricsHook
-from slurmllm.train.hooks.progress import ProgressHook
+from slurmllm.train.hooks.monitoring import MetricsHook, ProgressHook
 
 from .gang import small_config
 

@@ -16,7 +16,7 @@ from slurmllm.errors import ConfigError
 from slurmllm.records import DataRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train.job import Job, _open_stream, make_job
-from slurmllm.train.stop import StopRequest
+from slurmllm.train.signals import StopRequest
 from train.gang import make_run, small_config
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.analysis.against import against_run
-from slurmllm.analysis.reading.events import read_events
 from slurmllm.config.resolve import load
+from slurmllm.metrics.row_reader import read_events
 from slurmllm.plan.mesh import make_mesh, save_mesh
 from slurmllm.records import MetricsRow
+from slurmllm.report.prediction import against_run
 from slurmllm.rundir import RunDir
 from train.gang import rows
 

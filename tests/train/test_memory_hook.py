@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from slurmllm.backends.base import Memory
-from slurmllm.train.events import EventLog
 from slurmllm.train.hooks.base import Moment
-from slurmllm.train.hooks.memory import MemoryHook
+from slurmllm.train.hooks.monitoring import MemoryHook
+from slurmllm.train.run_records import EventLog
 
 from .test_hooks import moment
 

@@ -18,7 +18,7 @@ from slurmllm.rundir import RunDir
 from slurmllm.train import micro_batch
 from slurmllm.train.job import Job, make_job
 from slurmllm.train.micro_batch import choose, enough, settle, to_try, too_large
-from slurmllm.train.stop import StopRequest
+from slurmllm.train.signals import StopRequest
 from train.gang import Gang, curve
 
 NewRun = Callable[..., RunDir]

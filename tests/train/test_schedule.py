@@ -7,7 +7,7 @@ import math
 import pytest
 
 from slurmllm.config.recipe import OptimConfig
-from slurmllm.train.schedule import learning_rate
+from slurmllm.train.schedules import learning_rate
 
 
 def optim(**fields: object) -> OptimConfig:

@@ -376,7 +376,7 @@ def main() -> None:
                 build = ["data", "build", str(options.text), "--out", str(corpus)]
                 subprocess.run([sys.executable, "-m", "slurmllm", *build], check=True)
             if not (options.text and tokenizer):
-                from slurmllm.data.builtin import ensure_stdlib
+                from slurmllm.corpus.builtin import ensure_stdlib
 
                 stdlib = ensure_stdlib(folder)
                 corpus = corpus if options.text else stdlib[0]

@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.analysis.comparing.band import against_band
-from slurmllm.analysis.comparing.departures import judge
+from slurmllm.compare.divergence import judge
+from slurmllm.compare.seed_band import against_band
 from slurmllm.rundir import RunDir
 
 Floats = npt.NDArray[np.float64]

@@ -25,18 +25,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slurmllm.analysis.usage.history import History, read_history
-from slurmllm.analysis.usage.spending import PARTS
-from slurmllm.analysis.usage.utilization import Utilization, utilization
 from slurmllm.config.resolve import load, resolve
 from slurmllm.errors import SlurmllmError
+from slurmllm.plan.failures import RandomFailures
+from slurmllm.plan.loss_assumptions import PUBLISHED, Published
+from slurmllm.plan.scenario import DAY_S, HOUR_S, Durations, SaveCost, Scenario
 from slurmllm.rundir import RunDir
-from slurmllm.simulate.failures import RandomFailures
 from slurmllm.simulate.measured import measure
-from slurmllm.simulate.published import PUBLISHED, Published
 from slurmllm.simulate.replay import compare
-from slurmllm.simulate.scenario import DAY_S, HOUR_S, Durations, SaveCost, Scenario
 from slurmllm.simulate.simulation import simulate
+from slurmllm.status.history import History, read_history
+from slurmllm.status.time_breakdown import PARTS
+from slurmllm.status.utilization import Utilization, utilization
 
 TARGET = 0.9881  # HLAT with automatic recovery (arXiv 2404.10630)
 BY_HAND = 0.7783  # HLAT without

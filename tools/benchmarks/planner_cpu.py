@@ -35,7 +35,7 @@ from mesh_pool import Case, MeshPool, counted, micro_batches, small_run
 from slurmllm.backends.base import Backend
 from slurmllm.backends.environment import load_environment
 from slurmllm.calibrate.run import calibrate
-from slurmllm.config.hardware import Hardware
+from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.candidate import Candidate, peak_flops
 from slurmllm.plan.flops import Product

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from slurmllm.analysis.reading.source import read_curve
+from slurmllm.metrics.source import read_curve
 from slurmllm.rundir import RunDir
 
 Floats = npt.NDArray[np.float64]

@@ -87,7 +87,7 @@ def read(what: str, path: Path) -> None:
 
         EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
     else:
-        from slurmllm.analysis.reading.source import read_curve
+        from slurmllm.metrics.source import read_curve
 
         for source in sorted(path.iterdir()) if what == "both runs" else (path,):
             read_curve(source)

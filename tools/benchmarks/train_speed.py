@@ -120,7 +120,7 @@ def write_tokens(path: Path, text: str | None, tokenizer: str | None, seq: int, 
     if text is None or tokenizer is None:
         import pydoc_data.topics
 
-        from slurmllm.data.builtin import ensure_stdlib
+        from slurmllm.corpus.builtin import ensure_stdlib
 
         tokenizer = tokenizer or str(ensure_stdlib(path.parent)[1])
         text = text or pydoc_data.topics.__file__

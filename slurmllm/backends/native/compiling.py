@@ -8,14 +8,20 @@ does not depend on the number of workers, and one node's precompilation serves a
 from __future__ import annotations
 
 import functools
+import operator
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from slurmllm.model.decoder import Block
@@ -56,7 +62,6 @@ def wrap_blocks(blocks: Sequence[Block], *, compiled: bool, recompute: Recompute
     forward: Forward = type(blocks[0]).forward
     if compiled:
         # Here and not above: Inductor takes 0.7 s to import.
-        from slurmllm.backends.native.graph_passes import GraphPass, slow_bf16
 
         changes: Any = GraphPass(wide=slow_bf16())
         options = {"post_grad_custom_post_pass": changes}
@@ -74,7 +79,6 @@ def _replace_forward(module: nn.Module, forward: Forward) -> None:
 
 def wrap_output(output: Output) -> None:
     """Compile the passes over the logits, and choose how the head's products are computed."""
-    from slurmllm.backends.native.graph_passes import slow_bf16
 
     output.wide = slow_bf16()
     output.statistics = torch.compile(output.statistics, fullgraph=True, dynamic=False)
@@ -94,3 +98,164 @@ def cache_counts() -> tuple[int, int]:
     counters: Any = torch._dynamo.utils.counters
     inductor = counters["inductor"]
     return inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]
+
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+else:
+    GroupName = str  # what it is to type checkers alone; torch 2.9 has not got it
+
+
+class _AlikeMesh(DeviceMesh):
+    """A mesh of which only axes and sizes are pickled: for cache keys, and not to be read back."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"axes": self.mesh_dim_names, "sizes": tuple(self.shape)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def alike_everywhere(mesh: DeviceMesh, name: str) -> None:
+    """Let graphs that are compiled with a mesh be equal on all workers, at any world size.
+
+    Args:
+        mesh: One-dimensional, a slice of its own; changed in place. Its group is the same one.
+        name: What graphs call the group: on each worker the one that this worker is in.
+    """
+    if not hasattr(mesh, "_get_root_mesh"):
+        return  # torch 2.9 keeps groups elsewhere: there, tensor-parallel graphs are compiled anew
+    group = mesh.get_group()
+    _unregister_process_group(GroupName(name))
+    _register_process_group(GroupName(name), group)
+    mesh._get_root_mesh()._pg_registry[name] = group
+    mesh._dim_group_names = [GroupName(name)]
+    mesh.__class__ = _AlikeMesh
+
+
+_aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
+_VIEWS = (_aten.permute.default, _aten.transpose.int, _aten.view.default)
+_ATTENTION = (
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+
+
+def slow_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this machine's processor multiplies bf16 matrices more slowly than fp32 ones.
+
+    So it is on Intel's without matrix units (AMX): 2048³ on two cores of such a Xeon reach
+    210 GFLOP/s in fp32 and 110 in bf16; and where bf16 is emulated. AMX and AMD's avx512_bf16 are
+    taken to be faster, not measured. By what the processor is, not by a measurement: all attempts
+    of a run must decide alike.
+    """
+    if platform.machine() != "x86_64" or not cpuinfo.is_file():
+        return False
+    lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+    told = {key.strip(): value.split() for key, _, value in lines}
+    flags = told.get("flags", [])
+    by_pairs = "avx512_bf16" in flags and told.get("vendor_id") == ["AuthenticAMD"]
+    return not ("amx_bf16" in flags or by_pairs)
+
+
+class GraphPass(CustomGraphPass):
+    """All changes, in order.
+
+    Args:
+        wide: Whether products of bf16 matrices are computed by fp32 units: the same numbers are
+            multiplied, sums are kept in fp32 and rounded once.
+    """
+
+    def __init__(self, *, wide: bool) -> None:
+        self.wide = wide
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Change the graph in place."""
+        merge_equal_sums(graph)
+        if self.wide:
+            widen_products(graph)
+
+    def uuid(self) -> str:
+        """Part of the compiled graphs' cache key; to be changed with the passes."""
+        return f"slurmllm passes 2, wide {self.wide}"
+
+
+def merge_equal_sums(graph: fx.Graph) -> None:
+    """Compute a sum that a graph holds twice only once.
+
+    CAUTION: Inductor's C++ for two equal sums in bf16 does not compile (torch 2.13, store_reduction
+    declares a variable twice). A block with parallel residual has them: the gradients of the biases
+    of attention.out and mlp.down.
+    """
+    first: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
+        earlier = first.setdefault((node.args[0], repr(node.args), repr(node.kwargs)), node)
+        if earlier is node:
+            continue
+        # A copy, not the same tensor: gradients are changed in place later.
+        with graph.inserting_before(node):
+            copy = graph.call_function(_aten.clone.default, (earlier,))
+        copy.meta.update(node.meta)
+        node.replace_all_uses_with(copy)
+        graph.erase_node(node)
+
+
+def widen_products(graph: fx.Graph) -> None:
+    """Convert the factors of the CPU's bf16 products and attention to fp32, results back.
+
+    Inductor makes the conversions part of the kernels before and after.
+    """
+    wide: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (*_PRODUCTS, *_ATTENTION):
+            continue
+        if not any(_is_bf16(argument) for argument in node.args):
+            continue
+        with graph.inserting_before(node):
+            args = [_widened(graph, argument, wide) for argument in node.args]
+            if node.target is _aten.addmm.default:
+                # The bias apart, so that the kernel which reads the product adds it.
+                product = graph.call_function(_aten.mm.default, tuple(args[1:]))
+                result = graph.call_function(_aten.add.Tensor, (product, args[0]))
+            else:
+                # Attention's mask, already a number to be added, is a keyword.
+                more = {name: _widened(graph, value, wide) for name, value in node.kwargs.items()}
+                result = graph.call_function(node.target, tuple(args), more)
+        # Attention has several results, each taken out by a node of its own.
+        parts = [(node, result)]
+        if node.target in _ATTENTION:
+            with graph.inserting_before(node):
+                parts = [
+                    (user, graph.call_function(operator.getitem, (result, user.args[1])))
+                    for user in node.users
+                ]
+        for old, new in parts:
+            if _is_bf16(old):
+                with graph.inserting_before(node):
+                    new = graph.call_function(_CONVERT, (new, torch.bfloat16))
+            old.replace_all_uses_with(new)
+            if old is not node:
+                graph.erase_node(old)
+        graph.erase_node(node)
+
+
+def _is_bf16(argument: Any) -> bool:
+    if not isinstance(argument, fx.Node):
+        return False
+    value = argument.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 and value.is_cpu
+
+
+def _widened(graph: fx.Graph, argument: Any, wide: dict[fx.Node, fx.Node]) -> Any:
+    """The argument in fp32; converted once for all who read it, before it is transposed."""
+    if not _is_bf16(argument):
+        return argument
+    if argument not in wide:
+        if argument.target in _VIEWS:
+            inner = _widened(graph, argument.args[0], wide)
+            wide[argument] = graph.call_function(argument.target, (inner, *argument.args[1:]))
+        else:
+            wide[argument] = graph.call_function(_CONVERT, (argument, torch.float32))
+    return wide[argument]

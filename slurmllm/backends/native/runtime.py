@@ -1,13 +1,4 @@
-"""The native backend's worker: PyTorch on a mesh of pipeline × data × tensor workers.
-
-Tensor parallelism is DTensor's (`tensor_parallel.py`), pipelining torch.distributed.pipelining's
-(`pipeline.py`), data parallelism FSDP2's, torch.compile works per block (`compiling.py`).
-
-FSDP2 shares out parameters, gradients and optimizer state alike between steps, which is at least
-what any `parallel.zero` asks for. Within a step, zero 0 and 1 keep whole gradients until the last
-micro batch and send them once; 2 and 3 send them after each. Zero 3 also drops whole parameters
-between forward and backward; the others gather them once a step.
-"""
+"""How much memory a worker used at most, and how much it may use, of its GPU."""
 
 from __future__ import annotations
 
@@ -33,18 +24,29 @@ from slurmllm.backends.base import (
     weight_of_counted,
 )
 from slurmllm.backends.host_memory import host_memory
-from slurmllm.backends.native import compiling, precision, sharded_state
-from slurmllm.backends.native.graph_keys import alike_everywhere
-from slurmllm.backends.native.limits import unsupported
-from slurmllm.backends.native.memory import device_memory
+from slurmllm.backends.native import compiling, dcp_state, precision
+from slurmllm.backends.native.compiling import alike_everywhere
+from slurmllm.backends.native.dcp_save import Shards
+from slurmllm.backends.native.environment import unsupported
 from slurmllm.backends.native.norms import copies_of, local_part, scale_, total_norm
 from slurmllm.backends.native.pipeline import Pipeline, as_one, chunks_of, make_chunk
-from slurmllm.backends.native.shard_saving import Shards
 from slurmllm.backends.native.tensor_parallel import share_out
 from slurmllm.errors import ConfigError
 from slurmllm.model.decoder import Decoder
 from slurmllm.model.init import fill, initialize
 from slurmllm.plan.mesh import Mesh, pipelines
+
+
+def device_memory(device: torch.device) -> Memory:
+    """A GPU's, from the allocator's own count; counting starts anew."""
+    peak = torch.cuda.max_memory_allocated(device)
+    # What others hold (NCCL, the CUDA context) is in neither of the two.
+    free, _ = torch.cuda.mem_get_info(device)
+    limit = free + torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return Memory(peak, limit)
+
 
 # A collective that waits longer than this has lost a peer. Long, because peers may compile or
 # write a checkpoint meanwhile.
@@ -265,14 +267,14 @@ class NativeBackend(Backend):
     def save_shards(self, directory: Path) -> Saving:
         """Write model, optimizer and random state into an existing folder (collective)."""
         return self.shards.begin(
-            sharded_state.state_of(self.model, self.optimizer, self.worker),
+            dcp_state.state_of(self.model, self.optimizer, self.worker),
             directory,
             asynchronous=self.config.recipe.checkpoint.asynchronous,
         )
 
     def load_shards(self, directory: Path) -> None:
         """Read back what `save_shards` wrote, on the same mesh or another one (collective)."""
-        sharded_state.load(
+        dcp_state.load(
             self.model,
             self.optimizer,
             directory,

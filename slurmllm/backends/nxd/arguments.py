@@ -10,7 +10,7 @@ from typing import Any
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.shares import kv_copies
+from slurmllm.plan.parameters import kv_copies
 
 # Classes of `layers.py` and `model.py`, by name. NxD's tracer takes a module for one piece where
 # its class's name holds one of the leaf names.

@@ -1,33 +1,148 @@
-"""The surroundings of neuronx-distributed (NxD) on trn1: NEURON_*, FI_*, XLA_* and the cache.
+"""What neuronx-cc is asked for (NEURON_CC_FLAGS), by precision; torch-free.
 
-Only what the supported versions read (Neuron 2.28, PyTorch 2.9, NxD 0.17); docs/trn1.md sets it
-beside the published scripts and says why the rest of theirs is left out. Sources:
-
-- neox_20b.sh (and pythia_6.9B_slurm.sh alike), train_setup.sh: neuronx-nemo-megatron
-- HLAT: awslabs/HLAT, 7b/ and 70b/
-- run_llama2_70B_tp_pp.sh: neuronx-distributed, whose source is "NxD"
-- NxDT: neuronx-distributed-training, train_setup.sh and training_orchestrator.py
-- Neuron: the AWS Neuron SDK's documentation; torch-xla: its source, version 2.9
+Sources: as in `environment.py`.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.backends.environment import Variable
 from slurmllm.backends.nxd.arguments import arguments as arguments
-from slurmllm.backends.nxd.compiler_flags import compiler_flags
 from slurmllm.backends.nxd.graphs import count_graphs as count_graphs
 from slurmllm.backends.nxd.graphs import expects_graphs as expects_graphs
 from slurmllm.backends.nxd.graphs import graph_inputs as graphs_of
 from slurmllm.backends.nxd.graphs import graphs as graphs
 from slurmllm.backends.nxd.graphs import precompile_commands as precompile_commands
-from slurmllm.backends.nxd.instances import instance_faults, instance_of
-from slurmllm.backends.nxd.limits import unsupported as _unsupported
-from slurmllm.backends.nxd.versions import node_versions as node_versions
-from slurmllm.backends.nxd.versions import versions as versions
+from slurmllm.config.cluster import Cluster
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
+
+
+def compiler_flags(config: RunConfig) -> dict[str, str]:
+    """The compiler's flags in order, each with its source."""
+    flags = {
+        "--model-type=transformer": "neox_20b.sh, HLAT, run_llama2_70B_tp_pp.sh",
+        "--distribution-strategy=llm-training": "neox_20b.sh, HLAT",
+    }
+    if config.recipe.train.precision != "fp32":
+        # Sums of bf16 values, such as softmax and norms, in fp32.
+        flags["--enable-mixed-precision-accumulation"] = "neox_20b.sh, NxDT"
+    # Nothing is cast behind the model's back. AWS says so for fp32 (train_setup.sh) and autocast
+    # (NxDT); its other modes cast the whole model by XLA_USE_BF16, where we cast what shall be bf16
+    # ourselves. Said aloud, because releases differ in the default (matmult, later none).
+    flags["--auto-cast=none"] = "train_setup.sh, NxDT"
+    return flags
+
+
+class Instance(NamedTuple):
+    """One type of node.
+
+    Attributes:
+        cores: NeuronCores, each of which takes one worker.
+        efa_devices: Network devices that collectives between nodes need.
+    """
+
+    cores: int
+    efa_devices: int
+
+
+# Neuron's "How to prepare trn1.32xlarge for multi-node execution" and its trn1 architecture page.
+INSTANCES = {
+    "trn1.2xlarge": Instance(cores=2, efa_devices=0),
+    "trn1.32xlarge": Instance(cores=32, efa_devices=8),
+    "trn1n.32xlarge": Instance(cores=32, efa_devices=16),
+}
+DEFAULT = "trn1.32xlarge"
+
+
+def instance_of(cluster: Cluster) -> Instance:
+    """The type of a cluster's nodes; trn1.32xlarge where the profile names none."""
+    return INSTANCES.get(cluster.instance_type or DEFAULT, INSTANCES[DEFAULT])
+
+
+def instance_faults(cluster: Cluster) -> list[str]:
+    """What a profile of Neuron devices says that its nodes do not bear out, one line each."""
+    if cluster.device != "neuron" or cluster.instance_type is None:
+        return []
+    name = cluster.instance_type
+    if name not in INSTANCES:
+        return [
+            f"cluster.instance_type: {name} is not known to backend nxd; choose "
+            f"{', '.join(INSTANCES)}, or train with --set backend=native on another cluster"
+        ]
+    cores = INSTANCES[name].cores
+    if cluster.devices_per_node <= cores:
+        return []
+    return [
+        f"cluster.devices_per_node: {cluster.devices_per_node} workers, and {name} has "
+        f"{cores} NeuronCores; set {cores}"
+    ]
+
+
+NOT_INSTALLED = "not installed"
+_PACKAGES = (
+    "neuronx-distributed", "torch-neuronx", "libneuronxla", "neuronx-cc", "torch-xla", "torch",
+)  # fmt: skip
+_DRIVER = Path("/sys/module/neuron/version")
+_LIBRARIES = Path("/opt/aws/neuron/lib")
+_LIMIT_S = 10.0
+
+
+def versions() -> dict[str, str]:
+    """The packages that make the graphs."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = NOT_INSTALLED
+    return found
+
+
+def node_versions() -> dict[str, str]:
+    """Those, and the driver, the runtime and its collectives on this node."""
+    return {
+        **versions(),
+        "neuron-driver": _driver(),
+        "neuron-runtime": _library("libnrt.so.1", "aws-neuronx-runtime-lib"),
+        "neuron-collectives": _library("libnccom.so.2", "aws-neuronx-collectives"),
+    }
+
+
+def _driver() -> str:
+    """Of the kernel module that is loaded, else of the one that would be."""
+    try:
+        return _DRIVER.read_text(encoding="utf-8").strip()
+    except OSError:
+        return _said_by(["modinfo", "--field", "version", "neuron"]) or NOT_INSTALLED
+
+
+def _library(name: str, package: str) -> str:
+    """By the file that the library's name points to, else by the distribution's package."""
+    file = _LIBRARIES / name
+    if file.exists() and (found := re.search(r"\.so\.(\d+\.\d[\w.+-]*)$", file.resolve().name)):
+        return found.group(1)
+    return (
+        _said_by(["dpkg-query", "--show", "--showformat=${Version}", package])
+        or _said_by(["rpm", "--query", "--queryformat", "%{VERSION}", package])
+        or NOT_INSTALLED
+    )
+
+
+def _said_by(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 class _Published(NamedTuple):
@@ -148,9 +263,46 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
 
 def unsupported(config: RunConfig) -> list[str]:
     """What this backend cannot train, and what does not fit the nodes; one line a reason."""
-    return [*_unsupported(config), *instance_faults(config.cluster)]
+    return [*limits_unsupported(config), *instance_faults(config.cluster)]
 
 
 def graphs_hold_steps(config: RunConfig) -> bool:
     """Yes: a pipeline's graphs, and the order in which they come, follow from its micro batches."""
     return True
+
+
+_SIZES = (1, 2, 4, 8, 16, 32)
+
+
+def limits_unsupported(config: RunConfig) -> list[str]:
+    """The settings of a run that this backend refuses: one line each with value, rule, remedy."""
+    recipe = config.recipe
+    parallel, train, model = recipe.parallel, recipe.train, recipe.model
+    faults = []
+    if config.cluster.device == "cuda":
+        faults.append(
+            "backend: nxd: neuronx-distributed computes on neuron devices (for tests, on cpu), not "
+            "on cuda; --set backend=native, or choose another --cluster"
+        )
+    if parallel.zero > 1:
+        faults.append(
+            f"parallel.zero: {parallel.zero}: neuronx-distributed shares out optimizer state alone "
+            "(ZeRO-1); --set parallel.zero=1"
+        )
+    if train.precision == "bf16_mixed" and parallel.zero == 0:
+        faults.append(
+            "train.precision: bf16_mixed: neuronx-distributed keeps fp32 master weights in its "
+            "ZeRO-1 optimizer; --set parallel.zero=1, or train.precision=bf16_sr"
+        )
+    if parallel.sequence and model.seq_len % parallel.tensor:
+        faults.append(
+            f"model.seq_len: {model.seq_len} is not a multiple of parallel.tensor "
+            f"{parallel.tensor}, which sequence parallelism shares it out over; "
+            "--set parallel.sequence=false, or change the length"
+        )
+    if config.cluster.device == "neuron" and parallel.tensor not in _SIZES:
+        faults.append(
+            f"parallel.tensor: {parallel.tensor}: the collectives of trn1 work on "
+            f"{', '.join(map(str, _SIZES))} cores"
+        )
+    return faults

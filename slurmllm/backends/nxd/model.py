@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from slurmllm.backends.nxd.arguments import SEQUENCE_DIMENSION
 from slurmllm.config.families import sharding_plan
 from slurmllm.config.recipe import ModelConfig
+from slurmllm.model.attention import begins, rotary_table, rotate
 from slurmllm.model.decoder import Block, CausalCore, Decoder
-from slurmllm.model.documents import begins
 from slurmllm.model.labels import IGNORED
-from slurmllm.model.rotary import rotary_table, rotate
-from slurmllm.plan.shares import kv_copies
+from slurmllm.plan.parameters import kv_copies
 
 
 class Layers:

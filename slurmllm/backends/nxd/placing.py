@@ -13,8 +13,7 @@ from slurmllm.backends.base import WeightReader
 from slurmllm.backends.nxd.gradients import Counted
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.model.init import normal, standard_deviation
-from slurmllm.plan.parameters import Shape, parameter_shapes
-from slurmllm.plan.shares import Share, kv_copies, share_of
+from slurmllm.plan.parameters import Shape, Share, kv_copies, parameter_shapes, share_of
 
 _NAME = "slurmllm_name"
 _WRAPPED = "_checkpoint_wrapped_module."

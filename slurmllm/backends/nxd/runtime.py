@@ -40,14 +40,14 @@ from slurmllm.backends.host_memory import host_memory
 from slurmllm.backends.nxd import model as parallel_model
 from slurmllm.backends.nxd import saving
 from slurmllm.backends.nxd.arguments import arguments, dtype, model_inputs, optimizer_dtype
+from slurmllm.backends.nxd.environment import limits_unsupported
 from slurmllm.backends.nxd.gradients import Norm, add_up_repeated, clip_
-from slurmllm.backends.nxd.limits import unsupported
 from slurmllm.backends.nxd.placing import Placing
 from slurmllm.backends.nxd.saving import NxdSaving
-from slurmllm.checkpoint.nxd_layout import NxdLayout, read_layout
+from slurmllm.checkpoint.formats.nxd_layout import NxdLayout, read_layout
 from slurmllm.errors import CodeError, ConfigError
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.shares import kv_copies
+from slurmllm.plan.parameters import kv_copies
 
 # A collective of the host that waits longer than this has lost a peer. Long, because peers may
 # compile meanwhile.
@@ -73,7 +73,7 @@ class NxdBackend(Backend):
 
     def start(self) -> None:
         """Open process groups and NxD's mesh (collective)."""
-        faults = unsupported(self.config)
+        faults = limits_unsupported(self.config)
         if faults:
             raise ConfigError("the NxD backend cannot run this recipe", faults)
         if cpu_mode():
@@ -352,7 +352,7 @@ class NxdBackend(Backend):
                 for group, values in zip(groups, wanted, strict=True):
                     group.update(values)
             return
-        from slurmllm.checkpoint.training_files import open_training
+        from slurmllm.checkpoint.formats.weights import open_training
 
         self._fill_training(open_training(directory, self.config.recipe.model))
 

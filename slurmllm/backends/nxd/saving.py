@@ -23,7 +23,13 @@ import torch.distributed as dist
 from neuronx_distributed.trainer import checkpoint as nxd_checkpoint
 
 from slurmllm.backends.base import Saving
-from slurmllm.checkpoint.nxd_layout import LAYOUT, TAG, NxdLayout, model_file, optimizer_file
+from slurmllm.checkpoint.formats.nxd_layout import (
+    LAYOUT,
+    TAG,
+    NxdLayout,
+    model_file,
+    optimizer_file,
+)
 from slurmllm.errors import StorageError
 from slurmllm.rundir import fsync_dir
 

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from slurmllm.backends.native.graph_passes import slow_bf16
+from slurmllm.backends.native.compiling import slow_bf16
 from slurmllm.calibrate.measure.clock import Item
+from slurmllm.calibrate.sample import Kind
 from slurmllm.config.recipe import ModelConfig
+from slurmllm.model.attention import rotary_table, rotate
 from slurmllm.model.decoder import ACTIVATIONS, make_norm
 from slurmllm.model.output import softmax_, statistics
-from slurmllm.model.rotary import rotary_table, rotate
 from slurmllm.plan.flops import attention_flops, block_elements
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -164,3 +166,58 @@ def _block(
         torch.autograd.grad(function(*inputs), learnt, gradients)
 
     return work
+
+
+def groups(nodes: int, workers: int) -> dict[str, list[list[int]]]:
+    """Ranks of the groups of each kind; all groups of a kind communicate at the same time."""
+    found: dict[str, list[list[int]]] = {}
+    if workers > 1:
+        found["node"] = [list(range(n * workers, (n + 1) * workers)) for n in range(nodes)]
+    if nodes > 1:
+        found["network"] = [list(range(n, nodes * workers, workers)) for n in range(workers)]
+    return found
+
+
+def collectives(
+    nodes: int, workers: int, device: torch.device, sizes: tuple[int, ...]
+) -> Iterator[Item]:
+    """All-reduces of every size, and the two halves of one for the largest (collective).
+
+    The halves with the copy between parameters and one buffer that FSDP makes after it gathers and
+    before it scatters.
+
+    Args:
+        nodes: In all.
+        workers: Of a node.
+        device: Where the tensors are.
+        sizes: Bytes of the whole, on each worker.
+    """
+    for where, ranks in groups(nodes, workers).items():
+        own, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
+        members = len(ranks[0])
+        for size in sizes:
+            yield _item("all_reduce", where, members, size, own, device)
+        yield _item("all_gather", where, members, sizes[-1], own, device)
+        yield _item("reduce_scatter", where, members, sizes[-1], own, device)
+
+
+def _item(
+    kind: Kind, where: str, members: int, size: int, group: dist.ProcessGroup, device: torch.device
+) -> Item:
+    numbers = max(1, size // 4 // members) * members
+    whole, apart = (torch.zeros(numbers, device=device) for _ in range(2))
+    share = torch.zeros(numbers // members, device=device)
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(whole, share, group=group)
+        apart.copy_(whole)
+
+    def scatter() -> None:
+        whole.copy_(apart)
+        dist.reduce_scatter_tensor(share, whole, group=group)
+
+    def reduce() -> None:
+        dist.all_reduce(whole, group=group)
+
+    works = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce}
+    return Item(kind, where, (members, 4 * numbers), works[kind], together=True)

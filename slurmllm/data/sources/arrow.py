@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
-from slurmllm.data.document_hash import document_hash
 from slurmllm.data.sources.base import Integers
+from slurmllm.data.sources.fingerprint import document_hash
 from slurmllm.errors import DataError, StorageError
 
 _MAGIC = b"ARROW1"

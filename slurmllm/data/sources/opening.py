@@ -7,8 +7,8 @@ from pathlib import Path
 
 from slurmllm.data.sources.base import Source
 from slurmllm.data.sources.megatron import MegatronSource, is_megatron
-from slurmllm.data.sources.numpy_file import MAGIC as NUMPY_MAGIC
-from slurmllm.data.sources.numpy_file import NumpySource
+from slurmllm.data.sources.tokenized import MAGIC as NUMPY_MAGIC
+from slurmllm.data.sources.tokenized import NumpySource
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmllm.data.chat import ChatFormat
-from slurmllm.data.document_hash import prompt_hash
 from slurmllm.data.sources.arrow import ArrowFile
 from slurmllm.data.sources.base import (
     BEGINS,
@@ -21,7 +20,7 @@ from slurmllm.data.sources.base import (
     Tokens,
     joined,
 )
-from slurmllm.data.sources.fingerprint import fingerprint
+from slurmllm.data.sources.fingerprint import fingerprint, prompt_hash
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 

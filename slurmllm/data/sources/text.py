@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.data.document_hash import document_hash
 from slurmllm.data.sources.arrow import ArrowFile, Corpus
 from slurmllm.data.sources.base import BEGINS, Integers, Pieces, Request, Source
-from slurmllm.data.sources.fingerprint import fingerprint
+from slurmllm.data.sources.fingerprint import document_hash, fingerprint
 from slurmllm.data.tokenizer import TokenEncoder
 
 # What whoever resumes inside a long document tokenizes once more, at most.

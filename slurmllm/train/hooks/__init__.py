@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from slurmllm.train.hooks.base import Hook
 from slurmllm.train.hooks.checkpoint import CheckpointHook
-from slurmllm.train.hooks.guard import GuardHook
-from slurmllm.train.hooks.memory import MemoryHook
-from slurmllm.train.hooks.metrics import MetricsHook
-from slurmllm.train.hooks.progress import ProgressHook
-from slurmllm.train.hooks.start_up import StartUpHook
+from slurmllm.train.hooks.monitoring import (
+    GuardHook,
+    MemoryHook,
+    MetricsHook,
+    ProgressHook,
+    StartUpHook,
+)
 from slurmllm.train.job import Job
 
 

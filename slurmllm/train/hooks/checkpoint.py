@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 
-from slurmllm.checkpoint.copying import Copier
+from slurmllm.checkpoint.replicas import Copier, second_tier
 from slurmllm.checkpoint.save import Save, refuse_if_superseded
-from slurmllm.checkpoint.second_tier import second_tier
 from slurmllm.errors import StorageError
 from slurmllm.train.hooks.base import Hook, Moment
 from slurmllm.train.job import Job

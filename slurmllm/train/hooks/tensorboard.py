@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
 from tensorboard.summary.writer.event_file_writer import (  # type: ignore[import-untyped]
     EventFileWriter,
 )
+from tensorboard.util.tensor_util import make_tensor_proto  # type: ignore[import-untyped]
 
+from slurmllm.config.resolve import flatten
+from slurmllm.errors import StorageError
+from slurmllm.records import AttemptRecord
 from slurmllm.train.hooks.base import Hook, Moment
-from slurmllm.train.hooks.tensorboard_start import session_end, start_values
 from slurmllm.train.job import Job
 
 # Metric → tag; TensorBoard groups cards by the part before the slash.
@@ -67,3 +76,121 @@ class TensorBoardHook(Hook):
 
     def _add(self, wall_time: float, step: int, values: list[Summary.Value]) -> None:
         self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
+
+
+# Of every run the same, whatever its recipe: a column a line in TensorBoard's table of runs.
+_FROM_RECIPE = (
+    *("model.family", "model.num_layers", "model.hidden_size", "model.num_heads"),
+    *("model.num_kv_heads", "model.ffn_hidden_size", "model.vocab_size", "model.seq_len"),
+    *("train.steps", "train.global_batch", "train.seed", "train.precision"),
+    *("train.activation_checkpointing", "optim.lr", "optim.min_lr", "optim.warmup_steps"),
+    *("optim.decay", "optim.betas", "optim.eps", "optim.weight_decay", "optim.grad_clip"),
+    *("parallel.sequence", "parallel.zero"),
+)
+_MOST_RESTARTS = 20  # that the table of attempts holds
+
+Setting = str | int | float | bool
+
+
+def start_values(job: Job) -> Iterator[tuple[int, Summary.Value]]:
+    """What an attempt writes before its first step.
+
+    Args:
+        job: At the step that it goes on from.
+
+    Yields:
+        Step, and what to write there.
+    """
+    # No group name: two runs of one recipe are two lines of the table, and not their mean.
+    session = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+    for name, value in hyperparameters(job).items():
+        if isinstance(value, bool):
+            session.hparams[name].bool_value = value
+        elif isinstance(value, str):
+            session.hparams[name].string_value = value
+        else:
+            session.hparams[name].number_value = value
+    data = plugin_data_pb2.HParamsPluginData(session_start_info=session)
+    yield job.step, _hparams(hparams_metadata.SESSION_START_INFO_TAG, data)
+    yield job.step, _text("run/recipe", f"```yaml\n{job.config.to_yaml()}```", "as resolved")
+    if job.attempt > 0:
+        yield job.step + 1, _text("run/restarts", restarts(job), "the attempts up to this one")
+
+
+def session_end(wall_time: float) -> Summary.Value:
+    """Says that the run's last step was made."""
+    end = plugin_data_pb2.SessionEndInfo(
+        status=api_pb2.Status.STATUS_SUCCESS, end_time_secs=wall_time
+    )
+    return _hparams(
+        hparams_metadata.SESSION_END_INFO_TAG,
+        plugin_data_pb2.HParamsPluginData(session_end_info=end),
+    )
+
+
+def hyperparameters(job: Job) -> dict[str, Setting]:
+    """What sets runs apart, by dotted path in the recipe; the mesh as it is and not as asked."""
+    config, mesh = job.config, job.mesh
+    values = flatten(config.values())
+    found: dict[str, Setting] = {
+        "recipe": config.recipe.name,
+        "cluster": config.cluster.name,
+        "backend": config.backend,
+        "nodes": mesh.nodes,
+        "world_size": mesh.world_size,
+    }
+    for path in _FROM_RECIPE:
+        value = values[path]
+        if value is None and path == "model.num_kv_heads":
+            value = values["model.num_heads"]
+        listed = isinstance(value, list | tuple)
+        found[path] = ", ".join(str(part) for part in value) if listed else value
+    found |= {
+        "train.micro_batch": mesh.micro_batch,
+        "parallel.tensor": mesh.tensor,
+        "parallel.pipeline": mesh.pipeline,
+        "parallel.virtual_pipeline": mesh.virtual_pipeline,
+        "parallel.data": mesh.data,
+    }
+    return found
+
+
+def restarts(job: Job) -> str:
+    """The newest attempts up to this one, as a table in Markdown."""
+    lines = [
+        "| attempt | nodes | resumed from | steps | ending | why |",
+        "|---|---|---|---|---|---|",
+    ]
+    for number in range(max(0, job.attempt - _MOST_RESTARTS), job.attempt + 1):
+        own = number == job.attempt
+        record = None
+        with suppress(StorageError):
+            record = AttemptRecord.load(job.run.attempt("train", number).record)
+        count = f"{job.mesh.nodes} node{'' if job.mesh.nodes == 1 else 's'}" if own else "?"
+        nodes = " ".join(record.nodes) if record else count
+        before = job.resumed_from if own else record.checkpoint_before if record else None
+        steps, ending, why = "", "running" if own else "?", ""
+        if record is not None and not own:
+            if record.first_step is not None:
+                steps = f"{record.first_step}–{record.last_step}"
+            ending = record.ending or "?"
+            why = " ".join(record.evidence[:1]).replace("|", "/").replace("\n", " ")
+        origin = "the start" if before is None else f"step {before}"
+        lines.append(f"| {number} | {nodes} | {origin} | {steps} | {ending} | {why} |")
+    return "\n".join(lines)
+
+
+def _hparams(tag: str, data: plugin_data_pb2.HParamsPluginData) -> Summary.Value:
+    return Summary.Value(
+        tag=tag,
+        metadata=hparams_metadata.create_summary_metadata(data),
+        tensor=hparams_metadata.NULL_TENSOR,
+    )
+
+
+def _text(tag: str, text: str, description: str) -> Summary.Value:
+    return Summary.Value(
+        tag=tag,
+        metadata=text_metadata.create_summary_metadata(tag, description),
+        tensor=make_tensor_proto(np.array([text.encode()], dtype=object)),
+    )

@@ -1,1 +1,0 @@
-"""After the run: read its metrics, compare it with another run. No torch, no Slurm."""

@@ -1,6 +1,0 @@
-"""Spikes of the loss after HLAT, and what the norms and the lowest loss say beside them."""
-
-from slurmllm.analysis.spikes.analysis import Spike, SpikeAnalysis
-from slurmllm.analysis.spikes.find import find_spikes
-
-__all__ = ["Spike", "SpikeAnalysis", "find_spikes"]

@@ -1,0 +1,1 @@
+"""Checkpoint file formats: native (torch.distributed.checkpoint), NxD and Hugging Face."""

@@ -1,0 +1,237 @@
+"""Two curves at the same places: at the points that both have, else interpolated at one's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from slurmllm.errors import RunError
+from slurmllm.metrics.curves import Axis, Curve, Flags, Floats, Ints, Range, describe_ranges
+
+Method = Literal["exact", "interpolated"]
+# So large a share of the sparser side's points must be common for these alone to be compared.
+_ENOUGH = 0.5
+# Nothing is interpolated across a gap of so many usual intervals.
+_LONGEST = 3.0
+
+
+@dataclass(frozen=True)
+class Points:
+    """One metric of both curves at the same places, ascending.
+
+    Attributes:
+        steps: A's, or on the step axis those of the side whose points they are. [points]
+        positions: On the axis. [points]
+        a: A's values. [points]
+        b: B's values. [points]
+    """
+
+    steps: Ints
+    positions: Floats
+    a: Floats
+    b: Floats
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+class _Side:
+    """The rows of a curve that are looked at."""
+
+    def __init__(self, curve: Curve, axis: Axis, inside: Flags) -> None:
+        self.curve = curve
+        positions = curve.positions(axis)
+        # A position that does not lie beyond all before it (a counter set back) has no place.
+        rising = np.isfinite(positions)
+        if axis != "step":
+            highest = np.maximum.accumulate(np.where(rising, positions, -np.inf))
+            rising[1:] &= positions[1:] > highest[:-1]
+        self.rows = np.flatnonzero(rising & inside)
+        self.steps = curve.steps[self.rows]
+        self.positions = positions[self.rows]
+
+    def lacks(self, metric: str) -> Flags | None:
+        """Which of the rows lack a metric; None: none does."""
+        absent = self.curve.absent.get(metric)
+        return None if absent is None else absent[self.rows]
+
+
+class Alignment:
+    """Where two curves are compared.
+
+    Attributes:
+        axis: What they are aligned by.
+        method: "exact": at common points. "interpolated": at the sparser curve's points, the other
+            one linear between its own.
+        steps: Of the points compared. [points]
+        positions: Likewise, on the axis. [points]
+        matched_a: Which of A's steps in range these stand for.
+        matched_b: Likewise, B's.
+        letter: What B is called where several curves are held against A.
+    """
+
+    def __init__(
+        self,
+        a: Curve,
+        b: Curve,
+        axis: Axis,
+        from_step: int | None,
+        to_step: int | None,
+        letter: str = "B",
+    ) -> None:
+        self.letter = letter
+        for label, curve in (("A", a), (letter, b)):
+            if not np.isfinite(curve.positions(axis)).any():
+                raise RunError(_no_axis(label, curve, axis))
+        self.axis: Axis = axis
+        self._a = _Side(a, axis, _within(a.steps, from_step, to_step))
+        # By tokens or samples the steps of B are others; those asked for are A's.
+        own = axis == "step"
+        everything = np.ones(len(b.steps), dtype=bool)
+        self._b = _Side(b, axis, _within(b.steps, from_step, to_step) if own else everything)
+        self._common, self._at_a, self._at_b = _common(self._a.positions, self._b.positions)
+        self.method: Method = "exact" if self._common_suffice() else "interpolated"
+        if self.method == "exact":
+            self.steps, self.positions = self._a.steps[self._at_a], self._common
+        else:
+            self.steps, self.positions = self._sparse_points()
+
+    def _overlap(self, side: _Side) -> Flags:
+        """Which rows of a side lie where both have some."""
+        if not len(self._a.rows) or not len(self._b.rows):
+            return np.zeros(len(side.rows), dtype=bool)
+        first = max(self._a.positions[0], self._b.positions[0])
+        last = min(self._a.positions[-1], self._b.positions[-1])
+        found: Flags = (side.positions >= first) & (side.positions <= last)
+        return found
+
+    def _common_suffice(self) -> bool:
+        sparser = min(self._overlap(side).sum() for side in (self._a, self._b))
+        return bool(len(self._common) >= _ENOUGH * sparser or sparser < 2)
+
+    @cached_property
+    def _a_is_sparser(self) -> bool:
+        return bool(self._overlap(self._a).sum() <= self._overlap(self._b).sum())
+
+    def _sparse_points(self) -> tuple[Ints, Floats]:
+        side = self._a if self._a_is_sparser else self._b
+        keep = self._overlap(side)
+        positions = side.positions[keep]
+        if self.axis == "step" or side is self._a:
+            return side.steps[keep], positions
+        # A's step at that place: the one whose tokens or samples it lies in.
+        places = np.minimum(np.searchsorted(self._a.positions, positions), len(self._a.rows) - 1)
+        return self._a.steps[places], positions
+
+    @cached_property
+    def _everything(self) -> bool:
+        """Whether each row of both curves is compared."""
+        counts = {len(side.curve.steps) for side in (self._a, self._b)}
+        return counts == {len(self.steps)}
+
+    @property
+    def only(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+        """The steps of A, and those of B, that are compared with nothing."""
+        found = []
+        for side, at in ((self._a, self._at_a), (self._b, self._at_b)):
+            left = ~self._overlap(side)
+            if self.method == "exact":
+                left = np.ones(len(side.rows), dtype=bool)
+                left[at] = False
+            found.append(ranges(side.steps[left], side.steps))
+        return found[0], found[1]
+
+    def of(self, metric: str) -> Points:
+        """A metric of both; without points where one of them does not have it."""
+        curves = self._a.curve, self._b.curve
+        columns = [curve.columns[metric] for curve in curves if metric in curve.columns]
+        if len(columns) < 2:
+            return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
+        if self.method == "interpolated":
+            return self._interpolated(metric)
+        rows = [side.rows[at] for side, at in ((self._a, self._at_a), (self._b, self._at_b))]
+        steps, positions = self.steps, self.positions
+        lacking = [
+            side.curve.absent[metric][at]
+            for side, at in zip((self._a, self._b), rows, strict=True)
+            if metric in side.curve.absent
+        ]
+        if lacking:
+            there = ~np.logical_or.reduce(lacking)
+            rows = [at[there] for at in rows]
+            steps, positions = steps[there], positions[there]
+        elif self._everything:
+            return Points(steps, positions, *columns)
+        a, b = (column[at] for column, at in zip(columns, rows, strict=True))
+        return Points(steps, positions, a, b)
+
+    def _interpolated(self, metric: str) -> Points:
+        sparse, dense = (self._a, self._b) if self._a_is_sparser else (self._b, self._a)
+        keep = self._overlap(sparse)
+        lacks, lacks_dense = sparse.lacks(metric), dense.lacks(metric)
+        there = np.ones(len(self.steps), dtype=bool) if lacks is None else ~lacks[keep]
+        own = sparse.curve.columns[metric][sparse.rows[keep]]
+        grid = np.ones(len(dense.rows), dtype=bool) if lacks_dense is None else ~lacks_dense
+        places = dense.positions[grid]
+        values = dense.curve.columns[metric][dense.rows[grid]]
+        if len(places) < 2:
+            return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
+        there &= (self.positions >= places[0]) & (self.positions <= places[-1])
+        right = np.clip(np.searchsorted(places, self.positions), 1, len(places) - 1)
+        widths = places[right] - places[right - 1]
+        there &= widths <= _LONGEST * np.median(np.diff(places))
+        other = np.interp(self.positions, places, values)
+        a, b = (own, other) if self._a_is_sparser else (other, own)
+        return Points(self.steps[there], self.positions[there], a[there], b[there])
+
+
+def _common(a: Floats, b: Floats) -> tuple[Floats, Ints, Ints]:
+    """Positions that both have, and where each has them."""
+    if np.array_equal(a, b):
+        places = np.arange(len(a))
+        return a, places, places
+    return np.intersect1d(a, b, assume_unique=True, return_indices=True)
+
+
+def _within(steps: Ints, first: int | None, last: int | None) -> Flags:
+    inside: Flags = np.ones(len(steps), dtype=bool)
+    if first is not None:
+        inside &= steps >= first
+    if last is not None:
+        inside &= steps <= last
+    return inside
+
+
+def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:
+    """Steps as ranges; steps are neighbours when nothing of `among` lies between them."""
+    if not picked.size:
+        return ()
+    places = np.searchsorted(among, picked)
+    ends = np.flatnonzero(np.append(np.diff(places) != 1, True))
+    begins = np.append(0, ends[:-1] + 1)
+    return tuple((int(picked[i]), int(picked[j])) for i, j in zip(begins, ends, strict=True))
+
+
+def nothing_in_common(a: Curve, b: Curve, from_step: int | None, to_step: int | None) -> str:
+    """Value, rule and remedy for two curves without a common point."""
+    held = ", ".join(f"{c.name} has {describe_ranges(ranges(c.steps, c.steps))}" for c in (a, b))
+    if from_step is None and to_step is None:
+        return f"no step in common: {held}; compare runs that logged the same steps"
+    begin = "the first" if from_step is None else from_step
+    end = "the last" if to_step is None else to_step
+    return (
+        f"no common step from {begin} to {end}: {held}; choose --from-step and --to-step "
+        "so that both have steps between them"
+    )
+
+
+def _no_axis(label: str, curve: Curve, axis: Axis) -> str:
+    needed = "tokens" if axis == "tokens" else "samples, or tokens and model.seq_len,"
+    return (
+        f"{label} ({curve.path}) does not tell how many {axis} a step had trained on: its rows "
+        f"hold no {needed} and no config.yaml gives train.global_batch; name the column with "
+        f"--tag {axis}=…, or align by step"
+    )

@@ -1,0 +1,332 @@
+"""The picture of comparisons: loss, gradient norm and their relative differences."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from slurmllm.compare.alignment import Alignment
+from slurmllm.compare.comparison import Comparison, letter_of
+from slurmllm.compare.seed_runs import Seeds
+from slurmllm.compare.verdict import figure as in_figures
+from slurmllm.metrics.curves import MOST, Axis, Curve, Floats, relative_difference, thin
+from slurmllm.picture import write_picture
+
+# A wide light line beneath narrow dark ones: both are seen where they coincide. They also differ
+# in lightness, for readers who do not tell the colours apart and for print.
+_COLOR_A = "#f2a65a"
+_COLORS = ("#12466b", "#a3195b", "#2a8c6e", "#6b5b95", "#8a6d1f", "#4a4a4a")
+_METRIC_COLORS = {"loss": "#7a1f5c", "grad_norm": "#2a8c6e"}
+_METRIC_STYLES = {"loss": "-", "grad_norm": ":"}
+_LABELS = {"loss": "loss (nats)", "grad_norm": "gradient norm"}
+
+
+class Drawn(NamedTuple):
+    """One of the curves that are held against A.
+
+    Attributes:
+        label: Its letter.
+        curve: The curve.
+        comparison: With A.
+        color: Of its line.
+        alignment: With A.
+    """
+
+    label: str
+    curve: Curve
+    comparison: Comparison
+    color: str
+    alignment: Alignment
+
+
+def default_path(a: Curve, *others: Curve) -> Path:
+    """`reports/compare-<A>-<B>….png` of the first that is a run, else in this folder."""
+    names = "-".join(_file_part(curve.name) for curve in (a, *others))
+    for curve in (a, *others):
+        if curve.path.is_dir() and curve.kind == "run":
+            return curve.path / "reports" / f"compare-{names[:200]}.png"
+    return Path(f"compare-{names[:200]}.png")
+
+
+def _file_part(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100]
+
+
+def draw(a: Curve, b: Curve, comparison: Comparison, path: Path) -> None:
+    """Draw two curves into a PNG file.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    draw_all(a, [b], [comparison], path)
+
+
+def draw_all(
+    a: Curve,
+    others: Sequence[Curve],
+    comparisons: Sequence[Comparison],
+    path: Path,
+    *,
+    from_step: int | None = None,
+    to_step: int | None = None,
+    seeds: Sequence[Curve] = (),
+) -> None:
+    """Draw A and the curves that it was compared with into a PNG file.
+
+    Args:
+        a: The reference.
+        others: The others.
+        comparisons: Of each with A.
+        path: Of the picture.
+        from_step: As the comparisons were asked for.
+        to_step: Likewise.
+        seeds: Likewise; their band is drawn.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    axis = comparisons[0].alignment.axis
+    drawn = [
+        Drawn(
+            letter_of(i + 1),
+            curve,
+            comparison,
+            _COLORS[i % len(_COLORS)],
+            Alignment(a, curve, axis, from_step, to_step),
+        )
+        for i, (curve, comparison) in enumerate(zip(others, comparisons, strict=True))
+    ]
+    band = Seeds(a, seeds, axis) if seeds else None
+    metrics = [name for name in _LABELS if any(name in each.metrics for each in comparisons)]
+    picture = Figure(figsize=(10, 8.5), dpi=120)
+    panels = picture.subplots(
+        len(metrics) + 1, 1, sharex=True, height_ratios=[3.0, 2.2, 1.4][-len(metrics) - 1 :]
+    )
+    title = _title(drawn)
+    # Set by hand: matplotlib's own layout draws everything twice.
+    top = 0.97 - 0.021 * (title.count("\n") + 1)
+    picture.subplots_adjust(left=0.09, right=0.985, bottom=0.06, top=top, hspace=0.13)
+    span = _span(drawn)
+    for axes, metric in zip(panels, metrics, strict=False):
+        _draw_curves(axes, a, drawn, metric, span, band)
+    _draw_difference(panels[-1], drawn, metrics)
+    panels[-1].set_xlabel(axis)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].set_xlim(*_with_margin(span))
+    panels[0].set_title(title, fontsize=10, loc="left", parse_math=False)
+    with warnings.catch_warnings():
+        # A run may be named in a script that matplotlib's own font lacks: drawn as boxes then.
+        warnings.filterwarnings("ignore", message="Glyph")
+        write_picture(
+            picture, path, "name another file with --plot, or leave it out with --no-plot"
+        )
+
+
+def _title(drawn: Sequence[Drawn]) -> str:
+    """The verdicts; of several curves each in a line or two."""
+    if len(drawn) == 1:
+        comparison = drawn[0].comparison
+        lines = f"{comparison.verdict}: {comparison.reason}".split("; ")
+        return "\n".join(fill(line, 120) for line in lines)
+    lines = [f"A-{d.label} {d.comparison.verdict}: {d.comparison.reason}" for d in drawn]
+    return "\n".join(line if len(line) <= 125 else f"{line[:124]}…" for line in lines)
+
+
+def _span(drawn: Sequence[Drawn]) -> tuple[float, float]:
+    """First and last position compared."""
+    return (
+        min(float(each.alignment.positions[0]) for each in drawn),
+        max(float(each.alignment.positions[-1]) for each in drawn),
+    )
+
+
+def _with_margin(span: tuple[float, float]) -> tuple[float, float]:
+    margin = 0.015 * max(span[1] - span[0], 1)
+    return span[0] - margin, span[1] + margin
+
+
+def _line(
+    curve: Curve, metric: str, axis: Axis, span: tuple[float, float]
+) -> tuple[Floats, Floats]:
+    """Positions and finite values of a metric in the span, gaps as NaN."""
+    if metric not in curve.columns:
+        return np.empty(0), np.empty(0)
+    positions, values = curve.positions(axis), curve.columns[metric]
+    there = (positions >= span[0]) & (positions <= span[1])
+    if metric in curve.absent:
+        there &= ~curve.absent[metric]
+    values = values[there]
+    return thin(positions[there], np.where(np.isfinite(values), values, np.nan))
+
+
+def _draw_curves(
+    axes: Axes,
+    a: Curve,
+    drawn: Sequence[Drawn],
+    metric: str,
+    span: tuple[float, float],
+    band: Seeds | None,
+) -> None:
+    """One metric of all runs, with their restarts along the lower edge."""
+    axis = drawn[0].comparison.alignment.axis
+    handles = []
+    lines = [("A", a, _COLOR_A, 5.0), *((d.label, d.curve, d.color, 1.3) for d in drawn)]
+    for label, curve, color, width in lines:
+        positions, values = _line(curve, metric, axis, span)
+        axes.plot(
+            positions,
+            values,
+            color=color,
+            linewidth=width,
+            marker="o" if len(positions) < 3 else "",
+            markersize=width + 4,
+            solid_capstyle="round",
+        )
+        handles.append(Line2D([], [], color=color, linewidth=width, label=f"{label}: {curve.name}"))
+        handles += _mark_restarts(axes, curve, label, color, axis, span)
+    if band is not None:
+        handles += _draw_band(axes, drawn[0], metric, band)
+    if metric == "loss":
+        legend = axes.legend(handles=handles, loc="upper right", fontsize=9, framealpha=0.9)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    axes.set_ylabel(_LABELS[metric])
+    _tidy(axes)
+    for each in drawn:
+        color = _METRIC_COLORS[metric] if len(drawn) == 1 else each.color
+        _mark_departure(axes, each, metric, color, span)
+
+
+def _draw_band(axes: Axes, one: Drawn, metric: str, band: Seeds) -> list[Line2D]:
+    points = one.alignment.of(metric)
+    if not len(points):
+        return []
+    within = band.judge(metric, points)
+    positions = points.positions[np.isin(points.steps, within.steps)]
+    every = max(1, len(positions) // MOST)
+    low, high = within.mean - within.half_width, within.mean + within.half_width
+    axes.fill_between(
+        positions[::every], low[::every], high[::every], color="#9a9a9a", alpha=0.35, linewidth=0
+    )
+    label = f"band of {len(band.names)} seeds, single points"
+    return [Line2D([], [], color="#9a9a9a", alpha=0.35, linewidth=8, label=label)]
+
+
+def _mark_restarts(
+    axes: Axes, curve: Curve, label: str, color: str, axis: Axis, span: tuple[float, float]
+) -> list[Line2D]:
+    takeovers = np.flatnonzero(np.diff(curve.attempts)) + 1
+    positions = curve.positions(axis)
+    inside = takeovers[(positions[takeovers] >= span[0]) & (positions[takeovers] <= span[1])]
+    if not inside.size:
+        return []
+    for row in inside[:200]:
+        # Between the last row of one attempt and the first of the next.
+        place = (positions[row] + positions[row - 1]) / 2
+        if np.isfinite(place):
+            axes.axvline(place, color=color, linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
+    where = ", ".join(str(step) for step in curve.steps[inside[:4]])
+    name = f"{label} restarted at {where}{' …' if inside.size > 4 else ''}"
+    return [Line2D([], [], color=color, linewidth=1.2, linestyle=(0, (2, 2)), label=name)]
+
+
+def _mark_departure(
+    axes: Axes, each: Drawn, metric: str, color: str, span: tuple[float, float]
+) -> None:
+    result = each.comparison.metrics.get(metric)
+    if result is None or not result.departs or result.onset_step is None:
+        return
+    steps = each.alignment.steps
+    step = result.onset_step
+    row = min(int(np.searchsorted(steps, step)), len(steps) - 1)
+    place = float(each.alignment.positions[row])
+    axes.axvline(place, color=color, linewidth=1.0, zorder=1)
+    # On the side of the line where there is room.
+    right = place <= (span[0] + span[1]) / 2
+    axes.annotate(
+        f"parts at step {step}",
+        (place, 0.03),
+        xycoords=("data", "axes fraction"),
+        xytext=(5 if right else -5, 0),
+        textcoords="offset points",
+        ha="left" if right else "right",
+        color=color,
+        fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
+    )
+
+
+def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str]) -> None:
+    """Relative differences and tolerances on a logarithmic axis, which has no place for zeros."""
+    smallest = []
+    for each in drawn:
+        for metric in metrics:
+            points = each.alignment.of(metric)
+            difference = relative_difference(points.a, points.b)
+            shown = np.where(difference > 0, difference, np.nan)
+            if not np.isfinite(shown).any():
+                continue
+            smallest.append(float(np.nanmin(shown)))
+            alone = len(drawn) == 1
+            label = _LABELS[metric].split(" (")[0]
+            axes.plot(
+                *thin(points.positions, shown),
+                color=_METRIC_COLORS[metric] if alone else each.color,
+                linestyle="-" if alone else _METRIC_STYLES[metric],
+                linewidth=0.9,
+                marker="." if len(points) <= 500 else "",
+                markersize=3,
+                label=label if alone else f"{each.label}, {label}",
+            )
+    for metric in metrics:
+        tolerance = drawn[0].comparison.tolerance.of(metric)
+        if tolerance > 0 and drawn[0].comparison.band is None:
+            axes.axhline(
+                tolerance,
+                color=_METRIC_COLORS[metric],
+                linewidth=1.2,
+                linestyle=(0, (5, 3)),
+                label=f"tolerance {in_figures(tolerance)}, {_LABELS[metric].split(' (')[0]}",
+            )
+            smallest.append(tolerance)
+    axes.set_yscale("log")
+    # Plain text: matplotlib's own labels go through its parser of formulas, a tenth of a second.
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_figures(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("relative\ndifference")
+    _tidy(axes)
+    if all(r.bit_identical for each in drawn for r in each.comparison.metrics.values()):
+        axes.set_ylim(1e-8, 1.0)
+        axes.text(
+            0.5, 0.15, "bit-identical: every difference is 0", transform=axes.transAxes,
+            ha="center", fontsize=9, color="#444444",
+        )  # fmt: skip
+    elif smallest:
+        top = axes.get_ylim()[1]
+        axes.set_ylim(min(smallest) / 3, max(top, min(smallest) * 100))
+    if axes.get_legend_handles_labels()[0]:
+        # Above the panel: inside there is no place that is free of curves.
+        axes.legend(
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
+            borderaxespad=0.2,
+            fontsize=8,
+            ncols=4,
+            frameon=False,
+        )
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(visible=True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,196 @@
+"""The band that several seeds of one training span, and whether another run stays in it.
+
+At each point the seeds have a mean and a spread; the spread is pooled over the points around it.
+A further seed of the same training differs from the mean by the spread times √(1 + 1/m), and by
+Student's t with few seeds. Seeds differ in two ways, from batch to batch and slowly (one learns a
+little faster for a while), and so the same is asked of means over 4, 16, 64 … points and of the
+whole: there the spread of the seeds' own means is the measure. The means are of medians of three
+neighbours, so that single points of heavy noise count as single points alone. Neighbouring means
+of a seed are alike; they count as so many as their correlation leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from slurmllm.compare.noise import extrapolated, largest, medians_of_three
+from slurmllm.metrics.curves import Floats
+
+# That a further seed leaves the band, over both metrics.
+CHANCE = 0.01
+# What t is asked for: it knows only what few seeds tell of the noise's shape.
+_ASKED = CHANCE / 5
+_METRICS = 2
+# That single points of heavy noise do, a metric; and the place of the one that tells how far.
+_HEAVY = CHANCE / _METRICS / 2
+_TELLS = 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A curve against the band.
+
+    Attributes:
+        excess: Largest distance over what chance allows; above 1: outside.
+        width: Points of the mean that has it.
+        first: Place of the first point of the first mean outside; None: there is none.
+        mean: Mean of the seeds. [points]
+        half_width: What single points may differ from it by. [points]
+        spread: Median standard deviation of the seeds over their mean.
+    """
+
+    excess: float
+    width: int
+    first: int | None
+    mean: Floats
+    half_width: Floats
+    spread: float
+
+
+def against_band(seeds: Floats, other: Floats) -> Verdict:
+    """Hold a curve against the band of seeds.
+
+    Args:
+        seeds: Finite values, a row a seed, two rows at least. [seeds, points]
+        other: Finite values. [points]
+    """
+    count, points = seeds.shape
+    mean = seeds.mean(axis=0)
+    deviations = seeds - mean
+    floor = float(np.abs(mean).max()) * 1e-12 or 1e-300
+    scale = np.maximum(_point_to_point(deviations), floor)
+    further = np.sqrt(1 + 1 / count)
+    own, z = deviations / scale, (other - mean) / (scale * further)
+    calm, calm_z = medians_of_three(own), medians_of_three(z)
+    widths = _widths(points)
+    chance = _ASKED / _METRICS / len(widths)
+    limits = {width: _limit(own if width == 1 else calm, width, chance) for width in widths}
+    excess, worst, first, end = 0.0, 1, None, points + 1
+    for width, limit in limits.items():
+        reach = np.abs(_means((z if width == 1 else calm_z)[None], width)[0]) / limit
+        if reach.max() > excess:
+            excess, worst = float(reach.max()), width
+        if reach.max() > 1:
+            place = int(np.argmax(reach > 1)) * width
+            if place + width < end:
+                first, end = place, place + width
+    size = float(np.abs(mean).mean()) or 1.0
+    spread = float(np.sqrt((deviations**2).sum() / (count - 1) / points)) / size
+    return Verdict(excess, worst, first, mean, limits[1] * further * scale, spread)
+
+
+def _widths(points: int) -> list[int]:
+    """1, 4, 16 … points, as long as there are 8 means at least; then all points."""
+    found = [1]
+    while found[-1] * 4 * 8 <= points:
+        found.append(found[-1] * 4)
+    return [*found, points] if points > 1 else found
+
+
+def _point_to_point(deviations: Floats) -> Floats:
+    """Standard deviation of the seeds from point to point, over an eighth of the points. [points]
+
+    It is a unit for all else: there are many differences from point to point, and so it is known
+    well everywhere, where two seeds cross too.
+    """
+    count, points = deviations.shape
+    if points < 3:
+        own: Floats = np.sqrt((deviations**2).sum(axis=0) / (count - 1))
+        return own
+    squares = (np.diff(deviations, axis=1) ** 2).sum(axis=0) / (2 * (count - 1))
+    width = min(points - 1, max(32, points // 8))
+    total = np.concatenate(([0.0], np.cumsum(squares)))
+    begin = np.clip(np.arange(points) - width // 2, 0, points - 1 - width)
+    local: Floats = np.sqrt(np.maximum(total[begin + width] - total[begin], 0.0) / width)
+    return np.maximum(local, 1e-3 * float(np.median(local)))
+
+
+def _means(rows: Floats, width: int) -> Floats:
+    """Means over neighbours; what is left at the end is no mean. [rows, means]"""
+    blocks = rows.shape[1] // width
+    means: Floats = rows[:, : blocks * width].reshape(len(rows), blocks, width).mean(axis=2)
+    return means
+
+
+def _limit(own: Floats, width: int, chance: float) -> float:
+    """What means of a further seed may come to, in the unit.
+
+    Args:
+        own: Deviations of the seeds from their mean. [seeds, points]
+        width: Points of a mean.
+        chance: That one of the means of a further seed is beyond.
+    """
+    means = _means(own, width)
+    seeds, blocks = means.shape
+    variance = float((means**2).sum()) / ((seeds - 1) * blocks)
+    degrees = max(1.0, (seeds - 1) * _independent(means))
+    t = t_quantile(chance / blocks, degrees) * float(np.sqrt(variance))
+    # Heavy tails go beyond what t allows. Each seed against the others, as the further one is:
+    far = np.abs(means) * np.sqrt(seeds / (seeds - 1))
+    if width == 1:
+        rows = far[: 1 if seeds == 2 else seeds]  # two seeds are as far off from each other
+        top = largest(rows.ravel(), 512)
+        place = min(_TELLS, len(top)) - 1
+        beyond = extrapolated(top, rows.size, place, (place + 1) / (len(rows) * _HEAVY))
+    else:  # as far off as the furthest of the seeds and more, the more the fewer there are to tell
+        beyond = (1.35 + 1.65 / seeds) * float(far.max())
+    return float(max(t, beyond, 1e-300))
+
+
+def _independent(means: Floats) -> float:
+    """How many independent squares the means of a seed are worth, from their autocorrelation ρ.
+
+    n / (1 + 2 Σ (1 - k/n) ρ_k²) of n means (Bartlett 1946), up to where ρ is lost in its own noise:
+    its first value that is not above 0 (Geyer, Practical Markov chain Monte Carlo, Statistical
+    Science 7, 1992).
+    """
+    blocks = means.shape[1]
+    if blocks < 3 or not means.any():
+        return 1.0
+    size = 1 << (2 * blocks - 1).bit_length()
+    power = (np.abs(np.fft.rfft(means, size, axis=1)) ** 2).sum(axis=0)
+    pairs = 1 - np.arange(blocks) / blocks  # of all means, that have one so far behind them
+    correlation = np.fft.irfft(power, size)[:blocks] / pairs
+    correlation /= correlation[0]
+    lost = correlation <= 0
+    end = int(np.argmax(lost)) if lost.any() else blocks
+    return float(blocks / (1 + 2 * (pairs[1:end] * correlation[1:end] ** 2).sum()))
+
+
+def t_quantile(chance: float, degrees: float) -> float:
+    """What |t| exceeds with a given chance.
+
+    Hill, Algorithm 396: Student's t-quantiles, Communications of the ACM 13 (10), 1970; exact for
+    1 and 2 degrees of freedom, else to about five digits.
+
+    Args:
+        chance: Of both tails together, above 0 and below 1.
+        degrees: Degrees of freedom, 1 or more.
+    """
+    if degrees < 1.0 + 1e-9:
+        return 1.0 / math.tan(chance * math.pi / 2)
+    if abs(degrees - 2) < 1e-9:
+        return math.sqrt(2 / (chance * (2 - chance)) - 2)
+    n = degrees
+    a = 1 / (n - 0.5)
+    b = 48 / a**2
+    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
+    d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * n
+    y = (d * chance) ** (2 / n)
+    if y > 0.05 + a:
+        x = NormalDist().inv_cdf(chance / 2)
+        y = x * x
+        if n < 5:
+            c += 0.3 * (n - 4.5) * (x + 0.6)
+        c += (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b
+        y = (((((0.4 * y + 6.3) * y + 36) * y + 94.5) / c - y - 3) / b + 1) * x
+        y = math.expm1(a * y * y)
+    else:
+        y = (
+            (1 / (((n + 6) / (n * y) - 0.089 * d - 0.822) * (n + 2) * 3) + 0.5 / (n + 4)) * y - 1
+        ) * (n + 1) / (n + 2) + 1 / y
+    return math.sqrt(n * y)

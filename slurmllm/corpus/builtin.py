@@ -1,0 +1,105 @@
+"""The `stdlib` corpus: text that every machine with Python has, for demos and first runs.
+
+The sources of this Python's standard library, a paragraph a document, with the language reference
+that `help()` prints (`pydoc_data/topics.py`) among them; and a tokenizer trained on a part.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from slurmllm.corpus.build import build_corpus
+from slurmllm.corpus.cleaning import DocumentStream
+from slurmllm.corpus.inputs import InputFile, input_file
+from slurmllm.corpus.manifest import manifest_path
+from slurmllm.corpus.options import Faults, ReadOptions
+from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.errors import DataError
+from slurmllm.rundir import write_atomic
+
+VOCAB_SIZE = 4096
+# Keeps the build to seconds; the whole library is about 11 MB in Python 3.11.
+_MAX_BYTES = 12_000_000
+# Every n-th file trains the tokenizer: the vocabulary hardly differs, the time does.
+_TOKENIZER_STRIDE = 3
+# Tests, what is not Python's own, and what distributions leave out or package apart.
+_LEFT_OUT = frozenset(
+    {
+        *("test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "tkinter"),
+        *("site-packages", "dist-packages", "__pycache__", "__phello__"),
+    }
+)
+# Written by a distribution or an administrator, not by Python.
+_LEFT_OUT_FILES = frozenset({"sitecustomize.py", "usercustomize.py"})
+
+
+def ensure_stdlib(folder: Path) -> tuple[Path, Path]:
+    """Make corpus and tokenizer under `folder`, unless they are there.
+
+    The names carry the Python version, and the same Python makes the same bytes, so processes
+    that do this at the same time replace each other's files with equal ones.
+
+    Returns:
+        Paths of the corpus and of the tokenizer.
+
+    Raises:
+        DataError: this Python keeps no sources on disk.
+        StorageError: the file system refused to write.
+    """
+    version = f"{sys.implementation.name}-{'.'.join(map(str, sys.version_info[:3]))}"
+    corpus = folder / f"stdlib-{version}.arrow"
+    tokenizer = folder / f"stdlib-{version}.tokenizer.json"
+    # Whole modules are so long that a short run would read a handful of them and little else.
+    options = ReadOptions(text_by="paragraph", skip_bad=True)
+    files: list[InputFile] = []
+    if not corpus.is_file():
+        files = _sources()
+        _build(files, corpus, options)
+    if not tokenizer.is_file():
+        sample = (files or _sources())[::_TOKENIZER_STRIDE]
+        texts = DocumentStream(sample, options, Faults(skip_bad=True))
+        write_atomic(tokenizer, train_tokenizer(texts, VOCAB_SIZE))
+    return corpus, tokenizer
+
+
+def _build(files: list[InputFile], corpus: Path, options: ReadOptions) -> None:
+    """Build apart, for two builds to one name keep each other out."""
+    corpus.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".stdlib-", dir=corpus.parent) as folder:
+        built = Path(folder) / corpus.name
+        build_corpus(files, built, options)
+        manifest_path(built).replace(manifest_path(corpus))
+        built.replace(corpus)
+
+
+def _sources() -> list[InputFile]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files: list[InputFile] = []
+    total = 0
+    for path in _walk(root):
+        file = input_file(path, "text", name=path.relative_to(root).as_posix())
+        total += file.size_bytes
+        if total > _MAX_BYTES:
+            break
+        files.append(file)
+    if not files:
+        raise DataError(
+            f"no Python sources under {root}, so there is no `stdlib` corpus here; set "
+            "data.corpus and data.tokenizer to files made with `slurmllm data build` and "
+            "`slurmllm tokenizer train`"
+        )
+    return files
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            # config-3.11-… and the like hold what this machine was compiled with.
+            if path.name not in _LEFT_OUT and not path.name.startswith(("config-", ".")):
+                yield from _walk(path)
+        elif path.suffix == ".py" and path.name not in _LEFT_OUT_FILES and path.is_file():
+            yield path

@@ -1,0 +1,91 @@
+"""Documents as read → documents as kept: normalized, and without blank and short ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from slurmllm.corpus.inputs import InputFile
+from slurmllm.corpus.options import CleanOptions, Faults, ReadOptions
+from slurmllm.corpus.readers import DocumentReader, Documents
+
+
+class Cleaned(NamedTuple):
+    """A chunk after cleaning.
+
+    Attributes:
+        documents: Those kept.
+        empty: How many were left out because they are white space alone. Of prompts with
+            completions: because the completion is.
+        short: How many of the others were left out because they are short.
+    """
+
+    documents: Documents
+    empty: int
+    short: int
+
+
+def clean(documents: Documents, options: CleanOptions) -> Cleaned:
+    """Normalize a chunk of documents, and leave out what is blank or too short."""
+    if options.normalize != "none":
+        form = options.normalize.upper()
+        documents = tuple(pc.utf8_normalize(column, form) for column in documents)
+    blank = _blank(documents[-1])
+    keep = ~blank
+    empty = int(blank.sum())
+    short = 0
+    if options.min_chars:
+        chars = sum(pc.utf8_length(column).to_numpy() for column in documents)
+        long_enough = chars >= options.min_chars
+        short = int((keep & ~long_enough).sum())
+        keep &= long_enough
+    if empty or short:
+        mask = pa.array(keep)
+        documents = tuple(column.filter(mask) for column in documents)
+    return Cleaned(documents, empty, short)
+
+
+def _blank(column: pa.LargeStringArray) -> npt.NDArray[np.bool_]:
+    space = pc.utf8_is_space(column)  # not of an empty string
+    blank: npt.NDArray[np.bool_] = pc.or_(space, pc.equal(pc.binary_length(column), 0)).to_numpy(
+        zero_copy_only=False
+    )
+    return blank
+
+
+class DocumentStream:
+    """The non-empty documents of several files; iterates once.
+
+    Attributes:
+        documents: Documents so far.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[InputFile],
+        options: ReadOptions,
+        faults: Faults,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._files = files
+        self._options = options
+        self._faults = faults
+        self._on_progress = on_progress or (lambda _: None)
+        self.documents = 0
+
+    def __iter__(self) -> Iterator[str]:
+        done_bytes = 0
+        for file in self._files:
+            reader = DocumentReader(file, self._options, self._faults.add)
+            for chunk in reader:
+                self._on_progress(done_bytes + reader.position_bytes)
+                (texts,) = clean(chunk, CleanOptions()).documents
+                self.documents += len(texts)
+                yield from texts.to_pylist()
+            done_bytes += file.size_bytes
+            self._on_progress(done_bytes)

@@ -1,0 +1,171 @@
+"""The columns of a finished shard, read in parts of a few megabytes and verified on the way."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from slurmllm.corpus.shard import ShardRecord
+from slurmllm.errors import StorageError
+
+_PART_BYTES = 8 << 20
+_PART_ROWS = 1 << 19
+
+Keep = npt.NDArray[np.bool_]
+
+
+class FinishedShard:
+    """A shard and which of its documents stay.
+
+    Attributes:
+        record: What it holds.
+        first_input: Number of its first file among all inputs.
+        keep: bool [documents], None where all stay.
+    """
+
+    def __init__(self, folder: Path, record: ShardRecord, first_input: int) -> None:
+        self.folder, self.record, self.first_input = folder, record, first_input
+        self.keep: Keep | None = None
+
+    def values(self, column: str, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
+        """The values of a column that has one a document, of the documents that stay."""
+        itemsize = np.dtype(dtype).itemsize
+        row = 0
+        for data in self._read(column, _PART_ROWS * itemsize):
+            part = np.frombuffer(data, dtype)
+            yield self._kept(part, row)
+            row += len(part)
+
+    def contents(self, column: str, itemsize: int = 1) -> Iterator[memoryview]:
+        """The content of a column of texts or tokens, of the documents that stay.
+
+        Args:
+            column: The column; its lengths are in the column `<column>.lengths`.
+            itemsize: Bytes of one unit of length.
+        """
+        if self.keep is None:
+            for part in self._read(column, _PART_BYTES):
+                yield memoryview(part)
+            return
+        row = 0
+        with _VerifiedFile(self, column) as file:
+            for lengths in self._lengths(column):
+                ends = np.cumsum(lengths) * itemsize
+                begin = 0
+                while begin < len(lengths):
+                    before = int(ends[begin - 1]) if begin else 0
+                    end = int(np.searchsorted(ends, before + _PART_BYTES, side="right"))
+                    end = max(end, begin + 1)
+                    offsets = np.concatenate([[0], ends[begin:end] - before])
+                    yield from self._documents(file, offsets, row + begin)
+                    begin = end
+                row += len(lengths)
+
+    def inputs(self) -> Iterator[npt.NDArray[np.int32]]:
+        """For each document that stays, the number of its input among all."""
+        row = 0
+        for index, file in enumerate(self.record.inputs, start=self.first_input):
+            for begin in range(0, file.documents, _PART_ROWS):
+                count = min(_PART_ROWS, file.documents - begin)
+                yield self._kept(np.full(count, index, np.int32), row)
+                row += count
+
+    def kept_length(self, column: str) -> int:
+        """The sum of the lengths of a column, of the documents that stay."""
+        return sum(int(part.sum()) for part in self.values(f"{column}.lengths", np.int64))
+
+    def kept_by_input(self) -> list[int]:
+        """How many documents stay of each input file."""
+        counts = [entry.documents for entry in self.record.inputs]
+        if self.keep is None:
+            return counts
+        ends = np.cumsum(counts)
+        return [
+            int(np.count_nonzero(self.keep[end - count : end]))
+            for count, end in zip(counts, ends, strict=True)
+        ]
+
+    def verify(self, column: str) -> None:
+        """Read a column through.
+
+        Raises:
+            StorageError: it is not what was written.
+        """
+        for _ in self._read(column, _PART_BYTES):
+            pass
+
+    def _kept(self, part: npt.NDArray[Any], row: int) -> npt.NDArray[Any]:
+        return part if self.keep is None else part[self.keep[row : row + len(part)]]
+
+    def _lengths(self, column: str) -> Iterator[npt.NDArray[np.int64]]:
+        for data in self._read(f"{column}.lengths", _PART_ROWS * 8):
+            yield np.frombuffer(data, np.int64)
+
+    def _documents(
+        self, file: _VerifiedFile, offsets: npt.NDArray[np.int64], row: int
+    ) -> Iterator[memoryview]:
+        """The kept ones of documents that lie one after the other in a file."""
+        assert self.keep is not None
+        keep = self.keep[row : row + len(offsets) - 1]
+        if len(keep) == 1:  # perhaps a gigabyte
+            for part in file.parts(int(offsets[-1]), _PART_BYTES):
+                if keep[0]:
+                    yield memoryview(part)
+            return
+        data = file.read(int(offsets[-1]))
+        if keep.all():
+            yield memoryview(data)
+            return
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+        documents = pa.Array.from_buffers(pa.large_binary(), len(keep), buffers, null_count=0)
+        kept = documents.filter(pa.array(np.asarray(keep)))
+        if len(kept) and kept.buffers()[2] is not None:
+            yield memoryview(kept.buffers()[2])
+
+    def _read(self, column: str, part_bytes: int) -> Iterator[bytes]:
+        with _VerifiedFile(self, column) as file:
+            yield from file.parts(self.record.columns[column].bytes, part_bytes)
+
+
+class _VerifiedFile:
+    """A column's file, which must turn out to be what was written."""
+
+    def __init__(self, shard: FinishedShard, column: str) -> None:
+        self._expected = shard.record.columns[column]
+        self._path = shard.folder / column
+        self._digest = xxhash.xxh3_128()
+
+    def __enter__(self) -> _VerifiedFile:
+        self._file: BinaryIO = self._path.open("rb", buffering=0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._file.close()
+        if kind is None and self._digest.hexdigest() != self._expected.xxh3:
+            raise self._damaged()
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) != size:
+            raise self._damaged()
+        self._digest.update(data)
+        return data
+
+    def parts(self, size: int, part_bytes: int) -> Iterator[bytes]:
+        for begin in range(0, size, part_bytes):
+            yield self.read(min(part_bytes, size - begin))
+
+    def _damaged(self) -> StorageError:
+        # So that the next build reads its inputs again.
+        shutil.rmtree(self._path.parent, ignore_errors=True)
+        return StorageError(
+            f"{self._path} is not what was written: the disk or the machine failed in between; "
+            "start the same command again, which reads these inputs anew"
+        )

@@ -1,0 +1,127 @@
+"""The shards' columns → the output, without duplicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from slurmllm.corpus.arrow_output import write_arrow
+from slurmllm.corpus.duplicates import mark_duplicates
+from slurmllm.corpus.finished_shard import FinishedShard
+from slurmllm.corpus.megatron_output import write_tokens
+from slurmllm.corpus.options import BuildOptions
+from slurmllm.corpus.output import OutputFile
+from slurmllm.corpus.work_folder import WorkFolder
+from slurmllm.errors import DataError
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Who wants to know how a build goes.
+
+    Attributes:
+        on_read: Called with the bytes of the inputs read so far.
+        on_join: Called with the bytes of the output written so far, and how many there will be.
+        on_note: Called with a line for the user.
+    """
+
+    on_read: Callable[[int], None] = field(default=lambda done: None)
+    on_join: Callable[[int, int], None] = field(default=lambda done, total: None)
+    on_note: Callable[[str], None] = field(default=lambda note: None)
+
+
+class Joined(NamedTuple):
+    """What was written.
+
+    Attributes:
+        documents: In the output.
+        text_bytes: UTF-8 bytes of their texts.
+        tokens: Of token ids, None for text.
+        columns: Of the output.
+        duplicates: Documents left out because their bytes came before.
+        by_input: Documents in the output of each input file.
+        files: Size in bytes and sha256 of each file written, by its ending.
+    """
+
+    documents: int
+    text_bytes: int
+    tokens: int | None
+    columns: tuple[str, ...]
+    duplicates: int
+    by_input: list[int]
+    files: dict[str, tuple[int, str]]
+
+
+def join(
+    shards: Sequence[FinishedShard],
+    inputs: Sequence[str],
+    files: Mapping[str, OutputFile],
+    options: BuildOptions,
+    work: WorkFolder,
+    listeners: Listeners,
+) -> Joined:
+    """Write the documents of all shards.
+
+    Args:
+        shards: All of them, in order.
+        inputs: The names of the input files.
+        files: What to write to, by their endings: `arrow`, or `bin` and `idx`.
+        options: What was asked for.
+        work: Where scratch files go.
+        listeners: Who wants to know how it goes.
+
+    Raises:
+        DataError: there is no text in any input.
+        StorageError: the file system refused to write, or a shard is damaged.
+    """
+    if not any(shard.record.documents for shard in shards):
+        work.empty_but(())  # the options are wrong, and so are the shards
+        raise _no_text(shards, inputs)
+    duplicates = 0
+    if options.clean.dedup:
+        duplicates = mark_duplicates(shards, work.scratch("keep"))
+    by_input = [count for shard in shards for count in shard.kept_by_input()]
+    documents = sum(by_input)
+    sizes = {
+        column: sum(shard.kept_length(column) for shard in shards)
+        for column in (*options.read.columns, *(["tokens"] if options.tokenize else []))
+    }
+    tokens = sizes.pop("tokens", None)
+    columns: tuple[str, ...] = ()
+    if options.tokenize and tokens is not None:
+        dtype = options.tokenize.dtype
+        total = tokens * np.dtype(dtype).itemsize
+        write_tokens(
+            files["bin"], files["idx"], shards, documents, dtype,
+            lambda done: listeners.on_join(done, total),
+        )  # fmt: skip
+    else:
+        total = sum(sizes.values())
+        schema = write_arrow(
+            files["arrow"], shards, documents, sizes, inputs, work,
+            lambda done: listeners.on_join(min(done, total), total),
+        )  # fmt: skip
+        columns = tuple(schema.names)
+    return Joined(
+        documents=documents,
+        text_bytes=sum(sizes.values()),
+        tokens=tokens,
+        columns=columns,
+        duplicates=duplicates,
+        by_input=by_input,
+        files={ending: (file.size_bytes, file.sha256) for ending, file in files.items()},
+    )
+
+
+def _no_text(shards: Sequence[FinishedShard], inputs: Sequence[str]) -> DataError:
+    empty, short, bad = (
+        sum(getattr(shard.record, name) for shard in shards) for name in ("empty", "short", "bad")
+    )
+    return DataError(
+        f"no text in {len(inputs)} input file{'s' if len(inputs) != 1 else ''} ({empty} empty "
+        f"documents, {short} short ones, {bad} unreadable); no corpus was written. The first input "
+        f"is {inputs[0]}: see --format and --text-key"
+    )

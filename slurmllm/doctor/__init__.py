@@ -1,1 +1,0 @@
-"""The stage behind `slurmllm doctor`: looks at installation and cluster, changes nothing."""

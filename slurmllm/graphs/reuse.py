@@ -1,0 +1,142 @@
+"""Whether the graphs of a run are compiled already: by itself, or by another run of the folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from slurmllm.config.resolve import RunConfig
+from slurmllm.errors import SlurmllmError, StorageError
+from slurmllm.graphs.archive import checksum
+from slurmllm.graphs.fingerprint import graph_fingerprint
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.records import GraphManifest, MicroBatchRecord
+from slurmllm.rundir import RunDir, fsync_dir, is_run
+
+
+def measured_micro_batch(run: RunDir) -> int | None:
+    """The micro batch that an earlier precompile stage measured."""
+    try:
+        found = run.micro_batch.is_file()
+        return MicroBatchRecord.load(run.micro_batch).micro_batch if found else None
+    except StorageError:
+        return None  # a damaged one: measure again
+
+
+def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir) -> bool:
+    """Whether a run's archive has all graphs that a configuration needs.
+
+    Args:
+        config: Of the run to be submitted.
+        nodes: Its nodes.
+        local: Whether they are launchers on this machine.
+        own: Its directory.
+        run: The run that may have the graphs: the same one, or another.
+    """
+    manifest = _manifest(run)
+    if manifest is None or not manifest.complete:
+        return False
+    measured = measured_micro_batch(run)
+    try:
+        mesh = make_mesh(config, nodes, measured)
+        fingerprint = graph_fingerprint(config, mesh, local, measured)
+    except SlurmllmError:
+        return False
+    # Without one: the graphs are of the nodes' own versions, which differ from this machine's.
+    known = (fingerprint, "") if run == own else (fingerprint,)
+    return fingerprint is not None and manifest.fingerprint in known
+
+
+def usable(run: RunDir) -> bool:
+    """Whether a run has an archive to begin with, complete or not."""
+    manifest = _manifest(run)
+    return manifest is not None and run.graphs_archive(manifest.archive).is_file()
+
+
+def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> RunDir | None:
+    """The newest other run in the folder of runs whose archive serves."""
+    root = run.path.parent
+    if not root.is_dir():
+        return None
+    others = [RunDir(entry) for entry in root.iterdir() if entry != run.path and is_run(entry)]
+    with_graphs = [other for other in others if other.graphs_manifest.is_file()]
+    newest = sorted(with_graphs, key=_written_at, reverse=True)
+    return next((other for other in newest if serves(config, nodes, local, run, other)), None)
+
+
+def adopt(source: RunDir, run: RunDir) -> bool:
+    """Give a run the archive of another one: a hard link, or a copy on another file system.
+
+    An archive is never changed, so the two runs may share it.
+
+    Returns:
+        Whether it was whole; nothing is left where it was not.
+
+    Raises:
+        StorageError: the shared file system refuses.
+    """
+    manifest = _manifest(source)
+    if manifest is None:
+        return False
+    from_, to = source.graphs_archive(manifest.archive), run.graphs_archive(manifest.archive)
+    if not from_.is_file() or checksum(from_) != manifest.archive_sha256:
+        return False
+    try:
+        run.graphs.mkdir(parents=True, exist_ok=True)
+        _link_or_copy(from_, to)
+        if source.micro_batch.is_file():
+            MicroBatchRecord.load(source.micro_batch).save(run.micro_batch)
+        origin = manifest.taken_from or source.name
+        manifest.model_copy(update={"taken_from": origin}).save(run.graphs_manifest)
+    except FileNotFoundError:  # the other run has just made a new archive, or is removed
+        return False
+    except OSError as error:
+        raise StorageError(
+            f"cannot take the graphs of {source.name} into {run.graphs}: "
+            f"{error.strerror or error}; free space, or add --precompile always"
+        ) from error
+    return True
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+        return
+    except FileNotFoundError:
+        raise
+    except OSError:
+        pass  # another file system, or one without hard links
+    descriptor, name = tempfile.mkstemp(prefix=".graphs.", dir=target.parent)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        shutil.copyfile(source, temporary)
+        temporary.replace(target)
+        fsync_dir(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def forget(run: RunDir) -> None:
+    """Take back what a run has of graphs, so that they are compiled anew."""
+    with suppress(FileNotFoundError):
+        run.graphs_manifest.unlink()
+
+
+def _manifest(run: RunDir) -> GraphManifest | None:
+    try:
+        found = run.graphs_manifest.is_file()
+        return GraphManifest.load(run.graphs_manifest) if found else None
+    except StorageError:
+        return None  # a damaged one: compile again
+
+
+def _written_at(run: RunDir) -> float:
+    try:
+        return run.graphs_manifest.stat().st_mtime
+    except OSError:
+        return 0.0

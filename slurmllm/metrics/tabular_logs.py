@@ -1,0 +1,174 @@
+"""Metrics in tables: CSV and TSV with a header, such as Lightning's CSVLogger or wandb write."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmllm.errors import RunError
+from slurmllm.metrics.log_series import Gather, Log, open_log, plain_suffix
+from slurmllm.metrics.row_reader import parse_row
+from slurmllm.metrics.tags import step_keys
+
+# wandb's table of a chart: `<run> - <metric>`, and the range that was averaged
+_OF_RUN = re.compile(r"(?P<run>.+?) - (?P<metric>.+)")
+_RANGE = ("__MIN", "__MAX")
+
+
+def read_table(path: Path, tags: Mapping[str, str]) -> Log:
+    """Read a table; a blank cell is an absent value, and a cell that is no number too.
+
+    Raises:
+        RunError: it has no header or no rows, or no column is the step.
+        OSError: the file cannot be read.
+    """
+    rows, warnings = Gather(), list[str]()
+    with open_log(path, warnings) as stream:
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline="")
+        # A node that crashed may leave NUL bytes, which csv refuses.
+        lines = (line.replace("\0", "") for line in text)
+        header_line = next(lines, "")
+        delimiter = "\t" if plain_suffix(path) == ".tsv" else _delimiter(header_line)
+        header: list[str] = []
+        with contextlib.suppress(csv.Error):  # a line of 128 KiB without a separator
+            cells = next(csv.reader([header_line], delimiter=delimiter), [])
+            header = [name.strip() for name in cells]
+        if not any(header):
+            raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
+        names = _names(header)
+        if any(tag in header and tag not in names for tag in tags.values()):
+            names = header
+        reader = csv.reader(lines, delimiter=delimiter)
+        short: list[int] = []  # lines, the header's being 1
+        last = 0
+        try:
+            for cells in reader:
+                if not cells:
+                    continue
+                last = reader.line_num + 1
+                if len(cells) < len(names):
+                    short.append(last)
+                else:
+                    rows.add(_numbers(names, cells))
+        except csv.Error as error:
+            warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
+    if short == [last]:
+        warnings.append(f"{path}:{last}: the last line is cut and left out")
+    elif short:
+        warnings.append(
+            f"{path}:{short[0]}: {len(short)} rows have fewer than the header's {len(names)} "
+            "columns and are left out"
+        )
+    return rows.log(path, "csv", tags, tuple(warnings))
+
+
+def _delimiter(header: str) -> str:
+    return max(",;\t", key=header.count)
+
+
+def _names(header: list[str]) -> list[str]:
+    """The columns' names, without the run's where all are of one run."""
+    matches = [_OF_RUN.fullmatch(name) for name in header]
+    runs = {match["run"] for match in matches if match}
+    unmatched = [name for name, match in zip(header, matches, strict=True) if not match]
+    if len(runs) != 1 or not all(step_keys([name], {}) or not name for name in unmatched):
+        return header
+    return [match["metric"] if match else name for name, match in zip(header, matches, strict=True)]
+
+
+def _numbers(names: list[str], cells: list[str]) -> Iterator[tuple[str, float]]:
+    for name, cell in zip(names, cells, strict=False):
+        if cell and name and not name.endswith(_RANGE):
+            with contextlib.suppress(ValueError):
+                yield name, float(cell)
+
+
+_LISTS = ("log_history", "history", "metrics", "logs", "rows", "data")
+_SPELT = {"NaN": math.nan, "nan": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
+    """Read JSON lines; those that are none are left out with a warning.
+
+    Raises:
+        RunError: it holds no rows, or no key is the step.
+        OSError: the file cannot be read.
+    """
+    rows, broken, first, last = Gather(), 0, 0, 0
+    warnings: list[str] = []
+    with open_log(path, warnings) as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            last = number
+            row = parse_row(line)
+            if isinstance(row, dict):
+                rows.add(_jsonlines_numbers(row))
+            else:
+                broken, first = broken + 1, first or number
+    if broken == 1 and first == last:
+        warnings.append(f"{path}:{first}: the last line is cut and left out")
+    elif broken:
+        lines = "1 line is" if broken == 1 else f"{broken} lines are"
+        warnings.append(f"{path}:{first}: {lines} no JSON object and left out")
+    return rows.log(path, "jsonl", tags, tuple(warnings))
+
+
+def read_json(path: Path, tags: Mapping[str, str]) -> Log:
+    """Read a JSON document that holds a list of rows, or a list of values for each key.
+
+    Raises:
+        RunError: it holds neither, or no key is the step.
+        OSError: the file cannot be read.
+    """
+    warnings: list[str] = []
+    with open_log(path, warnings) as stream:
+        text = stream.read()
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if text.lstrip().startswith(b"{") and text.strip().count(b"\n"):
+            return read_json_lines(path, tags)
+        raise RunError(
+            f"{path} is no whole JSON document: {error!s:.100}; restore it, or give another log"
+        ) from error
+    rows = Gather()
+    for row in _rows(document):
+        rows.add(_jsonlines_numbers(row))
+    return rows.log(path, "jsonl", tags, tuple(warnings))
+
+
+def _rows(document: Any) -> list[dict[str, Any]]:
+    """The rows of a document; none where it is something else."""
+    if isinstance(document, dict):
+        lists = {key: value for key, value in document.items() if isinstance(value, list)}
+        for key in _LISTS:
+            if any(isinstance(row, dict) for row in lists.get(key, ())):
+                return [row for row in lists[key] if isinstance(row, dict)]
+        keys = [key for key, values in lists.items() if values]
+        return [
+            dict(zip(keys, row, strict=False))
+            for row in zip(*(lists[k] for k in keys), strict=False)
+        ]
+    return [row for row in document if isinstance(row, dict)] if isinstance(document, list) else []
+
+
+def _jsonlines_numbers(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a row, by dotted path; null counts as absent."""
+    for key, value in row.items():
+        kind = type(value)
+        if kind is float:
+            yield before + key, value
+        elif kind is int:
+            yield before + key, float(value) if abs(value) < 2**1023 else math.inf
+        elif kind is dict:
+            yield from _jsonlines_numbers(value, f"{before}{key}.")
+        elif kind is str and value in _SPELT:
+            yield before + key, _SPELT[value]

@@ -1,0 +1,230 @@
+"""How long the phases of a run will take that nobody has made yet, and what it loses by them.
+
+Nobody has published how long the start-up of such runs takes or what their saves cost. These are
+assumptions on the careful side, the ones behind the presets of tools/benchmarks/month.py; real
+runs' own durations (`measured.py`) are better where there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from slurmllm.config.resolve import RunConfig
+from slurmllm.config.rules import minutes_of
+from slurmllm.errors import ConfigError
+from slurmllm.plan.failures import Kind
+from slurmllm.plan.losses import Losses, Noticing, expected
+from slurmllm.plan.parameters import parameters
+from slurmllm.plan.scenario import (
+    REPORTED_S,
+    SLURMD_TIMEOUT_S,
+    UNWATCHED_S,
+    Durations,
+    SaveCost,
+)
+
+# Of a checkpoint: bf16 weights, fp32 weights and AdamW's two averages, bytes a parameter.
+STATE_BYTES = 14
+COPY_BYTES_S = 4e9  # from the devices of a node into its memory, and from there to storage
+STORAGE_BYTES_S = 16e9  # what the shared file system takes and gives, all nodes together
+# Slurm lets a requeued job wait until its last credential has expired (cred_expire, 120 s by
+# default), and its scheduler looks every few seconds.
+REQUEUE_S = 125.0
+
+
+def assumed(
+    num_parameters: int,
+    nodes: int,
+    device: Literal["cpu", "cuda", "neuron"] = "neuron",
+    asynchronous: bool = True,
+) -> tuple[Durations, SaveCost]:
+    """Phases and saves of a run by the size of its model.
+
+    A save is copied by all nodes at once, written as fast as the nodes and the file system can, and
+    closed in a few seconds. A start-up reads as much, after imports, rendezvous and devices
+    (150 s on accelerators, 15 s on CPUs) and beside models and graphs, which take longer the larger
+    they are. How many workers meet is left out.
+
+    Args:
+        num_parameters: Of the model.
+        nodes: Of the run.
+        device: What the workers compute on.
+        asynchronous: Whether training goes on while a save is written.
+    """
+    state_bytes, billions = STATE_BYTES * num_parameters, num_parameters / 1e9
+    moved_s = state_bytes / min(STORAGE_BYTES_S, nodes * COPY_BYTES_S)
+    written_s = 3.0 + moved_s
+    copied_s = 0.3 + state_bytes / nodes / COPY_BYTES_S
+    begun_s = 15.0 if device == "cpu" else 150.0
+    durations = Durations(
+        requeue=(REQUEUE_S,),
+        preflight=(15.0,),
+        cache=(0.0 if device == "cpu" else 4.5 + 0.08 * billions,),
+        start_up=(begun_s + moved_s + 3.4 * billions,),
+        first_step=(27.0 + 0.5 * billions,),
+        stopping=(10.0,),
+    )
+    waited_s = min(copied_s, written_s) if asynchronous else written_s
+    return durations, SaveCost(waited_s, written_s)
+
+
+def noticing(config: RunConfig, step_s: float) -> Noticing:
+    """How long failures go unnoticed, by kinds as in Llama 3's run and the recipe's watchdog.
+
+    Args:
+        config: The run's.
+        step_s: A step, s.
+    """
+    watchdog = config.recipe.watchdog
+    hang_s = max(watchdog.min_step_s, watchdog.step_factor * step_s)
+
+    def mean_s(limit_s: float) -> float:
+        silent: dict[Kind, float] = {
+            "node": min(limit_s, SLURMD_TIMEOUT_S), "network": limit_s, "hang": limit_s
+        }  # fmt: skip
+        counts = LLAMA3.counts
+        total_s = sum(count * silent.get(kind, REPORTED_S) for kind, count in counts.items())
+        return total_s / sum(counts.values())
+
+    if not watchdog.enabled:
+        return Noticing(mean_s(UNWATCHED_S), mean_s(UNWATCHED_S))
+    return Noticing(start_up_s=mean_s(watchdog.start_up_s), training_s=mean_s(hang_s))
+
+
+def losses(config: RunConfig, nodes: int, step_s: float, steps: int | None = None) -> Losses:
+    """What a run is expected to lose to saves, failures and restarts.
+
+    Args:
+        config: The run's: sections checkpoint, watchdog and slurm, and the profile's
+            `node_mtbf_hours`.
+        nodes: That it runs on.
+        step_s: A step, s.
+        steps: Of the whole run; None: the recipe's.
+
+    Raises:
+        ConfigError: the run would never get on, because its time limit ends before the first step
+            begins, or because a failure comes before every checkpoint.
+    """
+    recipe, cluster = config.recipe, config.cluster
+    durations, save = assumed(
+        parameters(recipe.model), nodes, cluster.device, recipe.checkpoint.asynchronous
+    )
+    every = recipe.checkpoint.every_steps
+    found = expected(
+        nodes, step_s, save, durations, cluster.node_mtbf_hours,
+        every_steps=None if every == "auto" else every,
+        leaves_s=minutes_of(recipe.slurm.time) * 60 - recipe.slurm.signal_lead_s,
+        training_s=(recipe.train.steps if steps is None else steps) * step_s,
+        noticing=noticing(config, step_s),
+    )  # fmt: skip
+    if found.effective > 0:
+        return found
+    if found.shares["start_up"] == 1:
+        fault = (
+            f"slurm.time: {recipe.slurm.time} less slurm.signal_lead_s "
+            f"{recipe.slurm.signal_lead_s} is shorter than a start-up, here assumed as "
+            f"{durations.describe()}; choose a longer slurm.time"
+        )
+    else:
+        fault = (
+            f"cluster.node_mtbf_hours: {cluster.node_mtbf_hours:g} is a failure every "
+            f"{found.mtbf_s:.2g} s of {nodes} nodes, before a checkpoint after "
+            f"{found.interval_steps} steps of {step_s:.3g} s; choose fewer nodes, or a smaller "
+            "checkpoint.every_steps"
+        )
+    raise ConfigError("the run would never get on", [fault])
+
+
+@dataclass(frozen=True)
+class Published:
+    """What somebody counted.
+
+    Attributes:
+        name: Short.
+        source: Where it is written.
+        counts: Kind → interruptions.
+        hosts: Of the run.
+        days: That it was watched.
+        note: How the kinds were told apart.
+    """
+
+    name: str
+    source: str
+    counts: Mapping[Kind, int]
+    hosts: int
+    days: float
+    note: str
+
+    @property
+    def node_hours(self) -> float:
+        """Hours of one node in which all of these were seen."""
+        return self.hosts * self.days * 24.0
+
+    @property
+    def per_node_hour(self) -> dict[Kind, float]:
+        """Kind → failures of one node in an hour."""
+        return {kind: count / self.node_hours for kind, count in self.counts.items()}
+
+    @property
+    def node_mtbf_hours(self) -> float:
+        """Hours between two failures of one node."""
+        return self.node_hours / sum(self.counts.values())
+
+
+LLAMA3 = Published(
+    name="llama3",
+    source="Llama 3, arXiv 2407.21783, section 3.3.4 and table 5",
+    counts={
+        # Faulty GPU 148, HBM3 72, SRAM 19, system processor 17, silent data corruption 6, thermal
+        # interface and sensor 6.
+        "device": 268,
+        # Unplanned host maintenance 32, SSD 3, power supply 3, chassis 2, I/O expansion board 2,
+        # CPU 2, system memory 2.
+        "node": 46,
+        # Switch and cable 35, NIC 7.
+        "network": 42,
+        # NCCL watchdog time-outs.
+        "hang": 7,
+        # Software bug 54, dependency 2.
+        "software": 56,
+    },
+    hosts=2048,
+    days=54.0,
+    note="419 unexpected interruptions on 16,384 H100; the 47 planned ones are left out",
+)
+
+LLAMA3_HARDWARE = Published(
+    name="llama3-hardware",
+    source=LLAMA3.source,
+    counts={kind: count for kind, count in LLAMA3.counts.items() if kind != "software"},
+    hosts=LLAMA3.hosts,
+    days=LLAMA3.days,
+    note="without the 56 bugs in software, which are of that software",
+)
+
+OPT = Published(
+    name="opt",
+    source="OPT-175B, arXiv 2205.01068, section 2.5",
+    # "At least 35 manual restarts and the cycling of over 100 hosts over the course of 2 months",
+    # from which its authors estimate 70 and more automatic restarts. A restart by hand is one that
+    # their job's own checks had not seen: taken for a hang on a node.
+    counts={"device": 70, "hang": 35},
+    hosts=124,
+    days=60.0,
+    note="hardware alone, 992 A100; restarts by hand taken for hangs",
+)
+
+META_RSC1 = Published(
+    name="meta-rsc1",
+    source="Kokolis et al., arXiv 2410.21680: 6.50 failures in 1,000 node days of cluster RSC-1",
+    counts={"device": 650},
+    hosts=1000,
+    days=100.0,
+    note="jobs of many users; causes not told apart here: all taken for broken devices",
+)
+
+PUBLISHED: Mapping[str, Published] = {
+    one.name: one for one in (LLAMA3, LLAMA3_HARDWARE, META_RSC1, OPT)
+}

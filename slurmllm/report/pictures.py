@@ -1,0 +1,176 @@
+"""The pictures of the Markdown report, as PNG files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html import unescape
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
+
+from slurmllm.evaluate.plot import draw as draw_scores
+from slurmllm.metrics.curves import extremes, means
+from slurmllm.picture import write_picture
+from slurmllm.report.blocks import CURVES, RUN_COLORS, SCALING, UTILIZATION, scores_name
+from slurmllm.report.blocks import Figure as Plotted
+from slurmllm.report.facts import RunFacts
+from slurmllm.report.figures import (
+    STEP_PARTS,
+    series,
+    shown_metrics,
+    step_parts,
+)
+from slurmllm.status.utilization_plot import draw as draw_utilization
+
+_ROWS = 2000
+_REMEDY = "name another file with --out"
+
+
+def write_pictures(
+    runs: Sequence[RunFacts], drawn: Sequence[Plotted], folder: Path
+) -> Mapping[str, Path]:
+    """Draw what there is to draw.
+
+    Args:
+        runs: What the report is of.
+        drawn: The plots of the page.
+        folder: For the files.
+
+    Returns:
+        Name → file.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    found = {}
+    if any(facts.curve is not None for facts in runs):
+        found[CURVES] = folder / f"{CURVES}.png"
+        _write_curves(runs, found[CURVES])
+    used = {f.name: f.used for f in runs if f.used is not None and f.used.node_hours > 0}
+    if used:
+        found[UTILIZATION] = folder / f"{UTILIZATION}.png"
+        draw_utilization(used, found[UTILIZATION])
+    for figure in drawn:
+        if figure.section == "throughput":
+            found[SCALING] = folder / f"{SCALING}.png"
+            _write_scaling(figure, found[SCALING])
+    for number, facts in enumerate(runs):
+        for table in facts.scores:
+            if len(table.tokens) > 1:
+                name = scores_name(number, table.suite)
+                found[name] = folder / f"{name}.png"
+                with _any_script():
+                    draw_scores(table, facts.name, found[name])
+    return found
+
+
+@contextmanager
+def _any_script() -> Iterator[None]:
+    """Pass over letters that the font lacks: a run's name may be in any script."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        yield
+
+
+def _write_scaling(figure: Plotted, path: Path) -> None:
+    """The page's plot of throughput over nodes, with what is lost of the linear one."""
+    picture = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
+    axes = picture.subplots()
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for line in figure.content["data"]:
+        measured = "markers" in line["mode"]
+        color = line["line"]["color"]
+        axes.plot(line["x"], line["y"], color=color, label=unescape(line["name"]),
+                  marker="o" if measured else None, linestyle="-" if measured else ":")  # fmt: skip
+        for nodes, speed, words in zip(line["x"], line["y"], line.get("text", ()), strict=False):
+            axes.annotate(words, (nodes, speed), (5, -10), textcoords="offset points",
+                          fontsize=7, color=color)  # fmt: skip
+    axes.set_xticks(sorted({nodes for line in figure.content["data"] for nodes in line["x"]}))
+    layout = figure.content["layout"]
+    axes.set_xlabel(layout["xaxis"]["title"]["text"])
+    axes.set_ylabel(layout["yaxis"]["title"]["text"])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter())  # few, where the range is long
+    axes.grid(visible=True, which="both", color="#e3e3e3", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    for text in axes.legend(frameon=False, fontsize=8).get_texts():
+        text.set_parse_math(False)
+    with _any_script():
+        write_picture(picture, path, _REMEDY)
+
+
+def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
+    """A panel a metric, and one of the step's parts of the first run that has them."""
+    metrics = shown_metrics(runs)
+    split = next((f for f in runs if f.curve is not None and step_parts(f.curve)), None)
+    count = len(metrics) + (split is not None)
+    rows = -(-count // 2)
+    # Fixed margins, in inches: a layout that is solved for takes as long as all the drawing.
+    height = 2.9 * rows + 0.5
+    picture = Figure(figsize=(11, height), dpi=100)
+    margins = {"top": 1 - 0.7 / height, "bottom": 0.3 / height, "hspace": 0.25}
+    grid = {"left": 0.07, "right": 0.99, "wspace": 0.15} | margins
+    panels = list(np.atleast_1d(picture.subplots(rows, 2, gridspec_kw=grid)).flat)
+    for axes, (metric, title, unit) in zip(panels, metrics, strict=False):
+        _panel(axes, runs, metric)
+        axes.set_title(f"{title}{f', {unit}' if unit else ''}", fontsize=10, loc="left")
+    if split is not None:
+        _parts(panels[len(metrics)], split)
+    for axes in panels[:count]:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(visible=True, color="#e3e3e3", linewidth=0.6)
+        axes.tick_params(labelsize=8)
+        axes.margins(x=0.01)
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    if len(runs) > 1:
+        handles, labels = panels[0].get_legend_handles_labels()
+        legend = picture.legend(
+            handles, labels, loc="upper center", ncols=4, frameon=False, fontsize=8
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    with _any_script():
+        write_picture(picture, path, _REMEDY)
+
+
+def _panel(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
+    for number, facts in enumerate(runs):
+        curve, color = facts.curve, RUN_COLORS[number % len(RUN_COLORS)]
+        values = None if curve is None else series(curve, metric)
+        if curve is None or values is None:
+            axes.plot([], [], color=color, label=_label(facts.name))
+            continue
+        rows = np.flatnonzero(np.isfinite(values))
+        rows = rows[extremes(values[rows], _ROWS)]
+        axes.plot(curve.steps[rows], values[rows], color=color, linewidth=0.9,
+                  label=_label(facts.name))  # fmt: skip
+        for step in curve.restarts[-60:]:
+            axes.axvline(float(step), color=color, linewidth=0.8, linestyle=":", alpha=0.7)
+
+
+def _label(name: str) -> str:
+    """matplotlib hides what begins with an underscore."""
+    return f" {name}" if name.startswith("_") else name
+
+
+def _parts(axes: Axes, facts: RunFacts) -> None:
+    assert facts.curve is not None
+    parts = step_parts(facts.curve) or []
+    steps = means(facts.curve.steps.astype(np.float64), _ROWS)
+    axes.stackplot(
+        steps,
+        *(means(part, _ROWS) for part in parts),
+        labels=[name for name, _ in STEP_PARTS],
+        colors=[color for _, color in STEP_PARTS],
+    )
+    axes.set_title(f"Step time by parts, s: {facts.name}", fontsize=10, loc="left",
+                   parse_math=False)  # fmt: skip
+    axes.legend(fontsize=7, loc="upper right")

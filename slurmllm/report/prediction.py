@@ -1,0 +1,298 @@
+"""A prediction held against what a run measured, part by part.
+
+What a step took are medians over the run's steady steps (`steady.py`). Parts that were not
+measured each by itself are put together, and the row says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, computed_field
+
+from slurmllm.config.cluster import GIB
+from slurmllm.config.resolve import RunConfig, change, load
+from slurmllm.errors import ConfigError, RunError
+from slurmllm.metrics.row_reader import read_events
+from slurmllm.plan.candidate import Candidate, peak_flops
+from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh
+from slurmllm.plan.predict import predict
+from slurmllm.records import MicroBatchRecord, WorkerRecord
+from slurmllm.rundir import RunDir
+from slurmllm.slurm.client import SlurmCommands
+from slurmllm.status.history import History, incarnations, read_history, submissions
+from slurmllm.status.step_time import Steady, read_steady
+from slurmllm.status.utilization import utilization
+
+# Parts of `plan.candidate.StepTime` between the loss and the norms. Under FSDP2 (native) gradients
+# are reduced within the backward pass and weights gathered within the forward pass; under NxD both
+# are the optimizer's.
+_OPTIMIZER = {"native": ("optimizer",), "nxd": ("data", "optimizer")}
+_TITLE = "run {} cannot be held against a prediction"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a prediction says of a run beside its steps; None: nothing.
+
+    Attributes:
+        start_up_s: From a worker's start to the begin of its first step.
+        first_step_s: What a first step takes longer than others.
+        save_waited_s: That training waits for a save.
+        effective: Productive node hours / node hours.
+    """
+
+    start_up_s: float | None = None
+    first_step_s: float | None = None
+    save_waited_s: float | None = None
+    effective: float | None = None
+
+
+class Row(BaseModel):
+    """One figure, predicted and measured."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    predicted: float | None = Field(description="None: nothing was")
+    measured: float
+    unit: str = Field(description="s, seq/s, tokens/s, bytes; empty: a share of 1")
+    note: str = Field(default="", description="what it holds, where the name does not say")
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ratio(self) -> float | None:
+        """Measured / predicted; None where nothing, or 0, was predicted."""
+        return self.measured / self.predicted if self.predicted else None
+
+
+class Against(BaseModel):
+    """A prediction beside a run."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: str
+    cluster: str = Field(description="the profile whose hardware figures were used")
+    nodes: int
+    attempts: tuple[int, ...] = Field(description="whose steps were used")
+    steps: int = Field(description="steady ones, over which the medians are")
+    rows: tuple[Row, ...]
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """For --json."""
+        return self.model_dump(mode="json")
+
+
+def against_run(
+    run: RunDir,
+    cluster: str | None = None,
+    expect: Callable[[Candidate], Expected] | None = None,
+) -> Against:
+    """Predict a run as it was made, and hold that against what it measured.
+
+    Args:
+        run: With steps.
+        cluster: Another profile (a shipped name or a file) for the hardware's figures; None: the
+            run's own.
+        expect: What the prediction says beside the steps; None: nothing.
+
+    Raises:
+        ConfigError: there are no hardware figures, or those of other nodes than the run's.
+        RunError: the run has too few steady steps, or its files cannot be read.
+        StorageError: its plan.json or another record is damaged.
+    """
+    config = _config(run, cluster)
+    history = _history(run)
+    steady = read_steady(run, history)
+    candidate = predict(config, _mesh(run, config, steady.nodes))
+    expected = expect(candidate) if expect is not None else Expected()
+    return _against(run, history, steady, candidate, expected)
+
+
+def against(run: RunDir, candidate: Candidate, expected: Expected | None = None) -> Against:
+    """Hold a prediction against what a run measured on as many nodes.
+
+    Raises:
+        RunError: as `against_run`; or the run's steps were made on another number of nodes.
+    """
+    _require_training(run, candidate.config)
+    history = _history(run)
+    steady = read_steady(run, history)
+    if steady.nodes not in (None, candidate.mesh.nodes):
+        raise RunError(
+            f"the steps of run {run.name} were made on {steady.nodes} nodes, the prediction is of "
+            f"{candidate.mesh.nodes}; predict for {steady.nodes}"
+        )
+    return _against(run, history, steady, candidate, expected or Expected())
+
+
+def _config(run: RunDir, cluster: str | None) -> RunConfig:
+    """The run's, with the hardware figures to predict with."""
+    own = load(run.config)
+    _require_training(run, own)
+    title = _TITLE.format(run.name)
+    config = own if cluster is None else change(own, cluster, ())
+    for name in ("device", "devices_per_node"):
+        here, there = getattr(own.cluster, name), getattr(config.cluster, name)
+        if here != there:
+            raise ConfigError(
+                title,
+                [
+                    f"cluster.{name}: {there} in --cluster {cluster}, {here} in the run; a "
+                    "profile of nodes like the run's is needed"
+                ],
+            )
+    if config.cluster.hardware is None:
+        raise ConfigError(
+            title,
+            [
+                f"cluster.hardware: missing in profile {config.cluster.name}; --cluster PROFILE "
+                "takes another's, and `slurmllm plan --calibrate --out FILE.yaml` measures one"
+            ],
+        )
+    return config
+
+
+def _require_training(run: RunDir, config: RunConfig) -> None:
+    if config.backend not in _OPTIMIZER:
+        fault = f"backend: {config.backend} computes nothing; a run of another one is needed"
+        raise ConfigError(_TITLE.format(run.name), [fault])
+
+
+def _history(run: RunDir) -> History:
+    return read_history(run, incarnations(submissions(run), SlurmCommands()))
+
+
+def _mesh(run: RunDir, config: RunConfig, nodes: int | None) -> Mesh:
+    """What the run trained on; plan.json has the mesh of its last submission alone."""
+    last = load_mesh(run.plan)
+    if nodes in (None, last.nodes):
+        return last
+    assert nodes is not None
+    measured = run.micro_batch.is_file()
+    micro = MicroBatchRecord.load(run.micro_batch).micro_batch if measured else None
+    return make_mesh(config, nodes, micro)
+
+
+def _against(
+    run: RunDir, history: History, steady: Steady, candidate: Candidate, expected: Expected
+) -> Against:
+    cluster = candidate.config.cluster
+    used = utilization(history)
+    rows = [
+        *_rates(steady, candidate),
+        *_parts(steady, candidate),
+        *_memory(run, steady, candidate),
+        *_starts(run, steady, expected),
+        *_saves(run, steady, expected),
+    ]
+    if used.effective is not None:
+        hours = f"of {used.node_hours:.4g} node hours, all attempts"
+        rows.append(_row("effective utilization", expected.effective, used.effective, "", hours))
+    warnings = [*steady.warnings, *used.warnings]
+    if cluster.hardware is not None and cluster.hardware.rough:
+        warnings.append(
+            f"the hardware figures of profile {cluster.name} are rough; `slurmllm plan "
+            "--calibrate` measures them"
+        )
+    return Against(
+        run=run.name,
+        cluster=cluster.name,
+        nodes=candidate.mesh.nodes,
+        attempts=steady.attempts,
+        steps=steady.steps,
+        rows=tuple(rows),
+        warnings=tuple(warnings),
+    )
+
+
+def _rates(steady: Steady, candidate: Candidate) -> Iterator[Row]:
+    mesh, taken_s = candidate.mesh, steady.step_s
+    sequences = mesh.global_batch / taken_s
+    tokens = sequences * candidate.config.recipe.model.seq_len
+    peak = mesh.world_size * peak_flops(candidate.config)
+    yield _row("step", candidate.step.total, taken_s, "s")
+    yield _row("sequences", candidate.seq_per_s, sequences, "seq/s")
+    yield _row("tokens", candidate.tokens_per_s, tokens, "tokens/s")
+    yield _row("MFU", candidate.mfu, candidate.model_flops / taken_s / peak, "")
+
+
+def _parts(steady: Steady, candidate: Candidate) -> Iterator[Row]:
+    """The step by its parts, which add up to it but for medians."""
+    predicted = candidate.step.parts()
+    late = _OPTIMIZER[candidate.config.backend]
+    early = [name for name in predicted if name not in late]
+    yield _row("data wait", 0.0, steady.data_wait_s, "s")
+    if steady.split is None:
+        # A Neuron device works on while the host waits for data.
+        beside_s = 0.0 if candidate.config.cluster.device == "neuron" else steady.data_wait_s
+        note = f"not measured apart: {_listed(predicted, predicted)}"
+        whole = "forward, backward, optimizer"
+        yield _row(whole, candidate.step.total, steady.step_s - beside_s, "s", note)
+        return
+    for name, parts, measured in (
+        ("forward and backward", early, steady.split.forward_backward_s),
+        ("optimizer and norms", late, steady.split.optimizer_s),
+    ):
+        seconds = sum(predicted[part] for part in parts)
+        yield _row(name, seconds, measured, "s", _listed(predicted, parts))
+    yield _row("rest", 0.0, steady.split.rest_s, "s", "workers agree on stops and saves")
+
+
+def _listed(predicted: Mapping[str, float], names: Iterable[str]) -> str:
+    """`compute 1.2 s, bubble 0.3 s`, without parts that are 0."""
+    return ", ".join(f"{name} {predicted[name]:.3g} s" for name in names if predicted[name])
+
+
+def _memory(run: RunDir, steady: Steady, candidate: Candidate) -> Iterator[Row]:
+    """Of the worker that used most, within a few steps without a save."""
+    for attempt in reversed(steady.attempts):
+        for event in read_events(run, attempt):
+            if event.kind == "memory" and {"peak_bytes", "limit_bytes"} <= event.values.keys():
+                yield _peak_row(event.values, candidate)
+                return
+
+
+def _peak_row(measured: Mapping[str, float], candidate: Candidate) -> Row:
+    cluster, predicted = candidate.config.cluster, float(candidate.memory.peak)
+    limit = measured["limit_bytes"] / 1e9
+    note = f"a worker may use {limit:.2f} GB"
+    # A process's memory is all of it, with what malloc keeps; a GPU's that of its tensors.
+    if cluster.device == "cpu" and cluster.hardware is not None:
+        reserved = cluster.hardware.reserved_gib * GIB
+        predicted += reserved
+        note += f"; predicted: {reserved / 1e9:.2f} GB of it before any model"
+    return _row("peak memory", predicted, measured["peak_bytes"], "bytes", note)
+
+
+def _starts(run: RunDir, steady: Steady, expected: Expected) -> Iterator[Row]:
+    """Of each attempt that of the node that took longest; their mean."""
+    found = []
+    for attempt in steady.attempts:
+        folder = run.attempt("train", attempt).path / "workers"
+        records = [WorkerRecord.load(path) for path in sorted(folder.glob("rank_*.json"))]
+        if records:
+            found.append(max(records, key=lambda record: record.start_up_s))
+    if not found:
+        return
+    several = "" if len(found) == 1 else f"mean of {len(found)} starts"
+    start_up_s = mean(record.start_up_s for record in found)
+    longer_s = mean(max(0.0, record.first_step_s - steady.step_s) for record in found)
+    yield _row("start-up", expected.start_up_s, start_up_s, "s", several)
+    yield _row("first step, longer by", expected.first_step_s, longer_s, "s", several)
+
+
+def _saves(run: RunDir, steady: Steady, expected: Expected) -> Iterator[Row]:
+    events = [event for attempt in steady.attempts for event in read_events(run, attempt)]
+    waits = [e.waited_s for e in events if e.kind == "save" and e.waited_s is not None]
+    if waits:
+        note = f"median of {len(waits)} saves"
+        yield _row("save, training waits", expected.save_waited_s, median(waits), "s", note)
+
+
+def _row(name: str, predicted: float | None, measured: float, unit: str, note: str = "") -> Row:
+    return Row(name=name, predicted=predicted, measured=measured, unit=unit, note=note)

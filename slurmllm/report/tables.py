@@ -1,0 +1,317 @@
+"""What a run is and how it went, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from slurmllm.evaluate.scores import ScoreRow, ScoreTable
+from slurmllm.records import AttemptRecord, CorpusRecord
+from slurmllm.report.blocks import (
+    ABSENT,
+    Table,
+    count,
+    dollars,
+    figure,
+    hours,
+    listed,
+    moment,
+    percent,
+    seconds,
+    several,
+    size,
+    whole,
+)
+from slurmllm.report.facts import RunFacts
+from slurmllm.report.throughput import FIRST_STEPS
+
+_SHOWN_REMOVED = 50
+
+Cell = Callable[[RunFacts], str | None]
+
+
+def verdict(facts: RunFacts) -> str:
+    """How a run went, in a sentence or two."""
+    said = [_progress(facts)]
+    if facts.tokens is not None:
+        said.append(f"{count(facts.tokens)} tokens")
+    if facts.loss is not None:
+        said.append(f"loss {figure(facts.loss)}")
+    if facts.rate is not None and facts.rate.seq_per_s is not None:
+        said.append(f"{figure(facts.rate.seq_per_s)} seq/s")
+    sentence = f"{', '.join(said)}."
+    if facts.kind == "run" and facts.train:
+        why = sorted({one.ending for one in facts.lost})
+        sentence += f" {several(facts.restarts, 'restart')}"
+        sentence += (
+            f" ({', '.join(word.replace('_', ' ') for word in why)})"
+            if why and facts.restarts
+            else ""
+        )
+    if facts.used is not None and facts.used.node_hours:
+        sentence += f"; {hours(facts.used.node_hours)} node hours"
+        if facts.usd is not None:
+            sentence += f", ${dollars(facts.usd)}"
+        if facts.used.steps:
+            sentence += f", of which {percent(facts.used.effective)} trained"
+        sentence += "."
+    elif not sentence.endswith("."):
+        sentence += "."
+    return sentence
+
+
+def _progress(facts: RunFacts) -> str:
+    made = f"{whole(facts.steps)} steps"
+    if facts.planned_steps is not None:
+        made = f"{whole(facts.steps)} of {whole(facts.planned_steps)} steps"
+    last = facts.train[-1] if facts.train else None
+    words = {
+        "log": f"{made} in a {facts.kind} log",
+        "not started": "no step yet",
+        "open": f"{made}; the last attempt has no end yet",
+        "requeued": f"{made}; it waits for its next attempt",
+        "cancelled": f"cancelled at {made}",
+    }
+    if facts.state == "stopped" and last is not None:
+        why = last.ending or "why is not known"
+        return f"stopped at {made} ({why}: {'; '.join(last.evidence) or 'no evidence'})"
+    return words.get(facts.state, f"{facts.state}: {made}")
+
+
+def throughput_table(runs: Sequence[RunFacts]) -> Table:
+    """How fast, and for how much, a column a run."""
+    return _by_column(runs, _throughput())
+
+
+def summary_table(runs: Sequence[RunFacts]) -> Table:
+    """The figures that a reader looks for first, a column a run."""
+    cells: dict[str, Cell] = {
+        "state": lambda f: f.state,
+        "steps": lambda f: whole(f.steps),
+        "planned steps": lambda f: whole(f.planned_steps),
+        "tokens": lambda f: whole(f.tokens),
+        "loss": lambda f: figure(f.loss),
+        "validation loss": lambda f: None if f.val_loss is None else figure(f.val_loss),
+        **_throughput(),
+        "wall time, h": lambda f: hours(f.used.wall_hours) if f.used and f.attempts else None,
+        "node hours": lambda f: hours(f.used.node_hours) if f.used and f.attempts else None,
+        "dollars": lambda f: None if f.usd is None else dollars(f.usd),
+        "effective utilization": lambda f: (
+            percent(f.used.effective) if f.used and f.attempts else None
+        ),
+        "restarts": lambda f: whole(f.restarts),
+    }
+    return _by_column(runs, cells)
+
+
+def _throughput() -> dict[str, Cell]:
+    return {
+        f"seq/s, mean of the first {FIRST_STEPS} steps": _first_steps,
+        "seq/s, mean of all steps": lambda f: figure(f.rate.seq_per_s) if f.rate else None,
+        "tokens/s": lambda f: figure(f.rate.tokens_per_s) if f.rate else None,
+        "a step, median, s": lambda f: figure(f.rate.step_s) if f.rate else None,
+        "MFU": lambda f: percent(f.rate.mfu) if f.rate and f.rate.mfu is not None else None,
+        "tokens/$": lambda f: (
+            count(f.rate.tokens_per_usd) if f.rate and f.rate.tokens_per_usd else None
+        ),
+        "tokens/$, losses and waits included": lambda f: (
+            None if f.tokens_per_usd_bought is None else count(f.tokens_per_usd_bought)
+        ),
+    }
+
+
+def _first_steps(facts: RunFacts) -> str | None:
+    """The mean, and over how many steps it is where these are fewer."""
+    rate = facts.rate
+    if rate is None or rate.seq_per_s_first_500 is None:
+        return None
+    fewer = f"  ({rate.first_steps} steps)" if rate.first_steps < FIRST_STEPS else ""
+    return f"{figure(rate.seq_per_s_first_500)}{fewer}"
+
+
+def setting_table(runs: Sequence[RunFacts]) -> Table:
+    """What ran where, a column a run."""
+    cells: dict[str, Cell] = {
+        "read from": lambda f: str(f.path),
+        "recipe": lambda f: f.recipe,
+        "model": _model,
+        "parameters": lambda f: None if f.parameters is None else whole(f.parameters),
+        "sequence length": lambda f: _whole(f, "model.seq_len"),
+        "mesh": _mesh,
+        "global batch": lambda f: _whole(f, "train.global_batch"),
+        "micro batch × accumulation": lambda f: (
+            None
+            if f.mesh is None or f.mesh.unmeasured
+            else f"{f.mesh.micro_batch} × {f.mesh.accumulation}"
+        ),
+        "precision": lambda f: f.configuration.text("train.precision"),
+        "optimizer": _optimizer,
+        "backend": lambda f: f.configuration.config.backend if f.configuration.config else None,
+        "cluster": lambda f: f.configuration.text("cluster.name"),
+        "instance type": lambda f: f.configuration.text("cluster.instance_type"),
+        "nodes": lambda f: whole(f.nodes) if f.nodes else None,
+        "versions": lambda f: ", ".join(f"{k} {v}" for k, v in sorted(f.versions.items())) or None,
+        "data": _data,
+        "price of a node hour": lambda f: (
+            None if f.usd_per_node_hour is None else f"${dollars(f.usd_per_node_hour)}"
+        ),
+    }
+    return _by_column(runs, cells)
+
+
+def _by_column(runs: Sequence[RunFacts], cells: dict[str, Cell]) -> Table:
+    """Only rows that at least one run has."""
+    rows = []
+    for heading, cell in cells.items():
+        values = [cell(facts) for facts in runs]
+        if any(value not in (None, ABSENT) for value in values):
+            rows.append((heading, *(ABSENT if value is None else value for value in values)))
+    return Table(("", *(facts.name for facts in runs)), rows)
+
+
+def _whole(facts: RunFacts, path: str) -> str | None:
+    value = facts.configuration.count(path)
+    return None if value is None else whole(value)
+
+
+def _model(facts: RunFacts) -> str | None:
+    family = facts.configuration.text("model.family")
+    layers, hidden, heads = (
+        _whole(facts, f"model.{name}") for name in ("num_layers", "hidden_size", "num_heads")
+    )
+    if family is None:
+        return None
+    return f"{family}, {layers or '?'} layers, hidden size {hidden or '?'}, {heads or '?'} heads"
+
+
+def _mesh(facts: RunFacts) -> str | None:
+    mesh = facts.mesh
+    if mesh is None:
+        return None
+    stages = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
+    return (
+        f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{stages}, data {mesh.data}: "
+        f"{several(mesh.world_size, 'worker')}"
+    )
+
+
+def _optimizer(facts: RunFacts) -> str | None:
+    name = facts.configuration.text("optim.name")
+    lr = (facts.configuration.values or {}).get("optim.lr")
+    return None if name is None else f"{name}, lr {lr}"
+
+
+def _data(facts: RunFacts) -> str | None:
+    if facts.data is None:
+        return None
+    return "; ".join(_corpus(corpus) for corpus in facts.data.corpora)
+
+
+def _corpus(corpus: CorpusRecord) -> str:
+    name = corpus.path.rstrip("/").rpartition("/")[2]
+    return f"{name}, {whole(corpus.documents)} documents, fingerprint {corpus.fingerprint[:16]}"
+
+
+def attempts_table(facts: RunFacts) -> Table:
+    """Every attempt: its nodes, its steps, how it ended and why."""
+    return Table(
+        ("attempt", "stage", "began", "nodes", "steps", "kept", "lost", "seconds", "ending",
+         "action", "evidence"),
+        [
+            (
+                str(one.attempt),
+                one.stage,
+                moment(one.started_at),
+                f"{len(one.nodes)}: {listed(one.nodes)}",
+                _steps(one),
+                whole(one.steps_gained),
+                whole(one.steps_lost),
+                seconds(None if one.ended_at is None else one.ended_at - one.started_at),
+                one.ending or ("no end yet" if one.ended_at is None else "not known"),
+                one.action or ABSENT,
+                "; ".join(one.evidence) or ABSENT,
+            )
+            for one in facts.attempts
+        ],
+    )  # fmt: skip
+
+
+def _steps(attempt: AttemptRecord) -> str:
+    first, last = attempt.first_step, attempt.last_step
+    return ABSENT if first is None or last is None else f"{first}–{last}"
+
+
+def checkpoints_table(facts: RunFacts) -> Table:
+    """The checkpoints that are there, and of those that are gone the latest."""
+    gone = [one for one in facts.saved if one.state == "removed"]
+    left_out = set(gone[:-_SHOWN_REMOVED])
+    return Table(
+        ("step", "tokens", "size", "saved", "save, s", "training waited, s", "attempt", "state"),
+        [
+            (
+                whole(one.step),
+                whole(one.tokens),
+                size(one.num_bytes),
+                moment(one.saved_at),
+                figure(one.seconds),
+                figure(one.waited_s),
+                ABSENT if one.attempt is None else str(one.attempt),
+                one.state,
+            )
+            for one in facts.saved
+            if one not in left_out
+        ],
+    )
+
+
+_SHOWN_SPIKES = 10
+_SHOWN_CHECKPOINTS = 5
+
+
+def spikes_table(facts: RunFacts) -> Table:
+    """The highest spikes of a run."""
+    assert facts.spikes is not None
+    return Table(
+        ("step", "steps", "height", "loss", "back after", "gradient norm, ratio"),
+        [
+            (
+                whole(one.step),
+                whole(one.duration),
+                figure(one.height),
+                figure(one.loss),
+                whole(one.returned_after),
+                figure(one.grad_norm_ratio),
+            )
+            for one in facts.spikes.highest_spikes(_SHOWN_SPIKES)
+        ],
+    )
+
+
+def scores_table(found: ScoreTable) -> Table:
+    """A suite: the newest checkpoints beside published models."""
+    steps = found.steps[-_SHOWN_CHECKPOINTS:]
+    models = list(dict.fromkeys(name for row in found.rows for name in row.references))
+    columns = [f"step {whole(step)}" for step in steps]
+    rows = [tuple(_score_cells(row, steps, models)) for row in found.rows]
+    tokens = ", ".join(
+        f"step {whole(step)}: {count(found.tokens[step])} tokens"
+        for step in steps
+        if step in found.tokens
+    )
+    sources = "; ".join(
+        f"{name}: {found.sources[name]}" for name in models if name in found.sources
+    )
+    caption = ". ".join(part for part in (tokens, sources) if part)
+    return Table(("group", "task", "shots", "metric", *columns, *models), rows, caption)
+
+
+def _score_cells(row: ScoreRow, steps: Sequence[int], models: Sequence[str]) -> Iterator[str]:
+    yield row.group
+    yield row.name
+    yield ABSENT if row.shots is None else str(row.shots)
+    yield row.metric
+    for step in steps:
+        error = row.errors.get(step)
+        value = figure(row.scores.get(step))
+        yield value if error is None or value == ABSENT else f"{value} ± {error:.2g}"
+    for model in models:
+        yield figure(row.references.get(model))

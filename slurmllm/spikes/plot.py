@@ -1,0 +1,158 @@
+"""The picture of a run's spikes: loss with spikes marked, parameter norm, durations."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import MaxNLocator
+
+from slurmllm.metrics.curves import Curve, Floats, Ints
+from slurmllm.picture import write_picture
+from slurmllm.spikes.analysis import SpikeAnalysis
+
+_LOSS, _SPIKE, _NORM = "#12466b", "#c2185b", "#2a8c6e"
+_LARGEST = 1e30  # an axis that is longer overflows
+_MOST_POINTS = 4000  # of a line; no screen has more columns
+
+
+def default_path(curve: Curve) -> Path:
+    """`reports/spikes-<run>.png` of the run, else in this folder."""
+    name = f"spikes-{re.sub(r'[^A-Za-z0-9._-]', '_', curve.name)[:100]}.png"
+    is_run = curve.kind == "run" and curve.path.is_dir()
+    return curve.path / "reports" / name if is_run else Path(name)
+
+
+def draw(runs: Sequence[tuple[Curve, SpikeAnalysis]], path: Path) -> None:
+    """Draw runs side by side into a PNG file.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    picture = Figure(figsize=(10 * len(runs), 8.5), dpi=120, layout="constrained")
+    columns = picture.subfigures(1, len(runs), squeeze=False)[0]
+    for column, (curve, analysis) in zip(columns, runs, strict=True):
+        _draw_run(column, curve, analysis)
+    with warnings.catch_warnings():
+        # A run may be named in a script that matplotlib's own font lacks: drawn as boxes then.
+        warnings.filterwarnings("ignore", message="Glyph")
+        remedy = "name another file with --plot, or leave it out with --no-plot"
+        write_picture(picture, path, remedy)
+
+
+def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
+    norms = analysis.param_norm is not None
+    panels = column.subplots(2 + norms, 1, height_ratios=[3.0, 1.6, 1.6][: 2 + norms])
+    _draw_loss(panels[0], curve, analysis)
+    title = fill(f"{curve.name}: {analysis.verdict}", 115)
+    panels[0].set_title(title, fontsize=10, loc="left", parse_math=False)
+    if norms:
+        steps, values = curve.series("param_norm")
+        panels[1].plot(*_thinned(steps, values), color=_NORM, linewidth=1.2)
+        panels[1].set_ylabel("parameter norm")
+        panels[1].sharex(panels[0])
+        panels[1].set_xlabel("step")
+    else:
+        panels[0].set_xlabel("step")
+    _draw_durations(panels[-1], analysis)
+    for axes in panels:
+        axes.grid(visible=True, color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_loss(axes: Axes, curve: Curve, analysis: SpikeAnalysis) -> None:
+    steps, losses = curve.series("loss")
+    finite = np.clip(losses[np.isfinite(losses)], -_LARGEST, _LARGEST)
+    peaks = np.clip([spike.loss for spike in analysis.spikes], -_LARGEST, _LARGEST)
+    marker = "o" if len(steps) < 3 else ""
+    axes.plot(*_thinned(steps, losses), color=_LOSS, linewidth=0.9, marker=marker)
+    for number, step in enumerate(analysis.restarts):
+        axes.axvline(
+            step - 0.5,
+            color="#777777",
+            linewidth=1.0,
+            linestyle=(0, (2, 2)),
+            zorder=1,
+            label="restart" if number == 0 else None,
+        )
+    if analysis.spikes:
+        axes.plot(
+            [spike.peak_step for spike in analysis.spikes],
+            peaks,
+            linestyle="",
+            marker="v",
+            markersize=5,
+            color=_SPIKE,
+            label=f"more than {analysis.threshold:g} above the mean of {analysis.window} steps",
+        )
+    for number, bad in enumerate(analysis.not_finite):
+        axes.axvspan(
+            bad.step - 0.5,
+            bad.last_step + 0.5,
+            color="#f2a65a",
+            alpha=0.6,
+            label="not a finite number" if number == 0 else None,
+        )
+    if finite.size:
+        # The first steps' losses would flatten all that comes after: they leave at the top.
+        low = float(finite.min())
+        high = float(np.max(peaks, initial=float(np.percentile(finite, 95))))
+        margin = 0.06 * (high - low) or 1.0
+        axes.set_ylim(low - margin, high + margin)
+    axes.set_ylabel("loss (nats)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper right", fontsize=9, framealpha=0.9)
+
+
+def _draw_durations(axes: Axes, analysis: SpikeAnalysis) -> None:
+    bins = binned(analysis.durations)
+    if not bins:
+        axes.text(0.5, 0.5, "no spike", transform=axes.transAxes, ha="center", color="#444444")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return
+    bars = axes.bar([name for name, _ in bins], [number for _, number in bins], color=_SPIKE)
+    axes.bar_label(bars, fontsize=9)
+    axes.margins(y=0.2)
+    axes.set_xlabel("duration of spikes (logged steps)")
+    axes.set_ylabel("spikes")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _thinned(steps: Ints, values: Floats) -> tuple[Ints, Floats]:
+    """Of many points the lowest and highest of each short piece: a line looks the same."""
+    values = np.where(np.isfinite(values), np.clip(values, -_LARGEST, _LARGEST), np.nan)
+    if len(values) <= _MOST_POINTS:
+        return steps, values
+    pieces = np.linspace(0, len(values), _MOST_POINTS // 2 + 1).astype(np.int64)[:-1]
+    low, high = np.fmin.reduceat(values, pieces), np.fmax.reduceat(values, pieces)
+    return np.repeat(steps[pieces], 2), np.ravel(np.column_stack([low, high]))
+
+
+_LIMITS = (1, 2, 3, 5, 10, 20, 50, 100)
+
+
+def binned(durations: Mapping[int, int]) -> list[tuple[str, int]]:
+    """The number of spikes by ranges of durations, to the last that has any: `4–5` → 3.
+
+    Args:
+        durations: Duration → number of spikes.
+    """
+    if not durations:
+        return []
+    found, first = [], 1
+    for limit in (*_LIMITS, max(durations)):
+        if first > max(durations):
+            break
+        number = sum(count for length, count in durations.items() if first <= length <= limit)
+        found.append((f"{first}" if first == limit else f"{first}–{limit}", number))
+        first = limit + 1
+    return found

@@ -1,0 +1,139 @@
+"""Batch scripts: generated directives and exports above a static body.
+
+A script is a pure function's text; the bodies in `sbatch/` hold no variable parts.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import re
+import shlex
+from collections.abc import Mapping
+
+from slurmllm.backends.environment import Variable, load_environment
+from slurmllm.config import shipped
+from slurmllm.config.resolve import RunConfig
+from slurmllm.errors import ConfigError
+from slurmllm.rundir import RunDir, Stage
+
+_PLAIN = re.compile(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*-]+")
+
+
+def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str) -> str:
+    """The text of one stage's batch script.
+
+    Args:
+        stage: `precompile` or `train`.
+        config: The resolved configuration.
+        run: The run's directory, absolute, on the shared file system.
+        nodes: Nodes of the train stage.
+        python: The interpreter that the job uses, absolute.
+
+    Raises:
+        ConfigError: a value that Slurm would misread, such as a path with a line break.
+    """
+    environment = load_environment(config.backend)
+    wanted = environment.precompile_nodes(config, nodes) if stage == "precompile" else nodes
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, wanted)]
+    lines += ["", "# What the body below reads.", *_exports(config, run, python)]
+    return "\n".join(lines) + "\n\n" + shipped.job_body(stage)
+
+
+def node_local_cache(config: RunConfig, run: RunDir) -> str:
+    """The folder on every node's own disk that holds this run's compiled graphs.
+
+    Its name carries user and run, and a digest of the run's path, so that two runs of one name
+    in different folders stay apart.
+    """
+    digest = hashlib.sha256(str(run.path).encode()).hexdigest()[:8]
+    return f"{config.cluster.node_local}/slurmllm-{getpass.getuser()}-{run.name}-{digest}"
+
+
+def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
+    """The variables that a job exports for its workers, each with its source.
+
+    The recipe's replace the cluster profile's, and those the backend's; what was replaced stands
+    where its replacement belongs.
+    """
+    environment = load_environment(config.backend)
+    cluster, recipe = config.cluster, config.recipe
+    layers = (
+        environment.variables(config),
+        environment.cache_variables(node_local_cache(config, run)),
+        _given(config, "cluster.env", cluster.env, f"cluster {cluster.name}"),
+        _given(config, "env", recipe.env, f"recipe {recipe.name}"),
+    )
+    found: dict[str, Variable] = {}
+    for layer in layers:
+        for name, variable in layer.items():
+            found.pop(name, None)
+            found[name] = variable
+    return found
+
+
+def _given(
+    config: RunConfig, path: str, values: Mapping[str, str], owner: str
+) -> dict[str, Variable]:
+    """Variables of a profile or a recipe: their source is its name, or --set."""
+    given = {name: config.origins.get(f"{path}.{name}", "") for name in values}
+    return {
+        name: Variable(value, "--set" if given[name].startswith("--set") else owner)
+        for name, value in values.items()
+    }
+
+
+def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> list[str]:
+    slurm, cluster = config.recipe.slurm, config.cluster
+    options: list[tuple[str, str | None]] = [
+        ("job-name", f"{run.name}-{stage}"),
+        ("nodes", str(nodes)),
+        ("ntasks-per-node", "1"),
+        ("time", slurm.time if stage == "train" else slurm.precompile_time),
+        ("partition", slurm.partition or cluster.partition),
+        ("account", slurm.account),
+        ("qos", slurm.qos),
+        ("reservation", slurm.reservation),
+        ("exclude", slurm.exclude),
+        # Slurm expands %-patterns in file names; ours holds none.
+        ("output", str(run.stage_log(stage)).replace("%", "%%")),
+        ("open-mode", "append"),
+    ]
+    if stage == "train":
+        options.append(("signal", f"B:USR1@{slurm.signal_lead_s}"))
+    words = [f"--{name}={_quoted(name, value)}" for name, value in options if value is not None]
+    words += ["--exclusive"] if cluster.exclusive else []
+    words += ["--requeue"]  # by Slurm too, when a node of the job dies
+    words += ["--kill-on-invalid-dep=yes"] if stage == "train" else []
+    return words + list(cluster.directives)
+
+
+def _quoted(name: str, value: str) -> str:
+    """A directive's value as sbatch reads it: plain, or in double quotes."""
+    if _PLAIN.fullmatch(value):
+        return value
+    if re.search(r'[\n\r"\\$`]', value):
+        raise ConfigError(
+            "a value that sbatch would misread",
+            [f"--{name}: {value!r} holds a quote, backslash, $ or line break; choose another"],
+        )
+    return f'"{value}"'
+
+
+def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
+    cache = node_local_cache(config, run)
+    port = config.cluster.master_port
+    lines = [
+        f"export SLURMLLM_RUN={shlex.quote(str(run.path))}",
+        f"export SLURMLLM_PYTHON={shlex.quote(python)}",
+        f"export SLURMLLM_CACHE={shlex.quote(cache)}",
+        *([f"export SLURMLLM_MASTER_PORT={port}"] if port is not None else []),
+        "",
+        f"# The workers' environment: backend {config.backend}, cluster {config.cluster.name}.",
+    ]
+    lines += [
+        f"export {name}={shlex.quote(variable.value)}  # {variable.source}"
+        for name, variable in worker_environment(config, run).items()
+    ]
+    return lines

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slurmllm.compare.alignment import Alignment
+from slurmllm.compare.compare import compare
+from slurmllm.errors import RunError
+from slurmllm.metrics.curves import Curve, Floats, Ints, Setting
+
+
+def curve(name: str, steps: Ints, settings: Mapping[str, Setting] = {}, **columns: Floats) -> Curve:
+    return Curve(
+        name=name, path=Path(name), steps=steps, attempts=np.zeros(len(steps), dtype=np.int64),
+        columns=columns, absent={}, overlap_rows=0, overlap_identical=None,
+        overlap_max_rel_diff=None, gaps=(), warnings=(), settings=settings,
+    )  # fmt: skip
+
+
+def smooth(steps: Ints, scale: float = 1.0) -> Floats:
+    return np.asarray(scale * (3 + 5 * np.exp(-steps / 200)))
+
+
+def every(interval: int, last: int = 1000, first: int | None = None) -> Ints:
+    return np.arange(first or interval, last + 1, interval)
+
+
+def test_intervals_that_divide_each_other_meet_at_common_steps() -> None:
+    a, b = (curve(str(i), every(i), loss=smooth(every(i))) for i in (1, 10))
+    found = Alignment(a, b, "step", None, None)
+    assert (found.method, len(found.steps)) == ("exact", 100)
+    assert found.only[1] == ()
+
+
+@pytest.mark.parametrize(("one", "other"), [(10, 7), (7, 10)])
+def test_intervals_that_do_not_are_interpolated_at_the_sparser(one: int, other: int) -> None:
+    a, b = (curve(str(i), every(i), loss=smooth(every(i))) for i in (one, other))
+    found = compare(a, b)
+    assert found.alignment.method == "interpolated"
+    assert found.alignment.points == 99  # from 10 to 990
+    assert found.match, found.reason
+    assert any("interpolated at the 99 points" in warning for warning in found.warnings)
+    higher = curve("h", every(other), loss=smooth(every(other), 1.02))
+    differ = compare(a, higher)
+    assert not differ.match
+    assert differ.diagnosis is not None
+    assert differ.diagnosis.kind == "unknown"
+
+
+def test_nothing_is_interpolated_across_a_gap() -> None:
+    steps = np.concatenate((every(7, 301), every(7, 1000, 700)))
+    found = Alignment(
+        curve("a", every(10), loss=smooth(every(10))), curve("b", steps, loss=smooth(steps)),
+        "step", None, None,
+    )  # fmt: skip
+    points = found.of("loss")
+    assert not ((points.steps > 301) & (points.steps < 700)).any()
+    np.testing.assert_allclose(points.a, points.b, rtol=1e-3)
+
+
+@pytest.mark.parametrize("axis", ["tokens", "samples"])
+def test_other_batches_are_aligned_by_what_they_have_seen(axis: str) -> None:
+    steps = every(1, 400)
+    small = curve("small", steps, {axis: 1}, loss=smooth(steps), tokens=steps * 1024.0)
+    large = curve("large", steps, loss=smooth(2 * steps), tokens=steps * 2048.0)
+    settings = {"model.seq_len": 128}
+    a, b = (curve(c.name, steps, settings, **c.columns) for c in (small, large))
+    found = compare(a, b, axis=axis)  # type: ignore[arg-type]
+    assert (found.match, found.alignment.axis, found.alignment.method) == (True, axis, "exact")
+    assert (found.first_step, found.last_step, found.steps_compared) == (2, 400, 200)
+    assert found.causes == ("tokens per step differ (1,024 and 2,048)",)
+    by_step = compare(a, b)
+    assert not by_step.match
+    assert any("compare --by tokens" in warning for warning in by_step.warnings)
+    assert by_step.diagnosis is not None
+    assert by_step.diagnosis.kind == "batch"
+
+
+def test_an_axis_that_is_not_known_names_the_curve_and_the_remedy() -> None:
+    a = curve("a", every(1, 9), loss=smooth(every(1, 9)), tokens=every(1, 9) * 8.0)
+    b = curve("b", every(1, 9), loss=smooth(every(1, 9)))
+    with pytest.raises(RunError, match=r"B \(b\) does not tell how many tokens .*--tag tokens="):
+        Alignment(a, b, "tokens", None, None)
+
+
+def test_a_counter_that_was_set_back_has_no_place_twice() -> None:
+    steps = every(1, 100)
+    tokens = steps * 10.0
+    tokens[50] = 20.0
+    a, b = (curve(n, steps, loss=smooth(steps), tokens=tokens) for n in "ab")
+    found = Alignment(a, b, "tokens", None, None)
+    assert len(found.positions) == 99
+    assert (np.diff(found.positions) > 0).all()

@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
+
+from slurmllm.compare.compare import compare
+from slurmllm.compare.comparison import Comparison, Tolerances
+from slurmllm.compare.verdict import figure
+from slurmllm.errors import RunError
+from slurmllm.metrics.curves import Curve
+from slurmllm.metrics.source import read_curve
+from slurmllm.records import DataRecord, SkippedBatches, SkipsRecord
+
+
+def scaled(rows: list[Row], metric: str, share: float, first: int) -> list[Row]:
+    """The rows with a metric changed by a share from a step on."""
+    return [
+        row | {metric: row[metric] * (1 + share)} if row["step"] >= first else row for row in rows
+    ]
+
+
+@pytest.fixture
+def compared(make_file: MakeFile):  # type: ignore[no-untyped-def]
+    def run(a: list[Row], b: list[Row], **options: object) -> Comparison:
+        curves = [read_curve(make_file(name, rows)) for name, rows in (("a", a), ("b", b))]
+        tolerances = Tolerances(**options.pop("tolerances", {}))  # type: ignore[arg-type]
+        return compare(*curves, tolerances, **options)  # type: ignore[arg-type]
+
+    return run
+
+
+def test_identical_runs(compared) -> None:
+    result = compared(make_rows(1, 50), make_rows(1, 50))
+    assert (result.verdict, result.match) == ("match", True)
+    assert result.reason == "loss and grad_norm are bit-identical at all 50 steps compared"
+    assert (result.steps_compared, result.first_step, result.last_step) == (50, 1, 50)
+    for metric in result.metrics.values():
+        assert (metric.max_rel_diff, metric.mean_rel_diff) == (0, 0)
+        assert metric.bit_identical
+        assert metric.first_departure_step is None
+    assert not result.warnings
+    assert not result.causes
+    assert (result.only_in_a, result.only_in_b) == ((), ())
+
+
+def test_a_restarted_run_is_the_unbroken_one(make_run: MakeRun) -> None:
+    a = read_curve(make_run("a", make_rows(1, 50)).path)
+    b = read_curve(make_run("b", make_rows(1, 30), make_rows(21, 50, 1)).path)
+    result = compare(a, b, Tolerances(exact=True))
+    assert result.match
+    assert result.steps_compared == 50
+    assert result.overlaps["a"].rows == 0
+    assert (result.overlaps["b"].rows, result.overlaps["b"].identical) == (10, True)
+    assert result.b.restarts == (21,)
+    assert not result.warnings
+
+
+def test_a_resume_that_is_not_exact_is_warned_of(make_run: MakeRun) -> None:
+    a = read_curve(make_run("a", make_rows(1, 50)).path)
+    second = scaled(make_rows(21, 50, 1), "loss", 1e-4, 21)
+    result = compare(a, read_curve(make_run("b", make_rows(1, 30), second).path))
+    assert result.match
+    assert result.warnings == (
+        "B (b): 10 rows made again after a restart differ by up to 1e-4 relative from the first "
+        "ones; its resume was not bit-exact",
+    )
+
+
+def test_a_departure_is_found_at_its_step(compared) -> None:
+    result = compared(make_rows(1, 50), scaled(make_rows(1, 50), "loss", -0.012, 37))
+    assert (result.verdict, result.match) == ("differ", False)
+    assert result.reason == "loss parts at step 37: 1.2e-2 relative, tolerance 1e-3"
+    loss, norm = result.metrics["loss"], result.metrics["grad_norm"]
+    assert loss.first_departure_step == 37
+    assert loss.first_departure_rel_diff == pytest.approx(0.012)
+    assert loss.departures == 14
+    assert loss.max_rel_diff == pytest.approx(0.012)
+    assert loss.mean_rel_diff == pytest.approx(0.012 * 14 / 50)
+    assert not loss.bit_identical
+    assert norm.bit_identical
+
+
+def test_the_largest_difference_and_its_step(compared) -> None:
+    rows = scaled(make_rows(1, 50), "grad_norm", 1e-3, 1)
+    rows[29]["grad_norm"] = make_row(30)["grad_norm"] / 2
+    result = compared(make_rows(1, 50), rows)
+    norm = result.metrics["grad_norm"]
+    assert (norm.max_rel_diff, norm.max_rel_diff_step) == (0.5, 30)
+    assert (norm.first_departure_step, norm.departures) == (30, 1)
+
+
+def test_the_tolerance_decides(compared) -> None:
+    a, b = make_rows(1, 50), scaled(make_rows(1, 50), "loss", 5e-4, 11)
+    within = compared(a, b)
+    assert within.match
+    assert within.reason.startswith("loss within 1e-3 (5e-4 at most) and grad_norm within 1e-2")
+    beyond = compared(a, b, tolerances={"loss": 4e-4})
+    assert beyond.reason == "loss parts at step 11: 5e-4 relative, tolerance 4e-4"
+    norm = scaled(make_rows(1, 50), "grad_norm", 5e-3, 11)
+    assert compared(a, norm).match
+    assert not compared(a, norm, tolerances={"grad_norm": 4e-3}).match
+
+
+def test_a_difference_of_just_the_tolerance_is_within(compared) -> None:
+    a, b = [make_row(1, loss=1.0)], [make_row(1, loss=0.5)]
+    assert compared(a, b, tolerances={"loss": 0.5}).match
+    assert not compared(a, b, tolerances={"loss": 0.499}).match
+
+
+def test_exact_tells_zero_from_minus_zero(compared) -> None:
+    a, b = [make_row(1, grad_norm=0.0)], [make_row(1, grad_norm=-0.0)]
+    assert compared(a, b, tolerances={"grad_norm": 0.0}).match
+    assert not compared(a, b, tolerances={"exact": True}).match
+
+
+def test_exact_finds_one_bit(compared) -> None:
+    rows = make_rows(1, 50)
+    rows[24]["loss"] = math.nextafter(rows[24]["loss"], 0)
+    assert compared(make_rows(1, 50), rows, tolerances={"loss": 1e-12}).match
+    result = compared(make_rows(1, 50), rows, tolerances={"exact": True})
+    assert not result.match
+    assert result.metrics["loss"].first_departure_step == 25
+    assert result.reason.startswith("loss parts at step 25: ")
+    assert result.reason.endswith("relative, bit-identical asked for")
+
+
+def test_another_learning_rate_is_the_likely_cause(compared) -> None:
+    rows = scaled(scaled(make_rows(1, 50), "lr", 1.0, 20), "loss", 0.05, 21)
+    result = compared(make_rows(1, 50), rows)
+    cause = "learning rates differ from step 20 (0.001 and 0.002)"
+    assert result.causes == (cause,)
+    assert result.reason.endswith(f"; likely cause: {cause}")
+
+
+def test_a_later_change_of_learning_rate_is_no_cause(compared) -> None:
+    rows = scaled(scaled(make_rows(1, 50), "lr", 1.0, 40), "loss", 0.05, 21)
+    result = compared(make_rows(1, 50), rows)
+    assert len(result.causes) == 1
+    assert "cause" not in result.reason
+
+
+def test_learning_rates_of_single_and_double_precision_are_equal(compared) -> None:
+    assert not compared(make_rows(1, 50), scaled(make_rows(1, 50), "lr", 6e-8, 1)).causes
+
+
+def test_another_batch_is_the_likely_cause(compared) -> None:
+    rows = scaled(scaled(make_rows(1, 50), "tokens", 1.0, 1), "loss", 0.05, 1)
+    result = compared(make_rows(1, 50), rows)
+    assert result.reason.endswith("likely cause: tokens per step differ (4,096 and 8,192)")
+    one = compared(make_rows(1, 1), rows[:1])
+    assert one.causes == ("tokens per step differ (4,096 and 8,192)",)
+
+
+def test_skipped_tokens_are_named_where_they_begin(compared) -> None:
+    rows = [row | {"tokens": row["tokens"] + 4096 * (row["step"] > 30)} for row in make_rows(1, 50)]
+    result = compared(make_rows(1, 50), rows)
+    assert result.causes == ("tokens trained on differ from step 31 (126,976 and 131,072)",)
+    assert result.warnings == (f"the curves match although {result.causes[0]}",)
+
+
+def test_different_lengths_compare_the_common_steps(compared) -> None:
+    result = compared(make_rows(1, 50), make_rows(11, 60))
+    assert result.match
+    assert (result.steps_compared, result.first_step, result.last_step) == (40, 11, 50)
+    assert result.only_in_a == ((1, 10),)
+    assert result.only_in_b == ((51, 60),)
+    assert result.warnings == (
+        "only A (a) has steps 1–10; they are not compared",
+        "only B (b) has steps 51–60; they are not compared",
+    )
+
+
+def test_gaps_are_warned_of(compared) -> None:
+    rows = [row for row in make_rows(1, 50) if row["step"] not in (7, 20, 21)]
+    result = compared(make_rows(1, 50), rows)
+    assert result.match
+    assert result.only_in_a == ((7, 7), (20, 21))
+    assert result.b.missing == ((7, 7), (20, 21))
+    assert "B (b) lacks steps 7, 20–21" in result.warnings
+
+
+def test_different_intervals_meet_at_common_steps(compared) -> None:
+    result = compared(make_rows(1, 50), make_rows(1, 50)[9::10])
+    assert result.match
+    assert result.steps_compared == 5
+    assert result.only_in_a == ((1, 9), (11, 19), (21, 29), (31, 39), (41, 49))
+    assert result.warnings == (
+        "only A (a) has steps 1–9, 11–19, 21–29 and 2 more ranges; they are not compared",
+    )
+
+
+def test_a_range_of_steps(compared) -> None:
+    rows = scaled(make_rows(1, 50), "loss", 0.1, 31)
+    result = compared(make_rows(1, 50), rows, from_step=5, to_step=30)
+    assert result.match
+    assert (result.first_step, result.last_step, result.steps_compared) == (5, 30, 26)
+    assert not result.only_in_a
+    assert compared(make_rows(1, 50), rows, from_step=40).metrics["loss"].departures == 11
+
+
+def test_no_common_step_is_unusable(compared) -> None:
+    with pytest.raises(RunError, match="no step in common: a has 1–5, b has 6–9"):
+        compared(make_rows(1, 5), make_rows(6, 9))
+    with pytest.raises(RunError, match="no common step from 10 to the last"):
+        compared(make_rows(1, 5), make_rows(1, 9), from_step=10)
+    with pytest.raises(RunError, match="no common step from 4 to 2"):
+        compared(make_rows(1, 5), make_rows(1, 9), from_step=4, to_step=2)
+
+
+def without(rows: list[Row], metric: str) -> list[Row]:
+    return [{name: value for name, value in row.items() if name != metric} for row in rows]
+
+
+def test_no_loss_is_unusable(compared) -> None:
+    with pytest.raises(RunError, match="no loss in"):
+        compared(make_rows(1, 5), without(make_rows(1, 5), "loss"))
+    odd, even = make_rows(1, 6), make_rows(1, 6)
+    for row in odd[::2] + even[1::2]:
+        del row["loss"]
+    with pytest.raises(RunError, match="a loss at different steps only"):
+        compared(odd, even)
+
+
+def test_no_gradient_norm_is_a_warning(compared) -> None:
+    result = compared(make_rows(1, 5), without(make_rows(1, 5), "grad_norm"))
+    assert result.match
+    assert list(result.metrics) == ["loss"]
+    assert result.reason == "loss is bit-identical at all 5 steps compared"
+    assert result.warnings == ("grad_norm is not there at 5 of 5 common steps",)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("exact", [True, False])
+def test_values_that_are_no_finite_number_differ(compared, value: float, exact: bool) -> None:
+    rows = make_rows(1, 50)
+    rows[9]["loss"] = value
+    result = compared(make_rows(1, 50), rows, tolerances={"exact": exact})
+    assert result.reason == "loss is not a finite number in B at step 10"
+    loss = result.metrics["loss"]
+    assert (loss.first_departure_step, loss.first_departure_rel_diff) == (10, None)
+    assert (loss.max_rel_diff, loss.departures) == (0, 1)
+    assert (loss.non_finite_a, loss.non_finite_b) == (0, 1)
+    both = compared(rows, rows, tolerances={"exact": exact})
+    assert both.metrics["loss"].bit_identical
+    assert both.reason == "loss is not a finite number in A at step 10 and in B at step 10"
+    early = compared(make_rows(1, 50), scaled(rows, "loss", 0.5, 5))
+    assert early.reason == (
+        "loss parts at step 5: 3.33e-1 relative, tolerance 1e-3, "
+        "and is not a finite number in B at step 10"
+    )
+
+
+def test_runs_without_any_finite_loss(compared) -> None:
+    rows = [make_row(step, loss=math.nan) for step in range(1, 4)]
+    result = compared(rows, rows)
+    loss = result.metrics["loss"]
+    assert (loss.max_rel_diff, loss.max_rel_diff_step, loss.mean_rel_diff) == (None, None, None)
+    assert loss.departures == 3
+
+
+def test_a_run_compared_with_itself_is_pointed_out(make_run: MakeRun) -> None:
+    curve = read_curve(make_run("r", make_rows(1, 5)).path)
+    assert compare(curve, curve).warnings == (f"A and B are the same: {curve.path}",)
+
+
+def test_step_zero_is_a_step(compared) -> None:
+    result = compared(make_rows(0, 3), scaled(make_rows(0, 3), "loss", 0.5, 0))
+    assert result.metrics["loss"].first_departure_step == 0
+    assert result.reason.startswith("loss parts at step 0")
+
+
+def test_a_comparison_survives_its_json(compared) -> None:
+    rows = make_rows(1, 50)
+    rows[3]["loss"] = math.nan
+    result = compared(make_rows(1, 40), rows)
+    assert Comparison.model_validate_json(result.model_dump_json()) == result
+
+
+def test_the_verdict_does_not_depend_on_the_order(compared) -> None:
+    a, b = make_rows(1, 50), scaled(make_rows(1, 45), "loss", 2e-3, 8)
+    one, other = compared(a, b), compared(b, a)
+    assert (one.verdict, one.reason) == (other.verdict, other.reason)
+    assert one.metrics == other.metrics
+    assert (one.only_in_a, one.only_in_b) == (other.only_in_b, other.only_in_a)
+
+
+@pytest.mark.parametrize("value", [-1e-3, math.nan, math.inf])
+def test_a_tolerance_is_a_share(value: float) -> None:
+    with pytest.raises(ValidationError):
+        Tolerances(loss=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (1e-3, "1e-3"), (0.01234, "1.23e-2"), (2.0, "2e0"), (1e-10, "1e-10")],
+)
+def test_figures(value: float, text: str) -> None:
+    assert figure(value) == text
+
+
+@given(st.floats(1e-300, 2))
+def test_figures_keep_three_digits(value: float) -> None:
+    assert float(figure(value)) == pytest.approx(value, rel=5.1e-3)
+
+
+def data_record(**changed: object) -> DataRecord:
+    corpus = {"path": "/data/a.arrow", "fingerprint": "12ab", "documents": 9, "weight": 1.0}
+    fields = {
+        "corpora": [corpus], "tokenizer": "77", "seed": 1, "seq_len": 8, "global_batch": 4,
+        "mask": "none", "validation": 0.0,
+    }  # fmt: skip
+    return DataRecord.model_validate(fields | changed)
+
+
+def test_runs_that_saw_other_data(make_run: MakeRun) -> None:
+    def curve(name: str, scale: float, **changed: object) -> Curve:
+        run = make_run(name, scaled(make_rows(1, 50), "loss", scale, 1))
+        data_record(**changed).save(run.data)
+        return read_curve(run.path)
+
+    a = curve("a", 0)
+    other = {"path": "b.arrow", "fingerprint": "34cd", "documents": 9, "weight": 1.0}
+    result = compare(a, curve("b", 0.05, corpora=[other], seed=2))
+    differences = ("corpora a.arrow (12ab) and b.arrow (34cd)", "seed 1 and 2")
+    assert result.data is not None
+    assert (result.data.same, result.data.differences) == (False, differences)
+    cause = f"they did not see the same data: {', '.join(differences)}"
+    assert result.reason.endswith(f"; likely cause: {cause}")
+    moved = {"path": "/elsewhere/a.arrow", "fingerprint": "12ab", "documents": 9, "weight": 7.0}
+    result = compare(a, curve("c", 0, corpora=[moved]))
+    assert result.data is not None
+    assert result.data.same
+    assert not result.causes
+
+
+def test_runs_that_skipped_data_after_a_divergence(make_run: MakeRun) -> None:
+    def curve(name: str, *skips: SkippedBatches) -> Curve:
+        again = scaled(make_rows(21, 50, 1), "loss", 0.2 if skips else 0, 26)
+        run = make_run(name, make_rows(1, 30), again)
+        data_record().save(run.data)
+        if skips:
+            SkipsRecord(skips=skips).save(run.skips)
+        return read_curve(run.path)
+
+    skip = SkippedBatches(first=26, last=30, roll_back_to=20, onset=26, attempt=0, reason="nan")
+    result = compare(curve("a"), curve("b", skip))
+    assert result.reason.endswith("; likely cause: B skipped batches 26–30")
+    assert result.overlaps["b"].rows == 0, "rows that were undone are not made again"
+    assert not result.warnings
+    assert result.data is not None
+    assert result.data.differences == ("B skipped batches 26–30",)
+    assert compare(curve("c", skip), curve("d", skip)).match
+
+
+def test_damaged_data_record_is_a_warning(make_run: MakeRun) -> None:
+    run = make_run("a", make_rows(1, 50))
+    run.data.write_text("{")
+    curve = read_curve(run.path)
+    assert curve.data is None
+    assert any("data.json is damaged" in warning for warning in curve.warnings)

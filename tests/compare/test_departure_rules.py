@@ -1,0 +1,159 @@
+"""The rule that tells a departure from noise, on made-up differences with known answers."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmllm.compare.divergence import judge
+from slurmllm.metrics.curves import Floats
+
+TAU = 1.0
+
+
+def noise(random: np.random.Generator, points: int, shape: str, slowness: float) -> Floats:
+    """Noise of standard deviation 1."""
+    count = points + 300
+    if shape == "normal":
+        white = random.standard_normal(count)
+    elif shape == "laplace":
+        white = random.laplace(size=count) / np.sqrt(2)
+    else:
+        degrees = int(shape[1:])
+        white = random.standard_t(degrees, count) / np.sqrt(degrees / (degrees - 2))
+    if slowness:
+        slow = accumulate(white.tolist(), lambda last, new: slowness * last + new)
+        white = np.fromiter(slow, float, count) * np.sqrt(1 - slowness**2)
+    return np.asarray(white[300:])
+
+
+@pytest.mark.parametrize("shape", ["normal", "laplace", "t5", "t3"])
+@pytest.mark.parametrize(
+    ("points", "slowness", "seeds"),
+    [(50, 0, 300), (300, 0, 300), (300, 0.9, 300), (3000, 0, 200), (3000, 0.99, 100)],
+)
+def test_noise_of_a_third_of_the_tolerance_is_no_departure(
+    shape: str, points: int, slowness: float, seeds: int
+) -> None:
+    random = np.random.default_rng(3)
+    alarms = sum(
+        judge(noise(random, points, shape, slowness) / 3, TAU).rule is not None
+        for _ in range(seeds)
+    )
+    assert alarms <= seeds // 100
+
+
+@pytest.mark.parametrize("slowness", [0.0, 0.9])
+def test_noise_of_20000_points(slowness: float) -> None:
+    random = np.random.default_rng(4)
+    assert not any(judge(noise(random, 20_000, "t3", slowness) / 3, TAU).rule for _ in range(20))
+
+
+def test_a_shock_that_slow_noise_takes_its_time_to_forget() -> None:
+    r = noise(np.random.default_rng(9), 5000, "normal", 0.9) / 3
+    r[2000:] += 10 * 0.9 ** np.arange(3000)
+    assert judge(r, TAU).rule is None
+    r[2000:2128] += 3
+    assert judge(r, TAU).rule == "lasting"
+
+
+@pytest.mark.parametrize(("points", "count"), [(40, 1), (400, 3), (400, 7), (5000, 80)])
+def test_points_that_do_not_belong_to_the_noise(points: int, count: int) -> None:
+    r = noise(np.random.default_rng(10), points, "t5", 0.0) / 10
+    places = np.linspace(5, points - 5, count).astype(int)
+    r[places] = 20
+    found = judge(r, TAU)
+    assert (found.rule, found.onset) == ("outlier", places[0])
+
+
+@pytest.mark.parametrize("points", [50, 400, 5000])
+@pytest.mark.parametrize(("sigma", "size"), [(0.0, 1.05), (0.1, 2.0), (1 / 3, 3.0), (0.5, 5.0)])
+def test_a_step_is_found_where_it_is(points: int, sigma: float, size: float) -> None:
+    random = np.random.default_rng(5)
+    off = []
+    for _ in range(30):
+        place = int(random.integers(points // 4, 3 * points // 4))
+        r = sigma * random.standard_normal(points)
+        r[place:] -= size
+        found = judge(r, TAU)
+        assert found.rule == "lasting"
+        assert found.onset is not None
+        assert found.lasting is not None
+        assert found.lasting.last == points - 1
+        assert found.lasting.size == pytest.approx(size, abs=3 * sigma)
+        off.append(abs(found.onset - place))
+    assert max(off) <= (0 if sigma == 0 else 6)
+    assert np.median(off) == 0
+
+
+def test_other_batches_from_a_step_on() -> None:
+    random = np.random.default_rng(6)
+    for place in (300, 555, 700):
+        r = 0.1 * random.standard_normal(1000)
+        r[place:] = 10 * random.standard_normal(1000 - place)
+        found = judge(r, TAU)
+        assert found.rule == "noise"
+        assert found.onset is not None
+        assert abs(found.onset - place) <= 3
+
+
+def test_a_drift_out_of_nothing_begins_at_its_first_point() -> None:
+    r = np.concatenate((np.zeros(400), 1e-4 * 1.05 ** np.arange(300)))
+    found = judge(r, TAU)
+    assert (found.rule, found.onset) == ("lasting", 400)
+
+
+def test_roundings_before_a_jump_are_not_its_onset() -> None:
+    r = 1e-7 * np.random.default_rng(7).standard_normal(200)
+    r[0] = 0.0
+    r[120:] += 2.5
+    assert judge(r, TAU).onset == 120
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.01, 0.3])
+def test_a_single_point_far_out(sigma: float) -> None:
+    random = np.random.default_rng(8)
+    r = sigma * random.standard_normal(1000)
+    r[640] = 25.0
+    found = judge(r, TAU)
+    assert (found.rule, found.onset, found.lasting) == ("outlier", 640, None)
+
+
+def test_few_points_are_judged_one_by_one() -> None:
+    r = np.full(19, 0.5)
+    assert judge(r, TAU).rule is None
+    r[7:10] = -1.01
+    found = judge(r, TAU)
+    assert (found.rule, found.onset) == ("pointwise", 7)
+    assert found.lasting is not None
+    assert (found.lasting.first, found.lasting.last) == (7, 9)
+
+
+def test_a_tolerance_of_nothing_admits_nothing() -> None:
+    r = np.zeros(100)
+    assert judge(r, 0.0).rule is None
+    r[50] = 1e-16
+    assert judge(r, 0.0).onset == 50
+    r[50:] = 1e-16
+    assert judge(r, 0.0).rule == "lasting"
+
+
+@given(
+    st.lists(st.floats(-2, 2), min_size=1, max_size=200),
+    st.floats(0, 1),
+)
+def test_any_differences_are_judged(values: list[float], tolerance: float) -> None:
+    r = np.array(values)
+    found, mirrored = judge(r, tolerance), judge(-r, tolerance)
+    assert (found.rule, found.onset, found.noise) == (mirrored.rule, mirrored.onset, mirrored.noise)
+    if not (np.abs(r) > tolerance).any():
+        assert found.rule is None
+    if found.rule is not None:
+        assert found.onset is not None
+        assert 0 <= found.onset < len(r)
+    if found.lasting is not None:
+        assert 0 <= found.lasting.first <= found.lasting.last < len(r)

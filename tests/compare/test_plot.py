@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
+
+from slurmllm.compare.compare import compare
+from slurmllm.compare.comparison import Tolerances
+from slurmllm.compare.plot import default_path, draw
+from slurmllm.errors import StorageError
+from slurmllm.metrics.source import read_curve
+
+COLOR_A, COLOR_B = (0xF2, 0xA6, 0x5A), (0x12, 0x46, 0x6B)
+
+
+def drawn(a: Path, b: Path, path: Path, **tolerances: object) -> np.ndarray:
+    """The pixels of the picture of a comparison. [height, width, 3]"""
+    one, other = read_curve(a), read_curve(b)
+    draw(one, other, compare(one, other, Tolerances(**tolerances)), path)  # type: ignore[arg-type]
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB"))
+
+
+def count(pixels: np.ndarray, color: tuple[int, int, int]) -> int:
+    return int(np.count_nonzero((pixels == color).all(axis=-1)))
+
+
+def test_both_curves_are_seen_though_they_coincide(make_run: MakeRun, tmp_path: Path) -> None:
+    a = make_run("a", make_rows(1, 60)).path
+    b = make_run("b", make_rows(1, 30), make_rows(21, 60, 1)).path
+    pixels = drawn(a, b, tmp_path / "new" / "p.png")
+    assert pixels.shape == (1020, 1200, 3)
+    # Curves, and not only the samples of the legend: about 100 pixels each.
+    assert count(pixels, COLOR_A) > 1500
+    assert count(pixels, COLOR_B) > 1500
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["p.png"]
+
+
+def test_restarts_are_marked(make_run: MakeRun, tmp_path: Path) -> None:
+    a = make_run("a", make_rows(1, 60)).path
+    b = make_run("b", make_rows(1, 30), make_rows(31, 60, 1)).path
+    marked = drawn(a, b, tmp_path / "p.png")
+    plain = drawn(a, make_run("c", make_rows(1, 60)).path, tmp_path / "q.png")
+
+    def longest_column(pixels: np.ndarray) -> int:
+        return int((pixels == COLOR_B).all(axis=-1).sum(axis=0).max())
+
+    assert longest_column(marked) > longest_column(plain) + 100
+
+
+def nan_rows() -> list[Row]:
+    return [make_row(step, loss=math.nan, grad_norm=math.inf) for step in range(1, 4)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        make_rows(1, 1),
+        make_rows(1, 2),
+        nan_rows(),
+        [make_row(step, loss=0.0, grad_norm=0.0) for step in range(1, 9)],
+        [make_row(step, loss=1e300 * (-1) ** step) for step in range(1, 9)],
+        [{"step": step, "loss": 3.0} for step in range(1, 9)],
+        [make_row(10**9 + step) for step in range(9)],
+    ],
+    ids=["one step", "two steps", "no number", "zeros", "huge", "no gradient norm", "late steps"],
+)
+def test_odd_curves_are_drawn(make_file: MakeFile, tmp_path: Path, rows: list[Row]) -> None:
+    a = make_file("a", rows)
+    b = make_file("b", [row | {"loss": row["loss"] * 1.1 + 1e-9} for row in rows])
+    assert drawn(a, b, tmp_path / "p.png").std() > 5
+
+
+@pytest.mark.parametrize("rows", [make_rows(1, 9), nan_rows()], ids=["numbers", "no number"])
+def test_bit_identical_curves_without_a_tolerance_are_drawn(
+    make_file: MakeFile, tmp_path: Path, rows: list[Row]
+) -> None:
+    a = make_file("a", rows)
+    assert drawn(a, a, tmp_path / "p.png", exact=True).std() > 5
+
+
+def test_names_are_drawn_as_they_are(make_run: MakeRun, tmp_path: Path) -> None:
+    """No formula between dollars, no warning for a letter that the font lacks, no lost label."""
+    names = ("$x_1^$ \\frac", "_运行")
+    a, b = (make_run(name, make_rows(1, 5)).path for name in names)
+    assert drawn(a, b, tmp_path / "p.png").std() > 5
+
+
+def test_where_the_picture_goes(make_run: MakeRun, make_file: MakeFile) -> None:
+    run = read_curve(make_run("r", make_rows(1, 5)).path)
+    file = read_curve(make_file("odd name", make_rows(1, 5)))
+    assert default_path(run, file) == run.path / "reports" / "compare-r-odd_name.png"
+    assert default_path(file, run) == run.path / "reports" / "compare-odd_name-r.png"
+    assert default_path(file, file) == Path("compare-odd_name-odd_name.png")
+
+
+def test_a_picture_that_cannot_be_written(make_file: MakeFile, tmp_path: Path) -> None:
+    a = make_file("a", make_rows(1, 5))
+    with pytest.raises(StorageError, match=r"cannot write the picture .*--no-plot"):
+        drawn(a, a, a / "below" / "a-file.png")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(StorageError, match="cannot write the picture"):
+        drawn(a, a, tmp_path / "folder.png")
+    assert not list(tmp_path.glob(".compare*"))

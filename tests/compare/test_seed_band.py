@@ -1,0 +1,74 @@
+"""The band of several seeds: another seed stays in it, another training does not."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+
+from slurmllm.compare.seed_band import against_band, t_quantile
+from slurmllm.metrics.curves import Floats
+
+
+def seed(
+    random: np.random.Generator, points: int, white: float, slow: float, degrees: float = 1e6
+) -> Floats:
+    loss = 2 + 6 * np.exp(-5 * np.arange(points) / points)
+    shocks = random.standard_t(degrees, (2, points)) / np.sqrt(degrees / (degrees - 2))
+    walk = accumulate(shocks[0].tolist(), lambda last, new: 0.97 * last + new)
+    steady = np.fromiter(walk, float, points) * np.sqrt(1 - 0.97**2)
+    return np.asarray(loss * (1 + white * shocks[1] + slow * steady))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+@pytest.mark.parametrize("slow", [0.0, 0.003])
+@pytest.mark.parametrize("degrees", [5, 1e6])
+def test_another_seed_stays_within(count: int, slow: float, degrees: float) -> None:
+    random = np.random.default_rng(11)
+    alarms = 0
+    for _ in range(100):
+        runs = np.stack([seed(random, 300, 0.01, slow, degrees) for _ in range(count + 1)])
+        alarms += against_band(runs[:-1], runs[-1]).excess > 1
+    assert alarms <= 2
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_a_loss_that_is_one_percent_higher_leaves_it(count: int) -> None:
+    random = np.random.default_rng(12)
+    for _ in range(20):
+        runs = np.stack([seed(random, 3000, 0.01, 0.0) for _ in range(count + 1)])
+        found = against_band(runs[:-1], runs[-1] * 1.01)
+        assert found.excess > 1
+        assert found.width > 1
+        assert found.first is not None
+
+
+def test_a_curve_that_turns_away_late_is_found_there() -> None:
+    random = np.random.default_rng(13)
+    runs = np.stack([seed(random, 2000, 0.005, 0.001) for _ in range(5)])
+    runs[-1, 1200:] *= 1.03
+    found = against_band(runs[:-1], runs[-1])
+    assert found.excess > 1
+    assert found.first is not None
+    assert 1100 <= found.first <= 1300
+
+
+def test_a_single_point_outside() -> None:
+    random = np.random.default_rng(14)
+    runs = np.stack([seed(random, 500, 0.005, 0.0) for _ in range(5)])
+    runs[-1, 250] *= 2
+    found = against_band(runs[:-1], runs[-1])
+    assert (found.width, found.first is not None) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("chance", "degrees", "value"),
+    # Tables of Student's t, both tails.
+    [
+        (0.05, 1, 12.706), (0.01, 2, 9.925), (0.05, 3, 3.182), (0.001, 4, 8.610),
+        (0.01, 10, 3.169), (0.05, 30, 2.042), (0.001, 120, 3.373), (0.01, 1e6, 2.5758),
+    ],
+)  # fmt: skip
+def test_quantiles_of_t(chance: float, degrees: float, value: float) -> None:
+    assert t_quantile(chance, degrees) == pytest.approx(value, rel=1e-3)

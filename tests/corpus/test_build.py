@@ -1,0 +1,331 @@
+"""`data build`: what a corpus holds, how input is cleaned, and what faults leave behind."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import resource
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import click
+import pyarrow as pa
+import pyarrow.ipc
+import pytest
+import xxhash
+import zstandard
+from click.testing import CliRunner
+from data.conftest import names_in
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmllm.cli.data import data
+from slurmllm.corpus.build import Built, build_corpus
+from slurmllm.corpus.inputs import find_inputs
+from slurmllm.corpus.manifest import CorpusManifest, manifest_path
+from slurmllm.corpus.options import CleanOptions, ReadOptions
+from slurmllm.data.sources.fingerprint import document_hash, prompt_hash
+from slurmllm.errors import DataError, StorageError
+from slurmllm.progress import stage_progress
+
+PARAGRAPHS = ["one line", "two\nlines – größer", "東京\n  indented <|endoftext|>"]
+TEXT = "\n \n" + "\n\n".join(PARAGRAPHS) + "\n\t\n\n"
+
+
+def build(tmp_path: Path, *names: str, clean: CleanOptions | None = None, **read: Any) -> Built:
+    files = find_inputs([str(tmp_path / name) for name in names])
+    options = ReadOptions(**read)
+    return build_corpus(files, tmp_path / "out.arrow", options, clean=clean, overwrite=True)
+
+
+def corpus(tmp_path: Path) -> pa.RecordBatch:
+    with pa.memory_map(str(tmp_path / "out.arrow")) as mapped:
+        reader = pa.ipc.open_file(mapped)
+        assert reader.num_record_batches == 1
+        batch = reader.get_batch(0)
+        batch.validate(full=True)
+        return batch
+
+
+def texts(tmp_path: Path) -> list[str]:
+    found: list[str] = corpus(tmp_path)["text"].to_pylist()
+    return found
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def json_lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(texts)).encode()
+
+
+def test_corpus_and_manifest(tmp_path: Path) -> None:
+    write(tmp_path / "b.txt", TEXT.encode())
+    write(tmp_path / "a.jsonl", json_lines(["", "x", "  "]))
+    write(tmp_path / "c.txt", b"\n")
+    out = tmp_path / "out.arrow"
+    build(tmp_path, "b.txt", "a.jsonl", "c.txt")
+    batch = corpus(tmp_path)
+    assert batch.schema == pa.schema(
+        {
+            "text": pa.large_string(),
+            "id": pa.uint64(),
+            "source": pa.dictionary(pa.int32(), pa.large_string()),
+        }
+    )
+    assert batch["text"].to_pylist() == [*PARAGRAPHS, "x"]
+    assert batch["id"].to_pylist() == [document_hash(t.encode()) for t in [*PARAGRAPHS, "x"]]
+    sources = [Path(name).name for name in batch["source"].to_pylist()]
+    assert sources == ["b.txt", "b.txt", "b.txt", "a.jsonl"]
+    manifest = CorpusManifest.load(manifest_path(out))
+    assert manifest.documents == 4
+    assert manifest.text_bytes == len("".join(PARAGRAPHS).encode()) + 1
+    assert manifest.columns == ("text", "id", "source")
+    assert manifest.empty == 2
+    assert [Path(entry.path).name for entry in manifest.inputs] == ["b.txt", "a.jsonl", "c.txt"]
+    assert [entry.documents for entry in manifest.inputs] == [3, 1, 0]
+    assert manifest.inputs[2].bytes == 1
+    assert manifest.inputs[0].xxh3 == xxhash.xxh3_128_hexdigest(TEXT.encode())
+    assert manifest.arrow_bytes == out.stat().st_size
+    assert manifest.arrow_sha256 == hashlib.sha256(out.read_bytes()).hexdigest()
+    assert names_in(tmp_path) == ["a.jsonl", "b.txt", "c.txt", "out.arrow", "out.arrow.json"]
+
+
+def test_a_corpus_is_input_too(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", TEXT.encode())
+    build(tmp_path, "a.txt")
+    (tmp_path / "out.arrow").rename(tmp_path / "first.arrow")
+    build(tmp_path, "first.arrow")
+    assert texts(tmp_path) == PARAGRAPHS
+
+
+def test_same_input_same_bytes(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", TEXT.encode())
+    out = tmp_path / "out.arrow"
+    build(tmp_path, "a.txt")
+    first = out.read_bytes(), manifest_path(out).read_bytes()
+    build(tmp_path, "a.txt")
+    assert first == (out.read_bytes(), manifest_path(out).read_bytes())
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(
+        st.lists(st.text("aä\u0308\u2126 \n", max_size=4), max_size=8), min_size=1, max_size=4
+    ),
+    st.sampled_from(["none", "nfc", "nfkd"]),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_cleaning(
+    tmp_path_factory: pytest.TempPathFactory,
+    files: list[list[str]],
+    form: Any,
+    min_chars: int,
+    dedup: bool,
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("cleaning")
+    names = [f"{index}.jsonl" for index in range(len(files))]
+    for name, lines in zip(names, files, strict=True):
+        write(tmp_path / name, json_lines(lines))
+    expected: list[str] = []
+    short = duplicates = 0
+    for text in itertools.chain(*files):
+        text = text if form == "none" else unicodedata.normalize(form.upper(), text)
+        if not text or text.isspace():
+            continue
+        if len(text) < min_chars:
+            short += 1
+        elif dedup and text in expected:
+            duplicates += 1
+        else:
+            expected.append(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slurmllm.corpus.shard_plan._LEAST_BYTES", 1)  # a shard a file
+        patch.setattr("slurmllm.corpus.shard._RUN_DOCUMENTS", 3)
+        patch.setattr("slurmllm.corpus.duplicates._AT_ONCE", 2)
+        patch.setattr("slurmllm.corpus.finished_shard._PART_ROWS", 2)
+        patch.setattr("slurmllm.corpus.finished_shard._PART_BYTES", 5)
+        clean = CleanOptions(form, min_chars, dedup)
+        if not expected:
+            with pytest.raises(DataError, match="no text in"):
+                build(tmp_path, *names, clean=clean)
+            return
+        manifest = build(tmp_path, *names, clean=clean).manifest
+    assert texts(tmp_path) == expected
+    assert corpus(tmp_path)["id"].to_pylist() == [document_hash(t.encode()) for t in expected]
+    assert (manifest.short, manifest.duplicates) == (short, duplicates)
+    sources = corpus(tmp_path)["source"].to_pylist()
+    assert [sources.count(entry.path) for entry in manifest.inputs] == [
+        entry.documents for entry in manifest.inputs
+    ]
+    assert manifest.text_bytes == sum(len(text.encode()) for text in expected)
+
+
+def test_prompts_and_completions(tmp_path: Path) -> None:
+    rows = [("Why?", "Because."), ("", "Hm"), ("x", " "), ("Why?", "Because.")]
+    lines = "".join(json.dumps({"p": p, "c": c}) + "\n" for p, c in rows)
+    write(tmp_path / "a.jsonl", lines.encode())
+    clean = CleanOptions(dedup=True)
+    built = build(tmp_path, "a.jsonl", clean=clean, prompt_key="p", completion_key="c")
+    batch = corpus(tmp_path)
+    assert batch.schema.names == ["prompt", "completion", "id", "source"]
+    assert list(zip(*batch.to_pydict().values(), strict=True)) == [
+        (p, c, prompt_hash(p.encode(), c.encode()), str(tmp_path / "a.jsonl")) for p, c in rows[:2]
+    ]
+    assert (built.manifest.empty, built.manifest.duplicates) == (1, 1)
+
+
+BAD = {
+    "latin.txt": ("café\n\ngood".encode("latin-1"), r"latin.txt: byte 3 is not UTF-8 \(0xe9\)"),
+    "after.txt": (b"good\n\nmore\n\xff", r"after.txt: byte 11 is not UTF-8 \(0xff\)"),
+    "cut.jsonl": (b'{"text": "good"}\n{"text": "b', r"cut.jsonl:2: not JSON: .*one whole object"),
+    "array.json": (b'["a"]\n{"text": "good"}', r"array.json:1: a JSON list, not an object"),
+    "key.jsonl": (b'{"body": "x"}\n{"text": "good"}', r":1: no field 'text' \(there is body\)"),
+    "null.jsonl": (b'{"text": null}\n{"text": "good"}', r"field 'text' is null, not a string"),
+    "utf8.jsonl": (b'{"text": "\xe9"}\n{"text": "good"}', r":1: byte 10 of the line is not UTF-8"),
+    "half.jsonl": (b'{"text": "\\ud800"}\n{"text": "good"}', r":1: .* half a surrogate pair"),
+    "deep.jsonl": (b"[" * 10**5 + b'\n{"text": "good"}', r"deep.jsonl:1: not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_documents_are_errors_or_counted(tmp_path: Path, name: str) -> None:
+    content, message = BAD[name]
+    write(tmp_path / name, content)
+    with pytest.raises(DataError, match=message):
+        build(tmp_path, name)
+    assert names_in(tmp_path) == [name]
+    manifest = build(tmp_path, name, skip_bad=True).manifest
+    assert "good" in texts(tmp_path)
+    assert manifest.bad == 1
+    assert name in manifest.bad_examples[0]
+
+
+def test_no_text_at_all(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", b" \n\n \n")
+    with pytest.raises(DataError, match="no text in 1 input file"):
+        build(tmp_path, "a.txt")
+    assert names_in(tmp_path) == ["a.txt"]
+
+
+def test_existing_output_is_kept(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", TEXT.encode())
+    out = write(tmp_path / "out.arrow", b"precious")
+    files = find_inputs([str(source)])
+    with pytest.raises(DataError, match=r"already there; .*--overwrite"):
+        build_corpus(files, out, ReadOptions())
+    assert out.read_bytes() == b"precious"
+    with pytest.raises(DataError, match="is a folder"):
+        build_corpus(files, tmp_path, ReadOptions(), overwrite=True)
+
+
+def test_failed_overwrite_keeps_the_old_corpus(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", TEXT.encode())
+    build(tmp_path, "a.txt")
+    write(tmp_path / "b.txt", b"\xff")
+    with pytest.raises(DataError):
+        build(tmp_path, "a.txt", "b.txt")
+    assert texts(tmp_path) == PARAGRAPHS
+    assert manifest_path(tmp_path / "out.arrow").exists()
+
+
+@pytest.mark.parametrize("limit", [100_000, 600_000])
+def test_full_disk(tmp_path: Path, limit: int) -> None:
+    # The text takes 500 kB and its ids 400 kB: the first limit meets a shard, the second the join.
+    write(tmp_path / "a.txt", b"0123456789\n\n" * 50000)
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(StorageError, match=r"cannot write .*out.arrow.*: File too large; free"):
+            build(tmp_path, "a.txt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names_in(tmp_path) == (["a.txt"] if limit < 500_000 else [".out.arrow.build", "a.txt"])
+    assert build(tmp_path, "a.txt").continued == (limit > 500_000)
+    assert len(texts(tmp_path)) == 50000
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    paragraph = b"some words that make a line of text of no great length at all\n" * 3 + b"\n"
+    with zstandard.open(tmp_path / "a.txt.zst", "wb") as stream:
+        for _ in range(2000):
+            stream.write(paragraph * 500)  # 185 MB
+    script = "from slurmllm.cli.main import main; main()"
+    arguments = ["data", "build", str(tmp_path), "--out", str(tmp_path / "out.arrow"), "--json"]
+    run = subprocess.run(
+        [sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True
+    )
+    result = json.loads(run.stdout)
+    assert result["text_bytes"] > 180e6
+    assert result["peak_memory_bytes"] < 250e6
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.txt", TEXT.encode())
+    write(tmp_path / "b.jsonl", b"{")
+    run = CliRunner().invoke(data, ["build", "a.txt", "--out", "c.arrow"])
+    assert run.exit_code == 0, run.output
+    assert run.stdout.startswith("c.arrow: 3 documents, 0.0 MB of text from 1 file in ")
+    run = CliRunner().invoke(data, ["build", "a.txt", "--out", "c.arrow"])
+    assert isinstance(run.exception, DataError)
+    write(tmp_path / "list", b"b.jsonl\n")
+    run = CliRunner().invoke(
+        data,
+        [
+            *("build", "*.txt", "--files-from", "list", "--out", "c.arrow", "--overwrite"),
+            *("--skip-bad", "--min-chars", "10", "--json"),
+        ],
+        catch_exceptions=False,
+    )
+    summary = json.loads(run.stdout)
+    assert (summary["documents"], summary["short"]) == (2, 1)
+    assert summary["inputs"] == 2
+    assert summary["bad"] == 1
+    assert summary["shards"] == 1
+    assert "b.jsonl:1: not JSON" in run.stderr
+    assert "slurmllm" not in click.unstyle(run.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name an INPUT"),
+        (["a.txt", "--prompt-key", "p"], "go together"),
+        (["a.txt", "--dtype", "int32"], "add --tokenize"),
+        (["a.txt", "--time", "60"], "--time is of Slurm jobs; add --slurm"),
+    ],
+)
+def test_options_that_do_not_fit(arguments: list[str], message: str) -> None:
+    run = CliRunner().invoke(data, ["build", *arguments, "--out", "c.arrow"])
+    assert run.exit_code == 2
+    assert message in run.stderr
+
+
+def test_progress_is_quiet_without_a_terminal(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", TEXT.encode())
+    script = "from slurmllm.cli.data import data; data()"
+    arguments = ["build", str(tmp_path / "a.txt"), "--out", str(tmp_path / "c.arrow")]
+    run = subprocess.run(
+        [sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True
+    )
+    assert run.stderr == ""
+
+
+def test_a_log_gets_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([0.0, 59.0, 60.0, 61.0, 125.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
+    with stage_progress() as show:
+        for done in (0, 1, 3_000_000, 4_000_000):
+            show("reading", done, 9_000_000)
+        show("writing", 0, 10)
+    assert capsys.readouterr().err == "reading: 3.0 MB of 9.0 MB, 50.0 kB/s, 0:02:00 left\n"

@@ -1,0 +1,313 @@
+"""Builds in pieces: in several processes, on Slurm, killed, continued, and never mixed up."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data.conftest import names_in
+
+from slurmllm.corpus.build import Built, build_corpus
+from slurmllm.corpus.inputs import find_inputs
+from slurmllm.corpus.join import Listeners
+from slurmllm.corpus.options import BuildOptions, CleanOptions, ReadOptions
+from slurmllm.corpus.shard import load_shard, write_shard
+from slurmllm.corpus.shard_plan import cut
+from slurmllm.corpus.work_folder import WorkFolder
+from slurmllm.corpus.workers import run_locally
+from slurmllm.errors import CodeError, DataError, NodeError, StorageError
+
+FILES = 6
+# The command line with a shard a file, and slow enough to be killed in the middle.
+MAIN = """
+import sys, time
+from slurmllm.corpus import corpus, readers, shards
+shards._LEAST_BYTES = 1
+from slurmllm.cli.main import main
+main()
+"""
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of files with some equal documents; a shard is a file."""
+    monkeypatch.setattr("slurmllm.corpus.shard_plan._LEAST_BYTES", 1)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for index in range(FILES):
+        rows = [{"text": f"{number % 70} of {index % 4}"} for number in range(100)]
+        (folder / f"{index}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def build(inputs: Path, out: str = "out.arrow", **options: Any) -> Built:
+    read = options.pop("read", ReadOptions())
+    clean = options.pop("clean", CleanOptions(dedup=True))
+    path = inputs.parent / out
+    return build_corpus(find_inputs([str(inputs)]), path, read, clean=clean, **options)
+
+
+def content(inputs: Path, out: str = "out.arrow") -> tuple[bytes, bytes]:
+    path = inputs.parent / out
+    return path.read_bytes(), path.with_name(path.name + ".json").read_bytes()
+
+
+def fail(inputs: Path, fault: str = '{"text": "a"', **options: Any) -> None:
+    """Add a file that cannot be read, build, and take the file away."""
+    (inputs / "9.jsonl").write_text(fault)
+    with pytest.raises(DataError, match=r"9.jsonl:1"):
+        build(inputs, **options)
+    (inputs / "9.jsonl").unlink()
+
+
+def test_workers_make_the_same_corpus(inputs: Path) -> None:
+    one = build(inputs, "one.arrow")
+    two = build(inputs, "two.arrow", workers=2)
+    assert (one.shards, one.manifest) == (FILES, two.manifest)
+    assert content(inputs, "one.arrow") == content(inputs, "two.arrow")
+    assert two.peak_memory_bytes > one.peak_memory_bytes
+    assert one.manifest.duplicates == FILES * 100 - 4 * 70
+    assert names_in(inputs.parent) == sorted(
+        ["in", *(name + end for name in ("one.arrow", "two.arrow") for end in ("", ".json"))]
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_finished_shards_are_not_read_again(inputs: Path, workers: int) -> None:
+    build(inputs, "whole.arrow")
+    fail(inputs, workers=workers)
+    assert WorkFolder.of(inputs.parent / "out.arrow").shard_names()
+    notes: list[str] = []
+    listeners = Listeners(on_note=notes.append)
+    built = build(inputs, read=ReadOptions(skip_bad=True), listeners=listeners)
+    assert notes == [f"continuing: {built.continued} of {FILES} shards are there"]
+    assert built.continued > 0
+    assert content(inputs) == content(inputs, "whole.arrow")
+
+
+def test_other_options_or_inputs_start_anew(inputs: Path) -> None:
+    notes: list[str] = []
+    listeners = Listeners(on_note=notes.append)
+    fail(inputs)
+    assert build(inputs, clean=CleanOptions(min_chars=6), listeners=listeners).continued == 0
+    assert notes[0].startswith(f"starting anew: the {FILES} shards in ")
+    fail(inputs, overwrite=True)
+    (inputs / "3.jsonl").write_text('{"text": "mended"}')
+    assert build(inputs, overwrite=True).continued == FILES - 1
+
+
+def test_a_shard_with_faults_serves_only_where_they_are_skipped(inputs: Path) -> None:
+    (inputs / "0.jsonl").write_text('{"text": "a"}\n{')
+    shard = cut(find_inputs([str(inputs)]), BuildOptions(ReadOptions(skip_bad=True)))[0]
+    work = WorkFolder(inputs.parent / "work")
+    write_shard(shard, work)
+    assert load_shard(work.shard(shard.name), skip_bad=False) is None
+    record = load_shard(work.shard(shard.name), skip_bad=True)
+    assert record is not None
+    assert record.bad == 1
+
+
+def test_a_damaged_shard_is_named(inputs: Path) -> None:
+    fail(inputs)
+    work = WorkFolder.of(inputs.parent / "out.arrow")
+    shards = sorted(work.path / name for name in work.shard_names())
+    text = (shards[0] / "text").read_bytes()
+    (shards[0] / "text").write_bytes(text[:-1])
+    (shards[1] / "text").write_bytes(b"x" + text[1:])
+    with pytest.raises(StorageError, match=f"{shards[1].name}/text is not what was written"):
+        build(inputs)
+    assert not (inputs.parent / "out.arrow").exists()
+    assert build(inputs).continued == FILES - 1
+
+
+def test_inputs_that_change_are_named(inputs: Path) -> None:
+    (shard, *_) = cut(find_inputs([str(inputs)]), BuildOptions())
+    (inputs / "0.jsonl").write_text('{"text": "changed"}')
+    with pytest.raises(DataError, match=r"0.jsonl has changed since the build began"):
+        write_shard(shard, WorkFolder(inputs.parent / "work"))
+
+
+def test_two_builds_to_one_name(inputs: Path) -> None:
+    work = WorkFolder.of(inputs.parent / "out.arrow")
+    work.path.mkdir()
+    with (work.path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"another `data build` is writing out.arrow"):
+            build(inputs)
+    build(inputs)
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(child) for child in found.stdout.split()]
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def start(inputs: Path, *options: str) -> subprocess.Popen[bytes]:
+    """A build that takes long enough to be killed in the middle."""
+    for index in range(FILES):
+        with (inputs / f"{index}.jsonl").open("ab") as file:
+            file.write(b'{"text": "some more of it"}\n' * 400_000)
+    arguments = ["data", "build", str(inputs), "--out", str(inputs.parent / "out.arrow")]
+    return subprocess.Popen(
+        [sys.executable, "-c", MAIN, *arguments, "--dedup", "--workers", "2", *options],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.mark.parametrize("how", ["group", "parent", "interrupt", "worker"])
+def test_a_killed_build_goes_on(inputs: Path, how: str) -> None:
+    process = start(inputs)
+    assert process.stderr is not None
+    work = WorkFolder.of(inputs.parent / "out.arrow")
+    wait_for(lambda: work.path.exists() and work.shard_names())
+    workers = children(process.pid)
+    assert len(workers) == 2
+    with pytest.raises(DataError, match="another `data build`"):
+        build(inputs)
+    if how == "group":
+        os.killpg(process.pid, signal.SIGKILL)
+    elif how == "parent":
+        os.kill(process.pid, signal.SIGKILL)
+    elif how == "interrupt":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        os.kill(workers[0], signal.SIGKILL)
+    code = process.wait(30)
+    stderr = process.stderr.read().decode()
+    process.stderr.close()
+    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), 10)
+    assert code == {"interrupt": 130, "worker": NodeError.exit_code}.get(how, -9), stderr
+    assert ("was killed by SIGKILL" in stderr) == (how == "worker")
+    assert not (inputs.parent / "out.arrow").exists()
+    assert build(inputs).continued > 0
+    build(inputs, "whole.arrow")
+    assert content(inputs) == content(inputs, "whole.arrow")
+
+
+# Kills itself when it writes ids, or when the manifest is to take its name.
+DYING = """
+import os, pathlib, signal, sys
+from slurmllm.corpus import arrow_output
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+replace = pathlib.Path.replace
+if sys.argv.pop(1) == "join":
+    arrow_output._ids = die
+else:
+    pathlib.Path.replace = lambda path, to: (
+        die if str(to).endswith(".arrow.json") else replace)(path, to)
+"""
+
+
+@pytest.mark.parametrize("when", ["join", "manifest"])
+def test_killed_while_it_joins(inputs: Path, when: str) -> None:
+    out = inputs.parent / "out.arrow"
+    arguments = ["data", "build", str(inputs), "--out", str(out), "--dedup", "--workers", "1"]
+    command = [sys.executable, "-c", DYING + MAIN, when, *arguments]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert out.exists() == (when == "manifest")
+    assert names_in(inputs.parent) == [".out.arrow.build", "in", *["out.arrow"] * out.exists()]
+    if when == "manifest":
+        with pytest.raises(DataError, match="already there"):  # another build than that one
+            build(inputs, clean=CleanOptions())
+        assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert build(inputs).continued == FILES
+    assert names_in(inputs.parent) == ["in", "out.arrow", "out.arrow.json"]
+
+
+def test_interrupted_before_the_manifest_has_its_name(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.replace
+
+    def replace(path: Path, target: Path) -> Path:
+        if target.name == "out.arrow.json":
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            build(inputs)
+    fail(inputs, overwrite=True)
+    assert build(inputs).continued == FILES
+    assert names_in(inputs.parent) == ["in", "out.arrow", "out.arrow.json"]
+
+
+def test_a_worker_that_fails_of_itself(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    shards = cut(find_inputs([str(inputs)]), BuildOptions())
+    work = WorkFolder(inputs.parent / "work")
+    work.path.mkdir()
+    with pytest.raises(CodeError, match=r"\d\.jsonl\) ended with exit code 1"):
+        list(run_locally(shards, work, 2, lambda running: None))
+
+
+@pytest.mark.slurm
+def test_shards_on_slurm(inputs: Path, slurm: Any) -> None:
+    arguments = ["data", "build", str(inputs), "--dedup", "--slurm", "--workers", "3", "--json"]
+
+    def build_there(*more: str) -> subprocess.CompletedProcess[str]:
+        out = str(inputs.parent / "out.arrow")
+        command = [sys.executable, "-c", MAIN, *arguments, "--out", out, *more]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    refused = build_there("--partition", "none")
+    assert refused.returncode == 3, refused.stderr
+    assert "Slurm refused the jobs" in refused.stderr
+    (inputs / "9.jsonl").write_text("{")
+    failed = build_there()
+    assert failed.returncode == 2, failed.stderr
+    assert "9.jsonl:1: not JSON" in failed.stderr
+    (inputs / "9.jsonl").unlink()
+    done = build_there("--time", "0:05:00")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["shards"], result["workers"]) == (FILES, 3)
+    assert result["continued"] > 0
+    build(inputs, "here.arrow")
+    assert content(inputs) == content(inputs, "here.arrow")
+    assert names_in(inputs.parent) == sorted(
+        ["in", *(name + end for name in ("out.arrow", "here.arrow") for end in ("", ".json"))]
+    )
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("how", ["scancel", "interrupt"])
+def test_jobs_that_end_early(inputs: Path, slurm: Any, how: str) -> None:
+    process = start(inputs, "--slurm")
+    assert process.stderr is not None
+    array = process.stderr.readline().decode().split()[2].strip(":")
+    work = WorkFolder.of(inputs.parent / "out.arrow")
+    wait_for(work.running)
+    if how == "scancel":
+        subprocess.run(["scancel", array], check=True)
+    else:
+        process.send_signal(signal.SIGINT)
+    stderr = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait() == {"scancel": 3, "interrupt": 130}[how], stderr
+    if how == "scancel":
+        assert f"Slurm job {array}_" in stderr
+        assert "ended as CANCELLED" in stderr
+        assert f"its log is {work.logs}/{array}_" in stderr or "it never began" in stderr
+        assert list(work.logs.glob("*.err"))
+    queue = ["squeue", "--noheader", "--states=PENDING,RUNNING", "--jobs", array]
+    wait_for(lambda: not subprocess.run(queue, capture_output=True, check=False).stdout)
+    assert not (inputs.parent / "out.arrow").exists()

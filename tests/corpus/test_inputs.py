@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import io
+import json
+import typing
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.ipc
+import pytest
+
+from slurmllm.cli import data as cli
+from slurmllm.corpus import inputs, options
+from slurmllm.corpus.inputs import find_inputs, read_list
+from slurmllm.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ["b.txt", "a.md", "c.jsonl.gz", "sub/z.py", "sub/deep/y.txt.zst", "B.txt"]:
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    for name in ["no.pdf", ".hidden.txt", ".git/config.txt", "old.arrow", "old.arrow.json"]:
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    return tmp_path
+
+
+def names(*arguments: str, **options: typing.Any) -> list[str]:
+    return [file.name for file in find_inputs(arguments, **options)]
+
+
+def test_folder_is_read_in_the_order_of_its_paths(folder: Path) -> None:
+    expected = ["B.txt", "a.md", "b.txt", "c.jsonl.gz", "old.arrow", "sub/deep/y.txt.zst"]
+    assert names("in") == [f"in/{name}" for name in [*expected, "sub/z.py"]]
+
+
+def test_format_and_compression_come_from_the_endings(folder: Path) -> None:
+    found = {file.name: (file.format, file.compression) for file in find_inputs(["in"])}
+    assert found["in/c.jsonl.gz"] == ("jsonl", "gzip")
+    assert found["in/sub/deep/y.txt.zst"] == ("text", "zstd")
+    assert found["in/sub/z.py"] == ("text", None)
+
+
+def test_arguments_keep_their_order_and_files_count_once(folder: Path) -> None:
+    assert names("in/b.txt", "in/a.md", "in/*.txt") == ["in/b.txt", "in/a.md", "in/B.txt"]
+
+
+def test_globs_cross_folders(folder: Path) -> None:
+    assert names("in/**/*.py") == ["in/sub/z.py"]
+
+
+def test_format_text_takes_any_file(folder: Path) -> None:
+    assert "in/no.pdf" in names("in", format="text")
+    assert "in/.hidden.txt" not in names("in", format="text")
+
+
+def test_output_is_never_input(folder: Path) -> None:
+    left = names("in", leave_out=[Path("in/b.txt"), Path("in/sub")])
+    assert left == ["in/B.txt", "in/a.md", "in/c.jsonl.gz", "in/old.arrow"]
+
+
+def test_input_is_not_output(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"in/b.txt: input and output are the same file; choose"):
+        names("in/a.md", "./in/b.txt", leave_out=[Path("in/b.txt").absolute()])
+
+
+def test_what_is_passed_over_is_said(folder: Path) -> None:
+    notes: list[str] = []
+    find_inputs(["in", "in/sub"], on_note=notes.append)
+    assert notes == [
+        "passed over 1 file of unknown ending, such as in/no.pdf; --format names their coding"
+    ]
+    Path("in/a.doc").touch()
+    find_inputs(["in"], on_note=notes.append)
+    assert notes[1].startswith("passed over 2 files of unknown endings, such as in/a.doc; ")
+    find_inputs(["in"], "text", on_note=notes.append)
+    find_inputs(["in"], leave_out=[Path("in/no.pdf"), Path("in/a.doc")], on_note=notes.append)
+    assert len(notes) == 2
+
+
+def test_links_that_lead_nowhere(folder: Path) -> None:
+    Path("in/c.txt").symlink_to("gone.txt")
+    for argument in ("in", "in/*.txt"):
+        with pytest.raises(DataError, match=r"in/c.txt is a link to gone.txt, .*: No such file"):
+            names(argument)
+    Path("in/gone.txt").touch()
+    assert "in/c.txt" in names("in")
+
+
+def test_lists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("list").write_text("in/b.txt\n\n# more\n  in/a.md\r\n")
+    assert read_list("list") == ["in/b.txt", "in/a.md"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"in/b.txt")))
+    assert read_list("-") == ["in/b.txt"]
+    Path("list").write_text("\n")
+    with pytest.raises(DataError, match="--files-from list names no file"):
+        read_list("list")
+    with pytest.raises(DataError, match="cannot read the list in"):
+        read_list("in")
+
+
+def save_dataset(folder: Path, texts: list[list[str]]) -> None:
+    """What `Dataset.save_to_disk` leaves, a file a list, with a cached computation beside it."""
+    folder.mkdir(parents=True)
+    files = [f"data-{index:05d}-of-{len(texts):05d}.arrow" for index in range(len(texts))]
+    for name, part in [*zip(files, texts, strict=True), ("cache-0123456789abcdef.arrow", ["no"])]:
+        table = pa.table({"text": part})
+        with pa.ipc.new_stream(folder / name, table.schema) as writer:
+            writer.write_table(table)
+    state = {"_data_files": [{"filename": name} for name in files], "_fingerprint": "0123"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
+
+
+def test_saved_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = [[str(index)] for index in range(3)]
+    save_dataset(tmp_path / "in" / "d", parts)
+    (tmp_path / "in" / "e.txt").write_text("x")
+    (tmp_path / "in" / "c.txt").write_text("x")
+    files = [f"in/d/data-0000{index}-of-00003.arrow" for index in range(3)]
+    assert names("in/d") == files
+    assert names("in") == ["in/c.txt", *files, "in/e.txt"]
+    state = {"_data_files": [{"filename": Path(name).name} for name in reversed(files)]}
+    (tmp_path / "in" / "d" / "state.json").write_text(json.dumps(state))
+    assert names("in/d") == files[::-1]
+    assert not {"in/d/state.json", "in/d/dataset_info.json"} & set(names("in/d/*"))
+    (tmp_path / files[1]).unlink()
+    with pytest.raises(
+        DataError, match=r"state.json names data-00001-of-00003.arrow, which is not"
+    ):
+        names("in")
+
+
+def test_datasets_of_several_splits(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        save_dataset(tmp_path / "d" / split, [[split]])
+    (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    with pytest.raises(DataError, match=r"name the one to read: .*/d/train or .*/d/test"):
+        names(str(tmp_path / "d"))
+    assert len(names(str(tmp_path / "d" / "train"))) == 1
+    (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["test"]}))
+    assert names(str(tmp_path / "d")) == names(str(tmp_path / "d" / "test"))
+    (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["gone"]}))
+    with pytest.raises(DataError, match="names the split gone, which is not there"):
+        names(str(tmp_path / "d"))
+
+
+def test_datasets_own_files(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "d", num_shards=2)
+    assert len(names(str(tmp_path / "d"))) == 2
+
+
+def test_odd_file_names_are_made_printable(tmp_path: Path) -> None:
+    (tmp_path / "caf\udce9.txt").write_text("x")
+    (file,) = find_inputs([str(tmp_path)])
+    file.name.encode("utf-8")
+    assert file.path.read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("in/missing.txt", "cannot read in/missing.txt: No such file"),
+        ("in/*.zip", r"in/\*.zip: no file to read there"),
+        ("in/missing", "cannot read in/missing: No such file"),
+        ("/dev/null", "/dev/null is not a regular file"),
+        ("in/no.pdf", "known endings are .txt"),
+        ("empty", "empty: no file to read there"),
+    ],
+)
+def test_bad_arguments(folder: Path, argument: str, message: str) -> None:
+    (folder / "empty").mkdir()
+    with pytest.raises(DataError, match=message):
+        find_inputs([argument])
+
+
+def test_compressed_parquet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet.gz").write_text("x")
+    with pytest.raises(DataError, match="unpack it first"):
+        find_inputs([str(tmp_path / "a.parquet.gz")])
+
+
+def test_the_command_line_offers_what_there_is() -> None:
+    choices = {
+        option.name: tuple(option.type.choices)
+        for option in cli.build.params
+        if hasattr(option.type, "choices")
+    }
+    assert choices["format_"] == typing.get_args(inputs.FormatOption)
+    assert choices["text_by"] == typing.get_args(options.TextBy)
+    assert choices["normalize"] == typing.get_args(options.Normalize)
+    assert choices["dtype"] == typing.get_args(options.TokenDtype)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from click.testing import CliRunner, Result
+from data.conftest import some_texts
+
+from slurmllm.cli.main import cli
+from slurmllm.corpus import inspecting
+from slurmllm.corpus.inspecting import inspect_corpus
+from slurmllm.data.sources.opening import open_source
+from slurmllm.data.tokenizer import TokenEncoder
+
+
+def arrow(path: Path, **columns: list[str]) -> Path:
+    table = {name: pa.array(values, pa.large_string()) for name, values in columns.items()}
+    with pa.OSFile(str(path), "wb") as sink:
+        batch = pa.record_batch(table)
+        with pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+    return path
+
+
+def inspect(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["data", "inspect", *map(str, arguments)])
+
+
+def test_small_corpora_are_counted(tmp_path: Path, tokenizer: Path, texts: list[str]) -> None:
+    encoder = TokenEncoder(tokenizer)
+    report = inspect_corpus(open_source(arrow(tmp_path / "c.arrow", text=texts), encoder, None))
+    lengths = [len(encoder.encode(text)) for text in texts]
+    assert (report.documents, report.tokens, report.tokens_are) == (97, sum(lengths), "exact")
+    assert report.size == sum(len(text.encode()) for text in texts)
+    assert report.lengths.longest == max(lengths)
+    assert report.lengths.mean == pytest.approx(np.mean(lengths))
+    for bucket in report.lengths.histogram:
+        inside = [length for length in lengths if bucket.least <= length < bucket.below]
+        assert bucket.share == pytest.approx(len(inside) / 97)
+    assert sum(bucket.share for bucket in report.lengths.histogram) == pytest.approx(1)
+
+
+def test_large_corpora_are_sampled(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspecting, "COUNTED_SIZE", 1000)
+    monkeypatch.setattr(inspecting, "SAMPLED_DOCUMENTS", 400)
+    monkeypatch.setattr("slurmllm.data.sources.text.PIECE_BYTES", 500)
+    texts = some_texts(5000)
+    texts[::50] = [text * random.Random(text).randint(1, 60) for text in texts[::50]]
+    encoder = TokenEncoder(tokenizer)
+    source = open_source(arrow(tmp_path / "c.arrow", text=texts), encoder, None)
+    estimate, counted = inspect_corpus(source), inspect_corpus(source, exact=True)
+    assert (estimate.tokens_are, estimate.documents_counted) == ("estimated", 400)
+    assert (counted.tokens_are, counted.tokens_error) == ("exact", 0)
+    assert 0 < estimate.tokens_error < 0.1 * counted.tokens
+    assert abs(estimate.tokens - counted.tokens) < 1.5 * estimate.tokens_error
+
+
+def test_token_ids_need_no_sample_to_be_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspecting, "COUNTED_SIZE", 1000)
+    monkeypatch.setattr(inspecting, "SAMPLED_DOCUMENTS", 5)
+    np.save(tmp_path / "t.npy", np.arange(100_000, dtype=np.uint16) % 999)
+    report = inspect_corpus(open_source(tmp_path / "t.npy", None, None))
+    assert (report.tokens, report.tokens_error, report.unit) == (100_000, 0, "tokens")
+    assert report.tokens_are == "exact"
+
+
+def test_what_a_recipe_takes(tmp_path: Path, tokenizer: Path, texts: list[str]) -> None:
+    corpus = arrow(tmp_path / "c.arrow", text=texts)
+    recipe = ["--recipe", "tiny_neox", "--tokenizer", tokenizer, "--set", "model.seq_len=16"]
+    sizes = ["--set", "train.global_batch=4", "--set", "train.steps=50"]
+    result = inspect(corpus, *recipe, *sizes, "--json", "--sequences", 3)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    (reach,) = found["recipe"]
+    assert reach["epochs"] == pytest.approx(50 * 4 * 16 / found["tokens"])
+    assert reach["steps_per_epoch"] == pytest.approx(found["tokens"] / 64)
+    assert [sequence["tokens"] for sequence in found["sequences"]] == [16] * 3
+    assert any(found["sequences"][0]["parts"][0]["text"][:20] in text for text in texts)
+    shown = inspect(corpus, *recipe, *sizes)
+    assert f"{found['tokens']:,} (exact)" in shown.stdout
+    assert "tiny_neox: 50 steps x 64 tokens" in shown.stdout
+
+
+def test_prompts_are_told_from_completions(tmp_path: Path, tokenizer: Path) -> None:
+    prompts = [f"what is {i}? " for i in range(9)]
+    corpus = arrow(tmp_path / "p.arrow", prompt=prompts, completion=["a number"] * 9)
+    result = inspect(corpus, "--tokenizer", tokenizer, "--json", "--sequences", 1)
+    (sequence,) = json.loads(result.stdout)["sequences"]
+    parts = [(part["text"], part["trained"]) for part in sequence["parts"][:2]]
+    assert parts[1] == ("a number<|endoftext|>", True)
+    assert parts[0][0] in prompts
+    assert parts[0][1] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name a corpus"),
+        (["none.arrow", "--tokenizer", "TOKENIZER"], "no corpus none.arrow"),
+        (["CORPUS"], "--tokenizer"),
+        (["CORPUS", "--set", "optim.lr=1"], "add --recipe"),
+    ],
+)
+def test_faults(tmp_path: Path, tokenizer: Path, arguments: list[str], words: str) -> None:
+    names = {"CORPUS": arrow(tmp_path / "c.arrow", text=["a"]), "TOKENIZER": tokenizer}
+    result = inspect(*(names.get(argument, argument) for argument in arguments))
+    assert result.exit_code == 2, result.output
+    assert words in str(result.exception) + result.output

@@ -1,0 +1,338 @@
+"""All formats and compressions: what is read, and how damage is named."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from slurmllm.corpus.inputs import FormatOption, input_file
+from slurmllm.corpus.options import Faults, ReadOptions
+from slurmllm.corpus.readers import DocumentReader
+from slurmllm.errors import DataError
+
+PACKERS = {
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+PARAGRAPHS = ["one line", "two\nlines – größer", "東京\n  indented <|endoftext|>"]
+
+
+def read(
+    path: Path, format: FormatOption = "auto", skip: bool = False, **options: Any
+) -> tuple[list[Any], list[str]]:
+    """The documents (tuples where there are several columns), and the faults."""
+    faults = Faults(skip)
+    read = ReadOptions(**options)
+    found: list[Any] = []
+    for chunk in DocumentReader(input_file(path, format), read, faults.add):
+        for column in chunk:
+            column.validate(full=True)
+            assert column.null_count == 0
+        columns = [column.to_pylist() for column in chunk]
+        found += columns[0] if len(columns) == 1 else zip(*columns, strict=True)
+    return found, faults.examples
+
+
+def texts(path: Path, **options: Any) -> list[Any]:
+    return read(path, **options)[0]
+
+
+def json_lines(texts: list[str], key: str = "text") -> bytes:
+    return "".join(json.dumps({"id": i, key: t}) + "\n" for i, t in enumerate(texts)).encode()
+
+
+def arrow_table(texts: list[str], kind: pa.DataType, key: str = "text") -> pa.Table:
+    return pa.table({"id": range(len(texts)), key: pa.array(texts, kind)})
+
+
+def arrow_stream(table: pa.Table, file: bool = False) -> bytes:
+    sink = io.BytesIO()
+    new = pa.ipc.new_file if file else pa.ipc.new_stream
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("ending", ["", *PACKERS])
+def test_all_formats_hold_the_same(tmp_path: Path, ending: str) -> None:
+    rows = "".join(f'{i},"{text}"\r\n' for i, text in enumerate(PARAGRAPHS))
+    table = arrow_table(PARAGRAPHS, pa.string())
+    contents = {
+        "a.txt": "\n \n" + "\n\n".join(PARAGRAPHS) + "\n\t\n\n",
+        "a.jsonl": json_lines(PARAGRAPHS),
+        "a.csv": "id,text\r\n" + rows,
+        "a.tsv": "id\ttext\n" + rows.replace(",", "\t", 3),
+        "a.arrow": arrow_stream(table),
+        "b.arrow": arrow_stream(table, file=True),
+    }
+    for name, content in contents.items():
+        data = content.encode() if isinstance(content, str) else content
+        path = tmp_path / (name + ending)
+        path.write_bytes(PACKERS[ending](data) if ending else data)
+        assert texts(path) == PARAGRAPHS, name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.dictionary(pa.int32(), pa.string()),
+    ],
+)
+def test_string_columns_of_all_kinds(
+    tmp_path: Path, kind: pa.DataType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurmllm.corpus.readers.columns.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("slurmllm.corpus.readers.columns._MOST_ROWS", 70)
+    many = PARAGRAPHS * 300
+    table = arrow_table(many, kind, key="body")
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=100)
+    (tmp_path / "stream.arrow").write_bytes(arrow_stream(table))
+    (tmp_path / "file.arrow").write_bytes(arrow_stream(table, file=True))
+    paths = [tmp_path / name for name in ("a.parquet", "stream.arrow", "file.arrow")]
+    if kind != pa.string_view():
+        pa.feather.write_feather(table, tmp_path / "a.feather", compression="lz4")
+        paths.append(tmp_path / "a.feather")
+    for path in paths:
+        assert texts(path, text_key="body") == many
+
+
+def test_joined_compressed_streams_are_read_to_their_end(tmp_path: Path) -> None:
+    # What `cat a.gz b.gz` makes.
+    for ending, pack in PACKERS.items():
+        path = tmp_path / f"a.txt{ending}"
+        path.write_bytes(pack(b"first\n\n") + pack(b"sec") + pack(b"ond\n"))
+        assert texts(path) == ["first", "second"]
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"a") + b"\0" * 8 + lzma.compress(b"b"))
+    assert texts(tmp_path / "a.txt.xz") == ["ab"]
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+@pytest.mark.parametrize("keep", [0.5, 0.999, 0.0005, 0])
+def test_cut_compressed_files(tmp_path: Path, ending: str, keep: float) -> None:
+    lines = json_lines([os.urandom(90).hex() for _ in range(5000)])
+    packed = PACKERS[ending](lines)
+    packed = packed[: int(len(packed) * keep)]
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(packed)
+    with pytest.raises(DataError, match=f"a.jsonl{ending}: cannot be read to its end: Truncated"):
+        texts(path)
+    found, (fault,) = read(path, skip=True)
+    size = f"{len(packed):,}"
+    assert fault.endswith(f"near byte {size} of {size} on disk, after {len(found):,} documents)")
+    if ending != ".bz2":  # whose blocks hold 900 kB each
+        assert 5000 * keep - 1000 < len(found) < 5000
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_corrupt_compressed_files(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurmllm.corpus.options.FAULT_EXAMPLES", 10**6)
+    lines = json_lines([os.urandom(90).hex() for _ in range(4000)])
+    packed = bytearray(PACKERS[ending](lines))
+    middle = len(packed) // 2
+    packed[middle : middle + 20] = b"\0" * 20
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(packed)
+    found, faults = read(path, skip=True)
+    assert "cannot be read to its end" in faults[-1]
+    assert len(found) < 4000
+    path.write_bytes(b"no such thing" * 100)
+    with pytest.raises(DataError, match="cannot be read to its end"):
+        texts(path)
+
+
+def by_lines(data: bytes, text_by: str) -> list[str]:
+    """What text files mean, line by line."""
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    if text_by == "document":
+        return [data.decode().replace("\r\n", "\n")]
+    found: list[bytes] = []
+    block: list[bytes] = []
+    for line in [*io.BytesIO(data), b"\n"]:
+        if not line.isspace():
+            block.append(line)
+        if block and (line.isspace() or text_by == "line"):
+            found.append(b"".join(block))
+            block.clear()
+    return [text.decode().replace("\r\n", "\n").strip("\r\n") for text in found]
+
+
+PIECES = [
+    "a",
+    "größe",
+    " ",
+    "\t",
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\r",
+    "\x0b",
+    "\x1c",
+    "\xa0",
+    "東京",
+    "\x00",
+]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sampled_from(PIECES), max_size=40), st.booleans(), st.integers(1, 9))
+@example(["a", "\n", "\n", " "], False, 2)
+def test_text_means_the_same_in_blocks_of_any_size(
+    pieces: list[str], mark: bool, block: int
+) -> None:
+    data = b"\xef\xbb\xbf" * mark + "".join(pieces).encode()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slurmllm.corpus.readers.base.CHUNK_BYTES", max(block, 3))
+        path = Path(folder) / "a.txt"
+        path.write_bytes(data)
+        for text_by in ("paragraph", "line", "document"):
+            assert texts(path, text_by=text_by) == by_lines(data, text_by)
+
+
+def one_by_one(data: bytes) -> list[str]:
+    """What JSON lines mean, line by line."""
+    found = []
+    for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
+        try:
+            row = json.loads(line.decode())
+            row["text"].encode()
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+        found.append(row["text"])
+    return found
+
+
+LINES = st.one_of(
+    st.builds(lambda text, more: json.dumps({"x": more, "text": text}), st.text(), st.text()),
+    st.builds(lambda text: json.dumps({"text": text}, ensure_ascii=False), st.text(max_size=9)),
+    st.sampled_from(
+        ["", " ", '{"text": "a"} ', '{"text": "a"}\r', '{"text": "a"} {"text": "b"}', '{"text": 1}',
+         '{"text": null}', '{"body": "a"}', '{"text": "a", "text": "b"}', '["a"]', '"a"', "{", "}",
+         '{"text": "\\ud800"}', '{"x": "\\udc00", "text": "a"}', '{"x": NaN, "text": "a"}',
+         '{"text": "a",}', '{"x": {"text": "b"}, "text": "a"}', '{"text": "a\tb"}', '{"x":',
+         '{"text": "a\\u0000"}', '{"te\\u0078t": "a"}', '{"x": [{}]', '{"text": {"text": "a"}}']
+    ),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(LINES, max_size=6), st.booleans(), st.integers(3, 100))
+def test_json_lines_mean_the_same_in_blocks_of_any_size(
+    lines: list[str], mark: bool, block: int
+) -> None:
+    text = "\n".join(line.replace("\udc00", "") for line in lines)
+    data = b"\xef\xbb\xbf" * mark + text.encode("utf-8", "surrogatepass")
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slurmllm.corpus.readers.base.CHUNK_BYTES", block)
+        path = Path(folder) / "a.jsonl"
+        path.write_bytes(data)
+        found, faults = read(path, skip=True)
+    assert found == one_by_one(data)
+    filled = [line for line in text.split("\n") if line and not line.isspace()]
+    assert len(found) + len(faults) == len(filled)
+
+
+def test_faults_name_the_line_in_later_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurmllm.corpus.readers.base.CHUNK_BYTES", 200)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(["x"] * 100) + b'{"text": 5}\n' + json_lines(["y"] * 100))
+    found, (fault,) = read(path, skip=True)
+    assert found == ["x"] * 100 + ["y"] * 100
+    assert fault.endswith("a.jsonl:101: field 'text' is 5, not a string")
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good\n\n" * 100 + b"b\xe9d\n\n" + b"good\n\n" * 100)
+    found, (fault,) = read(path, skip=True)
+    assert found == ["good"] * 200
+    assert fault.endswith("a.txt: byte 601 is not UTF-8 (0xe9)")
+
+
+def test_faults_of_tables_name_the_row(tmp_path: Path) -> None:
+    bad = pa.array([b"a", None, b"\xff", b"b"], pa.binary()).view(pa.string())
+    table = pa.table({"text": bad, "number": [1, 2, 3, 4]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.arrow").write_bytes(arrow_stream(table))
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(DataError, match=rf"{name}: row 2 of column 'text' is null"):
+            texts(tmp_path / name)
+        found, faults = read(tmp_path / name, skip=True)
+        assert found == ["a", "b"]
+        assert faults[1].endswith("row 3 of column 'text' is not UTF-8")
+        with pytest.raises(DataError, match=r"no column 'body' \(there is text, number\)"):
+            texts(tmp_path / name, text_key="body")
+        with pytest.raises(DataError, match=r"column 'number' is int64, not strings"):
+            texts(tmp_path / name, text_key="number")
+        content = (tmp_path / name).read_bytes()
+        for damaged in (b"", b"no such thing", content[: len(content) // 2], b"FEA1" + content):
+            (tmp_path / name).write_bytes(damaged)
+            with pytest.raises(
+                DataError, match=rf"{name}.*[^.]\. Mend the file, or .* such files "
+            ):
+                texts(tmp_path / name)
+
+
+def test_faults_of_csv_name_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbf"id",text\n1,a\n\n2,b,c\n3,\xff\n4,"d\ne"\n5\n6,\n')
+    found, faults = read(path, skip=True)
+    assert found == ["a", "d\ne", ""]
+    assert [fault.split("a.csv:")[1] for fault in faults] == [
+        "4: row 2 has 3 columns where the first line names 2: '2,b,c'",
+        "5: row 3 of column 'text' is not UTF-8",
+        "8: row 5 has 1 columns where the first line names 2: '5'",
+    ]
+    with pytest.raises(DataError, match=r"a.csv:4: row 2 has 3 columns"):
+        texts(path)
+    with pytest.raises(DataError, match=r"no column 'body' \(there is id, text\).* such files out"):
+        texts(path, text_key="body")
+    # Python reads no cell of this length, so there is no line to name.
+    path.write_bytes(b"id,text\n1," + b"x" * 200_000 + b"\n2\n")
+    with pytest.raises(DataError, match=r"a.csv: row 2 \(counted without the header\) has 1 col"):
+        texts(path)
+    monkeypatch.setattr("slurmllm.corpus.readers.delimited._BLOCK_BYTES", 1 << 20)
+    path.write_bytes(b'text\na\n"' + b"never closed\n" * 200_000)
+    with pytest.raises(DataError, match="a quotation mark that is never closed"):
+        texts(path)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="an empty file"):
+        texts(path)
+
+
+def test_prompts_and_completions(tmp_path: Path) -> None:
+    rows = [{"q": "Why?", "a": "Because."}, {"q": "", "a": "Hm"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "a.csv").write_text("a,q\nBecause.,Why?\nHm,\n")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.arrow").write_bytes(arrow_stream(pa.Table.from_pylist(rows)))
+    for ending in ("jsonl", "csv", "parquet", "arrow"):
+        found = texts(tmp_path / f"a.{ending}", prompt_key="q", completion_key="a")
+        assert found == [("Why?", "Because."), ("", "Hm")]
+    (tmp_path / "b.jsonl").write_text('{"q": "x"}\n')
+    with pytest.raises(DataError, match=r"b.jsonl:1: no field 'a' .*--completion-key"):
+        texts(tmp_path / "b.jsonl", prompt_key="q", completion_key="a")
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError, match="a text file has no fields"):
+        texts(tmp_path / "a.txt", prompt_key="q", completion_key="a")

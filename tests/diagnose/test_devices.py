@@ -1,0 +1,87 @@
+"""Devices, drivers and counted errors, by stand-ins for neuron-ls and nvidia-smi."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diagnose.conftest import Profile, Program
+from slurmllm.diagnose.devices import device_findings
+from slurmllm.errors import NodeError
+from slurmllm.records import HealthFinding
+
+
+def chips(count: int) -> str:
+    """What neuron-ls --json-output prints, in the fields that it prints on a trn1 node."""
+    listed = [
+        {"neuron_device": n, "bdf": f"0000:{n:02x}:1e.0", "cpu_affinity": "0-7", "numa_node": "0",
+         "connected_to": None, "nc_count": 2, "memory_size": 34359738368, "neuron_processes": []}
+        for n in range(count)
+    ]  # fmt: skip
+    return f"cat <<'end'\n{json.dumps(listed)}\nend"
+
+
+def driver(root: Path, **errors: str) -> Path:
+    (root / "sys/module/neuron").mkdir(parents=True)
+    (root / "sys/module/neuron/version").write_text("2.24.7.0\n")
+    for number in range(16):
+        folder = root / f"sys/devices/virtual/neuron_device/neuron{number}/stats/hardware"
+        folder.mkdir(parents=True)
+        for name in ("mem_ecc_uncorrected", "sram_ecc_uncorrected"):
+            (folder / name).write_text(f"{errors.get(name, 0) if number == 3 else 0}\n")
+    return root
+
+
+def by_check(findings: object) -> dict[str, HealthFinding]:
+    return {f.check: f for f in findings}  # type: ignore[attr-defined]
+
+
+def test_a_whole_trn1_node(program: Program, profile: Profile, tmp_path: Path) -> None:
+    program("neuron-ls", chips(16))
+    found = by_check(device_findings(profile("trn1"), driver(tmp_path)))
+    assert (found["devices"].status, found["devices"].value) == ("ok", 32)
+    assert (found["driver"].status, found["driver"].value) == ("ok", "2.24.7.0")
+    assert found["device errors"].status == "ok"
+
+
+def test_a_trn1_node_that_lost_a_chip(program: Program, profile: Profile, tmp_path: Path) -> None:
+    program("neuron-ls", chips(15))
+    wanted = profile("trn1", "cluster.health.driver_version=2.25.1.0")
+    found = by_check(device_findings(wanted, driver(tmp_path, mem_ecc_uncorrected="2")))
+    assert found["devices"].message == "30 NeuronCores, profile trn1 says 32"
+    assert found["driver"].message == "driver 2.24.7.0, profile trn1 says 2.25.1.0"
+    assert "neuron3: mem_ecc_uncorrected 2" in found["device errors"].message
+    fails = [name for name, f in found.items() if f.status == "fail"]
+    assert fails == ["devices", "driver", "device errors"]
+    assert (found["CPUs"].status, found["CPUs"].expected) == ("warn", 128)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (None, "neuron-ls is neither on"),
+        ("echo 'no driver' >&2; exit 1", "exit code 1: no driver"),
+        ("echo '{}x'", "no list of devices"),
+        ("echo '[3]'", "no list of devices"),
+    ],
+)
+def test_a_tool_that_does_not_serve(
+    program: Program, profile: Profile, script: str | None, words: str
+) -> None:
+    if script is not None:
+        program("neuron-ls", script)
+    with pytest.raises(NodeError, match=words):
+        list(device_findings(profile("trn1")))
+
+
+def test_gpus(program: Program, profile: Profile) -> None:
+    rows = [f"{n}, 570.86.15, {'[N/A]' if n == 1 else 2 * (n == 5)}" for n in range(8)]
+    program("nvidia-smi", f"cat <<'end'\n{chr(10).join(rows)}\nend")
+    found = by_check(device_findings(profile("p4d")))
+    assert (found["devices"].value, found["driver"].value) == (8, "570.86.15")
+    assert found["device errors"].message == "uncorrected memory errors: GPU 5: 2"
+    program("nvidia-smi", f"cat <<'end'\n{chr(10).join(rows[:7])}\nend")
+    found = by_check(device_findings(profile("p4d")))
+    assert found["devices"].message == "7 GPUs, profile p4d says 8"

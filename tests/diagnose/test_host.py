@@ -1,0 +1,73 @@
+"""Memory, the node's own disk, the shared file system; and a check that cannot be made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diagnose.conftest import Profile
+from slurmllm.diagnose import node
+from slurmllm.diagnose.node import (
+    memory_findings,
+    node_findings,
+    node_local_findings,
+    shared_findings,
+)
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / ".health-token-1"
+    path.touch()
+    return path
+
+
+def test_memory(profile: Profile, tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable:  1953125 kB\n")
+    (found,) = memory_findings(profile("local"), tmp_path)
+    assert (found.status, found.value) == ("ok", 2.0)
+    (found,) = memory_findings(profile("local", "cluster.health.min_memory_gb=3"), tmp_path)
+    assert found.message == "2.0 GB available, profile local says 3"
+
+
+def test_the_nodes_own_disk(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = node_local_findings(profile("local", "cluster.health.min_node_local_gb=0"))
+    assert found.status == "ok"
+    assert float(found.value) > 0
+    (found,) = node_local_findings(profile("local", "cluster.health.min_node_local_gb=1000000"))
+    assert "GB free in" in found.message
+    assert found.message.endswith("says 1e+06")
+    monkeypatch.setattr(node, "file_system", lambda path: ("lustre", "/fsx"))
+    (found,) = node_local_findings(profile("local", "cluster.health.min_node_local_gb=0"))
+    assert (found.status, "all nodes share" in found.message) == ("warn", True)
+    missing = profile("local").model_copy(update={"node_local": str(tmp_path / "no")})
+    (found,) = node_local_findings(missing)
+    assert "is the disk mounted?" in found.message
+
+
+def test_the_shared_file_system(
+    profile: Profile, token: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = shared_findings(profile("local"), token, "n1")
+    assert found.status in ("ok", "warn")  # this machine may be slow
+    assert 0 < float(found.value) < 60
+    assert [path.name for path in token.parent.iterdir()] == [token.name]
+    (found,) = shared_findings(profile("local", "cluster.health.max_write_s=1e-9"), token, "n1")
+    assert (found.status, "a fsynced write to" in found.message) == ("fail", True)
+    monkeypatch.setattr(node, "VISIBLE_S", 0.0)
+    (found,) = shared_findings(profile("local"), token.with_name("elsewhere"), "n1")
+    assert "is not the file system that the others share" in found.message
+
+
+def test_a_check_that_cannot_be_made_fails(profile: Profile, token: Path) -> None:
+    disk = Path("/proc/self/attr")  # a folder in which nobody makes files
+    broken = profile("local").model_copy(update={"node_local": str(disk)})
+    found = {f.check: f for f in node_findings("n1", broken, token)}
+    assert found["node-local disk"].status == "fail"
+    assert str(disk) in found["node-local disk"].message
+    assert found["shared file system"].status in ("ok", "warn")

@@ -1,0 +1,118 @@
+"""What is said of the runs folder, and of the nodes' own disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from slurmllm.config.resolve import resolve
+from slurmllm.diagnose import storage
+from slurmllm.diagnose.finding import Finding
+
+MOUNTS = """\
+/dev/root / ext4 rw,relatime 0 0
+10.0.0.7@tcp:/abcdbmev /fsx lustre rw,flock 0 0
+head:/home /home nfs4 rw 0 0
+/dev/md0 /my\\040disk xfs rw 0 0
+overlay / overlay rw 0 0
+"""
+
+
+def look(runs: Path, *overrides: str, with_slurm: bool = True) -> dict[str, Finding]:
+    cluster = resolve("tiny_neox", "local", overrides).cluster
+    return {f.name: f for f in storage.storage_findings(runs, cluster, with_slurm)}
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/fsx/runs", "lustre"), ("/fsxy", "overlay"), ("/home/ana/runs", "nfs4"),
+        ("/my disk/x", "xfs"), ("/var", "overlay"),
+    ],
+)  # fmt: skip
+def test_the_file_system_of_a_path(path: str, kind: str) -> None:
+    assert storage.file_system(Path(path), MOUNTS)[0] == kind
+
+
+def test_a_sound_folder_leaves_nothing_behind(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    found = look(runs)
+    assert found["runs folder"].state == "ok"
+    assert "made by the first submit" in found["runs folder"].found
+    assert {found[name].state for name in ("fsynced write", "clock")} == {"ok"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_of_one_machine_matters_only_with_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "file_system", lambda path: ("ext4", "/"))
+    assert look(tmp_path)["file system"].state == "warn"
+    assert look(tmp_path, with_slurm=False)["file system"].state == "ok"
+    monkeypatch.setattr(storage, "file_system", lambda path: ("lustre", "/fsx"))
+    found = look(tmp_path, "cluster.node_local=/var/tmp")
+    assert found["file system"].state == "ok"
+    assert found["node-local disk"].state == "warn"  # the shared one is not the node's own
+
+
+def test_below_a_file_no_run_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert look(tmp_path / "file" / "runs")["runs folder"].state == "fail"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_of_somebody_else_fails(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    assert look(tmp_path)["runs folder"].state == "fail"
+
+
+def test_a_refusing_file_system_fails_and_the_rest_is_skipped() -> None:
+    found = look(Path("/proc/runs"))  # takes no files, root's neither
+    assert (found["runs folder"].state, found["runs folder"].blame) == ("fail", "user")
+    names = ("file system", "free space", "fsynced write", "clock")
+    assert {found[name].state for name in names} == {"skipped"}
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "state", "blame"),
+    [(0.5, "fail", "infrastructure"), (50, "warn", None), (5000, "ok", None)],
+)
+def test_free_space(
+    free_gib: float, state: str, blame: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = free_gib * 2**30
+
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda place: Usage)
+    found = look(tmp_path)["free space"]
+    assert (found.state, found.blame) == (state, blame)
+
+
+def test_a_slow_write_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = storage.write_atomic
+
+    def slow(path: Path, text: str) -> None:
+        time.sleep(storage.SLOW_WRITE_S)
+        write(path, text)
+
+    monkeypatch.setattr(storage, "write_atomic", slow)
+    monkeypatch.setattr(storage, "NUM_WRITES", 1)
+    assert look(tmp_path)["fsynced write"].state == "warn"
+
+
+def test_a_file_server_with_another_time_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = storage.write_atomic
+
+    def elsewhere(path: Path, text: str) -> None:
+        write(path, text)
+        os.utime(path, (time.time() + 60, time.time() + 60))
+
+    monkeypatch.setattr(storage, "write_atomic", elsewhere)
+    found = look(tmp_path)["clock"]
+    assert found.state == "warn"
+    assert "+60.0 s" in found.found or "+59.9 s" in found.found

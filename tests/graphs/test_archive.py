@@ -1,0 +1,170 @@
+"""Compiled graphs: packed, checked, unpacked whole or not at all."""
+
+from __future__ import annotations
+
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from slurmllm.errors import NodeError
+from slurmllm.graphs import archive as graph_cache
+from slurmllm.graphs.completeness import faults
+from slurmllm.records import GraphManifest
+from slurmllm.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "r")
+
+
+@pytest.fixture
+def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
+    """Of an archive with two graphs and a kernel."""
+    filled = tmp_path / "filled"
+    for name in ("inductor/fxgraph/ab/abc/x", "inductor/fxgraph/cd/cde/y", "inductor/k/kernel.so"):
+        path = filled / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(name.encode() * 100)
+    return graph_cache.pack(filled, run, "native", cold_first_step_s=9.5)
+
+
+def test_the_manifest_tells_what_the_archive_holds(run: RunDir, manifest: GraphManifest) -> None:
+    assert GraphManifest.load(run.graphs_manifest) == manifest
+    assert manifest.complete
+    assert manifest.graphs == 2
+    assert manifest.archive_bytes == run.graphs_archive().stat().st_size
+    assert [file.path for file in manifest.files][-1] == "inductor/k/kernel.so"
+    assert "torch" in manifest.versions
+    assert not list(run.graphs.glob(".graphs*"))
+
+
+def test_a_node_gets_the_graphs_once(run: RunDir, manifest: GraphManifest, tmp_path: Path) -> None:
+    node = tmp_path / "node" / "cache"
+    node.parent.mkdir()
+    assert graph_cache.put_in_place(node, run, manifest) == "shared"
+    assert (node / "inductor/k/kernel.so").read_bytes() == b"inductor/k/kernel.so" * 100
+    assert graph_cache.put_in_place(node, run, manifest) == "present"
+
+
+def test_the_broadcast_archive_comes_first(
+    run: RunDir, manifest: GraphManifest, tmp_path: Path
+) -> None:
+    node = tmp_path / "node" / "cache"
+    node.parent.mkdir()
+    run.graphs_archive().rename(graph_cache.broadcast_path(node))
+    assert graph_cache.put_in_place(node, run, manifest) == "broadcast"
+
+
+def test_a_broken_broadcast_falls_back_to_the_shared_archive(
+    run: RunDir, manifest: GraphManifest, tmp_path: Path
+) -> None:
+    node = tmp_path / "node" / "cache"
+    node.parent.mkdir()
+    graph_cache.broadcast_path(node).write_bytes(b"half of it")
+    assert graph_cache.put_in_place(node, run, manifest) == "shared"
+
+
+def test_a_stale_cache_is_replaced(run: RunDir, manifest: GraphManifest, tmp_path: Path) -> None:
+    node = tmp_path / "node" / "cache"
+    node.mkdir(parents=True)
+    (node / ".archive").write_text("another archive's checksum")
+    (node / "old").write_text("graph")
+    assert graph_cache.put_in_place(node, run, manifest) == "shared"
+    assert not (node / "old").exists()
+
+
+def test_a_damaged_archive_is_refused(run: RunDir, manifest: GraphManifest, tmp_path: Path) -> None:
+    data = bytearray(run.graphs_archive().read_bytes())
+    data[700] ^= 1
+    run.graphs_archive().write_bytes(data)
+    node = tmp_path / "node" / "cache"
+    node.parent.mkdir()
+    with pytest.raises(NodeError, match="does not match its manifest"):
+        graph_cache.put_in_place(node, run, manifest)
+    assert not node.exists()
+
+
+def test_a_node_without_its_disk_is_named(run: RunDir, manifest: GraphManifest) -> None:
+    with pytest.raises(NodeError, match=r"set cluster\.node_local"):
+        graph_cache.put_in_place(Path("/proc/nowhere/cache"), run, manifest)
+    with pytest.raises(NodeError, match=r"cluster\.node_local"):
+        graph_cache.fresh_cache(Path("/proc/nowhere/cache"))
+
+
+def test_launchers_of_one_machine_do_not_collide(
+    run: RunDir, manifest: GraphManifest, tmp_path: Path
+) -> None:
+    node = tmp_path / "node" / "cache"
+    node.parent.mkdir()
+    found: list[str] = []
+
+    def launcher() -> None:
+        found.append(graph_cache.put_in_place(node, run, manifest))
+
+    threads = [threading.Thread(target=launcher) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == ["present"] * 7 + ["shared"]
+
+
+def test_graphs_of_several_nodes_come_into_one_archive(run: RunDir, tmp_path: Path) -> None:
+    for node, names in (("n1", ("a", "both")), ("n2", ("both", "b"))):
+        for name in names:
+            path = tmp_path / node / "inductor" / "fxgraph" / "aa" / name / "x"
+            path.parent.mkdir(parents=True)
+            path.write_text(node)
+    graph_cache.hand_in(tmp_path / "n2", run, "n2")
+    assert graph_cache.take_in(tmp_path / "n1", run, ["n2"], lambda node: False) == []
+    manifest = graph_cache.pack(tmp_path / "n1", run, "native", cold_first_step_s=1.0)
+    assert manifest.graphs == 3
+    assert (tmp_path / "n1/inductor/fxgraph/aa/both/x").read_text() == "n1"
+    assert sorted(path.name for path in run.graphs.iterdir()) == ["graphs.tar", "manifest.json"]
+
+
+def test_a_node_that_hands_nothing_in_makes_the_archive_incomplete(
+    run: RunDir, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    kernel = cache / "inductor/fxgraph/aa/abc/x"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("x")
+    graph_cache.hand_in(cache, run, "n2")
+    graph_cache.forget_handed_in(run, ["n1", "n2"])
+    absent = graph_cache.take_in(cache, run, ["n2"], lambda node: node == "n2")
+    assert absent == ["n2"]
+    manifest = graph_cache.pack(cache, run, "native", cold_first_step_s=1.0, absent=absent)
+    assert not manifest.complete
+    assert faults(manifest, run) == ("no graphs from n2",)
+
+
+def test_a_cache_without_graphs_is_incomplete_where_some_are_expected(
+    run: RunDir, tmp_path: Path
+) -> None:
+    assert graph_cache.pack(tmp_path, run, "native", 1.0, expected=False).complete
+    manifest = graph_cache.pack(tmp_path, run, "native", 1.0, expected=True)
+    assert not manifest.complete
+    assert "left no compiled graph" in faults(manifest, run)[0]
+
+
+def test_graphs_that_another_node_hands_in_are_left_out(run: RunDir, tmp_path: Path) -> None:
+    for name in ("ab/abc", "cd/cde"):
+        path = tmp_path / "n2/inductor/fxgraph" / name / "x"
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
+    (tmp_path / "n2/inductor/k.lock").write_text("")
+    graph_cache.hand_in(tmp_path / "n2", run, "n2", without={"inductor/fxgraph/ab/abc"})
+    with tarfile.open(run.graphs_of_node("n2")) as archive:
+        assert archive.getnames() == ["inductor/fxgraph/cd/cde/x"]
+
+
+def test_a_fresh_cache_is_empty(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "old").write_text("x")
+    graph_cache.fresh_cache(cache)
+    assert list(cache.iterdir()) == []

@@ -1,0 +1,416 @@
+"""Precompile, gate and refill as a user meets them, on stand-ins for Neuron's tool and a worker.
+
+`submit --local` on two launchers, the nxd backend in CPU mode; the workers ask for graphs and do
+nothing else (tests/nxd/standins).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from end_to_end.bench import processes_with
+
+from slurmllm.config.resolve import resolve
+from slurmllm.graphs.merge import merge_added
+from slurmllm.records import AttemptRecord, GraphManifest, NodeRecord
+from slurmllm.rundir import RunDir
+from slurmllm.rundir import Stage as StageName
+from slurmllm.submit.prepare import prepare, write_run
+
+STANDINS = Path(__file__).resolve().parent.parent / "nxd" / "standins"
+sys.path.append(str(STANDINS))
+import fake_runtime  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    from slurmllm.corpus.builtin import ensure_stdlib
+
+    corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
+    return (f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}")
+
+
+class Stage:
+    """A folder of runs whose compiler and workers do as they are told."""
+
+    def __init__(self, folder: Path, inputs: tuple[str, ...]) -> None:
+        self.folder, self.inputs, self.runs = folder, inputs, folder / "runs"
+        self.let(precompile=["a", "b"], train=["a", "b"])
+
+    def let(self, **graphs: Any) -> None:
+        """What the workers meet, and how they end."""
+        (self.folder / "worker.json").write_text(json.dumps(graphs))
+
+    def compiler(self, **wishes: Any) -> None:
+        """What goes wrong while compiling."""
+        (self.folder / "control.json").write_text(json.dumps(wishes))
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        return self.start_bare(*arguments, "--runs-dir", str(self.runs), **variables)
+
+    def start_bare(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "PATH": f"{STANDINS}:{os.environ['PATH']}",
+            "PYTHONPATH": str(STANDINS / "worker"),
+            "STANDIN_WORKER": str(self.folder / "worker.json"),
+            "STANDIN_CONTROL": str(self.folder / "control.json"),
+            **variables,
+        }
+        return subprocess.Popen(
+            [sys.executable, "-m", "slurmllm", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )  # fmt: skip
+
+    def call(self, *arguments: str, code: int = 0, **variables: str) -> str:
+        process = self.start(*arguments, **variables)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == code, f"{process.returncode}: {output}"
+        return output
+
+    def submit_command(self, name: str, *more: str) -> tuple[str, ...]:
+        return (
+            "submit", "tiny_neox", "--local", "--nodes=2", "--set=backend=nxd", f"--name={name}",
+            f"--set=cluster.node_local={self.folder}", *self.inputs, *more,
+        )  # fmt: skip
+
+    def submit(self, name: str, *more: str, code: int = 0) -> str:
+        return self.call(*self.submit_command(name, *more), code=code)
+
+    def status(self, name: str) -> dict[str, Any]:
+        return dict(json.loads(self.call("status", name, "--json")))
+
+    def manifest(self, name: str) -> GraphManifest:
+        return GraphManifest.load(RunDir(self.runs / name).graphs_manifest)
+
+    def attempt(self, name: str, number: int = 0) -> dict[str, Any]:
+        return dict(
+            json.loads(RunDir(self.runs / name).attempt("train", number).record.read_text())
+        )
+
+    def precompile_attempt(self, name: str, number: int = 0) -> dict[str, Any]:
+        record = RunDir(self.runs / name).attempt("precompile", number).record
+        return dict(json.loads(record.read_text()))
+
+    def misses(self, name: str) -> dict[str, int]:
+        return {n: first["cache_misses"] for n, first in self.status(name)["first_steps"].items()}
+
+
+@pytest.fixture
+def stage(tmp_path: Path, inputs: tuple[str, ...]) -> Stage:
+    return Stage(tmp_path, inputs)
+
+
+def module(name: str) -> str:
+    """The hash of the flags is left out: the workers have some, this process has none."""
+    return fake_runtime.module_name(name).partition("+")[0]
+
+
+def names(manifest: GraphManifest, state: str) -> set[str]:
+    return {s.name.partition("+")[0] for s in manifest.states if s.state == state}
+
+
+def test_every_workers_graphs_are_compiled_before_the_training(stage: Stage) -> None:
+    stage.let(precompile=["a", "b"], train=["a", "b"], rank_1=["c"])
+    text = stage.submit("r")
+    manifest = stage.manifest("r")
+    assert manifest.complete
+    # "c" is met by rank 1 alone, whose output the tool does not see.
+    assert names(manifest, "compiled") == {module("a"), module("b"), module("c")}
+    assert {s.compiler for s in manifest.states} == {f"neuronxcc-{fake_runtime.VERSION}"}
+    assert stage.misses("r") == {"local0": 0, "local1": 0}
+    assert "graph cache: 3 graphs" in text
+    shown = stage.status("r")
+    assert shown["versions"]["local1"]["neuron-driver"]
+    node = json.loads(RunDir(stage.runs / "r").attempt("train", 0).node("local1").read_text())
+    flags = node["environment"]["NEURON_CC_FLAGS"]
+    assert flags in (stage.runs / "r" / "scripts" / "train.sbatch").read_text()
+    assert node["environment"]["NXD_CPU_MODE"] == "1"
+    assert shown["graphs"]["fingerprint"] == manifest.fingerprint != ""
+    assert shown["warnings"] == []
+    assert sorted(p.name for p in stage.folder.iterdir() if "work" in p.name) == ["worker.json"]
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_a_failed_graph_stops_the_run_and_is_named(stage: Stage, exit_code: int) -> None:
+    stage.compiler(fail=["b"], exit_code=exit_code)
+    text = stage.submit("r", code=70)
+    manifest = stage.manifest("r")
+    assert (manifest.complete, manifest.graphs) == (False, 1)
+    (failed,) = (s for s in manifest.states if s.state == "failed")
+    assert failed.name.startswith(module("b"))
+    log = stage.runs / "r" / str(failed.log)
+    assert log == RunDir(stage.runs / "r").graph_log(failed.name)
+    assert "exceed the limit of 5000" in log.read_text()
+    closed = stage.precompile_attempt("r")
+    assert (closed["class"], closed["action"]) == ("compile_failure", "stop")
+    assert failed.name in closed["evidence"][0]
+    assert "exceed the limit of 5000" in closed["evidence"][0]
+    assert str(failed.log) in closed["evidence"][0]
+    assert "train attempt" not in text
+    shown = stage.status("r")
+    assert shown["state"] == "stopped"
+    assert failed.name in shown["why"]
+    assert failed.name in stage.call("status", "r")
+
+
+def test_the_train_stage_refuses_an_incomplete_archive(stage: Stage) -> None:
+    stage.compiler(fail=["b"])
+    stage.submit("r", code=70)
+    script = stage.runs / "r" / "scripts" / "train.sbatch"
+    done = subprocess.run(
+        ["bash", str(script)], env={**os.environ, "SLURMLLM_LOCAL_NODES": "2"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    (failed,) = (s for s in stage.manifest("r").states if s.state == "failed")
+    for words in (failed.name, str(failed.log), "--set train.incomplete_graphs=compile"):
+        assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    closed = stage.attempt("r")
+    assert (closed["class"], closed["action"]) == ("compile_failure", "stop")
+    assert any(failed.name in line for line in closed["evidence"])
+
+
+def test_a_missing_artifact_is_told_from_a_failure(stage: Stage) -> None:
+    stage.compiler(drop=["b"])
+    stage.submit("r", code=70)
+    (lost,) = (s for s in stage.manifest("r").states if s.state != "compiled")
+    assert (lost.state, lost.log) == ("missing", None)
+    assert lost.name.startswith(module("b"))
+    assert "left no artifact and no log" in stage.precompile_attempt("r")["evidence"][0]
+
+
+def test_resume_compiles_what_failed_and_keeps_the_rest(stage: Stage) -> None:
+    stage.compiler(fail=["b"])
+    stage.submit("r", code=70)
+    before = stage.manifest("r")
+    stage.compiler()
+    text = stage.call("resume", "r")
+    assert "Total graphs: 1\n" in text, "the other one is there already"
+    manifest = stage.manifest("r")
+    assert manifest.complete
+    assert manifest.graphs == 2
+    assert manifest.fingerprint == before.fingerprint
+    assert not (stage.runs / "r" / "graphs" / "failed").exists()
+    assert stage.status("r")["state"] == "done"
+    assert stage.misses("r") == {"local0": 0, "local1": 0}
+
+
+def test_a_graph_that_hangs_the_compiler_is_named_after_a_stop(stage: Stage) -> None:
+    stage.compiler(hang=["b"])
+    process = stage.start(*stage.submit_command("r"))
+    lock = "neuron/neuronxcc-*/MODULE_*/*.lock"
+    deadline = time.monotonic() + 60
+    while not list(stage.folder.glob(f"slurmllm-*/{lock}")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)  # as the time limit does: the supervisor gets a signal
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    closed = stage.precompile_attempt("r")
+    assert closed["class"] == "compile_failure"
+    assert "before the compiler was done" in closed["evidence"][0]
+    assert module("b") in closed["evidence"][1]
+    assert not processes_with(str(stage.folder))
+    hung = names(stage.manifest("r"), "missing")
+    assert module("b") in hung
+    stage.compiler()
+    text = stage.call("resume", "r")
+    assert f"Total graphs: {len(hung)}\n" in text
+    assert stage.manifest("r").complete
+
+
+def test_incomplete_graphs_compile_starts_all_the_same(stage: Stage) -> None:
+    stage.compiler(drop=["b"])
+    text = stage.submit("r", "--set=train.incomplete_graphs=compile", code=0)
+    closed = stage.precompile_attempt("r")
+    assert (closed["class"], closed["action"]) == ("compile_failure", "finish")
+    assert "train attempt 0: done" in text
+    # The control file still drops the artifact: the worker has compiled it for itself only.
+    assert stage.attempt("r")["graphs_added"] == []
+    assert not stage.manifest("r").complete
+
+
+def test_resume_with_the_override_trains_and_refills(stage: Stage) -> None:
+    stage.compiler(fail=["b"])
+    stage.submit("r", code=70)
+    stage.compiler()
+    text = stage.call("resume", "r", "--set=train.incomplete_graphs=compile")
+    assert "precompile attempt" not in text
+    assert sum(stage.misses("r").values()) >= 1
+    (added,) = stage.attempt("r")["graphs_added"]
+    assert added.startswith(module("b"))
+    assert stage.manifest("r").complete, "compiled now, whatever precompile made of it"
+
+
+def test_graphs_compiled_while_training_are_there_for_the_next_attempt(stage: Stage) -> None:
+    stage.let(
+        precompile=["a"], train=["a", "late"], die={"0": int(signal.SIGKILL)}, rank_1=["c"]
+    )  # rank 1 ends by its launcher's hand, on another "node" than the killed one
+    text = stage.submit("r")
+    first, second = stage.attempt("r", 0), stage.attempt("r", 1)
+    assert (first["class"], second["class"]) == ("node_failure", "done")
+    assert [name.partition("+")[0] for name in first["graphs_added"]] == [module("late")]
+    assert second["graphs_added"] == []
+    assert "1 new graphs in the archive" in text
+    folder = RunDir(stage.runs / "r").attempt("train", 1).worker(0).parent
+    counts = [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
+    assert [(c["cache_hits"], c["cache_misses"]) for c in counts] == [(2, 0), (3, 0)]
+    shown = stage.status("r")
+    assert shown["attempts"][0]["graphs_added"] == first["graphs_added"]
+    assert {s["name"].partition("+")[0] for s in shown["graphs"]["states"]} == {
+        module("a"), module("c"), module("late")
+    }  # fmt: skip
+
+
+def test_another_run_takes_the_archive_and_skips_precompile(stage: Stage) -> None:
+    stage.submit("first")
+    text = stage.submit("second")
+    assert "compiled by run first already; no precompile stage" in text
+    assert "precompile attempt" not in text
+    assert stage.misses("second") == {"local0": 0, "local1": 0}
+    assert stage.manifest("second").taken_from == "first"
+    assert json.loads(stage.submit("third", "--json"))["graphs_from"] == "first"
+    text = stage.submit("fourth", "--precompile=always")
+    assert "precompile attempt 0" in text
+    assert "precompile attempt 0" in stage.submit("fifth", "--set=train.precision=bf16")
+
+
+def test_nodes_with_other_versions_say_so_and_compile(stage: Stage) -> None:
+    stage.submit("first")
+    manifest = stage.manifest("first")
+    wrong = {**manifest.versions, "neuronx-cc": "2.99"}
+    manifest.model_copy(update={"versions": wrong}).save(
+        RunDir(stage.runs / "first").graphs_manifest
+    )
+    text = stage.submit("second")
+    assert "compiled by run first already" in text, "foretold, and wrong"
+    assert "are of other versions (neuronx-cc 2.99 there, not installed here)" in text
+    assert sum(stage.misses("second").values()) >= 2
+    record = RunDir(stage.runs / "second").attempt("train", 0).node("local1")
+    assert json.loads(record.read_text())["cache"] == "other_versions"
+    merged = stage.manifest("second")
+    assert (merged.versions, merged.graphs) == ({**wrong, "neuronx-cc": "not installed"}, 2)
+
+
+def test_without_the_tools_workers_the_precompile_stage_says_why(stage: Stage) -> None:
+    broken = stage.folder / "bin" / "neuron_parallel_compile"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\necho no compiler license; exit 3\n")
+    broken.chmod(0o755)
+    text = stage.call(
+        *stage.submit_command("r"), code=70, PATH=f"{broken.parent}:{os.environ['PATH']}"
+    )
+    closed = stage.precompile_attempt("r")
+    assert (closed["class"], closed["action"]) == ("node_failure", "stop")
+    assert "ended with exit code 3 and did not see the workers through" in text
+
+
+class Nodes:
+    """Launchers of two nodes of a Slurm job, each with a disk of its own; Slurm is not needed."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        config = resolve(
+            "tiny_neox",
+            overrides=["backend=nxd", f"cluster.node_local={stage.folder}",
+                       *(option.partition("=")[2] for option in stage.inputs)],
+        )  # fmt: skip
+        self.run = RunDir(stage.runs / "r")
+        self.run.path.mkdir(parents=True)
+        write_run(prepare(config, 2, self.run))
+
+    def open(self, name: StageName) -> None:
+        AttemptRecord(
+            attempt=0, stage=name, job_id="7", nodes=("n0", "n1"), world_size=2,
+            master_addr="127.0.0.1", master_port=1, started_at=0.0,
+        ).save(self.run.attempt(name, 0).record)  # fmt: skip
+
+    def launch(self, name: StageName, node: int) -> subprocess.Popen[str]:
+        cache = self.stage.folder / f"disk{node}" / "cache"
+        cache.parent.mkdir(exist_ok=True)
+        return self.stage.start_bare(
+            "launch", str(self.run.path), "--stage", name, "--attempt", "0",
+            SLURMLLM_CACHE=str(cache), SLURM_NODEID=str(node), SLURMLLM_NODE=f"n{node}",
+            NEURON_COMPILE_CACHE_URL=str(cache / "neuron"),
+        )  # fmt: skip
+
+    def both(self, name: StageName) -> list[str]:
+        started = [self.launch(name, node) for node in (1, 0)]
+        return [process.communicate(timeout=60)[0] for process in started]
+
+    def compiled(self, name: StageName, node: int) -> bool:
+        """Whether a node has written down the graphs that it compiled."""
+        path = self.run.attempt(name, 0).node(f"n{node}")
+        return path.is_file() and bool(NodeRecord.load(path).graphs)
+
+    def record(self, name: StageName, node: int) -> NodeRecord:
+        return NodeRecord.load(self.run.attempt(name, 0).node(f"n{node}"))
+
+
+def test_graphs_and_failures_of_all_nodes_come_into_one_manifest(stage: Stage) -> None:
+    stage.let(precompile=["a", "b"], train=["a"], rank_1=["c", "bad"])
+    stage.compiler(fail=["bad"])
+    nodes = Nodes(stage)
+    nodes.open("precompile")
+    nodes.both("precompile")
+    manifest = GraphManifest.load(nodes.run.graphs_manifest)
+    assert names(manifest, "compiled") == {module("a"), module("b"), module("c")}
+    (failed,) = (s for s in manifest.states if s.state == "failed")
+    assert failed.name.startswith(module("bad"))
+    assert "bad: instructions" in (nodes.run.path / str(failed.log)).read_text()
+    assert not manifest.complete
+    assert len(nodes.record("precompile", 1).graphs) == 3
+    assert not list(nodes.run.graphs.glob("from_*"))
+
+
+def test_a_node_that_dies_in_the_precompile_stage_is_not_waited_for(stage: Stage) -> None:
+    stage.compiler(hang=["c"])
+    stage.let(precompile=["a"], train=["a"], rank_1=["c"])
+    nodes = Nodes(stage)
+    nodes.open("precompile")
+    second, first = nodes.launch("precompile", 1), nodes.launch("precompile", 0)
+    deadline = time.monotonic() + 60
+    hung = "disk1/cache/neuron/*/*/*.lock"
+    while not (list(stage.folder.glob(hung)) and nodes.compiled("precompile", 0)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    second.kill()
+    second.communicate(timeout=20)
+    first.send_signal(signal.SIGTERM)  # as srun does when a node of the step is lost
+    output, _ = first.communicate(timeout=60)
+    manifest = GraphManifest.load(nodes.run.graphs_manifest)
+    assert (manifest.absent_nodes, manifest.complete) == (("n1",), False), output
+    assert names(manifest, "compiled") == {module("a")}
+    deadline = time.monotonic() + 10
+    while processes_with(str(stage.folder)):
+        assert time.monotonic() < deadline, "somebody outlived the launcher"
+        time.sleep(0.1)
+
+
+def test_each_node_hands_in_what_it_compiled_while_training(stage: Stage) -> None:
+    stage.let(precompile=["a"], train=["a", "late"], rank_1=["c"])
+    nodes = Nodes(stage)
+    nodes.open("precompile")
+    nodes.both("precompile")
+    stage.let(precompile=["a"], train=["a", "late"], rank_1=["c", "later"])
+    nodes.open("train")
+    nodes.both("train")
+    added = {node: nodes.record("train", node).graphs_added for node in (0, 1)}
+    assert {n: {a.partition("+")[0] for a in found} for n, found in added.items()} == {
+        0: {module("late")}, 1: {module("late"), module("later")}
+    }  # fmt: skip
+    assert sorted(n.partition("+")[0] for n in merge_added(nodes.run)) == sorted(
+        [module("late"), module("later")]
+    )
+    assert GraphManifest.load(nodes.run.graphs_manifest).graphs == 4

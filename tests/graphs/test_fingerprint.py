@@ -1,0 +1,200 @@
+"""What makes the graphs of one run serve another, foretold without compiling anything."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import slurmllm
+from slurmllm.backends.nxd.environment import versions
+from slurmllm.config.resolve import resolve
+from slurmllm.graphs import archive as graph_cache
+from slurmllm.graphs import reuse
+from slurmllm.graphs.fingerprint import graph_fingerprint, sources
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.records import GraphManifest, MicroBatchRecord
+from slurmllm.rundir import RunDir
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def fingerprint(
+    *overrides: str, recipe: str = "tiny_neox", nodes: int = 2, cluster: str | None = None,
+    local: bool = False, measured: int | None = None,
+) -> str | None:  # fmt: skip
+    config = resolve(recipe, cluster, overrides)
+    return graph_fingerprint(config, make_mesh(config, nodes, measured), local, measured)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.hidden_size=384", "model.seq_len=256", "model.vocab_size=5000",
+        "train.micro_batch=1", "train.precision=bf16_mixed", "train.compile=false",
+        "train.activation_checkpointing=full", "parallel.tensor=2", "parallel.pipeline=2",
+        "cluster.cpus_per_node=7", "slurm.partition=other", "env.TORCHINDUCTOR_MAX_AUTOTUNE=1",
+    ],
+)  # fmt: skip
+def test_what_changes_native_graphs(override: str) -> None:
+    assert fingerprint(override) != fingerprint()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.steps=70", "train.seed=5", "optim.lr=1e-2", "checkpoint.keep=9",
+        "slurm.time=9:00:00", "cluster.env.NCCL_DEBUG=INFO",
+    ],
+)  # fmt: skip
+def test_what_does_not(override: str) -> None:
+    assert fingerprint(override) == fingerprint()
+
+
+def test_nodes_count_where_the_graphs_or_the_threads_hold_them() -> None:
+    assert fingerprint(nodes=4) == fingerprint(nodes=2)
+    if len(os.sched_getaffinity(0)) > 1:
+        assert fingerprint(nodes=1, local=True) != fingerprint(nodes=2, local=True)
+    trn1 = {"recipe": "neox_20b", "cluster": "trn1"}
+    assert fingerprint(nodes=4, **trn1) != fingerprint(nodes=8, **trn1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("override", "changes"),
+    [
+        ("optim.lr=1e-5", True), ("parallel.sequence=false", True),
+        ("env.NEURON_CC_FLAGS=-O1", True), ("train.precision=fp32", True),
+        ("env.FI_PROVIDER=tcp", False), ("train.seed=5", False),
+        ("env.NEURON_RT_EXEC_TIMEOUT=7", False),
+    ],
+)  # fmt: skip
+def test_what_changes_graphs_on_neuron_devices(override: str, changes: bool) -> None:
+    base = fingerprint(recipe="neox_20b", cluster="trn1", nodes=4)
+    other = fingerprint(override, recipe="neox_20b", cluster="trn1", nodes=4)
+    assert (base != other) is changes
+
+
+def test_versions_and_variables_of_this_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve("tiny_neox")
+    mesh = make_mesh(config, 2)
+    base = graph_fingerprint(config, mesh, False)
+    assert graph_fingerprint(config, mesh, False, versions={"torch": "9"}) != base
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # sbatch takes it along
+    assert graph_fingerprint(config, mesh, False) != base
+
+
+@pytest.mark.parametrize(
+    ("changed", "native", "nxd"),
+    [
+        ("model/decoder.py", True, True), ("plan/mesh.py", True, True),
+        ("config/families.py", True, True), ("backends/nxd/model.py", False, True),
+        ("backends/native/precision.py", True, False), ("cli/main.py", False, False),
+        ("config/recipe.py", False, False),
+    ],
+)  # fmt: skip
+def test_slurmllm_s_own_sources(changed: str, native: bool, nxd: bool, tmp_path: Path) -> None:
+    package = Path(slurmllm.__file__).parent
+    kept, edited = tmp_path / "kept", tmp_path / "edited"
+    for copy in (kept, edited):
+        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (edited / changed).write_text((package / changed).read_text() + "\nX = 1\n")
+    for backend, differs in (("native", native), ("nxd", nxd)):
+        assert (sources(backend, edited) != sources(backend, kept)) is differs
+        assert sources(backend, kept) == sources(backend)
+
+
+def test_sources_and_packages_are_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = fingerprint(recipe="neox_20b", cluster="trn1", nodes=4)
+    monkeypatch.setattr("slurmllm.graphs.fingerprint.sources", lambda backend: backend)
+    assert fingerprint(recipe="neox_20b", cluster="trn1", nodes=4) != base
+    assert {"libneuronxla", "neuronx-cc"} <= versions().keys()
+
+
+def test_an_unmeasured_micro_batch_has_no_fingerprint() -> None:
+    auto = "train.micro_batch=auto"
+    assert fingerprint(auto) is None
+    assert fingerprint(auto, measured=2) == fingerprint(auto, measured=2, nodes=8)
+    assert fingerprint(auto, measured=2) != fingerprint(auto, measured=4)
+
+
+def run_with_graphs(root: Path, name: str, *overrides: str, measured: int | None = None) -> RunDir:
+    """A run whose precompile stage has finished."""
+    run, config = RunDir(root / name), resolve("tiny_neox", overrides=overrides)
+    run.path.mkdir(parents=True)
+    run.config.write_text(config.to_yaml())
+    cache = root / f".cache-{name}"
+    graph = cache / "inductor/fxgraph/ab/abc/x"
+    graph.parent.mkdir(parents=True)
+    graph.write_text(name)
+    if measured is not None:
+        MicroBatchRecord(
+            micro_batch=measured, reason="", candidates=(), limit_bytes=1, nodes=("n1",),
+            device="cpu", workers=1,
+        ).save(run.micro_batch)  # fmt: skip
+    mesh = make_mesh(config, 2, measured)
+    made = graph_fingerprint(config, mesh, False, measured)
+    graph_cache.pack(cache, run, "native", 1.0, fingerprint=made)
+    return run
+
+
+def find(root: Path, *overrides: str) -> str | None:
+    config = resolve("tiny_neox", overrides=overrides)
+    found = reuse.find(config, 2, False, RunDir(root / "new"))
+    return found.name if found else None
+
+
+def test_the_newest_run_that_serves_is_found(tmp_path: Path) -> None:
+    assert find(tmp_path) is None
+    for age, name in ((300, "older"), (200, "newer"), (100, "other")):
+        extra = ("train.precision=bf16",) if name == "other" else ()
+        run = run_with_graphs(tmp_path, name, *extra)
+        then = run.graphs_manifest.stat().st_mtime - age
+        os.utime(run.graphs_manifest, (then, then))
+    assert find(tmp_path) == "newer"
+    assert find(tmp_path, "train.precision=bf16") == "other"
+    assert find(tmp_path, "train.precision=bf16_sr") is None
+    damaged = RunDir(tmp_path / "newer").graphs_manifest
+    damaged.write_text(damaged.read_text()[:100])
+    assert find(tmp_path) == "older"
+
+
+def test_an_archive_is_shared_and_outlives_its_first_run(tmp_path: Path) -> None:
+    source, run = run_with_graphs(tmp_path, "first"), RunDir(tmp_path / "second")
+    run.path.mkdir()
+    assert reuse.adopt(source, run)
+    assert run.graphs_archive().samefile(source.graphs_archive())
+    manifest = GraphManifest.load(run.graphs_manifest)
+    assert manifest.taken_from == "first"
+    source.graphs_archive().unlink()
+    assert graph_cache.put_in_place(tmp_path / "node", run, manifest) == "shared"
+    third = RunDir(tmp_path / "third")
+    third.path.mkdir()
+    assert reuse.adopt(run, third)
+    assert GraphManifest.load(third.graphs_manifest).taken_from == "first"
+
+
+def test_a_damaged_archive_is_not_taken(tmp_path: Path) -> None:
+    source, run = run_with_graphs(tmp_path, "first"), RunDir(tmp_path / "second")
+    run.path.mkdir()
+    data = bytearray(source.graphs_archive().read_bytes())
+    data[600] ^= 1
+    source.graphs_archive().write_bytes(data)
+    assert not reuse.adopt(source, run)
+    assert not run.graphs_manifest.exists()
+
+
+def test_a_measured_micro_batch_comes_along(tmp_path: Path) -> None:
+    auto = "train.micro_batch=auto"
+    source = run_with_graphs(tmp_path, "first", auto, measured=2)
+    assert find(tmp_path) is None, "not for a run that fixes it"
+    assert find(tmp_path, auto) == "first"
+    run = RunDir(tmp_path / "new")
+    run.path.mkdir()
+    assert reuse.adopt(source, run)
+    assert reuse.measured_micro_batch(run) == 2
+    assert reuse.serves(resolve("tiny_neox", overrides=[auto]), 2, False, run, run)

@@ -1,0 +1,329 @@
+"""Logs of other frameworks: JSON, tables, text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slurmllm.errors import RunError, UserError
+from slurmllm.metrics.curves import Curve
+from slurmllm.metrics.source import locate, parse_tags, read_curve
+from slurmllm.metrics.tags import FRAMEWORKS, METRICS, choose
+
+
+def first_row(curve: Curve) -> dict[str, float]:
+    return {key: float(column[0]) for key, column in curve.columns.items()}
+
+
+def read_lines(tmp_path: Path, *lines: str, name: str = "x.log") -> Curve:
+    path = tmp_path / name
+    path.write_text("\n".join(lines) + "\n")
+    return read_curve(path)
+
+
+def test_trainer_state_of_hugging_face(tmp_path: Path) -> None:
+    history: list[dict[str, Any]] = [
+        {"loss": 3.0, "grad_norm": 1.5, "learning_rate": 1e-4, "epoch": 0.1, "step": 10},
+        {"eval_loss": 3.2, "step": 10},
+        {"loss": 2.0, "grad_norm": 1.4, "learning_rate": 9e-5, "step": 20},
+        {"train_runtime": 9.0, "train_loss": 2.5, "step": 20},
+    ]
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"global_step": 20, "log_history": history}))
+    curve = read_curve(path)
+    assert (curve.kind, curve.steps.tolist(), curve.warnings) == ("jsonl", [10, 20], ())
+    assert first_row(curve) == {"loss": 3.0, "grad_norm": 1.5, "lr": 1e-4, "val_loss": 3.2}
+    assert curve.series("val_loss")[0].tolist() == [10]
+
+
+def test_json_lines_of_wandb_with_nested_keys(tmp_path: Path) -> None:
+    rows = [
+        {"_step": 2 * i, "_timestamp": 100.0 + i, "trainer": {"global_step": i}, "sys": {"gpu": 1}}
+        | ({"train": {"loss": 3.0 - i, "lr": None}} if i else {})
+        for i in range(3)
+    ]
+    path = tmp_path / "history.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    tags = {"loss": "train.loss", "step": "trainer.global_step"}
+    curve = read_curve(path, tags)
+    assert curve.steps.tolist() == [0, 1, 2]
+    assert curve.series("loss")[1].tolist() == [2.0, 1.0]
+    assert curve.columns["time"].tolist() == [100.0, 101.0, 102.0]
+    assert read_curve(path, {"loss": "train.loss"}).steps.tolist() == [0, 2, 4]
+    with pytest.raises(RunError, match=r"no loss in .*train\.loss.*; name it with --tag loss=TAG"):
+        read_curve(path)
+
+
+def test_json_lines_that_are_mixed_or_without_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(
+        '{"iteration": 1, "lm loss": 2.0}\nwarning: slow\n{"iteration": 2, "lm loss": 1.'
+    )
+    curve = read_curve(path)
+    assert (curve.steps.tolist(), curve.columns["loss"].tolist()) == ([1], [2.0])
+    assert curve.warnings == (f"{path}:2: 2 lines are no JSON object and left out",)
+    path.write_text('{"epoch": 1, "loss": 2.0}\n')
+    with pytest.raises(RunError, match=r"no step in .*; there are epoch, loss; .*--tag step=KEY"):
+        read_curve(path)
+    assert read_curve(path, {"step": "epoch"}).steps.tolist() == [1]
+    path.write_text('{"step": 1.5, "loss": 2.0, "learning_rate": 1}\n{"step": 2, "loss": 1.0}\n')
+    assert "step is 1.5 and no whole number in 1 of 2 rows" in read_curve(path).warnings[0]
+
+
+def test_a_json_document_of_columns(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"step": [1, 2, 3], "loss": [3.0, 2.0, NaN], "name": "a"}')
+    np.testing.assert_array_equal(read_curve(path).columns["loss"], [3.0, 2.0, np.nan])
+    path.write_text('{"log_history": [{"st')
+    with pytest.raises(RunError, match="is no whole JSON document"):
+        read_curve(path)
+
+
+def test_table_of_lightning_with_blank_cells(tmp_path: Path) -> None:
+    lines = ["epoch,step,train_loss,val_loss,lr-AdamW", "0,9,3.0,,", "0,9,,3.1,", "0,19,2.9,,0.1"]
+    curve = read_lines(tmp_path, *lines, "0,29,2.", name="metrics.csv")
+    assert curve.steps.tolist() == [9, 19]
+    assert curve.series("loss")[1].tolist() == [3.0, 2.9]
+    assert curve.series("lr")[0].tolist() == [19]
+    assert curve.series("val_loss")[1].tolist() == [3.1]
+    assert curve.warnings == (f"{curve.path}:5: the last line is cut and left out",)
+
+
+def test_tables_of_wandb(tmp_path: Path) -> None:
+    header = '"Step","one - train/loss","one - train/loss__MIN","one - train/loss__MAX"'
+    curve = read_lines(tmp_path, header, "1,3,2,4", "2,2.5,2,4", name="chart.csv")
+    assert curve.columns["loss"].tolist() == [3.0, 2.5]
+    path = tmp_path / "two.tsv"
+    path.write_text("Step\tone - loss\ttwo - loss\n1\t3\t4\n")
+    with pytest.raises(RunError, match="there are one - loss, two - loss"):
+        read_curve(path)
+    assert read_curve(path, {"loss": "two - loss"}).columns["loss"].tolist() == [4.0]
+    path.write_text("")
+    with pytest.raises(RunError, match="has no header"):
+        read_curve(path)
+
+
+OURS = (
+    "step {step}/120  loss 7.1000  grad norm 0.812  lr 2.00e-04  39.1 seq/s  1,251 tokens/s  "
+    "eta 0:00:07"
+)
+NXD = "LOG Sun Nov 22 01:24:10 2026 - (0, {step}) step_loss : 8.1234 learning_rate : 2.00e-04 "
+MEGATRON = (
+    " [2025-01-02 03:04:05.500000] iteration {step:8d}/     100 | consumed samples:          320 | "
+    "elapsed time per iteration (ms): 545.2 | throughput per GPU (TFLOP/s/GPU): 100.2 | learning "
+    "rate: 9.150000E-06 | global batch size:    32 | lm loss: 2.504220E+00 | loss scale: 1.0 | "
+    "grad norm: 0.231 | params norm: 12.500 | number of skipped iterations:   0 |"
+)
+BAR = (
+    "Epoch 0:  22%|██▏       | {step}/20101 [22:26:14<77:48:37, 17.95s/it, loss=2.43, v_num=5563, "
+    "reduced_train_loss=2.470, gradient_norm=0.121, parameter_norm=1864.0, global_step={step}.0, "
+    "consumed_samples=1.16e+6, iteration_time=16.40]"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            OURS,
+            {
+                "loss": 7.1,
+                "grad_norm": 0.812,
+                "lr": 2e-4,
+                "seq_per_s": 39.1,
+                "tokens_per_s": 1251.0,
+            },
+        ),
+        (
+            NXD + "throughput : 3.12 seq/s grad-norm : 0.31",
+            {
+                **{"loss": 8.1234, "grad_norm": 0.31, "lr": 2e-4, "seq_per_s": 3.12},
+                "time": 1795310650.0,
+            },
+        ),
+        (
+            "step {step} step_time 1.5s throughput 3.2 seq/s step loss 7.1 grad norm None",
+            {"loss": 7.1, "seq_per_s": 3.2, "step_time_s": 1.5},
+        ),
+        (
+            "step {step} loss is 7.1, lr is 1e-05, throughput 3.2 seq/s,  input_ids 1234, norm "
+            "tensor([0.5]), global rank 0",
+            {"loss": 7.1, "grad_norm": 0.5, "lr": 1e-5, "seq_per_s": 3.2},
+        ),
+        (
+            MEGATRON,
+            {
+                **{"loss": 2.50422, "grad_norm": 0.231, "param_norm": 12.5, "lr": 9.15e-6},
+                **{"step_time_s": 0.5452, "time": 1735787045.5, "samples": 320.0},
+            },
+        ),
+        (
+            " samples/sec: 3.100 | iteration       {step}/     100 | elapsed time per iteration "
+            "(ms): 545.2 | learning rate: 9.150E-06 | lm_loss: 2.504220E+00 |",
+            {"loss": 2.50422, "lr": 9.15e-6, "seq_per_s": 3.1, "step_time_s": 0.5452},
+        ),
+        (
+            "\x1b[31mstep: {step}  \x1b[32mloss:  7.1234  \x1b[38;2;180;60;0mgrad_norm:  1.2345  ",
+            {"loss": 7.1234, "grad_norm": 1.2345},
+        ),
+        ("iter {step}: loss 3.1000, time 250.00ms", {"loss": 3.1, "step_time_s": 0.25}),
+        (
+            BAR,
+            {
+                **{"loss": 2.47, "grad_norm": 0.121, "param_norm": 1864.0, "step_time_s": 16.4},
+                "samples": 1.16e6,
+            },
+        ),
+    ],
+)
+def test_text_logs(tmp_path: Path, line: str, expected: dict[str, float]) -> None:
+    lines = ["Loading … loss of nothing", *(line.format(step=step) for step in (10, 20, 30, 30))]
+    path = tmp_path / "x.log"
+    path.write_bytes("\r".join(lines).encode() + b"\n\xff\xfe loss \0\n")
+    curve = read_curve(path)
+    assert (curve.kind, curve.steps.tolist(), curve.overlap_rows) == ("text", [10, 20, 30], 0)
+    assert {key: pytest.approx(value) for key, value in first_row(curve).items()} == expected
+
+
+def test_a_progress_bar_tells_large_steps_by_its_count(tmp_path: Path) -> None:
+    lines = [f"E|#| {i}/9 [1s, loss=2, global_step={99990 + i}.0]" for i in range(9)]
+    lines += [f"E|#| {i}/9 [1s, loss=2, global_step=1.00e+5]" for i in range(10, 15)]
+    steps = read_lines(tmp_path, *lines).steps.tolist()
+    assert steps == [*range(99990, 99999), *range(100000, 100005)]
+
+
+def test_a_restart_that_appends_to_the_log(tmp_path: Path) -> None:
+    lines = [OURS.format(step=step) for step in (*range(1, 21), *range(16, 31))]
+    curve = read_lines(tmp_path, *lines)
+    assert curve.steps.tolist() == list(range(1, 31))
+    assert (curve.restarts.tolist(), curve.overlap_rows, curve.overlap_identical) == ([16], 5, True)
+    with pytest.raises(RunError, match=r"no metrics in .*: no line is one of ours, NxD's examples"):
+        read_lines(tmp_path, "nothing here", name="y.txt")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.name)
+def test_every_framework_is_known_by_its_tags(framework: Any) -> None:
+    there = [names[0].replace("*", "AdamW") for names in framework.names.values()]
+    assert set(framework.names) < set(METRICS)
+    found = choose(dict.fromkeys([*there, framework.mark or "other"], 9), {}, Path("log"))
+    assert dict(zip(framework.names, there, strict=True)).items() <= found.tags.items()
+
+
+def test_megatrons_throughput_is_none_of_ours() -> None:
+    tags = {"lm loss": 9, "throughput": 9, "lm loss vs samples": 9}
+    assert choose(tags, {}, Path("log")).tags == {"loss": "lm loss"}
+
+
+def test_tags_that_differ_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"step": i, "loss": 1.0 * i, "train_loss": 2.0 * i, "lr-x": 1, "tps": 5} for i in range(9)
+    ]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one, units = read_curve(path).warnings
+    assert "loss is taken from 'train_loss', not from 'loss'; --tag loss=TAG" in one
+    assert units == "tokens_per_s is that of one device: 'tps'"
+    assert read_curve(path, {"loss": "loss"}).columns["loss"].tolist() == [
+        1.0 * i for i in range(9)
+    ]
+    (elsewhere, *_) = read_curve(path, {"loss": "mine"}).warnings
+    assert "has no 'mine' (--tag loss=mine); loss is taken from 'train_loss'" in elsewhere
+    with pytest.raises(RunError, match=r"no 'mine' \(--tag param_norm=mine\); there are"):
+        read_curve(path, {"param_norm": "mine"})
+
+
+def test_tags_of_the_command_line() -> None:
+    assert parse_tags(["loss=a=b", " lr = my lr "]) == {"loss": "a=b", "lr": "my lr"}
+    for wrong in (["loss"], ["=x"], ["los=x"], ["loss=a", "loss=b"]):
+        with pytest.raises(UserError, match="--tag"):
+            parse_tags(wrong)
+
+
+def test_locate(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    for folder in ("whole", "part/metrics", "empty"):
+        (root / folder).mkdir(parents=True)
+    (root / "whole" / "config.yaml").write_text("")
+    (tmp_path / "tb").mkdir()
+    (tmp_path / "tb" / "events.out.tfevents.1.h").write_bytes(b"")
+    (tmp_path / "x.csv").write_text("")
+    for source in (root / "whole", root / "part", tmp_path / "tb", tmp_path / "x.csv"):
+        assert locate(str(source), root) == source
+    assert locate("whole", root) == root / "whole"
+    assert locate("part", root) == root / "part"
+    for source, words in (
+        ("gone", "no run 'gone'"),
+        ("gone.csv", "no metrics file"),
+        (str(root / "empty"), "holds no metrics"),
+        ("x" * 300, "cannot look up"),
+    ):
+        with pytest.raises(RunError, match=words):
+            locate(source, root)
+    (root / "empty" / "metrics.csv").write_text("")
+    assert locate(str(root / "empty"), root) == root / "empty" / "metrics.csv"
+
+
+def test_files_of_no_use(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_text("")
+    with pytest.raises(RunError, match="of no kind that we read"):
+        read_curve(tmp_path / "x.bin")
+    (tmp_path / "x.csv.gz").write_bytes(b"step,loss\n1,2.5\n")
+    with pytest.raises(RunError, match=r"x\.csv\.gz is no gzip file.*name it x\.csv if"):
+        read_curve(tmp_path / "x.csv.gz")
+
+
+LOSSES = np.random.default_rng(0).random(20_000).tolist()
+LINES: dict[str, Callable[[int, float], str]] = {
+    ".jsonl": lambda step, loss: json.dumps({"step": step, "loss": loss}),
+    ".csv": lambda step, loss: f"{step},{loss}",
+    ".log": lambda step, loss: f"step: {step} loss: {loss:.17f}",
+}
+
+
+@pytest.mark.parametrize("suffix", LINES)
+@pytest.mark.parametrize("damage", ["cut", "flipped", "appended", "no end"])
+def test_a_damaged_gzip_file_is_read_as_far_as_it_goes(
+    damage: str, suffix: str, tmp_path: Path
+) -> None:
+    lines = [LINES[suffix](step, loss) for step, loss in enumerate(LOSSES)]
+    text = "\n".join([*(["step,loss"] if suffix == ".csv" else []), *lines, ""])
+    whole = gzip.compress(text.encode())
+    half = len(whole) // 2
+    path = tmp_path / f"x{suffix}.gz"
+    path.write_bytes(
+        {
+            "cut": whole[:half],
+            "flipped": whole[:half] + bytes([whole[half] ^ 0xFF]) + whole[half + 1 :],
+            "appended": whole + b"what is no gzip",
+            "no end": whole[:-8],
+        }[damage]
+    )
+    curve = read_curve(path)
+    (warning,) = (each for each in curve.warnings if f"{path} is damaged: " in each)
+    assert ("some of it may be wrong" in warning) == (damage == "flipped")
+    read = curve.series("loss")[1].tolist()
+    assert len(read) > 0.4 * len(LOSSES)
+    if damage != "flipped":  # what follows the byte is unpacked to something else
+        assert read == pytest.approx(LOSSES[: len(read)], abs=1e-16)
+        assert len(read) == len(LOSSES) or damage == "cut"
+
+
+def test_a_table_of_one_endless_line_has_no_header(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("x" * 200_000)
+    with pytest.raises(RunError, match="it has no header"):
+        read_curve(path)
+
+
+def test_nothing_is_left_of_a_gzip_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv.gz"
+    for text in (b"", b"\x1f", gzip.compress(b"step,loss\n1,2.5\n")[:12]):
+        path.write_bytes(text)
+        with pytest.raises(RunError, match="no metrics in"):
+            read_curve(path)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_rows import MakeRun, make_row, make_rows
+
+from slurmllm.errors import RunError
+from slurmllm.metrics.row_reader import MetricsFile, last_row
+
+
+def test_last_row_is_the_newest(make_run: MakeRun) -> None:
+    run = make_run("r", make_rows(1, 20), make_rows(16, 18, attempt=1))
+    assert last_row(run) == make_row(18, attempt=1)
+
+
+def test_last_row_passes_over_a_cut_line_and_an_attempt_without_steps(make_run: MakeRun) -> None:
+    run = make_run("r", make_rows(1, 5), [])
+    with run.metrics(0).open("a") as stream:
+        stream.write('{"step": 6, "lo')
+    assert last_row(run) == make_row(5)
+    run.metrics(1).write_bytes(b"\0" * 512)
+    assert last_row(run) == make_row(5)
+
+
+def test_last_row_finds_a_row_longer_than_the_tail(make_run: MakeRun) -> None:
+    run = make_run("r", [make_row(1), make_row(2, note="x" * 100_000)])
+    assert (last_row(run) or {})["step"] == 2
+
+
+def test_last_row_of_a_long_file_equals_the_last_line(make_run: MakeRun) -> None:
+    run = make_run("r", make_rows(1, 2000))
+    assert last_row(run) == json.loads(run.metrics(0).read_text().splitlines()[-1])
+
+
+def test_no_last_row_without_steps(make_run: MakeRun) -> None:
+    assert last_row(make_run("none")) is None
+    assert last_row(make_run("empty", [])) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{broken", "not one whole JSON value"),
+        ("[1, 2]", "a JSON list, not an object"),
+        ('{"loss": 1.0}', "step is absent"),
+        ('{"step": "7"}', "step is '7'"),
+        ('{"step": true}', "step is True"),
+        ('{"step": -1}', "step is -1"),
+        ("[" * 100_000, "not one whole JSON value"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(RunError, match=r"m\.jsonl:2: ") as caught:
+        list(MetricsFile(path).rows())
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 3, "l', b'{"step": 3, "l\n', b"\0" * 40, b'{"a\xc3'])
+def test_a_cut_last_line_is_left_out(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n\n{"step": 2}\n' + tail)
+    source = MetricsFile(path)
+    assert [row["step"] for row in source.rows()] == [1, 2]
+    assert source.cut_line == 4
+
+
+def test_a_whole_last_line_needs_no_newline(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}')
+    source = MetricsFile(path)
+    assert [row["step"] for row in source.rows()] == [1, 2]
+    assert source.cut_line is None
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"gone\.jsonl"):
+        list(MetricsFile(tmp_path / "gone.jsonl").rows())
+
+
+def test_status_can_read_a_row_without_numpy() -> None:
+    code = (
+        "import sys, slurmllm.metrics.row_reader\n"
+        "found = {'numpy', 'torch', 'pydantic', 'matplotlib'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": "."})

@@ -1,0 +1,179 @@
+"""The fast reader of our metrics files reads what the exact one reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_rows import make_row, make_rows, write_rows
+
+from slurmllm.errors import RunError
+from slurmllm.metrics import attempt_metrics as reader
+from slurmllm.metrics.attempt_metrics import read_uniform
+from slurmllm.metrics.curves import Curve
+from slurmllm.metrics.source import read_curve
+from slurmllm.records import MetricsRow
+
+odd_lines = st.sampled_from(
+    [
+        *('{"step": 7, "lo', "", "  ", "\0" * 20, "[1]", '{"loss": 1.0}', '{"step": "7"}'),
+        *(
+            '{"step": 3, "loss": null}',
+            '{"step": 3, "loss": NaN, "x": {}}',
+            '{"loss":2.5,"step":4}',
+        ),
+        *('{"step":5,"attempt":0,"loss":"high"}', '{"step":5,"attempt":-1,"loss":1}'),
+        *(
+            '{"step":6,"loss":1e999}',
+            '{"step":6,"note":"a, b: c}"}',
+            '{"step":6,"loss":1,"loss":2}',
+        ),
+    ]
+)
+values = st.floats() | st.integers(-(10**20), 10**20) | st.none()
+
+
+def read_both(path: Path, lenient: bool) -> tuple[Curve | str, Curve | str]:
+    """The file by the fast reader, in blocks of a few lines, and by the exact one."""
+    found: list[Curve | str] = []
+    for small_bytes in (0, 1 << 30):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reader, "_SMALL_BYTES", small_bytes)
+            patch.setattr(reader, "_BLOCK_BYTES", 700)
+            try:
+                found.append(read_curve(path, lenient=lenient))
+            except RunError as error:
+                found.append(str(error))
+    return found[0], found[1]
+
+
+def assert_same(one: Curve | str, other: Curve | str) -> None:
+    if isinstance(one, str) or isinstance(other, str):
+        assert one == other
+        return
+    assert (one.warnings, one.overlap_rows) == (other.warnings, other.overlap_rows)
+    np.testing.assert_array_equal(one.steps, other.steps)
+    np.testing.assert_array_equal(one.attempts, other.attempts)
+    assert list(one.columns) == list(other.columns)
+    assert list(one.absent) == list(other.absent)
+    for key, column in one.columns.items():
+        np.testing.assert_array_equal(column, other.columns[key])
+    for key, flags in one.absent.items():
+        np.testing.assert_array_equal(flags, other.absent[key])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 40), values, values), min_size=1, max_size=30),
+    odd=st.lists(st.tuples(st.integers(0, 30), odd_lines), max_size=2),
+    compact=st.booleans(),
+    cut=st.integers(0, 60),
+    lenient=st.booleans(),
+)
+def test_fast_and_exact_read_the_same(
+    rows: list[tuple[int, Any, Any]],
+    odd: list[tuple[int, str]],
+    compact: bool,
+    cut: int,
+    lenient: bool,
+) -> None:
+    separators = (",", ":") if compact else (", ", ": ")
+    lines = [
+        json.dumps({"step": s, "attempt": 0, "loss": a, "lr": b, "more": 1}, separators=separators)
+        for s, a, b in rows
+    ]
+    for place, line in odd:
+        lines.insert(min(place, len(lines)), line)
+    text = "\n".join(lines) + "\n"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "m.jsonl"
+        path.write_text(text[: len(text) - cut] or "\n")
+        if '"attempt": 0' in text or '"attempt":0' in text:
+            assert_same(*read_both(path, lenient))
+
+
+def test_rows_of_the_trainer_take_the_fast_way() -> None:
+    rows = [MetricsRow(**make_row(step)) for step in range(1, 50)]
+    rows[7] = rows[7].model_copy(update={"loss": math.nan})
+    lines = "".join(row.model_dump_json(exclude_none=True) + "\n" for row in rows).encode()
+    part = read_uniform(lines, 0)
+    assert part is not None
+    assert part.columns["tokens"].tolist() == [row.tokens for row in rows]
+    np.testing.assert_array_equal(part.columns["loss"], [row.loss for row in rows])
+    swapped = (
+        lines.replace(b'"lr":', b'"LR":').replace(b'"loss":', b'"lr":').replace(b"LR", b"loss")
+    )
+    whole, half = read_uniform(swapped, 0), lines.index(b'{"step":25')
+    assert whole is not None
+    np.testing.assert_array_equal(whole.columns["lr"], [row.loss for row in rows])
+    assert read_uniform(lines[:half] + swapped[half:], 0) is None
+
+
+def test_lenient_reading_leaves_damage_out(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "r" / "metrics" / "attempt_000.jsonl"
+    write_rows(path, make_rows(1, 20))
+    lines = path.read_text().splitlines()
+    lines[4], lines[9] = lines[4][:30], "[]"
+    lines[6] = json.dumps(make_row(7, loss={"mean": 2.0, "std": 0.1}))
+    path.write_text("\n".join(lines) + "\n" + "\0" * 64)
+    (path.parent / "metrics.v2.jsonl").write_text("{}")
+    curve = read_curve(path.parents[1], lenient=True)
+    assert curve.steps.tolist() == [step for step in range(1, 21) if step not in (5, 10)]
+    assert np.flatnonzero(curve.absent["loss"]).tolist() == [5]
+    unknown, broken, newer, cut = curve.warnings
+    assert "metrics.v2.jsonl passed over" in unknown
+    assert broken.startswith(f"{path}:5: ")
+    assert "it and 1 more such are left out" in broken
+    assert newer.startswith(f"{path}:7: loss is ")
+    assert "newer version" in newer
+    assert cut == f"{path}:21: the last line is cut and left out"
+    with pytest.raises(RunError, match=r"attempt_000\.jsonl:5: "):
+        read_curve(path.parents[1])
+
+
+def test_an_empty_attempt_is_passed_over(tmp_path: Path) -> None:
+    folder = tmp_path / "r" / "metrics"
+    write_rows(folder / "attempt_000.jsonl", make_rows(1, 5))
+    write_rows(folder / "attempt_001.jsonl", [])
+    write_rows(folder / "attempt_002.jsonl", make_rows(4, 9, 2))
+    curve = read_curve(folder.parent)
+    assert (curve.steps[-1], curve.overlap_rows, curve.warnings) == (9, 2, ())
+
+
+def test_what_a_run_directory_tells_of_the_training(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    write_rows(run / "metrics" / "attempt_000.jsonl", make_rows(1, 5))
+    (run / "config.yaml").write_text(
+        "model: {seq_len: 256}\ntrain: {precision: fp32}\noptim: {lr: 1.0e-3, betas: [0.9, 0.95]}\n"
+        "of_a_newer_version: {deep: {er: 1}}\nbackend: native\ncluster: {name: local, health: {}}\n"
+        "origin: {optim.lr: default}\n"
+    )
+    (run / "attempts" / "000").mkdir(parents=True)
+    (run / "attempts" / "000" / "attempt.json").write_text('{"nodes": ["n1", "n2"], "new": 1}')
+    curve = read_curve(run)
+    assert curve.settings == {
+        "model.seq_len": 256,
+        "train.precision": "fp32",
+        "optim.lr": 1e-3,
+        "optim.betas": "[0.9, 0.95]",
+        "of_a_newer_version.deep.er": 1,
+        "backend": "native",
+        "cluster.name": "local",
+        "cluster.device": None,
+        "cluster.instance_type": None,
+    }
+    assert curve.nodes == {0: ("n1", "n2")}
+    assert curve.positions("samples").tolist() == [16.0 * step for step in range(1, 6)]
+    (run / "config.yaml").write_text("model: [unclosed\n")
+    (run / "attempts" / "000" / "attempt.json").write_text("{")
+    damaged = read_curve(run)
+    assert (damaged.settings, damaged.nodes) == ({}, {})
+    assert "config.yaml is damaged" in damaged.warnings[0]
+    assert "attempt.json is damaged" in damaged.warnings[1]

@@ -1,0 +1,90 @@
+"""A run with a restart, as its directory holds it, for the tests of its report."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from training_rows import make_row, write_rows
+
+from slurmllm.config.resolve import resolve
+from slurmllm.evaluate.cache_key import task_key
+from slurmllm.evaluate.suites import find_suite
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.records import AttemptRecord, EvaluationRecord, Event
+from slurmllm.rundir import RunDir
+
+BEGIN = 1.7e9
+
+
+def make_reported_run(
+    run: RunDir, *, nodes: int = 4, steps: int = 60, seq_per_s: float = 30.0, **changed: Any
+) -> RunDir:
+    """Two thirds of the steps in one attempt, lost back to half of them, the rest in another.
+
+    Args:
+        run: Where; its folder is made.
+        nodes: Of the shipped profile trn1, 32 workers each.
+        steps: Of the recipe, all made.
+        seq_per_s: Of every step.
+        **changed: Fields of the second attempt's record.
+    """
+    config = resolve("neox_20b", "trn1", [f"train.steps={steps}", "optim.warmup_steps=2"])
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.config.write_text(config.to_yaml())
+    run.plan.write_text(json.dumps(make_mesh(config, nodes).to_json()))
+    taken = 256 / seq_per_s
+    lost, half = steps * 2 // 3, steps // 2
+    again = BEGIN + taken * (lost - half) + 90
+    for number, first, last, begin in ((0, 1, lost, BEGIN), (1, half + 1, steps, again)):
+        write_rows(
+            run.metrics(number),
+            (
+                make_row(
+                    step, number, time=begin + taken * step, step_time_s=taken, seq_per_s=seq_per_s,
+                    tokens_per_s=2048 * seq_per_s, tokens=256 * 2048 * step,
+                    forward_backward_s=0.8 * taken, optimizer_s=0.1 * taken,
+                )
+                for step in range(first, last + 1)
+            ),
+        )  # fmt: skip
+    common: dict[str, Any] = {
+        "stage": "train", "job_id": None, "nodes": [f"n{i}" for i in range(nodes)],
+        "world_size": 32 * nodes, "master_addr": "n0", "master_port": 1024,
+    }  # fmt: skip
+    first_record = {
+        "attempt": 0, "started_at": BEGIN - 30, "ended_at": BEGIN + taken * lost + 5,
+        "class": "node_failure", "action": "requeue", "evidence": ["Slurm: NODE_FAIL <n3>"],
+        "checkpoint_after": half, "first_step": 1, "last_step": lost, "steps_gained": half,
+        "steps_lost": lost - half,
+    }  # fmt: skip
+    second = {
+        "attempt": 1, "started_at": again + taken * half - 20, "class": "done", "action": "finish",
+        "ended_at": again + taken * steps + 2, "checkpoint_after": steps, "first_step": half + 1,
+        "last_step": steps,
+    }  # fmt: skip
+    for number, fields in ((0, first_record), (1, second | changed)):
+        AttemptRecord.model_validate(common | fields).save(run.attempt("train", number).record)
+    events = [
+        Event(kind="save", step=half, attempt=0, time=BEGIN, seconds=2.0, bytes=10**9),
+        Event(kind="memory", step=5, attempt=0, time=BEGIN,
+              values={"peak_bytes": 9e9, "limit_bytes": 16e9, "rank": 3}),
+    ]  # fmt: skip
+    run.events(0).parent.mkdir()
+    run.events(0).write_text("".join(event.model_dump_json() + "\n" for event in events))
+    return run
+
+
+def add_scores(run: RunDir, *steps: int) -> None:
+    """What checkpoints scored in a group of the suite `hlat`."""
+    placed = find_suite("hlat")
+    (group,) = [one for one in placed.suite.groups if one.name == "world knowledge"]
+    for step in steps:
+        for row in group.tasks:
+            record = EvaluationRecord(
+                step=step, tokens=step * 256 * 2048, checkpoint=f"{step:064d}", task=row.task,
+                scores={f"{row.metric},none": step / 100}, errors={f"{row.metric},none": 0.01},
+                version="lm_eval 1", seconds=1, evaluated_at=BEGIN,
+            )  # fmt: skip
+            key = task_key(row, placed.folder, None, "lm_eval 1")
+            record.save(run.evaluation(record.checkpoint[::-1], key))

@@ -1,0 +1,259 @@
+"""Predictions beside what runs measured, of runs written by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_rows import Row as Line
+from training_rows import make_row, write_rows
+
+from slurmllm.config.cluster import Hardware
+from slurmllm.config.resolve import RunConfig, load, resolve
+from slurmllm.errors import ConfigError, RunError
+from slurmllm.plan.candidate import Candidate, StepTime
+from slurmllm.plan.mesh import load_mesh, make_mesh, save_mesh
+from slurmllm.plan.predict import predict
+from slurmllm.records import AttemptRecord, Event, JobsRecord, Submission, WorkerRecord
+from slurmllm.report import prediction as module
+from slurmllm.report.prediction import Against, Expected, against, against_run
+from slurmllm.rundir import RunDir
+
+HARDWARE = Hardware(
+    source="made up", bf16_tflops=0.05, fp32_tflops=0.05, memory_gib=2, reserved_gib=0.5,
+    memory_gb_s=10, node_link_gb_s=2, network_gb_s=2, matrix_efficiency=0.8,
+    attention_efficiency=0.5, memory_efficiency=0.8, node_link_efficiency=0.8,
+    network_efficiency=0.8,
+)  # fmt: skip
+# Seconds of each part: the step is their sum.
+PARTS = StepTime(
+    compute=1.0, recompute=0.5, tensor=0.25, bubble=0.125, transfer=0.0625, data=2.0, optimizer=4.0,
+    overhead=8.0,
+)  # fmt: skip
+GB = 10**9
+
+
+def config_of(*overrides: str, hardware: Hardware | None = HARDWARE) -> RunConfig:
+    config = resolve("tiny_neox", "local", ["train.global_batch=8", *overrides])
+    return replace(config, cluster=config.cluster.model_copy(update={"hardware": hardware}))
+
+
+def lines(
+    attempt: int, first: int, last: int, step_s: float = 0.5, *, split: bool = True
+) -> list[Line]:
+    """Steps of which the first six are slow; all but 0.01 s of each is in a part."""
+    parts = {"forward_backward_s": 0.3, "optimizer_s": step_s - 0.01 - 0.01 - 0.3}
+    steady = {"step_time_s": step_s, "data_wait_s": 0.01, **parts}
+    rows = [
+        make_row(step, attempt) | steady | ({"step_time_s": 9.0} if step < first + 6 else {})
+        for step in range(first, last + 1)
+    ]
+    return rows if split else [{k: v for k, v in row.items() if k not in parts} for row in rows]
+
+
+class Run:
+    """A run directory, attempt by attempt."""
+
+    def __init__(self, folder: Path, config: RunConfig, nodes: int = 2) -> None:
+        self.dir = RunDir(folder)
+        folder.mkdir(parents=True)
+        self.dir.config.write_text(config.to_yaml())
+        save_mesh(make_mesh(config, nodes), self.dir.plan)
+
+    def attempt(self, number: int, rows: Iterable[Line], nodes: int = 2) -> Run:
+        rows = list(rows)
+        write_rows(self.dir.metrics(number), rows)
+        begin = rows[0]["time"] - 100 if rows else 0.0
+        AttemptRecord(
+            attempt=number, stage="train", job_id=None, nodes=tuple(f"n{i}" for i in range(nodes)),
+            world_size=nodes, master_addr="n0", master_port=1024, started_at=begin,
+            ended_at=(rows[-1]["time"] if rows else begin) + 1, ending="done",
+        ).save(self.dir.attempt("train", number).record)  # fmt: skip
+        return self
+
+    def submitted(self, *first_attempts: int) -> Run:
+        JobsRecord(
+            submissions=tuple(
+                Submission(submitted_at=0.0, nodes=2, local=True, first_attempt=first)
+                for first in first_attempts
+            )
+        ).save(self.dir.jobs)
+        return self
+
+    def events(self, attempt: int, *events: dict[str, Any]) -> Run:
+        common = {"step": 1, "attempt": attempt, "time": 0.0}
+        written = (Event.model_validate(common | event).model_dump_json() for event in events)
+        self.dir.events(attempt).parent.mkdir(exist_ok=True)
+        self.dir.events(attempt).write_text("".join(f"{line}\n" for line in written))
+        return self
+
+
+def candidate_of(config: RunConfig, nodes: int = 2) -> Candidate:
+    return replace(predict(config, make_mesh(config, nodes)), step=PARTS)
+
+
+def row(found: Against, name: str) -> module.Row:
+    return next(one for one in found.rows if one.name == name)
+
+
+def test_each_figure_beside_its_prediction(tmp_path: Path) -> None:
+    config = config_of()
+    run = Run(tmp_path / "r", config).attempt(0, lines(0, 1, 30))
+    peak = {"peak_bytes": 1.5 * GB, "limit_bytes": 3.0 * GB}
+    run.events(
+        0, {"kind": "memory", "values": peak},
+        {"kind": "save", "waited_s": 1.0}, {"kind": "save", "waited_s": 0.0},
+        {"kind": "save", "waited_s": 2.0}, {"kind": "copied", "seconds": 1.0},
+        {"kind": "memory", "values": {"peak_bytes": 9.0 * GB, "limit_bytes": 3.0 * GB}},
+    )  # fmt: skip
+    for rank, start_up_s in enumerate((20.0, 30.0)):
+        WorkerRecord(
+            rank=rank, node=f"n{rank}", start_up_s=start_up_s, first_step_s=9.0, cache_hits=0,
+            cache_misses=0,
+        ).save(run.dir.attempt("train", 0).worker(rank))  # fmt: skip
+    candidate = candidate_of(config)
+    expected = Expected(start_up_s=15.0, first_step_s=17.0, save_waited_s=0.5, effective=0.1)
+    found = against(run.dir, candidate, expected)
+    seconds = PARTS.total
+    memory = candidate.memory.peak + 0.5 * 2**30
+    peak_flops = 2 * 0.05e12
+    assert {one.name: (one.predicted, one.measured) for one in found.rows} == {
+        "step": (seconds, 0.5),
+        "sequences": pytest.approx((8 / seconds, 16.0)),
+        "tokens": pytest.approx((8 * 128 / seconds, 16.0 * 128)),
+        "MFU": pytest.approx((candidate.mfu, candidate.model_flops / 0.5 / peak_flops)),
+        "data wait": (0.0, 0.01),
+        "forward and backward": (pytest.approx(seconds - 4.0), 0.3),
+        "optimizer and norms": (4.0, pytest.approx(0.18)),
+        "rest": (0.0, pytest.approx(0.01)),
+        "peak memory": (memory, 1.5 * GB),
+        "start-up": (15.0, 30.0),
+        "first step, longer by": (17.0, 8.5),
+        "save, training waits": (0.5, 1.0),
+        "effective utilization": (0.1, pytest.approx(row(found, "effective utilization").measured)),
+    }
+    assert row(found, "start-up").ratio == 2
+    assert row(found, "data wait").ratio is None
+    assert (found.steps, found.attempts, found.nodes, found.cluster) == (24, (0,), 2, "local")
+    assert json.loads(json.dumps(found.to_json()))["rows"][0]["ratio"] == 0.5 / seconds
+
+
+def test_what_was_not_predicted_or_measured_is_no_figure(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r", config_of()).attempt(0, lines(0, 1, 12))
+    found = against_run(run.dir)
+    assert row(found, "effective utilization").predicted is None
+    assert row(found, "effective utilization").ratio is None
+    assert {"peak memory", "start-up", "save, training waits"}.isdisjoint(
+        r.name for r in found.rows
+    )
+
+
+def test_nxd_reduces_gradients_in_the_optimizer(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r", config_of()).attempt(0, lines(0, 1, 12))
+    found = against(run.dir, candidate_of(config_of("backend=nxd")))
+    assert row(found, "optimizer and norms").predicted == 6.0
+    assert row(found, "forward and backward").predicted == pytest.approx(PARTS.total - 6.0)
+
+
+@pytest.mark.parametrize(("device", "measured"), [("cpu", 0.49), ("neuron", 0.5)])
+def test_parts_that_were_not_told_apart_are_one(
+    tmp_path: Path, device: str, measured: float
+) -> None:
+    """Rows of an old version, or of a device that works on its own."""
+    run = Run(tmp_path / "r", config_of()).attempt(0, lines(0, 1, 30, split=False))
+    config = config_of("backend=nxd")
+    cluster = config.cluster.model_copy(update={"device": device})
+    found = against(run.dir, replace(candidate_of(config), config=replace(config, cluster=cluster)))
+    one = row(found, "forward, backward, optimizer")
+    assert one.predicted == PARTS.total
+    assert one.measured == pytest.approx(measured)
+    assert one.note.startswith("not measured apart: compute 1 s, ")
+    assert not any(other.name == "rest" for other in found.rows)
+
+
+def test_attempts_of_one_submission_count_together(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r", config_of()).submitted(0)
+    run.attempt(0, lines(0, 1, 9, 0.4)).attempt(1, lines(1, 5, 7)).attempt(2, lines(2, 5, 16, 0.6))
+    found = against_run(run.dir)
+    assert (found.attempts, found.steps) == ((0, 2), 3 + 6)
+    assert row(found, "step").measured == 0.6
+    assert not [warning for warning in found.warnings if "used" in warning]
+
+
+@pytest.mark.parametrize("last", [6, 20])
+def test_the_newest_node_count_with_enough_steps_is_used(tmp_path: Path, last: int) -> None:
+    """Attempt 0 on two nodes; resumed on four, with or without enough steps."""
+    run = Run(tmp_path / "r", config_of(), nodes=4).submitted(0, 1)
+    run.attempt(0, lines(0, 1, 20)).attempt(1, lines(1, 1, last, 0.25), nodes=4)
+    found = against_run(run.dir)
+    nodes, attempt = (4, 1) if last == 20 else (2, 0)
+    assert (found.nodes, found.attempts) == (nodes, (attempt,))
+    config = load(run.dir.config)
+    assert row(found, "step").predicted == predict(config, make_mesh(config, nodes)).step.total
+    words = " ".join(found.warnings)
+    if last == 20:
+        assert "attempt 0: of another submission or node count, not used" in words
+    else:
+        assert "attempt 1 on 4 nodes: fewer than 5 steady steps, not used" in words
+        assert "may have changed its configuration" in words
+
+
+@pytest.mark.parametrize(
+    ("attempts", "words"),
+    [
+        ([], "has made no step yet"),
+        ([[]], "has made no step yet"),
+        ([lines(0, 1, 10)], "has made 10 steps, of which 4 are steady: the first 6"),
+        ([[make_row(1, step_time_s=0.0)]], "attempt_000.jsonl:1: step_time_s is 0.0"),
+        ([[make_row(1, forward_backward_s="x")]], "attempt_000.jsonl:1: forward_backward_s: "),
+        ([[{"step": 3}]], "attempt_000.jsonl:1: attempt: Field required"),
+    ],
+)
+def test_too_little_to_go_by(tmp_path: Path, attempts: Sequence[list[Line]], words: str) -> None:
+    run = Run(tmp_path / "r", config_of())
+    for number, rows in enumerate(attempts):
+        write_rows(run.dir.metrics(number), rows)
+    with pytest.raises(RunError) as caught:
+        against_run(run.dir)
+    assert words in str(caught.value)
+
+
+def profile(folder: Path, config: RunConfig, **changed: Any) -> str:
+    """A profile with hardware figures, as a file."""
+    values = config.cluster.model_dump(mode="json") | {"name": "measured"} | changed
+    path = folder / "measured.yaml"
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def test_another_profile_brings_the_figures(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r", config_of(hardware=None)).attempt(0, lines(0, 1, 20))
+    with pytest.raises(ConfigError, match=r"cluster\.hardware: missing in profile local"):
+        against_run(run.dir)
+    found = against_run(run.dir, profile(tmp_path, config_of()))
+    config = config_of()
+    mesh = load_mesh(run.dir.plan)
+    assert found.cluster == "measured"
+    assert row(found, "step").predicted == predict(config, mesh).step.total
+    rough = HARDWARE.model_copy(update={"rough": True}).model_dump(mode="json")
+    found = against_run(run.dir, profile(tmp_path, config_of(), hardware=rough))
+    assert "`slurmllm plan --calibrate` measures them" in found.warnings[-1]
+
+
+def test_a_profile_of_other_nodes_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r", config_of()).attempt(0, lines(0, 1, 20))
+    other = profile(tmp_path, config_of(), devices_per_node=2)
+    with pytest.raises(ConfigError, match=r"cluster\.devices_per_node: 2 in --cluster .*, 1 in"):
+        against_run(run.dir, other)
+    with pytest.raises(RunError, match="were made on 2 nodes, the prediction is of 4"):
+        against(run.dir, candidate_of(config_of(), nodes=4))
+
+
+def test_a_rehearsal_says_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r", config_of("backend=rehearsal")).attempt(0, lines(0, 1, 20))
+    with pytest.raises(ConfigError, match="backend: rehearsal computes nothing"):
+        against_run(run.dir)

@@ -1,0 +1,43 @@
+"""Fewer points, and nothing of a curve's extremes lost."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmllm.metrics.curves import extremes, means
+
+_VALUES = st.lists(
+    st.floats(-1e9, 1e9) | st.sampled_from([math.nan, math.inf]), min_size=1, max_size=300
+).map(np.array)
+
+
+@given(_VALUES, st.integers(4, 60))
+def test_extremes_are_kept(values: np.ndarray, most: int) -> None:
+    rows = extremes(values, most)
+    assert np.all(np.diff(rows) > 0)
+    assert rows[0] == 0
+    assert rows[-1] == len(values) - 1
+    finite = np.isfinite(values)
+    assert np.count_nonzero(np.isfinite(values[rows])) <= most + 1
+    if finite.any():
+        kept = values[rows][np.isfinite(values[rows])]
+        assert (kept.min(), kept.max()) == (values[finite].min(), values[finite].max())
+    assert (~np.isfinite(values[rows])).any() == (~finite).any()
+
+
+@given(_VALUES, st.integers(1, 60))
+def test_means_are_of_all_rows(values: np.ndarray, most: int) -> None:
+    found = means(values, most)
+    assert len(found) <= max(most, 1) or len(found) == len(values)
+    finite = values[np.isfinite(values)]
+    if len(finite) == len(values) and len(values) % len(found) == 0:
+        assert found.mean() == pytest.approx(values.mean(), abs=1e-3)
+    assert np.isfinite(found).any() == (len(finite) > 0)
+    if len(finite):
+        inside = found[np.isfinite(found)]
+        assert finite.min() - 1e-3 <= inside.min() <= inside.max() <= finite.max() + 1e-3

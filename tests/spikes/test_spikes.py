@@ -1,0 +1,255 @@
+"""Spikes of the loss, against a slow definition and against spikes that were planted."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from slurmllm.errors import RunError, UserError
+from slurmllm.metrics.curves import Curve
+from slurmllm.records import SkippedBatches
+from slurmllm.spikes.analysis import SpikeAnalysis
+from slurmllm.spikes.detection import between, find_spikes
+from slurmllm.spikes.plot import binned, default_path, draw
+from slurmllm.spikes.trends import first_at_most, medians_before, window_means
+
+
+def make_curve(losses: object, **columns: object) -> Curve:
+    values = {"loss": losses, **columns}
+    arrays = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
+    steps = np.arange(1, len(arrays["loss"]) + 1)
+    return Curve(
+        name="r", path=Path("r"), steps=steps, attempts=np.zeros_like(steps), columns=arrays,
+        absent={}, overlap_rows=0, overlap_identical=None, overlap_max_rel_diff=None, gaps=(),
+        warnings=(),
+    )  # fmt: skip
+
+
+def slowly(losses: list[float], window: int, threshold: float) -> list[tuple[object, ...]]:
+    """(step, duration, height, peak step, returned after) of each spike, by the definition."""
+    means: list[float] = []
+    for i in range(len(losses)):
+        before = [x for x in losses[max(0, i - window) : i] if math.isfinite(x)]
+        means.append(sum(before) / len(before) if i >= window and before else math.nan)
+    found, i = [], 0
+    while i < len(losses):
+        j = i
+        while j < len(losses) and math.isfinite(losses[j]) and losses[j] - means[j] > threshold:
+            j += 1
+        if j > i:
+            heights = [losses[k] - means[k] for k in range(i, j)]
+            back = [k - i for k in range(i, len(losses)) if losses[k] <= means[i]]
+            peak = i + heights.index(max(heights))
+            found.append((i + 1, j - i, max(heights), peak + 1, back[0] if back else None))
+        i = max(j, i + 1)
+    return found
+
+
+# Multiples of 1/8 add up exactly in any order.
+eighths = st.integers(0, 40).map(lambda n: n / 8)
+bad = st.sampled_from([math.nan, math.inf, -math.inf])
+
+
+@given(
+    st.lists(st.one_of(eighths, eighths, eighths, bad), min_size=1, max_size=60),
+    st.integers(1, 12),
+    st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+)
+def test_equals_the_slow_definition(losses: list[float], window: int, threshold: float) -> None:
+    found = find_spikes(make_curve(losses), window, threshold)
+    assert [
+        (s.step, s.duration, s.height, s.peak_step, s.returned_after) for s in found.spikes
+    ] == slowly(losses, window, threshold)
+    assert found.count == len(found.spikes) == sum(found.durations.values())
+    assert found.inside == sum(s.duration for s in found.spikes)
+    assert found.not_finite_steps == sum(not math.isfinite(x) for x in losses)
+    assert SpikeAnalysis.model_validate_json(found.model_dump_json()) == found
+
+
+anything = st.lists(st.floats(), min_size=30, max_size=30)
+
+
+@given(anything, anything, anything)
+def test_any_numbers_make_an_analysis(
+    losses: list[float], grads: list[float], params: list[float]
+) -> None:
+    found = find_spikes(make_curve(losses, grad_norm=grads, param_norm=params), 5, 1.0)
+    assert found.judged + found.not_finite_steps <= 30
+    assert json.loads(found.model_dump_json())["count"] == len(found.spikes)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.data())
+def test_running_figures(values: list[float], data: st.DataObject) -> None:
+    window = data.draw(st.integers(1, len(values)))
+    array = np.array(values)
+    places = np.arange(len(values))
+    windows = [values[i : i + window] for i in range(len(values) - window + 1)]
+    assert window_means(array, window) == pytest.approx([np.mean(w) for w in windows], abs=1e-6)
+    medians = medians_before(array, places, window)
+    assert np.isnan(medians[0])
+    assert medians[1:] == pytest.approx(
+        [np.median(values[max(0, i - window) : i]) for i in places[1:]]
+    )
+    limits = np.array([data.draw(st.sampled_from(values)) for _ in values])
+    assert first_at_most(array, places, limits).tolist() == [
+        next((j for j in range(i, len(values)) if values[j] <= limits[i]), len(values))
+        for i in places
+    ]
+
+
+def noisy(count: int, sigma: float = 0.02, seed: int = 0) -> np.ndarray:
+    falling = 2 + 8 * np.exp(-np.arange(count) / 200)
+    return np.asarray(falling + np.random.default_rng(seed).normal(0, sigma, count))
+
+
+def test_planted_spikes() -> None:
+    losses, grads = noisy(5000), np.full(5000, 1.5)
+    for place in range(1000, 5000, 400):
+        losses[place - 1] += 1.0
+        grads[place - 1] = 6.0
+    losses[2199:2203] += 2.0
+    found = find_spikes(make_curve(losses, grad_norm=grads))
+    assert found.state == "passing"
+    assert (found.count, found.one_step, found.longest) == (10, 9, 4)
+    assert found.durations == {1: 9, 4: 1}
+    assert found.one_step_share == 0.9
+    assert found.per_1000_steps == pytest.approx(1000 * 10 / 4980)
+    assert found.highest_spikes(1)[0].step == 2200
+    assert found.spikes[0].height == pytest.approx(1.0, abs=0.1)
+    assert found.spikes[0].returned_after is not None
+    assert found.grad_norm is not None
+    assert found.grad_norm.ratio_median == 4.0
+    assert found.grad_norm.doubled == 10
+    assert "10 spikes in 4,980 steps (2.01 per 1,000); 9 of them (90%) last one step" in (
+        found.verdict
+    )
+
+
+def test_calm_and_short() -> None:
+    calm = find_spikes(make_curve(noisy(3000)))
+    assert (calm.state, calm.count, calm.one_step_share) == ("calm", 0, None)
+    assert calm.verdict.startswith("no spike in 2,980 steps; the running mean never rose more")
+    short = find_spikes(make_curve(noisy(20)))
+    assert (short.state, short.judged, short.growth) == ("too_short", 0, None)
+    assert find_spikes(make_curve(noisy(21))).judged == 1
+
+
+def test_spikes_close_together_are_one() -> None:
+    losses = np.full(60, 2.0)
+    losses[[30, 32, 36]] = 4.0
+    curve = make_curve(losses)
+    assert [(s.step, s.duration) for s in find_spikes(curve).spikes] == [(31, 1), (33, 1), (37, 1)]
+    joined = find_spikes(curve, min_gap=3)
+    assert [(s.step, s.last_step, s.duration) for s in joined.spikes] == [(31, 33, 3), (37, 37, 1)]
+
+
+def test_a_loss_that_jumps_and_stays() -> None:
+    losses = noisy(1000)
+    losses[700:] += 3.0
+    found = find_spikes(make_curve(losses))
+    assert found.state == "rising"
+    assert found.unreturned == 1
+    assert found.growth is not None
+    assert found.growth.longest_from == pytest.approx(701, abs=3)
+    assert "slow divergence" in found.verdict
+    assert "it did not come back to the mean" in found.verdict
+
+
+@pytest.mark.parametrize("sigma", [0.01, 0.05, 0.3])
+def test_slow_divergence_and_noise_are_told_apart(sigma: float) -> None:
+    flat = np.random.default_rng(1).normal(3.0, sigma, 20_000)
+    assert find_spikes(make_curve(flat)).state != "rising"
+    slope = np.concatenate([np.zeros(15_000), np.linspace(0, 4, 5000)])
+    risen = find_spikes(make_curve(flat + slope))
+    assert risen.state == "rising"
+    assert risen.growth is not None
+    assert risen.growth.at_end > 3.5
+
+
+def test_nan_is_of_its_own_kind() -> None:
+    losses = noisy(300)
+    losses[99:102] = math.nan
+    losses[200] = math.inf
+    found = find_spikes(make_curve(losses))
+    assert (found.state, found.count, found.not_finite_steps) == ("not_finite", 0, 4)
+    assert [(n.step, n.duration) for n in found.not_finite] == [(100, 3), (201, 1)]
+    assert found.judged == 300 - 20 - 4
+    assert "not a finite number at 4 steps, first at step 100" in found.verdict
+    assert find_spikes(make_curve([math.nan] * 50)).judged == 0
+
+
+def test_restarts_and_skipped_batches_beside_spikes() -> None:
+    losses = noisy(1000, sigma=0.001)
+    losses[[402, 600, 800]] += 1.0
+    curve = make_curve(losses)
+    curve.attempts[400:] = 1
+    curve.attempts[590:] = 2
+    skip = SkippedBatches(
+        first=801, last=803, roll_back_to=700, onset=801, attempt=1, reason="divergence"
+    )
+    found = find_spikes(Curve(**{**vars(curve), "skips": (skip,)}))
+    assert found.restarts == (401, 591)
+    assert [s.restart for s in found.spikes] == [401, None, None]
+    assert [s.skipped for s in found.spikes] == [None, None, (801, 803)]
+    assert (found.at_restarts, found.at_skips) == (1, 1)
+    assert "1 coincides with a restart; 1 coincides with skipped batches" in found.verdict
+
+
+def test_param_norm_trend() -> None:
+    steps = np.arange(1, 4001)
+    norms = 100 + np.where(steps < 2000, steps * 0.1, 200 + (steps - 2000) * 0.002)
+    norms[3000] = 1e6
+    found = find_spikes(make_curve(noisy(4000), param_norm=norms)).param_norm
+    assert found is not None
+    assert found.slope == pytest.approx(2.0, rel=1e-3)
+    assert found.direction == "rising"
+    assert found.ratio == pytest.approx(304 / 100.1)
+
+
+def test_what_cannot_be_looked_at() -> None:
+    curve = make_curve(noisy(100))
+    for arguments in ({"window": 0}, {"threshold": -0.1}, {"threshold": math.nan}, {"min_gap": 0}):
+        with pytest.raises(UserError):
+            find_spikes(curve, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="r has no loss, but grad_norm"):
+        find_spikes(Curve(**{**vars(curve), "columns": {"grad_norm": np.ones(100)}}))
+    assert between(curve, 41, 50).steps.tolist() == list(range(41, 51))
+    with pytest.raises(RunError, match="no steps from 101: its own are 1 to 100"):
+        between(curve, 101, None)
+
+
+def test_half_a_million_steps_of_noise() -> None:
+    losses = noisy(500_000, sigma=0.2)  # every fifth step is above the threshold
+    curve = make_curve(losses, grad_norm=losses, param_norm=losses)
+    found = find_spikes(curve)
+    assert found.count > 50_000
+    assert len(found.spikes) == 1000
+    assert "may be noise; --threshold 0.6" in found.warnings[0]
+
+
+def test_binned() -> None:
+    assert binned({}) == []
+    assert binned({1: 9, 4: 1}) == [("1", 9), ("2", 0), ("3", 0), ("4–5", 1)]
+    assert sum(number for _, number in binned({1: 2, 7: 3, 500: 4})) == 9
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [noisy(9000), [math.nan] * 30, [1.0], [2.0] * 30 + [1.7e308, -1.7e308]],
+    ids=["long", "no number", "one step", "huge"],
+)
+def test_picture(losses: object, tmp_path: Path) -> None:
+    curve = make_curve(losses, param_norm=losses)
+    found = find_spikes(curve)
+    draw([(curve, found), (curve, found)], tmp_path / "p.png")
+    with Image.open(tmp_path / "p.png") as image:
+        assert image.size == (2400, 1020)
+        assert np.asarray(image).std() > 5
+    assert default_path(curve) == Path("spikes-r.png")

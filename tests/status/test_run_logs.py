@@ -1,0 +1,161 @@
+"""Logs of many workers as one, and which of them failed first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
+from slurmllm.rundir import RunDir
+from slurmllm.status.logs import GrowingLog, MergedLogs, start_of_last, text_of
+from slurmllm.supervise.first_failure import culprit, failed_attempts, last_lines
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "r")
+
+
+def attempt(run: RunDir, number: int = 0, ending: str | None = "code_error", **more: Any) -> None:
+    AttemptRecord.model_validate(
+        {
+            "attempt": number, "stage": "train", "job_id": None, "nodes": ("a", "b"),
+            "world_size": 4, "master_addr": "a", "master_port": 1, "started_at": float(number),
+            "class": ending, **more,
+        }
+    ).save(run.attempt("train", number).record)  # fmt: skip
+
+
+def node(run: RunDir, name: str, codes: dict[int, int], **more: Any) -> None:
+    pids = dict.fromkeys(codes, 1)
+    record = NodeRecord(node=name, pids=pids, exit_codes=codes, **more)
+    record.save(run.attempt("train", 0).node(name))
+
+
+def failure(run: RunDir, rank: int, at: float, message: str) -> None:
+    FailureRecord(
+        rank=rank, node="ab"[rank // 2], error="RuntimeError", message=message, blame="code",
+        exit_code=70, time=at,
+    ).save(run.attempt("train", 0).failure(rank))  # fmt: skip
+
+
+def write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as stream:
+        stream.write(data)
+
+
+def test_attempts_ranks_and_what_comes_later(run: RunDir) -> None:
+    log = run.stage_log("train")
+    write(log, b"train attempt 0: 2 node(s): a b\nstep 1\ntrain attempt 0: hang \xe2\x86\x92 x\n")
+    write(log, b"train attempt 1: 2 node(s): a b\nhal")
+    write(run.worker_log("train", 0, 3), b"three\n")
+    write(run.worker_log("train", 0, 1), b"one \x00\xff\x1b[31mred\x1b[0m\n10%\r20%\n")
+    write(run.worker_log("train", 0, 2), b"not wanted\n")
+    merged = MergedLogs(run, ("train",), {0, 1, 3}.__contains__)
+    assert [line[1:] for line in merged.poll()] == [
+        (0, 0, "train attempt 0: 2 node(s): a b"),
+        (0, 0, "step 1"),
+        (0, 1, "one \ufffdred"),
+        (0, 1, "20%"),
+        (0, 3, "three"),
+        (0, 0, "train attempt 0: hang → x"),
+        (1, 0, "train attempt 1: 2 node(s): a b"),
+    ]
+    write(run.worker_log("train", 1, 1), b"new")
+    write(log, b"f\n")
+    assert [line[1:] for line in merged.poll()] == [(1, 0, "half")]
+    assert [line[1:] for line in merged.poll(last=True)] == [(1, 1, "new")]
+    only = MergedLogs(run, ("train",), lambda _: True, attempt=1)
+    assert [line.text for line in only.poll(last=True)][1:] == ["half", "new"]
+
+
+def test_the_last_lines_of_every_log(run: RunDir) -> None:
+    write(run.stage_log("train"), b"train attempt 0: 2 node(s): a b\nx\n")
+    write(run.stage_log("train"), b"train attempt 1: 2 node(s): a b\ny\n")
+    write(run.worker_log("train", 1, 1), b"1\n2\n3\n")
+    merged = MergedLogs(run, ("train",), lambda _: True, {"train": 1})
+    merged.begin_with_last(2)
+    found = [line[1:] for line in merged.poll()]
+    assert found == [
+        (1, 0, "train attempt 1: 2 node(s): a b"),
+        (1, 0, "y"),
+        (1, 1, "2"),
+        (1, 1, "3"),
+    ]
+
+
+@given(st.binary(max_size=300), st.integers(1, 8))
+def test_any_bytes_are_read_from_the_end_as_from_the_begin(data: bytes, lines: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+        path.write_bytes(data)
+        whole, end = GrowingLog(path), GrowingLog(path, start_of_last(path, lines))
+        expected = [*whole.lines(), *whole.last_words()]
+        assert expected == [text_of(line) for line in data.split(b"\n")][: len(expected)]
+        assert [*end.lines(), *end.last_words()] == expected[-lines:]
+
+
+def test_a_line_without_end_comes_in_pieces_and_an_emptied_file_anew(run: RunDir) -> None:
+    path = run.worker_log("train", 0, 1)
+    write(path, b"x" * 3_000_000)
+    log = GrowingLog(path)
+    assert sum(len(text) for text in (*log.lines(), *log.last_words())) == 3_000_000
+    path.write_bytes(b"again\n")
+    assert list(log.lines()) == ["again"]
+
+
+def test_the_first_failure_of_its_own_is_the_culprit(run: RunDir) -> None:
+    attempt(run, blamed_nodes=("b",))
+    node(run, "a", {0: 70, 1: 70})
+    node(run, "b", {2: 70, 3: 70})
+    failure(run, 0, 1.0, "Connection closed by peer [127.0.0.1]:1")
+    failure(run, 3, 3.0, "later")
+    failure(run, 2, 2.0, "the cause")
+    found = culprit(run, failed_attempts(run, ("train",))[-1])
+    assert (found.rank, found.node, found.how) == (2, "b", ("ended with exit code 70",))
+    assert found.failure is not None
+    assert found.failure.message == "the cause"
+
+
+def test_without_a_word_the_exit_codes_and_the_logs_tell(run: RunDir) -> None:
+    attempt(run, ending=None)  # it is failing
+    node(run, "a", {0: -9, 1: -9}, stopped_ranks=(0,))
+    node(run, "b", {2: 1, 3: 0})
+    record = failed_attempts(run, ("train",))[-1]
+    assert (culprit(run, record).rank, culprit(run, record).how) == (1, ("ended by SIGKILL",))
+    write(run.worker_log("train", 0, 2), b"CUDA out of memory. Tried to allocate 2 GiB\n")
+    assert culprit(run, record).rank == 2
+    assert last_lines(run, record, 2, 5) == ["CUDA out of memory. Tried to allocate 2 GiB"]
+
+
+def test_a_node_that_was_lost_comes_before_the_echoes(run: RunDir) -> None:
+    attempt(run, ending="node_failure", blamed_nodes=("b",))
+    node(run, "a", {0: 3, 1: 3})
+    failure(run, 0, 1.0, "Connection closed by peer [127.0.0.1]:1")
+    found = culprit(run, failed_attempts(run, ("train",))[-1])
+    assert (found.rank, found.node) == (2, "b")
+    assert "no word from b" in found.how[0]
+
+
+def test_a_hang_names_who_is_behind(run: RunDir) -> None:
+    attempt(run, ending="hang")
+    node(run, "a", {0: -9, 1: -9}, stopped_ranks=(0, 1))
+    node(run, "b", {2: -9, 3: -9}, stopped_ranks=(2, 3))
+    hang = HangRecord(found_at=1.0, phase="stepping", step=7, waited_s=60, limit_s=50, behind=(3,))
+    hang.save(run.attempt("train", 0).hang)
+    found = culprit(run, failed_attempts(run, ("train",))[-1])
+    assert (found.rank, found.node) == (3, "b")
+    assert "after step 7" in found.how[0]
+
+
+def test_endings_that_are_no_failures(run: RunDir) -> None:
+    for number, ending in enumerate(("done", "advance_signal", "cancelled", "superseded")):
+        attempt(run, number, ending)
+    assert failed_attempts(run, ("precompile", "train")) == []

@@ -1,0 +1,208 @@
+"""Where runs stand and what they have cost, from their records and one question to Slurm."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmllm.config.resolve import resolve
+from slurmllm.errors import SlurmError
+from slurmllm.records import (
+    AttemptRecord,
+    CheckpointManifest,
+    Event,
+    Heartbeat,
+    JobsRecord,
+    SkippedBatches,
+    SkipsRecord,
+    Submission,
+)
+from slurmllm.rundir import RunDir
+from slurmllm.slurm.client import AccountingRow, QueuedJob
+from slurmllm.slurm.fake import FakeSlurm
+from slurmllm.status.run_state import read_outline
+from slurmllm.status.runs import node_hours, run_state, run_states
+from slurmllm.status.step_time import pace
+
+PRICE = "cluster.price={on_demand: 20.0, date: '2026-01-01'}"
+
+
+class Asked(FakeSlurm):
+    """Counts the questions; holds job 7 as running, and no other."""
+
+    def __init__(self, silent: bool = False) -> None:
+        super().__init__()
+        self.silent, self.queues, self.accounts = silent, 0, 0
+
+    def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
+        self.queues += 1
+        if self.silent:
+            raise SlurmError("squeue gave no answer")
+        return {job: QueuedJob(job, "RUNNING", "None", "n[1-2]") for job in job_ids if job == "7"}
+
+    def accounting(self, job_id: str) -> list[AccountingRow]:
+        self.accounts += 1
+        return []
+
+
+def make(folder: Path, name: str = "r", job: str = "7", *overrides: str) -> RunDir:
+    run = RunDir(folder / name)
+    run.path.mkdir(parents=True)
+    run.config.write_text(resolve("tiny_neox", overrides=["train.steps=100", *overrides]).to_yaml())
+    sent = Submission(
+        submitted_at=0.0, nodes=2, local=False, first_attempt=0, precompile_job="6", train_job=job
+    )
+    JobsRecord(submissions=(sent,)).save(run.jobs)
+    return run
+
+
+def attempt(run: RunDir, number: int, began: float, ended: float | None, **more: Any) -> None:
+    values: dict[str, Any] = {"stage": "train", "nodes": ("n1", "n2"), "world_size": 2, **more}
+    AttemptRecord(
+        attempt=number, job_id="7", master_addr="n1", master_port=1, started_at=began,
+        ended_at=ended, **values,
+    ).save(run.attempt(values["stage"], number).record)  # fmt: skip
+
+
+def steps(run: RunDir, number: int, first: int, last: int, step_s: float = 2.0) -> None:
+    run.metrics(number).parent.mkdir(exist_ok=True)
+    rows = [
+        {
+            "step": step, "attempt": number, "loss": 5.0, "tokens": 10 * step,
+            "seq_per_s": 8 / step_s, "tokens_per_s": 80 / step_s, "time": 1000.0 + step,
+            "step_time_s": 60.0 if step == first else step_s,
+        }
+        for step in range(first, last + 1)
+    ]  # fmt: skip
+    run.metrics(number).write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9')
+
+
+def checkpoint(run: RunDir, step: int, number: int, saved_at: float) -> None:
+    CheckpointManifest(
+        step=step, tokens=0, world_size=2, attempt=number, recipe="r", saved_at=saved_at,
+        save_s=1.0, fingerprint="", files=(),
+    ).save(run.checkpoint(step) / "manifest.json")  # fmt: skip
+
+
+def test_a_run_that_trains(tmp_path: Path) -> None:
+    run, now = make(tmp_path, "r", "7", PRICE), time.time()
+    attempt(run, 0, now - 7200, now - 3600, ending="node_failure", action="requeue")
+    attempt(run, 0, now - 9000, now - 7200, stage="precompile", nodes=("n1",))
+    attempt(run, 1, now - 1800, None, checkpoint_before=20)
+    steps(run, 0, 1, 25, step_s=9.0)
+    steps(run, 1, 21, 40)
+    save = Event(kind="save", step=30, attempt=1, time=now, waited_s=10.0)
+    run.events(1).parent.mkdir()
+    run.events(1).write_text(save.model_dump_json() + "\n")
+    checkpoint(run, 30, 1, now - 60)
+    (run.checkpoints / "step_00000040").mkdir()  # a save that goes on
+    found = run_state(run, Asked())
+    assert (found.state, found.step, found.loss, found.tokens) == ("training", 40, 5.0, 400)
+    assert found.seq_per_s == 4.0
+    # 60 steps of 2 s, and of 10 s of waiting for a save in 20 steps.
+    assert found.eta_s == pytest.approx(60 * 2.5)
+    assert found.finish_at == pytest.approx(now + 150, abs=5)
+    assert found.last_checkpoint is not None
+    assert (found.last_checkpoint.step, found.restarts) == (30, 1)
+    assert found.last_checkpoint.age_s == pytest.approx(60, abs=5)
+    assert found.node_hours == pytest.approx(0.5 + 2.0 + 1.0, abs=0.01)
+    assert found.usd == pytest.approx(20 * found.node_hours)
+
+
+def test_an_attempt_without_a_step_makes_the_lost_ones_again(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attempt(run, 0, 1.0, 2.0, ending="node_failure", action="requeue")
+    attempt(run, 1, 3.0, None, checkpoint_before=20)
+    steps(run, 0, 1, 25)
+    found = run_state(run, Asked())
+    assert found.step == 25
+    assert found.eta_s == pytest.approx(80 * 2.0)
+    attempt(run, 1, 3.0, None, checkpoint_before=20, world_size=1)
+    assert run_state(run, Asked()).eta_s is None  # nothing is known of so few workers
+
+
+def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    steps(run, 0, 1, 500)
+    lines = run.metrics(0).read_text().splitlines()
+    lines[-2] = lines[-2].replace('"step_time_s": 2.0', '"step_time_s": 300.0')
+    run.metrics(0).write_text("\n".join(lines))
+    found = pace(run, [])
+    assert found is not None
+    assert (found.step_s, found.seq_per_s, found.seconds(10)) == (2.0, 4.0, 20.0)
+
+
+def test_a_checkpoint_that_a_roll_back_set_aside_is_not_the_last(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    checkpoint(run, 10, 0, 1.0)
+    checkpoint(run, 20, 0, 2.0)
+    skip = SkippedBatches(first=1, last=2, roll_back_to=10, onset=15, attempt=0, reason="spike")
+    SkipsRecord(skips=(skip,)).save(run.skips)
+    found = run_state(run, Asked()).last_checkpoint
+    assert found is not None
+    assert found.step == 10
+
+
+def test_an_attempt_without_an_end_counts_up_to_its_last_sign(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attempt(run, 0, 1000.0, None)
+    Heartbeat(node="n2", written_at=2800.0, ranks={}).save(run.attempt("train", 0).heartbeat("n2"))
+    records = [AttemptRecord.load(run.attempt("train", 0).record)]
+    assert node_hours(run, records, running=False, now=9e9) == pytest.approx(2 * 0.5)
+    assert node_hours(run, records, running=True, now=4600.0) == pytest.approx(2 * 1.0)
+
+
+def test_slurm_is_asked_once_and_only_for_what_has_not_ended(tmp_path: Path) -> None:
+    ended = {"finish": "done", "stop": "code_error"}
+    for action, ending in ended.items():
+        run = make(tmp_path, action, "5")
+        attempt(run, 0, 1.0, 2.0, action=action, ending=ending, evidence=("why",))
+    attempt(make(tmp_path, "runs"), 0, 1.0, None)
+    make(tmp_path, "damaged").jobs.write_text("{")
+    make(tmp_path, "gone").config.unlink()
+    names = ("finish", "stop", "runs", "damaged", "gone")
+    runs, slurm = [RunDir(tmp_path / name) for name in names], Asked()
+    states = {state.name: state for state in run_states(runs, slurm)}
+    assert [s.state for s in states.values()] == [
+        "done", "stopped", "training", "damaged", "damaged",
+    ]  # fmt: skip
+    assert (slurm.queues, slurm.accounts) == (1, 0)
+    assert states["stop"].why == "code_error: why"
+    assert "jobs.json is damaged" in states["damaged"].why
+    silent = {state.name: state for state in run_states(runs, Asked(silent=True))}
+    assert (silent["finish"].state, silent["stop"].state) == ("done", "stopped")
+    assert silent["runs"].not_told
+
+
+@pytest.mark.parametrize(
+    ("local", "cancelled_at", "silent", "state"),
+    [
+        (True, 5.0, False, "cancelled"),
+        (True, None, False, "interrupted"),
+        (False, 5.0, False, "cancelled"),  # Slurm has forgotten the job
+        (False, 5.0, True, "unknown"),
+    ],
+)
+def test_a_run_that_was_cancelled_between_attempts(
+    local: bool, cancelled_at: float | None, silent: bool, state: str, tmp_path: Path
+) -> None:
+    run = make(tmp_path, "r", "5")
+    sent = JobsRecord.load(run.jobs).submissions[0]
+    sent = sent.model_copy(update={"local": local, "cancelled_at": cancelled_at})
+    JobsRecord(submissions=(sent,)).save(run.jobs)
+    attempt(run, 0, 1.0, 2.0, ending="node_failure", action="requeue")
+    assert run_state(run, Asked(silent)).state == state
+
+
+@pytest.mark.parametrize("overrides", [(), (PRICE,)])
+def test_the_outline_is_that_of_the_whole_configuration(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = read_outline(make(tmp_path, "r", "7", *overrides))
+    usd = 20.0 if overrides else None
+    assert (found.recipe, found.steps, found.usd_per_node_hour) == ("tiny_neox", 100, usd)

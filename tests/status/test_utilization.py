@@ -1,0 +1,283 @@
+"""Where node hours go: parts that add up, lost steps, recoveries, the verb."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from training_rows import MakeRun, make_row, make_rows, write_rows
+
+from slurmllm.cli.main import cli
+from slurmllm.records import AttemptRecord, Submission
+from slurmllm.rundir import RunDir
+from slurmllm.slurm.client import AccountingRow
+from slurmllm.slurm.fake import FakeSlurm
+from slurmllm.status.history import History, Incarnation, Steps, incarnations, read_history
+from slurmllm.status.recoveries import by_ending, recoveries
+from slurmllm.status.time_breakdown import PARTS, spendings
+from slurmllm.status.utilization import total, utilization
+from slurmllm.status.utilization_plot import draw
+
+HOUR_S = 3600.0
+
+
+def attempt(number: int, started: float, ended: float | None, **changed: Any) -> AttemptRecord:
+    """An attempt on four nodes; open where it has no end."""
+    fields: dict[str, Any] = {
+        "attempt": number, "stage": "train", "job_id": None, "nodes": ("n1", "n2", "n3", "n4"),
+        "world_size": 4, "master_addr": "n1", "master_port": 1024, "started_at": started,
+        "ended_at": ended, "ending": None if ended is None else "node_failure",
+    }  # fmt: skip
+    return AttemptRecord.model_validate(fields | changed)
+
+
+def steps(first: int, seconds: list[float], begin: float, gap_s: float = 0.0) -> Steps:
+    taken = np.array(seconds)
+    ends = begin + np.cumsum(taken) + gap_s * np.arange(len(taken))
+    return Steps(np.arange(first, first + len(taken)), taken, ends)
+
+
+def lost_and_resumed() -> History:
+    """Steps 1 to 5, a checkpoint after 3, a failure, and steps 4 to 6 in the next attempt."""
+    phases = {"preflight": 5.0, "cache": 1.0, "stopping": 2.0}
+    return History(
+        name="r",
+        attempts=[
+            attempt(0, 100.0, 170.0, job_id="7", checkpoint_after=3, phases_s=phases),
+            attempt(1, 200.0, 270.0, job_id="7", ending="done", checkpoint_after=6,
+                    phases_s={"preflight": 6.0, "cache": 0.0}),
+        ],
+        steps={0: steps(1, [7.0, 4.0, 4.0, 4.0, 4.0], 120.0), 1: steps(4, [9.0, 4.0, 4.0], 230.0)},
+        waited_s={0: 3.0, 1: 1.0},
+        incarnations=[
+            Incarnation("7", "train", 4, 98.0, 180.0), Incarnation("7", "train", 4, 197.0, 271.0)
+        ],
+        submissions=[90.0],
+    )  # fmt: skip
+
+
+def test_each_second_has_its_part() -> None:
+    used = utilization(lost_and_resumed())
+    hours = {part: value * HOUR_S / 4 for part, value in used.parts.items() if value}
+    assert hours == pytest.approx(
+        {
+            "productive": 3 * 4 + 3 * 4,  # steps 1–3, then 4–6
+            "recomputation": 2 * 4,
+            "saving": 4,
+            "first_step": (7 - 4) + (9 - 4),
+            "start_up": (120 - 98 - 6) + (230 - 197 - 6),
+            "preflight": 11,
+            "cache": 1,
+            "idle": (180 - 143 - 3) + (271 - 247 - 1),
+        }
+    )
+    assert used.node_hours * HOUR_S == pytest.approx(4 * (82 + 74))
+    assert used.effective == pytest.approx(24 / 156)
+    assert used.queue_hours * HOUR_S == pytest.approx(8 + 17)
+    assert used.goodput == pytest.approx(24 / (156 + 25))
+    assert used.uptime == pytest.approx((24 + 8 + 4) / (156 + 25))
+    assert (used.steps, used.steps_lost, used.attempts) == (6, 2, 2)
+    twice = total([used, used])
+    assert twice.node_hours == 2 * used.node_hours
+    assert twice.goodput == pytest.approx(used.goodput)
+    assert (twice.steps, twice.usd) == (12, None)
+
+
+def test_a_recovery_has_its_phases() -> None:
+    (lost,) = recoveries(lost_and_resumed())
+    assert lost.seconds == pytest.approx(239 - 143)
+    assert {phase: s for phase, s in lost.phases_s.items() if s} == pytest.approx(
+        {"noticing": 25, "stopping": 2, "requeue": 30, "preflight": 6, "start_up": 24,
+         "first_step": 9}
+    )  # fmt: skip
+    assert lost.beyond_requeue_s == pytest.approx(66)
+    assert (lost.last_step, lost.steps_lost, lost.ending) == (5, 2, "node_failure")
+    (loss,) = by_ending([lost])
+    assert loss.node_hours * HOUR_S == pytest.approx(4 * (96 + 8))
+
+
+def test_a_failure_while_recovering_is_part_of_the_recovery() -> None:
+    history = lost_and_resumed()
+    first, last = history.attempts
+    between = attempt(1, 175.0, 190.0, job_id="7", ending="hang")
+    attempts = [first, between, last.model_copy(update={"attempt": 2})]
+    made = {0: history.steps[0], 2: history.steps[1]}
+    (lost,) = recoveries(replace(history, attempts=attempts, steps=made))
+    assert lost.further == ("hang",)
+    assert lost.phases_s["failed_attempts"] == 15
+    assert lost.seconds == pytest.approx(96)
+
+
+@pytest.mark.parametrize(
+    ("ending", "ended", "kept"),
+    [("node_failure", 150.0, 3), ("done", 150.0, 5), (None, None, 5)],
+)
+def test_without_a_later_attempt_the_checkpoint_tells(
+    ending: str | None, ended: float | None, kept: int
+) -> None:
+    alone = attempt(0, 100.0, ended, ending=ending, checkpoint_after=3)
+    history = History("r", [alone], {0: steps(1, [1.0] * 5, 120.0)})
+    used = utilization(history)
+    assert (used.steps, used.steps_lost) == (kept, 5 - kept)
+    assert any("no end yet" in line for line in used.warnings) is (ended is None)
+
+
+def test_a_resume_below_the_last_checkpoint_loses_what_lies_between() -> None:
+    attempts = [attempt(0, 0.0, 50.0, checkpoint_after=5), attempt(1, 60.0, 90.0, ending="done")]
+    made = {0: steps(1, [1.0] * 5, 10.0), 1: steps(3, [1.0] * 4, 70.0)}
+    used = utilization(History("r", attempts, made))
+    assert (used.steps, used.steps_lost) == (6, 3)
+
+
+_SECONDS = st.floats(0, 1e5, allow_nan=False)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    """Whatever records may hold: overlaps, clocks that are off, absurd phases."""
+    attempts, made, waited, spans = [], {}, {}, []
+    for number in range(draw(st.integers(0, 4))):
+        started = draw(_SECONDS)
+        ended = draw(st.none() | st.floats(0, 1e5).map(lambda s, begin=started: begin + s))
+        stage = draw(st.sampled_from(["train", "precompile"]))
+        attempts.append(
+            attempt(
+                number, started, ended, stage=stage, job_id=draw(st.sampled_from([None, "1"])),
+                checkpoint_after=draw(st.none() | st.integers(0, 9)),
+                phases_s=draw(
+                    st.dictionaries(st.sampled_from(["preflight", "cache", "stopping"]), _SECONDS)
+                ),
+            )
+        )  # fmt: skip
+        seconds = draw(st.lists(st.floats(0, 1e4), max_size=4))
+        if seconds and stage == "train":
+            made[number] = steps(draw(st.integers(1, 9)), seconds, draw(_SECONDS))
+            waited[number] = draw(_SECONDS)
+        if draw(st.booleans()):
+            begin = started + draw(st.floats(-5, 5))
+            spans.append(Incarnation("1", "train", 3, begin, begin + draw(_SECONDS)))
+    return History("r", attempts, made, waited, incarnations=spans, submissions=[0.0])
+
+
+@given(histories())
+def test_parts_add_up(history: History) -> None:
+    used = utilization(history)
+    assert all(hours >= 0 for hours in used.parts.values())
+    assert math.isclose(math.fsum(used.parts.values()), used.node_hours, rel_tol=1e-9, abs_tol=1e-9)
+    found = spendings(history)
+    assert used.node_hours == pytest.approx(
+        sum(one.nodes * (one.end - one.start) for one in found) / HOUR_S
+    )
+    assert len(found) >= max(len(history.attempts), len(history.incarnations))
+    assert used.productive_hours <= used.training_hours + 1e-9
+    for lost in recoveries(history):
+        assert all(seconds >= 0 for seconds in lost.phases_s.values())
+        if lost.seconds is not None:
+            assert math.isclose(sum(lost.phases_s.values()), lost.seconds, abs_tol=1e-6)
+
+
+def test_what_can_be_read_is_read(make_run: MakeRun) -> None:
+    run = make_run("r", make_rows(1, 5), make_rows(4, 6, attempt=1))
+    begin = 1.7e9
+    attempt(0, begin - 9, begin + 3, checkpoint_after=3).save(run.attempt("train", 0).record)
+    run.attempt("train", 1).record.parent.mkdir(parents=True)
+    run.attempt("train", 1).record.write_text("{")
+    with run.metrics(0).open("a") as stream:
+        stream.write('{"step": 6, "att')
+    run.events(0).parent.mkdir()
+    saved = {"kind": "save", "step": 3, "attempt": 0, "time": begin, "waited_s": 0.25, "seconds": 1}
+    run.events(0).write_text(json.dumps(saved) + "\n" + '{"kind": "sa')
+    history = read_history(run)
+    assert history.waited_s == {0: 0.25}
+    assert history.saves == [(0.25, 1.0)]
+    words = "\n".join(history.warnings)
+    assert "the last line is cut" in words
+    assert "is damaged" in words
+    assert "without an attempt record" in words
+    assert utilization(history).steps == 3
+
+
+def test_an_attempt_of_a_newer_version_counts(make_run: MakeRun) -> None:
+    run = make_run("r", make_rows(1, 5))
+    path = run.attempt("train", 0).record
+    attempt(0, 1.7e9 - 9, 1.7e9 + 3, checkpoint_after=3).save(path)
+    held = json.loads(path.read_text())
+    path.write_text(json.dumps(held | {"class": "preempted_kindly", "mood": "calm"}))
+    history = read_history(run)
+    assert [(one.ended_at, one.ending) for one in history.attempts] == [(1.7e9 + 3, None)]
+    assert history.warnings[0].startswith(f"{path}: class is 'preempted_kindly'; such values count")
+    path.write_text(json.dumps(held | {"nodes": "n1"}))
+    assert "is damaged: nodes" in read_history(run).warnings[0]
+
+
+def test_slurms_own_node_hours() -> None:
+    slurm = FakeSlurm(["n1", "n2", "n3"])
+    slurm.jobs["7"] = job = slurm_job()
+    for state, nodes, start, end in (
+        ("NODE_FAIL", "n[1-3]", "2026-01-01T10:00:00", "2026-01-01T11:00:00"),
+        ("CANCELLED", "None assigned", "None", "2026-01-01T11:30:00"),
+        ("RUNNING", "n2,n3", "2026-01-01T12:00:00", "Unknown"),
+    ):
+        job.incarnations.append(
+            AccountingRow(job_id="7", state=state, exit_code="0:0", nodes=nodes, start=start,
+                          end=end)
+        )  # fmt: skip
+    job.state = "COMPLETED"
+    sent = Submission(submitted_at=0.0, nodes=3, local=False, first_attempt=0, train_job="7")
+    first, second = incarnations([sent], slurm)
+    assert (first.nodes, first.end - first.start, first.running) == (3, HOUR_S, False)
+    assert (second.nodes, second.running) == (2, True)
+
+
+def slurm_job() -> Any:
+    from slurmllm.slurm import fake
+
+    return fake._Job("7", "#SBATCH --nodes=3\n", None)
+
+
+def test_the_verb(make_run: MakeRun, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run = make_run(name, make_rows(1, 5), make_rows(4, 6, attempt=1))
+        write_attempts(run)
+    common = ["report", "a", "b", "--runs-dir", str(tmp_path / "runs"), "--price", "21.5"]
+    picture = tmp_path / "p.png"
+    shown = CliRunner().invoke(cli, [*common, "--plot", str(picture)])
+    assert shown.exit_code == 0, shown.output
+    assert "effective utilization" in shown.output
+    assert "node_failure" in shown.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(CliRunner().invoke(cli, [*common, "--json"]).output)
+    assert [run["name"] for run in found["runs"]] == ["a", "b"]
+    one = found["runs"][0]["utilization"]
+    assert set(one["parts"]) == set(PARTS)
+    assert found["total"]["node_hours"] == pytest.approx(2 * one["node_hours"])
+    assert found["total"]["usd"] == pytest.approx(43 * one["node_hours"])
+    assert found["runs"][0]["recoveries"][0]["class"] == "node_failure"
+    assert CliRunner().invoke(cli, [*common, "--plot", "p.pdf"]).exit_code != 0
+
+
+def write_attempts(run: RunDir) -> None:
+    begin = 1.7e9
+    attempt(0, begin - 9, begin + 3, checkpoint_after=3).save(run.attempt("train", 0).record)
+    write_rows(run.metrics(1), [make_row(s, 1, time=begin + 20 + 0.5 * s) for s in (4, 5, 6)])
+    attempt(1, begin + 10, begin + 30, ending="done").save(run.attempt("train", 1).record)
+
+
+def test_a_run_without_anything_has_nothing(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("empty")
+    shown = CliRunner().invoke(cli, ["report", "empty", "--runs-dir", str(tmp_path / "runs")])
+    assert shown.exit_code == 0, shown.output
+    assert "0.0000" in shown.output
+
+
+def test_the_picture_of_a_run_with_a_long_name(tmp_path: Path) -> None:
+    draw({"x" * 200: utilization(History("x", ()), None)}, tmp_path / "u.png")
+    assert (tmp_path / "u.png").stat().st_size > 0

@@ -1,0 +1,146 @@
+"""Whole generated scripts, against goldens, and values that must not reach a directive.
+
+The goldens in tests/golden/ are written by hand-run of
+`SLURMLLM_WRITE_GOLDENS=1 pytest tests/slurm/test_render.py` and read by people in the diff; a
+missing golden is a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurmllm.backends.environment import Variable
+from slurmllm.config.resolve import resolve
+from slurmllm.errors import ConfigError
+from slurmllm.rundir import RunDir, Stage
+from slurmllm.submit import render as render_module
+from slurmllm.submit.render import node_local_cache, render, worker_environment
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+STAGES: tuple[Stage, ...] = ("precompile", "train")
+
+
+@pytest.fixture(autouse=True)
+def _one_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_module.getpass, "getuser", lambda: "ada")
+
+
+def text(recipe: str, stage: Stage, nodes: int, *overrides: str, run: str = "/fsx/runs/r1") -> str:
+    config = resolve(recipe, overrides=overrides)
+    return render(stage, config, RunDir(Path(run)), nodes, "/fsx/venv/bin/python")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("recipe", "nodes", "overrides"),
+    [
+        ("neox_20b", 4, ("slurm.partition=trn1", "slurm.account=ml", "slurm.exclude=n[7-9]")),
+        ("pythia_6.9b", 1, ("slurm.reservation=night", "slurm.qos=high")),
+        ("llama2_7b", 128, ()),
+        ("llama2_70b", 8, ()),
+        ("gpt3_1.3b", 4, ()),
+        ("tiny_neox", 4, ()),
+    ],
+)
+def test_scripts_are_the_goldens(
+    recipe: str, nodes: int, overrides: tuple[str, ...], stage: Stage
+) -> None:
+    path = GOLDEN / f"{recipe}.{stage}.sbatch"
+    made = text(recipe, stage, nodes, *overrides)
+    if os.environ.get("SLURMLLM_WRITE_GOLDENS") == "1":
+        path.write_text(made)
+    assert made == path.read_text()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("recipe", ["neox_20b", "tiny_neox"])
+def test_bash_accepts_the_scripts(recipe: str, stage: Stage) -> None:
+    done = subprocess.run(["bash", "-n"], input=text(recipe, stage, 4), text=True, check=False)
+    assert done.returncode == 0
+
+
+def test_exports_reach_the_shell_unchanged(tmp_path: Path) -> None:
+    nasty = "a b'c\"d$e`f\\g"
+    config = resolve("tiny_neox")
+    cluster = config.cluster.model_copy(update={"env": {"NASTY": nasty}})
+    config = type(config)(config.recipe, cluster, config.origins)
+    script = render("train", config, RunDir(tmp_path), 1, "/bin/python").split("# Body")[0]
+    done = subprocess.run(
+        ["bash", "-c", script + '\nprintf %s "$NASTY"'], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == nasty
+
+
+def variables_of(*overrides: str) -> dict[str, Variable]:
+    return worker_environment(
+        resolve("tiny_neox", overrides=overrides), RunDir(Path("/fsx/runs/r1"))
+    )
+
+
+def test_the_recipe_is_stronger_than_the_profile_and_the_profile_than_the_backend() -> None:
+    name = "MALLOC_ARENA_MAX"
+    assert variables_of()[name].value == "64"
+    config = resolve("tiny_neox")
+    cluster = config.cluster.model_copy(update={"env": {name: "1", "B": "profile"}})
+    recipe = config.recipe.model_copy(update={"env": {name: "2"}})
+    run = RunDir(Path("/fsx/runs/r1"))
+    found = worker_environment(type(config)(config.recipe, cluster, {}), run)
+    assert found[name] == ("1", "cluster local")
+    found = worker_environment(type(config)(recipe, cluster, {}), run)
+    assert found[name] == ("2", "recipe tiny_neox")
+    assert found["B"] == ("profile", "cluster local")
+    assert list(found)[-1] == name
+    assert variables_of("cluster.env.A=1", f"env.{name}=")[name] == ("", "--set")
+
+
+def test_no_value_or_name_writes_a_line_of_the_script(tmp_path: Path) -> None:
+    marker = tmp_path / "run"
+    evil = f"x\ntouch {marker}"
+    script = text("tiny_neox", "train", 1, f"env.A={evil}", f"cluster.env.B={evil}")
+    exports = script.partition("# Body")[0] + 'printf "%s|%s" "$A" "$B"'
+    done = subprocess.run(["bash", "-c", exports], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{evil}|{evil}"
+    assert not marker.exists()
+    with pytest.raises(ConfigError, match=r"cluster\.name"):
+        resolve("tiny_neox", overrides=[f"cluster.name={json.dumps(evil)}"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_body_keeps_the_rendezvous_ports_free(
+    stage: Stage, allowed: bool, tmp_path: Path
+) -> None:
+    asked, started = tmp_path / "asked", tmp_path / "started"
+    for name, line in (
+        ("sudo", f'echo "$*" >> {asked}; exit {int(not allowed)}'),
+        ("python", f'echo "$*" > {started}'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    script = render(
+        stage, resolve("neox_20b"), RunDir(tmp_path / "r1"), 4, str(tmp_path / "python")
+    )
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", script], env={"PATH": path}, check=True, capture_output=True)
+    assert "ip_local_reserved_ports=41000,62182" in asked.read_text()
+    assert f"supervise {tmp_path}/r1 --stage {stage}" in started.read_text()
+
+
+def test_paths_are_quoted_or_refused() -> None:
+    made = text("tiny_neox", "train", 1, run="/fsx/my runs/r%j")
+    assert '#SBATCH --output="/fsx/my runs/r%%j/logs/train.log"' in made
+    for bad in ("/fsx/a\nb/r1", '/fsx/a"b/r1', "/fsx/$HOME/r1"):
+        with pytest.raises(ConfigError, match="--output"):
+            text("tiny_neox", "train", 1, run=bad)
+
+
+def test_caches_of_two_runs_of_one_name_stay_apart() -> None:
+    config = resolve("tiny_neox")
+    one, other = (node_local_cache(config, RunDir(Path(p))) for p in ("/a/runs/x", "/b/runs/x"))
+    assert one != other
+    assert one.startswith("/var/tmp/slurmllm-ada-x-")

@@ -1,0 +1,494 @@
+"""`submit`, `status`, `cancel`, `resume` on the fake cluster, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from slurmllm.cli.main import cli
+from slurmllm.config.resolve import load
+from slurmllm.errors import SlurmError
+from slurmllm.graphs.archive import checksum
+from slurmllm.graphs.fingerprint import graph_fingerprint
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.records import GraphManifest, JobsRecord, MicroBatchCandidate, MicroBatchRecord
+from slurmllm.rundir import RunDir
+from slurmllm.slurm import client
+from slurmllm.slurm.fake import FakeSlurm
+from slurmllm.submit import prepare
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
+    cluster = FakeSlurm()
+    monkeypatch.setattr(client, "SlurmCommands", lambda: cluster)
+    monkeypatch.setattr(prepare, "SlurmCommands", lambda: cluster)
+    monkeypatch.chdir(tmp_path)
+    return cluster
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """A small corpus and a tokenizer, as --set options."""
+    folder = tmp_path_factory.mktemp("inputs")
+    text = folder / "text.txt"
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "the",
+        "lazy",
+        "dog",
+        "and",
+        "runs",
+        "away",
+        "from",
+        "them",
+        "all",
+    ]
+    lines = (" ".join(words[i % 7 :] + words[: i % 11]) for i in range(3000))
+    text.write_text("\n\n".join(lines))
+    for arguments in (
+        ("data", "build", str(text), "--out", str(folder / "c.arrow")),
+        ("tokenizer", "train", str(text), "--out", str(folder / "t.json"), "--vocab-size", "300"),
+    ):
+        assert call(*arguments).exit_code == 0
+    corpus, tokenizer = f"data.corpus={folder}/c.arrow", f"data.tokenizer={folder}/t.json"
+    return ("--set", corpus, "--set", tokenizer)
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, arguments)
+
+
+def fails(code: int, *arguments: str) -> str:
+    result = call(*arguments)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    assert result.stderr.startswith("error: ") or "Usage:" in result.stderr
+    return result.stderr
+
+
+def submitted(fake: FakeSlurm, inputs: tuple[str, ...], *more: str) -> dict[str, object]:
+    result = call("submit", "tiny_neox", "--nodes", "4", *inputs, "--json", *more)
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def test_submit_writes_the_run_and_two_jobs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    sent = submitted(fake, inputs, "--partition", "main", "--account", "ml", "--time", "8:00:00")
+    run = RunDir(Path(str(sent["run_dir"])))
+    assert sent["run"] == "tiny_neox-001"
+    assert sent["jobs"] == {"precompile": "1", "train": "2"}
+    assert fake.jobs["2"].after_ok == "1"
+    assert fake.jobs["2"].script == run.script("train").read_text()
+    assert "#SBATCH --partition=main\n" in fake.jobs["1"].script
+    assert "#SBATCH --time=8:00:00\n" in fake.jobs["2"].script
+    config = yaml.safe_load(run.config.read_text())
+    assert config["train"]["steps"] == 120
+    assert config["origin"]["slurm.partition"] == "--partition"
+    assert json.loads(run.plan.read_text())["data"] == 4
+    assert JobsRecord.load(run.jobs).submissions[0].train_job == "2"
+    assert submitted(fake, inputs)["run"] == "tiny_neox-002"
+
+
+def test_submit_tells_what_to_type_next(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    text = call("submit", "tiny_neox", "--nodes", "2", "--name", "first", *inputs).stdout
+    for words in ("precompile job 1, then train job 2", "slurmllm logs -f first", "data 2"):
+        assert words in text
+
+
+def test_a_job_that_cannot_be_taken_back_is_named(
+    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = fake.submit
+
+    def refuse_the_second(script: Path, after_ok: str | None = None) -> str:
+        fake.refuse = None if after_ok is None else "QOSMaxSubmitJobPerUserLimit"
+        return submit(script, after_ok)
+
+    def cannot_cancel(job_ids: object) -> None:
+        raise SlurmError("scancel failed with exit code 1: down")
+
+    monkeypatch.setattr(fake, "submit", refuse_the_second)
+    words = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
+    assert "QOSMaxSubmitJobPerUserLimit" in words
+    assert fake.jobs["1"].state == "CANCELLED"
+    assert not Path("runs/r").exists()
+    monkeypatch.setattr(fake, "cancel", cannot_cancel)
+    words = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
+    assert "QOSMaxSubmitJobPerUserLimit" in words
+    assert "`scancel 2` ends it" in words
+    assert JobsRecord.load(RunDir(Path("runs/r")).jobs).submissions[0].precompile_job == "2"
+
+
+def test_two_submits_at_the_same_moment_get_two_names(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with ThreadPoolExecutor(8) as pool:
+        claims = [pool.submit(prepare.claim_run, runs, None, "tiny_neox") for _ in range(8)]
+        names = sorted(claim.result().name for claim in claims)
+    assert names == [f"tiny_neox-{number:03d}" for number in range(1, 9)]
+
+
+def test_a_damaged_run_does_not_hide_the_others(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    submitted(fake, inputs, "--name", "whole")
+    sent = submitted(fake, inputs, "--name", "broken")
+    RunDir(Path(str(sent["run_dir"]))).jobs.write_text("{")
+    states = {run["name"]: run for run in json.loads(call("status", "--json").stdout)["runs"]}
+    assert states["whole"]["state"] == "queued"
+    assert states["broken"]["state"] == "damaged"
+    assert "jobs.json" in states["broken"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("python -m slurmllm recipes neox_20b | head -1; exit ${PIPESTATUS[0]}", (0, 141)),
+        ("python -m slurmllm recipes > /dev/full", (4,)),
+        ("python -m slurmllm nosuch", (2,)),
+    ],
+)
+def test_only_compare_answers_with_exit_code_1(script: str, code: tuple[int, ...]) -> None:
+    script = script.replace("python", sys.executable, 1)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode in code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("recipe", ["neox_20b", "tiny_neox", "pythia_6.9b"])
+def test_dry_run_prints_and_touches_nothing(fake: FakeSlurm, tmp_path: Path, recipe: str) -> None:
+    result = call("submit", recipe, "--nodes", "4", "--dry-run")
+    assert result.exit_code == 0
+    assert result.stdout.count("#!/bin/bash") == 2
+    assert "#SBATCH --nodes=4" in result.stdout
+    assert not list(tmp_path.iterdir())
+    assert not fake.jobs
+
+
+def test_dry_run_shows_environment_and_arguments(fake: FakeSlurm) -> None:
+    more = ("--set", "env.NEURON_RT_EXEC_TIMEOUT=7", "--set", "env.EMPTY=")
+    result = call("submit", "neox_20b", "--nodes", "4", "--dry-run", "--json", *more)
+    shown = json.loads(result.stdout)
+    assert {"run_dir", "mesh", "scripts", "environment", "backend_arguments"} <= shown.keys()
+    rows = {row["name"]: row for row in shown["environment"]}
+    assert rows["NEURON_RT_EXEC_TIMEOUT"]["value"] == "7"
+    assert rows["NEURON_RT_EXEC_TIMEOUT"]["source"] == "--set"
+    assert rows["EMPTY"]["value"] == ""
+    # What the table says is what a shell has after the script's exports.
+    exports = shown["scripts"]["train"].partition("# Body")[0]
+    done = subprocess.run(
+        ["bash", "-c", exports + "env -0"], env={}, capture_output=True, text=True, check=True
+    )
+    exported = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+    assert {name: row["value"] for name, row in rows.items()}.items() <= exported.items()
+    config = shown["backend_arguments"]["neuronx_distributed_config"]
+    assert (config["tensor_parallel_size"], config["pipeline_parallel_size"]) == (8, 4)
+
+
+def test_dry_run_shows_the_same_to_people(fake: FakeSlurm) -> None:
+    shown = call("submit", "neox_20b", "--nodes", "4", "--dry-run", "--set", "env.A=b").stdout
+    table = shown.partition("# ── the workers' environment\n")[2]
+    table, _, arguments = table.partition("# ── arguments of backend nxd\n")
+    assert ["A", "b", "--set"] in [line.split() for line in table.splitlines()]
+    assert "NEURON_TRANSFER_WITH_STATIC_RING_OPS" in table
+    assert yaml.safe_load(arguments)["neuronx_distributed_config"]["tensor_parallel_size"] == 8
+    native = call("submit", "tiny_neox", "--dry-run").stdout
+    assert "the workers' environment" in native
+    assert "# ── arguments" not in native
+
+
+def test_dry_run_warns_of_what_submit_refuses(fake: FakeSlurm) -> None:
+    words = "train.init_from: not set, and this recipe starts from trained weights"
+    refused = call("submit", "tiny_neox_finetune", "--dry-run")
+    assert refused.exit_code == 0
+    assert f"warning: submit would refuse this: {words}" in refused.stderr
+    assert words not in refused.stdout
+    shown = json.loads(call("submit", "tiny_neox_finetune", "--dry-run", "--json").stdout)
+    assert [reason.partition(" (")[0] for reason in shown["refusals"]] == [words]
+    sound = call("submit", "tiny_neox", "--dry-run", "--json")
+    assert json.loads(sound.stdout)["refusals"] == []
+    assert "warning" not in sound.stderr
+
+
+def test_status_follows_the_jobs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    submitted(fake, inputs, "--name", "r")
+
+    def state() -> str:
+        return str(json.loads(call("status", "r", "--json").stdout)["state"])
+
+    assert state() == "queued"
+    fake.start("1")
+    assert state() == "precompiling"
+    fake.finish("1")
+    fake.start("2")
+    assert state() == "training"
+    fake.fail_node("n1")
+    assert state() == "queued"  # no attempt left a record
+    assert call("cancel", "r").exit_code == 0
+    assert state() == "cancelled"
+    assert "nothing to cancel" in call("cancel", "r").stdout
+    assert json.loads(call("status", "--json").stdout)["runs"][0]["name"] == "r"
+
+
+def test_a_failed_precompile_job_is_named(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    submitted(fake, inputs, "--name", "r")
+    fake.start("1")
+    fake.finish("1", "FAILED")
+    shown = json.loads(call("status", "r", "--json").stdout)
+    assert shown["state"] == "stopped"
+    assert "precompile job FAILED" in shown["why"]
+
+
+def test_resume_submits_again_in_the_same_directory(
+    fake: FakeSlurm, inputs: tuple[str, ...]
+) -> None:
+    sent = submitted(fake, inputs, "--name", "r")
+    assert "still waits or runs" in fails(2, "resume", "r")
+    call("cancel", "r")
+    again = json.loads(call("resume", "r", "--nodes", "2", "--json").stdout)
+    assert again["jobs"] == {"precompile": "3", "train": "4"}
+    assert again["mesh"]["data"] == 2
+    call("cancel", "r")
+    run = RunDir(Path(str(sent["run_dir"])))
+    GraphManifest(
+        complete=True, backend="native", versions={}, graphs=0, archive_bytes=0,
+        archive_sha256="", cold_first_step_s=1.0, files=(),
+    ).save(run.graphs_manifest)  # fmt: skip
+    third = json.loads(call("resume", "r", "--json").stdout)
+    assert third["jobs"] == {"precompile": None, "train": "5"}
+    assert fake.jobs["5"].after_ok is None
+    assert len(JobsRecord.load(run.jobs).submissions) == 3
+
+
+def test_resume_looks_at_other_weights_to_start_from(
+    fake: FakeSlurm, inputs: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = submitted(fake, inputs, "--name", "r")
+    call("cancel", "r")
+    run, jobs = RunDir(Path(str(sent["run_dir"]))), len(fake.jobs)
+    assert "nosuch" in fails(2, "resume", "r", "--set", "train.init_from=nosuch")
+    assert load(run.config).recipe.train.init_from is None
+    assert len(fake.jobs) == jobs
+    monkeypatch.chdir(tmp_path)
+    looked_at = []
+    monkeypatch.setattr(
+        "slurmllm.checkpoint.origin.check_fit", lambda source, model: looked_at.append(source)
+    )
+    assert call("resume", "r", "--set", "train.init_from=weights").exit_code == 0
+    assert load(run.config).recipe.train.init_from == str(tmp_path / "weights")
+    call("cancel", "r")
+    assert call("resume", "r").exit_code == 0
+    assert looked_at == [tmp_path / "weights"]  # once: later it may be gone
+
+
+def compiled(run: RunDir, nodes: int = 4, *, complete: bool = True) -> None:
+    """Leave what a precompile job leaves."""
+    config, archive = load(run.config), run.graphs_archive()
+    archive.parent.mkdir()
+    archive.write_bytes(b"graphs")
+    GraphManifest(
+        complete=complete, backend="native", versions={}, graphs=2, archive_bytes=6,
+        archive_sha256=checksum(archive), cold_first_step_s=1.0, files=(),
+        fingerprint=graph_fingerprint(config, make_mesh(config, nodes), local=False) or "",
+    ).save(run.graphs_manifest)  # fmt: skip
+
+
+def test_graphs_of_an_earlier_run_spare_the_precompile_job(
+    fake: FakeSlurm, inputs: tuple[str, ...]
+) -> None:
+    first = submitted(fake, inputs, "--name", "first")
+    assert first["graphs_from"] is None
+    compiled(RunDir(Path(str(first["run_dir"]))))
+    second = submitted(fake, inputs, "--name", "second")
+    assert second["graphs_from"] == "first"
+    assert second["jobs"] == {"precompile": None, "train": "3"}
+    assert fake.jobs["3"].after_ok is None
+    run = RunDir(Path(str(second["run_dir"])))
+    assert run.graphs_archive().read_bytes() == b"graphs"
+    assert JobsRecord.load(run.jobs).submissions[0].precompile_job is None
+    text = call("submit", "tiny_neox", "--nodes", "4", "--name", "third", *inputs).stdout
+    assert "compiled by run first already; no precompile stage" in text
+    always = submitted(fake, inputs, "--name", "fourth", "--precompile", "always")
+    assert always["graphs_from"] is None
+    other = submitted(fake, inputs, "--name", "fifth", "--set", "train.micro_batch=1")
+    assert other["graphs_from"] is None
+    call("cancel", "second")
+    again = json.loads(call("resume", "second", "--json").stdout)
+    assert (again["graphs_from"], again["jobs"]["precompile"]) == ("first", None)
+    call("cancel", "second")
+    forced = json.loads(call("resume", "second", "--precompile", "always", "--json").stdout)
+    assert forced["jobs"]["precompile"] is not None
+
+
+def test_resume_past_incomplete_graphs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    sent = submitted(fake, inputs, "--name", "r")
+    run = RunDir(Path(str(sent["run_dir"])))
+    compiled(run, complete=False)
+    call("cancel", "r")
+    again = json.loads(call("resume", "r", "--json").stdout)
+    assert again["jobs"]["precompile"] is not None
+    call("cancel", "r")
+    past = json.loads(call("resume", "r", "--set=train.incomplete_graphs=compile", "--json").stdout)
+    assert past["jobs"]["precompile"] is None
+    config = yaml.safe_load(run.config.read_text())
+    assert config["train"]["incomplete_graphs"] == "compile"
+    assert config["origin"]["train.incomplete_graphs"] == "--set train.incomplete_graphs=compile"
+
+
+def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    auto = ("--set", "train.micro_batch=auto")
+    sent = submitted(fake, inputs, "--name", "r", *auto)
+    mesh = sent["mesh"]
+    assert isinstance(mesh, dict)
+    assert (mesh["micro_batch"], mesh["accumulation"], mesh["data"]) == (None, None, 4)
+    assert "auto: measured by the precompile stage" in call("status", "r").stdout
+    call("cancel", "r")
+    run = RunDir(Path(str(sent["run_dir"])))
+    GraphManifest(
+        complete=True, backend="native", versions={}, graphs=0, archive_bytes=0,
+        archive_sha256="", cold_first_step_s=1.0, files=(),
+    ).save(run.graphs_manifest)  # fmt: skip
+    again = json.loads(call("resume", "r", "--json").stdout)
+    assert again["jobs"]["precompile"] is not None, "graphs without the micro batch"
+    call("cancel", "r")
+    tried = tuple(
+        MicroBatchCandidate(
+            micro_batch=size, seconds_per_sequence=1 / size, peak_bytes=1, first_step_s=1.0
+        )
+        for size in (1, 2)
+    )
+    MicroBatchRecord(
+        micro_batch=2, reason="", candidates=tried, limit_bytes=9, nodes=("n1",), device="cpu",
+        workers=1,
+    ).save(run.micro_batch)  # fmt: skip
+    more = json.loads(call("resume", "r", "--nodes", "8", "--json").stdout)
+    assert more["jobs"]["precompile"] is None
+    assert (more["mesh"]["micro_batch"], more["mesh"]["global_batch"]) == (1, 8)
+    words = call("status", "r").stdout
+    assert "8 = data 8 × 1 × micro batch 1; auto: 2 chosen of 1, 2 on n1" in words
+    assert json.loads(call("status", "r", "--json").stdout)["micro_batch"]["micro_batch"] == 2
+    assert "auto: measured" in call("submit", "tiny_neox", "--name", "s", *inputs, *auto).stdout
+
+
+def test_sbatch_refusing_leaves_the_name_free(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    fake.refuse = "Batch job submission failed: Invalid account"
+    words = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
+    assert "Invalid account" in words
+    assert not Path("runs/r").exists()
+    fake.refuse = None
+    assert submitted(fake, inputs, "--name", "r")["run"] == "r"
+
+
+def test_a_taken_name(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    submitted(fake, inputs, "--name", "r")
+    assert "is a run of recipe 'tiny_neox'" in fails(2, "submit", "tiny_neox", "--name", "r")
+    words = fails(2, "submit", "neox_20b", "--nodes", "4", "--name", "r", "--dry-run")
+    assert "is a run of recipe 'tiny_neox' (not this one)" in words
+    for name in ("../up", "a b", "-x", ""):
+        assert "choose another --name" in fails(2, "submit", "tiny_neox", f"--name={name}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("submit", "nosuch"), "unknown recipe 'nosuch'"),
+        (("submit", "tiny_neox", "--cluster", "moon"), "unknown cluster profile 'moon'"),
+        (("submit", "tiny_neox", "--nodes", "3"), "choose 1, 2 or 4 nodes"),
+        (
+            ("submit", "tiny_neox", "--nodes", "3", "--set", "train.micro_batch=auto"),
+            "1, 2, 4 or 8",
+        ),
+        (("submit", "tiny_neox", "--set", "train.micro_batch=0"), "above 0, or auto"),
+        (("submit", "tiny_neox", "--set", "train.micro_batch=Auto"), "above 0, or auto"),
+        (("submit", "tiny_neox", "--set", "optim.lrr=1"), "did you mean 'lr'"),
+        (("submit", "tiny_neox", "--set", "data.corpus=no.arrow"), "no.arrow"),
+        (
+            ("submit", "neox_20b", "--nodes", "4", "--set", "train.precision=bf16_mixed"),
+            "--set parallel.zero=1, or train.precision=bf16_sr",
+        ),
+        (
+            ("submit", "neox_20b", "--nodes", "4", "--set", "cluster.devices_per_node=64"),
+            "trn1.32xlarge has 32 NeuronCores; set 32",
+        ),
+        (("submit", "tiny_neox", "--set", "env.9LIVES=1"), "env.9LIVES"),
+        (("submit", "neox_20b", "--nodes", "1", "--set", "backend=native"), "not on neuron"),
+        (
+            ("submit", "llama2_70b", "--nodes", "32", "--cluster", "p4d"),
+            "parallel.tensor: 32 does not divide 8 key and value heads",
+        ),
+        (("submit", "tiny_neox", "--set", "data.corpus=null"), "data.corpus: not set"),
+        (("submit", "tiny_neox_finetune"), "add --set train.init_from=FOLDER, a checkpoint of"),
+        (("status", "nosuch"), "no run 'nosuch'"),
+        (("logs", "nosuch"), "no run 'nosuch'"),
+        (("cancel", "nosuch"), "no run 'nosuch'"),
+        (("resume", "nosuch"), "no run 'nosuch'"),
+        (("compare", "nosuch", "other"), "nosuch"),
+    ],
+)
+def test_bad_input(fake: FakeSlurm, arguments: tuple[str, ...], words: str) -> None:
+    assert words in fails(2, *arguments)
+    assert not fake.jobs
+
+
+def test_inputs_that_do_not_fit(fake: FakeSlurm, inputs: tuple[str, ...], tmp_path: Path) -> None:
+    submit = ("submit", "tiny_neox", *inputs)
+    words = fails(2, *submit, "--set", "model.vocab_size=200")
+    assert "300" in words
+    assert "model.vocab_size" in words
+    words = fails(2, *submit, "--set", "train.global_batch=8192", "--set", "model.seq_len=4096")
+    assert "fewer than one global batch" in words
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    assert "broken.json" in fails(2, *submit, "--set", f"data.tokenizer={broken}")
+    corpus = Path(inputs[1].partition("=")[2])
+    cut = tmp_path / "cut.arrow"
+    cut.write_bytes(corpus.read_bytes()[:5000])
+    assert "cut.arrow" in fails(2, *submit, "--set", f"data.corpus={cut}")
+
+
+def test_without_slurm_the_way_out_is_named(
+    inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "--local" in fails(3, "submit", "tiny_neox", *inputs)
+    assert not Path("runs/tiny_neox-001").exists()
+
+
+def test_a_damaged_record_is_named(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    sent = submitted(fake, inputs, "--name", "r")
+    RunDir(Path(str(sent["run_dir"]))).jobs.write_text('{"submissions": [{')
+    assert "jobs.json is damaged" in fails(4, "status", "r")
+
+
+def test_recipes_and_profiles_are_in_the_wheel(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parent.parent.parent
+    source = tmp_path / "source"
+    shutil.copytree(root, source, ignore=shutil.ignore_patterns(".*", "runs", "build", "dist"))
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=source, check=True, capture_output=True,
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    unpacked = tmp_path / "unpacked"
+    shutil.unpack_archive(wheel, unpacked, "zip")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "slurmllm", "submit", "neox_20b", "--nodes", "4", "--dry-run"],
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+        cwd=tmp_path, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "supervise" in done.stdout
+    assert stat.S_ISDIR((unpacked / "slurmllm" / "_shipped" / "sbatch").stat().st_mode)

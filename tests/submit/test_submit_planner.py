@@ -1,0 +1,194 @@
+"""`submit` and `resume` with the planner: what it chooses, warns of and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from slurmllm.cli.main import cli
+from slurmllm.config.resolve import load
+from slurmllm.rundir import RunDir
+from slurmllm.slurm import client
+from slurmllm.slurm.fake import FakeSlurm
+from slurmllm.submit import prepare
+
+# A small cluster of CPUs, so that a tiny recipe has layouts to choose from.
+PROFILE = """
+name: shelf
+device: cpu
+devices_per_node: 2
+node_local: /var/tmp
+hardware:
+  source: this test
+  bf16_tflops: 1
+  fp32_tflops: 1
+  memory_gib: 1
+  memory_gb_s: 10
+  node_link_gb_s: 1
+  network_gb_s: 0.1
+  matrix_efficiency: 0.5
+  attention_efficiency: 0.5
+  memory_efficiency: 0.5
+  node_link_efficiency: 0.5
+  network_efficiency: 0.5
+"""
+NOT_ENOUGH = "cluster.hardware.memory_gib=0.01"
+SLOW = ("--set=parallel.pipeline=4", "--set=train.micro_batch=8")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
+    cluster = FakeSlurm()
+    monkeypatch.setattr(client, "SlurmCommands", lambda: cluster)
+    monkeypatch.setattr(prepare, "SlurmCommands", lambda: cluster)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURMLLM_CLUSTER", "shelf.yaml")
+    Path("shelf.yaml").write_text(PROFILE)
+    np.save("tokens.npy", np.arange(5000, dtype=np.uint16) % 4096)
+    return cluster
+
+
+def call(*arguments: str) -> Result:
+    result = CliRunner().invoke(cli, arguments)
+    assert "Traceback" not in result.output
+    return result
+
+
+def submit(*arguments: str) -> Result:
+    data = ("--set=data.corpus=tokens.npy", "--set=data.tokenizer=null")
+    return call("submit", "tiny_neox", "--nodes=2", "--name=r", *data, *arguments)
+
+
+def degrees() -> dict[str, object]:
+    return load(RunDir(Path("runs/r")).config).recipe.parallel.model_dump()
+
+
+def test_auto_is_settled_before_anything_is_written(fake: FakeSlurm) -> None:
+    sent = json.loads(submit("--set=parallel=auto", "--set=parallel.tensor=2", "--json").stdout)
+    held = yaml.safe_load(Path("runs/r/config.yaml").read_text())
+    planned = sent["planner"]
+    assert planned["chosen"]
+    assert held["parallel"]["auto"] is False
+    assert held["parallel"]["tensor"] == planned["tensor"] == sent["mesh"]["tensor"] == 2
+    for degree in ("pipeline", "virtual_pipeline", "sequence", "zero"):
+        assert held["parallel"][degree] == planned[degree]
+        assert held["origin"][f"parallel.{degree}"].startswith("planner: best of ")
+    assert json.loads(Path("runs/r/plan.json").read_text())["pipeline"] == planned["pipeline"]
+    assert len(fake.jobs) == 2
+
+
+def test_the_choice_is_one_line(fake: FakeSlurm) -> None:
+    line = r"tensor \d, pipeline \d, data \d, micro batch 2: [\d.]+ seq/s predicted, MFU \d+ %, "
+    dry = submit("--set=parallel=auto", "--dry-run")
+    assert re.search(f"^{line}", dry.stdout, re.MULTILINE)
+    assert re.search(f"^planner    {line}", submit("--set=parallel=auto").stdout, re.MULTILINE)
+    assert dry.stderr == "dry run: nothing was written, nothing submitted\n"
+
+
+def test_a_written_mesh_that_cannot_fit_is_refused(fake: FakeSlurm) -> None:
+    refused = submit("--set", NOT_ENOUGH)
+    assert refused.exit_code == 2
+    assert "does not fit into the memory of 2 node(s) of shelf" in refused.stderr
+    assert re.search(r"optimizer [\d.]+[,;]", refused.stderr)
+    assert "--force" in refused.stderr
+    assert not fake.jobs
+    assert not Path("runs").exists()
+    dry = submit("--set", NOT_ENOUGH, "--dry-run", "--json")
+    assert dry.exit_code == 0
+    assert "submit would refuse this" in dry.stderr
+    shown = json.loads(dry.stdout)
+    assert shown["refusals"] == shown["planner"]["refusals"]
+    assert not shown["planner"]["fits"]
+    forced = submit("--set", NOT_ENOUGH, "--force")
+    assert forced.exit_code == 0
+    assert "warning: " in forced.stderr
+    assert len(fake.jobs) == 2
+
+
+def test_a_slow_mesh_is_warned_of_and_submitted(fake: FakeSlurm) -> None:
+    sent = submit(*SLOW)
+    assert sent.exit_code == 0
+    (words,) = re.findall(r"warning: .* % of the best on these nodes: (.*)", sent.stderr)
+    assert "--set parallel.pipeline=" in words
+    assert "planner" not in sent.stdout
+
+
+@pytest.mark.parametrize(
+    "how", [(NOT_ENOUGH,), ("cluster.hardware.rough=true", NOT_ENOUGH), ("cluster.hardware=null",)]
+)
+def test_only_sound_figures_refuse(fake: FakeSlurm, how: tuple[str, ...]) -> None:
+    result = submit(*(f"--set={setting}" for setting in how))
+    assert result.exit_code == (2 if how == (NOT_ENOUGH,) else 0)
+
+
+def test_auto_that_cannot_be_settled(fake: FakeSlurm) -> None:
+    none = submit("--set=parallel=auto", "--set=cluster.hardware=null")
+    assert none.exit_code == 2
+    assert "slurmllm plan --calibrate" in none.stderr
+    tight = submit("--set=parallel=auto", "--set", NOT_ENOUGH)
+    assert tight.exit_code == 2
+    assert re.search(r"the nearest, .* needs [\d.]+ of [\d.]+ GiB", tight.stderr)
+    assert not fake.jobs
+
+
+def test_a_settled_run_keeps_its_degrees_until_auto_is_asked_for_again(fake: FakeSlurm) -> None:
+    submit("--set=parallel=auto")
+    before = degrees()
+    call("cancel", "r")
+    more = json.loads(call("resume", "r", "--nodes=4", "--json").stdout)
+    assert degrees() == before
+    assert (more["mesh"]["nodes"], more["planner"]["chosen"]) == (4, False)
+    call("cancel", "r")
+    tight = call("resume", "r", "--set", NOT_ENOUGH)
+    assert tight.exit_code == 2
+    assert degrees() == before
+    forced = call("resume", "r", "--set", NOT_ENOUGH, "--force")
+    assert forced.exit_code == 0
+    call("cancel", "r")
+    # It was told once; what has not changed is not held against it again.
+    assert call("resume", "r").exit_code == 0
+    call("cancel", "r")
+    roomy = "--set=cluster.hardware.memory_gib=1"
+    anew = call("resume", "r", roomy, "--set=parallel=auto", "--set=parallel.pipeline=2", "--json")
+    assert json.loads(anew.stdout)["planner"]["chosen"]
+    assert degrees()["pipeline"] == 2
+
+
+def test_recipes_shows_what_is_left_open(tmp_path: Path) -> None:
+    given = ("recipes", "neox_20b", "--set=parallel=auto", "--set=parallel.tensor=8")
+    printed = yaml.safe_load(call(*given).stdout)
+    assert printed["parallel"] == {
+        "auto": True, "tensor": 8, "pipeline": "auto", "virtual_pipeline": "auto",
+        "sequence": "auto", "zero": "auto",
+    }  # fmt: skip
+    # What is printed is a recipe.
+    del printed["cluster"]
+    path = tmp_path / "again.yaml"
+    path.write_text(yaml.safe_dump(printed))
+    assert yaml.safe_load(call("recipes", str(path)).stdout)["parallel"] == printed["parallel"]
+    tree = json.loads(call(*given, "--json", "--explain").stdout)
+    assert (tree["parallel"]["tensor"], tree["parallel"]["pipeline"]) == (8, None)
+    assert tree["origin"]["parallel.zero"] == "the planner, at submit"
+    assert re.search(
+        r"parallel.zero +auto +the planner, at submit", call(*given, "--explain").stdout
+    )
+
+
+def test_planning_loads_no_torch_and_no_numpy(fake: FakeSlurm) -> None:
+    script = (
+        "import sys\n"
+        "from slurmllm.cli.main import cli\n"
+        "cli(['submit', 'neox_20b', '--nodes=4', '--cluster=trn1', '--set=parallel=auto',"
+        " '--dry-run'], standalone_mode=False)\n"
+        "assert not {'torch', 'numpy', 'pyarrow', 'matplotlib'} & set(sys.modules)\n"
+        "assert 'slurmllm.plan.search' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,200 @@
+"""A run in simulated time: its account, the policy that it runs, its interval, real runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmllm.config.recipe import Recipe
+from slurmllm.config.resolve import resolve
+from slurmllm.errors import RunError
+from slurmllm.plan.failures import Kind, RandomFailures, Scripted, ScriptedFailures
+from slurmllm.plan.loss_assumptions import LLAMA3, META_RSC1, OPT
+from slurmllm.plan.losses import best_interval_s
+from slurmllm.plan.scenario import DAY_S, HOUR_S, Durations, SaveCost, Scenario
+from slurmllm.simulate.measured import measure
+from slurmllm.simulate.replay import compare
+from slurmllm.simulate.simulation import simulate
+from slurmllm.status.history import History
+from slurmllm.status.time_breakdown import spendings
+from slurmllm.status.utilization import utilization
+
+QUICK = Durations((125.0,), (15.0,), (10.0,), (120.0,), (60.0,), (5.0,))
+
+
+def recipe(*overrides: str) -> Recipe:
+    return resolve("tiny_llama", overrides=list(overrides)).recipe
+
+
+def scenario(*overrides: str, rates: dict[Kind, float] | None = None, **changed: Any) -> Scenario:
+    """Sixteen nodes for two days; a node fails every 200 hours in a way that breaks it."""
+    fields: dict[str, Any] = {
+        "recipe": recipe(*(overrides or ("checkpoint.every_steps=60",))), "nodes": 16,
+        "step_s": 10.0, "horizon_s": 2 * DAY_S, "durations": QUICK, "save": SaveCost(5.0, 30.0),
+        "failures": RandomFailures(rates if rates is not None else {"device": 1 / 200}),
+    }  # fmt: skip
+    return Scenario(**(fields | changed))
+
+
+def scripted(*script: Scripted | None, **changed: Any) -> History:
+    return simulate(scenario(failures=ScriptedFailures(script), **changed), seed=0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["device", "node", "network", "hang", "storage", "software", "signal"]),
+        st.floats(0, 0.1),
+    ),
+    st.integers(0, 2**20),
+    st.sampled_from([None, 1, 500]),
+)
+def test_every_step_counts_once(rates: dict[Kind, float], seed: int, steps: int | None) -> None:
+    planned = scenario(rates=rates, steps=steps, time_limit_s=8 * HOUR_S, horizon_s=DAY_S)
+    history = simulate(planned, seed)
+    used = utilization(history)
+    assert math.fsum(used.parts.values()) == pytest.approx(used.node_hours)
+    assert not used.warnings
+    made = np.concatenate([s.numbers for s in history.steps.values()] or [[]])
+    assert used.steps == (history.attempts[-1].checkpoint_after or 0)
+    assert set(made) >= set(range(1, used.steps + 1))
+    assert used.steps_lost == len(made) - used.steps
+    assert steps is None or used.steps <= steps
+    assert all((np.diff(s.ends) > 0).all() for s in history.steps.values())
+    ends = [(a.started_at, a.ended_at) for a in history.attempts]
+    assert all(begin <= end for begin, end in ends if end is not None)
+    again = simulate(planned, seed)
+    assert again.attempts == history.attempts
+
+
+def test_a_failure_costs_what_it_costs() -> None:
+    """After 75 steps: one save, after 60 of them; 14 whole steps since, and one under way."""
+    at = 60 * 10 + 5 + 14 * 10 + 3  # steps, a wait, steps
+    history = scripted(Scripted("device", at, training=True))
+    first, second = history.attempts
+    assert (first.last_step, first.checkpoint_after, first.steps_lost) == (74, 60, 14)
+    assert (first.ending, first.action, first.backoff_s) == ("node_failure", "requeue", 0.0)
+    assert first.ended_at == pytest.approx(145 + 60 + at + 15)  # start-up; noticed, closed
+    assert second.started_at == pytest.approx(first.ended_at + 125)
+    assert first.blamed_nodes[0] not in second.nodes
+    assert utilization(history).steps_lost == 14
+
+
+def test_a_save_under_way_does_not_count() -> None:
+    history = scripted(Scripted("network", 60 * 10 + 20, training=True))
+    assert history.attempts[0].checkpoint_after is None
+    assert history.attempts[0].steps_lost == 61  # one step in what the save left free
+
+
+def test_a_signal_loses_nothing() -> None:
+    history = scripted(Scripted("signal", 999, training=True))
+    assert history.attempts[0].ending == "advance_signal"
+    assert (utilization(history).steps_lost, len(history.attempts)) == (0, 2)
+
+
+def test_the_policy_is_the_supervisors() -> None:
+    start = Scripted("network", 30, training=False)
+    endings = [(a.ending, a.action) for a in scripted(start, start, start).attempts]
+    assert endings[:3] == [
+        ("node_failure", "requeue"), ("node_failure", "requeue"), ("no_progress", "stop")
+    ]  # fmt: skip
+    backoffs = [a.backoff_s for a in scripted(start, start).attempts]
+    assert backoffs == [30.0, 60.0, 0.0]
+    (stopped, after) = scripted(Scripted("software", 5000, training=True), engineer_s=999).attempts
+    assert stopped.action == "stop"
+    assert after.started_at - (stopped.ended_at or 0) == pytest.approx(999 + 125)
+
+
+def test_a_node_that_hangs_twice_is_kept_off() -> None:
+    hang = Scripted("hang", 5000, training=True, node=3)
+    history = scripted(hang, hang)
+    nodes = [set(attempt.nodes) for attempt in history.attempts]
+    assert nodes[0] == nodes[1]
+    assert nodes[1] - nodes[2] == {"n4"}
+
+
+def test_the_storage_is_missed_at_the_next_save() -> None:
+    history = scripted(Scripted("storage", 590, training=True))
+    assert history.attempts[0].ending == "storage_failure"
+    assert history.attempts[0].last_step == 60
+    unnoticed = scripted(Scripted("storage", 640, training=True), outage_s=300)
+    assert [a.ending for a in unnoticed.attempts] == ["done"]
+
+
+def test_without_spares_the_run_waits_for_a_repair() -> None:
+    history = scripted(Scripted("device", 999, training=True), spares=0, repair_s=HOUR_S)
+    first, second = spendings(history)
+    assert second.start - first.end == pytest.approx(HOUR_S)
+
+
+def test_more_failures_leave_less() -> None:
+    means = []
+    for factor in (0, 1, 4, 16):
+        rates: dict[Kind, float] = {"device": factor / 2000, "hang": factor / 4000}
+        several = [utilization(simulate(scenario(rates=rates), seed)) for seed in range(6)]
+        means.append(np.mean([one.effective for one in several]))
+    assert means == sorted(means, reverse=True)
+    assert means[0] > 0.98
+    assert means[0] - means[-1] > 0.02
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.floats(20, 60), st.floats(2, 8))
+def test_the_formulas_interval_is_the_best_one(cost_s: float, mtbf_hours: float) -> None:
+    """Within 1 % of the best of a grid of intervals around it, in utilization."""
+    best = best_interval_s(cost_s, mtbf_hours * HOUR_S) / 10
+    base = scenario(
+        horizon_s=100 * mtbf_hours * HOUR_S, save=SaveCost(cost_s, cost_s),
+        rates={"network": 1 / (16 * mtbf_hours)},
+    )  # fmt: skip
+
+    def effective(factor: float) -> float:
+        own = recipe(f"checkpoint.every_steps={max(1, round(best * factor))}")
+        return utilization(simulate(replace(base, recipe=own), seed=1)).effective or 0.0
+
+    found = {factor: effective(factor) for factor in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)}
+    assert found[1.0] >= max(found.values()) - 0.01
+    assert found[0.25] < found[1.0] > found[4.0]
+
+
+def test_auto_learns_the_rate() -> None:
+    """Where the profile is far too hopeful, the run saves oftener once nodes have failed."""
+    hopeful = scenario("checkpoint.every_steps=auto", node_mtbf_hours=1e6, horizon_s=20 * DAY_S)
+    fixed = replace(hopeful, recipe=recipe("checkpoint.every_steps=2000"))
+    auto, rare = (np.mean([utilization(simulate(s, seed)).effective for seed in range(3)])
+                  for s in (hopeful, fixed))  # fmt: skip
+    assert auto > rare + 0.03
+
+
+def test_a_replay_finds_the_run_again() -> None:
+    """Durations of one run, failures of another: what is predicted is what was."""
+    drawn = replace(QUICK, start_up=(100.0, 120.0, 140.0), requeue=(120.0, 130.0))
+    one, other = (
+        simulate(scenario(steps=4000, durations=drawn, gap_s=0.5, time_limit_s=5 * HOUR_S), seed)
+        for seed in (1, 2)
+    )
+    saves = [(5.0, 30.0)]
+    found = compare(
+        replace(other, submissions=()), recipe("checkpoint.every_steps=60"),
+        measure([replace(one, saves=saves)]), seeds=range(5),
+    )  # fmt: skip
+    figures = {figure.name: figure for figure in found}
+    assert figures["steps_lost"].actual > 0
+    for name in ("effective", "node_hours", "wall_hours", "saving"):
+        assert abs(figures[name].error or 0) < 0.05, figures[name]
+    for name in ("start_up", "recomputation"):
+        assert abs(figures[name].error or 0) < 0.15, figures[name]
+    with pytest.raises(RunError, match="is not done"):
+        compare(replace(one, attempts=one.attempts[:1]), recipe(), measure([one]), [0])
+
+
+def test_published_rates() -> None:
+    assert sum(LLAMA3.counts.values()) == 419
+    per_1000_node_days = [24_000 / one.node_mtbf_hours for one in (LLAMA3, META_RSC1, OPT)]
+    assert per_1000_node_days == pytest.approx([3.79, 6.50, 14.1], abs=0.02)
