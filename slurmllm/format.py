@@ -1,0 +1,116 @@
+"""Numbers and times as text for people: the same in tables, reports, plans and log lines."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+ABSENT = "-"
+
+
+def format_integer(number: int | None) -> str:
+    """`500,000`."""
+    return ABSENT if number is None else f"{number:,}"
+
+
+def format_number(value: float | None) -> str:
+    """`0.0213`, `14.2`, `1,234`: three or four significant digits."""
+    if value is None or not math.isfinite(value):
+        return ABSENT if value is None else str(value)
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}" if size >= 1 else f"{value:.3g}"
+
+
+def format_count(number: float | None) -> str:
+    """`1.23B`: parameters, tokens, tokens per dollar."""
+    if number is None:
+        return ABSENT
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= unit:
+            return f"{number / unit:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def format_plural(number: int, noun: str) -> str:
+    """`1 node`, `1,234 nodes`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def format_percent(share: float | None, decimals: int = 2) -> str:
+    """`35.70 %` of a share of 0.357."""
+    return ABSENT if share is None else f"{100 * share:.{decimals}f} %"
+
+
+def format_dollars(usd: float | None, decimals: int = 2) -> str:
+    """`1,234.50`."""
+    return ABSENT if usd is None else f"{usd:,.{decimals}f}"
+
+
+def format_bytes(num_bytes: float | None) -> str:
+    """`1.25 GB`, of 10^9 bytes."""
+    if num_bytes is None:
+        return ABSENT
+    for unit, letters in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {letters}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_gib(num_bytes: float) -> str:
+    """`14.12`: device memory in GiB, without the unit."""
+    count = num_bytes / 2**30
+    return f"{count:.2f}" if count >= 0.1 else f"{count:.2g}"
+
+
+def format_hours(hours: float | None) -> str:
+    """`0.0639`, `14.20`, `1,234.5`: node hours, without the unit."""
+    if hours is None:
+        return ABSENT
+    return f"{hours:,.1f}" if hours >= 100 else f"{hours:.4f}" if hours < 1 else f"{hours:.2f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`21.3 ms`, `1.25 s`: parts of a step."""
+    if seconds == 0 or seconds >= 0.9995:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def format_duration(seconds: float | None) -> str:
+    """`1:02:03`; empty if unknown."""
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def format_age(seconds: float) -> str:
+    """`12 s ago`, `3 min ago`, `5 h ago`, `2 days ago`."""
+    for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def format_time(unix_s: float) -> str:
+    """`2026-11-23 08:31` in the time zone of this machine."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
+
+
+def format_utc(unix_s: float | None) -> str:
+    """`2026-11-23 08:31:05 UTC`, for pages that travel between time zones."""
+    if unix_s is None:
+        return ABSENT
+    try:
+        return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, ValueError, OSError):  # a damaged record's time
+        return f"{unix_s:g}"
+
+
+def format_names(names: Sequence[str], most: int = 8) -> str:
+    """`n1, n2 and 5 more`."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
