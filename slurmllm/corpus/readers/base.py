@@ -29,7 +29,7 @@ Documents = tuple[pa.LargeStringArray, ...]
 class OnFault(Protocol):
     """Told of a fault: file, place and reason, and how much of the file cannot be read for it."""
 
-    def __call__(self, fault: str, extent: Extent = "document", /) -> None: ...  # noqa: D102
+    def __call__(self, fault: str, extent: Extent = "document", /) -> None: ...
 
 
 def strings(values: list[str]) -> pa.LargeStringArray:
