@@ -175,7 +175,7 @@ def second_tier(config: CheckpointConfig, run: str) -> SecondTier | None:
     Raises:
         StorageError: nothing that is installed here can open it.
     """
-    location = config.second_tier
+    location = config.replica
     if location is None:
         return None
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
@@ -194,7 +194,7 @@ def _told(verb: str, path: str) -> Iterator[None]:
         raise
     except Exception as error:  # each file system has errors of its own
         words = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise StorageError(f"checkpoint.second_tier: cannot {verb} {path}: {words}") from error
+        raise StorageError(f"checkpoint.replica: cannot {verb} {path}: {words}") from error
 
 
 def replace(temporary: Path, target: Path) -> None:

@@ -51,7 +51,7 @@ def checkpoint() -> None:
 @options.runs_dir
 @options.as_json
 def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> None:
-    """List the checkpoints of RUN, in its directory and in checkpoint.second_tier."""
+    """List the checkpoints of RUN, in its directory and in checkpoint.replica."""
     from slurmllm.checkpoint.catalogue import checkpoints
     from slurmllm.rundir import find_run, runs_root
 

@@ -309,13 +309,13 @@ class CheckpointConfig(Section):
     asynchronous: bool = Field(
         default=False, description="Write checkpoints while training goes on."
     )
-    second_tier: str | None = Field(
+    replica: str | None = Field(
         default=None,
-        description="A folder or a URL (s3://…) of a second place, to which each checkpoint is "
-        "copied while training goes on, and from which a run resumes where the first has none.",
+        description="A folder or a URL (s3://…) to which each checkpoint is copied while training "
+        "continues, and from which a run resumes if its own directory has none.",
     )
-    second_tier_keep: PositiveInt = Field(
-        default=2, description="Newest checkpoints kept in the second place."
+    replica_keep: PositiveInt = Field(
+        default=2, description="Newest checkpoints kept in the replica."
     )
 
 

@@ -22,6 +22,12 @@ M = TypeVar("M", bound=BaseModel)
 
 PLANNER = "planner: "  # how the sources of the planner's choices begin
 
+# Fields of earlier versions. A recipe must use the new name; `load` translates old runs.
+RENAMED = {
+    "checkpoint.second_tier": "checkpoint.replica",
+    "checkpoint.second_tier_keep": "checkpoint.replica_keep",
+}
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -198,7 +204,14 @@ def load(path: Path) -> RunConfig:
     """
     tree, _ = read_yaml(path)
     origins = tree.pop("origin", {})
-    return _validate(tree, origins if isinstance(origins, dict) else {}, [], str(path))
+    origins = origins if isinstance(origins, dict) else {}
+    for old, new in RENAMED.items():
+        section, _, field = old.partition(".")
+        fields = tree.get(section)
+        if isinstance(fields, dict) and field in fields:
+            fields[new.rpartition(".")[2]] = fields.pop(field)
+            origins[new] = origins.pop(old, "default")
+    return _validate(tree, origins, [], str(path))
 
 
 def _find(name: str, folder: Path, what: str, remedy: str) -> Path:
@@ -327,6 +340,8 @@ def _describe(
     origins: Mapping[str, str],
 ) -> str:
     where = f" ({origins[dotted]})" if dotted in origins else ""
+    if dotted in RENAMED:
+        return f"{dotted}: renamed{where}; write {RENAMED[dotted]}"
     if item["type"] == "extra_forbidden":
         known = _fields_beside(model, path)
         close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)

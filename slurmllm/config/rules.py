@@ -247,7 +247,7 @@ def _lead_fits_time(lead_s: int, time: str | int) -> str | None:
     )
 
 
-def _second_tier_can_be_opened(location: str | None) -> str | None:
+def _replica_can_be_opened(location: str | None) -> str | None:
     if location is None:
         return None
     from fsspec.core import split_protocol  # type: ignore[import-untyped]
@@ -255,11 +255,11 @@ def _second_tier_can_be_opened(location: str | None) -> str | None:
 
     protocol, _ = split_protocol(location)
     if protocol is None and not location.startswith("/"):
-        return f"checkpoint.second_tier: {location} is no URL and no absolute path; write one"
+        return f"checkpoint.replica: {location} is no URL and no absolute path; write one"
     try:
         get_filesystem_class(protocol or "file")
     except (ImportError, ValueError) as error:
-        return f"checkpoint.second_tier: {location} cannot be opened here: {error}"
+        return f"checkpoint.replica: {location} cannot be opened here: {error}"
     return None
 
 
@@ -296,7 +296,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("optim.min_lr", "optim.lr"), _min_lr_below_lr),
     Rule(("optim.warmup_steps", "optim.decay_steps", "train.steps"), _warmup_before_decay_ends),
     Rule(("optim.betas",), _betas_below_one),
-    Rule(("checkpoint.second_tier",), _second_tier_can_be_opened),
+    Rule(("checkpoint.replica",), _replica_can_be_opened),
     Rule(("slurm.signal_lead_s", "slurm.time"), _lead_fits_time),
 )
 

@@ -127,7 +127,7 @@ def make_plan(
         # The learning rates of the run's own schedule, of which these are the first steps.
         f"optim.decay_steps={given.recipe.optim.decay_steps or train.steps}",
         f"checkpoint.every_steps={every}",
-        "checkpoint.second_tier=null",  # the run's own copies lie there
+        "checkpoint.replica=null",  # the run's own copies lie there
         "slurm.drain=false",  # a node that was struck on purpose is a good one
     ]
     drilled = change(given, None, values)

@@ -228,7 +228,7 @@ def test_list_has_copies_in_the_second_place(run: Run, tmp_path: Path) -> None:
     folder = RunDir(Path("runs/a"))
     folder.path.mkdir(parents=True)
     second = tmp_path / "second"
-    config = small_config(f"checkpoint.second_tier={second}")
+    config = small_config(f"checkpoint.replica={second}")
     folder.config.write_text(config.to_yaml())
     PretendGang().all(lambda backend: save(folder, backend, state(10), attempt=3))
     tier = second_tier(config.recipe.checkpoint, "a")

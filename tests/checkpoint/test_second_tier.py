@@ -34,7 +34,7 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def run(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """Checkpoints at steps 10 and 20."""
-    config = small_config("checkpoint.keep=2", f"checkpoint.second_tier={location}")
+    config = small_config("checkpoint.keep=2", f"checkpoint.replica={location}")
     monkeypatch.setattr(pretend, "CONFIG", config)
     run = RunDir(tmp_path / "run")
     for step in (10, 20):

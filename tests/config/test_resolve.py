@@ -178,6 +178,8 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("nonsense", "expected path=value"),
         ("train.steps.more=1", "is no section"),
         ("trian.steps=1", "unknown field"),
+        ("checkpoint.second_tier=/x", "write checkpoint.replica"),
+        ("checkpoint.second_tier_keep=3", "write checkpoint.replica_keep"),
     ],
 )
 def test_a_bad_value_is_named_with_its_rule(override: str, words: str) -> None:
@@ -238,3 +240,14 @@ def test_config_yaml_reads_back_equal(tmp_path: Path) -> None:
     assert again.recipe == config.recipe
     assert again.cluster == config.cluster
     assert again.rows() == config.rows()
+
+
+def test_a_run_of_an_earlier_version_is_read_by_its_new_names(tmp_path: Path) -> None:
+    config = resolve("tiny_neox", overrides=["checkpoint.replica=/copies"])
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml().replace("replica", "second_tier"))
+    assert "second_tier_keep" in path.read_text()
+    again = load(path)
+    assert again.recipe == config.recipe
+    assert again.is_set("checkpoint.replica")
+    assert not again.is_set("checkpoint.replica_keep")

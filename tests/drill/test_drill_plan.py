@@ -17,7 +17,7 @@ from slurmllm.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.rundir import RunDir
 from slurmllm.train.schedules import learning_rate
 
-CONFIG = resolve("tiny_neox", "local", ["checkpoint.second_tier=/elsewhere", "slurm.drain=true"])
+CONFIG = resolve("tiny_neox", "local", ["checkpoint.replica=/elsewhere", "slurm.drain=true"])
 
 
 def plan_of(folder: Path, steps: int | None = None, seed: int = 0, nodes: int = 2) -> Plan:
@@ -72,7 +72,7 @@ def test_learning_rates_are_the_runs_own(tmp_path: Path) -> None:
 
 def test_the_users_own_places_and_nodes_are_left_alone(tmp_path: Path) -> None:
     recipe = plan_of(tmp_path).config.recipe
-    assert recipe.checkpoint.second_tier is None
+    assert recipe.checkpoint.replica is None
     assert not recipe.slurm.drain
 
 

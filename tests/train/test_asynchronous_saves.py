@@ -19,7 +19,7 @@ def test_killed_worker_and_a_lost_folder(
     second = tmp_path / "second"
     run = new_run(
         "cluster.devices_per_node=2", *LONG, "checkpoint.asynchronous=true",
-        "checkpoint.keep=2", f"checkpoint.second_tier={second}",
+        "checkpoint.keep=2", f"checkpoint.replica={second}",
     )  # fmt: skip
     gang = Gang(run, world=2)
     gang.signal_at(35, signal.SIGKILL, ranks=[1])

@@ -192,7 +192,7 @@ def test_the_time_that_a_signal_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_to_the_second_tier(
     steps: Callable[..., Steps], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = steps("checkpoint.every_steps=10", f"checkpoint.second_tier={tmp_path / 'second'}")
+    made = steps("checkpoint.every_steps=10", f"checkpoint.replica={tmp_path / 'second'}")
     made.make(25)
     made.make(1, leaving=True)
     assert made.hook._copier is not None

@@ -134,7 +134,7 @@ class CheckpointHook(Hook):
             limit_s = min(limit_s, _STOP_COPY_S if left_s is None else left_s / 2)
         job.pulse.beat("saving", job.step)
         if not self._copier.finish(limit_s):
-            job.say("the copy to checkpoint.second_tier is not complete; the run goes on without")
+            job.say("the copy to checkpoint.replica is not complete; the run goes on without")
 
 
 def _copier(job: Job) -> Copier | None:
@@ -158,7 +158,7 @@ def _copier(job: Job) -> Copier | None:
     return Copier(
         tier,
         job.run,
-        config.second_tier_keep,
+        config.replica_keep,
         lambda: refuse_if_superseded(job.run, job.attempt),
         told,
     )
