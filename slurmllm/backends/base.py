@@ -12,22 +12,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
+from slurmllm.host_memory import Memory
 from slurmllm.model.labels import IGNORED as IGNORED
 from slurmllm.plan.mesh import Mesh
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 ModelFactory = Callable[[], "nn.Module"]
-# Name of a parameter and a region of the whole of it → its values.
-WeightReader = Callable[[str, tuple[slice, ...]], "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,6 @@ class Worker:
     local_rank: int
     node: str
     sharing: int = 1
-
-
-class Memory(NamedTuple):
-    """A worker's memory, of its device or, where that computes in the host's, of its host.
-
-    Attributes:
-        peak_bytes: The most that it used.
-        limit_bytes: What it may use: its own and what is free for it.
-    """
-
-    peak_bytes: int
-    limit_bytes: int
 
 
 @dataclass(frozen=True)
@@ -91,62 +79,6 @@ def weight_of_counted(micro_batches: Sequence[MicroBatch], counted: int, data: i
         All labels of the global batch over those that count: exactly 1 where all do.
     """
     return sum(m.labels.size for m in micro_batches) * data / max(counted, 1)
-
-
-class Saving(ABC):
-    """Shards on their way to the disk.
-
-    Attributes:
-        waited_s: That training has waited for it within a step, s.
-    """
-
-    waited_s: float = 0.0
-
-    @abstractmethod
-    def wait(self) -> list[str]:
-        """Wait until this worker's shards are on disk for good (fsync); from any thread.
-
-        Returns:
-            Names of the files that this worker wrote.
-
-        Raises:
-            OSError: the file system refused.
-            StorageError: likewise.
-        """
-
-    @abstractmethod
-    def finish(self) -> list[str]:
-        """Complete what all workers have written (collective), after `wait` on all of them.
-
-        Returns:
-            Names of further files that this worker wrote.
-        """
-
-    def sha256(self, name: str) -> str | None:
-        """The checksum of a file that this worker wrote, where it was made while writing."""
-        return None
-
-    def abandon(self) -> None:  # noqa: B027  most have nothing to give up
-        """Give up a save that failed on one of the workers."""
-
-
-class Saved(Saving):
-    """Shards that are on disk already.
-
-    Args:
-        names: Files that this worker wrote.
-    """
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-
-    def wait(self) -> list[str]:
-        """The files."""
-        return self._names
-
-    def finish(self) -> list[str]:
-        """Nothing is left to do."""
-        return []
 
 
 class Backend(ABC):
@@ -212,7 +144,7 @@ class Backend(ABC):
         """The 2-norm over all parameters (collective)."""
 
     @abstractmethod
-    def save_shards(self, directory: Path) -> Saving:
+    def save_shards(self, directory: Path) -> ShardWrite:
         """Begin to write model, optimizer and random state into an existing folder (collective).
 
         Training may go on when this returns. One save at a time.

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurmllm.backends.base import Backend
 from slurmllm.checkpoint.catalogue import all_set_aside, read_skips, set_aside
 from slurmllm.checkpoint.manifest import faults, read_manifest
 from slurmllm.checkpoint.replicas import SecondTier, second_tier
+from slurmllm.checkpoint.shards import ShardBackend
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, differences
 from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.records import CheckpointManifest, JobsRecord
@@ -30,7 +30,7 @@ class Resumable(NamedTuple):
     set_aside: tuple[str, ...] = ()
 
 
-def find_resumable(run: RunDir, backend: Backend, fingerprint: Mapping[str, Any]) -> Resumable:
+def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str, Any]) -> Resumable:
     """Find the newest checkpoint that verifies; the workers share the checksums (collective).
 
     Raises:
@@ -67,7 +67,7 @@ def find_resumable(run: RunDir, backend: Backend, fingerprint: Mapping[str, Any]
 class _SecondPlace:
     """What there is in the second place for checkpoints; a refusal is told and no more."""
 
-    def __init__(self, run: RunDir, backend: Backend) -> None:
+    def __init__(self, run: RunDir, backend: ShardBackend) -> None:
         self._run = run
         self._tier: SecondTier | None = None
         self.steps: list[int] = []
@@ -110,7 +110,7 @@ def _newer(aside: Mapping[int, str], step: int) -> tuple[str, ...]:
     return tuple(f"step {at}: {aside[at]}" for at in sorted(aside, reverse=True) if at > step)
 
 
-def first_fault(directory: Path, backend: Backend) -> str | None:
+def first_fault(directory: Path, backend: ShardBackend) -> str | None:
     """What is wrong with a checkpoint; the workers share the checksums (collective)."""
     manifest: CheckpointManifest | None = None
     fault: str | None = None

@@ -25,10 +25,10 @@ from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
-from slurmllm.backends.base import Backend, Saving
 from slurmllm.checkpoint.manifest import MANIFEST, describe, read_manifest
 from slurmllm.checkpoint.replicas import replace
 from slurmllm.checkpoint.retention import REMOVED, retain
+from slurmllm.checkpoint.shards import ShardBackend, ShardWrite
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError
 from slurmllm.records import CheckpointFile, CheckpointManifest
@@ -41,7 +41,7 @@ _TEMPORARY = re.compile(
 )
 
 
-def save(run: RunDir, backend: Backend, state: TrainState, attempt: int) -> float:
+def save(run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) -> float:
     """Write the checkpoint of a step and remove those beyond the number to keep (collective).
 
     Returns:
@@ -73,7 +73,7 @@ class Save:
         NodeError: likewise, where a newer attempt has taken the run over.
     """
 
-    def __init__(self, run: RunDir, backend: Backend, state: TrainState, attempt: int) -> None:
+    def __init__(self, run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) -> None:
         self.step = state.step
         self.num_bytes = 0
         self._started = time.monotonic()
@@ -81,7 +81,7 @@ class Save:
         self._target = run.checkpoint(state.step)
         self._temporary = run.checkpoints / f".{self._target.name}.{attempt:03d}.tmp"
         self._first = backend.worker.rank == 0
-        self._saving: Saving | None = None
+        self._saving: ShardWrite | None = None
         self._retention: Thread | None = None
         with self._whole_or_not():
             _agree(backend, lambda: _fresh(run, self._temporary) if self._first else None)
@@ -137,7 +137,7 @@ class Save:
         if self._retention is not None:
             self._retention.join()
 
-    def _describe_shards(self, saving: Saving) -> list[CheckpointFile]:
+    def _describe_shards(self, saving: ShardWrite) -> list[CheckpointFile]:
         names = []
         if self._first:
             self._state.save(self._temporary / TRAIN_STATE)
@@ -190,14 +190,14 @@ class _SaveFailed(Exception):
     """A part of the save failed on one worker or more."""
 
 
-def _agree(backend: Backend, part: Callable[[], T]) -> T:
+def _agree(backend: ShardBackend, part: Callable[[], T]) -> T:
     """Do a part of the save on every worker; all go on, each with its own result, or all fail."""
     result: list[T] = []
     _agree_all(backend, lambda: result.append(part()))
     return result[0]
 
 
-def _agree_all(backend: Backend, part: Callable[[], T]) -> list[T]:
+def _agree_all(backend: ShardBackend, part: Callable[[], T]) -> list[T]:
     """Likewise, with the results of all workers, by rank; they are sent."""
     result, fault, superseded = None, None, False
     try:

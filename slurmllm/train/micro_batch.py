@@ -23,7 +23,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from slurmllm.backends.base import Memory, MicroBatch
+from slurmllm.backends.base import MicroBatch
+from slurmllm.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, micro_batches, save_mesh
 from slurmllm.records import MicroBatchCandidate, MicroBatchRecord
 from slurmllm.train.failures import judge

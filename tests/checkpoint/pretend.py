@@ -10,17 +10,10 @@ from typing import Any, TypeVar
 
 from train.gang import small_config
 
-from slurmllm.backends.base import (
-    Backend,
-    Memory,
-    MicroBatch,
-    ModelFactory,
-    Saved,
-    Saving,
-    WeightReader,
-    Worker,
-)
+from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, Worker
+from slurmllm.checkpoint.shards import CompletedWrite, ShardWrite, WeightReader
 from slurmllm.checkpoint.state import TrainState, fingerprint
+from slurmllm.host_memory import Memory
 from slurmllm.plan.mesh import make_mesh
 
 T = TypeVar("T")
@@ -39,12 +32,12 @@ class PretendBackend(Backend):
         super().__init__(CONFIG, make_mesh(CONFIG, 1), Worker(rank, gang.world, rank, f"n{rank}"))
         self._gang = gang
 
-    def save_shards(self, directory: Path) -> Saving:
+    def save_shards(self, directory: Path) -> ShardWrite:
         if self.worker.rank in self._gang.refuse:
             raise self._gang.refuse[self.worker.rank]
         name = f"shard_{self.worker.rank}"
         (directory / name).write_bytes(bytes([self.worker.rank]) * 1000)
-        return Saved([name])
+        return CompletedWrite([name])
 
     def gather(self, value: Any) -> list[Any]:
         return self._gang.gather(self.worker.rank, value)

@@ -19,10 +19,10 @@ from train.gang import make_data, make_run, small_config
 
 from checkpoint import hub
 from checkpoint.pretend import CONFIG, PretendBackend, PretendGang, state
-from slurmllm.backends.base import Saving
 from slurmllm.checkpoint.formats import importing
 from slurmllm.checkpoint.replicas import second_tier
 from slurmllm.checkpoint.save import save
+from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.cli.main import cli
 from slurmllm.config.recipe import Recipe
@@ -68,7 +68,7 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
         assert group is not None
 
         class OneWorker(PretendBackend):
-            def save_shards(self, directory: Path) -> Saving:
+            def save_shards(self, directory: Path) -> ShardWrite:
                 optimizer = AdamW(model.parameters())
                 held = dcp_state.state_of(model, optimizer, worker)
                 shards = Shards(worker, group, torch.device("cpu"))

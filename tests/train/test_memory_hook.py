@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slurmllm.backends.base import Memory
+from slurmllm.host_memory import Memory
 from slurmllm.train.hooks.base import Moment
 from slurmllm.train.hooks.monitoring import MemoryHook
 from slurmllm.train.run_records import EventLog

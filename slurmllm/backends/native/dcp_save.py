@@ -37,8 +37,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from slurmllm.backends.base import Saving, Worker
+from slurmllm.backends.base import Worker
 from slurmllm.checkpoint.formats.dcp_writer import Writer, blamed
+from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.errors import StorageError
 
 _ALIGNMENT = 64
@@ -131,7 +132,7 @@ class Shards:
         return self._copies
 
 
-class ShardSaving(Saving):
+class ShardSaving(ShardWrite):
     """One save of a worker's shards; made by `Shards.begin`."""
 
     def __init__(

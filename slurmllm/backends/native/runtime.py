@@ -14,16 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from slurmllm.backends.base import (
-    Backend,
-    Memory,
-    MicroBatch,
-    ModelFactory,
-    Saving,
-    WeightReader,
-    weight_of_counted,
-)
-from slurmllm.backends.host_memory import host_memory
+from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, weight_of_counted
 from slurmllm.backends.native import compiling, dcp_state, precision
 from slurmllm.backends.native.compiling import alike_everywhere
 from slurmllm.backends.native.dcp_save import Shards
@@ -31,7 +22,9 @@ from slurmllm.backends.native.environment import unsupported
 from slurmllm.backends.native.norms import copies_of, local_part, scale_, total_norm
 from slurmllm.backends.native.pipeline import Pipeline, as_one, chunks_of, make_chunk
 from slurmllm.backends.native.tensor_parallel import share_out
+from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError
+from slurmllm.host_memory import Memory, host_memory
 from slurmllm.model.decoder import Decoder
 from slurmllm.model.init import fill, initialize
 from slurmllm.plan.mesh import Mesh, pipelines
@@ -264,7 +257,7 @@ class NativeBackend(Backend):
         tied = self._tied_embedding()
         return [copies_of(p, workers) * (2 if p is tied else 1) for p in parameters]
 
-    def save_shards(self, directory: Path) -> Saving:
+    def save_shards(self, directory: Path) -> ShardWrite:
         """Write model, optimizer and random state into an existing folder (collective)."""
         return self.shards.begin(
             dcp_state.state_of(self.model, self.optimizer, self.worker),

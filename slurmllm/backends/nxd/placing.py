@@ -9,8 +9,8 @@ from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from slurmllm.backends.base import WeightReader
 from slurmllm.backends.nxd.gradients import Counted
+from slurmllm.checkpoint.shards import WeightReader
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.model.init import normal, standard_deviation
 from slurmllm.plan.parameters import Shape, Share, kv_copies, parameter_shapes, share_of

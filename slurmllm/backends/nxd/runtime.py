@@ -26,17 +26,8 @@ from neuronx_distributed.utils import cpu_mode, mark_step
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from slurmllm.backends.base import (
-    Backend,
-    Memory,
-    MicroBatch,
-    ModelFactory,
-    Saving,
-    WeightReader,
-    weight_of_counted,
-)
+from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, weight_of_counted
 from slurmllm.backends.environment import load_environment
-from slurmllm.backends.host_memory import host_memory
 from slurmllm.backends.nxd import model as parallel_model
 from slurmllm.backends.nxd import saving
 from slurmllm.backends.nxd.arguments import arguments, dtype, model_inputs, optimizer_dtype
@@ -45,7 +36,9 @@ from slurmllm.backends.nxd.gradients import Norm, add_up_repeated, clip_
 from slurmllm.backends.nxd.placing import Placing
 from slurmllm.backends.nxd.saving import NxdSaving
 from slurmllm.checkpoint.formats.nxd_layout import NxdLayout, read_layout
+from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import CodeError, ConfigError
+from slurmllm.host_memory import Memory, host_memory
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import kv_copies
 
@@ -322,7 +315,7 @@ class NxdBackend(Backend):
         """The 2-norm over all parameters, as the last update left them."""
         return self._param_norm
 
-    def save_shards(self, directory: Path) -> Saving:
+    def save_shards(self, directory: Path) -> ShardWrite:
         """Begin to write model and optimizer into an existing folder (collective)."""
         self._set_learning_rate(self.config.recipe.optim.lr)  # a number, for whoever reads it
         return NxdSaving(directory, self._layout(), self._place, self.model, self.optimizer)

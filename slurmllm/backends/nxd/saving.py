@@ -22,7 +22,6 @@ import neuronx_distributed as nxd
 import torch.distributed as dist
 from neuronx_distributed.trainer import checkpoint as nxd_checkpoint
 
-from slurmllm.backends.base import Saving
 from slurmllm.checkpoint.formats.nxd_layout import (
     LAYOUT,
     TAG,
@@ -30,11 +29,12 @@ from slurmllm.checkpoint.formats.nxd_layout import (
     model_file,
     optimizer_file,
 )
+from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.errors import StorageError
 from slurmllm.rundir import fsync_dir
 
 
-class NxdSaving(Saving):
+class NxdSaving(ShardWrite):
     """A checkpoint that NxD writes.
 
     Args:

@@ -19,18 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.backends.base import (
-    Backend,
-    Memory,
-    MicroBatch,
-    ModelFactory,
-    Saving,
-    WeightReader,
-)
-from slurmllm.backends.host_memory import host_memory
+from slurmllm.backends.base import Backend, MicroBatch, ModelFactory
 from slurmllm.backends.rehearsal.environment import unsupported
 from slurmllm.backends.rehearsal.network import Star
+from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError, StorageError
+from slurmllm.host_memory import Memory, host_memory
 
 _FACTOR = np.uint64(6364136223846793005)  # Knuth's MMIX generator: odd, so that nothing is lost
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, as in SplitMix64
@@ -202,7 +196,7 @@ class RehearsalBackend(Backend):
         """A figure between 10 and 11 that depends on the batch."""
         return 10.0 + fraction(self._batch, 2)
 
-    def save_shards(self, directory: Path) -> Saving:
+    def save_shards(self, directory: Path) -> ShardWrite:
         """Begin to write this worker's share, as it is now."""
         return _Writing(directory / self.state.file_name, self.state.numbers)
 
@@ -227,7 +221,7 @@ class RehearsalBackend(Backend):
         self.star.close()
 
 
-class _Writing(Saving):
+class _Writing(ShardWrite):
     """A share that is written by whoever waits for it, in a thread of the save's."""
 
     def __init__(self, path: Path, numbers: npt.NDArray[np.uint64]) -> None:

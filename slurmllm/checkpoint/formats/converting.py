@@ -17,7 +17,6 @@ from typing import IO, TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from slurmllm.backends.host_memory import free_memory
 from slurmllm.checkpoint.folder import whole_folder
 from slurmllm.checkpoint.formats import tokenizer_files
 from slurmllm.checkpoint.formats.dcp_offline_write import save_native
@@ -50,6 +49,7 @@ from slurmllm.config.recipe import OptimConfig, Recipe
 from slurmllm.config.resolve import flatten, load
 from slurmllm.config.rules import broken_rules
 from slurmllm.errors import ConfigError, StorageError
+from slurmllm.host_memory import free_memory
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.plan.parameters import parameter_shapes
 from slurmllm.records import CheckpointManifest

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slurmllm.backends.base import WeightReader
 from slurmllm.checkpoint.formats.dcp_read import METADATA, ShardedFiles
 from slurmllm.checkpoint.formats.nxd_files import NxdFiles
 from slurmllm.checkpoint.formats.nxd_layout import LAYOUT, read_layout
@@ -22,6 +21,7 @@ from slurmllm.checkpoint.formats.safetensors_files import (
     open_files,
 )
 from slurmllm.checkpoint.origin import INDEX, MODEL, Origin, check_fit
+from slurmllm.checkpoint.shards import WeightReader
 from slurmllm.checkpoint.state import TRAIN_STATE
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError

@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from statistics import mean
 
-from slurmllm.backends.base import Memory
+from slurmllm.host_memory import Memory
 from slurmllm.records import WorkerRecord
 from slurmllm.train.hooks.base import Hook, Moment
 from slurmllm.train.job import Job

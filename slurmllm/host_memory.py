@@ -6,12 +6,23 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
-
-from slurmllm.backends.base import Memory
+from typing import NamedTuple
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _MEMINFO, _OWN_CGROUP = Path("/proc/meminfo"), Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
+
+
+class Memory(NamedTuple):
+    """A worker's memory, of its device or, where that computes in the host's, of its host.
+
+    Attributes:
+        peak_bytes: The most that it used.
+        limit_bytes: What it may use: its own and what is free for it.
+    """
+
+    peak_bytes: int
+    limit_bytes: int
 
 
 def host_memory(sharing: int) -> Memory:

@@ -1,0 +1,100 @@
+"""What saving and resuming need of a backend: shards written in parts, and workers that agree.
+
+`backends.base` builds on these types; nothing in `checkpoint` imports a backend. No torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slurmllm.config.resolve import RunConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Name of a parameter and a region of the whole parameter → its values.
+WeightReader = Callable[[str, tuple[slice, ...]], "Tensor"]
+
+
+class ShardWrite(ABC):
+    """One worker's write of its shards, possibly in the background.
+
+    Attributes:
+        waited_s: Time that training waited for this write within steps, in seconds.
+    """
+
+    waited_s: float = 0.0
+
+    @abstractmethod
+    def wait(self) -> list[str]:
+        """Wait until this worker's shards are durable (fsync). May be called from any thread.
+
+        Returns:
+            Names of the files that this worker wrote.
+
+        Raises:
+            OSError, StorageError: The file system failed a write.
+        """
+
+    @abstractmethod
+    def finish(self) -> list[str]:
+        """Complete what all workers wrote (collective), after `wait` returned on all of them.
+
+        Returns:
+            Names of further files that this worker wrote.
+        """
+
+    def sha256(self, name: str) -> str | None:
+        """Checksum of a file of this worker if it was computed during the write, else None."""
+        return None
+
+    def abandon(self) -> None:  # noqa: B027  most have nothing to release
+        """Give up the write because it failed on one of the workers."""
+
+
+class CompletedWrite(ShardWrite):
+    """Shards that are already durable.
+
+    Args:
+        names: Files that this worker wrote.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def wait(self) -> list[str]:
+        return self._names
+
+    def finish(self) -> list[str]:
+        return []
+
+
+class WorkerIdentity(Protocol):
+    """This process among the workers of an attempt."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def node(self) -> str: ...
+
+
+class ShardBackend(Protocol):
+    """The part of a backend that saving and resuming use (see `backends.base.Backend`)."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def worker(self) -> WorkerIdentity: ...
+
+    def save_shards(self, directory: Path) -> ShardWrite:
+        """Begin to write this worker's shards into an existing folder (collective)."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the small picklable values of all workers, by rank, on every one (collective)."""
+        ...
