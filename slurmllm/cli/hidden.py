@@ -20,9 +20,11 @@ _ATTEMPT = click.option("--attempt", type=int, required=True)
 @click.pass_context
 def supervise(ctx: click.Context, run: Path, stage: str) -> None:
     """Run one attempt of a stage on this allocation (called by the batch script)."""
+    from slurmllm.log import setup_logging
     from slurmllm.rundir import RunDir
     from slurmllm.supervise.supervisor import supervise as run_supervisor
 
+    setup_logging()
     ctx.exit(run_supervisor(RunDir(run), "train" if stage == "train" else "precompile"))
 
 
@@ -33,9 +35,11 @@ def supervise(ctx: click.Context, run: Path, stage: str) -> None:
 @click.pass_context
 def launch(ctx: click.Context, run: Path, stage: str, attempt: int) -> None:
     """Start this node's workers (called by the supervisor through srun)."""
+    from slurmllm.log import setup_logging
     from slurmllm.rundir import RunDir
     from slurmllm.supervise.launcher import launch as run_launcher
 
+    setup_logging()
     ctx.exit(run_launcher(RunDir(run), "train" if stage == "train" else "precompile", attempt))
 
 
@@ -46,6 +50,11 @@ def launch(ctx: click.Context, run: Path, stage: str, attempt: int) -> None:
 @click.pass_context
 def worker(ctx: click.Context, run: Path, stage: str, attempt: int) -> None:
     """Train on one device (called by the launcher)."""
+    from slurmllm.log import setup_logging
+
+    # Before the import of torch, which takes seconds and may warn.
+    rank = os.environ.get("RANK", "")
+    setup_logging(int(rank) if rank.isdigit() else None)
     from slurmllm.rundir import RunDir
     from slurmllm.train.worker import run_worker
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.errors import StorageError
+from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord
 from slurmllm.rundir import RunDir, Stage
 
@@ -161,7 +162,7 @@ class MergedLogs:
 
     def _stage(self, stage: Stage, texts: Iterator[str], begins: re.Pattern[str]) -> Iterator[Line]:
         for text in texts:
-            if found := begins.match(text):
+            if found := begins.match(message_of(text)):
                 now = int(found[1])
                 if now != self._now.get(stage, 0) or "→" in (found[2] or ""):
                     yield from self._others(stage, self._now.get(stage, 0))
@@ -203,7 +204,7 @@ class MergedLogs:
         following = GrowingLog(log.path, log.position)
         begins = re.compile(rf"{stage} attempt (\d+)\b.*?: \d+ node")
         for text in following.lines():
-            if found := begins.match(text):
+            if found := begins.match(message_of(text)):
                 return max(int(found[1]) - 1, 0)
         return max((attempt.number for attempt in self.run.attempts(stage)), default=0)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, SlurmError
+from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempts, first_failure
@@ -136,7 +137,7 @@ def _tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:
         path = run.stage_log(record.stage)
     lines = _end_of(path)
     begin = f"{record.stage} attempt {record.attempt}"
-    starts = [at for at, line in enumerate(lines) if line.startswith(begin)]
+    starts = [at for at, line in enumerate(lines) if message_of(line).startswith(begin)]
     return lines[starts[0] :] if rank == 0 and starts else lines
 
 

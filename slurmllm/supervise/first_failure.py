@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from slurmllm.error_patterns import meaning_of, telling_line
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
+from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.rundir import AttemptDir, RunDir, Stage
 from slurmllm.status.logs import GrowingLog, node_of
@@ -112,9 +113,10 @@ def last_lines(run: RunDir, record: AttemptRecord, rank: int, lines: int) -> lis
     found: list[str] = []
     begin, following = (f"{record.stage} attempt {n}" for n in (record.attempt, record.attempt + 1))
     for text in (*log.lines(), *log.last_words()):
-        if text.startswith((f"{following}:", f"{following} ")):
+        message = message_of(text)
+        if message.startswith((f"{following}:", f"{following} ")):
             break
-        if text.startswith((f"{begin}:", f"{begin} ")) and "→" not in text:
+        if message.startswith((f"{begin}:", f"{begin} ")) and "→" not in message:
             found = []
         found.append(text)
     return found[-lines:]

@@ -1,0 +1,59 @@
+"""The form of log lines, the level from the environment, and a log that cannot be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slurmllm.log import message_of, parse_line
+
+_SCRIPT = (
+    "import logging; from slurmllm.log import setup_logging; setup_logging({rank}); setup_logging();"
+    "log = logging.getLogger('slurmllm.train.loop'); log.debug('quiet'); log.info('step %d', 3);"
+    "logging.getLogger('torch').info('other'); log.warning('low disk')"
+)
+
+
+def run(rank: int | None = None, **env: str) -> list[str]:
+    command = [sys.executable, "-c", _SCRIPT.format(rank=rank)]
+    variables = {**os.environ, "SLURMLLM_NODE": "n3", "SLURMLLM_LOG": "", **env}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+    return done.stderr.splitlines()
+
+
+def test_records_have_time_level_node_rank_and_component() -> None:
+    first, second = run(rank=5)
+    line = parse_line(first)
+    assert line is not None
+    assert line.time > 1e9
+    assert line[1:] == ("INFO", "n3", 5, "slurmllm.train.loop", "step 3")
+    assert first[10] == "T" and first[23] in "+-"  # ISO 8601, milliseconds, UTC offset
+    assert message_of(second) == "low disk"
+    assert [parse_line(text) and parse_line(text).rank for text in run()] == [None, None]  # type: ignore[union-attr]
+
+
+def test_other_output_is_no_record() -> None:
+    assert parse_line("step 3/40  loss 1.0") is None
+    assert message_of("Traceback (most recent call last):") == "Traceback (most recent call last):"
+
+
+@pytest.mark.parametrize(("level", "count"), [("debug", 3), ("INFO", 2), ("warning", 1)])
+def test_the_level_is_from_the_environment(level: str, count: int) -> None:
+    assert len(run(SLURMLLM_LOG=level)) == count
+
+
+def test_an_unknown_level_is_warned_about_once() -> None:
+    warning, *rest = run(SLURMLLM_LOG="loud")
+    assert message_of(warning) == (
+        "SLURMLLM_LOG=loud is not a level; choose debug, info, warning; using info"
+    )
+    assert len(rest) == 2
+
+
+def test_a_full_disk_changes_no_exit_code() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-c", _SCRIPT.format(rank=0)]
+        assert subprocess.run(command, stderr=full, check=False).returncode == 0
