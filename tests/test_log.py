@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from slurmllm.log import message_of, parse_line
 
 _SCRIPT = (
-    "import logging; from slurmllm.log import setup_logging; setup_logging({rank}); setup_logging();"
+    "import logging; from slurmllm.log import setup_logging; setup_logging({rank});"
+    "setup_logging();"
     "log = logging.getLogger('slurmllm.train.loop'); log.debug('quiet'); log.info('step %d', 3);"
     "logging.getLogger('torch').info('other'); log.warning('low disk')"
 )
@@ -30,7 +32,7 @@ def test_records_have_time_level_node_rank_and_component() -> None:
     assert line is not None
     assert line.time > 1e9
     assert line[1:] == ("INFO", "n3", 5, "slurmllm.train.loop", "step 3")
-    assert first[10] == "T" and first[23] in "+-"  # ISO 8601, milliseconds, UTC offset
+    assert (first[10], first[23] in "+-") == ("T", True)  # ISO 8601, milliseconds, UTC offset
     assert message_of(second) == "low disk"
     assert [parse_line(text) and parse_line(text).rank for text in run()] == [None, None]  # type: ignore[union-attr]
 
@@ -54,6 +56,6 @@ def test_an_unknown_level_is_warned_about_once() -> None:
 
 
 def test_a_full_disk_changes_no_exit_code() -> None:
-    with open("/dev/full", "wb") as full:
+    with Path("/dev/full").open("wb") as full:
         command = [sys.executable, "-c", _SCRIPT.format(rank=0)]
         assert subprocess.run(command, stderr=full, check=False).returncode == 0
