@@ -9,7 +9,7 @@ import pytest
 from slurmllm.error_patterns import ENDINGS, TABLE, Row, meaning_of, telling_line
 from slurmllm.records import FailureRecord, NodeRecord
 from slurmllm.supervise.classify import Observed, classify
-from slurmllm.train.failures import judge
+from slurmllm.train.failures import classify_error
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.example[:60])
@@ -28,7 +28,7 @@ def test_a_row_says_what_its_line_means(row: Row) -> None:
     assert row.example.strip()[:400] in found.evidence[0]
     # … and in the words of its exception.
     name, _, words = row.example.partition(" ") if "Inductor" in row.example else ("Error", "", "")
-    verdict = judge(type(name, (RuntimeError,), {})(words or row.example))
+    verdict = classify_error(type(name, (RuntimeError,), {})(words or row.example))
     failure = FailureRecord(rank=0, node="n1", time=1.0, **verdict._asdict())
     assert classify(Observed(("n1", "n2"), nodes, [failure])).ending == ending
 

@@ -64,7 +64,7 @@ class MicroBatch:
     positions: npt.NDArray[np.int64] | None = None
 
 
-def weight_of_counted(micro_batches: Sequence[MicroBatch], counted: int, data: int) -> float:
+def loss_weight(micro_batches: Sequence[MicroBatch], counted: int, data: int) -> float:
     """Turns a mean in which IGNORED labels count as 0 into the mean over those that count.
 
     The same for all micro batches and workers. So the mean is that of the global batch however its
@@ -91,7 +91,7 @@ class Backend(ABC):
 
     # Whether a step's figures are better read when the next step is under way: before that,
     # reading makes the device wait for the host.
-    late_readings: bool = False
+    deferred_metrics: bool = False
 
     def __init__(self, config: RunConfig, mesh: Mesh, worker: Worker) -> None:
         self.config = config
@@ -157,7 +157,7 @@ class Backend(ABC):
     def load_shards(self, directory: Path) -> None:
         """Read back what `save_shards` wrote, on the same mesh or another one (collective)."""
 
-    def rehearse_resume(self) -> None:  # noqa: B027  most have no graphs of it
+    def precompile_resume(self) -> None:  # noqa: B027  most have no graphs of it
         """Let the precompile stage meet the graphs of a resume, after its steps (collective)."""
 
     @abstractmethod

@@ -66,7 +66,7 @@ class BackendEnvironment(Protocol):
         """
 
     @staticmethod
-    def graphs_hold_steps(config: RunConfig) -> bool:
+    def graphs_depend_on_accumulation(config: RunConfig) -> bool:
         """Whether graphs depend on a step's micro batches, so that precompile makes whole steps."""
 
     @staticmethod

@@ -22,7 +22,7 @@ from slurmllm.records import FailureRecord
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
 
 
-class Verdict(NamedTuple):
+class ErrorClass(NamedTuple):
     """What an exception means."""
 
     error: str
@@ -31,30 +31,30 @@ class Verdict(NamedTuple):
     exit_code: int
 
 
-def judge(error: BaseException) -> Verdict:
+def classify_error(error: BaseException) -> ErrorClass:
     """Name the exception, its blame and its exit code."""
     name, message = type(error).__name__, str(error) or type(error).__name__
     if isinstance(error, SlurmllmError):
-        return Verdict(name, message, error.blame, error.exit_code)
+        return ErrorClass(name, message, error.blame, error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        return Verdict(name, "interrupted", "user", EXIT_INTERRUPTED)
+        return ErrorClass(name, "interrupted", "user", EXIT_INTERRUPTED)
     meaning = meaning_of(f"{name} {message}")
     if isinstance(error, MemoryError) or meaning == "memory":
         name = "OutOfMemoryError"  # as torch calls it on a GPU
     if name == "OutOfMemoryError":
         remedy = "choose a smaller train.micro_batch or train.activation_checkpointing=full"
-        return Verdict(name, f"{message}; {remedy}", CodeError.blame, CodeError.exit_code)
+        return ErrorClass(name, f"{message}; {remedy}", CodeError.blame, CodeError.exit_code)
     if meaning in ("lost_peer", "device", "node", "port"):
-        return Verdict(name, message, NodeError.blame, NodeError.exit_code)
+        return ErrorClass(name, message, NodeError.blame, NodeError.exit_code)
     of_disk = isinstance(error, OSError) and error.errno in _DISK
     if of_disk or meaning in ("storage", "storage_lasting"):
-        return Verdict(name, message, StorageError.blame, StorageError.exit_code)
-    return Verdict(name, message, CodeError.blame, CodeError.exit_code)
+        return ErrorClass(name, message, StorageError.blame, StorageError.exit_code)
+    return ErrorClass(name, message, CodeError.blame, CodeError.exit_code)
 
 
 def failure_record(error: BaseException, worker: Worker, step: int | None) -> FailureRecord:
     """The record of a worker's failure."""
-    verdict = judge(error)
+    verdict = classify_error(error)
     return FailureRecord(
         rank=worker.rank,
         node=worker.node,
@@ -68,7 +68,7 @@ def failure_record(error: BaseException, worker: Worker, step: int | None) -> Fa
     )
 
 
-def spoken(record: FailureRecord) -> str:
+def format_failure(record: FailureRecord) -> str:
     """What the worker prints: one message where the user can act on it, else the traceback too."""
     head = f"rank {record.rank} on {record.node}: "
     if record.blame == "code" and record.error not in ("DivergenceError", "OutOfMemoryError"):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slurmllm.train.job import Job
 
 
-class Verdict(NamedTuple):
+class Divergence(NamedTuple):
     """A divergence that a worker has found.
 
     Attributes:
@@ -55,7 +55,7 @@ class Guard:
         recipe = job.config.recipe
         self._job, self._config = job, recipe.guard
         self._watch = SpikeWatch(recipe.guard, recipe.optim.warmup_steps)
-        self._verdict: Verdict | None = None
+        self._verdict: Divergence | None = None
         self._warned = False
 
     def check_finite(self, name: str, value: float, step: int, batch: int) -> None:
@@ -79,7 +79,7 @@ class Guard:
         if spike := self._watch.spike:  # which led to it
             reason += f", after a spike of the gradient norm from step {spike.onset} on"
             onset, first = spike.onset, spike.batch
-        self._verdict = Verdict(reason, "guard.not_finite", policy, onset, first, batch)
+        self._verdict = Divergence(reason, "guard.not_finite", policy, onset, first, batch)
         self.agree()
 
     def see(self, step: int, batch: int, norm: float) -> None:
@@ -142,7 +142,9 @@ class Guard:
         )
         if self._config.spike in ("stop", "roll_back"):
             policy: Literal["stop", "roll_back"] = self._config.spike
-            self._verdict = Verdict(reason, "guard.spike", policy, spike.onset, spike.batch, batch)
+            self._verdict = Divergence(
+                reason, "guard.spike", policy, spike.onset, spike.batch, batch
+            )
         elif not self._warned:
             self._warned = True
             self._job.say(f"warning: {reason}")
@@ -164,7 +166,7 @@ class Guard:
         }
         self._job.events.add(kind, step, message=message, values=values)
 
-    def _end(self, verdict: Verdict) -> NoReturn:
+    def _end(self, verdict: Divergence) -> NoReturn:
         """Write down what follows, then end training (collective)."""
         backend = self._job.backend
         first = backend.worker.rank == 0
@@ -172,7 +174,7 @@ class Guard:
         consequence = backend.gather(self._consequence(verdict) if first else None)[0]
         raise DivergenceError(f"{verdict.reason}; {consequence}")
 
-    def _consequence(self, verdict: Verdict) -> str:
+    def _consequence(self, verdict: Divergence) -> str:
         if verdict.policy == "stop":
             return (
                 f"checkpoints before step {verdict.onset} hold earlier weights: lower optim.lr or "
@@ -184,7 +186,7 @@ class Guard:
         except (SlurmllmError, OSError) as error:
             return f"the roll-back could not be written down, so the run stops: {error}"
 
-    def _roll_back(self, verdict: Verdict) -> str:
+    def _roll_back(self, verdict: Divergence) -> str:
         run, config = self._job.run, self._config
         skips = read_skips(run)
         if len(skips) >= config.max_roll_backs:

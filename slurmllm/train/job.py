@@ -24,7 +24,7 @@ from slurmllm.pulse import Pulse
 from slurmllm.records import MicroBatchRecord, SkippedBatches
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.train.guard import Guard
-from slurmllm.train.run_records import EventLog, settle_data
+from slurmllm.train.run_records import EventLog, check_data
 from slurmllm.train.schedules import SaveSchedule
 from slurmllm.train.signals import StopRequest
 
@@ -200,7 +200,7 @@ def precompile_mesh(config: RunConfig, nodes: int, measured: int | None = None) 
         micro = measured or 1
     virtual = recipe.parallel.virtual_pipeline
     batch = data * micro * pipeline
-    if load_environment(config.backend).graphs_hold_steps(config):
+    if load_environment(config.backend).graphs_depend_on_accumulation(config):
         batch = recipe.train.global_batch
     return Mesh(nodes, per_node, tensor, pipeline, data, batch, micro, virtual, unmeasured)
 
@@ -216,7 +216,7 @@ def open_job(job: Job) -> None:
     job.backend.build_optimizer()
     if job.stage == "train":
         if job.worker.rank == 0:
-            settle_data(job.run, job.stream.identity)
+            check_data(job.run, job.stream.identity)
         _resume(job)
 
 

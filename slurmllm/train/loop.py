@@ -9,7 +9,7 @@ from typing import NamedTuple, SupportsFloat
 from slurmllm.backends.base import IGNORED, MicroBatch
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
 from slurmllm.records import MetricsRow
-from slurmllm.train.hooks.base import Hook, Moment
+from slurmllm.train.hooks.base import Hook, StepEnd
 from slurmllm.train.job import Job
 from slurmllm.train.schedules import learning_rate
 
@@ -34,12 +34,12 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
         saving = leaving or job.saves.due(job.step)
         # A save comes after the figures of all steps that it holds: one that is not finite is
         # found before.
-        late = job.backend.late_readings and not saving
+        late = job.backend.deferred_metrics and not saving
         while len(unread) > late:
             step = unread.pop(0)
             row = read(job, step)
             newest = not unread
-            moment = Moment(
+            moment = StepEnd(
                 row,
                 last=last and newest,
                 saving=saving and newest,
@@ -90,13 +90,13 @@ def one_step(job: Job) -> Step:
     had_data = time.perf_counter()
     batch = job.stream.batches
     loss = backend.forward_backward(batches, counted_labels(job, batches))
-    if not backend.late_readings:
+    if not backend.deferred_metrics:
         job.guard.check_finite("loss", float(loss), number, batch)
     had_loss = time.perf_counter()
     grad_norm = backend.optimizer_step(lr)
     param_norm = backend.param_norm()
     had_norms = time.perf_counter()
-    in_order = not backend.late_readings
+    in_order = not backend.deferred_metrics
     job.step = number
     job.tokens += job.mesh.global_batch * recipe.model.seq_len
     return Step(

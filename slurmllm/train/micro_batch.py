@@ -27,7 +27,7 @@ from slurmllm.backends.base import MicroBatch
 from slurmllm.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, micro_batches, save_mesh
 from slurmllm.records import MicroBatchCandidate, MicroBatchRecord
-from slurmllm.train.failures import judge
+from slurmllm.train.failures import classify_error
 from slurmllm.train.job import Job, reopen
 from slurmllm.train.loop import stop_requested
 from slurmllm.train.schedules import learning_rate
@@ -39,7 +39,7 @@ STEP_S = 2.0  # a timed step is no longer than it needs to be
 REPEATS = (3, 10)  # at least, and for steps under a second at most
 
 
-def settle(job: Job) -> str | None:
+def choose_micro_batch(job: Job) -> str | None:
     """Measure micro batches, write the record, go on with the chosen one (collective).
 
     Returns:
@@ -57,7 +57,7 @@ def settle(job: Job) -> str | None:
         try:
             candidate, limit, resting = _measure(job, replace(planned, micro_batch=size))
         except Exception as error:
-            if found and judge(error).error == "OutOfMemoryError":
+            if found and classify_error(error).error == "OutOfMemoryError":
                 # Peers may wait in a collective for this worker, so there is no way on from here;
                 # but what all of them know is enough to choose from.
                 chosen = _save(job, found, limit, nodes, f"{size} ran out of memory").micro_batch

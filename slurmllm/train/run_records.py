@@ -17,7 +17,7 @@ from slurmllm.records import DataRecord, Event
 from slurmllm.rundir import RunDir
 
 
-def settle_data(run: RunDir, identity: Mapping[str, Any]) -> None:
+def check_data(run: RunDir, identity: Mapping[str, Any]) -> None:
     """Write `data.json` at the first attempt, compare with it at the others.
 
     Args:

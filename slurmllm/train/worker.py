@@ -11,7 +11,7 @@ from contextlib import suppress
 from slurmllm.backends.base import Worker
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, SlurmllmError
 from slurmllm.rundir import AttemptDir, RunDir, Stage
-from slurmllm.train.failures import failure_record, spoken
+from slurmllm.train.failures import failure_record, format_failure
 from slurmllm.train.job import Job, make_job, open_job
 from slurmllm.train.signals import StopRequest, dump_on_signal
 
@@ -49,9 +49,9 @@ def _work(job: Job) -> int:
         job.say(f"nothing to do: step {job.step} of {job.last_step} is already reached")
         return EXIT_OK
     if job.mesh.unmeasured:
-        from slurmllm.train.micro_batch import settle
+        from slurmllm.train.micro_batch import choose_micro_batch
 
-        if signal_name := settle(job):
+        if signal_name := choose_micro_batch(job):
             job.say(f"stopped by {signal_name} while the micro batch was measured")
             return EXIT_REQUEUE
     from slurmllm.train.hooks import make_hooks
@@ -61,7 +61,7 @@ def _work(job: Job) -> int:
     try:
         code = train(job, hooks)
         if job.stage == "precompile" and code == EXIT_OK:
-            job.backend.rehearse_resume()
+            job.backend.precompile_resume()
         return code
     finally:
         for hook in hooks:
@@ -74,7 +74,7 @@ def _fail(error: BaseException, attempt: AttemptDir, worker: Worker, job: Job | 
     with suppress(SlurmllmError):
         record.save(attempt.failure(worker.rank))
     with suppress(OSError):  # the log may lie on the disk that is full
-        print(spoken(record), file=sys.stderr, flush=True)
+        print(format_failure(record), file=sys.stderr, flush=True)
     if job is not None:
         with suppress(Exception):
             job.close_stream()

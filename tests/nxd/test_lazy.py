@@ -45,7 +45,7 @@ backend = load_backend("nxd")(config, mesh, Worker(0, 1, 0, "node"))
 backend.start()
 backend.build(lambda: build_model(config.recipe.model))
 backend.build_optimizer()
-seen = {"device": backend.device.type, "late": backend.late_readings, "compiled": {}, "read": 0}
+seen = {"device": backend.device.type, "late": backend.deferred_metrics, "compiled": {}, "read": 0}
 
 def step(number):
     compiled, read = count("CompileTime"), count("TransferFromDeviceTime")
@@ -65,7 +65,7 @@ for number in range(1, int(steps) + 1):
         rows.append([float(figure) for figure in unread])
     unread = figures
     if number == 3:
-        backend.rehearse_resume()
+        backend.precompile_resume()
 folder = Path(tempfile.mkdtemp())
 saving = backend.save_shards(folder)
 saving.wait(), saving.finish()

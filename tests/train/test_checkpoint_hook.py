@@ -19,7 +19,7 @@ from slurmllm.records import AttemptRecord, EndingClass, MetricsRow
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempt_monitor
 from slurmllm.train import signals as stopping
-from slurmllm.train.hooks.base import Moment
+from slurmllm.train.hooks.base import StepEnd
 from slurmllm.train.hooks.checkpoint import CheckpointHook
 from slurmllm.train.run_records import EventLog
 from slurmllm.train.schedules import SaveSchedule
@@ -58,7 +58,7 @@ class Steps:
                 step=self.job.step, attempt=0, loss=5.0, grad_norm=1.5, param_norm=9.0, lr=1e-3,
                 tokens=256, seq_per_s=16.0, tokens_per_s=512.0, step_time_s=step_s, time=1e9,
             )  # fmt: skip
-            self.hook.after_step(Moment(row, last=False, saving=saving, leaving=leaving))
+            self.hook.after_step(StepEnd(row, last=False, saving=saving, leaving=leaving))
         return due
 
     def events(self, kind: str) -> Events:

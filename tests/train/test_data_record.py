@@ -8,7 +8,7 @@ import pytest
 from slurmllm.errors import DataError
 from slurmllm.records import DataRecord
 from slurmllm.rundir import RunDir
-from slurmllm.train.run_records import settle_data
+from slurmllm.train.run_records import check_data
 
 
 def identity(**changed: Any) -> dict[str, Any]:
@@ -20,13 +20,13 @@ def identity(**changed: Any) -> dict[str, Any]:
 def test_written_once_and_held_to(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "r")
     run.path.mkdir()
-    settle_data(run, identity())
+    check_data(run, identity())
     written = run.data.read_bytes()
     assert DataRecord.load(run.data).tokenizer == "77"
-    settle_data(run, identity())
+    check_data(run, identity())
     assert run.data.read_bytes() == written
     changed = {"path": "/a.arrow", "fingerprint": "34", "documents": 9, "weight": 1.0}
     with pytest.raises(DataError, match=r"corpora a\.arrow \(12\) and a\.arrow \(34\)"):
-        settle_data(run, identity(corpora=[changed]))
+        check_data(run, identity(corpora=[changed]))
     with pytest.raises(DataError, match="seed 1 and 2"):
-        settle_data(run, identity(seed=2))
+        check_data(run, identity(seed=2))

@@ -9,7 +9,7 @@ import torch
 
 from slurmllm.backends.base import Worker
 from slurmllm.errors import CheckpointError, ConfigError, DivergenceError
-from slurmllm.train.failures import failure_record, judge, spoken
+from slurmllm.train.failures import classify_error, failure_record, format_failure
 
 WORKER = Worker(3, 4, 1, "node-2")
 
@@ -37,13 +37,13 @@ WORKER = Worker(3, 4, 1, "node-2")
     ],
 )  # fmt: skip
 def test_verdicts(error: BaseException, name: str, blame: str, exit_code: int) -> None:
-    verdict = judge(error)
+    verdict = classify_error(error)
     assert (verdict.error, verdict.blame, verdict.exit_code) == (name, blame, exit_code)
     assert verdict.message
 
 
 def test_out_of_memory_has_a_remedy() -> None:
-    assert "smaller train.micro_batch" in judge(torch.OutOfMemoryError("CUDA")).message
+    assert "smaller train.micro_batch" in classify_error(torch.OutOfMemoryError("CUDA")).message
 
 
 def test_record_and_words() -> None:
@@ -53,7 +53,7 @@ def test_record_and_words() -> None:
         record = failure_record(error, WORKER, step=7)
     assert (record.rank, record.node, record.step) == (3, "node-2", 7)
     assert "test_record_and_words" in record.traceback
-    assert spoken(record).startswith("Traceback")
-    assert spoken(record).endswith("rank 3 on node-2: ValueError: oops")
+    assert format_failure(record).startswith("Traceback")
+    assert format_failure(record).endswith("rank 3 on node-2: ValueError: oops")
     plain = failure_record(ConfigError("model.x: 3 is wrong"), WORKER, step=None)
-    assert spoken(plain) == "rank 3 on node-2: model.x: 3 is wrong"
+    assert format_failure(plain) == "rank 3 on node-2: model.x: 3 is wrong"

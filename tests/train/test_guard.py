@@ -36,7 +36,7 @@ from slurmllm.rundir import RunDir
 from slurmllm.train.worker import run_worker
 
 poison, kind = os.environ["TEST_POISON"].split(), os.environ["TEST_KIND"]
-NativeBackend.late_readings = bool(os.environ.get("TEST_LATE"))
+NativeBackend.deferred_metrics = bool(os.environ.get("TEST_LATE"))
 honest = NativeBackend.forward_backward
 
 def forward_backward(self, batches, counted):

@@ -11,19 +11,19 @@ import pytest
 
 from slurmllm.records import MetricsRow
 from slurmllm.rundir import RunDir
-from slurmllm.train.hooks.base import Moment
+from slurmllm.train.hooks.base import StepEnd
 from slurmllm.train.hooks.monitoring import MetricsHook, ProgressHook
 
 from .gang import small_config
 
 
-def moment(step: int, *, last: bool = False, saving: bool = False) -> Moment:
+def moment(step: int, *, last: bool = False, saving: bool = False) -> StepEnd:
     row = MetricsRow(
         step=step, attempt=0, loss=5.0, grad_norm=1.5, param_norm=9.0, lr=1e-3, tokens=step * 256,
         seq_per_s=16.0, tokens_per_s=512.0, step_time_s=0.5, forward_backward_s=0.4,
         optimizer_s=0.1, time=1e9 + step,
     )  # fmt: skip
-    return Moment(row, last=last, saving=saving, leaving=last)
+    return StepEnd(row, last=last, saving=saving, leaving=last)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurmllm.backends.base import IGNORED, MicroBatch, weight_of_counted
+from slurmllm.backends.base import IGNORED, MicroBatch, loss_weight
 from slurmllm.plan.mesh import Mesh
 from slurmllm.train.loop import counted_labels
 
@@ -41,4 +41,4 @@ def test_labels_are_counted_once(trains_every_token: bool, counted: int) -> None
 
 @pytest.mark.parametrize(("counted", "weight"), [(40, 1.0), (10, 4.0), (0, 40.0)])
 def test_weight(counted: int, weight: float) -> None:
-    assert weight_of_counted(batches(0), counted, MESH.data) == weight
+    assert loss_weight(batches(0), counted, MESH.data) == weight

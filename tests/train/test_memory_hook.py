@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurmllm.host_memory import Memory
-from slurmllm.train.hooks.base import Moment
+from slurmllm.train.hooks.base import StepEnd
 from slurmllm.train.hooks.monitoring import MemoryHook
 from slurmllm.train.run_records import EventLog
 
@@ -21,7 +21,7 @@ GB = 10**9
 
 
 def told(
-    folder: Path, steps: Sequence[Moment], *, first_step: int = 0, fails: bool = False
+    folder: Path, steps: Sequence[StepEnd], *, first_step: int = 0, fails: bool = False
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """The events of rank 0 of two workers, and after which steps memory was read."""
     path, read_after, at = folder / "events.jsonl", [], [0]

@@ -18,7 +18,7 @@ from slurmllm.records import MicroBatchCandidate, MicroBatchRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train import micro_batch
 from slurmllm.train.job import Job, make_job
-from slurmllm.train.micro_batch import choose, enough, settle, to_try, too_large
+from slurmllm.train.micro_batch import choose, choose_micro_batch, enough, to_try, too_large
 from slurmllm.train.signals import StopRequest
 from train.gang import Gang, curve
 
@@ -129,7 +129,7 @@ def bench(
         job.backend = backend  # type: ignore[assignment]
         monkeypatch.setattr(micro_batch, "_step", backend.step)
         monkeypatch.setattr(micro_batch, "reopen", lambda job, size: None)
-        return job, backend, lambda: settle(job)
+        return job, backend, lambda: choose_micro_batch(job)
 
     return make
 

@@ -21,7 +21,7 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.records import AttemptRecord, MetricsRow
 from slurmllm.rundir import RunDir
-from slurmllm.train.hooks.base import Moment
+from slurmllm.train.hooks.base import StepEnd
 from slurmllm.train.hooks.tensorboard import TAGS, TensorBoardHook
 
 from .gang import small_config
@@ -33,13 +33,13 @@ with warnings.catch_warnings():
 MakeJob = Callable[..., Any]
 
 
-def moment(step: int, attempt: int = 0, *, loss: float = 5.0, last: bool = False) -> Moment:
+def moment(step: int, attempt: int = 0, *, loss: float = 5.0, last: bool = False) -> StepEnd:
     row = MetricsRow(
         step=step, attempt=attempt, loss=loss, grad_norm=1.5, param_norm=9.0, lr=1e-3,
         tokens=step * 256, seq_per_s=16.0, tokens_per_s=512.0, step_time_s=0.5, data_wait_s=0.0,
         forward_backward_s=0.4, optimizer_s=0.1, time=1e9 + step,
     )  # fmt: skip
-    return Moment(row, last=last, saving=last, leaving=last)
+    return StepEnd(row, last=last, saving=last, leaving=last)
 
 
 @pytest.fixture

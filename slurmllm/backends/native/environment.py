@@ -90,7 +90,7 @@ def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -
     return [list(workers)]
 
 
-def graphs_hold_steps(config: RunConfig) -> bool:
+def graphs_depend_on_accumulation(config: RunConfig) -> bool:
     """No: each micro batch is computed by the same graphs."""
     return False
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, weight_of_counted
+from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, loss_weight
 from slurmllm.backends.native import compiling, dcp_state, precision
 from slurmllm.backends.native.compiling import alike_everywhere
 from slurmllm.backends.native.dcp_save import Shards
@@ -172,7 +172,7 @@ class NativeBackend(Backend):
             The mean loss over the labels of the global batch that count, in nats, equal on all
             workers.
         """
-        weight = weight_of_counted(micro_batches, counted, self.mesh.data)
+        weight = loss_weight(micro_batches, counted, self.mesh.data)
         if self.pipeline is not None:
             mean = self.pipeline.forward_backward(*self._to_device(micro_batches), weight)
         else:

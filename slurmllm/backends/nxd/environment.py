@@ -263,10 +263,10 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
 
 def unsupported(config: RunConfig) -> list[str]:
     """What this backend cannot train, and what does not fit the nodes; one line a reason."""
-    return [*limits_unsupported(config), *instance_faults(config.cluster)]
+    return [*unsupported_settings(config), *instance_faults(config.cluster)]
 
 
-def graphs_hold_steps(config: RunConfig) -> bool:
+def graphs_depend_on_accumulation(config: RunConfig) -> bool:
     """Yes: a pipeline's graphs, and the order in which they come, follow from its micro batches."""
     return True
 
@@ -274,7 +274,7 @@ def graphs_hold_steps(config: RunConfig) -> bool:
 _SIZES = (1, 2, 4, 8, 16, 32)
 
 
-def limits_unsupported(config: RunConfig) -> list[str]:
+def unsupported_settings(config: RunConfig) -> list[str]:
     """The settings of a run that this backend refuses: one line each with value, rule, remedy."""
     recipe = config.recipe
     parallel, train, model = recipe.parallel, recipe.train, recipe.model

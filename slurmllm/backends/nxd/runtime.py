@@ -26,12 +26,12 @@ from neuronx_distributed.utils import cpu_mode, mark_step
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, weight_of_counted
+from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, loss_weight
 from slurmllm.backends.environment import load_environment
 from slurmllm.backends.nxd import model as parallel_model
 from slurmllm.backends.nxd import saving
 from slurmllm.backends.nxd.arguments import arguments, dtype, model_inputs, optimizer_dtype
-from slurmllm.backends.nxd.environment import limits_unsupported
+from slurmllm.backends.nxd.environment import unsupported_settings
 from slurmllm.backends.nxd.gradients import Norm, add_up_repeated, clip_
 from slurmllm.backends.nxd.placing import Placing
 from slurmllm.backends.nxd.saving import NxdSaving
@@ -56,7 +56,7 @@ class NxdBackend(Backend):
         parameters: This worker's, by name in the whole model, in the optimizer's order.
     """
 
-    late_readings = True
+    deferred_metrics = True
 
     control: dist.ProcessGroup
     model: nn.Module
@@ -66,7 +66,7 @@ class NxdBackend(Backend):
 
     def start(self) -> None:
         """Open process groups and NxD's mesh (collective)."""
-        faults = limits_unsupported(self.config)
+        faults = unsupported_settings(self.config)
         if faults:
             raise ConfigError("the NxD backend cannot run this recipe", faults)
         if cpu_mode():
@@ -78,7 +78,7 @@ class NxdBackend(Backend):
         # The host's own network: its messages never wait for the device.
         self.control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self.device = torch.device("cpu") if cpu_mode() else xm.xla_device()
-        self.late_readings = not cpu_mode()  # a CPU has computed a step when it is made
+        self.deferred_metrics = not cpu_mode()  # a CPU has computed a step when it is made
         self._arguments = arguments(self.config, self.mesh)
         # After the process group: NxD makes its groups here.
         self._nxd_config = nxd.neuronx_distributed_config(**self._resolved())
@@ -243,7 +243,7 @@ class NxdBackend(Backend):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], counted: int) -> Tensor:
         """Accumulate the gradients of one step (collective)."""
-        weight = weight_of_counted(micro_batches, counted, self.mesh.data)
+        weight = loss_weight(micro_batches, counted, self.mesh.data)
         # Not a number of the graph, and not a scalar, which torch-xla makes one where it is 1.
         on_device = torch.tensor([weight], dtype=torch.float32).to(self.device)
         for loss_function in self._loss_functions:
@@ -393,7 +393,7 @@ class NxdBackend(Backend):
         rank, mesh = self.worker.rank, self.mesh
         return mesh.pipeline_rank(rank), mesh.data_rank(rank), rank % mesh.tensor
 
-    def rehearse_resume(self) -> None:
+    def precompile_resume(self) -> None:
         """Make the graphs of a resume: ZeRO-1 gathers all weights from loaded master weights."""
         self._set_learning_rate(self.config.recipe.optim.lr)
         on_host = tree_map_only(torch.Tensor, Tensor.cpu, self.optimizer.state_dict())

@@ -37,7 +37,7 @@ def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -
     return [list(workers)]
 
 
-def graphs_hold_steps(config: RunConfig) -> bool:
+def graphs_depend_on_accumulation(config: RunConfig) -> bool:
     """No: there are none."""
     return False
 

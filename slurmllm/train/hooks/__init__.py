@@ -30,7 +30,7 @@ def make_hooks(job: Job) -> list[Hook]:
         from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
         hooks += [MetricsHook(job), TensorBoardHook(job), ProgressHook(job)]
-    if not job.backend.late_readings:  # no Neuron runtime was seen to count its memory so
+    if not job.backend.deferred_metrics:  # no Neuron runtime was seen to count its memory so
         hooks.append(MemoryHook(job))
     hooks += [GuardHook(job), CheckpointHook(job)]
     return hooks

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from slurmllm.records import MetricsRow
 
 
-class Moment(NamedTuple):
+class StepEnd(NamedTuple):
     """The end of one step.
 
     Attributes:
@@ -28,7 +28,7 @@ class Moment(NamedTuple):
 class Hook:
     """Something that happens beside training."""
 
-    def after_step(self, moment: Moment) -> None:
+    def after_step(self, moment: StepEnd) -> None:
         """After each optimizer step, on every worker that has the hook."""
 
     def close(self) -> None:

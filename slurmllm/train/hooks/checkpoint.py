@@ -7,7 +7,7 @@ import time
 from slurmllm.checkpoint.replicas import Copier, second_tier
 from slurmllm.checkpoint.save import Save, refuse_if_superseded
 from slurmllm.errors import StorageError
-from slurmllm.train.hooks.base import Hook, Moment
+from slurmllm.train.hooks.base import Hook, StepEnd
 from slurmllm.train.job import Job
 from slurmllm.train.save_interval import MEASURED_STEPS, SaveInterval
 
@@ -35,7 +35,7 @@ class CheckpointHook(Hook):
         self._interval = SaveInterval(job) if first else None
         self._copier = _copier(job) if first else None
 
-    def after_step(self, moment: Moment) -> None:
+    def after_step(self, moment: StepEnd) -> None:
         """Begin or finish a save if it is time (collective)."""
         job = self._job
         if self._interval is not None and moment.row.step > job.first_step + 1:
@@ -123,7 +123,7 @@ class CheckpointHook(Hook):
         job.events.add("save_skipped", job.step, message=message, values=values)
         return False
 
-    def _leave(self, moment: Moment) -> None:
+    def _leave(self, moment: StepEnd) -> None:
         """Finish the copy under way if the time allows; at a stop it is short."""
         if self._copier is None:
             return

@@ -11,7 +11,7 @@ from statistics import mean
 
 from slurmllm.host_memory import Memory
 from slurmllm.records import WorkerRecord
-from slurmllm.train.hooks.base import Hook, Moment
+from slurmllm.train.hooks.base import Hook, StepEnd
 from slurmllm.train.job import Job
 
 
@@ -21,7 +21,7 @@ class GuardHook(Hook):
     def __init__(self, job: Job) -> None:
         self._guard = job.guard
 
-    def after_step(self, moment: Moment) -> None:
+    def after_step(self, moment: StepEnd) -> None:
         """Look at the step; what has diverged is not saved (collective where a save is due)."""
         self._guard.see(moment.row.step, moment.batch, moment.row.grad_norm)
         if moment.saving:
@@ -36,7 +36,7 @@ class MetricsHook(Hook):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stream = path.open("a", encoding="utf-8")
 
-    def after_step(self, moment: Moment) -> None:
+    def after_step(self, moment: StepEnd) -> None:
         """Write and flush the row; make it durable before a checkpoint that leaves it behind."""
         self._stream.write(moment.row.model_dump_json(exclude_none=True) + "\n")
         self._stream.flush()
@@ -63,7 +63,7 @@ class ProgressHook(Hook):
         # Step times for the estimate; the first step compiles and tells nothing.
         self._step_times_s: deque[float] = deque(maxlen=50)
 
-    def after_step(self, moment: Moment) -> None:
+    def after_step(self, moment: StepEnd) -> None:
         """Print the line if it is time."""
         row = moment.row
         made = row.step - self._first_step + 1
@@ -92,7 +92,7 @@ class StartUpHook(Hook):
         self._job = job
         self._done = False
 
-    def after_step(self, moment: Moment) -> None:
+    def after_step(self, moment: StepEnd) -> None:
         """Write the record, once."""
         if self._done:
             return
@@ -130,7 +130,7 @@ class MemoryHook(Hook):
         self._counted_from: int | None = None
         self._told = False
 
-    def after_step(self, moment: Moment) -> None:
+    def after_step(self, moment: StepEnd) -> None:
         """Begin to count, or tell (collective after some steps)."""
         step = moment.row.step
         if self._counted_from is None:

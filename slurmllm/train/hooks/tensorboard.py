@@ -24,7 +24,7 @@ from tensorboard.util.tensor_util import make_tensor_proto  # type: ignore[impor
 from slurmllm.config.resolve import flatten
 from slurmllm.errors import StorageError
 from slurmllm.records import AttemptRecord
-from slurmllm.train.hooks.base import Hook, Moment
+from slurmllm.train.hooks.base import Hook, StepEnd
 from slurmllm.train.job import Job
 
 # Metric → tag; TensorBoard groups cards by the part before the slash.
@@ -56,7 +56,7 @@ class TensorBoardHook(Hook):
         for step, value in start_values(job):
             self._add(time.time(), step, [value])
 
-    def after_step(self, moment: Moment) -> None:
+    def after_step(self, moment: StepEnd) -> None:
         """Hand the figures to the writer's thread."""
         row = moment.row
         measured = row.model_dump(include=set(TAGS), exclude_none=True)

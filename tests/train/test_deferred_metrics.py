@@ -36,7 +36,7 @@ def late(verb, name):
         return Figure(verb(self, *args), name)
     return called
 
-NativeBackend.late_readings = True
+NativeBackend.deferred_metrics = True
 NativeBackend.forward_backward = late(NativeBackend.forward_backward, "loss")
 NativeBackend.optimizer_step = late(NativeBackend.optimizer_step, "grad_norm")
 from slurmllm.train.worker import run_worker
