@@ -452,8 +452,8 @@ TABLE: tuple[Row, ...] = (
         "[enforce fail at inline_container.cc:603] . unexpected pos 8960 vs 8850",
     ),
     Row(  # on all nodes before an attempt
-        r"a fsynced write to \S+ takes", "storage", "slurmllm, health/host.py",
-        "preflight: all nodes: a fsynced write to /fsx/r takes 3.20 s, profile trn1 says 1",
+        r"a fsynced write to \S+ takes", "storage", "slurmllm, diagnose/storage.py",
+        "preflight: all nodes: a fsynced write to /fsx/r takes 3.20 s; profile trn1 allows 1",
     ),
     Row(  # a worker's exit code says storage, and not even its failure record is there
         r"could not write why", "storage", "slurmllm, supervise/classify.py",

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from slurmllm.errors import StorageError
+from slurmllm.errors import Blame, StorageError
 from slurmllm.rundir import write_atomic
 
 EndingClass = Literal[
@@ -254,27 +254,29 @@ class NodeRecord(Record):
     error: str | None = Field(default=None, description="why the launcher itself failed")
 
 
-class HealthFinding(Record):
-    """What one check of a node found."""
+class Finding(Record):
+    """The result of one check of a node, of Slurm or of the installation."""
 
     check: str
-    status: Literal["ok", "warn", "fail"]
-    value: int | float | str = Field(description="what is there")
+    status: Literal["ok", "warn", "fail", "skipped"]
+    value: int | float | str = Field(description="what was measured or found")
     expected: int | float | str = Field(default="", description="by the profile; empty: anything")
-    message: str = Field(default="", description="value and rule in a phrase for people")
+    message: str = Field(default="", description="value and limit in one phrase, for display")
+    fix: str = Field(default="", description="what to do about it; empty: nothing")
+    blame: Blame | None = Field(default=None, description="who can fix a failed check")
 
 
 class NodeHealth(Record):
     """`attempts/NNN/health/<node>.json`: what the checks of a node found before the start."""
 
     node: str
-    findings: tuple[HealthFinding, ...] = ()
+    findings: tuple[Finding, ...] = ()
     versions: dict[str, str] = Field(default_factory=dict, description="as in NodeRecord")
     checks_s: float | None = Field(
         default=None, description="seconds that the node's own checks took; None: not finished"
     )
 
-    def of(self, *statuses: str) -> tuple[HealthFinding, ...]:
+    def of(self, *statuses: str) -> tuple[Finding, ...]:
         """The findings of some statuses."""
         return tuple(finding for finding in self.findings if finding.status in statuses)
 

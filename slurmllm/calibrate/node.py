@@ -25,7 +25,7 @@ def main(text: str) -> int:
     node = int(os.environ.get(NODE_RANK) or os.environ.get("SLURM_NODEID") or 0)
     name = os.environ.get(NODE_NAME) or socket.gethostname()
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
-    Sample(kind="busy", of=name, value=busy).say()
+    Sample(kind="busy", of=name, value=busy).write()
     cpus = task.cpus or int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
     shared = {
         **task.variables,

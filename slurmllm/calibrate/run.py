@@ -21,7 +21,7 @@ from slurmllm.config import shipped
 from slurmllm.config.cluster import Cluster, Hardware
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.yaml_source import write_yaml
-from slurmllm.diagnose.probe import read
+from slurmllm.diagnose.probe import read_lines
 from slurmllm.errors import ConfigError, NodeError, SlurmError
 from slurmllm.rundir import write_atomic
 from slurmllm.supervise.allocation import (
@@ -138,8 +138,8 @@ def calibrate(
     processes = allocation.ask([*_NODE, task.model_dump_json()])
     samples: list[Sample] = []
     words: list[str] = []
-    for _, text in read(processes, LIMIT_S, lambda: False):
-        sample = Sample.read(text)
+    for _, text in read_lines(processes, LIMIT_S, lambda: False):
+        sample = Sample.parse(text)
         if sample is None:
             words += [text.strip()] if text.strip() else []
         elif sample.kind == "progress":

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from slurmllm.diagnose.probe import Said
+from slurmllm.diagnose.probe import JsonLine
 
 Kind = Literal[
     "progress", "product", "attention", "copy", "elementwise", "all_reduce", "all_gather",
@@ -46,7 +46,7 @@ class Task(BaseModel):
     quick: bool = False
 
 
-class Sample(Said):
+class Sample(JsonLine):
     """One figure, as the mean over all workers, or of one node.
 
     Attributes:
@@ -59,7 +59,7 @@ class Sample(Said):
             CPU or had one before anything began, by CPU.
     """
 
-    HEAD: ClassVar[str] = "slurmllm-calibrate "
+    PREFIX: ClassVar[str] = "slurmllm-calibrate "
 
     kind: Kind
     of: str = ""

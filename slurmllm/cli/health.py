@@ -10,13 +10,18 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from slurmllm.config.resolve import RunConfig
-    from slurmllm.records import HealthFinding, NodeHealth
+    from slurmllm.records import Finding, NodeHealth
     from slurmllm.supervise.allocation import Allocation
 
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "bright_black"}
+# Of the values of checks of a node.
+_UNITS = {
+    "memory": " GB", "node-local disk": " GB", "shared file system": " s", "clock": " s",
+    "all-reduce": " GB/s",
+}  # fmt: skip
 
 
 @click.command()
@@ -27,14 +32,12 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 @click.option("--account", help="Slurm account.")
 @click.option("--qos", help="Slurm quality of service.")
 @click.option("--reservation", help="Slurm reservation.")
-@click.option("--exclude", help="Nodes to keep away from, as n3 or n[1-4].")
-@click.option(
-    "--time", default="15", show_default=True, help="Time limit of the job that holds the nodes."
-)
+@click.option("--exclude", help="Nodes to exclude, as n3 or n[1-4].")
+@click.option("--time", default="15", show_default=True, help="Time limit of the Slurm job.")
 @click.option(
     "--bandwidth/--no-bandwidth",
     default=None,
-    help="Measure the all-reduce over all nodes.  [default: as the profile says]",
+    help="Measure the all-reduce over all nodes.  [default: by the profile]",
 )
 @click.option(
     "--set", "overrides", multiple=True, metavar="PATH=VALUE",
@@ -63,18 +66,19 @@ def health(
 ) -> None:
     """Check nodes: devices, versions, network, disks, clocks, bandwidth. Trains nothing.
 
-    Waits for a job of its own on nodes that nobody else uses; inside an allocation (salloc, a
-    batch script) it checks the nodes of that. Exit codes: 0 every node is fit, perhaps with
-    warnings; 2 something you can put right; 3 a node failed, or Slurm did.
+    Allocates idle nodes with salloc; inside an allocation (salloc, a batch script) it checks the
+    nodes of that allocation. Exit codes: 0 every node is healthy, warnings allowed; 2 invalid
+    input or configuration; 3 a node or Slurm failed.
     """
+    import json
     import os
 
     from slurmllm.config.resolve import resolve
-    from slurmllm.errors import EXIT_OK, NodeError
+    from slurmllm.diagnose.finding import exit_code
     from slurmllm.rundir import runs_root
     from slurmllm.supervise.allocation import LOCAL_NODES, LocalAllocation, SlurmAllocation
 
-    # Profiles are read beside a recipe; of this one, the backend's name at most is used.
+    # A profile is resolved together with a recipe, of which only the backend is used here.
     config = resolve("tiny_neox", cluster, overrides)
     wanted = config.cluster.health.bandwidth != "never" if bandwidth is None else bandwidth
     folder = runs_root(runs_dir)
@@ -93,24 +97,23 @@ def health(
             "account": account, "qos": qos, "reservation": reservation, "exclude": exclude,
             "time": time,
         }  # fmt: skip
-        _in_allocation(config, given, rest)
-    found = _check(allocation, config, folder, wanted)
-    failed = any(record.of("fail") for record in found.values())
-    code = NodeError.exit_code if failed else EXIT_OK
+        _exec_salloc(config, given, rest)
+    checked = _check(allocation, config, folder, wanted)
+    code = exit_code(finding for record in checked.values() for finding in record.findings)
     if as_json:
-        _print_json(config.cluster.name, found, code)
+        by_node = {name: record.model_dump(mode="json") for name, record in checked.items()}
+        summary = {"cluster": config.cluster.name, "exit_code": code, "nodes": by_node}
+        click.echo(json.dumps(summary, indent=2))
     else:
-        _print_table(config.cluster.name, found)
+        _print_table(config.cluster.name, checked)
     ctx.exit(code)
 
 
-def _in_allocation(
-    config: RunConfig, given: Mapping[str, str | None], arguments: list[str]
-) -> None:
-    """Become salloc, which runs this verb again with nodes at hand.
+def _exec_salloc(config: RunConfig, given: Mapping[str, str | None], arguments: list[str]) -> None:
+    """Replace this process by salloc, which runs this verb again inside an allocation.
 
     Raises:
-        SlurmError: there is no salloc here.
+        SlurmError: salloc is not installed.
     """
     import os
     import shutil
@@ -127,9 +130,10 @@ def _in_allocation(
     options = {**given, "partition": given["partition"] or cluster.partition}
     if not options["nodes"] and not options["nodelist"]:
         options["nodes"] = "1"
-    words = [f"--{name}={value}" for name, value in options.items() if value]
-    words += [*(["--exclusive"] if cluster.exclusive else []), *cluster.directives]
-    command = ["salloc", "--job-name=slurmllm-health", "--ntasks-per-node=1", *words]
+    command = ["salloc", "--job-name=slurmllm-health", "--ntasks-per-node=1"]
+    command += [f"--{name}={value}" for name, value in options.items() if value]
+    command += [*(["--exclusive"] if cluster.exclusive else []), *cluster.directives]
+    # Otherwise salloc takes the variables of a surrounding job for its own options.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_JOB")}
     os.execvpe("salloc", [*command, *SLURMLLM, "health", *arguments], environment)
 
@@ -145,61 +149,56 @@ def _check(
     from slurmllm.diagnose.probe import check_nodes
     from slurmllm.supervise.allocation import SLURMLLM, free_port
 
-    # What batch jobs are given and salloc's command is not.
+    # Slurm sets SLURM_CPUS_ON_NODE in batch jobs, but not for salloc's command.
     if cpus := re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")):
         os.environ.setdefault("SLURM_CPUS_ON_NODE", cpus.group())
-    found = check_nodes(allocation, config, folder, SLURMLLM)
-    assert found is not None  # nobody broke it off
-    answering = all(record.checks_s is not None for record in found.values())
-    if not bandwidth or not answering:
-        return found
+    checked = check_nodes(allocation, config, folder, SLURMLLM)
+    assert checked is not None  # without a `stop`
+    # A collective over a node that does not respond would hang.
+    if not bandwidth or any(record.checks_s is None for record in checked.values()):
+        return checked
     variables = load_environment(config.backend).variables(config)
     os.environ.update({name: variable.value for name, variable in variables.items()})
     os.environ.update(config.cluster.env)
-    return with_bandwidth(found, allocation, allocation.job_id, config, SLURMLLM, free_port())
+    return with_bandwidth(checked, allocation, allocation.job_id, config, SLURMLLM, free_port())
 
 
-def _print_json(cluster: str, found: Mapping[str, NodeHealth], code: int) -> None:
-    import json
-
-    nodes = {name: record.model_dump(mode="json") for name, record in found.items()}
-    click.echo(json.dumps({"cluster": cluster, "exit_code": code, "nodes": nodes}, indent=2))
-
-
-def _print_table(cluster: str, found: Mapping[str, NodeHealth]) -> None:
+def _print_table(cluster: str, nodes: Mapping[str, NodeHealth]) -> None:
     from slurmllm.tables import print_table
 
-    checks = list(dict.fromkeys(f.check for record in found.values() for f in record.findings))
+    checks = list(dict.fromkeys(f.check for record in nodes.values() for f in record.findings))
     rows = []
-    for name, record in found.items():
+    for name, record in nodes.items():
         by_check = {finding.check: finding for finding in record.findings}
-        shown = [_cell(by_check[c]) if c in by_check else "" for c in checks]
-        rows.append((name, _state(record), *shown))
+        cells = [_cell(by_check[c]) if c in by_check else "" for c in checks]
+        rows.append((name, _status(record), *cells))
     click.echo(f"cluster profile {cluster}")
     print_table(("node", "state", *checks), rows)
-    states = [_state(record) for record in found.values()]
-    for status in ("fail", "warn"):
-        alike: dict[str, list[str]] = {}  # message → nodes
-        for name, record in found.items():
-            for finding in record.of(status):
-                alike.setdefault(finding.message, []).append(name)
-        for message, names in alike.items():
-            mark = click.style(f"{status}:", fg=_COLOURS[status], bold=True)
-            click.echo(f"{mark} {' '.join(names)}: {message}")
-    click.echo(", ".join(f"{states.count(status)} {status}" for status in _COLOURS))
+    echo_by_message(
+        (finding.status, name, finding.message)
+        for status in ("fail", "warn")
+        for name, record in nodes.items()
+        for finding in record.of(status)
+    )
+    statuses = [_status(record) for record in nodes.values()]
+    click.echo(", ".join(f"{statuses.count(name)} {name}" for name in ("ok", "warn", "fail")))
 
 
-def _state(record: NodeHealth) -> str:
+def echo_by_message(lines: Iterable[tuple[str, str, str]]) -> None:
+    """Print (status, node or check, message), with the names of equal messages on one line."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for status, name, message in lines:
+        names.setdefault((status, message), []).append(name)
+    for (status, message), alike in names.items():
+        mark = click.style(f"{status}:", fg=_COLOURS[status], bold=True)
+        click.echo(f"{mark} {', '.join(alike)}: {message}")
+
+
+def _status(record: NodeHealth) -> str:
     return "fail" if record.of("fail") else "warn" if record.of("warn") else "ok"
 
 
-_UNITS = {
-    "memory": " GB", "node-local disk": " GB", "shared file system": " s", "clock": " s",
-    "all-reduce": " GB/s",
-}  # fmt: skip
-
-
-def _cell(finding: HealthFinding) -> str:
+def _cell(finding: Finding) -> str:
     unit = "" if isinstance(finding.value, str) else _UNITS.get(finding.check, "")
     mark = "" if finding.status == "ok" else f" {finding.status}"
     return f"{finding.value}{unit}{mark}"
@@ -208,13 +207,18 @@ def _cell(finding: HealthFinding) -> str:
 @click.command("check-node", hidden=True)
 @click.option("--profile", required=True, help="The cluster profile, as JSON.")
 @click.option("--backend", required=True)
-@click.option("--token", type=click.Path(path_type=Path), required=True)
-def check_node(profile: str, backend: str, token: Path) -> None:
-    """Check this node and say what was found, a line a finding (called through srun)."""
-    from slurmllm.config.cluster import Cluster
-    from slurmllm.diagnose.node import check_node as check
+@click.option("--marker-file", type=click.Path(path_type=Path), required=True)
+def check_node(profile: str, backend: str, marker_file: Path) -> None:
+    """Check this node and report a line a finding (called through srun)."""
+    import os
+    import socket
 
-    check(_node_name(), Cluster.model_validate_json(profile), backend, token)
+    from slurmllm.config.cluster import Cluster
+    from slurmllm.diagnose import node
+    from slurmllm.supervise.allocation import NODE_NAME
+
+    name = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node.check_node(name, Cluster.model_validate_json(profile), backend, marker_file)
 
 
 @click.command(hidden=True)
@@ -242,28 +246,18 @@ def allreduce(
     from slurmllm.supervise.allocation import NODE_RANK, die_with_parent
     from slurmllm.supervise.interfaces import interface_variables
 
-    node = int(os.environ.get(NODE_RANK) or os.environ.get("SLURM_NODEID") or 0)
+    first = workers * int(os.environ.get(NODE_RANK) or os.environ.get("SLURM_NODEID") or 0)
     shared = {
         "WORLD_SIZE": str(nodes * workers), "LOCAL_WORLD_SIZE": str(workers),
         "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
         **interface_variables(address),
     }  # fmt: skip
-    started = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-m", "slurmllm.diagnose.allreduce", device, floor],
-            env={**os.environ, **shared, "RANK": str(node * workers + n), "LOCAL_RANK": str(n)},
+            env={**os.environ, **shared, "RANK": str(first + n), "LOCAL_RANK": str(n)},
             preexec_fn=die_with_parent,
         )
         for n in range(workers)
     ]  # fmt: skip
-    ctx.exit(max(abs(worker.wait()) for worker in started))
-
-
-def _node_name() -> str:
-    import os
-    import socket
-
-    from slurmllm.supervise.allocation import NODE_NAME
-
-    own = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME")
-    return own or socket.gethostname()
+    ctx.exit(max(abs(worker.wait()) for worker in processes))

@@ -1,11 +1,12 @@
-"""Whether the nodes have what their profile says: before every attempt, and as `slurmllm health`.
+"""Checks of the nodes (`slurmllm health`) and of installation and cluster (`slurmllm doctor`).
 
-1. `node.py` runs on every node, as the hidden verb `check-node`, and reports a line a finding;
-   `devices.py`, `network.py` and `host.py` are its checks.
-2. `asking.py` starts that on all nodes and reads the lines; `across.py` sets the nodes beside each
-   other: who did not answer, whose clock or versions differ.
-3. `bandwidth.py` measures the all-reduce over all nodes: with AWS's tool (`nccom.py`) on Neuron
-   devices, with PyTorch (`allreduce.py`) elsewhere.
+1. `node.py` checks the node that it runs on: the hidden verb `check-node`, one line of output a
+   finding. `devices.py` (devices, drivers, EFA) and `storage.py` (disks) hold its checks.
+2. `probe.py` starts it on all nodes, reads the lines, and compares the nodes with each other:
+   which do not respond, whose clock or versions differ.
+3. `bandwidth.py` measures the all-reduce over all nodes: with AWS's nccom-test on Neuron devices,
+   with PyTorch (`allreduce.py`) elsewhere.
+4. `installation.py`, `cluster.py` and `storage.py` are the checks of `doctor`, on the login node.
 
-Only `allreduce.py`, a program of its own, imports torch.
+Every check yields `records.Finding`s. Only `allreduce.py`, a program of its own, imports torch.
 """

@@ -1,4 +1,4 @@
-"""This Python and its packages: what a backend needs, and which versions it was tried with."""
+"""This Python and its packages: required versions, and those that the tests ran with."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import sys
 from collections.abc import Iterator
 
 from slurmllm.config.cluster import Cluster
-from slurmllm.diagnose.finding import Finding, finding_fail, finding_ok, finding_warn, skipped
+from slurmllm.diagnose.finding import fail, ok, skipped, warn
+from slurmllm.records import Finding
 
-# constraints.txt names the same: numerics and compiled graphs were checked on this version.
+# The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"
 IMPORT_TIMEOUT_S = 300  # a cold import of torch from a slow shared file system
 
 # Neuron 2.28: the last SDK for training through NxD; docs/parallelcluster.md has the reasons.
-# Distribution → (module, versions that serve, the one that configs/parallelcluster installs).
+# Distribution → (module, supported series, the version that configs/parallelcluster installs).
 NEURON_PACKAGES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "torch-xla": ("torch_xla", ("2.9",), "2.9.0"),
     "torch-neuronx": ("torch_neuronx", ("2.9",), "2.9.0.2.12.22436"),
@@ -30,15 +31,21 @@ NEURON_PACKAGES: dict[str, tuple[str, tuple[str, ...], str]] = {
 }
 NEURON_TORCH = "2.9"
 NEURON_PYTHON = ((3, 11), (3, 12))
-_NEURON_REMEDY = (
+_NEURON_FIX = (
     "make the environment with `configs/parallelcluster/neuron.sh python DIR` (Neuron 2.28.1)"
 )
 
 
 def installation_findings(cluster: Cluster) -> Iterator[Finding]:
-    """Everything about this Python, for the backend that the profile's device calls for."""
+    """Checks of this Python, for the backend of the profile's device."""
     neuron = cluster.device == "neuron"
-    yield _python(neuron)
+    found = f"{platform.python_version()}, {sys.executable}"
+    lowest, highest = NEURON_PYTHON
+    if neuron and not lowest <= sys.version_info[:2] <= highest:
+        fix = "the Neuron 2.28 wheels need Python 3.11 or 3.12; a new venv"
+        yield fail("python", found, fix=fix, blame="user")
+    else:
+        yield ok("python", found)  # pip refuses to install slurmllm with a Python before 3.11
     yield _packages()
     yield _torch(cluster)
     if neuron:
@@ -48,17 +55,12 @@ def installation_findings(cluster: Cluster) -> Iterator[Finding]:
         yield _compiler()
 
 
-def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, None where it is absent."""
+def installed_version(distribution: str) -> str | None:
+    """The installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def at_least(version: str, wanted: str) -> bool:
-    """Whether a version is as new as another, by the numbers that both begin with."""
-    return numbers(version) >= numbers(wanted)
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -67,88 +69,81 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
-def serves(version: str, prefix: str) -> bool:
-    """Whether a version is one of a series: `2.9.0` of `2.9`, `2.90` not."""
-    wanted = numbers(prefix)
+def at_least(version: str, minimum: str) -> bool:
+    """Whether a version is the minimum or later, by the leading numbers of both."""
+    return numbers(version) >= numbers(minimum)
+
+
+def in_series(version: str, series: str) -> bool:
+    """Whether a version belongs to a series: `2.9.0` to `2.9`, `2.90` not."""
+    wanted = numbers(series)
     return numbers(version)[: len(wanted)] == wanted
 
 
-def _python(neuron: bool) -> Finding:
-    found = f"{platform.python_version()}, {sys.executable}"
-    lowest, highest = NEURON_PYTHON
-    if neuron and not lowest <= sys.version_info[:2] <= highest:
-        return finding_fail(
-            "python", found, "the Neuron 2.28 wheels need Python 3.11 or 3.12; a new venv"
-        )
-    return finding_ok("python", found)  # older than 3.11, pip refuses the package
-
-
 def _packages() -> Finding:
-    """What slurmllm's own metadata asks for."""
+    """The requirements of slurmllm's own metadata."""
     try:
         requirements = importlib.metadata.requires("slurmllm") or []
         version = importlib.metadata.version("slurmllm")
     except importlib.metadata.PackageNotFoundError:
-        return finding_warn(
-            "packages", "slurmllm runs from a folder and is not installed", "pip install ."
-        )
-    wrong = []
+        found = "slurmllm runs from a folder and is not installed"
+        return warn("packages", found, fix="pip install .")
+    faults = []
     count = 0
     for requirement in requirements:
         name, _, extra = requirement.partition(";")
         if "extra" in extra or name.startswith("torch"):
-            continue  # torch has a check of its own
+            continue  # torch has its own check
         count += 1
         match = re.match(r"([A-Za-z0-9_.-]+)\s*(?:>=\s*([0-9.]+))?", name)
-        wanted = match.group(2) if match else None
-        package = match.group(1) if match else name.strip()
-        present = version_of(package)
+        package, minimum = match.groups() if match else (name.strip(), None)
+        present = installed_version(package)
         if present is None:
-            wrong.append(f"{package} missing")
-        elif wanted and not at_least(present, wanted):
-            wrong.append(f"{package} {present}, older than {wanted}")
-    if wrong:
-        return finding_fail(
-            "packages", ", ".join(wrong), "pip install slurmllm again, in this environment"
-        )
-    return finding_ok("packages", f"slurmllm {version} and the {count} packages that it asks for")
+            faults.append(f"{package} missing")
+        elif minimum and not at_least(present, minimum):
+            faults.append(f"{package} {present}, older than {minimum}")
+    if faults:
+        fix = "pip install slurmllm again, in this environment"
+        return fail("packages", ", ".join(faults), fix=fix, blame="user")
+    return ok("packages", f"slurmllm {version} and the {count} packages that it requires")
 
 
 def _torch(cluster: Cluster) -> Finding:
-    """Whether torch imports, in a process of its own: this one stays light."""
-    present = version_of("torch")
+    """Whether torch imports, and its version."""
+    present = installed_version("torch")
+
+    def failed(found: str, fix: str) -> Finding:
+        return fail("torch", found, fix=fix, blame="user")
+
     if present is None:
-        return finding_fail("torch", "not installed", "pip install torch, in this environment")
-    words = _import_torch()
-    if words is None:
-        found = f"{present}; no answer in {IMPORT_TIMEOUT_S} s"
-        return finding_warn("torch", found, "put the environment onto a faster file system")
-    state, _, rest = words.partition(" ")
-    if state != "imported":
-        return finding_fail("torch", f"{present} does not import: {words}", "install it again")
+        return failed("not installed", "pip install torch, in this environment")
+    imported = _import_torch()
+    if imported is None:
+        found = f"{present}; not imported within {IMPORT_TIMEOUT_S} s"
+        return warn("torch", found, fix="move the environment to a faster file system")
+    status, _, rest = imported.partition(" ")
+    if status != "imported":
+        return failed(f"{present} does not import: {imported}", "install it again")
     version, _, cuda = rest.partition(" ")
     if cluster.device == "neuron":
-        if not serves(version, NEURON_TORCH):
-            return finding_fail(
-                "torch", f"{version}; torch-neuronx needs {NEURON_TORCH}", _NEURON_REMEDY
-            )
-        return finding_ok("torch", version)
+        if not in_series(version, NEURON_TORCH):
+            return failed(f"{version}; torch-neuronx needs {NEURON_TORCH}", _NEURON_FIX)
+        return ok("torch", version)
     if not at_least(version, "2.9"):
-        return finding_fail("torch", f"{version}, older than 2.9", "pip install 'torch>=2.9'")
+        return failed(f"{version}, older than 2.9", "pip install 'torch>=2.9'")
     if cluster.device == "cuda" and cuda == "None":
-        return finding_fail("torch", f"{version} is built without CUDA", "install a build for CUDA")
-    if not serves(version, TESTED_TORCH):
-        return finding_warn(
-            "torch", f"{version}; the tests ran on {TESTED_TORCH}",
-            f"pip install torch=={TESTED_TORCH}, where there is no reason against it",
-        )  # fmt: skip
-    return finding_ok("torch", version + ("" if cuda == "None" else f", CUDA {cuda}"))
+        return failed(f"{version} is built without CUDA", "install a build for CUDA")
+    if not in_series(version, TESTED_TORCH):
+        fix = f"pip install torch=={TESTED_TORCH}, unless you need another version"
+        return warn("torch", f"{version}; the tests ran on {TESTED_TORCH}", fix=fix)
+    return ok("torch", version + ("" if cuda == "None" else f", CUDA {cuda}"))
 
 
 def _import_torch() -> str | None:
     """`imported <version> <CUDA version or None>`, or the import's last line; None: too slow."""
     script = "import torch; print('imported', torch.__version__, torch.version.cuda)"
     try:
+        # A process of its own: an import that crashes or hangs does not take this one with it.
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True,
             timeout=IMPORT_TIMEOUT_S, check=False,
@@ -160,36 +155,32 @@ def _import_torch() -> str | None:
 
 
 def _neuron() -> Iterator[Finding]:
-    """The wheels of AWS's index, one finding each."""
+    """The wheels of AWS's package index, one finding each."""
     for distribution, (module, series, pinned) in NEURON_PACKAGES.items():
-        present = version_of(distribution)
+        present = installed_version(distribution)
+        fix, fault = _NEURON_FIX, ""
         if present is None:
-            yield finding_fail(
-                distribution, f"not installed; {pinned} is supported", _NEURON_REMEDY
-            )
+            fault = f"not installed; {pinned} is supported"
         elif importlib.util.find_spec(module) is None:
-            yield finding_fail(
-                distribution, f"{present} is the public index's placeholder: no module {module}",
-                f"pip uninstall {distribution}; {_NEURON_REMEDY}",
-            )  # fmt: skip
-        elif not any(serves(present, prefix) for prefix in series):
-            yield finding_fail(
-                distribution, f"{present}; supported: {' and '.join(f'{s}.*' for s in series)}",
-                _NEURON_REMEDY,
-            )  # fmt: skip
+            fault = f"{present} is the public index's placeholder: no module {module}"
+            fix = f"pip uninstall {distribution}; {_NEURON_FIX}"
+        elif not any(in_series(present, prefix) for prefix in series):
+            fault = f"{present}; supported: {' and '.join(f'{s}.*' for s in series)}"
         elif present.partition("+")[0] != pinned:
-            yield finding_warn(distribution, f"{present}; pinned is {pinned}", _NEURON_REMEDY)
+            yield warn(distribution, f"{present}; pinned is {pinned}", fix=fix)
         else:
-            yield finding_ok(distribution, present)
+            yield ok(distribution, present)
+        if fault:
+            yield fail(distribution, fault, fix=fix, blame="user")
 
 
 def _compiler() -> Finding:
     compiler = os.environ.get("CXX", "g++")
     path = shutil.which(compiler)
-    if path is None:
-        return finding_warn(
-            "C++ compiler", f"no {compiler!r} here",
-            "torch.compile needs one, on the nodes too: install g++, name one in $CXX, or "
-            "--set train.compile=false",
-        )  # fmt: skip
-    return finding_ok("C++ compiler", path)
+    if path is not None:
+        return ok("C++ compiler", path)
+    return warn(
+        "C++ compiler", f"no {compiler!r} here",
+        fix="torch.compile needs one, on the nodes too: install g++, set $CXX, or "
+        "--set train.compile=false",
+    )  # fmt: skip

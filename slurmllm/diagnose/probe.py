@@ -1,4 +1,9 @@
-"""All nodes at once: start a program on each, read what they say, keep a time limit."""
+"""The node probe: run a program on all nodes, collect what it reports, compare the nodes.
+
+A probe writes lines of JSON to its standard output (`report`). `check_nodes` starts the probe of
+`node.py` on every node and collects the lines within a time limit (`collect`); then it adds the
+findings that follow from all nodes together (`compare_nodes`).
+"""
 
 from __future__ import annotations
 
@@ -13,177 +18,119 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
+from typing import Annotated, ClassVar, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from slurmllm.config.cluster import HealthChecks
 from slurmllm.config.resolve import RunConfig
 from slurmllm.diagnose.finding import fail, ok, warn
 from slurmllm.errors import StorageError
-from slurmllm.records import HealthFinding, NodeHealth
+from slurmllm.records import Finding, NodeHealth
 
 POLL_S = 0.1
-END_S = 5.0  # for a program that was told to end
+TERMINATE_S = 5.0  # between SIGTERM and SIGKILL
 
 
 class Nodes(Protocol):
-    """The nodes to ask: an allocation of Slurm's, or this machine."""
+    """The nodes to check: a Slurm allocation, or this machine."""
 
     nodes: tuple[str, ...]
 
     @property
     def master_addr(self) -> str:
-        """The name or address by which all nodes reach the first one."""
+        """Name or address of the first node, as all others reach it."""
 
     def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-        """Start a command on every node, its output in the processes' pipes."""
+        """Start a command on every node, with its output in the processes' pipes."""
 
 
-@dataclass
-class Answers:
-    """What all nodes have said.
+class JsonLine(BaseModel):
+    """A message between processes: one line of output, a prefix and then JSON.
 
     Attributes:
-        by_node: One for each node asked.
-        stopped: Whether the asking was broken off before its end.
+        PREFIX: Marks the line, in output that also holds messages of srun and of libraries.
     """
 
-    by_node: dict[str, Answer] = field(default_factory=dict)
-    stopped: bool = False
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
+    PREFIX: ClassVar[str]
 
-def check_nodes(
-    nodes: Nodes,
-    config: RunConfig,
-    folder: Path,
-    command: Sequence[str],
-    stop: Callable[[], bool] = lambda: False,
-) -> dict[str, NodeHealth] | None:
-    """Have every node check itself.
+    def write(self) -> None:
+        """Write the line to the standard output."""
+        text = f"{self.PREFIX}{self.model_dump_json(exclude_none=True)}\n"
+        sys.stdout.flush()
+        # A single write(2): print() may split a line, and srun then mixes the lines of tasks.
+        os.write(sys.stdout.fileno(), text.encode())
 
-    Args:
-        nodes: Those to ask.
-        config: With the profile that they are held against.
-        folder: On the file system that they share.
-        command: `python -m slurmllm`.
-        stop: Asked now and then whether to break off.
-
-    Returns:
-        By node, all of them; None where it was broken off.
-
-    Raises:
-        StorageError: the folder cannot be written from here.
-        SlurmError: srun is absent.
-    """
-    limits = config.cluster.health
-    with _token(folder) as token:
-        processes = nodes.ask(
-            [*command, "check-node", "--profile", config.cluster.model_dump_json(),
-             "--backend", config.backend, "--token", str(token)]
-        )  # fmt: skip
-        found = answers(nodes.nodes, processes, limits.timeout_s, stop)
-    return None if found.stopped else with_comparison(found.by_node, limits)
-
-
-def answers(
-    names: Sequence[str],
-    processes: Sequence[subprocess.Popen[bytes]],
-    limit_s: float,
-    stop: Callable[[], bool],
-) -> Answers:
-    """Collect what nodes say of themselves until all have ended, or the time is over."""
-    found = Answers({name: Answer(NodeHealth(node=name)) for name in names})
-    for arrived, text in read(processes, limit_s, stop):
-        line = Line.read(text)
-        if line is not None and line.node in found.by_node:
-            found.by_node[line.node].take(line, arrived)
-        elif text.strip():
-            print(text.rstrip(), file=sys.stderr, flush=True)
-            for name, answer in found.by_node.items():
-                if name in text.replace(":", " ").split():
-                    answer.aside = text.strip()
-    found.stopped = stop()
-    return found
-
-
-def read(
-    processes: Sequence[subprocess.Popen[bytes]], limit_s: float, stop: Callable[[], bool]
-) -> Iterator[tuple[float, str]]:
-    """(Unix time of arrival, line) of what processes print; then they are ended."""
-    lines: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-
-    def pump(process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        with process.stdout as stream:
-            for line in stream:
-                lines.put((time.time(), line))
-
-    threads = [threading.Thread(target=pump, args=(p,), daemon=True) for p in processes]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + limit_s
-    try:
-        while time.monotonic() < deadline and not stop():
-            ended = not any(thread.is_alive() for thread in threads)
-            try:
-                arrived, line = lines.get(timeout=0.0 if ended else POLL_S)
-            except queue.Empty:
-                if ended:
-                    break
-                continue
-            yield arrived, line.decode(errors="replace")
-    finally:
-        end(processes)
-
-
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what still runs: asked to, then by force. srun ends its tasks when it is asked to."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + END_S
-    for process in processes:
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """The message in a line of output; None if the line is something else."""
+        _, prefix, body = text.partition(cls.PREFIX)
         try:
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            return cls.model_validate_json(body) if prefix else None
+        except ValidationError:
+            return None
 
 
-@contextlib.contextmanager
-def _token(folder: Path) -> Iterator[Path]:
-    """A file of a name that nobody has looked for yet."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix=".health-token-", dir=folder) as file:
-            yield Path(file.name)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write to {folder}: {error.strerror or error}; mend the file system"
-        ) from error
+def _shorten(finding: Finding | None) -> Finding | None:
+    """Limit texts, so that a line stays below 1,024 bytes: srun splits longer ones."""
+    limits = {"value": 100, "expected": 100, "message": 500}  # bytes; nodes send no fixes
+    update = {}
+    for name, limit in limits.items():
+        text = getattr(finding, name, None)
+        if isinstance(text, str) and len(text.encode()) > limit:
+            update[name] = text.encode()[: limit - 3].decode(errors="ignore") + "…"
+    return finding.model_copy(update=update) if finding is not None and update else finding
+
+
+class ProbeLine(JsonLine):
+    """One message of a probe.
+
+    Attributes:
+        node: The sender; empty for a measurement over all nodes.
+        time: The sender's clock, Unix time, s.
+        finding: Result of one check.
+        version: Name and version of a library on the node.
+        took_s: Seconds of all checks; in the last line.
+        gb_s: Bus bandwidth of an all-reduce, GB/s.
+    """
+
+    PREFIX: ClassVar[str] = "slurmllm-health "
+
+    node: str
+    time: float
+    finding: Annotated[Finding | None, AfterValidator(_shorten)] = None
+    version: tuple[str, str] | None = None
+    took_s: float | None = None
+    gb_s: float | None = None
+
+
+def report(node: str, **fields: object) -> None:
+    """Write one message of a probe."""
+    ProbeLine.model_validate({"node": node, "time": time.time(), **fields}).write()
 
 
 @dataclass
-class Answer:
-    """What one node has said so far.
+class NodeReport:
+    """What one node has reported so far.
 
     Attributes:
-        ahead_s: The node's clock less this one's. What a line says is older than its arrival, so
-            that each is a lower bound, and the highest of them the best.
-        aside: The last line that names the node and is not its own: srun's words.
+        health: Findings, versions and duration.
+        clock_ahead_s: The node's clock minus this machine's; None before the first line. A line
+            arrives after it was sent, so each line gives a lower bound: the highest is the best.
+        slurm_message: Last line of output that names the node and is not the node's own: srun's.
     """
 
     health: NodeHealth
-    ahead_s: float | None = None
-    aside: str = ""
+    clock_ahead_s: float | None = None
+    slurm_message: str = ""
 
-    def take(self, line: Line, arrived: float) -> None:
-        """Add a line."""
+    def add(self, line: ProbeLine, arrived: float) -> None:
         ahead = line.time - arrived
-        self.ahead_s = ahead if self.ahead_s is None else max(self.ahead_s, ahead)
+        self.clock_ahead_s = max(ahead, ahead if self.clock_ahead_s is None else self.clock_ahead_s)
         health, update = self.health, dict[str, object]()
         if line.finding is not None:
             update["findings"] = (*health.findings, line.finding)
@@ -194,125 +141,180 @@ class Answer:
         self.health = health.model_copy(update=update)
 
 
-class Said(BaseModel):
-    """What is said.
+def check_nodes(
+    nodes: Nodes,
+    config: RunConfig,
+    folder: Path,
+    command: Sequence[str],
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, NodeHealth] | None:
+    """Run the checks of `node.py` on every node.
 
-    Attributes:
-        HEAD: What such a line begins with.
+    Args:
+        nodes: Nodes to check.
+        config: With the cluster profile.
+        folder: On the shared file system.
+        command: `python -m slurmllm`.
+        stop: Polled; True stops the checks.
+
+    Returns:
+        Health by node, for all nodes; None if stopped.
+
+    Raises:
+        StorageError: the folder cannot be written from here.
+        SlurmError: srun is not installed.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    HEAD: ClassVar[str]
-
-    def say(self) -> None:
-        """Write the line at once and in one piece."""
-        text = f"{self.HEAD}{self.model_dump_json(exclude_none=True)}\n"
-        sys.stdout.flush()
-        os.write(sys.stdout.fileno(), text.encode())
-
-    @classmethod
-    def read(cls, text: str) -> Self | None:
-        """What is said in a piece of output; None where it is something else."""
-        _, head, body = text.partition(cls.HEAD)
+    limits = config.cluster.health
+    with contextlib.ExitStack() as stack:
         try:
-            return cls.model_validate_json(body) if head else None
-        except ValidationError:
-            return None
+            folder.mkdir(parents=True, exist_ok=True)
+            # A new random name: no node can have a cached lookup of it, negative or positive.
+            marker = stack.enter_context(
+                tempfile.NamedTemporaryFile(prefix=".health-marker-", dir=folder)
+            )
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to {folder}: {error.strerror or error}; check the file system"
+            ) from error
+        processes = nodes.ask(
+            [*command, "check-node", "--profile", config.cluster.model_dump_json(),
+             "--backend", config.backend, "--marker-file", marker.name]
+        )  # fmt: skip
+        reports = collect(nodes.nodes, processes, limits.timeout_s, stop)
+    return None if reports is None else compare_nodes(reports, limits)
 
 
-class Line(Said):
-    """One line.
+def collect(
+    names: Sequence[str],
+    processes: Sequence[subprocess.Popen[bytes]],
+    limit_s: float,
+    stop: Callable[[], bool],
+) -> dict[str, NodeReport] | None:
+    """Collect the nodes' reports until all processes have ended or the time limit is reached.
 
-    Attributes:
-        node: Who says it; empty for a measurement over all nodes.
-        time: Unix time there, s.
-        finding: What a check found.
-        version: Name and version of something that is installed there.
-        took_s: Seconds of all checks; with the last line.
-        gb_s: Bus bandwidth of an all-reduce, GB/s.
+    Returns:
+        A report for each name, also for nodes that did not respond; None if stopped.
     """
-
-    HEAD: ClassVar[str] = "slurmllm-health "
-
-    node: str
-    time: float
-    finding: HealthFinding | None = None
-    version: tuple[str, str] | None = None
-    took_s: float | None = None
-    gb_s: float | None = None
-
-
-def say(node: str, **said: object) -> None:
-    """Say one thing."""
-    Line.model_validate({"node": node, "time": time.time(), **said}).say()
+    reports = {name: NodeReport(NodeHealth(node=name)) for name in names}
+    for arrived, text in read_lines(processes, limit_s, stop):
+        line = ProbeLine.parse(text)
+        if line is not None and line.node in reports:
+            reports[line.node].add(line, arrived)
+        elif text.strip():
+            print(text.rstrip(), file=sys.stderr, flush=True)
+            for name in set(text.replace(":", " ").split()) & reports.keys():
+                reports[name].slurm_message = text.strip()
+    return None if stop() else reports
 
 
-def with_comparison(answers: Mapping[str, Answer], limits: HealthChecks) -> dict[str, NodeHealth]:
-    """The nodes' own findings and those that follow from all of them."""
-    ahead_s = [a.ahead_s for a in answers.values() if a.ahead_s is not None]
-    usual_s = statistics.median(ahead_s or [0.0])
-    # Where nobody answers, Slurm started nothing at all, because of the nodes that it names.
-    led_astray = not ahead_s and any(answer.aside for answer in answers.values())
-    versions = {name: _versions(answer.health) for name, answer in answers.items()}
-    found = {}
-    for name, answer in answers.items():
-        more = [_answered(answer, limits, told=warn if led_astray and not answer.aside else fail)]
-        if answer.ahead_s is not None and len(answers) > 1:
-            more.append(_clock(answer.ahead_s - usual_s, limits))
+def read_lines(
+    processes: Sequence[subprocess.Popen[bytes]], limit_s: float, stop: Callable[[], bool]
+) -> Iterator[tuple[float, str]]:
+    """(Unix time of arrival, line) of the processes' output; ends the processes at the end."""
+    lines: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+
+    def pump(process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout as stream:
+            for line in stream:
+                # The arrival is taken here and not by the consumer, which may be late.
+                lines.put((time.time(), line))
+
+    threads = [threading.Thread(target=pump, args=(p,), daemon=True) for p in processes]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    try:
+        while time.monotonic() < deadline and not stop():
+            # Before the queue is read: a thread that has ended has put its last line.
+            ended = not any(thread.is_alive() for thread in threads)
+            try:
+                arrived, line = lines.get(timeout=0.0 if ended else POLL_S)
+            except queue.Empty:
+                if ended:
+                    break
+                continue
+            yield arrived, line.decode(errors="replace")
+    finally:
+        terminate(processes)
+
+
+def terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM, on which srun ends its tasks, then SIGKILL."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + TERMINATE_S
+    for process in processes:
+        try:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> dict[str, NodeHealth]:
+    """The nodes' own findings, and those that follow from all nodes: response, clock, versions."""
+    clocks = [r.clock_ahead_s for r in reports.values() if r.clock_ahead_s is not None]
+    median_ahead_s = statistics.median(clocks or [0.0])
+    # If no node responds and srun names some, Slurm did not start the step because of those: the
+    # others may be healthy.
+    step_failed = not clocks and any(report.slurm_message for report in reports.values())
+    versions = {}
+    for name, node in reports.items():
+        driver = next((str(f.value) for f in node.health.findings if f.check == "driver"), None)
+        versions[name] = node.health.versions | ({"driver": driver} if driver else {})
+    common = _majority_versions(versions)
+    compared = {}
+    for name, node in reports.items():
+        findings = list(node.health.findings)
+        if node.health.checks_s is None:
+            after = f" after the check of {findings[-1].check}" if findings else ""
+            reason = f": {node.slurm_message}" if node.slurm_message else ""
+            message = f"no response{after}{reason or f' within {limits.timeout_s:g} s'}"
+            status = warn if step_failed and not node.slurm_message else fail
+            findings.append(status("answer", "none", "", message))
+        if node.clock_ahead_s is not None and len(reports) > 1:
+            # Against the median of the nodes: this machine's own clock may be wrong. The 0.0 that
+            # is added turns -0.0 into 0.0.
+            ahead, limit = (
+                round(node.clock_ahead_s - median_ahead_s, 2) + 0.0,
+                limits.max_clock_skew_s,
+            )
+            message = (
+                f"the clock differs by {ahead:+g} s from the other nodes'; the limit is {limit:g} s"
+            )
+            findings.append(
+                ok("clock", ahead, limit) if abs(ahead) <= limit
+                else fail("clock", ahead, limit, message)
+            )  # fmt: skip
         if versions[name]:
-            more.append(_same(versions[name], _usual(versions), limits))
-        findings = (*answer.health.findings, *(finding for finding in more if finding))
-        found[name] = answer.health.model_copy(update={"findings": findings})
-    return found
+            findings.append(_version_finding(versions[name], common, limits))
+        compared[name] = node.health.model_copy(update={"findings": tuple(findings)})
+    return compared
 
 
-def _answered(
-    answer: Answer, limits: HealthChecks, told: Callable[[str, str, str, str], HealthFinding]
-) -> HealthFinding | None:
-    """What is told of a node that did not see its checks through."""
-    if answer.health.checks_s is not None:
-        return None
-    done = answer.health.findings
-    words = f"no more word after the check of {done[-1].check}" if done else "no answer"
-    said = f": {answer.aside}" if answer.aside else f" within {limits.timeout_s:g} s"
-    return told("answer", "none", "", words + said)
-
-
-def _clock(ahead_s: float, limits: HealthChecks) -> HealthFinding:
-    """A node's clock against the median of all nodes'."""
-    # 0.0 is added because -0.0 looks odd.
-    ahead, limit = round(ahead_s, 2) + 0.0, limits.max_clock_skew_s
-    if abs(ahead) > limit:
-        words = f"the clock is {ahead:+g} s off those of the other nodes, at most {limit:g} may be"
-        return fail("clock", ahead, limit, words)
-    return ok("clock", ahead, limit)
-
-
-def _versions(health: NodeHealth) -> dict[str, str]:
-    driver = next((str(f.value) for f in health.findings if f.check == "driver"), None)
-    return health.versions | ({"driver": driver} if driver else {})
-
-
-def _usual(versions: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """The version that more than half of the nodes have, of all that have one."""
-    usual = {}
-    for what in {what for of_node in versions.values() for what in of_node}:
-        counts = Counter(of_node.get(what, "none") for of_node in versions.values() if of_node)
+def _majority_versions(versions: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """The version of each library that more than half of the reporting nodes have, else ""."""
+    reporting = [of_node for of_node in versions.values() if of_node]
+    majority = {}
+    for library in {name for of_node in reporting for name in of_node}:
+        counts = Counter(of_node.get(library, "none") for of_node in reporting)
         (version, count), *_ = counts.most_common(1)
-        usual[what] = version if 2 * count > counts.total() else ""
-    return usual
+        majority[library] = version if 2 * count > counts.total() else ""
+    return majority
 
 
-def _same(own: Mapping[str, str], usual: Mapping[str, str], limits: HealthChecks) -> HealthFinding:
-    """A node's versions against those of most."""
-    odd = sorted(what for what, version in usual.items() if own.get(what, "none") != version)
+def _version_finding(
+    own: Mapping[str, str], majority: Mapping[str, str], limits: HealthChecks
+) -> Finding:
+    odd = sorted(name for name, version in majority.items() if own.get(name, "none") != version)
     if not odd:
         return ok("versions", f"{len(own)} the same")
-    words = ", ".join(
-        f"{what} {own.get(what, 'none')} here, {usual[what] or 'several'} on the others"
-        for what in odd
+    message = ", ".join(
+        f"{name} {own.get(name, 'none')} here, {majority[name] or 'several'} on the others"
+        for name in odd
     )
-    # Where no version is most nodes', nobody can say which of them are wrong.
-    told = fail if limits.unequal_versions == "fail" and any(usual[w] for w in odd) else warn
-    return told("versions", f"{len(odd)} other", "as on most nodes", words)
+    # Without a majority it is unknown which nodes are wrong: warn only.
+    strict = limits.unequal_versions == "fail" and any(majority[name] for name in odd)
+    return (fail if strict else warn)("versions", f"{len(odd)} other", "as on most nodes", message)

@@ -1,4 +1,4 @@
-"""The folder of all runs: writable, shared, large and quick enough; and the nodes' own disk."""
+"""Checks of file systems: on a node its own disk and the shared one, on the login node the runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurmllm.config.cluster import GIB, Cluster
-from slurmllm.diagnose.finding import (
-    Finding,
-    cluster_fail,
-    finding_fail,
-    finding_ok,
-    finding_warn,
-    skipped,
-)
-from slurmllm.errors import StorageError
+from slurmllm.diagnose.finding import fail, ok, skipped, warn
+from slurmllm.errors import NodeError, SlurmllmError, StorageError
+from slurmllm.records import Finding
 from slurmllm.rundir import write_atomic
 
-# File systems that other machines see too (the types of /proc/mounts).
+GB = 10**9
+# File systems that other machines mount too (the types of /proc/mounts).
 SHARED_TYPES = frozenset(
     {
         "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs",
@@ -30,44 +25,13 @@ SHARED_TYPES = frozenset(
         "smb3", "virtiofs", "wekafs",
     }
 )  # fmt: skip
-LITTLE_BYTES = 200 * GIB  # a checkpoint of neox_20b with its optimizer: 124 GB
-TOO_LITTLE_BYTES = GIB
+WARN_FREE_BYTES = 200 * GIB  # a checkpoint of neox_20b with its optimizer: 124 GB
+MIN_FREE_BYTES = GIB
 # Every attempt, checkpoint and node writes records in this way, some of them while a save waits.
 SLOW_WRITE_S = 0.25
 NUM_WRITES = 5
 CLOCK_TOLERANCE_S = 2.0
-
-
-def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator[Finding]:
-    """Everything about the runs folder and the node-local one.
-
-    Args:
-        runs: The folder of all runs; it need not exist yet.
-        cluster: The profile.
-        with_slurm: Whether other machines are to read the runs.
-    """
-    place = _nearest(runs)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".slurmllm-doctor-", dir=place) as folder:
-            probe = Path(folder)
-            writes = [_timed_write(probe / f"record{n}.json") for n in range(NUM_WRITES)]
-            ahead = (probe / f"record{NUM_WRITES - 1}.json").stat().st_mtime - time.time()
-    except (OSError, StorageError) as error:
-        words = getattr(error, "strerror", None) or str(error)
-        yield finding_fail(
-            "runs folder", f"{runs}: {words}", "another --runs-dir or $SLURMLLM_RUNS"
-        )
-        names = ("file system", "free space", "fsynced write", "clock")
-        yield from (skipped(name, "the runs folder cannot be written") for name in names)
-    else:
-        yield finding_ok(
-            "runs folder", f"{runs}" + ("" if place == runs else ", made by the first submit")
-        )
-        yield _shared(place, with_slurm)
-        yield _space(place)
-        yield _latency(statistics.median(writes))
-        yield _clock(ahead)
-    yield _node_local(cluster.node_local)
+VISIBLE_S = 3.0  # until a file that another node has just created must be visible; NFS caches
 
 
 def file_system(path: Path, mounts: str | None = None) -> tuple[str, str]:
@@ -84,80 +48,163 @@ def file_system(path: Path, mounts: str | None = None) -> tuple[str, str]:
         if len(fields) < 3:
             continue
         point = fields[1].replace("\\040", " ")
-        # Of two mounts over each other the later one counts.
+        # >=: of two mounts at the same point, the later one is visible.
         if path.is_relative_to(point) and len(point) >= len(best[1]):
             best = (fields[2], point)
     return best
 
 
-def _nearest(path: Path) -> Path:
-    """The path itself, or the nearest one above that is there; a file too, which then fails."""
-    return next(place for place in (path, *path.parents) if place.exists())
+def write_seconds(path: Path) -> float:
+    """Time the write of one record (temporary name, fsync, rename, fsync of the folder), s.
 
-
-def _timed_write(path: Path) -> float:
-    """Seconds of one record's write: temporary name, fsync, rename, fsync of the folder."""
+    Raises:
+        StorageError: it cannot be written or read.
+        NodeError: the content read back differs from what was written.
+    """
+    text = f"{time.time_ns()} " * 100
     start = time.monotonic()
-    write_atomic(path, "{}" * 1024)
-    return time.monotonic() - start
+    write_atomic(path, text)
+    seconds = time.monotonic() - start
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot read {path} back: {error.strerror or error}") from error
+    if content != text:
+        raise NodeError(f"{path}: the content read back differs from what was written")
+    return seconds
 
 
-def _shared(place: Path, with_slurm: bool) -> Finding:
-    kind, point = file_system(place.resolve())
-    found = f"{kind}, mounted at {point}"
-    if kind in SHARED_TYPES or not with_slurm:
-        return finding_ok("file system", found)
-    return finding_warn(
-        "file system", f"{found}: other machines do not see this type of file system by themselves",
-        "name a folder that all nodes share, with --runs-dir or $SLURMLLM_RUNS",
-    )  # fmt: skip
+def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
+    """On a node: its own disk exists, is writable, not shared, and has space.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+    folder, required = Path(cluster.node_local), cluster.health.min_node_local_gb
+    if not folder.is_dir():
+        message = f"{folder} does not exist; is the disk mounted? (cluster.node_local)"
+        yield fail("node-local disk", "missing", str(folder), message)
+        return
+    with tempfile.NamedTemporaryFile(prefix=".slurmllm-health-", dir=folder) as probe:
+        probe.write(b"x" * 4096)
+        probe.flush()
+        os.fsync(probe.fileno())  # a full or failing disk may report the error only here
+    free = round(shutil.disk_usage(folder).free / GB, 1)
+    kind, _ = file_system(folder.resolve())
+    if free < required:
+        message = f"{free} GB free in {folder}; profile {cluster.name} requires {required:g}"
+        yield fail("node-local disk", free, required, message)
+    elif kind in SHARED_TYPES:
+        message = f"{folder} is on {kind}, which all nodes share; choose a disk of the node's own"
+        yield warn("node-local disk", free, required, message)
+    else:
+        yield ok("node-local disk", free, required or "")
 
 
-def _space(place: Path) -> Finding:
-    free = shutil.disk_usage(place).free
-    found = f"{free / GIB:,.1f} GiB free"
-    if free < TOO_LITTLE_BYTES:
-        return cluster_fail("free space", found, "free some; a full disk stops a run")
-    if free < LITTLE_BYTES:
-        return finding_warn("free space", found, "a checkpoint of neox_20b takes 115 GiB")
-    return finding_ok("free space", found)
+def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Finding]:
+    """On a node: the folder of the run is the shared one, is writable and fast enough.
+
+    Args:
+        cluster: The profile.
+        marker: A file that the machine which runs the checks has just created in the folder.
+        node: This node's name.
+
+    Raises:
+        NodeError: the content read back differs from what was written.
+        StorageError: the folder cannot be written to.
+    """
+    folder, limit = marker.parent, cluster.health.max_write_s
+    deadline = time.monotonic() + VISIBLE_S
+    while not marker.is_file():
+        if time.monotonic() > deadline:
+            message = f"{marker} is not visible: {folder} is not the shared file system here"
+            yield fail("shared file system", "another", str(folder), message)
+            return
+        time.sleep(0.1)
+    path = folder / f".health-{node}"
+    try:
+        seconds = round(statistics.median(write_seconds(path) for _ in range(NUM_WRITES)), 4)
+    finally:
+        path.unlink(missing_ok=True)
+    message = f"a fsynced write to {folder} takes {seconds:.2f} s"
+    if limit is not None and seconds > limit:
+        message += f"; profile {cluster.name} allows {limit:g}"
+        yield fail("shared file system", seconds, limit, message)
+    elif seconds > SLOW_WRITE_S:
+        yield warn("shared file system", seconds, limit or SLOW_WRITE_S, message)
+    else:
+        yield ok("shared file system", seconds, limit or "")
 
 
-def _latency(seconds: float) -> Finding:
-    found = f"{seconds * 1000:.1f} ms, median of {NUM_WRITES}"
-    if seconds > SLOW_WRITE_S:
-        return finding_warn(
-            "fsynced write", found, "a faster file system; saves and records wait for it"
-        )
-    return finding_ok("fsynced write", found)
+def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator[Finding]:
+    """On the login node: the folder of all runs, and the node-local one as far as visible here.
 
-
-def _clock(ahead: float) -> Finding:
-    """The file server's clock against this machine's: a file just written is as old as that."""
-    if abs(ahead) > CLOCK_TOLERANCE_S:
-        return finding_warn(
-            "clock", f"the file server is {ahead:+.1f} s from this machine",
-            "mend the time service (chrony); records of several machines are compared by time",
-        )  # fmt: skip
-    return finding_ok("clock", f"within {CLOCK_TOLERANCE_S:.0f} s of the file server's")
-
-
-def _node_local(folder: str) -> Finding:
-    """As far as it can be seen from here: the folder is meant to be on the nodes."""
-    path = Path(folder)
-    if not path.is_dir():
-        return finding_ok(
-            "node-local disk", f"{folder}; not on this machine, the nodes must have it"
-        )
-    kind, point = file_system(path.resolve())
-    found = f"{folder}: {kind}, mounted at {point} here"
+    Args:
+        runs: The folder of all runs; it need not exist yet.
+        cluster: The profile.
+        with_slurm: Whether nodes of a cluster will read the runs.
+    """
+    # May be a file, whose use as a folder then fails below.
+    existing = next(path for path in (runs, *runs.parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".slurmllm-doctor-", dir=existing) as folder:
+            path = Path(folder) / "record.json"
+            seconds = statistics.median(write_seconds(path) for _ in range(NUM_WRITES))
+            ahead_s = path.stat().st_mtime - time.time()
+    except (OSError, SlurmllmError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        fix = "another --runs-dir or $SLURMLLM_RUNS"
+        yield fail("runs folder", f"{runs}: {reason}", fix=fix, blame="user")
+        for check in ("file system", "free space", "fsynced write", "clock"):
+            yield skipped(check, "the runs folder cannot be written")
+    else:
+        yield ok("runs folder", f"{runs}" + ", created by submit" * (existing != runs))
+        yield from _runs_folder_findings(existing, seconds, ahead_s, with_slurm)
+    local = Path(cluster.node_local)
+    if not local.is_dir():
+        yield ok("node-local disk", f"{local}; not on this machine, the nodes must have it")
+        return
+    kind, point = file_system(local.resolve())
+    found = f"{local}: {kind}, mounted at {point} here"
     if kind in SHARED_TYPES:
-        return finding_warn(
-            "node-local disk", found,
-            "a folder on every node's own disk: --set cluster.node_local=/var/tmp",
+        fix = "a folder on every node's own disk: --set cluster.node_local=/var/tmp"
+        yield warn("node-local disk", found, fix=fix)
+    elif not os.access(local, os.W_OK):
+        yield warn("node-local disk", f"{found}, no write access", fix="cluster.node_local")
+    else:
+        yield ok("node-local disk", found)
+
+
+def _runs_folder_findings(
+    folder: Path, write_s: float, ahead_s: float, with_slurm: bool
+) -> Iterator[Finding]:
+    kind, point = file_system(folder.resolve())
+    if kind in SHARED_TYPES or not with_slurm:
+        yield ok("file system", f"{kind}, mounted at {point}")
+    else:
+        yield warn(
+            "file system", f"{kind}, mounted at {point}: not a type that other machines share",
+            fix="choose a folder that all nodes share, with --runs-dir or $SLURMLLM_RUNS",
         )  # fmt: skip
-    if not os.access(path, os.W_OK):
-        return finding_warn(
-            "node-local disk", f"{found}, not writable for you", "cluster.node_local"
-        )
-    return finding_ok("node-local disk", found)
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:,.1f} GiB free"
+    if free < MIN_FREE_BYTES:
+        yield fail("free space", found, fix="free some; a full disk stops a run")
+    elif free < WARN_FREE_BYTES:
+        yield warn("free space", found, fix="a checkpoint of neox_20b takes 115 GiB")
+    else:
+        yield ok("free space", found)
+    found = f"{write_s * 1000:.1f} ms, median of {NUM_WRITES}"
+    if write_s > SLOW_WRITE_S:
+        fix = "a faster file system; saves and records wait for it"
+        yield warn("fsynced write", found, fix=fix)
+    else:
+        yield ok("fsynced write", found)
+    if abs(ahead_s) > CLOCK_TOLERANCE_S:
+        yield warn(
+            "clock", f"the file server's clock differs by {ahead_s:+.1f} s from this machine's",
+            fix="check the time service (chrony); records of several machines are compared "
+            "by time",
+        )  # fmt: skip
+    else:
+        yield ok("clock", f"within {CLOCK_TOLERANCE_S:.0f} s of the file server's")

@@ -1,4 +1,4 @@
-"""The all-reduce's figure: what it means for each node, and who is asked for it."""
+"""The all-reduce's figure: the finding of each node, and which program measures."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from diagnose.conftest import Program
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.bandwidth import with_bandwidth
-from slurmllm.records import HealthFinding, NodeHealth
+from slurmllm.records import Finding, NodeHealth
 
 NAMES = ("n1", "n2", "n3")
 
 
-class Talking:
-    """Nodes of which the first says lines of bandwidth, or runs what it is told to."""
+class FakeNodes:
+    """Nodes of which the first reports bandwidths, or runs nccom-test."""
 
     master_addr = "127.0.0.1"
 
@@ -25,15 +25,15 @@ class Talking:
         self.nodes, self.gb_s = names, gb_s
 
     def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-        said = "; ".join(
-            f"say({node.strip('_')!r}, gb_s={gb_s})" for node, gb_s in self.gb_s.items()
+        reports = "; ".join(
+            f"report({node.strip('_')!r}, gb_s={gb_s})" for node, gb_s in self.gb_s.items()
         )
-        script = f"from slurmllm.diagnose.probe import say; {said or 'print(12)'}"
+        script = f"from slurmllm.diagnose.probe import report; {reports or 'print(12)'}"
         call = command if command[0].endswith("nccom-test") else [sys.executable, "-c", script]
         return [subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)]
 
 
-def judged(nodes: Talking, *overrides: str, cluster: str = "local") -> list[HealthFinding]:
+def judged(nodes: FakeNodes, *overrides: str, cluster: str = "local") -> list[Finding]:
     config = resolve("tiny_neox", cluster, [f"cluster.health.{o}" for o in overrides])
     health = {name: NodeHealth(node=name) for name in nodes.nodes}
     found = with_bandwidth(health, nodes, "7", config, ("slurmllm",), 1)
@@ -41,32 +41,33 @@ def judged(nodes: Talking, *overrides: str, cluster: str = "local") -> list[Heal
 
 
 def test_the_slow_node_of_three_is_named() -> None:
-    nodes = Talking(NAMES, __=1.5, _0=9.0, _1=2.0, _2=9.5)
+    nodes = FakeNodes(NAMES, __=1.5, _0=9.0, _1=2.0, _2=9.5)
     assert [f.status for f in judged(nodes)] == ["ok"] * 3
     one, two, three = judged(nodes, "min_allreduce_gb_s=5")
     assert (one.status, one.value) == ("ok", 9.0)
     assert two.message == (
-        "1.5 GB/s over all nodes, the profile says 5; 2.00 GB/s with the better of its neighbours"
+        "1.5 GB/s over all nodes; the profile requires 5; "
+        "2.00 GB/s with the faster of its neighbours"
     )
     assert three.status == "ok"
 
 
-def test_where_no_pair_is_slow_all_fail() -> None:
-    nodes = Talking(NAMES, __=1.5, _0=9.0, _1=9.0, _2=9.5)
+def test_if_no_pair_is_slow_all_nodes_fail() -> None:
+    nodes = FakeNodes(NAMES, __=1.5, _0=9.0, _1=9.0, _2=9.5)
     found = judged(nodes, "min_allreduce_gb_s=5")
-    assert {f.message for f in found} == {"1.5 GB/s over all nodes, the profile says 5"}
+    assert {f.message for f in found} == {"1.5 GB/s over all nodes; the profile requires 5"}
     assert [f.status for f in found] == ["fail"] * 3
 
 
 @pytest.mark.parametrize(("floor", "status"), [((), "warn"), (("min_allreduce_gb_s=5",), "fail")])
 def test_no_measurement(floor: tuple[str, ...], status: str) -> None:
-    found = judged(Talking(NAMES), *floor)
+    found = judged(FakeNodes(NAMES), *floor)
     assert [f.status for f in found] == [status] * 3
     assert found[0].message.endswith("12")
 
 
 def test_a_lone_worker_has_nothing_to_measure() -> None:
-    assert judged(Talking(("n1",))) == []
+    assert judged(FakeNodes(("n1",))) == []
 
 
 def test_nccom_test_is_asked_on_neuron_devices(program: Program) -> None:
@@ -77,15 +78,15 @@ def test_nccom_test_is_asked_on_neuron_devices(program: Program) -> None:
         f'*"--nworkers 32 --minbytes"*) gb=40;; *) exit 1;; esac\n'
         f'echo "{table}"; echo "67108864 33554432 bf16 900 70.0 $gb.5"',
     )
-    assert {f.value for f in judged(Talking(NAMES), cluster="trn1")} == {12.5}
-    assert [f.value for f in judged(Talking(("n1",)), cluster="trn1")] == [40.5]
+    assert {f.value for f in judged(FakeNodes(NAMES), cluster="trn1")} == {12.5}
+    assert [f.value for f in judged(FakeNodes(("n1",)), cluster="trn1")] == [40.5]
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 5, 8, 33])
 def test_every_node_meets_both_neighbours_and_one_at_a_time(nodes: int) -> None:
-    from slurmllm.diagnose.allreduce import _rounds
+    from slurmllm.diagnose.allreduce import pair_rounds
 
-    rounds = _rounds(nodes)
+    rounds = pair_rounds(nodes)
     for pairs in rounds:
         flat = [node for pair in pairs for node in pair]
         assert len(flat) == len(set(flat))

@@ -23,7 +23,7 @@ def test_a_machine_that_is_fit(tmp_path: Path) -> None:
 def test_a_machine_that_lacks_something(tmp_path: Path) -> None:
     unfit = "--set=cluster.node_local=/nowhere"
     text = health(tmp_path, "--local", "--no-bandwidth", unfit, code=3)
-    assert "fail: local0: /nowhere is not there; is the disk mounted?" in text
+    assert "fail: local0: /nowhere does not exist; is the disk mounted?" in text
     found = json.loads(health(tmp_path, "--local", "--no-bandwidth", unfit, "--json", code=3))
     findings = {f["check"]: f for f in found["nodes"]["local0"]["findings"]}
     assert (found["exit_code"], findings["node-local disk"]["status"]) == (3, "fail")
@@ -38,10 +38,10 @@ def test_the_all_reduce_against_a_floor_that_nobody_reaches(tmp_path: Path) -> N
     for node in nodes.values():
         (found,) = (f for f in node["findings"] if f["check"] == "all-reduce")
         assert 0 < found["value"] < 100000
-        assert "GB/s with the better of its neighbours" in found["message"]
+        assert "GB/s with the faster of its neighbours" in found["message"]
 
 
-def test_without_slurm_it_says_so(tmp_path: Path) -> None:
+def test_without_slurm_salloc_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "slurmllm", "health", "--runs-dir", str(tmp_path)],
         capture_output=True, text=True, check=False, env={"PATH": str(tmp_path)},

@@ -1,4 +1,4 @@
-"""Devices, drivers and counted errors, by stand-ins for neuron-ls and nvidia-smi."""
+"""Devices, drivers and error counters, by stand-ins for neuron-ls and nvidia-smi."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from diagnose.conftest import Profile, Program
 from slurmllm.diagnose.devices import device_findings
 from slurmllm.errors import NodeError
-from slurmllm.records import HealthFinding
+from slurmllm.records import Finding
 
 
 def chips(count: int) -> str:
@@ -34,7 +34,7 @@ def driver(root: Path, **errors: str) -> Path:
     return root
 
 
-def by_check(findings: object) -> dict[str, HealthFinding]:
+def by_check(findings: object) -> dict[str, Finding]:
     return {f.check: f for f in findings}  # type: ignore[attr-defined]
 
 
@@ -50,8 +50,8 @@ def test_a_trn1_node_that_lost_a_chip(program: Program, profile: Profile, tmp_pa
     program("neuron-ls", chips(15))
     wanted = profile("trn1", "cluster.health.driver_version=2.25.1.0")
     found = by_check(device_findings(wanted, driver(tmp_path, mem_ecc_uncorrected="2")))
-    assert found["devices"].message == "30 NeuronCores, profile trn1 says 32"
-    assert found["driver"].message == "driver 2.24.7.0, profile trn1 says 2.25.1.0"
+    assert found["devices"].message == "30 NeuronCores; profile trn1 requires 32"
+    assert found["driver"].message == "driver 2.24.7.0; profile trn1 requires 2.25.1.0"
     assert "neuron3: mem_ecc_uncorrected 2" in found["device errors"].message
     fails = [name for name, f in found.items() if f.status == "fail"]
     assert fails == ["devices", "driver", "device errors"]
@@ -84,4 +84,4 @@ def test_gpus(program: Program, profile: Profile) -> None:
     assert found["device errors"].message == "uncorrected memory errors: GPU 5: 2"
     program("nvidia-smi", f"cat <<'end'\n{chr(10).join(rows[:7])}\nend")
     found = by_check(device_findings(profile("p4d")))
-    assert found["devices"].message == "7 GPUs, profile p4d says 8"
+    assert found["devices"].message == "7 GPUs; profile p4d requires 8"

@@ -1,4 +1,4 @@
-"""Memory, the node's own disk, the shared file system; and a check that cannot be made."""
+"""Memory, the node's own disk, the shared file system; and a check that raises an error."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from pathlib import Path
 import pytest
 
 from diagnose.conftest import Profile
-from slurmllm.diagnose import node
-from slurmllm.diagnose.node import (
-    memory_findings,
-    node_findings,
-    node_local_findings,
-    shared_findings,
-)
+from slurmllm.diagnose import storage
+from slurmllm.diagnose.node import memory_findings, node_findings
+from slurmllm.diagnose.storage import node_local_findings, shared_findings
 
 
 @pytest.fixture
-def token(tmp_path: Path) -> Path:
+def marker(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
-    path = tmp_path / "run" / ".health-token-1"
+    path = tmp_path / "run" / ".health-marker-1"
     path.touch()
     return path
 
@@ -30,7 +26,7 @@ def test_memory(profile: Profile, tmp_path: Path) -> None:
     (found,) = memory_findings(profile("local"), tmp_path)
     assert (found.status, found.value) == ("ok", 2.0)
     (found,) = memory_findings(profile("local", "cluster.health.min_memory_gb=3"), tmp_path)
-    assert found.message == "2.0 GB available, profile local says 3"
+    assert found.message == "2.0 GB available; profile local requires 3"
 
 
 def test_the_nodes_own_disk(
@@ -41,8 +37,8 @@ def test_the_nodes_own_disk(
     assert float(found.value) > 0
     (found,) = node_local_findings(profile("local", "cluster.health.min_node_local_gb=1000000"))
     assert "GB free in" in found.message
-    assert found.message.endswith("says 1e+06")
-    monkeypatch.setattr(node, "file_system", lambda path: ("lustre", "/fsx"))
+    assert found.message.endswith("requires 1e+06")
+    monkeypatch.setattr(storage, "file_system", lambda path: ("lustre", "/fsx"))
     (found,) = node_local_findings(profile("local", "cluster.health.min_node_local_gb=0"))
     assert (found.status, "all nodes share" in found.message) == ("warn", True)
     missing = profile("local").model_copy(update={"node_local": str(tmp_path / "no")})
@@ -51,23 +47,23 @@ def test_the_nodes_own_disk(
 
 
 def test_the_shared_file_system(
-    profile: Profile, token: Path, monkeypatch: pytest.MonkeyPatch
+    profile: Profile, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (found,) = shared_findings(profile("local"), token, "n1")
+    (found,) = shared_findings(profile("local"), marker, "n1")
     assert found.status in ("ok", "warn")  # this machine may be slow
     assert 0 < float(found.value) < 60
-    assert [path.name for path in token.parent.iterdir()] == [token.name]
-    (found,) = shared_findings(profile("local", "cluster.health.max_write_s=1e-9"), token, "n1")
+    assert [path.name for path in marker.parent.iterdir()] == [marker.name]
+    (found,) = shared_findings(profile("local", "cluster.health.max_write_s=1e-9"), marker, "n1")
     assert (found.status, "a fsynced write to" in found.message) == ("fail", True)
-    monkeypatch.setattr(node, "VISIBLE_S", 0.0)
-    (found,) = shared_findings(profile("local"), token.with_name("elsewhere"), "n1")
-    assert "is not the file system that the others share" in found.message
+    monkeypatch.setattr(storage, "VISIBLE_S", 0.0)
+    (found,) = shared_findings(profile("local"), marker.with_name("elsewhere"), "n1")
+    assert "is not the shared file system here" in found.message
 
 
-def test_a_check_that_cannot_be_made_fails(profile: Profile, token: Path) -> None:
+def test_a_check_that_raises_an_error_fails(profile: Profile, marker: Path) -> None:
     disk = Path("/proc/self/attr")  # a folder in which nobody makes files
     broken = profile("local").model_copy(update={"node_local": str(disk)})
-    found = {f.check: f for f in node_findings("n1", broken, token)}
+    found = {f.check: f for f in node_findings("n1", broken, marker)}
     assert found["node-local disk"].status == "fail"
     assert str(disk) in found["node-local disk"].message
     assert found["shared file system"].status in ("ok", "warn")

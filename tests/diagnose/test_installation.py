@@ -1,4 +1,4 @@
-"""What is said of packages: present, absent, too old, or an empty one of the public index."""
+"""Checks of packages: installed, absent, too old, or a placeholder of the public index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose import installation
-from slurmllm.diagnose.finding import Finding
+from slurmllm.records import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = {name: pinned for name, (_, _, pinned) in installation.NEURON_PACKAGES.items()}
@@ -31,11 +31,11 @@ def distributions(monkeypatch: pytest.MonkeyPatch, folder: Path, found: Mapping[
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     finder = importlib.metadata.MetadataPathFinder()
 
-    def version_of(name: str) -> str | None:
+    def installed_version(name: str) -> str | None:
         context = importlib.metadata.DistributionFinder.Context(name=name, path=[str(folder)])
         return next((found.version for found in finder.find_distributions(context)), None)
 
-    monkeypatch.setattr(installation, "version_of", version_of)
+    monkeypatch.setattr(installation, "installed_version", installed_version)
 
 
 def modules(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
@@ -52,12 +52,12 @@ def neuron(
         monkeypatch, folder, *(module for module, _, _ in installation.NEURON_PACKAGES.values())
     )
     distributions(monkeypatch, folder, {**PINNED, **changed})
-    return {finding.name: finding for finding in installation._neuron()}
+    return {finding.check: finding for finding in installation._neuron()}
 
 
 def test_the_pinned_versions_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = neuron(monkeypatch, tmp_path, {})
-    assert {name: finding.state for name, finding in found.items()} == dict.fromkeys(PINNED, "ok")
+    assert {name: finding.status for name, finding in found.items()} == dict.fromkeys(PINNED, "ok")
 
 
 def test_nxd_of_the_next_release_warns_and_one_of_another_fails(
@@ -67,10 +67,10 @@ def test_nxd_of_the_next_release_warns_and_one_of_another_fails(
         monkeypatch, tmp_path,
         {"neuronx-distributed": "0.18.27753", "neuronx-cc": "2.24.5133.0", "torch-xla": "2.90.0"},
     )  # fmt: skip
-    assert found["neuronx-distributed"].state == "warn"
-    assert found["neuronx-cc"].state == "fail"
-    assert found["neuronx-cc"].found == "2.24.5133.0; supported: 2.23.*"
-    assert found["torch-xla"].state == "fail"  # 2.90 is not of 2.9
+    assert found["neuronx-distributed"].status == "warn"
+    assert found["neuronx-cc"].status == "fail"
+    assert found["neuronx-cc"].value == "2.24.5133.0; supported: 2.23.*"
+    assert found["torch-xla"].status == "fail"  # 2.90 is not of 2.9
 
 
 def test_an_empty_package_of_the_public_index_is_called_one(
@@ -82,17 +82,17 @@ def test_an_empty_package_of_the_public_index_is_called_one(
         ("no_such_neuronx_distributed", ("0.17",), "0.17.26814"),
     )  # fmt: skip
     distributions(monkeypatch, tmp_path, {**PINNED, "neuronx-distributed": "0.1"})
-    found = {finding.name: finding for finding in installation._neuron()}["neuronx-distributed"]
-    assert found.state == "fail"
-    assert "placeholder" in found.found
-    assert "pip uninstall neuronx-distributed" in found.remedy
+    found = {finding.check: finding for finding in installation._neuron()}["neuronx-distributed"]
+    assert found.status == "fail"
+    assert "placeholder" in str(found.value)
+    assert "pip uninstall neuronx-distributed" in found.fix
 
 
 def test_absent_wheels_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     distributions(monkeypatch, tmp_path, {})
     found = list(installation._neuron())
-    assert [finding.name for finding in found] == list(PINNED)
-    assert all(finding.state == "fail" and finding.blame == "user" for finding in found)
+    assert [finding.check for finding in found] == list(PINNED)
+    assert all(finding.status == "fail" and finding.blame == "user" for finding in found)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_torch_is_judged_by_what_the_profile_needs(
     monkeypatch: pytest.MonkeyPatch, words: str | None, device: str, state: str
 ) -> None:
     monkeypatch.setattr(installation, "_import_torch", lambda: words)
-    monkeypatch.setattr(installation, "version_of", lambda name: "present")
-    assert installation._torch(profile(device)).state == state
+    monkeypatch.setattr(installation, "installed_version", lambda name: "present")
+    assert installation._torch(profile(device)).status == state
 
 
 def test_this_environment_has_what_slurmllm_asks_for() -> None:
-    assert installation._packages().state == "ok"
+    assert installation._packages().status == "ok"
 
 
 def test_a_package_that_is_absent_or_too_old_fails(
@@ -128,14 +128,14 @@ def test_a_package_that_is_absent_or_too_old_fails(
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
     distributions(monkeypatch, tmp_path, {"click": "8.0.9", "rich": "13"})
     found = installation._packages()
-    assert (found.state, found.found) == ("fail", "click 8.0.9, older than 8.1, gone missing")
+    assert (found.status, found.value) == ("fail", "click 8.0.9, older than 8.1, gone missing")
 
 
 def test_the_compiler_is_the_one_that_training_would_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert installation._compiler().state == "warn"
+    assert installation._compiler().status == "warn"
     monkeypatch.setenv("CXX", "sh")
-    assert installation._compiler().state == "ok"
+    assert installation._compiler().status == "ok"
 
 
 def test_the_tested_torch_is_the_pinned_one() -> None:
@@ -147,7 +147,7 @@ def test_no_torch_in_this_process() -> None:
     script = (
         "import sys\nfrom slurmllm.config.resolve import resolve\n"
         "from slurmllm.diagnose.installation import installation_findings\n"
-        "found = {f.name: f.state for f in installation_findings(resolve('tiny_neox').cluster)}\n"
+        "found = {f.check: f.status for f in installation_findings(resolve('tiny_neox').cluster)}\n"
         "assert found['torch'] != 'fail', found\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmllm.diagnose.bandwidth import bus_bandwidth, command
+from slurmllm.diagnose.bandwidth import bus_bandwidth, nccom_command
 from slurmllm.errors import NodeError
 
 ONE = """
@@ -43,13 +43,13 @@ def test_the_largest_size_counts(text: str, gb_s: float) -> None:
         ("", "no output"),
     ],
 )
-def test_no_measurement_is_told_in_its_own_words(text: str, words: str) -> None:
+def test_no_measurement_quotes_the_output(text: str, words: str) -> None:
     with pytest.raises(NodeError, match=words):
         bus_bandwidth(text)
 
 
 def test_the_call() -> None:
-    alone, several = command(1, 32, None), command(4, 32, "77")
+    alone, several = nccom_command(1, 32, None), nccom_command(4, 32, "77")
     assert "--slurm-mode" not in alone
     assert several[:3] == ["nccom-test", "--nworkers", "128"]
     assert several[several.index("--slurm-job-id") + 1] == "77"

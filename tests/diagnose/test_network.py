@@ -27,7 +27,7 @@ def test_interfaces_by_libfabric(program: Program, profile: Profile) -> None:
     (found,) = efa_findings(profile("trn1"))
     assert (found.status, found.value, found.expected) == ("ok", 8, 8)
     (found,) = efa_findings(profile("trn1n"))
-    assert found.message == "8 EFA interfaces, profile trn1n says 16"
+    assert found.message == "8 EFA interfaces; profile trn1n requires 16"
     program("fi_info", "echo 'fi_getinfo: -61 (No data available)' >&2; exit 61")
     with pytest.raises(NodeError, match="No data available"):
         list(efa_findings(profile("trn1")))

@@ -1,4 +1,4 @@
-"""Nodes asked: those that answer, that are late, whose clock or versions differ."""
+"""Nodes that respond, that are late, whose clock or versions differ."""
 
 from __future__ import annotations
 
@@ -9,47 +9,48 @@ from collections.abc import Sequence
 import pytest
 
 from slurmllm.config.cluster import HealthChecks
-from slurmllm.diagnose.probe import Answer, Line, answers, with_comparison
-from slurmllm.records import HealthFinding, NodeHealth
+from slurmllm.diagnose.probe import NodeReport, ProbeLine, collect, compare_nodes
+from slurmllm.records import Finding, NodeHealth
 
 LATE = (
     "import time\n"
     "from slurmllm.diagnose.finding import ok\n"
-    "from slurmllm.diagnose.probe import say\n"
-    "say('n1', finding=ok('devices', 2))\n"
-    "say('n2', version=('torch', '2.9')); say('n2', took_s=1)\n"
+    "from slurmllm.diagnose.probe import report\n"
+    "report('n1', finding=ok('devices', 2))\n"
+    "report('n2', version=('torch', '2.9')); report('n2', took_s=1)\n"
     "print('srun: error: n3: task 2: Exited with exit code 2', flush=True)\n"
     "print('slurmllm-health {torn', flush=True)\n"
     "time.sleep(60)\n"
 )
 
 
-def ask(
+def collected(
     script: str, limit_s: float, names: Sequence[str] = ("n1", "n2", "n3")
-) -> dict[str, Answer]:
+) -> dict[str, NodeReport]:
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    found = answers(names, [process], limit_s, lambda: False)
+    found = collect(names, [process], limit_s, lambda: False)
     assert process.poll() is not None
-    return found.by_node
+    assert found is not None
+    return found
 
 
-def test_a_node_that_does_not_answer_in_time_fails_with_what_is_known(
+def test_a_node_that_does_not_respond_in_time_fails_with_its_last_check(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = with_comparison(ask(LATE, 3.0), HealthChecks(timeout_s=3.0))
+    found = compare_nodes(collected(LATE, 3.0), HealthChecks(timeout_s=3.0))
     assert "{torn" in capsys.readouterr().err
-    assert found["n1"].findings[-2].message == "no more word after the check of devices within 3 s"
+    assert found["n1"].findings[-2].message == "no response after the check of devices within 3 s"
     assert found["n2"].of("fail", "warn") == ()
     assert found["n2"].checks_s == 1
     (silent,) = found["n3"].of("fail")
-    assert silent.message == "no answer: srun: error: n3: task 2: Exited with exit code 2"
+    assert silent.message == "no response: srun: error: n3: task 2: Exited with exit code 2"
 
 
 def test_a_step_that_did_not_start_fails_by_the_node_that_srun_names() -> None:
     words = "Task launch for StepId=5.0 failed on node n2: Communication connection failure"
-    found = with_comparison(ask(f"print('srun: error: {words}')", 30), HealthChecks())
+    found = compare_nodes(collected(f"print('srun: error: {words}')", 30), HealthChecks())
     assert [name for name, health in found.items() if health.of("fail")] == ["n2"]
     assert [name for name, health in found.items() if health.of("warn")] == ["n1", "n3"]
 
@@ -58,49 +59,49 @@ def test_a_stop_breaks_off() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.PIPE
     )
-    assert answers(["n1"], [process], 60, lambda: True).stopped
+    assert collect(["n1"], [process], 60, lambda: True) is None
     assert process.poll() is not None
 
 
-def answer(ahead_s: float, **versions: str) -> Answer:
-    return Answer(NodeHealth(node="", checks_s=0.1, versions=versions), ahead_s)
+def answer(ahead_s: float, **versions: str) -> NodeReport:
+    return NodeReport(NodeHealth(node="", checks_s=0.1, versions=versions), ahead_s)
 
 
-def only(found: dict[str, NodeHealth], check: str) -> dict[str, HealthFinding]:
+def only(found: dict[str, NodeHealth], check: str) -> dict[str, Finding]:
     return {name: f for name, health in found.items() for f in health.findings if f.check == check}
 
 
-def test_a_clock_is_held_against_the_median() -> None:
+def test_clocks_are_compared_with_the_median() -> None:
     # The clock of whoever asks is wrong itself, by 60 s.
-    asked = {"n1": answer(60.0), "n2": answer(60.1), "n3": answer(67.0), "n4": answer(59.9)}
-    found = only(with_comparison(asked, HealthChecks()), "clock")
+    reports = {"n1": answer(60.0), "n2": answer(60.1), "n3": answer(67.0), "n4": answer(59.9)}
+    found = only(compare_nodes(reports, HealthChecks()), "clock")
     assert [name for name, f in found.items() if f.status == "fail"] == ["n3"]
-    assert found["n3"].message.startswith("the clock is +6.95 s off those of the other nodes")
+    assert found["n3"].message.startswith("the clock differs by +6.95 s from the other nodes")
 
 
-def test_the_lines_last_delayed_tell_the_clock() -> None:
-    one = Answer(NodeHealth(node="n1"))
-    for said, arrived in ((100.0, 103.0), (101.0, 101.2), (102.0, 104.0)):
-        one.take(Line(node="n1", time=said), arrived)
-    assert one.ahead_s == pytest.approx(-0.2)
+def test_the_clock_is_taken_from_the_least_delayed_line() -> None:
+    one = NodeReport(NodeHealth(node="n1"))
+    for sent, arrived in ((100.0, 103.0), (101.0, 101.2), (102.0, 104.0)):
+        one.add(ProbeLine(node="n1", time=sent), arrived)
+    assert one.clock_ahead_s == pytest.approx(-0.2)
 
 
-@pytest.mark.parametrize("told", ["warn", "fail"])
-def test_odd_versions(told: str) -> None:
-    limits = HealthChecks.model_validate({"unequal_versions": told})
+@pytest.mark.parametrize("status", ["warn", "fail"])
+def test_odd_versions(status: str) -> None:
+    limits = HealthChecks.model_validate({"unequal_versions": status})
     same = {"torch": "2.9", "driver": "2.24"}
-    asked = {"n1": answer(0, **same), "n2": answer(0, torch="2.8"), "n3": answer(0, **same)}
-    found = only(with_comparison(asked, limits), "versions")
-    assert [f.status for f in found.values()] == ["ok", told, "ok"]
+    reports = {"n1": answer(0, **same), "n2": answer(0, torch="2.8"), "n3": answer(0, **same)}
+    found = only(compare_nodes(reports, limits), "versions")
+    assert [f.status for f in found.values()] == ["ok", status, "ok"]
     assert found["n2"].message == (
         "driver none here, 2.24 on the others, torch 2.8 here, 2.9 on the others"
     )
 
 
-def test_where_no_version_is_most_nodes_nobody_fails() -> None:
+def test_without_a_majority_no_version_fails() -> None:
     limits = HealthChecks(unequal_versions="fail")
-    asked = {"n1": answer(0, torch="2.9"), "n2": answer(0, torch="2.8")}
-    found = only(with_comparison(asked, limits), "versions")
+    reports = {"n1": answer(0, torch="2.9"), "n2": answer(0, torch="2.8")}
+    found = only(compare_nodes(reports, limits), "versions")
     assert {f.status for f in found.values()} == {"warn"}
     assert "several on the others" in found["n1"].message
 
@@ -109,7 +110,7 @@ def test_a_line_is_short_enough_for_slurm() -> None:
     from slurmllm.diagnose.finding import fail
 
     finding = fail("shared file system", "x" * 5000, "y" * 50, "→" * 5000)
-    line = Line(node="n" * 60, time=1.0, finding=finding)
+    line = ProbeLine(node="n" * 60, time=1.0, finding=finding)
     assert len(f"slurmllm-health {line.model_dump_json(exclude_none=True)}\n".encode()) < 1024
     text = f"n3: slurmllm-health {line.model_dump_json(exclude_none=True)}\n"
-    assert Line.read(text) == line
+    assert ProbeLine.parse(text) == line

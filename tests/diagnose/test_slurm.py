@@ -1,4 +1,4 @@
-"""On a real Slurm: a node without room on its own disk, told by `health` and kept off by a run."""
+"""On a real Slurm: a node with a full disk fails `health`, and a run excludes it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _a_full_disk(slurm: object) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_a_full_disk")
-def test_a_node_that_fails_its_preflight_is_kept_off(tmp_path: Path) -> None:
+def test_a_node_that_fails_its_preflight_is_excluded(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "runs")
     fit = json.loads(health(tmp_path, "--nodelist=n[3-4]", "--json", "--bandwidth"))
     assert (sorted(fit["nodes"]), fit["exit_code"]) == (["n3", "n4"], 0)
     measured = {f["check"]: f["value"] for f in fit["nodes"]["n4"]["findings"]}
     assert measured["all-reduce"] > 0
     text = health(tmp_path, "--nodelist=n[1-2]", "--no-bandwidth", code=3)
-    assert f"fail: {SICK}: 0.0 GB free in /var/tmp, profile local says 1" in text
+    assert f"fail: {SICK}: 0.0 GB free in /var/tmp; profile local requires 1" in text
     assert "1 ok, 0 warn, 1 fail" in text
 
     corpus, tokenizer = ensure_stdlib(tmp_path / "stdlib")
@@ -56,7 +56,7 @@ def test_a_node_that_fails_its_preflight_is_kept_off(tmp_path: Path) -> None:
     first, second = bench.attempt("r", 0), bench.attempt("r", 1)
     assert first["blamed_nodes"] == [SICK]
     assert first["evidence"] == [
-        f"preflight: {SICK}: 0.0 GB free in /var/tmp, profile local says 1"
+        f"preflight: {SICK}: 0.0 GB free in /var/tmp; profile local requires 1"
     ]
     assert sorted(second["nodes"]) == ["n1", "n3"]
     assert 0 < second["phases_s"]["preflight"] < 20

@@ -1,4 +1,4 @@
-"""What is said of Slurm and its nodes, on the fake and on a real one."""
+"""Checks of Slurm and its nodes, on the fake and on a real Slurm."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.resolve import resolve
-from slurmllm.diagnose.cluster import _gpus, slurm_findings
-from slurmllm.diagnose.finding import Finding, exit_code
+from slurmllm.diagnose.cluster import count_gpus, slurm_findings
+from slurmllm.diagnose.finding import exit_code
+from slurmllm.records import Finding
 from slurmllm.slurm.client import COMMANDS, SlurmClient, SlurmCommands
 from slurmllm.slurm.fake import FakeSlurm
 
@@ -19,11 +20,11 @@ def profile(name: str = "local", *overrides: str) -> Cluster:
 def look(
     client: SlurmClient, cluster: Cluster | None = None, partition: str | None = None
 ) -> dict[str, Finding]:
-    return {f.name: f for f in slurm_findings(client, cluster or profile(), partition)}
+    return {f.check: f for f in slurm_findings(client, cluster or profile(), partition)}
 
 
 def states(found: dict[str, Finding], *but: str) -> set[str]:
-    return {finding.state for name, finding in found.items() if name not in but}
+    return {finding.status for name, finding in found.items() if name not in but}
 
 
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.slurm)])
@@ -37,41 +38,41 @@ def client(request: pytest.FixtureRequest) -> SlurmClient:
 def test_a_sound_cluster_passes(client: SlurmClient) -> None:
     found = look(client)
     assert states(found) == {"ok"}, found
-    assert found["partition"].found == "main, the default"
-    assert found["nodes"].found == "5 of 5 usable"
+    assert found["partition"].value == "main, the default"
+    assert found["nodes"].value == "5 of 5 usable"
 
 
 def test_a_partition_that_is_not_there_fails_and_the_others_are_named(client: SlurmClient) -> None:
     found = look(client, partition="nosuch")
-    assert found["partition"].state == "fail"
-    assert "there are: main" in found["partition"].found
-    assert {found[name].state for name in ("nodes", "CPUs", "devices")} == {"skipped"}
+    assert found["partition"].status == "fail"
+    assert "partitions: main" in str(found["partition"].value)
+    assert {found[name].status for name in ("nodes", "CPUs", "devices")} == {"skipped"}
     assert exit_code(found.values()) == 2
 
 
 def test_the_profiles_partition_is_the_one_looked_at(client: SlurmClient) -> None:
     found = look(client, profile("local", "cluster.partition=main"))
-    assert found["partition"].found == "main"
-    assert look(client, profile("local", "cluster.partition=x"))["partition"].state == "fail"
+    assert found["partition"].value == "main"
+    assert look(client, profile("local", "cluster.partition=x"))["partition"].status == "fail"
 
 
 def test_nodes_with_other_cpus_than_the_profile_says_warn(client: SlurmClient) -> None:
     found = look(client, profile("local", "cluster.cpus_per_node=96"))
-    assert found["CPUs"].state == "warn"
+    assert found["CPUs"].status == "warn"
     assert states(found, "CPUs") == {"ok"}
 
 
 def test_a_profile_of_gpus_fails_where_slurm_has_none(client: SlurmClient) -> None:
     found = look(client, profile("p4d"))
-    assert (found["devices"].state, found["devices"].blame) == ("fail", "user")
+    assert (found["devices"].status, found["devices"].blame) == ("fail", "user")
 
 
 def test_without_slurm_everything_is_skipped_and_nothing_fails() -> None:
     slurm = FakeSlurm()
     slurm.missing = list(COMMANDS)
     found = look(slurm)
-    assert found["slurm commands"].state == "warn"
-    assert "--local" in found["slurm commands"].remedy
+    assert found["slurm commands"].status == "warn"
+    assert "--local" in found["slurm commands"].fix
     assert states(found, "slurm commands") == {"skipped"}
     assert exit_code(found.values()) == 0
 
@@ -86,7 +87,7 @@ def test_a_missing_command_is_slurms_fault() -> None:
     slurm = FakeSlurm()
     slurm.missing = ["sbcast"]
     found = look(slurm)
-    assert found["slurm commands"].state == "fail"
+    assert found["slurm commands"].status == "fail"
     assert exit_code(found.values()) == 3
 
 
@@ -94,7 +95,7 @@ def test_a_silent_controller_fails() -> None:
     slurm = FakeSlurm()
     slurm.config = None
     found = look(slurm)
-    assert found["slurm controller"].state == "fail"
+    assert found["slurm controller"].status == "fail"
     assert exit_code(found.values()) == 3
 
 
@@ -113,7 +114,7 @@ def test_settings(setting: str, value: str, check: str, state: str) -> None:
     assert slurm.config is not None
     slurm.config[setting] = value
     found = look(slurm)
-    assert found[check].state == state
+    assert found[check].status == state
     assert states(found, check) == {"ok"}
 
 
@@ -121,20 +122,20 @@ def test_lost_nodes_warn_and_a_partition_of_lost_nodes_fails() -> None:
     slurm = FakeSlurm(("n1", "n2", "n3", "n4"))
     slurm.states.update(n1="down*", n2="drained", n3="idle~")  # ~: powered down, Slurm starts it
     found = look(slurm)["nodes"]
-    assert (found.state, found.found) == ("warn", "2 of 4 usable; n1 down*, n2 drained")
+    assert (found.status, found.value) == ("warn", "2 of 4 usable; n1 down*, n2 drained")
     slurm.states.update(dict.fromkeys(slurm.states, "down"))
-    assert look(slurm)["nodes"].state == "fail"
+    assert look(slurm)["nodes"].status == "fail"
 
 
 def test_gpus_are_counted_and_neuron_cores_are_not() -> None:
     slurm = FakeSlurm()
     slurm.cpus, slurm.gres = 96, "gpu:a100:8(S:0-1)"
-    assert look(slurm, profile("p4d"))["devices"].state == "ok"
+    assert look(slurm, profile("p4d"))["devices"].status == "ok"
     slurm.gres = "gpu:4"
-    assert look(slurm, profile("p4d"))["devices"].state == "fail"
+    assert look(slurm, profile("p4d"))["devices"].status == "fail"
     slurm.cpus, slurm.gres = 128, ""
     found = look(slurm, profile("trn1"))
-    assert (found["devices"].state, found["CPUs"].state) == ("skipped", "ok")
+    assert (found["devices"].status, found["CPUs"].status) == ("skipped", "ok")
 
 
 @pytest.mark.parametrize(
@@ -142,4 +143,4 @@ def test_gpus_are_counted_and_neuron_cores_are_not() -> None:
     [("", 0), ("gpu:8", 8), ("gpu:a100:8(S:0-1)", 8), ("craynetwork:4,gpu:h100:2,gpu:1", 3)],
 )
 def test_gres(gres: str, count: int) -> None:
-    assert _gpus(gres) == count
+    assert count_gpus(gres) == count

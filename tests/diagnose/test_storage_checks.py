@@ -1,4 +1,4 @@
-"""What is said of the runs folder, and of the nodes' own disk."""
+"""Checks of the runs folder and of the node-local disk, on the login node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose import storage
-from slurmllm.diagnose.finding import Finding
+from slurmllm.records import Finding
 
 MOUNTS = """\
 /dev/root / ext4 rw,relatime 0 0
@@ -23,7 +23,7 @@ overlay / overlay rw 0 0
 
 def look(runs: Path, *overrides: str, with_slurm: bool = True) -> dict[str, Finding]:
     cluster = resolve("tiny_neox", "local", overrides).cluster
-    return {f.name: f for f in storage.storage_findings(runs, cluster, with_slurm)}
+    return {f.check: f for f in storage.storage_findings(runs, cluster, with_slurm)}
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def test_the_file_system_of_a_path(path: str, kind: str) -> None:
 def test_a_sound_folder_leaves_nothing_behind(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     found = look(runs)
-    assert found["runs folder"].state == "ok"
-    assert "made by the first submit" in found["runs folder"].found
-    assert {found[name].state for name in ("fsynced write", "clock")} == {"ok"}
+    assert found["runs folder"].status == "ok"
+    assert "created by submit" in str(found["runs folder"].value)
+    assert {found[name].status for name in ("fsynced write", "clock")} == {"ok"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -50,30 +50,30 @@ def test_a_file_system_of_one_machine_matters_only_with_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "file_system", lambda path: ("ext4", "/"))
-    assert look(tmp_path)["file system"].state == "warn"
-    assert look(tmp_path, with_slurm=False)["file system"].state == "ok"
+    assert look(tmp_path)["file system"].status == "warn"
+    assert look(tmp_path, with_slurm=False)["file system"].status == "ok"
     monkeypatch.setattr(storage, "file_system", lambda path: ("lustre", "/fsx"))
     found = look(tmp_path, "cluster.node_local=/var/tmp")
-    assert found["file system"].state == "ok"
-    assert found["node-local disk"].state == "warn"  # the shared one is not the node's own
+    assert found["file system"].status == "ok"
+    assert found["node-local disk"].status == "warn"  # the shared one is not the node's own
 
 
 def test_below_a_file_no_run_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert look(tmp_path / "file" / "runs")["runs folder"].state == "fail"
+    assert look(tmp_path / "file" / "runs")["runs folder"].status == "fail"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_of_somebody_else_fails(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
-    assert look(tmp_path)["runs folder"].state == "fail"
+    assert look(tmp_path)["runs folder"].status == "fail"
 
 
 def test_a_refusing_file_system_fails_and_the_rest_is_skipped() -> None:
     found = look(Path("/proc/runs"))  # takes no files, root's neither
-    assert (found["runs folder"].state, found["runs folder"].blame) == ("fail", "user")
+    assert (found["runs folder"].status, found["runs folder"].blame) == ("fail", "user")
     names = ("file system", "free space", "fsynced write", "clock")
-    assert {found[name].state for name in names} == {"skipped"}
+    assert {found[name].status for name in names} == {"skipped"}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_free_space(
 
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda place: Usage)
     found = look(tmp_path)["free space"]
-    assert (found.state, found.blame) == (state, blame)
+    assert (found.status, found.blame) == (state, blame)
 
 
 def test_a_slow_write_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_slow_write_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(storage, "write_atomic", slow)
     monkeypatch.setattr(storage, "NUM_WRITES", 1)
-    assert look(tmp_path)["fsynced write"].state == "warn"
+    assert look(tmp_path)["fsynced write"].status == "warn"
 
 
 def test_a_file_server_with_another_time_warns(
@@ -114,5 +114,5 @@ def test_a_file_server_with_another_time_warns(
 
     monkeypatch.setattr(storage, "write_atomic", elsewhere)
     found = look(tmp_path)["clock"]
-    assert found.state == "warn"
-    assert "+60.0 s" in found.found or "+59.9 s" in found.found
+    assert found.status == "warn"
+    assert "+60.0 s" in str(found.value) or "+59.9 s" in str(found.value)

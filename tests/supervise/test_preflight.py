@@ -34,8 +34,8 @@ from slurmllm.supervise.preflight import lines, verdict
 from slurmllm.supervise.supervisor import Supervisor
 
 OVERRIDES = ("slurm.partition=main", "slurm.drain=true", "cluster.health.min_node_local_gb=0")
-DISK = fail("node-local disk", 0.1, 20, "0.1 GB free in /scratch, profile trn1 says 20")
-CHIP = fail("devices", 30, 32, "30 NeuronCores, profile trn1 says 32")
+DISK = fail("node-local disk", 0.1, 20, "0.1 GB free in /scratch; profile trn1 requires 20")
+CHIP = fail("devices", 30, 32, "30 NeuronCores; profile trn1 requires 32")
 
 
 def health(node: str, *findings: object) -> NodeHealth:
@@ -146,7 +146,7 @@ def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
     assert (record.ending, record.action, record.blamed_nodes) == (
         "node_failure", "requeue", ("n2",),
     )  # fmt: skip
-    assert record.evidence[0].startswith("preflight: n2: /nowhere is not there")
+    assert record.evidence[0].startswith("preflight: n2: /nowhere does not exist")
     assert list(record.phases_s) == ["preflight"]
     assert NodeHealth.load(run.attempt("train", 0).health("n1")).of("fail") == ()
     assert NodeHealth.load(run.attempt("train", 0).health("n2")).of("fail")

@@ -56,7 +56,7 @@ def measure(items: Sequence[Item], device: torch.device, budget_s: float, rounds
     if dist.get_rank() == 0:
         for item, values in zip(items, zip(*everyone, strict=True), strict=True):
             value = statistics.fmean(values)
-            Sample(kind=item.kind, of=item.of, sizes=item.sizes, value=value).say()
+            Sample(kind=item.kind, of=item.of, sizes=item.sizes, value=value).write()
 
 
 def _seconds(item: Item, device: torch.device, budget_s: float) -> float:

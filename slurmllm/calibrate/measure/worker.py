@@ -106,12 +106,12 @@ def _say_mean(sample: Sample) -> None:
     values = [0.0] * dist.get_world_size()
     dist.all_gather_object(values, sample.value)
     if dist.get_rank() == 0:
-        sample.model_copy(update={"value": statistics.fmean(values)}).say()
+        sample.model_copy(update={"value": statistics.fmean(values)}).write()
 
 
 def _progress(words: str, first: bool) -> None:
     if first:
-        Sample(kind="progress", of=words).say()
+        Sample(kind="progress", of=words).write()
 
 
 if __name__ == "__main__":
