@@ -23,7 +23,7 @@ def doctor(
 ) -> None:
     """Check this installation, Slurm and the runs folder from this machine; changes nothing.
 
-    Each check is ok, warn (a run can start), fail (no run can start) or skipped, with a suggested fix.
+    Each check is ok, warn (a run can start), fail (no run can) or skipped, with a suggested fix.
     Exit codes: 0 no check failed; 2 a fault of this installation; 3 a fault of Slurm or a node.
     """
     import json
