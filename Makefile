@@ -1,30 +1,41 @@
 # make demo    train tiny_neox here, kill it once, resume, compare with an unbroken run
 # make test    all tests, on a real Slurm where one may be installed
-# make check   ruff, mypy, shellcheck, links
-# make chaos   the long suite: 200 runs that fail on 4 nodes, 20 on 128; hours
+# make test-all  the long tests too: samples of the chaos suite
+# make check   ruff, mypy, shellcheck, the documentation
+# make docs    the documentation as a site in build/site
+# make chaos   the chaos suite: 200 runs that fail on 4 nodes, 20 on 128; hours
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# More processes than cores: half of the suite waits for Slurm.
+PYTEST := $(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check chaos install dev slurm browser clean
+.PHONY: demo test test-all check docs chaos install dev slurm browser clean
 
 demo: install
 	$(BIN)/python tools/demo.py
 
 test: dev slurm browser
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 20
+	$(PYTEST) --durations 20
+
+test-all: dev slurm browser
+	SLURMLLM_TEST_ALL=1 $(PYTEST) --durations 40
 
 check: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py tools/check_links.py \
-	  tools/benchmarks/*.py tools/check_parallelcluster.py
+	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py \
+	  tools/benchmarks/*.py tools/check_parallelcluster.py tools/house.py
 	$(BIN)/mypy --strict tools/chaos tools/_chaos
 	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run configs/parallelcluster/*.sh
-	$(BIN)/python tools/check_links.py
+	$(MAKE) --no-print-directory docs
+
+# --strict: a link, an anchor or a page that leads nowhere fails.
+docs: dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 chaos: dev slurm
 	$(BIN)/python tools/chaos --runs 200 --nodes 4 --backend native --parallel 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from _pytest.tmpdir import TempPathFactory
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(1800)]
 
 CHAOS = Path(__file__).parents[2] / "tools" / "chaos"
 

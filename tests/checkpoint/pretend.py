@@ -71,7 +71,7 @@ class PretendGang:
     def __init__(self, world: int = 2) -> None:
         self.world = world
         self.refuse: dict[int, Exception] = {}
-        self._barrier = threading.Barrier(world, timeout=10)
+        self._barrier = threading.Barrier(world, timeout=120)
         self._values: list[Any] = [None] * world
 
     def gather(self, rank: int, value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Runs as a user makes them: the real command line, real workers, a corpus made here."""
+"""Runs as a user starts them: the real command line, real workers, a small corpus."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ SMALL = (
     "--set=checkpoint.every_steps=10", "--set=train.log_every=5",
 )  # fmt: skip
 
+# How long a test waits for what must happen at all; how fast it happens is no test's business, for
+# the machine may have other work.
+PATIENCE_S = 400.0
+
 
 class Bench:
     """The command line in a folder of runs."""
@@ -35,7 +39,7 @@ class Bench:
 
     def call(self, *arguments: str, code: int = 0) -> str:
         process = self.start(*arguments)
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == code, f"{process.returncode}: {output}"
         return output
 
@@ -56,7 +60,31 @@ class Bench:
     def first_steps(self, name: str) -> dict[str, dict[str, Any]]:
         return dict(self.status(name)["first_steps"])
 
-    def wait_for_step(self, name: str, step: int, attempt: int = 0, timeout_s: float = 150) -> None:
+    def ended(self, name: str) -> bool:
+        """Whether the newest attempt of a run has ended and nothing follows it.
+
+        Reads the attempt records: a `slurmllm status` takes a third of a second of the CPUs that
+        the run needs.
+        """
+        run = self.runs / name
+        records = sorted(run.glob("attempts/*/attempt.json")) or sorted(
+            run.glob("graphs/attempts/*/attempt.json")
+        )
+        if not records:
+            return False
+        newest = json.loads(records[-1].read_text())
+        finished_precompile = records[-1].is_relative_to(run / "graphs") and (
+            newest["action"] == "finish"
+        )
+        return (
+            newest["ended_at"] is not None
+            and newest["action"] != "requeue"
+            and (not finished_precompile)
+        )
+
+    def wait_for_step(
+        self, name: str, step: int, attempt: int = 0, timeout_s: float = PATIENCE_S
+    ) -> None:
         metrics = self.runs / name / "metrics" / f"attempt_{attempt:03d}.jsonl"
         self.until(
             lambda: metrics.is_file() and f'"step":{step},' in metrics.read_text(),
@@ -67,13 +95,13 @@ class Bench:
     def until(
         self,
         holds: Callable[[], bool],
-        words: str,
-        timeout_s: float = 150,
+        failure: str,
+        timeout_s: float = PATIENCE_S,
         every_s: float = 0.05,
     ) -> None:
         deadline = time.monotonic() + timeout_s
         while not holds():
-            assert time.monotonic() < deadline, words
+            assert time.monotonic() < deadline, failure
             time.sleep(every_s)
 
     def compare_exactly(self, one: str, other: str) -> dict[str, Any]:
@@ -85,13 +113,13 @@ class Bench:
         return found
 
 
-def processes_with(word: str) -> list[int]:
-    """Process ids whose command line or environment-free arguments hold a word."""
+def processes_with(text: str) -> list[int]:
+    """The ids of processes whose command line contains a text."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                if word.encode() in (entry / "cmdline").read_bytes():
+                if text.encode() in (entry / "cmdline").read_bytes():
                     found.append(int(entry.name))
             except OSError:
                 continue

@@ -22,9 +22,10 @@ def submit(bench: Bench, inputs: tuple[str, ...], name: str, *more: str) -> dict
 
 
 def wait(bench: Bench, name: str, *states: str) -> None:
-    # Seldom: a `status` takes a third of a second of the CPUs that the run needs.
+    """Wait until a run has ended and `status` reports one of some states."""
+    bench.until(lambda: bench.ended(name), f"{name} never ended", every_s=0.2)
     bench.until(
-        lambda: bench.status(name)["state"] in states, f"{name} never {states}", 240, every_s=1.5
+        lambda: bench.status(name)["state"] in states, f"{name} never {states}", every_s=1.0
     )
 
 

@@ -54,7 +54,7 @@ def test_ctrl_c_leaves_nothing_running(bench: Bench, drilled: str) -> None:
     name = "drilled-drill-2-worker"
     bench.until(lambda: bool(processes_with(str(bench.runs / name))), "no start")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 130, output
     assert f"runs of the drill that are left: {name}" in output
     bench.until(lambda: not processes_with(str(bench.runs / name)), "left running", 20)

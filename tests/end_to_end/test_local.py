@@ -50,7 +50,7 @@ def test_a_killed_worker_is_made_good(bench: Bench, inputs: tuple[str, ...], unb
     process = bench.start(*TRAIN, *inputs, "--name=killed")
     bench.wait_for_step("killed", 15)
     os.kill(bench.node("killed", 0, "local1")["pids"]["1"], signal.SIGKILL)
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     assert bench.endings("killed") == [("node_failure", "requeue"), ("done", "finish")]
     first, second = bench.attempt("killed", 0), bench.attempt("killed", 1)
@@ -69,7 +69,7 @@ def test_ctrl_c_saves_and_resume_continues(
     process = bench.start(*TRAIN, *inputs, "--name=stopped")
     bench.wait_for_step("stopped", 13)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 130, output
     assert bench.endings("stopped") == [("advance_signal", "requeue")]
     assert bench.status("stopped")["state"] == "interrupted"
@@ -96,7 +96,7 @@ def test_a_supervisor_killed_outright_leaves_nothing_running(
     ]
     for pid in (*supervisors, process.pid):
         os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=400)
     bench.until(lambda: not processes_with(run), "workers outlived their supervisor", 20)
     assert bench.status("orphaned")["state"] == "interrupted"
     bench.call("resume", "orphaned")
@@ -118,7 +118,7 @@ def test_a_fault_of_the_user_stops_with_one_message(
     bench.wait_for_step("gone", 12)
     moved.unlink()
     os.kill(bench.node("gone", 0, "local0")["pids"]["0"], signal.SIGKILL)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 2, output
     assert bench.endings("gone")[-1] == ("bad_configuration", "stop")
     assert str(moved) in bench.attempt("gone", 1)["evidence"][0]

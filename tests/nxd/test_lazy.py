@@ -95,7 +95,7 @@ def lazily(family: str, steps: int, *overrides: str) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "NXD_CPU_MODE"} | with_port
     done = subprocess.run(
         [sys.executable, "-c", _WORKER, family, str(steps), *overrides],
-        env=environment, capture_output=True, text=True, timeout=280,
+        env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))

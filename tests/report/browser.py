@@ -108,7 +108,7 @@ def open_report(page: Path, work: Path) -> Opened:
          f"--user-data-dir={work / 'profile'}", "--window-size=1400,1800",
          "--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom",
          copy.absolute().as_uri()],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)

@@ -43,7 +43,7 @@ class Bench:
         return job.state if job else self.client.accounting(job_id)[-1].state
 
     def until(self, holds: Callable[[], bool], words: str) -> None:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 300
         while not holds():
             assert time.monotonic() < deadline, words
             time.sleep(0.2)

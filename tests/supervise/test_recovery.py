@@ -59,7 +59,7 @@ def test_a_stopped_worker_is_found_and_the_run_goes_on(
     process = bench.start(*submit, "--name=stopped")
     bench.wait_for_step("stopped", 23)
     os.kill(bench.node("stopped", 0, "local1")["pids"]["1"], signal.SIGSTOP)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     assert bench.endings("stopped") == [("hang", "requeue"), ("done", "finish")]
     hung = bench.attempt("stopped", 0)
@@ -81,7 +81,7 @@ def test_a_read_that_never_ends_is_blamed_by_its_stack(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HANGING))
     process = bench.start(*submit, "--name=reading")
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     hung = bench.attempt("reading", 0)
     assert (hung["class"], hung["blamed_nodes"]) == ("hang", ["local1"])
@@ -101,10 +101,10 @@ def test_of_two_supervisors_the_newer_one_has_the_run(
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     old_pids = [bench.node("split", 0, f"local{n}")["pids"][str(n)] for n in (0, 1)]
-    output, _ = first.communicate(timeout=240)
+    output, _ = first.communicate(timeout=400)
     assert first.returncode == 1, output
     assert "attempt 1 of another supervisor has taken the run over" in output
-    words, _ = second.communicate(timeout=240)
+    words, _ = second.communicate(timeout=400)
     assert second.returncode == 0, words
     assert "attempt 0: is still open, and this attempt takes over from it: process" in words
     assert bench.endings("split") == [("superseded", "stop"), ("done", "finish")]

@@ -118,7 +118,7 @@ class Gang:
 
     def signal_at(self, step: int, number: signal.Signals, ranks: list[int]) -> None:
         """Send a signal to some workers as soon as the metrics show a step."""
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while not (found := rows(self.run, self.attempt)) or found[-1]["step"] < step:
             assert time.monotonic() < deadline, self.output()
             assert self.processes[0].poll() is None, self.output()

@@ -23,7 +23,7 @@ def test_killed_worker_and_a_lost_folder(
     )  # fmt: skip
     gang = Gang(run, world=2)
     gang.signal_at(35, signal.SIGKILL, ranks=[1])
-    gang.wait(timeout_s=60)
+    gang.wait()
     for step in run.checkpoint_steps():
         assert faults(run.checkpoint(step), read_manifest(run.checkpoint(step)).files) == []
     shutil.rmtree(run.checkpoints)
