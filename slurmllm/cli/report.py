@@ -79,7 +79,7 @@ def report(
     client = SlurmCommands()
     runs = named_apart([gather(path, mapping, usd, client) for path in paths])
     if plot is not None:
-        from slurmllm.status.utilization_plot import draw
+        from slurmllm.report.pictures import draw
 
         used = {facts.name: facts.used for facts in runs if facts.used is not None}
         if not used:
@@ -137,12 +137,13 @@ def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> Written | N
 def _print(runs: Sequence[RunFacts]) -> None:
     """The tables, and each run's warnings."""
     from slurmllm.report.scaling import scaling_rows, scaling_table
-    from slurmllm.report.tables import throughput_table, verdict
-    from slurmllm.report.usage_tables import (
+    from slurmllm.report.tables import (
         SHOWN_RECOVERIES,
         endings_table,
         parts_table,
         recoveries_table,
+        throughput_table,
+        verdict,
     )
 
     for facts in runs:

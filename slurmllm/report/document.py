@@ -21,8 +21,12 @@ from slurmllm.report.blocks import (
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.scaling import Row, scaling_rows, scaling_table
 from slurmllm.report.tables import (
+    SHOWN_RECOVERIES,
     attempts_table,
     checkpoints_table,
+    endings_table,
+    parts_table,
+    recoveries_table,
     scores_table,
     setting_table,
     spikes_table,
@@ -30,12 +34,6 @@ from slurmllm.report.tables import (
     verdict,
 )
 from slurmllm.report.throughput import FIRST_STEPS
-from slurmllm.report.usage_tables import (
-    SHOWN_RECOVERIES,
-    endings_table,
-    parts_table,
-    recoveries_table,
-)
 
 _MEASURE = (
     f"seq/s are the mean over the first {FIRST_STEPS} steps, each step once, as in Table 1 of "

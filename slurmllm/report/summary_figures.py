@@ -8,9 +8,9 @@ from html import escape
 from slurmllm.evaluate.scores import HELD_OUT, ScoreTable
 from slurmllm.report.blocks import RUN_COLORS, Figure, Json
 from slurmllm.report.facts import RunFacts
+from slurmllm.report.pictures import COLORS
 from slurmllm.report.scaling import scaling_rows
 from slurmllm.status.time_breakdown import PARTS
-from slurmllm.status.utilization_plot import COLORS
 
 
 def summary_figures(runs: Sequence[RunFacts]) -> list[Figure]:

@@ -17,6 +17,7 @@ from training_rows import MakeRun, make_row, make_rows, write_rows
 
 from slurmllm.cli.main import cli
 from slurmllm.records import AttemptRecord, Submission
+from slurmllm.report.pictures import draw
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.slurm.fake import FakeSlurm
@@ -24,7 +25,6 @@ from slurmllm.status.history import History, Incarnation, Steps, incarnations, r
 from slurmllm.status.recoveries import by_ending, recoveries
 from slurmllm.status.time_breakdown import PARTS, spendings
 from slurmllm.status.utilization import total, utilization
-from slurmllm.status.utilization_plot import draw
 
 HOUR_S = 3600.0
 
