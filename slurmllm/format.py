@@ -78,6 +78,11 @@ def format_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
+def format_elapsed(seconds: float | None) -> str:
+    """`1,234.5`: seconds, without the unit."""
+    return ABSENT if seconds is None else f"{seconds:,.1f}"
+
+
 def format_duration(seconds: float | None) -> str:
     """`1:02:03`; empty if unknown."""
     if seconds is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slurmllm.rundir import RunDir, Stage
-    from slurmllm.status.logs import Line
+    from slurmllm.status.logs import RankLine
     from slurmllm.supervise.first_failure import Culprit
 
 _LOOK_S = 0.5  # between two looks at the files
@@ -183,9 +183,9 @@ def _merge(
             printer.print(merged.poll(last=ended))
 
 
-def _last_of_each(found: Iterable[Line], lines: int) -> Iterator[Line]:
+def _last_of_each(found: Iterable[RankLine], lines: int) -> Iterator[RankLine]:
     """Of every worker's lines the last ones, in the same order."""
-    kept: dict[tuple[Stage, int, int], deque[Line]] = {}
+    kept: dict[tuple[Stage, int, int], deque[RankLine]] = {}
     for line in found:
         kept.setdefault(line[:3], deque(maxlen=lines)).append(line)
     for several in kept.values():
@@ -201,7 +201,7 @@ class _Prefixes:
         self.known: dict[tuple[Stage, int, int], str] = {}
         self.width = 0
 
-    def print(self, lines: Iterable[Line]) -> None:
+    def print(self, lines: Iterable[RankLine]) -> None:
         for line in lines:
             if not self.prefix:
                 click.echo(line.text)
@@ -213,8 +213,8 @@ class _Prefixes:
             colour = _COLOURS[line.rank % len(_COLOURS)]
             click.echo(f"{click.style(label.ljust(self.width), fg=colour)} {line.text}".rstrip())
 
-    def _label(self, line: Line) -> str:
-        from slurmllm.status.logs import node_of
+    def _label(self, line: RankLine) -> str:
+        from slurmllm.supervise.log_files import node_of
 
         label = self.known.get(line[:3])
         if label is None:
@@ -347,7 +347,7 @@ def _print(path: Path, lines: int | None) -> None:
     """Print a file, or its last lines; nothing where it is not there."""
     from codecs import getincrementaldecoder
 
-    from slurmllm.status.logs import start_of_last
+    from slurmllm.supervise.log_files import start_of_last
 
     if not path.is_file():
         return

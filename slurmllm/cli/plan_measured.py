@@ -10,7 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from slurmllm.plan.candidate import Candidate
-    from slurmllm.report.prediction import Expected
+    from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck
 
 
 def calibrate(
@@ -66,26 +66,52 @@ def against(name: str, cluster: str | None, runs_dir: str | None, as_json: bool)
     """Print the prediction for a run beside what it measured."""
     import json
 
-    from slurmllm.report.prediction import against_run
+    from slurmllm.report.prediction import check_run_prediction
     from slurmllm.rundir import find_run, runs_root
 
-    found = against_run(find_run(name, runs_root(runs_dir)), cluster, _expect)
+    found = check_run_prediction(find_run(name, runs_root(runs_dir)), cluster, _expect)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
         return
-    from slurmllm.plan.tables import print_against
-
-    print_against(found)
+    _print_check(found)
     for warning in found.warnings:
         click.echo(f"warning: {warning}")
 
 
-def _expect(candidate: Candidate) -> Expected:
+def _print_check(found: PredictionCheck) -> None:
+    from slurmllm.format import format_plural
+    from slurmllm.tables import print_table
+
+    steps = f"{found.steps} steps of attempt{'s' * (len(found.attempts) > 1)} "
+    attempts = ", ".join(str(attempt) for attempt in found.attempts)
+    nodes = format_plural(found.nodes, "node")
+    click.echo(f"{found.run}: {steps}{attempts} on {nodes}; profile {found.cluster}")
+    rows = (
+        (
+            row.name, _measure(row.unit, row.predicted), _measure(row.unit, row.measured),
+            "-" if row.ratio is None else f"{row.ratio:.3f}", row.note,
+        )
+        for row in found.rows
+    )  # fmt: skip
+    print_table(
+        ("", "predicted", "measured", "measured / predicted", "what it is"), rows, "what it is"
+    )
+
+
+def _measure(unit: str, value: float | None) -> str:
+    from slurmllm.format import format_number, format_percent
+
+    if value is None or unit == "":
+        return format_percent(value)
+    return f"{value / 1e9:.2f} GB" if unit == "bytes" else f"{format_number(value)} {unit}"
+
+
+def _expect(candidate: Candidate) -> ExpectedOverheads:
     """What is foreseen of a run beside its steps."""
     from slurmllm.errors import ConfigError
     from slurmllm.plan.loss_assumptions import assumed, losses
     from slurmllm.plan.parameters import parameters
-    from slurmllm.report.prediction import Expected
+    from slurmllm.report.prediction import ExpectedOverheads
 
     config, nodes = candidate.config, candidate.mesh.nodes
     asynchronous = config.recipe.checkpoint.asynchronous
@@ -95,7 +121,7 @@ def _expect(candidate: Candidate) -> Expected:
         effective = losses(config, nodes, candidate.step.total).effective
     except ConfigError:  # by those assumptions it never gets on; as measured, it did
         effective = None
-    return Expected(
+    return ExpectedOverheads(
         start_up_s=durations.start_up[0],
         first_step_s=durations.first_step[0],
         save_waited_s=save.waited_s,

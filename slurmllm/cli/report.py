@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slurmllm.plan.cost import PriceKind
     from slurmllm.report.blocks import Table
     from slurmllm.report.facts import RunFacts
-    from slurmllm.report.write import Written
+    from slurmllm.report.write import ReportFiles
 
 
 @click.command()
@@ -64,7 +64,7 @@ def report(
     from slurmllm.errors import UserError
     from slurmllm.metrics.source import locate, parse_tags
     from slurmllm.report.report_json import to_json
-    from slurmllm.report.sources import gather, named_apart, run_or_part
+    from slurmllm.report.sources import find_run_directory, make_names_unique, read_run_facts
     from slurmllm.rundir import runs_root
     from slurmllm.slurm.client import SlurmCommands
 
@@ -75,16 +75,16 @@ def report(
     if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out {out}: the page is HTML; name it {Path(out).stem}.html")
     root, mapping = runs_root(runs_dir), parse_tags(tags)
-    paths = dict.fromkeys(run_or_part(name, root) or locate(name, root) for name in sources)
+    paths = dict.fromkeys(find_run_directory(name, root) or locate(name, root) for name in sources)
     client = SlurmCommands()
-    runs = named_apart([gather(path, mapping, usd, client) for path in paths])
+    runs = make_names_unique([read_run_facts(path, mapping, usd, client) for path in paths])
     if plot is not None:
-        from slurmllm.report.pictures import draw
+        from slurmllm.report.pictures import draw_utilization
 
         used = {facts.name: facts.used for facts in runs if facts.used is not None}
         if not used:
             raise UserError(f"--plot {plot}: none of the sources is a run; logs have no node hours")
-        draw(used, Path(plot))
+        draw_utilization(used, Path(plot))
     written = None if no_files else _write(runs, out, not no_html)
     if as_json:
         click.echo(json.dumps(to_json(runs, written), indent=2, allow_nan=False))
@@ -118,7 +118,7 @@ def _price(price: str) -> float | PriceKind:
     return usd
 
 
-def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> Written | None:
+def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> ReportFiles | None:
     """A report that nobody named a place for may fail to be written; the tables are there."""
     from slurmllm.errors import StorageError
     from slurmllm.report.blocks import default_path

@@ -120,12 +120,12 @@ def _one(run: str, runs_dir: str | None) -> Callable[[], _Shown]:
 def _several(runs_dir: str | None, active: bool) -> Callable[[], _Shown]:
     from slurmllm.rundir import runs_root
     from slurmllm.slurm.client import SlurmCommands
-    from slurmllm.status.runs import all_runs, run_states
+    from slurmllm.status.runs import list_runs, run_states
 
     root, client = runs_root(runs_dir), SlurmCommands()
 
     def look() -> _Shown:
-        states = run_states(all_runs(root), client)
+        states = run_states(list_runs(root), client)
         if active and states:
             shown = [state for state in states if state.active or state.not_told]
             return _Shown(shown, f"none of the {len(states)} runs in {root} waits or runs")

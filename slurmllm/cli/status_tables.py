@@ -14,7 +14,7 @@ from slurmllm.tables import PROSE, Column, fitted
 if TYPE_CHECKING:
     from slurmllm.plan.mesh import Mesh
     from slurmllm.records import AttemptRecord, MicroBatchRecord
-    from slurmllm.status.details import Details, Standing
+    from slurmllm.status.details import Details, WorkerProgress
     from slurmllm.status.runs import RunState
 
 
@@ -207,7 +207,7 @@ def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:
     return f"{words}; auto: {measured.micro_batch} chosen of {tried} on {measured.nodes[0]}"
 
 
-def _doing(standing: Standing) -> str:
+def _doing(standing: WorkerProgress) -> str:
     """`stepping after step 41`, and how long nothing has moved, where that is worth a word."""
     words = f"{standing.phase.replace('_', ' ')} after step {standing.step}"
     if standing.unchanged_s >= 10:
@@ -283,6 +283,6 @@ def _hours(hours: float) -> str:
 
 
 def _finite(value: object) -> float | None:
-    from slurmllm.status.step_time import number_of
+    from slurmllm.status.step_time import finite_number
 
-    return number_of({"value": value}, "value")
+    return finite_number({"value": value}, "value")

@@ -22,7 +22,6 @@ from slurmllm.tables import print_table
 
 if TYPE_CHECKING:
     from slurmllm.plan.candidate import Candidate
-    from slurmllm.report.prediction import Against, Row
 
 _NEAREST = 3
 
@@ -229,33 +228,6 @@ def _point(point: Point) -> tuple[str, ...]:
         "never" if prospects.hours is None else figure(prospects.hours / 24),
         "-" if prospects.usd is None else f"{prospects.usd:,.0f}",
     )
-
-
-def print_against(found: Against) -> None:
-    """A prediction beside what a run measured."""
-    steps = f"{found.steps} steps of attempt{'s' * (len(found.attempts) > 1)} "
-    attempts = ", ".join(str(attempt) for attempt in found.attempts)
-    click.echo(f"{found.run}: {steps}{attempts} on {_nodes(found.nodes)}; profile {found.cluster}")
-    rows = (
-        (
-            row.name, _measure(row, row.predicted), _measure(row, row.measured),
-            "-" if row.ratio is None else f"{row.ratio:.3f}", row.note,
-        )
-        for row in found.rows
-    )  # fmt: skip
-    print_table(
-        ("", "predicted", "measured", "measured / predicted", "what it is"), rows, "what it is"
-    )
-
-
-def _measure(row: Row, value: float | None) -> str:
-    if value is None:
-        return "-"
-    if row.unit == "bytes":
-        return f"{value / 1e9:.2f} GB"
-    if row.unit == "":
-        return f"{100 * value:.2f} %"
-    return f"{figure(value)} {row.unit}"
 
 
 def figure(value: float) -> str:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from slurmllm.format import (
+    format_plural,
+)
 from slurmllm.report.blocks import (
     CURVES,
     SCALING,
     UTILIZATION,
     Block,
     Bullets,
-    Figure,
+    Paragraph,
     Picture,
     Plot,
-    Section,
-    Text,
+    PlotData,
+    ReportSection,
     scores_name,
-    several,
 )
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.scaling import Row, scaling_rows, scaling_table
+from slurmllm.report.scaling import ScalingRow, scaling_rows, scaling_table
 from slurmllm.report.tables import (
     SHOWN_RECOVERIES,
     attempts_table,
@@ -50,7 +52,7 @@ def title(runs: Sequence[RunFacts]) -> str:
     return "Report of " + ", ".join(names[:4]) + (f" and {more} more" if more > 0 else "")
 
 
-def sections(runs: Sequence[RunFacts], drawn: Sequence[Figure]) -> list[Section]:
+def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[ReportSection]:
     """All of the report; sections that nothing is known for are left out.
 
     Args:
@@ -58,22 +60,22 @@ def sections(runs: Sequence[RunFacts], drawn: Sequence[Figure]) -> list[Section]
         drawn: Its plots.
     """
     every = [
-        Section("summary", "Summary", list(_summary(runs))),
-        Section("setting", "What ran where", list(_setting(runs))),
-        Section("curves", "Curves", list(_curves(drawn))),
-        Section("throughput", "Throughput and scaling", list(_throughput(runs, drawn))),
-        Section("utilization", "Utilization", list(_utilization(runs))),
-        Section("evaluation", "Evaluation", list(_evaluation(runs, drawn))),
-        Section("checkpoints", "Checkpoints", list(_checkpoints(runs))),
-        Section("spikes", "Spikes", list(_spikes(runs))),
-        Section("warnings", "Warnings", list(_warnings(runs))),
+        ReportSection("summary", "Summary", list(_summary(runs))),
+        ReportSection("setting", "What ran where", list(_setting(runs))),
+        ReportSection("curves", "Curves", list(_curves(drawn))),
+        ReportSection("throughput", "Throughput and scaling", list(_throughput(runs, drawn))),
+        ReportSection("utilization", "Utilization", list(_utilization(runs))),
+        ReportSection("evaluation", "Evaluation", list(_evaluation(runs, drawn))),
+        ReportSection("checkpoints", "Checkpoints", list(_checkpoints(runs))),
+        ReportSection("spikes", "Spikes", list(_spikes(runs))),
+        ReportSection("warnings", "Warnings", list(_warnings(runs))),
     ]
     return [section for section in every if section.blocks]
 
 
 def _summary(runs: Sequence[RunFacts]) -> Iterator[Block]:
     for facts in runs:
-        yield Text(verdict(facts), strong=facts.name)
+        yield Paragraph(verdict(facts), strong=facts.name)
     yield summary_table(runs)
 
 
@@ -81,11 +83,11 @@ def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
     yield setting_table(runs)
     for facts in runs:
         if facts.attempts:
-            yield Text("attempts", strong=facts.name)
+            yield Paragraph("attempts", strong=facts.name)
             yield attempts_table(facts)
 
 
-def _curves(drawn: Sequence[Figure]) -> Iterator[Block]:
+def _curves(drawn: Sequence[PlotData]) -> Iterator[Block]:
     shown = [figure for figure in drawn if figure.section == "curves"]
     for figure in shown:
         yield Plot(figure.name, figure.title, figure.note)
@@ -93,27 +95,27 @@ def _curves(drawn: Sequence[Figure]) -> Iterator[Block]:
         yield Picture(CURVES, "Curves")
 
 
-def _throughput(runs: Sequence[RunFacts], drawn: Sequence[Figure]) -> Iterator[Block]:
+def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
     rows = scaling_rows(runs)
     if rows:
         yield scaling_table(rows)
-        yield Text(" ".join((_MEASURE, *_short(rows))))
+        yield Paragraph(" ".join((_MEASURE, *_short(rows))))
     for figure in drawn:
         if figure.section == "throughput":
             yield Plot(figure.name, figure.title, figure.note)
             yield Picture(SCALING, figure.title)
 
 
-def _short(rows: Sequence[Row]) -> Iterator[str]:
+def _short(rows: Sequence[ScalingRow]) -> Iterator[str]:
     """Which means are over fewer steps."""
     for row in rows:
         made, all_of_them = row.rate.first_steps, row.rate.steps
         if made == 0:
             yield f"{row.facts.name}: no step of these is among the first, so over all."
         elif made < FIRST_STEPS and row.rate.seq_per_s is not None:
-            nodes = "" if row.rate.nodes is None else f" on {several(row.rate.nodes, 'node')}"
+            nodes = "" if row.rate.nodes is None else f" on {format_plural(row.rate.nodes, 'node')}"
             fewer = "all" if made == all_of_them else "the first"
-            yield f"{row.facts.name}{nodes}: over {fewer} {several(made, 'step')}."
+            yield f"{row.facts.name}{nodes}: over {fewer} {format_plural(made, 'step')}."
 
 
 def _utilization(runs: Sequence[RunFacts]) -> Iterator[Block]:
@@ -126,22 +128,22 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[Block]:
     for facts in runs:
         if not facts.lost:
             continue
-        yield Text(
+        yield Paragraph(
             "from the last completed step before an ending to the next one, s", strong=facts.name
         )
         yield recoveries_table(facts.lost)
         if len(facts.lost) > SHOWN_RECOVERIES:
-            yield Text(f"… and {len(facts.lost) - SHOWN_RECOVERIES} before these")
+            yield Paragraph(f"… and {len(facts.lost) - SHOWN_RECOVERIES} before these")
         yield endings_table(facts.lost)
 
 
-def _evaluation(runs: Sequence[RunFacts], drawn: Sequence[Figure]) -> Iterator[Block]:
+def _evaluation(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
     for figure in drawn:
         if figure.section == "evaluation":
             yield Plot(figure.name, figure.title, figure.note)
     for number, facts in enumerate(runs):
         for found in facts.scores:
-            yield Text(f"suite {found.suite}", strong=facts.name)
+            yield Paragraph(f"suite {found.suite}", strong=facts.name)
             yield Picture(scores_name(number, found.suite), f"Scores of {facts.name}")
             yield scores_table(found)
 
@@ -150,18 +152,18 @@ def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
     for facts in runs:
         if facts.saved:
             kept = sum(one.state == "kept" for one in facts.saved)
-            words = f"{several(len(facts.saved), 'checkpoint')} saved, {kept} kept"
+            words = f"{format_plural(len(facts.saved), 'checkpoint')} saved, {kept} kept"
             table = checkpoints_table(facts)
             if (more := len(facts.saved) - len(table.rows)) > 0:
                 words += f"; {more:,} of those that were removed are not listed"
-            yield Text(words, strong=facts.name)
+            yield Paragraph(words, strong=facts.name)
             yield table
 
 
 def _spikes(runs: Sequence[RunFacts]) -> Iterator[Block]:
     for facts in runs:
         if facts.spikes is not None:
-            yield Text(facts.spikes.verdict, strong=facts.name)
+            yield Paragraph(facts.spikes.verdict, strong=facts.name)
             if facts.spikes.spikes:
                 yield spikes_table(facts)
 

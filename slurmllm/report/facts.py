@@ -15,7 +15,7 @@ from slurmllm.records import AttemptRecord, DataRecord, Event
 from slurmllm.report.configuration import Configuration
 from slurmllm.report.throughput import Rate
 from slurmllm.spikes import SpikeAnalysis
-from slurmllm.status.recoveries import Recovery
+from slurmllm.status.recoveries import FailureRecovery
 from slurmllm.status.utilization import Utilization
 
 State = Literal["done", "stopped", "cancelled", "requeued", "open", "not started", "log"]
@@ -23,7 +23,7 @@ CheckpointState = Literal["kept", "set aside", "damaged", "removed"]
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointFacts:
     """A checkpoint that a run saved.
 
     Attributes:
@@ -82,9 +82,9 @@ class RunFacts:
     attempts: tuple[AttemptRecord, ...] = ()
     cancelled: bool = False
     used: Utilization | None = None
-    lost: tuple[Recovery, ...] = ()
+    lost: tuple[FailureRecovery, ...] = ()
     rates: tuple[Rate, ...] = ()
-    saved: tuple[Saved, ...] = ()
+    saved: tuple[CheckpointFacts, ...] = ()
     scores: tuple[ScoreTable, ...] = ()
     spikes: SpikeAnalysis | None = None
     data: DataRecord | None = None

@@ -15,8 +15,17 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.format import (
+    format_elapsed,
+    format_names,
+    format_number,
+)
 from slurmllm.metrics.curves import Curve, Floats, Ints, extremes, means
-from slurmllm.report.blocks import RUN_COLORS, Figure, Json, figure, listed, seconds
+from slurmllm.report.blocks import (
+    RUN_COLORS,
+    Json,
+    PlotData,
+)
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.summary_figures import summary_figures
 from slurmllm.report.throughput import per_s
@@ -57,21 +66,21 @@ class _Positions:
         return {name: _packed(means(values, most)) for name, values in self.axes.items()}
 
 
-def figures(runs: Sequence[RunFacts]) -> list[Figure]:
+def figures(runs: Sequence[RunFacts]) -> list[PlotData]:
     """All plots that there are data for, in the page's order."""
     positions = [_positions(facts.curve) for facts in runs]
     found = [*_curves(runs, positions), *_stacks(runs, positions), *_memory(runs, positions)]
     return [*found, *summary_figures(runs)]
 
 
-def page_data(runs: Sequence[RunFacts], drawn: Sequence[Figure]) -> Json:
+def page_data(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Json:
     """What the page's script reads."""
     return {
         "runs": [
             {"name": escape(facts.name), "color": RUN_COLORS[i % len(RUN_COLORS)]}
             for i, facts in enumerate(runs)
         ],
-        "figures": {figure.name: figure.content for figure in drawn},
+        "figures": {plot.name: plot.content for plot in drawn},
     }
 
 
@@ -129,7 +138,7 @@ def _positions(curve: Curve | None) -> _Positions:
     return _Positions(axes)
 
 
-def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[Figure]:
+def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
     most = max(_FEWEST_ROWS, _MOST_ROWS // max(1, len(runs)))
     for metric, title, unit in shown_metrics(runs):
         lines = []
@@ -154,7 +163,7 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
             "series": lines,
             "marks": _packed_marks(runs, positions, markers),
         }
-        yield Figure(metric, title, "curves", content)
+        yield PlotData(metric, title, "curves", content)
 
 
 def _line(number: int, values: Floats, where: _Positions, most: int) -> Json:
@@ -187,7 +196,7 @@ def _packed_marks(
     return packed
 
 
-def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[Figure]:
+def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
     """Where the steps of each run go; of the first runs, where they are many."""
     told = [(i, parts) for i, f in enumerate(runs) if f.curve and (parts := step_parts(f.curve))]
     for number, parts in told[:_MOST_STACKS]:
@@ -209,10 +218,10 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
             if part.any()
         )
         title = f"Step time by parts: {runs[number].name}"
-        yield Figure(f"parts-{number}", title, "curves", content, f"Of all steps: {shares}.")
+        yield PlotData(f"parts-{number}", title, "curves", content, f"Of all steps: {shares}.")
 
 
-def _memory(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[Figure]:
+def _memory(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
     """The most that a worker's steps took, where the attempts measured it."""
     lines, limits = [], set()
     for number, facts in enumerate(runs):
@@ -228,7 +237,7 @@ def _memory(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
         content = {"kind": "curve", "title": "Memory", "unit": "GB", "series": lines, "marks": []}
         words = " or ".join(f"{limit:.2f}" for limit in sorted(limits))
         note = "Of the worker that used most." + (f" It may use {words} GB." if words else "")
-        yield Figure("memory", "Peak memory of a worker", "curves", content, note)
+        yield PlotData("memory", "Peak memory of a worker", "curves", content, note)
 
 
 def _packed(values: npt.NDArray[Any], kind: Literal["f4", "f8"] = "f8") -> Json:
@@ -290,17 +299,18 @@ def _restarts(number: int, facts: RunFacts) -> Iterator[Mark]:
                     f"attempt {one} ended: {record.ending}{f' ({why:.150})' if why else ''}"
                 )
         if after in records:
-            lines.append(f"nodes: {listed(records[after].nodes)}")
+            lines.append(f"nodes: {format_names(records[after].nodes)}")
         yield Mark(number, "restart", int(steps[row]), tuple(lines))
 
 
 def _saves(number: int, facts: RunFacts) -> Iterator[Mark]:
     for one in facts.saved:
-        took = "" if one.seconds is None else f", {seconds(one.seconds)} s"
+        took = "" if one.seconds is None else f", {format_elapsed(one.seconds)} s"
         yield Mark(number, "save", one.step, (f"{facts.name}: saved step {one.step}{took}",))
 
 
 def _spikes(number: int, facts: RunFacts) -> Iterator[Mark]:
     for one in () if facts.spikes is None else facts.spikes.spikes:
-        words = f"{facts.name}: spike at step {one.peak_step}, {figure(one.height)} above the mean"
-        yield Mark(number, "spike", one.peak_step, (words,))
+        height = format_number(one.height)
+        text = f"{facts.name}: spike at step {one.peak_step}, {height} above the mean"
+        yield Mark(number, "spike", one.peak_step, (text,))

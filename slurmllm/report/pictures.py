@@ -10,14 +10,22 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import PlotData
 from matplotlib.ticker import LogFormatter
 
-from slurmllm.evaluate.plot import draw as draw_scores
+from slurmllm.evaluate.plot import draw_utilization as draw_scores
 from slurmllm.metrics.curves import extremes, means
 from slurmllm.picture import write_picture
-from slurmllm.report.blocks import CURVES, RUN_COLORS, SCALING, UTILIZATION, scores_name
-from slurmllm.report.blocks import Figure as Plotted
+from slurmllm.report.blocks import (
+    CURVES,
+    RUN_COLORS,
+    SCALING,
+    UTILIZATION,
+    scores_name,
+)
+from slurmllm.report.blocks import (
+    PlotData as Plotted,
+)
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import (
     STEP_PARTS,
@@ -55,7 +63,7 @@ def write_pictures(
     used = {f.name: f.used for f in runs if f.used is not None and f.used.node_hours > 0}
     if used:
         found[UTILIZATION] = folder / f"{UTILIZATION}.png"
-        draw(used, found[UTILIZATION])
+        draw_utilization(used, found[UTILIZATION])
     for figure in drawn:
         if figure.section == "throughput":
             found[SCALING] = folder / f"{SCALING}.png"
@@ -80,7 +88,7 @@ def _any_script() -> Iterator[None]:
 
 def _write_scaling(figure: Plotted, path: Path) -> None:
     """The page's plot of throughput over nodes, with what is lost of the linear one."""
-    picture = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
+    picture = PlotData(figsize=(7, 4.2), dpi=100, layout="constrained")
     axes = picture.subplots()
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -115,7 +123,7 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
     rows = -(-count // 2)
     # Fixed margins, in inches: a layout that is solved for takes as long as all the drawing.
     height = 2.9 * rows + 0.5
-    picture = Figure(figsize=(11, height), dpi=100)
+    picture = PlotData(figsize=(11, height), dpi=100)
     margins = {"top": 1 - 0.7 / height, "bottom": 0.3 / height, "hspace": 0.25}
     grid = {"left": 0.07, "right": 0.99, "wspace": 0.15} | margins
     panels = list(np.atleast_1d(picture.subplots(rows, 2, gridspec_kw=grid)).flat)
@@ -178,7 +186,7 @@ def _parts(axes: Axes, facts: RunFacts) -> None:
 
 
 # The productive part recedes, so that what was lost is seen; neighbours differ in lightness.
-COLORS: dict[Part, str] = {
+PART_COLORS: dict[Part, str] = {
     "productive": "#cfd8dc",
     "recomputation": "#7a1f5c",
     "saving": "#f2a65a",
@@ -191,13 +199,13 @@ COLORS: dict[Part, str] = {
 }
 
 
-def draw(runs: Mapping[str, Utilization], path: Path) -> None:
+def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:
     """Draw the shares of each run's node hours, and beside them the lost ones alone, into a PNG.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    picture = Figure(figsize=(11, 1.8 + 0.5 * len(runs)), dpi=120, layout="constrained")
+    picture = PlotData(figsize=(11, 1.8 + 0.5 * len(runs)), dpi=120, layout="constrained")
     whole, lost = picture.subplots(1, 2, sharey=True)
     names = list(runs)
     for axes, parts in ((whole, PARTS), (lost, PARTS[1:])):
@@ -205,7 +213,7 @@ def draw(runs: Mapping[str, Utilization], path: Path) -> None:
         for part in parts:
             widths = [100.0 * runs[name].shares[part] for name in names]
             label = part.replace("_", " ") if axes is whole else None
-            axes.barh(range(len(names)), widths, left=left, color=COLORS[part], label=label)
+            axes.barh(range(len(names)), widths, left=left, color=PART_COLORS[part], label=label)
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)

@@ -23,9 +23,9 @@ from slurmllm.plan.predict import predict
 from slurmllm.records import MicroBatchRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmCommands
-from slurmllm.status.history import History, incarnations, read_history, submissions
-from slurmllm.status.step_time import Steady, read_steady
-from slurmllm.status.utilization import utilization
+from slurmllm.status.history import RunHistory, read_history, read_incarnations, read_submissions
+from slurmllm.status.step_time import SteadySteps, read_steady_steps
+from slurmllm.status.utilization import account_node_hours
 
 # Parts of `plan.candidate.StepTime` between the loss and the norms. Under FSDP2 (native) gradients
 # are reduced within the backward pass and weights gathered within the forward pass; under NxD both
@@ -35,7 +35,7 @@ _TITLE = "run {} cannot be held against a prediction"
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedOverheads:
     """What a prediction says of a run beside its steps; None: nothing.
 
     Attributes:
@@ -51,7 +51,7 @@ class Expected:
     effective: float | None = None
 
 
-class Row(BaseModel):
+class PredictedFigure(BaseModel):
     """One figure, predicted and measured."""
 
     model_config = ConfigDict(frozen=True)
@@ -69,7 +69,7 @@ class Row(BaseModel):
         return self.measured / self.predicted if self.predicted else None
 
 
-class Against(BaseModel):
+class PredictionCheck(BaseModel):
     """A prediction beside a run."""
 
     model_config = ConfigDict(frozen=True)
@@ -79,7 +79,7 @@ class Against(BaseModel):
     nodes: int
     attempts: tuple[int, ...] = Field(description="whose steps were used")
     steps: int = Field(description="steady ones, over which the medians are")
-    rows: tuple[Row, ...]
+    rows: tuple[PredictedFigure, ...]
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -87,11 +87,11 @@ class Against(BaseModel):
         return self.model_dump(mode="json")
 
 
-def against_run(
+def check_run_prediction(
     run: RunDir,
     cluster: str | None = None,
-    expect: Callable[[Candidate], Expected] | None = None,
-) -> Against:
+    expect: Callable[[Candidate], ExpectedOverheads] | None = None,
+) -> PredictionCheck:
     """Predict a run as it was made, and hold that against what it measured.
 
     Args:
@@ -107,13 +107,15 @@ def against_run(
     """
     config = _config(run, cluster)
     history = _history(run)
-    steady = read_steady(run, history)
+    steady = read_steady_steps(run, history)
     candidate = predict(config, _mesh(run, config, steady.nodes))
-    expected = expect(candidate) if expect is not None else Expected()
+    expected = expect(candidate) if expect is not None else ExpectedOverheads()
     return _against(run, history, steady, candidate, expected)
 
 
-def against(run: RunDir, candidate: Candidate, expected: Expected | None = None) -> Against:
+def check_prediction(
+    run: RunDir, candidate: Candidate, expected: ExpectedOverheads | None = None
+) -> PredictionCheck:
     """Hold a prediction against what a run measured on as many nodes.
 
     Raises:
@@ -121,13 +123,13 @@ def against(run: RunDir, candidate: Candidate, expected: Expected | None = None)
     """
     _require_training(run, candidate.config)
     history = _history(run)
-    steady = read_steady(run, history)
+    steady = read_steady_steps(run, history)
     if steady.nodes not in (None, candidate.mesh.nodes):
         raise RunError(
             f"the steps of run {run.name} were made on {steady.nodes} nodes, the prediction is of "
             f"{candidate.mesh.nodes}; predict for {steady.nodes}"
         )
-    return _against(run, history, steady, candidate, expected or Expected())
+    return _against(run, history, steady, candidate, expected or ExpectedOverheads())
 
 
 def _config(run: RunDir, cluster: str | None) -> RunConfig:
@@ -163,8 +165,8 @@ def _require_training(run: RunDir, config: RunConfig) -> None:
         raise ConfigError(_TITLE.format(run.name), [fault])
 
 
-def _history(run: RunDir) -> History:
-    return read_history(run, incarnations(submissions(run), SlurmCommands()))
+def _history(run: RunDir) -> RunHistory:
+    return read_history(run, read_incarnations(read_submissions(run), SlurmCommands()))
 
 
 def _mesh(run: RunDir, config: RunConfig, nodes: int | None) -> Mesh:
@@ -179,10 +181,14 @@ def _mesh(run: RunDir, config: RunConfig, nodes: int | None) -> Mesh:
 
 
 def _against(
-    run: RunDir, history: History, steady: Steady, candidate: Candidate, expected: Expected
-) -> Against:
+    run: RunDir,
+    history: RunHistory,
+    steady: SteadySteps,
+    candidate: Candidate,
+    expected: ExpectedOverheads,
+) -> PredictionCheck:
     cluster = candidate.config.cluster
-    used = utilization(history)
+    used = account_node_hours(history)
     rows = [
         *_rates(steady, candidate),
         *_parts(steady, candidate),
@@ -199,7 +205,7 @@ def _against(
             f"the hardware figures of profile {cluster.name} are rough; `slurmllm plan "
             "--calibrate` measures them"
         )
-    return Against(
+    return PredictionCheck(
         run=run.name,
         cluster=cluster.name,
         nodes=candidate.mesh.nodes,
@@ -210,7 +216,7 @@ def _against(
     )
 
 
-def _rates(steady: Steady, candidate: Candidate) -> Iterator[Row]:
+def _rates(steady: SteadySteps, candidate: Candidate) -> Iterator[PredictedFigure]:
     mesh, taken_s = candidate.mesh, steady.step_s
     sequences = mesh.global_batch / taken_s
     tokens = sequences * candidate.config.recipe.model.seq_len
@@ -221,7 +227,7 @@ def _rates(steady: Steady, candidate: Candidate) -> Iterator[Row]:
     yield _row("MFU", candidate.mfu, candidate.model_flops / taken_s / peak, "")
 
 
-def _parts(steady: Steady, candidate: Candidate) -> Iterator[Row]:
+def _parts(steady: SteadySteps, candidate: Candidate) -> Iterator[PredictedFigure]:
     """The step by its parts, which add up to it but for medians."""
     predicted = candidate.step.parts()
     late = _OPTIMIZER[candidate.config.backend]
@@ -248,7 +254,7 @@ def _listed(predicted: Mapping[str, float], names: Iterable[str]) -> str:
     return ", ".join(f"{name} {predicted[name]:.3g} s" for name in names if predicted[name])
 
 
-def _memory(run: RunDir, steady: Steady, candidate: Candidate) -> Iterator[Row]:
+def _memory(run: RunDir, steady: SteadySteps, candidate: Candidate) -> Iterator[PredictedFigure]:
     """Of the worker that used most, within a few steps without a save."""
     for attempt in reversed(steady.attempts):
         for event in read_events(run, attempt):
@@ -257,7 +263,7 @@ def _memory(run: RunDir, steady: Steady, candidate: Candidate) -> Iterator[Row]:
                 return
 
 
-def _peak_row(measured: Mapping[str, float], candidate: Candidate) -> Row:
+def _peak_row(measured: Mapping[str, float], candidate: Candidate) -> PredictedFigure:
     cluster, predicted = candidate.config.cluster, float(candidate.memory.peak)
     limit = measured["limit_bytes"] / 1e9
     note = f"a worker may use {limit:.2f} GB"
@@ -269,7 +275,9 @@ def _peak_row(measured: Mapping[str, float], candidate: Candidate) -> Row:
     return _row("peak memory", predicted, measured["peak_bytes"], "bytes", note)
 
 
-def _starts(run: RunDir, steady: Steady, expected: Expected) -> Iterator[Row]:
+def _starts(
+    run: RunDir, steady: SteadySteps, expected: ExpectedOverheads
+) -> Iterator[PredictedFigure]:
     """Of each attempt that of the node that took longest; their mean."""
     found = []
     for attempt in steady.attempts:
@@ -286,7 +294,9 @@ def _starts(run: RunDir, steady: Steady, expected: Expected) -> Iterator[Row]:
     yield _row("first step, longer by", expected.first_step_s, longer_s, "s", several)
 
 
-def _saves(run: RunDir, steady: Steady, expected: Expected) -> Iterator[Row]:
+def _saves(
+    run: RunDir, steady: SteadySteps, expected: ExpectedOverheads
+) -> Iterator[PredictedFigure]:
     events = [event for attempt in steady.attempts for event in read_events(run, attempt)]
     waits = [e.waited_s for e in events if e.kind == "save" and e.waited_s is not None]
     if waits:
@@ -294,5 +304,7 @@ def _saves(run: RunDir, steady: Steady, expected: Expected) -> Iterator[Row]:
         yield _row("save, training waits", expected.save_waited_s, median(waits), "s", note)
 
 
-def _row(name: str, predicted: float | None, measured: float, unit: str, note: str = "") -> Row:
-    return Row(name=name, predicted=predicted, measured=measured, unit=unit, note=note)
+def _row(
+    name: str, predicted: float | None, measured: float, unit: str, note: str = ""
+) -> PredictedFigure:
+    return PredictedFigure(name=name, predicted=predicted, measured=measured, unit=unit, note=note)

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from slurmllm.evaluate.scores import ScoreTable
-from slurmllm.report.facts import RunFacts, Saved
+from slurmllm.report.facts import CheckpointFacts, RunFacts
 from slurmllm.report.scaling import scaling_json, scaling_rows
-from slurmllm.report.write import Written
-from slurmllm.status.recoveries import by_ending
-from slurmllm.status.utilization import total
+from slurmllm.report.write import ReportFiles
+from slurmllm.status.recoveries import sum_by_ending
+from slurmllm.status.utilization import sum_utilization
 
 
-def to_json(runs: Sequence[RunFacts], written: Written | None) -> dict[str, Any]:
+def to_json(runs: Sequence[RunFacts], written: ReportFiles | None) -> dict[str, Any]:
     """All of it; what is not known is null.
 
     Args:
@@ -26,7 +26,7 @@ def to_json(runs: Sequence[RunFacts], written: Written | None) -> dict[str, Any]
     html = None if written is None else written.html
     found: dict[str, Any] = {
         "runs": [_run(facts) for facts in runs],
-        "total": total(used).model_dump(mode="json") if used else None,
+        "total": sum_utilization(used).model_dump(mode="json") if used else None,
         "scaling": scaling_json(scaling_rows(runs)),
         "report": {
             "html": None if html is None else str(html),
@@ -69,12 +69,14 @@ def _run(facts: RunFacts) -> dict[str, Any]:
         "versions": dict(facts.versions),
         "utilization": facts.used and facts.used.model_dump(mode="json"),
         "recoveries": [one.model_dump(mode="json", by_alias=True) for one in facts.lost],
-        "endings": [one.model_dump(mode="json", by_alias=True) for one in by_ending(facts.lost)],
+        "endings": [
+            one.model_dump(mode="json", by_alias=True) for one in sum_by_ending(facts.lost)
+        ],
         "warnings": list(facts.warnings),
     }
 
 
-def _saved(one: Saved) -> dict[str, Any]:
+def _saved(one: CheckpointFacts) -> dict[str, Any]:
     return {
         "step": one.step,
         "attempt": one.attempt,

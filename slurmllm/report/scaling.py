@@ -8,13 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from slurmllm.format import (
+    ABSENT,
+    format_count,
+    format_dollars,
+    format_integer,
+    format_number,
+    format_percent,
+)
 from slurmllm.plan.cost import scaling
-from slurmllm.report.blocks import ABSENT, Table, count, dollars, figure, percent, whole
+from slurmllm.report.blocks import (
+    Table,
+)
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import Rate
 
 
-class Row(NamedTuple):
+class ScalingRow(NamedTuple):
     """A run on one number of nodes.
 
     Attributes:
@@ -41,7 +51,7 @@ class Row(NamedTuple):
         return mesh.tensor, mesh.pipeline, data
 
 
-def scaling_rows(several: Sequence[RunFacts]) -> list[Row]:
+def scaling_rows(several: Sequence[RunFacts]) -> list[ScalingRow]:
     """A row a run and node count, those of one model together, the fewest nodes first.
 
     Of a run whose throughput nobody logged there is none.
@@ -58,7 +68,7 @@ def scaling_rows(several: Sequence[RunFacts]) -> list[Row]:
         known = [(rate.nodes, speed) for _, rate in group if rate.nodes and (speed := _speed(rate))]
         efficiencies = iter(scaling(known))
         rows += [
-            Row(facts, rate, next(efficiencies) if rate.nodes and _speed(rate) else None)
+            ScalingRow(facts, rate, next(efficiencies) if rate.nodes and _speed(rate) else None)
             for facts, rate in group
         ]
     return rows
@@ -76,7 +86,7 @@ def _comparable(facts: RunFacts) -> object:
     return config.recipe.model, config.cluster.name
 
 
-def scaling_table(rows: Sequence[Row]) -> Table:
+def scaling_table(rows: Sequence[ScalingRow]) -> Table:
     """Of AWS's columns those that `slurmllm plan` has too, by the same names."""
     return Table(
         ("run", "model", "parameters", "nodes", "workers", "TP", "PP", "DP", "seq len",
@@ -85,17 +95,17 @@ def scaling_table(rows: Sequence[Row]) -> Table:
             (
                 row.facts.name,
                 row.facts.recipe or ABSENT,
-                count(row.facts.parameters),
-                whole(row.rate.nodes),
-                whole(row.rate.workers),
-                *(whole(degree) for degree in row.degrees),
-                whole(row.facts.configuration.count("model.seq_len")),
-                whole(row.facts.configuration.count("train.global_batch")),
-                figure(_speed(row.rate)),
-                figure(row.rate.tokens_per_s_first_500 or row.rate.tokens_per_s),
-                percent(row.rate.mfu),
-                dollars(row.rate.usd_per_hour),
-                count(row.rate.tokens_per_usd),
+                format_count(row.facts.parameters),
+                format_integer(row.rate.nodes),
+                format_integer(row.rate.workers),
+                *(format_integer(degree) for degree in row.degrees),
+                format_integer(row.facts.configuration.count("model.seq_len")),
+                format_integer(row.facts.configuration.count("train.global_batch")),
+                format_number(_speed(row.rate)),
+                format_number(row.rate.tokens_per_s_first_500 or row.rate.tokens_per_s),
+                format_percent(row.rate.mfu),
+                format_dollars(row.rate.usd_per_hour),
+                format_count(row.rate.tokens_per_usd),
                 ABSENT if row.efficiency is None else f"{100 * row.efficiency:.1f} %",
             )
             for row in rows
@@ -103,7 +113,7 @@ def scaling_table(rows: Sequence[Row]) -> Table:
     )  # fmt: skip
 
 
-def scaling_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def scaling_json(rows: Sequence[ScalingRow]) -> list[dict[str, Any]]:
     """The same for `--json`."""
     found = []
     for row in rows:

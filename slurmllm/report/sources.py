@@ -21,17 +21,19 @@ from slurmllm.plan.cost import PriceKind, node_price
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import AttemptRecord, DataRecord, Event, NodeRecord
 from slurmllm.report.configuration import Configuration, read_configuration
-from slurmllm.report.facts import CheckpointState, RunFacts, Saved
-from slurmllm.report.throughput import Rate, rates
+from slurmllm.report.facts import CheckpointFacts, CheckpointState, RunFacts
+from slurmllm.report.throughput import Rate, throughput_by_nodes
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.spikes import SpikeAnalysis, find_spikes
-from slurmllm.status.history import History, incarnations, read_history, submissions
-from slurmllm.status.recoveries import recoveries
-from slurmllm.status.utilization import utilization
+from slurmllm.status.history import RunHistory, read_history, read_incarnations, read_submissions
+from slurmllm.status.recoveries import find_recoveries
+from slurmllm.status.utilization import account_node_hours
 
 
-def saved(run: RunDir, events: Sequence[Event], warnings: list[str]) -> Iterator[Saved]:
+def read_checkpoints(
+    run: RunDir, events: Sequence[Event], warnings: list[str]
+) -> Iterator[CheckpointFacts]:
     """Every checkpoint of a run, by step; of one that was saved twice the later save.
 
     Files are not checked: `slurmllm checkpoint verify` does that.
@@ -61,7 +63,7 @@ def saved(run: RunDir, events: Sequence[Event], warnings: list[str]) -> Iterator
             state = "set aside"
         if manifest is not None and event is not None and event.attempt != manifest.attempt:
             event = None  # of another save than the one on disk
-        yield Saved(
+        yield CheckpointFacts(
             step=step,
             attempt=manifest.attempt if manifest else event.attempt if event else None,
             tokens=manifest.tokens if manifest else None,
@@ -78,7 +80,7 @@ T = TypeVar("T")
 _PARTS_OF_A_RUN = ("config.yaml", "jobs.json", "attempts", "metrics")
 
 
-def run_or_part(source: str, root: Path) -> Path | None:
+def find_run_directory(source: str, root: Path) -> Path | None:
     """The run directory that an argument names, whole or copied in part; None where it does not.
 
     Args:
@@ -109,7 +111,7 @@ def _is_run_or_part(path: Path) -> bool:
     return path.is_dir() and bool(there) and not foreign
 
 
-def gather(
+def read_run_facts(
     source: Path,
     tags: Mapping[str, str],
     price: float | PriceKind,
@@ -137,7 +139,7 @@ def gather(
         path=source,
         kind="jsonl" if curve.kind == "run" else curve.kind,
         curve=curve,
-        rates=tuple(rates(curve, _sizes(curve, (), None), None, usd)),
+        rates=tuple(throughput_by_nodes(curve, _sizes(curve, (), None), None, usd)),
         spikes=_spikes(curve, warnings),
         usd_per_node_hour=usd,
         warnings=(*curve.warnings, *warnings),
@@ -154,13 +156,13 @@ def _gather_run(
     configuration = _or_warn(lambda: read_configuration(run), warnings) or Configuration()
     warnings += configuration.warnings
     config = configuration.config
-    history = _or_warn(lambda: _history(run, client), warnings) or History(run.name, ())
+    history = _or_warn(lambda: _history(run, client), warnings) or RunHistory(run.name, ())
     attempts = tuple(
         sorted(history.attempts, key=lambda a: (a.started_at, a.stage != "precompile"))
     )
     warnings += _without_metrics(run, history)
     usd = _price(price, config, warnings)
-    used = utilization(history, usd)
+    used = account_node_hours(history, usd)
     mesh = _or_warn(lambda: load_mesh(run.plan) if run.plan.is_file() else None, warnings)
     events = _or_warn(lambda: tuple(_events(run, history, warnings)), warnings) or ()
     scores = _or_warn(lambda: score_tables(run), warnings)
@@ -168,7 +170,7 @@ def _gather_run(
     if curve is not None:
         warnings += curve.warnings
         size = None if mesh is None else (mesh.nodes, mesh.world_size)
-        found = rates(curve, _sizes(curve, attempts, size), config, usd)
+        found = throughput_by_nodes(curve, _sizes(curve, attempts, size), config, usd)
     if scores is not None:
         warnings += scores[1]
     return RunFacts(
@@ -179,11 +181,11 @@ def _gather_run(
         curve=curve,
         mesh=mesh,
         attempts=attempts,
-        cancelled=any(sent.cancelled_at is not None for sent in submissions(run)[-1:]),
+        cancelled=any(sent.cancelled_at is not None for sent in read_submissions(run)[-1:]),
         used=used,
-        lost=tuple(recoveries(history)),
+        lost=tuple(find_recoveries(history)),
         rates=tuple(found),
-        saved=tuple(saved(run, events, warnings)),
+        saved=tuple(read_checkpoints(run, events, warnings)),
         scores=tuple(scores[0]) if scores is not None else (),
         spikes=None if curve is None else _spikes(curve, warnings),
         data=_or_warn(lambda: DataRecord.load(run.data) if run.data.is_file() else None, warnings),
@@ -220,11 +222,11 @@ def _or_warn(read: Callable[[], T], warnings: list[str]) -> T | None:
     return None
 
 
-def _history(run: RunDir, client: SlurmClient) -> History:
-    return read_history(run, incarnations(submissions(run), client))
+def _history(run: RunDir, client: SlurmClient) -> RunHistory:
+    return read_history(run, read_incarnations(read_submissions(run), client))
 
 
-def _without_metrics(run: RunDir, history: History) -> Iterator[str]:
+def _without_metrics(run: RunDir, history: RunHistory) -> Iterator[str]:
     for one in history.attempts:
         if one.stage == "train" and one.last_step is not None and one.attempt not in history.steps:
             yield (
@@ -256,7 +258,7 @@ def _sizes(
     return dict.fromkeys(set(curve.attempts.tolist()), size)
 
 
-def _events(run: RunDir, history: History, warnings: list[str]) -> Iterator[Event]:
+def _events(run: RunDir, history: RunHistory, warnings: list[str]) -> Iterator[Event]:
     numbers = {attempt.attempt for attempt in history.attempts if attempt.stage == "train"}
     for number in sorted(numbers | set(history.steps)):
         left_out: list[int] = []
@@ -292,7 +294,7 @@ def _versions(
     return {}
 
 
-def named_apart(several: Sequence[RunFacts]) -> list[RunFacts]:
+def make_names_unique(several: Sequence[RunFacts]) -> list[RunFacts]:
     """Sources of one name are told apart by a number."""
     given: dict[str, int] = {}
     found = []

@@ -6,19 +6,23 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from slurmllm.evaluate.scores import HELD_OUT, ScoreTable
-from slurmllm.report.blocks import RUN_COLORS, Figure, Json
+from slurmllm.report.blocks import (
+    RUN_COLORS,
+    Json,
+    PlotData,
+)
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.pictures import COLORS
+from slurmllm.report.pictures import PART_COLORS
 from slurmllm.report.scaling import scaling_rows
 from slurmllm.status.time_breakdown import PARTS
 
 
-def summary_figures(runs: Sequence[RunFacts]) -> list[Figure]:
+def summary_figures(runs: Sequence[RunFacts]) -> list[PlotData]:
     """Those that there are data for; plotly's own data and layout."""
     return [*_scaling(runs), *_utilization(runs), *_evaluation(runs)]
 
 
-def _scaling(runs: Sequence[RunFacts]) -> Iterator[Figure]:
+def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
     """seq/s over nodes, where runs of one model had several node counts."""
     groups: dict[str, list[tuple[int, float, float]]] = {}
     for row in scaling_rows(runs):
@@ -56,10 +60,10 @@ def _scaling(runs: Sequence[RunFacts]) -> Iterator[Figure]:
             "yaxis": {"title": {"text": "sequences/s"}, "type": "log"},
         }
         content: Json = {"kind": "native", "data": data, "layout": layout}
-        yield Figure("scaling", "Throughput by nodes", "throughput", content)
+        yield PlotData("scaling", "Throughput by nodes", "throughput", content)
 
 
-def _utilization(runs: Sequence[RunFacts]) -> Iterator[Figure]:
+def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
     """A stacked bar a run."""
     told = [(f.name, f.used) for f in runs if f.used is not None and f.used.node_hours > 0]
     if not told:
@@ -70,7 +74,7 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[Figure]:
             "type": "bar", "orientation": "h", "name": part.replace("_", " "), "y": names,
             "x": [100.0 * used.shares[part] for _, used in told],
             "customdata": [used.parts[part] for _, used in told],
-            "marker": {"color": COLORS[part]},
+            "marker": {"color": PART_COLORS[part]},
             "hovertemplate": "%{fullData.name}: %{x:.2f} %, %{customdata:.4g} node hours"
             "<extra>%{y}</extra>",
         }
@@ -84,10 +88,10 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[Figure]:
         "height": 150 + 34 * len(told),
     }
     content: Json = {"kind": "native", "data": data, "layout": layout}
-    yield Figure("utilization", "Where the node hours went", "utilization", content)
+    yield PlotData("utilization", "Where the node hours went", "utilization", content)
 
 
-def _evaluation(runs: Sequence[RunFacts]) -> Iterator[Figure]:
+def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
     """Scores over tokens, a plot a suite, where several checkpoints have some."""
     suites = dict.fromkeys(table.suite for facts in runs for table in facts.scores)
     for number, suite in enumerate(suites):
@@ -99,7 +103,7 @@ def _evaluation(runs: Sequence[RunFacts]) -> Iterator[Figure]:
         if data:
             layout = {"xaxis": {"title": {"text": "tokens"}}, "yaxis": {"title": {"text": "score"}}}
             content: Json = {"kind": "native", "data": data, "layout": layout | {"height": 420}}
-            yield Figure(f"scores-{number}", f"Scores: {suite}", "evaluation", content)
+            yield PlotData(f"scores-{number}", f"Scores: {suite}", "evaluation", content)
 
 
 def _score_lines(table: ScoreTable, prefix: str) -> Iterator[Json]:

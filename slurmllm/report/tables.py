@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from slurmllm.evaluate.scores import ScoreRow, ScoreTable
+from slurmllm.format import (
+    ABSENT,
+    format_bytes,
+    format_count,
+    format_dollars,
+    format_elapsed,
+    format_hours,
+    format_integer,
+    format_names,
+    format_number,
+    format_percent,
+    format_plural,
+    format_utc,
+)
 from slurmllm.records import AttemptRecord, CorpusRecord
 from slurmllm.report.blocks import (
-    ABSENT,
     Table,
-    count,
-    dollars,
-    figure,
-    hours,
-    listed,
-    moment,
-    percent,
-    seconds,
-    several,
-    size,
-    whole,
 )
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import FIRST_STEPS
-from slurmllm.status.recoveries import RECOVERY_PHASES, Recovery, by_ending
+from slurmllm.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
 from slurmllm.status.time_breakdown import PARTS
-from slurmllm.status.utilization import Utilization, total
+from slurmllm.status.utilization import Utilization, sum_utilization
 
 _SHOWN_REMOVED = 50
 
@@ -36,26 +38,26 @@ def verdict(facts: RunFacts) -> str:
     """How a run went, in a sentence or two."""
     said = [_progress(facts)]
     if facts.tokens is not None:
-        said.append(f"{count(facts.tokens)} tokens")
+        said.append(f"{format_count(facts.tokens)} tokens")
     if facts.loss is not None:
-        said.append(f"loss {figure(facts.loss)}")
+        said.append(f"loss {format_number(facts.loss)}")
     if facts.rate is not None and facts.rate.seq_per_s is not None:
-        said.append(f"{figure(facts.rate.seq_per_s)} seq/s")
+        said.append(f"{format_number(facts.rate.seq_per_s)} seq/s")
     sentence = f"{', '.join(said)}."
     if facts.kind == "run" and facts.train:
         why = sorted({one.ending for one in facts.lost})
-        sentence += f" {several(facts.restarts, 'restart')}"
+        sentence += f" {format_plural(facts.restarts, 'restart')}"
         sentence += (
             f" ({', '.join(word.replace('_', ' ') for word in why)})"
             if why and facts.restarts
             else ""
         )
     if facts.used is not None and facts.used.node_hours:
-        sentence += f"; {hours(facts.used.node_hours)} node hours"
+        sentence += f"; {format_hours(facts.used.node_hours)} node hours"
         if facts.usd is not None:
-            sentence += f", ${dollars(facts.usd)}"
+            sentence += f", ${format_dollars(facts.usd)}"
         if facts.used.steps:
-            sentence += f", of which {percent(facts.used.effective)} trained"
+            sentence += f", of which {format_percent(facts.used.effective)} trained"
         sentence += "."
     elif not sentence.endswith("."):
         sentence += "."
@@ -63,9 +65,9 @@ def verdict(facts: RunFacts) -> str:
 
 
 def _progress(facts: RunFacts) -> str:
-    made = f"{whole(facts.steps)} steps"
+    made = f"{format_integer(facts.steps)} steps"
     if facts.planned_steps is not None:
-        made = f"{whole(facts.steps)} of {whole(facts.planned_steps)} steps"
+        made = f"{format_integer(facts.steps)} of {format_integer(facts.planned_steps)} steps"
     last = facts.train[-1] if facts.train else None
     words = {
         "log": f"{made} in a {facts.kind} log",
@@ -89,19 +91,21 @@ def summary_table(runs: Sequence[RunFacts]) -> Table:
     """The figures that a reader looks for first, a column a run."""
     cells: dict[str, Cell] = {
         "state": lambda f: f.state,
-        "steps": lambda f: whole(f.steps),
-        "planned steps": lambda f: whole(f.planned_steps),
-        "tokens": lambda f: whole(f.tokens),
-        "loss": lambda f: figure(f.loss),
-        "validation loss": lambda f: None if f.val_loss is None else figure(f.val_loss),
+        "steps": lambda f: format_integer(f.steps),
+        "planned steps": lambda f: format_integer(f.planned_steps),
+        "tokens": lambda f: format_integer(f.tokens),
+        "loss": lambda f: format_number(f.loss),
+        "validation loss": lambda f: None if f.val_loss is None else format_number(f.val_loss),
         **_throughput(),
-        "wall time, h": lambda f: hours(f.used.wall_hours) if f.used and f.attempts else None,
-        "node hours": lambda f: hours(f.used.node_hours) if f.used and f.attempts else None,
-        "dollars": lambda f: None if f.usd is None else dollars(f.usd),
-        "effective utilization": lambda f: (
-            percent(f.used.effective) if f.used and f.attempts else None
+        "wall time, h": lambda f: (
+            format_hours(f.used.wall_hours) if f.used and f.attempts else None
         ),
-        "restarts": lambda f: whole(f.restarts),
+        "node hours": lambda f: format_hours(f.used.node_hours) if f.used and f.attempts else None,
+        "dollars": lambda f: None if f.usd is None else format_dollars(f.usd),
+        "effective utilization": lambda f: (
+            format_percent(f.used.effective) if f.used and f.attempts else None
+        ),
+        "restarts": lambda f: format_integer(f.restarts),
     }
     return _by_column(runs, cells)
 
@@ -109,15 +113,15 @@ def summary_table(runs: Sequence[RunFacts]) -> Table:
 def _throughput() -> dict[str, Cell]:
     return {
         f"seq/s, mean of the first {FIRST_STEPS} steps": _first_steps,
-        "seq/s, mean of all steps": lambda f: figure(f.rate.seq_per_s) if f.rate else None,
-        "tokens/s": lambda f: figure(f.rate.tokens_per_s) if f.rate else None,
-        "a step, median, s": lambda f: figure(f.rate.step_s) if f.rate else None,
-        "MFU": lambda f: percent(f.rate.mfu) if f.rate and f.rate.mfu is not None else None,
+        "seq/s, mean of all steps": lambda f: format_number(f.rate.seq_per_s) if f.rate else None,
+        "tokens/s": lambda f: format_number(f.rate.tokens_per_s) if f.rate else None,
+        "a step, median, s": lambda f: format_number(f.rate.step_s) if f.rate else None,
+        "MFU": lambda f: format_percent(f.rate.mfu) if f.rate and f.rate.mfu is not None else None,
         "tokens/$": lambda f: (
-            count(f.rate.tokens_per_usd) if f.rate and f.rate.tokens_per_usd else None
+            format_count(f.rate.tokens_per_usd) if f.rate and f.rate.tokens_per_usd else None
         ),
         "tokens/$, losses and waits included": lambda f: (
-            None if f.tokens_per_usd_bought is None else count(f.tokens_per_usd_bought)
+            None if f.tokens_per_usd_bought is None else format_count(f.tokens_per_usd_bought)
         ),
     }
 
@@ -128,7 +132,7 @@ def _first_steps(facts: RunFacts) -> str | None:
     if rate is None or rate.seq_per_s_first_500 is None:
         return None
     fewer = f"  ({rate.first_steps} steps)" if rate.first_steps < FIRST_STEPS else ""
-    return f"{figure(rate.seq_per_s_first_500)}{fewer}"
+    return f"{format_number(rate.seq_per_s_first_500)}{fewer}"
 
 
 def setting_table(runs: Sequence[RunFacts]) -> Table:
@@ -137,7 +141,7 @@ def setting_table(runs: Sequence[RunFacts]) -> Table:
         "read from": lambda f: str(f.path),
         "recipe": lambda f: f.recipe,
         "model": _model,
-        "parameters": lambda f: None if f.parameters is None else whole(f.parameters),
+        "parameters": lambda f: None if f.parameters is None else format_integer(f.parameters),
         "sequence length": lambda f: _whole(f, "model.seq_len"),
         "mesh": _mesh,
         "global batch": lambda f: _whole(f, "train.global_batch"),
@@ -151,11 +155,11 @@ def setting_table(runs: Sequence[RunFacts]) -> Table:
         "backend": lambda f: f.configuration.config.backend if f.configuration.config else None,
         "cluster": lambda f: f.configuration.text("cluster.name"),
         "instance type": lambda f: f.configuration.text("cluster.instance_type"),
-        "nodes": lambda f: whole(f.nodes) if f.nodes else None,
+        "nodes": lambda f: format_integer(f.nodes) if f.nodes else None,
         "versions": lambda f: ", ".join(f"{k} {v}" for k, v in sorted(f.versions.items())) or None,
         "data": _data,
         "price of a node hour": lambda f: (
-            None if f.usd_per_node_hour is None else f"${dollars(f.usd_per_node_hour)}"
+            None if f.usd_per_node_hour is None else f"${format_dollars(f.usd_per_node_hour)}"
         ),
     }
     return _by_column(runs, cells)
@@ -173,7 +177,7 @@ def _by_column(runs: Sequence[RunFacts], cells: dict[str, Cell]) -> Table:
 
 def _whole(facts: RunFacts, path: str) -> str | None:
     value = facts.configuration.count(path)
-    return None if value is None else whole(value)
+    return None if value is None else format_integer(value)
 
 
 def _model(facts: RunFacts) -> str | None:
@@ -193,7 +197,7 @@ def _mesh(facts: RunFacts) -> str | None:
     stages = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
     return (
         f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{stages}, data {mesh.data}: "
-        f"{several(mesh.world_size, 'worker')}"
+        f"{format_plural(mesh.world_size, 'worker')}"
     )
 
 
@@ -211,7 +215,8 @@ def _data(facts: RunFacts) -> str | None:
 
 def _corpus(corpus: CorpusRecord) -> str:
     name = corpus.path.rstrip("/").rpartition("/")[2]
-    return f"{name}, {whole(corpus.documents)} documents, fingerprint {corpus.fingerprint[:16]}"
+    documents = format_integer(corpus.documents)
+    return f"{name}, {documents} documents, fingerprint {corpus.fingerprint[:16]}"
 
 
 def attempts_table(facts: RunFacts) -> Table:
@@ -223,12 +228,12 @@ def attempts_table(facts: RunFacts) -> Table:
             (
                 str(one.attempt),
                 one.stage,
-                moment(one.started_at),
-                f"{len(one.nodes)}: {listed(one.nodes)}",
+                format_utc(one.started_at),
+                f"{len(one.nodes)}: {format_names(one.nodes)}",
                 _steps(one),
-                whole(one.steps_gained),
-                whole(one.steps_lost),
-                seconds(None if one.ended_at is None else one.ended_at - one.started_at),
+                format_integer(one.steps_gained),
+                format_integer(one.steps_lost),
+                format_elapsed(None if one.ended_at is None else one.ended_at - one.started_at),
                 one.ending or ("no end yet" if one.ended_at is None else "not known"),
                 one.action or ABSENT,
                 "; ".join(one.evidence) or ABSENT,
@@ -251,12 +256,12 @@ def checkpoints_table(facts: RunFacts) -> Table:
         ("step", "tokens", "size", "saved", "save, s", "training waited, s", "attempt", "state"),
         [
             (
-                whole(one.step),
-                whole(one.tokens),
-                size(one.num_bytes),
-                moment(one.saved_at),
-                figure(one.seconds),
-                figure(one.waited_s),
+                format_integer(one.step),
+                format_integer(one.tokens),
+                format_bytes(one.num_bytes),
+                format_utc(one.saved_at),
+                format_number(one.seconds),
+                format_number(one.waited_s),
                 ABSENT if one.attempt is None else str(one.attempt),
                 one.state,
             )
@@ -277,12 +282,12 @@ def spikes_table(facts: RunFacts) -> Table:
         ("step", "steps", "height", "loss", "back after", "gradient norm, ratio"),
         [
             (
-                whole(one.step),
-                whole(one.duration),
-                figure(one.height),
-                figure(one.loss),
-                whole(one.returned_after),
-                figure(one.grad_norm_ratio),
+                format_integer(one.step),
+                format_integer(one.duration),
+                format_number(one.height),
+                format_number(one.loss),
+                format_integer(one.returned_after),
+                format_number(one.grad_norm_ratio),
             )
             for one in facts.spikes.highest_spikes(_SHOWN_SPIKES)
         ],
@@ -293,10 +298,10 @@ def scores_table(found: ScoreTable) -> Table:
     """A suite: the newest checkpoints beside published models."""
     steps = found.steps[-_SHOWN_CHECKPOINTS:]
     models = list(dict.fromkeys(name for row in found.rows for name in row.references))
-    columns = [f"step {whole(step)}" for step in steps]
+    columns = [f"step {format_integer(step)}" for step in steps]
     rows = [tuple(_score_cells(row, steps, models)) for row in found.rows]
     tokens = ", ".join(
-        f"step {whole(step)}: {count(found.tokens[step])} tokens"
+        f"step {format_integer(step)}: {format_count(found.tokens[step])} tokens"
         for step in steps
         if step in found.tokens
     )
@@ -314,10 +319,10 @@ def _score_cells(row: ScoreRow, steps: Sequence[int], models: Sequence[str]) -> 
     yield row.metric
     for step in steps:
         error = row.errors.get(step)
-        value = figure(row.scores.get(step))
+        value = format_number(row.scores.get(step))
         yield value if error is None or value == ABSENT else f"{value} ± {error:.2g}"
     for model in models:
-        yield figure(row.references.get(model))
+        yield format_number(row.references.get(model))
 
 
 SHOWN_RECOVERIES = 20
@@ -327,30 +332,30 @@ def parts_table(used: Mapping[str, Utilization]) -> Table:
     """A row a part, a column a run, and one of all of them where they are several."""
     columns = dict(used)
     if len(columns) > 1:
-        columns["total"] = total(list(used.values()))
+        columns["total"] = sum_utilization(list(used.values()))
     every = columns.values()
-    rows: list[tuple[str, ...]] = [("node hours", *(hours(u.node_hours) for u in every))]
+    rows: list[tuple[str, ...]] = [("node hours", *(format_hours(u.node_hours) for u in every))]
     for part in PARTS:
         if any(u.parts[part] for u in every):
-            cells = (f"{hours(u.parts[part])}  {100 * u.shares[part]:5.2f} %" for u in every)
+            cells = (f"{format_hours(u.parts[part])}  {100 * u.shares[part]:5.2f} %" for u in every)
             rows.append((f"  {part.replace('_', ' ')}", *cells))
     rows += [
-        ("effective utilization", *(percent(u.effective) for u in every)),
-        ("wall time, h", *(hours(u.wall_hours) for u in every)),
-        ("  in the queue", *(hours(u.queue_hours) for u in every)),
-        ("goodput: productive", *(percent(u.goodput) for u in every)),
-        ("uptime: steps and saves", *(percent(u.uptime) for u in every)),
+        ("effective utilization", *(format_percent(u.effective) for u in every)),
+        ("wall time, h", *(format_hours(u.wall_hours) for u in every)),
+        ("  in the queue", *(format_hours(u.queue_hours) for u in every)),
+        ("goodput: productive", *(format_percent(u.goodput) for u in every)),
+        ("uptime: steps and saves", *(format_percent(u.uptime) for u in every)),
         ("train attempts", *(str(u.attempts) for u in every)),
         ("steps", *(str(u.steps) for u in every)),
         ("  made and lost", *(str(u.steps_lost) for u in every)),
     ]
     if any(u.usd is not None for u in every):
-        rows.append(("dollars", *(dollars(u.usd) for u in every)))
-        rows.append(("  not productive", *(dollars(u.wasted_usd) for u in every)))
+        rows.append(("dollars", *(format_dollars(u.usd) for u in every)))
+        rows.append(("  not productive", *(format_dollars(u.wasted_usd) for u in every)))
     return Table(("", *columns), rows)
 
 
-def recoveries_table(lost: Sequence[Recovery]) -> Table:
+def recoveries_table(lost: Sequence[FailureRecovery]) -> Table:
     """What each ending cost, the newest last."""
     names = (phase.replace("_", " ") for phase in RECOVERY_PHASES)
     rows = [
@@ -359,9 +364,9 @@ def recoveries_table(lost: Sequence[Recovery]) -> Table:
             " ".join((one.ending, *(f"+ {further}" for further in one.further))),
             "-" if one.last_step is None else str(one.last_step),
             str(one.steps_lost),
-            seconds(one.seconds),
-            seconds(one.beyond_requeue_s),
-            *(seconds(one.phases_s[phase]) for phase in RECOVERY_PHASES),
+            format_elapsed(one.seconds),
+            format_elapsed(one.beyond_requeue_s),
+            *(format_elapsed(one.phases_s[phase]) for phase in RECOVERY_PHASES),
         )
         for one in lost[-SHOWN_RECOVERIES:]
     ]
@@ -369,16 +374,16 @@ def recoveries_table(lost: Sequence[Recovery]) -> Table:
     return Table(headings, rows)
 
 
-def endings_table(lost: Sequence[Recovery]) -> Table:
+def endings_table(lost: Sequence[FailureRecovery]) -> Table:
     """All recoveries of a class together, the costliest first."""
     rows = [
         (
             loss.ending,
             str(loss.times),
             str(loss.steps_lost),
-            hours(loss.node_hours),
-            seconds(loss.mean_s),
+            format_hours(loss.node_hours),
+            format_elapsed(loss.mean_s),
         )
-        for loss in by_ending(lost)
+        for loss in sum_by_ending(lost)
     ]
     return Table(("class", "endings", "steps lost", "node hours", "mean seconds"), rows)

@@ -59,7 +59,7 @@ class Rate:
         return rate * _HOUR_S / self.usd_per_hour if rate and self.usd_per_hour else None
 
 
-def rates(
+def throughput_by_nodes(
     curve: Curve,
     sizes: Mapping[int, tuple[int, int]],
     config: RunConfig | None,

@@ -19,15 +19,17 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from slurmllm import __version__
+from slurmllm.format import (
+    format_utc,
+)
 from slurmllm.report.blocks import (
     Block,
     Bullets,
+    Paragraph,
     Picture,
     Plot,
-    Section,
+    ReportSection,
     Table,
-    Text,
-    moment,
     pictures_folder,
 )
 from slurmllm.report.document import sections, title
@@ -50,7 +52,9 @@ class _Group:
     plots: tuple[Plot, ...] = ()
 
 
-def to_html(title: str, sections: Sequence[Section], data: dict[str, Any], made_at: str) -> str:
+def to_html(
+    title: str, sections: Sequence[ReportSection], data: dict[str, Any], made_at: str
+) -> str:
     """The whole page.
 
     Args:
@@ -132,7 +136,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]|#~])")
 
 
 def to_markdown(
-    title: str, sections: Sequence[Section], pictures: Mapping[str, str], made_at: str
+    title: str, sections: Sequence[ReportSection], pictures: Mapping[str, str], made_at: str
 ) -> str:
     """The whole text.
 
@@ -150,9 +154,9 @@ def to_markdown(
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _blocks(section: Section, pictures: Mapping[str, str]) -> Iterator[str]:
+def _blocks(section: ReportSection, pictures: Mapping[str, str]) -> Iterator[str]:
     for block in section.blocks:
-        if isinstance(block, Text):
+        if isinstance(block, Paragraph):
             strong = f"**{_safe(block.strong)}:** " if block.strong else ""
             yield f"{strong}{_safe(block.words)}\n"
         elif isinstance(block, Bullets):
@@ -189,7 +193,7 @@ def _safe(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Written:
+class ReportFiles:
     """The files of a report.
 
     Attributes:
@@ -201,7 +205,7 @@ class Written:
     markdown: Path
 
 
-def write_report(runs: Sequence[RunFacts], page: Path, html: bool = True) -> Written:
+def write_report(runs: Sequence[RunFacts], page: Path, html: bool = True) -> ReportFiles:
     """Write a report: the page, the Markdown beside it, and its pictures.
 
     Args:
@@ -212,7 +216,7 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool = True) -> Wri
     Raises:
         StorageError: a file cannot be written.
     """
-    drawn, made_at = figures(runs), moment(time.time())
+    drawn, made_at = figures(runs), format_utc(time.time())
     content = sections(runs, drawn)
     if html:
         write_atomic(page, to_html(title(runs), content, page_data(runs, drawn), made_at))
@@ -222,4 +226,4 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool = True) -> Wri
         for name, path in write_pictures(runs, drawn, folder).items()
     }
     write_atomic(markdown, to_markdown(title(runs), content, pictures, made_at))
-    return Written(page if html else None, markdown)
+    return ReportFiles(page if html else None, markdown)

@@ -10,9 +10,9 @@ import numpy as np
 
 from slurmllm.errors import RunError
 from slurmllm.plan.scenario import Durations, SaveCost
-from slurmllm.status.history import History
-from slurmllm.status.recoveries import recoveries
-from slurmllm.status.time_breakdown import Part, Spending, spendings
+from slurmllm.status.history import RunHistory
+from slurmllm.status.recoveries import find_recoveries
+from slurmllm.status.time_breakdown import AllocationTime, Part, break_down_time
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Measured:
     save: SaveCost
 
 
-def measure(histories: Sequence[History]) -> Measured:
+def measure(histories: Sequence[RunHistory]) -> Measured:
     """Take the durations of runs of one kind together.
 
     Raises:
         RunError: no attempt of any of them made two steps.
     """
-    spent = [[one for one in spendings(h) if one.stage == "train"] for h in histories]
+    spent = [[one for one in break_down_time(h) if one.stage == "train"] for h in histories]
     begun = [one for run in spent for one in run if one.steps + one.steps_lost > 0]
     later = [s.seconds[1:] for h in histories for s in h.steps.values() if len(s) > 1]
     if not later:
@@ -56,7 +56,7 @@ def measure(histories: Sequence[History]) -> Measured:
         noticing=tuple(
             one.phases_s["noticing"]
             for history in histories
-            for one in recoveries(history)
+            for one in find_recoveries(history)
             if one.last_step is not None and one.ending != "advance_signal"
         ),
     )
@@ -67,21 +67,21 @@ def measure(histories: Sequence[History]) -> Measured:
     )
 
 
-def _of(part: Part, begun: Sequence[Spending]) -> tuple[float, ...]:
+def _of(part: Part, begun: Sequence[AllocationTime]) -> tuple[float, ...]:
     return tuple(one.parts_s[part] for one in begun)
 
 
-def _between(run: Sequence[Spending]) -> Iterator[float]:
+def _between(run: Sequence[AllocationTime]) -> Iterator[float]:
     for one, following in pairwise(run):
         yield max(0.0, following.start - one.end)
 
 
-def _stopping(history: History) -> Iterator[float]:
+def _stopping(history: RunHistory) -> Iterator[float]:
     """From the first sign of an end to the end of the allocation, Slurm's own included.
 
     Of an attempt that was done: from its last step on, its last save apart.
     """
-    ends = {one.attempt: one.end for one in spendings(history) if one.stage == "train"}
+    ends = {one.attempt: one.end for one in break_down_time(history) if one.stage == "train"}
     for attempt in history.attempts:
         steps = history.steps.get(attempt.attempt)
         if attempt.stage != "train" or attempt.ended_at is None or steps is None:
@@ -90,7 +90,7 @@ def _stopping(history: History) -> Iterator[float]:
         yield attempt.phases_s.get("stopping", 0.0) + tail_s
 
 
-def _gaps(history: History) -> Iterator[float]:
+def _gaps(history: RunHistory) -> Iterator[float]:
     """Of each attempt: the mean time between two steps."""
     for number, steps in history.steps.items():
         if len(steps) > 1:

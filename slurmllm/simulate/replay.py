@@ -15,8 +15,8 @@ from slurmllm.plan.scenario import DAY_S, Scenario
 from slurmllm.records import AttemptRecord, EndingClass
 from slurmllm.simulate.measured import Measured
 from slurmllm.simulate.simulation import simulate
-from slurmllm.status.history import History
-from slurmllm.status.utilization import Utilization, utilization
+from slurmllm.status.history import RunHistory
+from slurmllm.status.utilization import Utilization, account_node_hours
 
 # Failures that break no node: where a replay runs is not of interest.
 _KINDS: Mapping[EndingClass, Kind] = {
@@ -48,7 +48,7 @@ class Compared:
 
 
 def compare(
-    history: History, recipe: Recipe, measured: Measured, seeds: Sequence[int]
+    history: RunHistory, recipe: Recipe, measured: Measured, seeds: Sequence[int]
 ) -> list[Compared]:
     """Simulate a run's training with its own failures, and lay both accounts side by side.
 
@@ -65,7 +65,7 @@ def compare(
     if not train or train[-1].ending != "done" or not history.steps:
         raise RunError(f"{history.name} is not done: only a run from its start to its end compares")
     last = max(history.steps)
-    real = utilization(replace(history, attempts=train, submissions=(), incarnations=tuple(
+    real = account_node_hours(replace(history, attempts=train, submissions=(), incarnations=tuple(
         one for one in history.incarnations if one.stage == "train"
     )))  # fmt: skip
     scenario = Scenario(
@@ -74,7 +74,7 @@ def compare(
         failures=ScriptedFailures(tuple(_script(history, train, recipe, measured))),
         steps=int(history.steps[last].numbers[-1]), repair_s=0.0, engineer_s=0.0,
     )  # fmt: skip
-    predicted = [utilization(simulate(scenario, seed)) for seed in seeds]
+    predicted = [account_node_hours(simulate(scenario, seed)) for seed in seeds]
     real_figures, several = _figures(real), [_figures(one) for one in predicted]
     return [
         Compared(name, actual, math.fsum(one[name] for one in several) / len(several))
@@ -89,7 +89,7 @@ def _figures(used: Utilization) -> dict[str, float]:
 
 
 def _script(
-    history: History, train: Sequence[AttemptRecord], recipe: Recipe, measured: Measured
+    history: RunHistory, train: Sequence[AttemptRecord], recipe: Recipe, measured: Measured
 ) -> Iterator[Scripted | None]:
     """What ended each attempt: after as many steps, or as many seconds of its start-up."""
     durations, every = measured.durations, recipe.checkpoint.every_steps

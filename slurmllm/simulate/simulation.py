@@ -17,7 +17,7 @@ from slurmllm.plan.losses import FAILURES, best_interval_s, mtbf_s
 from slurmllm.plan.scenario import HOUR_S, Scenario
 from slurmllm.records import AttemptRecord, EndingClass
 from slurmllm.simulate.nodes import Nodes
-from slurmllm.status.history import Floats, History, Incarnation, Ints, Steps
+from slurmllm.status.history import Floats, Incarnation, Ints, RunHistory, Steps
 from slurmllm.supervise.policy import decide, failing_nodes
 
 _JOB = "1"
@@ -25,7 +25,7 @@ _JOB = "1"
 _EVIDENCE: dict[str, str] = {"storage": "OSError: [Errno 30] Read-only file system"}
 
 
-def simulate(scenario: Scenario, seed: int) -> History:
+def simulate(scenario: Scenario, seed: int) -> RunHistory:
     """What a run would have done.
 
     Args:
@@ -75,7 +75,7 @@ class _Simulation:
         self.incarnations: list[Incarnation] = []
         self.node_s = 0.0
 
-    def run(self) -> History:
+    def run(self) -> RunHistory:
         now, going = 0.0, True
         while going and now < self.scenario.horizon_s:
             now, nodes = self.nodes.allocate(now, self.scenario.nodes)
@@ -86,7 +86,7 @@ class _Simulation:
             self.node_s += (closed.ended_at - now) * len(nodes)
             self.incarnations.append(Incarnation(_JOB, "train", len(nodes), now, closed.ended_at))
             now, going = self._act(closed, failure)
-        return History(
+        return RunHistory(
             name="simulation",
             attempts=tuple(self.attempts),
             steps=self.steps,

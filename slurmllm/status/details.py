@@ -56,11 +56,11 @@ class Details:
     versions: dict[str, dict[str, str]]
     unequal_versions: str
     excluded: tuple[ExcludedNode, ...]
-    standing: Standing | None
+    worker_progress: WorkerProgress | None
     skips: tuple[SkippedBatches, ...]
 
 
-def details(
+def read_details(
     run: RunDir, attempts: Sequence[AttemptRecord], training: bool, config: WatchdogConfig
 ) -> Details:
     """Read them.
@@ -87,7 +87,7 @@ def details(
         versions=versions,
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),
-        standing=standing(run, attempts[-1], config) if open_one else None,
+        standing=worker_progress(run, attempts[-1], config) if open_one else None,
         skips=SkipsRecord.load(run.skips).skips if run.skips.is_file() else (),
     )
 
@@ -116,7 +116,7 @@ def _first_steps(run: RunDir) -> dict[str, tuple[float, int, int]]:
 
 
 @dataclass(frozen=True)
-class Standing:
+class WorkerProgress:
     """What the slowest workers are doing.
 
     Attributes:
@@ -134,7 +134,9 @@ class Standing:
     behind: tuple[int, ...]
 
 
-def standing(run: RunDir, record: AttemptRecord, config: WatchdogConfig) -> Standing | None:
+def worker_progress(
+    run: RunDir, record: AttemptRecord, config: WatchdogConfig
+) -> WorkerProgress | None:
     """Where an open attempt stands; None where its launchers have said nothing."""
     beats: dict[int, RankBeat] = {}
     for name in record.nodes:
@@ -145,7 +147,7 @@ def standing(run: RunDir, record: AttemptRecord, config: WatchdogConfig) -> Stan
     last = behind(beats)
     beat = beats[last[0]]
     slow_s = slow_step_s(recent_step_times(run))
-    return Standing(
+    return WorkerProgress(
         phase=beat.phase,
         step=beat.step,
         unchanged_s=max(time.time() - max(b.since for b in beats.values()), 0.0),

@@ -64,7 +64,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class History:
+class RunHistory:
     """A run's past.
 
     Attributes:
@@ -83,12 +83,12 @@ class History:
     steps: Mapping[int, Steps] = field(default_factory=dict)
     waited_s: Mapping[int, float] = field(default_factory=dict)
     saves: Sequence[tuple[float, float]] = ()
-    incarnations: Sequence[Incarnation] = ()
-    submissions: Sequence[float] = ()
+    read_incarnations: Sequence[Incarnation] = ()
+    read_submissions: Sequence[float] = ()
     warnings: tuple[str, ...] = ()
 
 
-def read_history(run: RunDir, incarnations: Sequence[Incarnation] = ()) -> History:
+def read_history(run: RunDir, read_incarnations: Sequence[Incarnation] = ()) -> RunHistory:
     """Read what a run has written, as far as it can be read."""
     warnings: list[str] = []
     attempts = list(_attempts(run, warnings))
@@ -112,12 +112,12 @@ def read_history(run: RunDir, incarnations: Sequence[Incarnation] = ()) -> Histo
         words = ", ".join(str(number) for number in unknown)
         warnings.append(f"metrics without an attempt record count for nothing: attempt {words}")
     submitted = tuple(sent.submitted_at for sent in _submissions(run, warnings))
-    return History(
-        run.name, attempts, steps, waited_s, saves, incarnations, submitted, tuple(warnings)
+    return RunHistory(
+        run.name, attempts, steps, waited_s, saves, read_incarnations, submitted, tuple(warnings)
     )
 
 
-def submissions(run: RunDir) -> Sequence[Submission]:
+def read_submissions(run: RunDir) -> Sequence[Submission]:
     """Every submission of a run, oldest first; none where jobs.json is absent or damaged."""
     return _submissions(run, [])
 
@@ -178,11 +178,13 @@ def _column(part: Part, name: str) -> Floats:
 _SLACK_S = 60.0  # between the clocks of the login node and Slurm's
 
 
-def incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list[Incarnation]:
+def read_incarnations(
+    read_submissions: Sequence[Submission], client: SlurmClient
+) -> list[Incarnation]:
     """Every start of every job of a run, oldest first; empty without accounting or Slurm."""
     found = []
     sizes: dict[str, int] = {}
-    for job_id, stage in _jobs(submissions):
+    for job_id, stage in _jobs(read_submissions):
         for row in client.accounting(job_id):
             if row.job_id != job_id:
                 continue  # a step
@@ -191,7 +193,7 @@ def incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list
             started = _unix(row.start)
             if started is None or not sizes[row.nodes]:
                 continue  # cancelled in the queue, or there still
-            if started < submissions[0].submitted_at - _SLACK_S:
+            if started < read_submissions[0].submitted_at - _SLACK_S:
                 continue  # another job, before Slurm began to count anew
             found.append(_incarnation(row, stage, sizes[row.nodes], started))
     return sorted(found, key=lambda incarnation: incarnation.start)
@@ -205,8 +207,8 @@ def _incarnation(row: AccountingRow, stage: Stage, nodes: int, start: float) -> 
     )
 
 
-def _jobs(submissions: Sequence[Submission]) -> Iterator[tuple[str, Stage]]:
-    for sent in submissions:
+def _jobs(read_submissions: Sequence[Submission]) -> Iterator[tuple[str, Stage]]:
+    for sent in read_submissions:
         if sent.precompile_job is not None:
             yield sent.precompile_job, "precompile"
         if sent.train_job is not None:

@@ -12,99 +12,22 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.errors import StorageError
 from slurmllm.log import message_of
-from slurmllm.records import AttemptRecord
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.supervise.log_files import GrowingLog
 
-_BLOCK_BYTES = 64 * 1024
-_LONGEST_BYTES = 1024 * 1024  # of a line: what is longer comes in pieces
 _RANK = re.compile(r"^rank_(\d+)\.log$")
-# ESC sequences (colours, cursor), and what else a terminal would obey.
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-class Line(NamedTuple):
+class RankLine(NamedTuple):
     """A line of a log, without its end."""
 
     stage: Stage
     attempt: int
     rank: int
     text: str
-
-
-@dataclass
-class GrowingLog:
-    """A log that is read from where the last reading ended; only whole lines are handed out."""
-
-    path: Path
-    position: int = 0
-    rest: bytes = b""
-
-    def lines(self) -> Iterator[str]:
-        """The lines that have come since; none where the file is not there or cannot be read."""
-        with suppress(OSError), self.path.open("rb") as stream:
-            if stream.seek(0, 2) < self.position:  # it was cut: somebody emptied it
-                self.position, self.rest = 0, b""
-            stream.seek(self.position)
-            while block := stream.read(_BLOCK_BYTES):
-                self.position += len(block)
-                *whole, self.rest = (self.rest + block).split(b"\n")
-                for line in whole:
-                    yield text_of(line)
-                if len(self.rest) > _LONGEST_BYTES:
-                    yield from self.last_words()
-
-    def last_words(self) -> Iterator[str]:
-        """What stands behind the last whole line."""
-        rest, self.rest = self.rest, b""
-        if rest:
-            yield text_of(rest)
-
-    def skip_to_last(self, lines: int) -> None:
-        """Go on before the last so many lines."""
-        with suppress(OSError):
-            self.position = start_of_last(self.path, lines)
-
-    def skip_all(self) -> None:
-        """Go on at the end."""
-        with suppress(OSError):
-            self.position = self.path.stat().st_size
-
-
-def start_of_last(path: Path, lines: int) -> int:
-    """Offset of the last so many lines of a file, found from its end.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as stream:
-        at = stream.seek(0, 2)
-        if at == 0:
-            return 0
-        stream.seek(at - 1)
-        wanted = lines + (stream.read(1) == b"\n")
-        while at > 0:
-            begin = max(0, at - _BLOCK_BYTES)
-            stream.seek(begin)
-            block = stream.read(at - begin)
-            found = block.count(b"\n")
-            if found >= wanted:
-                for _ in range(wanted):
-                    block = block[: block.rindex(b"\n")]
-                return begin + len(block) + 1
-            wanted -= found
-            at = begin
-    return 0
-
-
-def text_of(line: bytes) -> str:
-    """A line as a terminal may show it: whatever it holds, and of a progress bar its last state."""
-    text = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
-    return _CONTROL.sub("", text)
 
 
 @dataclass
@@ -146,7 +69,7 @@ class MergedLogs:
             for stage in self.stages
         )
 
-    def poll(self, last: bool = False) -> Iterator[Line]:
+    def poll(self, last: bool = False) -> Iterator[RankLine]:
         """What has come since the last call.
 
         Args:
@@ -157,10 +80,12 @@ class MergedLogs:
             log = self._stage_log(stage)
             yield from self._stage(stage, log.lines(), begins)
             if last:
-                yield from self._stage(stage, log.last_words(), begins)
+                yield from self._stage(stage, log.flush(), begins)
             yield from self._others(stage, None, last)
 
-    def _stage(self, stage: Stage, texts: Iterator[str], begins: re.Pattern[str]) -> Iterator[Line]:
+    def _stage(
+        self, stage: Stage, texts: Iterator[str], begins: re.Pattern[str]
+    ) -> Iterator[RankLine]:
         for text in texts:
             if found := begins.match(message_of(text)):
                 now = int(found[1])
@@ -169,14 +94,14 @@ class MergedLogs:
                 self._now[stage] = now
             now = self._now.get(stage, 0)
             if self._shown(stage, now) and self.wanted(0):
-                yield Line(stage, now, 0, text)
+                yield RankLine(stage, now, 0, text)
 
-    def _others(self, stage: Stage, attempt: int | None, last: bool = False) -> Iterator[Line]:
+    def _others(self, stage: Stage, attempt: int | None, last: bool = False) -> Iterator[RankLine]:
         for (number, rank), log in self._workers(stage, attempt):
             for text in log.lines():
-                yield Line(stage, number, rank, text)
-            for text in log.last_words() if last else ():
-                yield Line(stage, number, rank, text)
+                yield RankLine(stage, number, rank, text)
+            for text in log.flush() if last else ():
+                yield RankLine(stage, number, rank, text)
 
     def _workers(
         self, stage: Stage, attempt: int | None
@@ -227,13 +152,3 @@ def ranks_with_logs(run: RunDir, stage: Stage, attempt: int) -> list[int]:
         matches = (_RANK.match(entry.name) for entry in folder.iterdir())
         return sorted(int(match[1]) for match in matches if match)
     return []
-
-
-def node_of(run: RunDir, stage: Stage, attempt: int, rank: int) -> str:
-    """The node that a worker ran on, by the attempt's record; empty where that does not tell."""
-    with suppress(StorageError):
-        record = AttemptRecord.load(run.attempt(stage, attempt).record)
-        per_node = record.world_size // max(len(record.nodes), 1)
-        if per_node and rank // per_node < len(record.nodes):
-            return record.nodes[rank // per_node]
-    return ""

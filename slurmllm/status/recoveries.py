@@ -12,8 +12,8 @@ from typing import Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from slurmllm.records import AttemptRecord, EndingClass
-from slurmllm.status.history import History
-from slurmllm.status.time_breakdown import spendings
+from slurmllm.status.history import RunHistory
+from slurmllm.status.time_breakdown import break_down_time
 
 RecoveryPhase = Literal[
     "noticing",  # from the last completed step to the first sign of the end
@@ -28,7 +28,7 @@ RecoveryPhase = Literal[
 RECOVERY_PHASES: tuple[RecoveryPhase, ...] = get_args(RecoveryPhase)
 
 
-class Recovery(BaseModel):
+class FailureRecovery(BaseModel):
     """From an ending to the next completed step."""
 
     model_config = ConfigDict(frozen=True)
@@ -66,7 +66,7 @@ class EndingLoss(BaseModel):
     mean_s: float | None = Field(description="to the next completed step; None: there was none")
 
 
-def recoveries(history: History) -> list[Recovery]:
+def find_recoveries(history: RunHistory) -> list[FailureRecovery]:
     """One for each ending after which the run was not done, oldest first.
 
     Endings of attempts that completed no step belong to the recovery that they delayed.
@@ -74,7 +74,7 @@ def recoveries(history: History) -> list[Recovery]:
     return list(_recoveries(history))
 
 
-def by_ending(several: Sequence[Recovery]) -> list[EndingLoss]:
+def sum_by_ending(several: Sequence[FailureRecovery]) -> list[EndingLoss]:
     """The recoveries summed by class, the costliest first."""
     found = []
     for ending in dict.fromkeys(one.ending for one in several):
@@ -93,9 +93,9 @@ def by_ending(several: Sequence[Recovery]) -> list[EndingLoss]:
     return sorted(found, key=lambda loss: -loss.node_hours)
 
 
-def _recoveries(history: History) -> Iterator[Recovery]:
+def _recoveries(history: RunHistory) -> Iterator[FailureRecovery]:
     train = sorted((a for a in history.attempts if a.stage == "train"), key=lambda a: a.attempt)
-    spent = {one.attempt: one for one in spendings(history) if one.stage == "train"}
+    spent = {one.attempt: one for one in break_down_time(history) if one.stage == "train"}
     at = 0
     while at < len(train):
         ended = train[at]
@@ -107,7 +107,7 @@ def _recoveries(history: History) -> Iterator[Recovery]:
             between = train[at + 1 : following]
             own = spent[ended.attempt]
             seconds, phases = _outage(history, ended, between, then)
-            yield Recovery(
+            yield FailureRecovery(
                 attempt=ended.attempt,
                 ending=ended.ending,
                 further=tuple(a.ending for a in between if a.ending is not None),
@@ -122,7 +122,7 @@ def _recoveries(history: History) -> Iterator[Recovery]:
 
 
 def _outage(
-    history: History,
+    history: RunHistory,
     ended: AttemptRecord,
     between: Sequence[AttemptRecord],
     then: AttemptRecord | None,
@@ -156,6 +156,6 @@ def _outage(
     return math.fsum(phases.values()), phases
 
 
-def _last_step(history: History, attempt: AttemptRecord) -> int | None:
+def _last_step(history: RunHistory, attempt: AttemptRecord) -> int | None:
     steps = history.steps.get(attempt.attempt)
     return int(steps.numbers[-1]) if steps is not None else attempt.last_step

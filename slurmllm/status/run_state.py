@@ -24,7 +24,7 @@ _WAITING = ("PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD")
 
 
 @dataclass(frozen=True)
-class Records:
+class RunRecords:
     """What a run's directory says of where it stands.
 
     Attributes:
@@ -34,7 +34,7 @@ class Records:
     """
 
     run: RunDir
-    outline: Outline
+    summarize_config: ConfigSummary
     sent: Submission | None
     attempts: list[AttemptRecord]
     precompiles: list[AttemptRecord]
@@ -66,23 +66,23 @@ class Records:
         return last.action == "stop" or (last.action == "finish" and last.stage == "train")
 
 
-def read_records(run: RunDir, outline: Outline) -> Records:
+def read_records(run: RunDir, summarize_config: ConfigSummary) -> RunRecords:
     """Read them.
 
     Raises:
         StorageError: one is damaged.
     """
     submissions = JobsRecord.load(run.jobs).submissions if run.jobs.is_file() else ()
-    return Records(
+    return RunRecords(
         run,
-        outline,
+        summarize_config,
         submissions[-1] if submissions else None,
         load_attempts(run, "train"),
         load_attempts(run, "precompile"),
     )
 
 
-def name_state(records: Records, jobs: Mapping[str, JobState]) -> tuple[str, str]:
+def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str, str]:
     """The state (see `state.RunState`), and one line that explains it.
 
     Args:
@@ -139,7 +139,7 @@ def _stopped(run: RunDir, last: AttemptRecord) -> tuple[str, str]:
     return "stopped", f"{last.ending}: {'; '.join(last.evidence)}"
 
 
-def _not_precompiled(records: Records, job: JobState | None) -> tuple[str, str]:
+def _not_precompiled(records: RunRecords, job: JobState | None) -> tuple[str, str]:
     """How a precompile stage ended that lets no training follow."""
     tried, state = records.precompiled, job.state if job is not None else "UNKNOWN"
     cancelled = state == "CANCELLED" or (tried is not None and tried.ending == "cancelled")
@@ -149,8 +149,8 @@ def _not_precompiled(records: Records, job: JobState | None) -> tuple[str, str]:
     return word, f"precompile job {state}; see {records.run.stage_log('precompile')}"
 
 
-def _local(records: Records, sent: Submission) -> tuple[str, str]:
-    if alive(sent):
+def _local(records: RunRecords, sent: Submission) -> tuple[str, str]:
+    if is_process_alive(sent):
         state = "training" if records.last is not None else "precompiling"
         return state, f"process {sent.pid}"
     last = records.last or records.precompiled
@@ -161,7 +161,7 @@ def _local(records: Records, sent: Submission) -> tuple[str, str]:
     return "interrupted", f"`slurmllm resume {records.run.name}` continues"
 
 
-def alive(sent: Submission) -> bool:
+def is_process_alive(sent: Submission) -> bool:
     """Whether a local submission's process still runs, as far as this machine can tell."""
     if sent.pid is None or sent.host != socket.gethostname():
         return False
@@ -182,7 +182,7 @@ class JobState:
 
 
 @dataclass(frozen=True)
-class Queue:
+class QueueSnapshot:
     """Slurm's answer.
 
     Attributes:
@@ -202,19 +202,19 @@ def job_ids(sent: Submission | None) -> dict[str, str]:
     return {stage: job for stage, job in ids.items() if job is not None}
 
 
-def ask(submissions: Iterable[Submission | None], client: SlurmClient) -> Queue:
+def query_queue(submissions: Iterable[Submission | None], client: SlurmClient) -> QueueSnapshot:
     """Ask Slurm once for the jobs of many submissions."""
     wanted = [job for sent in submissions for job in job_ids(sent).values()]
     if not wanted:
-        return Queue()
+        return QueueSnapshot()
     try:
-        return Queue(client.queue(wanted))
+        return QueueSnapshot(client.queue(wanted))
     except SlurmError as error:
-        return Queue(silent=str(error))
+        return QueueSnapshot(silent=str(error))
 
 
-def job_states(
-    sent: Submission | None, queue: Queue, client: SlurmClient, brief: bool = False
+def read_job_states(
+    sent: Submission | None, queue: QueueSnapshot, client: SlurmClient, brief: bool = False
 ) -> dict[str, JobState]:
     """Stage → state of the jobs of a submission.
 
@@ -245,7 +245,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
-class Outline:
+class ConfigSummary:
     """What a run is.
 
     Attributes:
@@ -259,14 +259,14 @@ class Outline:
     usd_per_node_hour: float | None
 
 
-def outline(config: RunConfig) -> Outline:
+def summarize_config(config: RunConfig) -> ConfigSummary:
     """The outline of a configuration that is loaded already."""
     price = config.cluster.price
     usd = price.on_demand if price is not None else None
-    return Outline(config.recipe.name, config.recipe.train.steps, usd)
+    return ConfigSummary(config.recipe.name, config.recipe.train.steps, usd)
 
 
-def read_outline(run: RunDir) -> Outline:
+def read_config_summary(run: RunDir) -> ConfigSummary:
     """The outline of a run.
 
     Raises:
@@ -279,8 +279,8 @@ def read_outline(run: RunDir) -> Outline:
         name, steps = tree["name"], tree["train"]["steps"]
         usd = None if price is None else float(price["on_demand"])
     except (OSError, yaml.YAMLError, RecursionError, *_ODD):
-        return outline(load(run.config))
+        return summarize_config(load(run.config))
     sound = type(name) is str and type(steps) is int and steps > 0
     if not sound or (usd is not None and not 0 < usd < math.inf):
-        return outline(load(run.config))
-    return Outline(name, steps, usd)
+        return summarize_config(load(run.config))
+    return ConfigSummary(name, steps, usd)

@@ -17,20 +17,20 @@ from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.records import AttemptRecord, CheckpointManifest, Heartbeat, JobsRecord
 from slurmllm.rundir import RunDir, is_run
 from slurmllm.slurm.client import SlurmClient
-from slurmllm.status.details import Details, details
+from slurmllm.status.details import Details, read_details
 from slurmllm.status.run_state import (
     JobState,
-    Records,
-    alive,
-    ask,
+    RunRecords,
+    derive_state,
+    is_process_alive,
     job_ids,
-    job_states,
-    name_state,
-    outline,
-    read_outline,
+    query_queue,
+    read_config_summary,
+    read_job_states,
     read_records,
+    summarize_config,
 )
-from slurmllm.status.step_time import Pace, number_of, pace
+from slurmllm.status.step_time import Pace, finite_number, read_pace
 
 ACTIVE = ("queued", "precompiling", "training", "requeued")
 
@@ -97,7 +97,7 @@ class RunState:
     usd: float | None = None
     jobs: dict[str, JobState] = field(default_factory=dict)
     attempts: list[AttemptRecord] = field(default_factory=list)
-    details: Details | None = None
+    read_details: Details | None = None
 
     @property
     def active(self) -> bool:
@@ -110,7 +110,7 @@ class RunState:
         return self.state == "unknown" and any(job.reason for job in self.jobs.values())
 
 
-def all_runs(root: Path) -> list[RunDir]:
+def list_runs(root: Path) -> list[RunDir]:
     """The runs under a folder, the newest last."""
     found = []
     for entry in root.iterdir() if root.is_dir() else ():
@@ -129,12 +129,12 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
     """
     try:
         config = load(run.config)
-        records = read_records(run, outline(config))
-        queue = ask([records.sent], client)
-        found = _run_state(records, job_states(records.sent, queue, client))
+        records = read_records(run, summarize_config(config))
+        queue = query_queue([records.sent], client)
+        found = _run_state(records, read_job_states(records.sent, queue, client))
         training = found.state == "training"
         watchdog = config.recipe.watchdog
-        return replace(found, details=details(run, found.attempts, training, watchdog))
+        return replace(found, details=read_details(run, found.attempts, training, watchdog))
     except OSError as error:
         raise StorageError(_unreadable(run, error)) from error
 
@@ -144,19 +144,19 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
 
     Slurm is asked once, for the jobs of all runs whose records do not show that they have ended.
     """
-    read: list[Records | RunState] = []
+    read: list[RunRecords | RunState] = []
     for run in runs:
         try:
-            read.append(read_records(run, read_outline(run)))
+            read.append(read_records(run, read_config_summary(run)))
         except (SlurmllmError, OSError) as error:
             read.append(_damaged(run, error))
-    wanted = [one.sent for one in read if isinstance(one, Records) and not one.settled]
-    queue = ask(wanted, client)
+    wanted = [one.sent for one in read if isinstance(one, RunRecords) and not one.settled]
+    queue = query_queue(wanted, client)
     found = []
     for one in read:
-        if isinstance(one, Records):
+        if isinstance(one, RunRecords):
             try:
-                jobs = {} if one.settled else job_states(one.sent, queue, client, brief=True)
+                jobs = {} if one.settled else read_job_states(one.sent, queue, client, brief=True)
                 found.append(_run_state(one, jobs))
             except (SlurmllmError, OSError) as error:
                 found.append(_damaged(one.run, error))
@@ -175,17 +175,17 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
     if not sent:
         return False
     if sent[0].local:
-        return alive(sent[0])
+        return is_process_alive(sent[0])
     return any(job.active for job in client.queue(list(job_ids(sent[0]).values())).values())
 
 
-def _run_state(records: Records, jobs: dict[str, JobState]) -> RunState:
+def _run_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
     run, attempts, now = records.run, records.attempts, time.time()
-    state, why = name_state(records, jobs)
+    state, why = derive_state(records, jobs)
     row = last_row(run) or {}
-    measured = pace(run, attempts)
+    measured = read_pace(run, attempts)
     left_s = _left_s(records, row, measured) if state == "training" else None
-    tokens = number_of(row, "tokens")
+    tokens = finite_number(row, "tokens")
     tries = [*records.precompiles, *attempts]
     hours = node_hours(run, tries, state in ("precompiling", "training"), now)
     usd = records.outline.usd_per_node_hour
@@ -199,9 +199,9 @@ def _run_state(records: Records, jobs: dict[str, JobState]) -> RunState:
         step=int(row.get("step", 0)),
         steps=records.outline.steps,
         metrics=row,
-        loss=number_of(row, "loss"),
+        loss=finite_number(row, "loss"),
         tokens=None if tokens is None else int(tokens),
-        seq_per_s=measured.seq_per_s if measured else number_of(row, "seq_per_s"),
+        seq_per_s=measured.seq_per_s if measured else finite_number(row, "seq_per_s"),
         eta_s=left_s,
         finish_at=None if left_s is None else now + left_s,
         last_checkpoint=_last_checkpoint(run, now),
@@ -228,7 +228,7 @@ def _unreadable(run: RunDir, error: OSError) -> str:
     )
 
 
-def _left_s(records: Records, row: dict[str, Any], measured: Pace | None) -> float | None:
+def _left_s(records: RunRecords, row: dict[str, Any], measured: Pace | None) -> float | None:
     """Seconds to the last step; an attempt without a step makes those again that were lost."""
     if measured is None:
         return None
@@ -284,5 +284,5 @@ def _last_sign(run: RunDir, attempt: AttemptRecord) -> float:
     if attempt.stage == "train":
         with suppress(OSError):
             row = last_row_of(run.metrics(attempt.attempt)) or {}
-            signs.append(number_of(row, "time") or 0.0)
+            signs.append(finite_number(row, "time") or 0.0)
     return max(signs)

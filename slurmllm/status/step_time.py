@@ -22,13 +22,13 @@ from slurmllm.errors import RunError
 from slurmllm.metrics.row_reader import MetricsFile, read_events
 from slurmllm.records import AttemptRecord, MetricsRow
 from slurmllm.rundir import RunDir
-from slurmllm.status.history import History, submissions
+from slurmllm.status.history import RunHistory, read_submissions
 
 FIRST_STEPS = 6  # of each attempt, which are left out; memory is read after the fifth
 ENOUGH = 5  # for a median
 
 
-class Group(NamedTuple):
+class AttemptGroup(NamedTuple):
     """What attempts of one configuration have in common.
 
     Attributes:
@@ -40,7 +40,7 @@ class Group(NamedTuple):
     nodes: int | None
 
 
-class Split(NamedTuple):
+class StepParts(NamedTuple):
     """What followed the wait for data in a step, s.
 
     Attributes:
@@ -55,7 +55,7 @@ class Split(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Steady:
+class SteadySteps:
     """Medians over the steady steps of some attempts of a run.
 
     Attributes:
@@ -73,11 +73,11 @@ class Steady:
     steps: int
     step_s: float
     data_wait_s: float
-    split: Split | None
+    split: StepParts | None
     warnings: tuple[str, ...] = ()
 
 
-def read_steady(run: RunDir, history: History) -> Steady:
+def read_steady_steps(run: RunDir, history: RunHistory) -> SteadySteps:
     """Read the steady steps of the newest attempts that have enough of them.
 
     Args:
@@ -110,14 +110,14 @@ def read_steady(run: RunDir, history: History) -> Steady:
     )
 
 
-def _groups(run: RunDir, history: History) -> dict[Group, list[int]]:
+def _groups(run: RunDir, history: RunHistory) -> dict[AttemptGroup, list[int]]:
     """The attempts that have metrics, in the order of the groups' first ones."""
     nodes = {one.attempt: len(one.nodes) for one in history.attempts if one.stage == "train"}
-    begins = [submission.first_attempt for submission in submissions(run)]
-    groups: dict[Group, list[int]] = {}
+    begins = [submission.first_attempt for submission in read_submissions(run)]
+    groups: dict[AttemptGroup, list[int]] = {}
     for path in run.metrics_files():
         number = int(path.stem.removeprefix("attempt_"))
-        group = Group(sum(first <= number for first in begins), nodes.get(number))
+        group = AttemptGroup(sum(first <= number for first in begins), nodes.get(number))
         groups.setdefault(group, []).append(number)
     return groups
 
@@ -142,8 +142,8 @@ def _medians(
     nodes: int | None,
     rows: Sequence[MetricsRow],
     warnings: Iterator[str],
-) -> Steady:
-    return Steady(
+) -> SteadySteps:
+    return SteadySteps(
         attempts=attempts,
         nodes=nodes,
         steps=len(rows),
@@ -154,7 +154,7 @@ def _medians(
     )
 
 
-def _split(rows: Sequence[MetricsRow]) -> Split | None:
+def _split(rows: Sequence[MetricsRow]) -> StepParts | None:
     """Medians of the parts, where all rows have them: those of an older version do not."""
     told = [
         (loss, norms, row.step_time_s - row.data_wait_s - loss - norms)
@@ -163,10 +163,10 @@ def _split(rows: Sequence[MetricsRow]) -> Split | None:
     ]
     if len(told) < len(rows):
         return None
-    return Split(*(median(part) for part in zip(*told, strict=True)))
+    return StepParts(*(median(part) for part in zip(*told, strict=True)))
 
 
-def _warnings(used: Group, groups: Mapping[Group, Sequence[int]]) -> Iterator[str]:
+def _warnings(used: AttemptGroup, groups: Mapping[AttemptGroup, Sequence[int]]) -> Iterator[str]:
     """What was left out, and why."""
     order = list(groups)
     at = order.index(used)
@@ -182,7 +182,7 @@ def _warnings(used: Group, groups: Mapping[Group, Sequence[int]]) -> Iterator[st
         yield f"{_named(before, None)}: of another submission or node count, not used"
 
 
-def _named(attempts: Sequence[int], group: Group | None) -> str:
+def _named(attempts: Sequence[int], group: AttemptGroup | None) -> str:
     words = ", ".join(str(number) for number in attempts)
     nodes = "" if group is None or group.nodes is None else f" on {_counted(group.nodes)}"
     return f"attempt{'s' if len(attempts) > 1 else ''} {words}{nodes}"
@@ -215,7 +215,7 @@ class Pace:
         return steps * (self.step_s + self.saves_s)
 
 
-def pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
+def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
     """The pace of the newest attempt that has made steps on as many workers as the last one.
 
     The first step of an attempt compiles and counts for nothing.
@@ -236,7 +236,7 @@ def pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
         rows = _recent(path)
         if not rows:
             continue
-        rates = [rate for row in rows if (rate := number_of(row, "seq_per_s")) is not None]
+        rates = [rate for row in rows if (rate := finite_number(row, "seq_per_s")) is not None]
         return Pace(
             step_s=median(row["step_time_s"] for row in rows),
             seq_per_s=median(rates) if rates else None,
@@ -245,7 +245,7 @@ def pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
     return None
 
 
-def number_of(row: dict[str, Any], name: str) -> float | None:
+def finite_number(row: dict[str, Any], name: str) -> float | None:
     """A finite number of a row; None where it is absent or none."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -269,7 +269,7 @@ def _recent(path: Path) -> list[dict[str, Any]]:
             if (
                 isinstance(row, dict)
                 and type(row.get("step")) is int
-                and number_of(row, "step_time_s") is not None
+                and finite_number(row, "step_time_s") is not None
             ):
                 rows.append(row)
     return rows

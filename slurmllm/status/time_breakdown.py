@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from slurmllm.records import AttemptRecord, EndingClass
-from slurmllm.status.history import History, Incarnation, Steps
+from slurmllm.status.history import Incarnation, RunHistory, Steps
 
 Part = Literal[
     "productive",  # steps that the run went on with, each once
@@ -34,7 +34,7 @@ _SLACK_S = 2.0  # sacct counts whole seconds
 
 
 @dataclass(frozen=True)
-class Spending:
+class AllocationTime:
     """What became of one allocation.
 
     Attributes:
@@ -62,7 +62,7 @@ class Spending:
     overlap_s: float = 0.0
 
 
-def spendings(history: History) -> list[Spending]:
+def break_down_time(history: RunHistory) -> list[AllocationTime]:
     """Every allocation of a run, in the order of their starts."""
     kept = _kept(history)
     usual_s = _usual_step_s(history)
@@ -92,7 +92,7 @@ def spendings(history: History) -> list[Spending]:
     return sorted(found, key=lambda spending: spending.start)
 
 
-def _kept(history: History) -> dict[int, int]:
+def _kept(history: RunHistory) -> dict[int, int]:
     """Train attempt → the last of its steps that the run went on with.
 
     That is the last one before a later attempt's first, and of an attempt that has ended the last
@@ -111,7 +111,7 @@ def _kept(history: History) -> dict[int, int]:
     return kept
 
 
-def _usual_step_s(history: History) -> float | None:
+def _usual_step_s(history: RunHistory) -> float | None:
     """Median of the run's steps without its first ones; None where there are no others."""
     later = [steps.seconds[1:] for steps in history.steps.values() if len(steps) > 1]
     return float(np.median(np.concatenate(later))) if later else None
@@ -131,7 +131,7 @@ def _incarnation_of(attempt: AttemptRecord, free: Sequence[Incarnation]) -> Inca
 
 
 def _span(
-    attempt: AttemptRecord, own: Incarnation | None, history: History
+    attempt: AttemptRecord, own: Incarnation | None, history: RunHistory
 ) -> tuple[float, float, int]:
     """Start, end and nodes of an attempt's allocation, as far as they are known."""
     start, nodes = attempt.started_at, len(attempt.nodes)
@@ -153,9 +153,9 @@ def _whole(
     end: float,
     nodes: int,
     stage: str = "precompile",
-) -> Spending:
+) -> AllocationTime:
     parts_s = dict.fromkeys(PARTS, 0.0) | {part: end - start}
-    return Spending(
+    return AllocationTime(
         attempt=attempt.attempt if attempt is not None else None,
         stage=attempt.stage if attempt is not None else stage,
         ending=attempt.ending if attempt is not None else None,
@@ -163,7 +163,7 @@ def _whole(
     )  # fmt: skip
 
 
-def _without_steps(attempt: AttemptRecord, start: float, end: float, nodes: int) -> Spending:
+def _without_steps(attempt: AttemptRecord, start: float, end: float, nodes: int) -> AllocationTime:
     """An attempt that failed before its first step had ended: what is not known is start-up."""
     phases = attempt.phases_s
     closed = attempt.ended_at if attempt.ended_at is not None else end
@@ -176,7 +176,7 @@ def _without_steps(attempt: AttemptRecord, start: float, end: float, nodes: int)
         - phases.get("cache", 0.0),
     }
     parts_s, overlap_s = _fill(measured, end - start)
-    return Spending(
+    return AllocationTime(
         attempt=attempt.attempt, stage="train", ending=attempt.ending, nodes=nodes, start=start,
         end=end, parts_s=parts_s, overlap_s=overlap_s,
     )  # fmt: skip
@@ -191,7 +191,7 @@ def _with_steps(
     kept: int,
     waited_s: float,
     usual_s: float | None,
-) -> Spending:
+) -> AllocationTime:
     seconds = steps.seconds.copy()
     first_s = max(0.0, float(seconds[0]) - usual_s) if usual_s is not None else 0.0
     seconds[0] -= first_s
@@ -209,7 +209,7 @@ def _with_steps(
         "saving": waited_s,
     }
     parts_s, overlap_s = _fill(measured, end - start)
-    return Spending(
+    return AllocationTime(
         attempt=attempt.attempt, stage="train", ending=attempt.ending, nodes=nodes, start=start,
         end=end, parts_s=parts_s, steps=int(standing.sum()), steps_lost=int((~standing).sum()),
         overlap_s=overlap_s,

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from slurmllm.status.history import History
-from slurmllm.status.time_breakdown import PARTS, Part, Spending, spendings
+from slurmllm.status.history import RunHistory
+from slurmllm.status.time_breakdown import PARTS, AllocationTime, Part, break_down_time
 
 HOUR_S = 3600.0
 _OVERLAP = 0.01  # of an allocation: measured twice, from which on a reader should know
@@ -76,18 +76,18 @@ class Utilization(BaseModel):
         return None if price is None else price * (self.node_hours - self.parts["productive"])
 
 
-def utilization(history: History, usd_per_node_hour: float | None = None) -> Utilization:
+def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = None) -> Utilization:
     """Account for a run's node hours.
 
     Args:
         history: What it did.
         usd_per_node_hour: Price of a node; None: no dollars.
     """
-    found = spendings(history)
+    found = break_down_time(history)
     parts: dict[Part, float] = {
         part: math.fsum(one.nodes * one.parts_s[part] for one in found) / HOUR_S for part in PARTS
     }
-    queue_s = math.fsum(waits(found, history.submissions))
+    queue_s = math.fsum(queue_waits(found, history.submissions))
     wall_s = _covered(found) + queue_s
     trained: tuple[Part, ...] = ("productive", "recomputation", "saving")
     return Utilization(
@@ -105,7 +105,7 @@ def utilization(history: History, usd_per_node_hour: float | None = None) -> Uti
     )
 
 
-def total(several: Sequence[Utilization]) -> Utilization:
+def sum_utilization(several: Sequence[Utilization]) -> Utilization:
     """Several runs taken together: their node hours and their wall times add up."""
     amounts: dict[str, Any] = {
         name: math.fsum(getattr(one, name) for one in several) for name in _AMOUNTS
@@ -119,7 +119,7 @@ def total(several: Sequence[Utilization]) -> Utilization:
     return Utilization(**(amounts | counts), parts=parts, usd_per_node_hour=price)
 
 
-def waits(found: Sequence[Spending], submissions: Sequence[float]) -> Iterator[float]:
+def queue_waits(found: Sequence[AllocationTime], submissions: Sequence[float]) -> Iterator[float]:
     """Seconds in the queue before each allocation.
 
     From the end of what was before, or from the last submission after it: a run that has stopped
@@ -138,7 +138,7 @@ def waits(found: Sequence[Spending], submissions: Sequence[float]) -> Iterator[f
         before = one.end if before is None else max(before, one.end)
 
 
-def _covered(found: Sequence[Spending]) -> float:
+def _covered(found: Sequence[AllocationTime]) -> float:
     """Seconds in which there was an allocation, however many at once."""
     covered, until = [], -math.inf
     for one in found:
@@ -147,7 +147,7 @@ def _covered(found: Sequence[Spending]) -> float:
     return math.fsum(covered)
 
 
-def _warnings(found: Sequence[Spending], history: History) -> Iterator[str]:
+def _warnings(found: Sequence[AllocationTime], history: RunHistory) -> Iterator[str]:
     for one in found:
         if one.overlap_s > _OVERLAP * (one.end - one.start):
             yield (

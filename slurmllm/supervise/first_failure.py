@@ -19,9 +19,9 @@ from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
 from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.rundir import AttemptDir, RunDir, Stage
-from slurmllm.status.logs import GrowingLog, node_of
 from slurmllm.supervise.attempts import failure_records, load_attempts, node_records
 from slurmllm.supervise.classify import reported_all
+from slurmllm.supervise.log_files import GrowingLog, node_of
 
 _NO_FAILURES = ("done", "advance_signal", "cancelled", "superseded")
 _LAST_WORDS = 200  # lines in which a cause is looked for
@@ -109,10 +109,10 @@ def last_lines(run: RunDir, record: AttemptRecord, rank: int, lines: int) -> lis
     log = GrowingLog(log_of(run, record, rank))
     if rank != 0:
         log.skip_to_last(lines)
-        return [*log.lines(), *log.last_words()][-lines:]
+        return [*log.lines(), *log.flush()][-lines:]
     found: list[str] = []
     begin, following = (f"{record.stage} attempt {n}" for n in (record.attempt, record.attempt + 1))
-    for text in (*log.lines(), *log.last_words()):
+    for text in (*log.lines(), *log.flush()):
         message = message_of(text)
         if message.startswith((f"{following}:", f"{following} ")):
             break

@@ -19,7 +19,7 @@ from slurmllm.plan.losses import Losses, Noticing, best_interval_s, expected
 from slurmllm.plan.parameters import parameters
 from slurmllm.plan.scenario import DAY_S, HOUR_S, Durations, SaveCost, Scenario
 from slurmllm.simulate.simulation import simulate
-from slurmllm.status.utilization import utilization
+from slurmllm.status.utilization import account_node_hours
 
 USUAL = Durations((125.0,), (15.0,), (10.0,), (400.0, 500.0), (60.0,), (10.0,), (30.0, 50.0))
 NOTHING = Durations((0.0,), (0.0,), (0.0,), (0.0,), (0.0,), (0.0,), (0.0,))
@@ -55,7 +55,7 @@ def test_the_simulation_comes_to_the_same(
         time_limit_s=limit_h and limit_h * HOUR_S,
     )  # fmt: skip
     several = [simulate(scenario, seed) for seed in range(2)]
-    used = [utilization(history) for history in several]
+    used = [account_node_hours(history) for history in several]
     failed = sum(a.ending == "node_failure" for history in several for a in history.attempts)
     # At the rate that was drawn.
     seen_hours = sum(one.node_hours for one in used) / 2 * nodes / max(failed, 1)

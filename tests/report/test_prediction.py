@@ -20,7 +20,12 @@ from slurmllm.plan.mesh import load_mesh, make_mesh, save_mesh
 from slurmllm.plan.predict import predict
 from slurmllm.records import AttemptRecord, Event, JobsRecord, Submission, WorkerRecord
 from slurmllm.report import prediction as module
-from slurmllm.report.prediction import Against, Expected, against, against_run
+from slurmllm.report.prediction import (
+    ExpectedOverheads,
+    PredictionCheck,
+    check_prediction,
+    check_run_prediction,
+)
 from slurmllm.rundir import RunDir
 
 HARDWARE = Hardware(
@@ -96,7 +101,7 @@ def candidate_of(config: RunConfig, nodes: int = 2) -> Candidate:
     return replace(predict(config, make_mesh(config, nodes)), step=PARTS)
 
 
-def row(found: Against, name: str) -> module.Row:
+def row(found: PredictionCheck, name: str) -> module.PredictedFigure:
     return next(one for one in found.rows if one.name == name)
 
 
@@ -116,8 +121,10 @@ def test_each_figure_beside_its_prediction(tmp_path: Path) -> None:
             cache_misses=0,
         ).save(run.dir.attempt("train", 0).worker(rank))  # fmt: skip
     candidate = candidate_of(config)
-    expected = Expected(start_up_s=15.0, first_step_s=17.0, save_waited_s=0.5, effective=0.1)
-    found = against(run.dir, candidate, expected)
+    expected = ExpectedOverheads(
+        start_up_s=15.0, first_step_s=17.0, save_waited_s=0.5, effective=0.1
+    )
+    found = check_prediction(run.dir, candidate, expected)
     seconds = PARTS.total
     memory = candidate.memory.peak + 0.5 * 2**30
     peak_flops = 2 * 0.05e12
@@ -144,7 +151,7 @@ def test_each_figure_beside_its_prediction(tmp_path: Path) -> None:
 
 def test_what_was_not_predicted_or_measured_is_no_figure(tmp_path: Path) -> None:
     run = Run(tmp_path / "r", config_of()).attempt(0, lines(0, 1, 12))
-    found = against_run(run.dir)
+    found = check_run_prediction(run.dir)
     assert row(found, "effective utilization").predicted is None
     assert row(found, "effective utilization").ratio is None
     assert {"peak memory", "start-up", "save, training waits"}.isdisjoint(
@@ -154,7 +161,7 @@ def test_what_was_not_predicted_or_measured_is_no_figure(tmp_path: Path) -> None
 
 def test_nxd_reduces_gradients_in_the_optimizer(tmp_path: Path) -> None:
     run = Run(tmp_path / "r", config_of()).attempt(0, lines(0, 1, 12))
-    found = against(run.dir, candidate_of(config_of("backend=nxd")))
+    found = check_prediction(run.dir, candidate_of(config_of("backend=nxd")))
     assert row(found, "optimizer and norms").predicted == 6.0
     assert row(found, "forward and backward").predicted == pytest.approx(PARTS.total - 6.0)
 
@@ -167,7 +174,9 @@ def test_parts_that_were_not_told_apart_are_one(
     run = Run(tmp_path / "r", config_of()).attempt(0, lines(0, 1, 30, split=False))
     config = config_of("backend=nxd")
     cluster = config.cluster.model_copy(update={"device": device})
-    found = against(run.dir, replace(candidate_of(config), config=replace(config, cluster=cluster)))
+    found = check_prediction(
+        run.dir, replace(candidate_of(config), config=replace(config, cluster=cluster))
+    )
     one = row(found, "forward, backward, optimizer")
     assert one.predicted == PARTS.total
     assert one.measured == pytest.approx(measured)
@@ -178,7 +187,7 @@ def test_parts_that_were_not_told_apart_are_one(
 def test_attempts_of_one_submission_count_together(tmp_path: Path) -> None:
     run = Run(tmp_path / "r", config_of()).submitted(0)
     run.attempt(0, lines(0, 1, 9, 0.4)).attempt(1, lines(1, 5, 7)).attempt(2, lines(2, 5, 16, 0.6))
-    found = against_run(run.dir)
+    found = check_run_prediction(run.dir)
     assert (found.attempts, found.steps) == ((0, 2), 3 + 6)
     assert row(found, "step").measured == 0.6
     assert not [warning for warning in found.warnings if "used" in warning]
@@ -189,7 +198,7 @@ def test_the_newest_node_count_with_enough_steps_is_used(tmp_path: Path, last: i
     """Attempt 0 on two nodes; resumed on four, with or without enough steps."""
     run = Run(tmp_path / "r", config_of(), nodes=4).submitted(0, 1)
     run.attempt(0, lines(0, 1, 20)).attempt(1, lines(1, 1, last, 0.25), nodes=4)
-    found = against_run(run.dir)
+    found = check_run_prediction(run.dir)
     nodes, attempt = (4, 1) if last == 20 else (2, 0)
     assert (found.nodes, found.attempts) == (nodes, (attempt,))
     config = load(run.dir.config)
@@ -218,7 +227,7 @@ def test_too_little_to_go_by(tmp_path: Path, attempts: Sequence[list[Line]], wor
     for number, rows in enumerate(attempts):
         write_rows(run.dir.metrics(number), rows)
     with pytest.raises(RunError) as caught:
-        against_run(run.dir)
+        check_run_prediction(run.dir)
     assert words in str(caught.value)
 
 
@@ -233,14 +242,14 @@ def profile(folder: Path, config: RunConfig, **changed: Any) -> str:
 def test_another_profile_brings_the_figures(tmp_path: Path) -> None:
     run = Run(tmp_path / "r", config_of(hardware=None)).attempt(0, lines(0, 1, 20))
     with pytest.raises(ConfigError, match=r"cluster\.hardware: missing in profile local"):
-        against_run(run.dir)
-    found = against_run(run.dir, profile(tmp_path, config_of()))
+        check_run_prediction(run.dir)
+    found = check_run_prediction(run.dir, profile(tmp_path, config_of()))
     config = config_of()
     mesh = load_mesh(run.dir.plan)
     assert found.cluster == "measured"
     assert row(found, "step").predicted == predict(config, mesh).step.total
     rough = HARDWARE.model_copy(update={"rough": True}).model_dump(mode="json")
-    found = against_run(run.dir, profile(tmp_path, config_of(), hardware=rough))
+    found = check_run_prediction(run.dir, profile(tmp_path, config_of(), hardware=rough))
     assert "`slurmllm plan --calibrate` measures them" in found.warnings[-1]
 
 
@@ -248,12 +257,12 @@ def test_a_profile_of_other_nodes_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path / "r", config_of()).attempt(0, lines(0, 1, 20))
     other = profile(tmp_path, config_of(), devices_per_node=2)
     with pytest.raises(ConfigError, match=r"cluster\.devices_per_node: 2 in --cluster .*, 1 in"):
-        against_run(run.dir, other)
+        check_run_prediction(run.dir, other)
     with pytest.raises(RunError, match="were made on 2 nodes, the prediction is of 4"):
-        against(run.dir, candidate_of(config_of(), nodes=4))
+        check_prediction(run.dir, candidate_of(config_of(), nodes=4))
 
 
 def test_a_rehearsal_says_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path / "r", config_of("backend=rehearsal")).attempt(0, lines(0, 1, 20))
     with pytest.raises(ConfigError, match="backend: rehearsal computes nothing"):
-        against_run(run.dir)
+        check_run_prediction(run.dir)

@@ -14,7 +14,7 @@ from training_rows import make_row, write_rows
 
 from slurmllm.cli.main import cli
 from slurmllm.evaluate.scores import ScoreRow, ScoreTable
-from slurmllm.report.blocks import Bullets, Section, Table, Text, default_path
+from slurmllm.report.blocks import Bullets, Paragraph, ReportSection, Table, default_path
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.tables import scores_table
 from slurmllm.report.write import to_markdown
@@ -128,11 +128,11 @@ def test_names_are_safe_and_bounded() -> None:
 
 def test_markdown_is_escaped() -> None:
     blocks = [
-        Text("a|b *c*\n<d>", strong="_x_"),
+        Paragraph("a|b *c*\n<d>", strong="_x_"),
         Bullets(["[l](u)"]),
         Table(("", "n"), [("  a|", "1")]),
     ]
-    text = to_markdown("t", [Section("s", "S", blocks)], {}, "now")
+    text = to_markdown("t", [ReportSection("s", "S", blocks)], {}, "now")
     assert "**\\_x\\_:** a\\|b \\*c\\* &lt;d&gt;" in text
     assert "- \\[l\\](u)" in text
     assert "| &nbsp;&nbsp;a\\| | 1 |" in text

@@ -14,7 +14,7 @@ from reported_runs import make_reported_run
 from slurmllm.cli.main import cli
 from slurmllm.report.document import sections
 from slurmllm.report.figures import figures, page_data
-from slurmllm.report.sources import gather
+from slurmllm.report.sources import read_run_facts
 from slurmllm.report.write import to_html
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.fake import FakeSlurm
@@ -102,7 +102,7 @@ def test_what_is_left_is_reported(
     assert (found["parameters"] is not None) is parameters
     assert not named or any(named in warning for warning in found["warnings"]), found["warnings"]
     assert not any("\n" in warning for warning in found["warnings"])
-    facts = [gather(run.path, {}, "on_demand", FakeSlurm(["n1"]))]
+    facts = [read_run_facts(run.path, {}, "on_demand", FakeSlurm(["n1"]))]
     drawn = figures(facts)
     page = to_html("r", sections(facts, drawn), page_data(facts, drawn), "now")
     assert ("Warnings</h2>" in page) is bool(found["warnings"])

@@ -12,13 +12,13 @@ from slurmllm.config.resolve import load
 from slurmllm.plan.flops import model_flops
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.scaling import scaling_rows
-from slurmllm.report.sources import gather, named_apart
+from slurmllm.report.sources import make_names_unique, read_run_facts
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.fake import FakeSlurm
 
 
 def read(run: RunDir, price: float = 7.59) -> RunFacts:
-    return gather(run.path, {}, price, FakeSlurm(["n1"]))
+    return read_run_facts(run.path, {}, price, FakeSlurm(["n1"]))
 
 
 def test_the_row_of_awss_table(tmp_path: Path) -> None:
@@ -90,4 +90,4 @@ def test_states(tmp_path: Path, changed: dict[str, object], state: str) -> None:
 
 def test_names_are_told_apart(tmp_path: Path) -> None:
     runs = [make_reported_run(RunDir(tmp_path / folder / "r"), steps=6) for folder in "ab"]
-    assert [f.name for f in named_apart([read(run) for run in runs])] == ["r", "r (2)"]
+    assert [f.name for f in make_names_unique([read(run) for run in runs])] == ["r", "r (2)"]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.rundir import RunDir
-from slurmllm.status.logs import GrowingLog, MergedLogs, start_of_last, text_of
+from slurmllm.status.logs import MergedLogs
 from slurmllm.supervise.first_failure import culprit, failed_attempts, last_lines
+from slurmllm.supervise.log_files import GrowingLog, start_of_last, text_of
 
 
 @pytest.fixture
@@ -97,16 +98,16 @@ def test_any_bytes_are_read_from_the_end_as_from_the_begin(data: bytes, lines: i
         path = Path(folder) / "log"
         path.write_bytes(data)
         whole, end = GrowingLog(path), GrowingLog(path, start_of_last(path, lines))
-        expected = [*whole.lines(), *whole.last_words()]
+        expected = [*whole.lines(), *whole.flush()]
         assert expected == [text_of(line) for line in data.split(b"\n")][: len(expected)]
-        assert [*end.lines(), *end.last_words()] == expected[-lines:]
+        assert [*end.lines(), *end.flush()] == expected[-lines:]
 
 
 def test_a_line_without_end_comes_in_pieces_and_an_emptied_file_anew(run: RunDir) -> None:
     path = run.worker_log("train", 0, 1)
     write(path, b"x" * 3_000_000)
     log = GrowingLog(path)
-    assert sum(len(text) for text in (*log.lines(), *log.last_words())) == 3_000_000
+    assert sum(len(text) for text in (*log.lines(), *log.flush())) == 3_000_000
     path.write_bytes(b"again\n")
     assert list(log.lines()) == ["again"]
 

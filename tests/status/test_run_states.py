@@ -25,9 +25,9 @@ from slurmllm.records import (
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow, QueuedJob
 from slurmllm.slurm.fake import FakeSlurm
-from slurmllm.status.run_state import read_outline
+from slurmllm.status.run_state import read_config_summary
 from slurmllm.status.runs import node_hours, run_state, run_states
-from slurmllm.status.step_time import pace
+from slurmllm.status.step_time import read_pace
 
 PRICE = "cluster.price={on_demand: 20.0, date: '2026-01-01'}"
 
@@ -132,7 +132,7 @@ def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
     lines = run.metrics(0).read_text().splitlines()
     lines[-2] = lines[-2].replace('"step_time_s": 2.0', '"step_time_s": 300.0')
     run.metrics(0).write_text("\n".join(lines))
-    found = pace(run, [])
+    found = read_pace(run, [])
     assert found is not None
     assert (found.step_s, found.seq_per_s, found.seconds(10)) == (2.0, 4.0, 20.0)
 
@@ -203,6 +203,6 @@ def test_a_run_that_was_cancelled_between_attempts(
 def test_the_outline_is_that_of_the_whole_configuration(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found = read_outline(make(tmp_path, "r", "7", *overrides))
+    found = read_config_summary(make(tmp_path, "r", "7", *overrides))
     usd = 20.0 if overrides else None
     assert (found.recipe, found.steps, found.usd_per_node_hour) == ("tiny_neox", 100, usd)

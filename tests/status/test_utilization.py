@@ -17,14 +17,14 @@ from training_rows import MakeRun, make_row, make_rows, write_rows
 
 from slurmllm.cli.main import cli
 from slurmllm.records import AttemptRecord, Submission
-from slurmllm.report.pictures import draw
+from slurmllm.report.pictures import draw_utilization
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.slurm.fake import FakeSlurm
-from slurmllm.status.history import History, Incarnation, Steps, incarnations, read_history
-from slurmllm.status.recoveries import by_ending, recoveries
-from slurmllm.status.time_breakdown import PARTS, spendings
-from slurmllm.status.utilization import total, utilization
+from slurmllm.status.history import Incarnation, RunHistory, Steps, read_history, read_incarnations
+from slurmllm.status.recoveries import find_recoveries, sum_by_ending
+from slurmllm.status.time_breakdown import PARTS, break_down_time
+from slurmllm.status.utilization import account_node_hours, sum_utilization
 
 HOUR_S = 3600.0
 
@@ -45,10 +45,10 @@ def steps(first: int, seconds: list[float], begin: float, gap_s: float = 0.0) ->
     return Steps(np.arange(first, first + len(taken)), taken, ends)
 
 
-def lost_and_resumed() -> History:
+def lost_and_resumed() -> RunHistory:
     """Steps 1 to 5, a checkpoint after 3, a failure, and steps 4 to 6 in the next attempt."""
     phases = {"preflight": 5.0, "cache": 1.0, "stopping": 2.0}
-    return History(
+    return RunHistory(
         name="r",
         attempts=[
             attempt(0, 100.0, 170.0, job_id="7", checkpoint_after=3, phases_s=phases),
@@ -65,7 +65,7 @@ def lost_and_resumed() -> History:
 
 
 def test_each_second_has_its_part() -> None:
-    used = utilization(lost_and_resumed())
+    used = account_node_hours(lost_and_resumed())
     hours = {part: value * HOUR_S / 4 for part, value in used.parts.items() if value}
     assert hours == pytest.approx(
         {
@@ -85,14 +85,14 @@ def test_each_second_has_its_part() -> None:
     assert used.goodput == pytest.approx(24 / (156 + 25))
     assert used.uptime == pytest.approx((24 + 8 + 4) / (156 + 25))
     assert (used.steps, used.steps_lost, used.attempts) == (6, 2, 2)
-    twice = total([used, used])
+    twice = sum_utilization([used, used])
     assert twice.node_hours == 2 * used.node_hours
     assert twice.goodput == pytest.approx(used.goodput)
     assert (twice.steps, twice.usd) == (12, None)
 
 
 def test_a_recovery_has_its_phases() -> None:
-    (lost,) = recoveries(lost_and_resumed())
+    (lost,) = find_recoveries(lost_and_resumed())
     assert lost.seconds == pytest.approx(239 - 143)
     assert {phase: s for phase, s in lost.phases_s.items() if s} == pytest.approx(
         {"noticing": 25, "stopping": 2, "requeue": 30, "preflight": 6, "start_up": 24,
@@ -100,7 +100,7 @@ def test_a_recovery_has_its_phases() -> None:
     )  # fmt: skip
     assert lost.beyond_requeue_s == pytest.approx(66)
     assert (lost.last_step, lost.steps_lost, lost.ending) == (5, 2, "node_failure")
-    (loss,) = by_ending([lost])
+    (loss,) = sum_by_ending([lost])
     assert loss.node_hours * HOUR_S == pytest.approx(4 * (96 + 8))
 
 
@@ -110,7 +110,7 @@ def test_a_failure_while_recovering_is_part_of_the_recovery() -> None:
     between = attempt(1, 175.0, 190.0, job_id="7", ending="hang")
     attempts = [first, between, last.model_copy(update={"attempt": 2})]
     made = {0: history.steps[0], 2: history.steps[1]}
-    (lost,) = recoveries(replace(history, attempts=attempts, steps=made))
+    (lost,) = find_recoveries(replace(history, attempts=attempts, steps=made))
     assert lost.further == ("hang",)
     assert lost.phases_s["failed_attempts"] == 15
     assert lost.seconds == pytest.approx(96)
@@ -124,8 +124,8 @@ def test_without_a_later_attempt_the_checkpoint_tells(
     ending: str | None, ended: float | None, kept: int
 ) -> None:
     alone = attempt(0, 100.0, ended, ending=ending, checkpoint_after=3)
-    history = History("r", [alone], {0: steps(1, [1.0] * 5, 120.0)})
-    used = utilization(history)
+    history = RunHistory("r", [alone], {0: steps(1, [1.0] * 5, 120.0)})
+    used = account_node_hours(history)
     assert (used.steps, used.steps_lost) == (kept, 5 - kept)
     assert any("no end yet" in line for line in used.warnings) is (ended is None)
 
@@ -133,7 +133,7 @@ def test_without_a_later_attempt_the_checkpoint_tells(
 def test_a_resume_below_the_last_checkpoint_loses_what_lies_between() -> None:
     attempts = [attempt(0, 0.0, 50.0, checkpoint_after=5), attempt(1, 60.0, 90.0, ending="done")]
     made = {0: steps(1, [1.0] * 5, 10.0), 1: steps(3, [1.0] * 4, 70.0)}
-    used = utilization(History("r", attempts, made))
+    used = account_node_hours(RunHistory("r", attempts, made))
     assert (used.steps, used.steps_lost) == (6, 3)
 
 
@@ -141,7 +141,7 @@ _SECONDS = st.floats(0, 1e5, allow_nan=False)
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> History:
+def histories(draw: st.DrawFn) -> RunHistory:
     """Whatever records may hold: overlaps, clocks that are off, absurd phases."""
     attempts, made, waited, spans = [], {}, {}, []
     for number in range(draw(st.integers(0, 4))):
@@ -164,21 +164,21 @@ def histories(draw: st.DrawFn) -> History:
         if draw(st.booleans()):
             begin = started + draw(st.floats(-5, 5))
             spans.append(Incarnation("1", "train", 3, begin, begin + draw(_SECONDS)))
-    return History("r", attempts, made, waited, incarnations=spans, submissions=[0.0])
+    return RunHistory("r", attempts, made, waited, incarnations=spans, submissions=[0.0])
 
 
 @given(histories())
-def test_parts_add_up(history: History) -> None:
-    used = utilization(history)
+def test_parts_add_up(history: RunHistory) -> None:
+    used = account_node_hours(history)
     assert all(hours >= 0 for hours in used.parts.values())
     assert math.isclose(math.fsum(used.parts.values()), used.node_hours, rel_tol=1e-9, abs_tol=1e-9)
-    found = spendings(history)
+    found = break_down_time(history)
     assert used.node_hours == pytest.approx(
         sum(one.nodes * (one.end - one.start) for one in found) / HOUR_S
     )
     assert len(found) >= max(len(history.attempts), len(history.incarnations))
     assert used.productive_hours <= used.training_hours + 1e-9
-    for lost in recoveries(history):
+    for lost in find_recoveries(history):
         assert all(seconds >= 0 for seconds in lost.phases_s.values())
         if lost.seconds is not None:
             assert math.isclose(sum(lost.phases_s.values()), lost.seconds, abs_tol=1e-6)
@@ -202,7 +202,7 @@ def test_what_can_be_read_is_read(make_run: MakeRun) -> None:
     assert "the last line is cut" in words
     assert "is damaged" in words
     assert "without an attempt record" in words
-    assert utilization(history).steps == 3
+    assert account_node_hours(history).steps == 3
 
 
 def test_an_attempt_of_a_newer_version_counts(make_run: MakeRun) -> None:
@@ -232,7 +232,7 @@ def test_slurms_own_node_hours() -> None:
         )  # fmt: skip
     job.state = "COMPLETED"
     sent = Submission(submitted_at=0.0, nodes=3, local=False, first_attempt=0, train_job="7")
-    first, second = incarnations([sent], slurm)
+    first, second = read_incarnations([sent], slurm)
     assert (first.nodes, first.end - first.start, first.running) == (3, HOUR_S, False)
     assert (second.nodes, second.running) == (2, True)
 
@@ -279,5 +279,5 @@ def test_a_run_without_anything_has_nothing(make_run: MakeRun, tmp_path: Path) -
 
 
 def test_the_picture_of_a_run_with_a_long_name(tmp_path: Path) -> None:
-    draw({"x" * 200: utilization(History("x", ()), None)}, tmp_path / "u.png")
+    draw_utilization({"x" * 200: account_node_hours(RunHistory("x", ()), None)}, tmp_path / "u.png")
     assert (tmp_path / "u.png").stat().st_size > 0

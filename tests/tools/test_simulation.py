@@ -21,9 +21,9 @@ from slurmllm.plan.scenario import DAY_S, HOUR_S, Durations, SaveCost, Scenario
 from slurmllm.simulate.measured import measure
 from slurmllm.simulate.replay import compare
 from slurmllm.simulate.simulation import simulate
-from slurmllm.status.history import History
-from slurmllm.status.time_breakdown import spendings
-from slurmllm.status.utilization import utilization
+from slurmllm.status.history import RunHistory
+from slurmllm.status.time_breakdown import break_down_time
+from slurmllm.status.utilization import account_node_hours
 
 QUICK = Durations((125.0,), (15.0,), (10.0,), (120.0,), (60.0,), (5.0,))
 
@@ -42,7 +42,7 @@ def scenario(*overrides: str, rates: dict[Kind, float] | None = None, **changed:
     return Scenario(**(fields | changed))
 
 
-def scripted(*script: Scripted | None, **changed: Any) -> History:
+def scripted(*script: Scripted | None, **changed: Any) -> RunHistory:
     return simulate(scenario(failures=ScriptedFailures(script), **changed), seed=0)
 
 
@@ -58,7 +58,7 @@ def scripted(*script: Scripted | None, **changed: Any) -> History:
 def test_every_step_counts_once(rates: dict[Kind, float], seed: int, steps: int | None) -> None:
     planned = scenario(rates=rates, steps=steps, time_limit_s=8 * HOUR_S, horizon_s=DAY_S)
     history = simulate(planned, seed)
-    used = utilization(history)
+    used = account_node_hours(history)
     assert math.fsum(used.parts.values()) == pytest.approx(used.node_hours)
     assert not used.warnings
     made = np.concatenate([s.numbers for s in history.steps.values()] or [[]])
@@ -83,7 +83,7 @@ def test_a_failure_costs_what_it_costs() -> None:
     assert first.ended_at == pytest.approx(145 + 60 + at + 15)  # start-up; noticed, closed
     assert second.started_at == pytest.approx(first.ended_at + 125)
     assert first.blamed_nodes[0] not in second.nodes
-    assert utilization(history).steps_lost == 14
+    assert account_node_hours(history).steps_lost == 14
 
 
 def test_a_save_under_way_does_not_count() -> None:
@@ -95,7 +95,7 @@ def test_a_save_under_way_does_not_count() -> None:
 def test_a_signal_loses_nothing() -> None:
     history = scripted(Scripted("signal", 999, training=True))
     assert history.attempts[0].ending == "advance_signal"
-    assert (utilization(history).steps_lost, len(history.attempts)) == (0, 2)
+    assert (account_node_hours(history).steps_lost, len(history.attempts)) == (0, 2)
 
 
 def test_the_policy_is_the_supervisors() -> None:
@@ -129,7 +129,7 @@ def test_the_storage_is_missed_at_the_next_save() -> None:
 
 def test_without_spares_the_run_waits_for_a_repair() -> None:
     history = scripted(Scripted("device", 999, training=True), spares=0, repair_s=HOUR_S)
-    first, second = spendings(history)
+    first, second = break_down_time(history)
     assert second.start - first.end == pytest.approx(HOUR_S)
 
 
@@ -137,7 +137,7 @@ def test_more_failures_leave_less() -> None:
     means = []
     for factor in (0, 1, 4, 16):
         rates: dict[Kind, float] = {"device": factor / 2000, "hang": factor / 4000}
-        several = [utilization(simulate(scenario(rates=rates), seed)) for seed in range(6)]
+        several = [account_node_hours(simulate(scenario(rates=rates), seed)) for seed in range(6)]
         means.append(np.mean([one.effective for one in several]))
     assert means == sorted(means, reverse=True)
     assert means[0] > 0.98
@@ -156,7 +156,7 @@ def test_the_formulas_interval_is_the_best_one(cost_s: float, mtbf_hours: float)
 
     def effective(factor: float) -> float:
         own = recipe(f"checkpoint.every_steps={max(1, round(best * factor))}")
-        return utilization(simulate(replace(base, recipe=own), seed=1)).effective or 0.0
+        return account_node_hours(simulate(replace(base, recipe=own), seed=1)).effective or 0.0
 
     found = {factor: effective(factor) for factor in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)}
     assert found[1.0] >= max(found.values()) - 0.01
@@ -167,7 +167,7 @@ def test_auto_learns_the_rate() -> None:
     """Where the profile is far too hopeful, the run saves oftener once nodes have failed."""
     hopeful = scenario("checkpoint.every_steps=auto", node_mtbf_hours=1e6, horizon_s=20 * DAY_S)
     fixed = replace(hopeful, recipe=recipe("checkpoint.every_steps=2000"))
-    auto, rare = (np.mean([utilization(simulate(s, seed)).effective for seed in range(3)])
+    auto, rare = (np.mean([account_node_hours(simulate(s, seed)).effective for seed in range(3)])
                   for s in (hopeful, fixed))  # fmt: skip
     assert auto > rare + 0.03
 

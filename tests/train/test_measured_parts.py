@@ -12,7 +12,7 @@ from slurmllm.config.resolve import load
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.plan.mesh import make_mesh, save_mesh
 from slurmllm.records import MetricsRow
-from slurmllm.report.prediction import against_run
+from slurmllm.report.prediction import check_run_prediction
 from slurmllm.rundir import RunDir
 from train.gang import rows
 
@@ -50,7 +50,7 @@ def test_a_prediction_is_held_against_the_run(unbroken: RunDir, tmp_path: Path) 
     profile = tmp_path / "profile.yaml"
     cluster = config.cluster.model_dump(mode="json") | {"hardware": HARDWARE}
     profile.write_text(json.dumps(cluster))
-    found = against_run(run, str(profile))
+    found = check_run_prediction(run, str(profile))
     figures = {row.name: row for row in found.rows}
     assert (found.steps, found.attempts) == (54, (0,))
     parts = ("data wait", "forward and backward", "optimizer and norms", "rest")

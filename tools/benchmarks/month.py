@@ -34,9 +34,9 @@ from slurmllm.rundir import RunDir
 from slurmllm.simulate.measured import measure
 from slurmllm.simulate.replay import compare
 from slurmllm.simulate.simulation import simulate
-from slurmllm.status.history import History, read_history
+from slurmllm.status.history import RunHistory, read_history
 from slurmllm.status.time_breakdown import PARTS
-from slurmllm.status.utilization import Utilization, utilization
+from slurmllm.status.utilization import Utilization, account_node_hours
 
 TARGET = 0.9881  # HLAT with automatic recovery (arXiv 2404.10630)
 BY_HAND = 0.7783  # HLAT without
@@ -166,7 +166,7 @@ def _row(scenario: Scenario, seeds: int) -> dict[str, Any]:
     failures = []
     for seed in range(seeds):
         history = simulate(scenario, seed)
-        used.append(utilization(history))
+        used.append(account_node_hours(history))
         failures.append(sum(a.ending not in ("done", "advance_signal") for a in history.attempts))
     effective = [one.effective or 0.0 for one in used]
     return {
@@ -231,7 +231,7 @@ def _check(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _history(path: Path) -> History:
+def _history(path: Path) -> RunHistory:
     """A real run by its own records, without Slurm's accounting."""
     return read_history(RunDir(path))
 

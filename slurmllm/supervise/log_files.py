@@ -1,0 +1,98 @@
+"""Log files that grow: read on from where the last read ended, and from their end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmllm.errors import StorageError
+from slurmllm.records import AttemptRecord
+from slurmllm.rundir import RunDir, Stage
+
+_BLOCK_BYTES = 64 * 1024
+# A program without newlines must not fill the memory: a longer line is cut into pieces.
+_LONGEST_BYTES = 1024 * 1024
+# Escape sequences (colours, cursor) and the other characters that a terminal would execute.
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass
+class GrowingLog:
+    """A log file and the position up to which it has been read.
+
+    Only whole lines are returned: a line without its newline may still be written to.
+    """
+
+    path: Path
+    position: int = 0
+    rest: bytes = b""
+
+    def lines(self) -> Iterator[str]:
+        """The lines appended since the last call; none if the file is absent or unreadable."""
+        with suppress(OSError), self.path.open("rb") as stream:
+            if stream.seek(0, 2) < self.position:  # the file was truncated
+                self.position, self.rest = 0, b""
+            stream.seek(self.position)
+            while block := stream.read(_BLOCK_BYTES):
+                self.position += len(block)
+                *whole, self.rest = (self.rest + block).split(b"\n")
+                for line in whole:
+                    yield text_of(line)
+                if len(self.rest) > _LONGEST_BYTES:
+                    yield from self.flush()
+
+    def flush(self) -> Iterator[str]:
+        """The text after the last newline, if any."""
+        rest, self.rest = self.rest, b""
+        if rest:
+            yield text_of(rest)
+
+    def skip_to_last(self, lines: int) -> None:
+        """Continue before the last `lines` lines."""
+        with suppress(OSError):
+            self.position = start_of_last(self.path, lines)
+
+
+def start_of_last(path: Path, lines: int) -> int:
+    """Offset of the last `lines` lines of a file, found by reading backwards.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as stream:
+        at = stream.seek(0, 2)
+        if at == 0:
+            return 0
+        stream.seek(at - 1)
+        wanted = lines + (stream.read(1) == b"\n")
+        while at > 0:
+            begin = max(0, at - _BLOCK_BYTES)
+            stream.seek(begin)
+            block = stream.read(at - begin)
+            found = block.count(b"\n")
+            if found >= wanted:
+                for _ in range(wanted):
+                    block = block[: block.rindex(b"\n")]
+                return begin + len(block) + 1
+            wanted -= found
+            at = begin
+    return 0
+
+
+def text_of(line: bytes) -> str:
+    """A line made safe for a terminal; of a progress bar only its last state."""
+    text = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
+    return _CONTROL.sub("", text)
+
+
+def node_of(run: RunDir, stage: Stage, attempt: int, rank: int) -> str:
+    """The node of a worker by the attempt's record; empty if the record is missing."""
+    with suppress(StorageError):
+        record = AttemptRecord.load(run.attempt(stage, attempt).record)
+        per_node = record.world_size // max(len(record.nodes), 1)
+        if per_node and rank // per_node < len(record.nodes):
+            return record.nodes[rank // per_node]
+    return ""
