@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import PlotData
 from matplotlib.ticker import LogFormatter
 
-from slurmllm.evaluate.plot import draw_utilization as draw_scores
+from slurmllm.evaluate.plot import draw as draw_scores
 from slurmllm.metrics.curves import extremes, means
 from slurmllm.picture import write_picture
 from slurmllm.report.blocks import (
