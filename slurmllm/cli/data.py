@@ -183,11 +183,11 @@ def build(
     from slurmllm.corpus.build import (
         build_corpus,
         is_half_named,
+        manifest_path,
         outputs_of,
         refuse_existing,
     )
     from slurmllm.corpus.join import Listeners
-    from slurmllm.corpus.manifest import manifest_path
     from slurmllm.corpus.options import CleanOptions, ReadOptions
     from slurmllm.corpus.work_folder import WorkFolder
     from slurmllm.progress import stage_progress

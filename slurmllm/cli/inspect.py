@@ -11,7 +11,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.corpus.inspecting import CorpusReport, RecipeReach, Sequence
+    from slurmllm.corpus.inspection import CorpusReport, RecipeReach, Sequence
     from slurmllm.data.spec import StreamSpec
 
 _BAR = 40
@@ -51,7 +51,7 @@ def inspect(
     CORPUS is what data.corpus takes; left out, it is the recipe's. A large corpus is sampled, and
     the output says so.
     """
-    from slurmllm.corpus.inspecting import first_sequences, inspect_corpus, reach
+    from slurmllm.corpus.inspection import first_sequences, inspect_corpus, reach
     from slurmllm.data.sources.opening import open_all
     from slurmllm.progress import input_progress
 

@@ -10,12 +10,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from slurmllm.corpus.finished_shard import FinishedShard
 from slurmllm.corpus.inputs import FormatOption, InputFile
 from slurmllm.corpus.join import Joined, Listeners, join
-from slurmllm.corpus.manifest import CorpusInput, CorpusManifest, manifest_path
 from slurmllm.corpus.megatron_output import token_files
 from slurmllm.corpus.options import (
     FAULT_EXAMPLES,
@@ -25,11 +26,11 @@ from slurmllm.corpus.options import (
     TokenizeOptions,
 )
 from slurmllm.corpus.output import output_files, refuse_existing
-from slurmllm.corpus.shard import load_shard
-from slurmllm.corpus.shard_plan import Shard, cut
+from slurmllm.corpus.shard import Shard, cut, load_shard
 from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.corpus.workers import Outcome, peak_bytes, run_here, run_locally, run_on_slurm
 from slurmllm.errors import DataError
+from slurmllm.records import Record
 from slurmllm.slurm.arrays import SlurmOptions
 
 __all__ = [
@@ -260,3 +261,57 @@ def _manifest(
             for file, count, entry in zip(files, facts.by_input, read_inputs, strict=True)
         ),
     )
+
+
+class CorpusInput(Record):
+    """One input file."""
+
+    path: str = Field(description="as named at the build, or below the folder named there")
+    bytes: int = Field(description="on disk")
+    documents: int
+    xxh3: str | None = Field(
+        default=None,
+        description="xxh3-128 of the file on disk; None for Parquet and Arrow, not read whole",
+    )
+
+
+class CorpusManifest(Record):
+    """`<corpus>.json`: what a corpus holds."""
+
+    version: Literal[1, 2] = 2
+    documents: int
+    text_bytes: int = Field(description="UTF-8 bytes of all documents")
+    columns: tuple[str, ...] = Field(default=("text", "source"), description="of the corpus")
+    tokens: int | None = Field(default=None, description="with --tokenize")
+    tokenizer: str | None = Field(default=None, description="--tokenize")
+    tokenizer_fingerprint: str | None = None
+    dtype: str | None = Field(default=None, description="of the token ids")
+    arrow_bytes: int | None = None
+    arrow_sha256: str | None = None
+    bin_bytes: int | None = None
+    bin_sha256: str | None = None
+    idx_bytes: int | None = None
+    idx_sha256: str | None = None
+    format: str = Field(description="--format")
+    text_by: str = Field(description="--text-by")
+    text_key: str = Field(description="--text-key")
+    prompt_key: str | None = Field(default=None, description="--prompt-key")
+    completion_key: str | None = Field(default=None, description="--completion-key")
+    normalize: str = Field(default="none", description="--normalize")
+    min_chars: int = Field(default=0, description="--min-chars")
+    dedup: bool = Field(default=False, description="--dedup")
+    empty: int = Field(description="documents left out because they held no text")
+    short: int = Field(default=0, description="left out by --min-chars")
+    duplicates: int = Field(default=0, description="left out by --dedup")
+    bad: int = Field(description="documents and files left out because they could not be read")
+    bad_examples: tuple[str, ...] = Field(description="the first of them: file, place, reason")
+    inputs: tuple[CorpusInput, ...] = Field(description="in the order they were read")
+
+    def content(self) -> bytes:
+        """The file, without what does not apply."""
+        return (self.model_dump_json(indent=2, exclude_none=True) + "\n").encode()
+
+
+def manifest_path(corpus: Path) -> Path:
+    """Where the manifest of a corpus (`.arrow` or `.bin`) is."""
+    return corpus.with_name(corpus.name + ".json")

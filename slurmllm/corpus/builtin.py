@@ -12,10 +12,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from slurmllm.corpus.build import build_corpus
+from slurmllm.corpus.build import build_corpus, manifest_path
 from slurmllm.corpus.cleaning import DocumentStream
 from slurmllm.corpus.inputs import InputFile, input_file
-from slurmllm.corpus.manifest import manifest_path
 from slurmllm.corpus.options import Faults, ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import DataError

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slurmllm.corpus.arrow_output import write_arrow
-from slurmllm.corpus.duplicates import mark_duplicates
-from slurmllm.corpus.finished_shard import FinishedShard
+from slurmllm.corpus.finished_shard import FinishedShard, mark_duplicates
 from slurmllm.corpus.megatron_output import write_tokens
 from slurmllm.corpus.options import BuildOptions
 from slurmllm.corpus.output import OutputFile

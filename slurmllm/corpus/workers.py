@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slurmllm import errors
-from slurmllm.corpus.shard import write_shard
-from slurmllm.corpus.shard_plan import Shard
+from slurmllm.corpus.shard import Shard, write_shard
 from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.errors import CodeError, NodeError, SlurmError
 from slurmllm.slurm.arrays import (

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.data.blend import Blend
-from slurmllm.data.order import DocumentOrder
+from slurmllm.data.order import Blend, DocumentOrder
 from slurmllm.data.sources.base import Marks, Pieces, Request, Source, Tokens
 from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.errors import DataError

@@ -29,14 +29,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.data.batch import Batch, marked_batch
 from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
+from slurmllm.data.sources.base import BEGINS, UNTRAINED, Marks
 from slurmllm.data.sources.opening import open_all
 from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.data.state import State, identity, positions_of, require_same, upgraded
@@ -228,3 +228,54 @@ def _split(slots: range, parts: int) -> list[range]:
     """Cut a range into consecutive parts whose lengths differ by one at most."""
     bounds = [slots.start + len(slots) * part // parts for part in range(parts + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+class Batch(NamedTuple):
+    """Packed sequences, each with the token that follows it.
+
+    Attributes:
+        tokens: int64 [rows, seq_len + 1].
+        begins: bool [rows, seq_len + 1], whether a token is its document's first. None where
+            documents do not matter.
+        untrained: bool [rows, seq_len + 1], whether a token is read but not learnt. None where
+            all are learnt.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.bool_] | None = None
+    untrained: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def inputs(self) -> npt.NDArray[np.int64]:
+        """What the model reads, int64 [rows, seq_len]."""
+        return np.ascontiguousarray(self.tokens[:, :-1])
+
+    def labels(self, ignored: int) -> npt.NDArray[np.int64]:
+        """What the model is to predict, int64 [rows, seq_len]; `ignored` where nothing is."""
+        labels = np.ascontiguousarray(self.tokens[:, 1:])
+        if self.untrained is not None:
+            labels[self.untrained[:, 1:]] = ignored
+        return labels
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64] | None:
+        """Place of each input in its document, int64 [rows, seq_len].
+
+        Counted from the sequence's begin for the document that the sequence begins in.
+        """
+        if self.begins is None:
+            return None
+        places = np.arange(self.tokens.shape[1] - 1)
+        begins = np.where(self.begins[:, :-1], places, 0)
+        return places - np.maximum.accumulate(begins, axis=1)
+
+
+def marked_batch(
+    tokens: npt.NDArray[np.int32], marks: Marks, *, begins: bool, untrained: bool
+) -> Batch:
+    """A batch with what is asked for of the tokens' marks, [rows, seq_len + 1] both."""
+    return Batch(
+        tokens.astype(np.int64),
+        (marks & BEGINS).astype(bool) if begins else None,
+        (marks & UNTRAINED).astype(bool) if untrained else None,
+    )

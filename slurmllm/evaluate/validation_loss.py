@@ -23,10 +23,9 @@ from torch import Tensor
 from slurmllm.checkpoint.formats.weights import weight_reader
 from slurmllm.checkpoint.origin import read_origin
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.data.batch import Batch
 from slurmllm.data.slots import POSITION
 from slurmllm.data.spec import StreamSpec
-from slurmllm.data.stream import PackedStream
+from slurmllm.data.stream import Batch, PackedStream
 from slurmllm.errors import DataError
 from slurmllm.evaluate.validation_text import MOST_SEQUENCES
 from slurmllm.model.decoder import Decoder, build_model

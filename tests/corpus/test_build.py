@@ -24,11 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.cli.data import data
-from slurmllm.corpus.build import Built, build_corpus
+from slurmllm.corpus.build import Built, CorpusManifest, build_corpus, manifest_path
 from slurmllm.corpus.inputs import find_inputs
-from slurmllm.corpus.manifest import CorpusManifest, manifest_path
 from slurmllm.corpus.options import CleanOptions, ReadOptions
-from slurmllm.data.sources.fingerprint import document_hash, prompt_hash
+from slurmllm.data.sources.base import document_hash, prompt_hash
 from slurmllm.errors import DataError, StorageError
 from slurmllm.progress import stage_progress
 
@@ -147,9 +146,9 @@ def test_cleaning(
         else:
             expected.append(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slurmllm.corpus.shard_plan._LEAST_BYTES", 1)  # a shard a file
+        patch.setattr("slurmllm.corpus.shard._LEAST_BYTES", 1)  # a shard a file
         patch.setattr("slurmllm.corpus.shard._RUN_DOCUMENTS", 3)
-        patch.setattr("slurmllm.corpus.duplicates._AT_ONCE", 2)
+        patch.setattr("slurmllm.corpus.finished_shard._AT_ONCE", 2)
         patch.setattr("slurmllm.corpus.finished_shard._PART_ROWS", 2)
         patch.setattr("slurmllm.corpus.finished_shard._PART_BYTES", 5)
         clean = CleanOptions(form, min_chars, dedup)

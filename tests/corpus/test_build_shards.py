@@ -20,8 +20,7 @@ from slurmllm.corpus.build import Built, build_corpus
 from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.join import Listeners
 from slurmllm.corpus.options import BuildOptions, CleanOptions, ReadOptions
-from slurmllm.corpus.shard import load_shard, write_shard
-from slurmllm.corpus.shard_plan import cut
+from slurmllm.corpus.shard import cut, load_shard, write_shard
 from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.corpus.workers import run_locally
 from slurmllm.errors import CodeError, DataError, NodeError, StorageError
@@ -40,7 +39,7 @@ main()
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of files with some equal documents; a shard is a file."""
-    monkeypatch.setattr("slurmllm.corpus.shard_plan._LEAST_BYTES", 1)
+    monkeypatch.setattr("slurmllm.corpus.shard._LEAST_BYTES", 1)
     folder = tmp_path / "in"
     folder.mkdir()
     for index in range(FILES):

@@ -12,8 +12,8 @@ import pytest
 from data.conftest import names_in
 
 from slurmllm.corpus import builtin
+from slurmllm.corpus.build import CorpusManifest, manifest_path
 from slurmllm.corpus.builtin import ensure_stdlib
-from slurmllm.corpus.manifest import CorpusManifest, manifest_path
 from slurmllm.data.check import check_inputs
 from slurmllm.data.tokenizer import vocab_size_of
 from slurmllm.errors import DataError

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
-from slurmllm.data.sources.fingerprint import document_hash, prompt_hash
+from slurmllm.data.sources.base import document_hash, prompt_hash
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.state import State, merge_states
 from slurmllm.data.stream import PackedStream

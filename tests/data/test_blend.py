@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.data.blend import Blend
+from slurmllm.data.order import Blend
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError

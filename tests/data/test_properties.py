@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from slurmllm.data.order import DocumentOrder
 from slurmllm.data.sources import text
-from slurmllm.data.sources.base import Pieces, Request
-from slurmllm.data.sources.fingerprint import document_hash
+from slurmllm.data.sources.base import Pieces, Request, document_hash
 from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.data.state import State
 from slurmllm.data.stream import PackedStream

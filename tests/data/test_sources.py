@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from slurmllm.data.sources import text
-from slurmllm.data.sources.base import BEGINS, Source
-from slurmllm.data.sources.fingerprint import document_hash, fingerprint
+from slurmllm.data.sources.base import BEGINS, Source, document_hash, fingerprint
 from slurmllm.data.sources.opening import open_source
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError

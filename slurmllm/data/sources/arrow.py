@@ -16,8 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
-from slurmllm.data.sources.base import Integers
-from slurmllm.data.sources.fingerprint import document_hash
+from slurmllm.data.sources.base import Integers, document_hash
 from slurmllm.errors import DataError, StorageError
 
 _MAGIC = b"ARROW1"

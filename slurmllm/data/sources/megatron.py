@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slurmllm.data.sources.fingerprint import fingerprint
+from slurmllm.data.sources.base import fingerprint
 from slurmllm.data.sources.tokenized import Ids, TokenizedSource
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError

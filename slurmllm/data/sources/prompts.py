@@ -18,9 +18,10 @@ from slurmllm.data.sources.base import (
     Request,
     Source,
     Tokens,
+    fingerprint,
     joined,
+    prompt_hash,
 )
-from slurmllm.data.sources.fingerprint import fingerprint, prompt_hash
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 

@@ -10,8 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmllm.data.sources.arrow import ArrowFile, Corpus
-from slurmllm.data.sources.base import BEGINS, Integers, Pieces, Request, Source
-from slurmllm.data.sources.fingerprint import document_hash, fingerprint
+from slurmllm.data.sources.base import (
+    BEGINS,
+    Integers,
+    Pieces,
+    Request,
+    Source,
+    document_hash,
+    fingerprint,
+)
 from slurmllm.data.tokenizer import TokenEncoder
 
 # What whoever resumes inside a long document tokenizes once more, at most.

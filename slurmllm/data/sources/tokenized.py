@@ -17,9 +17,10 @@ from slurmllm.data.sources.base import (
     Request,
     Source,
     Tokens,
+    document_hash,
+    fingerprint,
     joined,
 )
-from slurmllm.data.sources.fingerprint import document_hash, fingerprint
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 

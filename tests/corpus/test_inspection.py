@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from data.conftest import some_texts
 
 from slurmllm.cli.main import cli
-from slurmllm.corpus import inspecting
-from slurmllm.corpus.inspecting import inspect_corpus
+from slurmllm.corpus import inspection
+from slurmllm.corpus.inspection import inspect_corpus
 from slurmllm.data.sources.opening import open_source
 from slurmllm.data.tokenizer import TokenEncoder
 
@@ -47,8 +47,8 @@ def test_small_corpora_are_counted(tmp_path: Path, tokenizer: Path, texts: list[
 def test_large_corpora_are_sampled(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspecting, "COUNTED_SIZE", 1000)
-    monkeypatch.setattr(inspecting, "SAMPLED_DOCUMENTS", 400)
+    monkeypatch.setattr(inspection, "COUNTED_SIZE", 1000)
+    monkeypatch.setattr(inspection, "SAMPLED_DOCUMENTS", 400)
     monkeypatch.setattr("slurmllm.data.sources.text.PIECE_BYTES", 500)
     texts = some_texts(5000)
     texts[::50] = [text * random.Random(text).randint(1, 60) for text in texts[::50]]
@@ -64,8 +64,8 @@ def test_large_corpora_are_sampled(
 def test_token_ids_need_no_sample_to_be_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspecting, "COUNTED_SIZE", 1000)
-    monkeypatch.setattr(inspecting, "SAMPLED_DOCUMENTS", 5)
+    monkeypatch.setattr(inspection, "COUNTED_SIZE", 1000)
+    monkeypatch.setattr(inspection, "SAMPLED_DOCUMENTS", 5)
     np.save(tmp_path / "t.npy", np.arange(100_000, dtype=np.uint16) % 999)
     report = inspect_corpus(open_source(tmp_path / "t.npy", None, None))
     assert (report.tokens, report.tokens_error, report.unit) == (100_000, 0, "tokens")
