@@ -21,7 +21,7 @@ from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.host_memory import Memory
-from slurmllm.model.labels import IGNORED as IGNORED
+from slurmllm.model import IGNORED as IGNORED
 from slurmllm.plan.mesh import Mesh
 
 if TYPE_CHECKING:

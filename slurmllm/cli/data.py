@@ -13,7 +13,7 @@ import click
 from slurmllm.cli.inspect import inspect
 
 if TYPE_CHECKING:
-    from slurmllm.corpus.build import Built
+    from slurmllm.corpus.build import BuildResult
     from slurmllm.corpus.inputs import InputFile
     from slurmllm.corpus.options import TokenizeOptions
 
@@ -182,13 +182,13 @@ def build(
 
     from slurmllm.corpus.build import (
         build_corpus,
-        is_half_named,
         manifest_path,
-        outputs_of,
-        refuse_existing,
+        output_paths,
+        renaming_interrupted,
     )
-    from slurmllm.corpus.join import Listeners
+    from slurmllm.corpus.join import BuildCallbacks
     from slurmllm.corpus.options import CleanOptions, ReadOptions
+    from slurmllm.corpus.output import refuse_existing
     from slurmllm.corpus.work_folder import WorkFolder
     from slurmllm.progress import stage_progress
     from slurmllm.slurm.arrays import SlurmOptions
@@ -204,9 +204,9 @@ def build(
     for_slurm = {name: value for name, value in asked.items() if value is not None}
     if for_slurm and not slurm:
         raise click.UsageError(f"--{next(iter(for_slurm))} is of Slurm jobs; add --slurm")
-    outputs = outputs_of(out, tokenize=tokenizer is not None)
+    outputs = output_paths(out, tokenize=tokenizer is not None)
     for path in outputs:
-        refuse_existing(path, overwrite or is_half_named(outputs[0]))
+        refuse_existing(path, overwrite or renaming_interrupted(outputs[0]))
     manifest_file = manifest_path(outputs[0])
     own = [*outputs, manifest_file, WorkFolder.of(outputs[0]).path]
     files = named_inputs(inputs, files_from, format_, own)
@@ -227,7 +227,7 @@ def build(
             overwrite=overwrite,
             workers=workers,
             slurm=SlurmOptions(**for_slurm) if slurm else None,
-            listeners=Listeners(
+            listeners=BuildCallbacks(
                 on_read=lambda done: show("reading", done, total),
                 on_join=lambda done, of: show("writing", done, of),
                 on_note=lambda note: click.echo(note, err=True),
@@ -256,7 +256,7 @@ def _tokenize_options(tokenizer: Path, dtype: Any) -> TokenizeOptions:
     return TokenizeOptions(tokenizer, encoder.fingerprint, dtype or fitting)
 
 
-def _summary(built: Built, manifest_file: Path, seconds: float) -> dict[str, Any]:
+def _summary(built: BuildResult, manifest_file: Path, seconds: float) -> dict[str, Any]:
     corpus, *others = map(str, built.outputs)
     return {
         "corpus": corpus,
@@ -272,7 +272,7 @@ def _summary(built: Built, manifest_file: Path, seconds: float) -> dict[str, Any
     }
 
 
-def _print(built: Built, manifest_file: Path, seconds: float) -> None:
+def _print(built: BuildResult, manifest_file: Path, seconds: float) -> None:
     manifest = built.manifest
     files = len(manifest.inputs)
     tokens = "" if manifest.tokens is None else f"{manifest.tokens:,} tokens, "

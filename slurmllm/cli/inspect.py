@@ -11,7 +11,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.corpus.inspection import CorpusReport, RecipeReach, Sequence
+    from slurmllm.corpus.inspection import CorpusReport, RecipeEpochs, Sequence
     from slurmllm.data.spec import StreamSpec
 
 _BAR = 40
@@ -51,7 +51,7 @@ def inspect(
     CORPUS is what data.corpus takes; left out, it is the recipe's. A large corpus is sampled, and
     the output says so.
     """
-    from slurmllm.corpus.inspection import first_sequences, inspect_corpus, reach
+    from slurmllm.corpus.inspection import count_epochs, first_sequences, inspect_corpus
     from slurmllm.data.sources.opening import open_all
     from slurmllm.progress import input_progress
 
@@ -59,14 +59,14 @@ def inspect(
     sources, encoder = open_all(spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask)
     total_weight = sum(weight for _, weight in spec.corpora)
     reports: list[CorpusReport] = []
-    reaches: list[RecipeReach] = []
+    reaches: list[RecipeEpochs] = []
     for source, (_, weight) in zip(sources, spec.corpora, strict=True):
         with input_progress("counting", source.total_size) as on_progress:
             report = inspect_corpus(source, exact=exact, on_progress=on_progress)
         reports.append(report)
         if name is not None:
             share = weight / total_weight
-            reaches.append(reach(report, spec, name, steps, share))
+            reaches.append(count_epochs(report, spec, name, steps, share))
     shown = first_sequences(spec, encoder, sequences) if sequences and encoder else []
     if as_json:
         click.echo(json.dumps(_as_json(reports, reaches, shown), indent=2))
@@ -74,7 +74,7 @@ def inspect(
     for place, report in enumerate(reports):
         _print_report(report)
         if reaches:
-            _print_reach(reaches[place], len(reports) > 1)
+            _print_epochs(reaches[place], len(reports) > 1)
     for sequence in shown:
         _print_sequence(sequence)
     if sequences and encoder is None:
@@ -133,7 +133,7 @@ def _asked(
 
 
 def _as_json(
-    reports: list[CorpusReport], reaches: list[RecipeReach], shown: list[Sequence]
+    reports: list[CorpusReport], reaches: list[RecipeEpochs], shown: list[Sequence]
 ) -> dict[str, Any]:
     """Sums of all corpora, then each."""
     return {
@@ -142,7 +142,7 @@ def _as_json(
         "tokens": sum(report.tokens for report in reports),
         "tokens_are": "exact" if all(r.tokens_are == "exact" for r in reports) else "estimated",
         "corpora": [report.model_dump() for report in reports],
-        "recipe": [reach.model_dump() for reach in reaches] or None,
+        "recipe": [count_epochs.model_dump() for count_epochs in reaches] or None,
         "sequences": [sequence.model_dump() for sequence in shown],
     }
 
@@ -182,11 +182,11 @@ def _print_report(report: CorpusReport) -> None:
     print_table(("tokens a document", "share", ""), rows)
 
 
-def _print_reach(reach: RecipeReach, blended: bool) -> None:
+def _print_epochs(epochs: RecipeEpochs, blended: bool) -> None:
     of_it = " of this corpus" if blended else ""
     click.echo(
-        f"recipe   {reach.recipe}: {reach.steps:,} steps x {reach.tokens_per_step:,} tokens{of_it} "
-        f"are {reach.epochs:,.3g} epochs; an epoch is {reach.steps_per_epoch:,.1f} steps"
+        f"recipe   {epochs.recipe}: {epochs.steps:,} steps x {epochs.tokens_per_step:,} tokens{of_it} "
+        f"are {epochs.epochs:,.3g} epochs; an epoch is {epochs.steps_per_epoch:,.1f} steps"
     )
 
 

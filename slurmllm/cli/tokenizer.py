@@ -48,9 +48,9 @@ def train(
     """
     import time
 
-    from slurmllm.corpus.build import refuse_existing
+    from slurmllm.corpus.output import refuse_existing
     from slurmllm.corpus.cleaning import DocumentStream
-    from slurmllm.corpus.options import Faults, ReadOptions
+    from slurmllm.corpus.options import InputErrors, ReadOptions
     from slurmllm.data.tokenizer import END_OF_DOCUMENT, train_tokenizer, vocab_size_of
     from slurmllm.errors import DataError
     from slurmllm.progress import input_progress
@@ -60,7 +60,7 @@ def train(
     refuse_existing(out, overwrite)
     files = named_inputs(inputs, files_from, format_, [out])
     options = ReadOptions(text_by=text_by, text_key=text_key, skip_bad=skip_bad)
-    faults = Faults(skip_bad)
+    faults = InputErrors(skip_bad)
     with input_progress("reading", sum(file.size_bytes for file in files)) as on_progress:
         texts = DocumentStream(files, options, faults, on_progress)
         content = train_tokenizer(texts, vocab_size)

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from slurmllm.corpus.finished_shard import FinishedShard
-from slurmllm.corpus.output import OutputFile, refused
+from slurmllm.corpus.output import OutputFile, write_error
 from slurmllm.corpus.work_folder import WorkFolder
 
 # What a buffer holds, part after part.
@@ -76,7 +76,7 @@ def write_arrow(
         try:
             buffers = _placeholders(sparse, [size for size, _ in contents], last)
         except OSError as error:
-            raise refused(work.path, error) from error
+            raise write_error(work.path, error) from error
         arrays = [
             pa.Array.from_buffers(
                 pa.large_string(),

@@ -16,35 +16,26 @@ from pydantic import Field
 
 from slurmllm.corpus.finished_shard import FinishedShard
 from slurmllm.corpus.inputs import FormatOption, InputFile
-from slurmllm.corpus.join import Joined, Listeners, join
+from slurmllm.corpus.join import BuildCallbacks, JoinResult, join
 from slurmllm.corpus.megatron_output import token_files
 from slurmllm.corpus.options import (
-    FAULT_EXAMPLES,
+    ERROR_EXAMPLES,
     BuildOptions,
     CleanOptions,
     ReadOptions,
     TokenizeOptions,
 )
 from slurmllm.corpus.output import output_files, refuse_existing
-from slurmllm.corpus.shard import Shard, cut, load_shard
+from slurmllm.corpus.shard import Shard, load_shard, plan_shards
 from slurmllm.corpus.work_folder import WorkFolder
-from slurmllm.corpus.workers import Outcome, peak_bytes, run_here, run_locally, run_on_slurm
+from slurmllm.corpus.workers import ShardResult, peak_bytes, run_here, run_locally, run_on_slurm
 from slurmllm.errors import DataError
 from slurmllm.records import Record
 from slurmllm.slurm.arrays import SlurmOptions
 
-__all__ = [
-    "Built",
-    "Listeners",
-    "build_corpus",
-    "is_half_named",
-    "outputs_of",
-    "refuse_existing",
-]
-
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """A finished build.
 
     Attributes:
@@ -76,8 +67,8 @@ def build_corpus(
     overwrite: bool = False,
     workers: int = 1,
     slurm: SlurmOptions | None = None,
-    listeners: Listeners | None = None,
-) -> Built:
+    listeners: BuildCallbacks | None = None,
+) -> BuildResult:
     """Write a corpus and its manifest.
 
     Args:
@@ -100,14 +91,14 @@ def build_corpus(
         StorageError: the file system refused to write.
     """
     options = BuildOptions(read, clean or CleanOptions(), tokenize)
-    listeners = listeners or Listeners()
-    outputs = outputs_of(out, tokenize=tokenize is not None)
+    listeners = listeners or BuildCallbacks()
+    outputs = output_paths(out, tokenize=tokenize is not None)
     if not files:
         raise DataError("no input file")
-    shards = cut(files, options)
+    shards = plan_shards(files, options)
     work = WorkFolder.of(outputs[0])
     overwrite = overwrite or (
-        is_half_named(outputs[0]) and {shard.name for shard in shards} <= work.shard_names()
+        renaming_interrupted(outputs[0]) and {shard.name for shard in shards} <= work.shard_names()
     )
     for path in outputs:
         refuse_existing(path, overwrite)
@@ -131,7 +122,7 @@ def build_corpus(
                 work.remove()
             raise
     own = peak_bytes()
-    return Built(
+    return BuildResult(
         manifest=manifest,
         outputs=outputs,
         shards=len(shards),
@@ -141,12 +132,12 @@ def build_corpus(
     )
 
 
-def outputs_of(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
+def output_paths(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
     """The files that a build writes, without the manifest."""
     return tuple(token_files(out)) if tokenize else (out,)
 
 
-def is_half_named(corpus: Path) -> bool:
+def renaming_interrupted(corpus: Path) -> bool:
     """Whether a build was killed when the corpus may have had its name and its manifest had not.
 
     The same build may then replace the corpus, as it was its own or was to be replaced.
@@ -181,7 +172,7 @@ def _read(
     work: WorkFolder,
     workers: int,
     slurm: SlurmOptions | None,
-    listeners: Listeners,
+    listeners: BuildCallbacks,
 ) -> dict[int, int]:
     """Write the shards that are missing; the peak memory of each process, by its id."""
     missing = [shard for shard in shards if shard.name not in there]
@@ -193,7 +184,7 @@ def _read(
         begun = sum(min(count, sizes.get(name, 0)) for name, count in running.items())
         listeners.on_read(sum(sizes[name] for name in done) + begun)
 
-    outcomes: Iterator[Outcome]
+    outcomes: Iterator[ShardResult]
     if slurm is not None and missing:
         outcomes = run_on_slurm(missing, work, workers, slurm, report, listeners.on_note)
     elif workers > 1 and len(missing) > 1:
@@ -223,7 +214,7 @@ def _load(shards: Sequence[Shard], work: WorkFolder) -> list[FinishedShard]:
 def _manifest(
     files: Sequence[InputFile],
     shards: Sequence[FinishedShard],
-    facts: Joined,
+    facts: JoinResult,
     options: BuildOptions,
     format: FormatOption,
 ) -> CorpusManifest:
@@ -255,7 +246,7 @@ def _manifest(
         short=sum(record.short for record in records),
         duplicates=facts.duplicates,
         bad=sum(record.bad for record in records),
-        bad_examples=tuple(examples[:FAULT_EXAMPLES]),
+        bad_examples=tuple(examples[:ERROR_EXAMPLES]),
         inputs=tuple(
             CorpusInput(path=file.name, bytes=file.size_bytes, documents=count, xxh3=entry.xxh3)
             for file, count, entry in zip(files, facts.by_input, read_inputs, strict=True)

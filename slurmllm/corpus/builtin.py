@@ -15,7 +15,7 @@ from pathlib import Path
 from slurmllm.corpus.build import build_corpus, manifest_path
 from slurmllm.corpus.cleaning import DocumentStream
 from slurmllm.corpus.inputs import InputFile, input_file
-from slurmllm.corpus.options import Faults, ReadOptions
+from slurmllm.corpus.options import InputErrors, ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import DataError
 from slurmllm.rundir import write_atomic
@@ -60,7 +60,7 @@ def ensure_stdlib(folder: Path) -> tuple[Path, Path]:
         _build(files, corpus, options)
     if not tokenizer.is_file():
         sample = (files or _sources())[::_TOKENIZER_STRIDE]
-        texts = DocumentStream(sample, options, Faults(skip_bad=True))
+        texts = DocumentStream(sample, options, InputErrors(skip_bad=True))
         write_atomic(tokenizer, train_tokenizer(texts, VOCAB_SIZE))
     return corpus, tokenizer
 

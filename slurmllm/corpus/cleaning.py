@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from slurmllm.corpus.inputs import InputFile
-from slurmllm.corpus.options import CleanOptions, Faults, ReadOptions
+from slurmllm.corpus.options import CleanOptions, InputErrors, ReadOptions
 from slurmllm.corpus.readers import DocumentReader, Documents
 
 
@@ -69,7 +69,7 @@ class DocumentStream:
         self,
         files: Sequence[InputFile],
         options: ReadOptions,
-        faults: Faults,
+        faults: InputErrors,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
         self._files = files

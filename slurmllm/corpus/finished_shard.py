@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from slurmllm.corpus.shard import DIGEST_HIGH, DIGEST_LOW, DIGEST_ROW, ShardRecord, Words
+from slurmllm.corpus.shard import DIGEST_HIGH, DIGEST_LOW, DIGEST_ROW, Digests, ShardRecord
 from slurmllm.errors import StorageError
 
 _PART_BYTES = 8 << 20
@@ -210,8 +210,8 @@ def _repeated(
     most: np.uint64,
 ) -> npt.NDArray[np.int64]:
     """Numbers of the documents that came before, of those with the high half in a range."""
-    highs: list[Words] = []
-    lows: list[Words] = []
+    highs: list[Digests] = []
+    lows: list[Digests] = []
     documents: list[npt.NDArray[np.int64]] = []
     for shard, first in zip(shards, firsts, strict=False):
         begin = 0

@@ -64,7 +64,7 @@ class CorpusReport(Record):
     fingerprint: str
 
 
-class RecipeReach(Record):
+class RecipeEpochs(Record):
     """How far a corpus takes a recipe."""
 
     recipe: str
@@ -140,9 +140,9 @@ def inspect_corpus(
     )
 
 
-def reach(
+def count_epochs(
     report: CorpusReport, spec: StreamSpec, recipe: str, steps: int, share: float
-) -> RecipeReach:
+) -> RecipeEpochs:
     """How many epochs of a corpus a recipe takes.
 
     Args:
@@ -154,7 +154,7 @@ def reach(
     """
     per_step = spec.global_batch * spec.seq_len * share
     trained = report.tokens * (1 - spec.validation)
-    return RecipeReach(
+    return RecipeEpochs(
         recipe=recipe,
         seq_len=spec.seq_len,
         global_batch=spec.global_batch,

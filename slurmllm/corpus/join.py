@@ -18,7 +18,7 @@ from slurmllm.errors import DataError
 
 
 @dataclass(frozen=True)
-class Listeners:
+class BuildCallbacks:
     """Who wants to know how a build goes.
 
     Attributes:
@@ -32,7 +32,7 @@ class Listeners:
     on_note: Callable[[str], None] = field(default=lambda note: None)
 
 
-class Joined(NamedTuple):
+class JoinResult(NamedTuple):
     """What was written.
 
     Attributes:
@@ -60,8 +60,8 @@ def join(
     files: Mapping[str, OutputFile],
     options: BuildOptions,
     work: WorkFolder,
-    listeners: Listeners,
-) -> Joined:
+    listeners: BuildCallbacks,
+) -> JoinResult:
     """Write the documents of all shards.
 
     Args:
@@ -104,7 +104,7 @@ def join(
             lambda done: listeners.on_join(min(done, total), total),
         )  # fmt: skip
         columns = tuple(schema.names)
-    return Joined(
+    return JoinResult(
         documents=documents,
         text_bytes=sum(sizes.values()),
         tokens=tokens,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from slurmllm.errors import DataError
 
-FAULT_EXAMPLES = 20
+ERROR_EXAMPLES = 20
 
 # What a fault makes unreadable: a document, a whole file, or what follows in the file.
 Extent = Literal["document", "file", "rest"]
@@ -19,7 +19,7 @@ _REMEDIES: dict[Extent, str] = {
 }
 
 
-class Faults:
+class InputErrors:
     """An error at the first fault, or a count of them.
 
     Attributes:
@@ -38,7 +38,7 @@ class Faults:
             remedy = f"Mend the file, or {_REMEDIES[extent]} with --skip-bad"
             raise DataError(f"{fault.rstrip('.')}. {remedy}")
         self.count += 1
-        if len(self.examples) < FAULT_EXAMPLES:
+        if len(self.examples) < ERROR_EXAMPLES:
             self.examples.append(fault)
 
 

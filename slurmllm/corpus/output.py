@@ -60,7 +60,7 @@ class OutputFile(io.RawIOBase):
         try:
             self._stream.write(data)
         except OSError as error:
-            raise refused(self._path, error) from error
+            raise write_error(self._path, error) from error
 
     @property
     def sha256(self) -> str:
@@ -93,7 +93,7 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
             try:
                 streams.append(work.scratch(path.name).open("wb"))
             except OSError as error:
-                raise refused(path, error) from error
+                raise write_error(path, error) from error
             stack.callback(_close, streams[-1])
             files.append(OutputFile(streams[-1], path, digester))
         yield files
@@ -104,7 +104,7 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
                 stream.close()
                 work.scratch(path.name).chmod(0o644)
             except OSError as error:
-                raise refused(path, error) from error
+                raise write_error(path, error) from error
         try:
             work.scratch(manifest.name).replace(work.ready)
             fsync_dir(work.path)
@@ -115,7 +115,7 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
             work.ready.replace(manifest)
             fsync_dir(manifest.parent)
         except OSError as error:
-            raise refused(paths[0], error) from error
+            raise write_error(paths[0], error) from error
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:
@@ -126,7 +126,7 @@ def refuse_existing(out: Path, overwrite: bool) -> None:
         raise DataError(f"{out} is already there; choose another --out, or add --overwrite")
 
 
-def refused(path: Path, error: OSError) -> StorageError:
+def write_error(path: Path, error: OSError) -> StorageError:
     """The error of a file that cannot be written."""
     return StorageError(
         f"cannot write {path}: {error.strerror or error}; free space or choose another --out. "

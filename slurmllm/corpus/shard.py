@@ -20,16 +20,16 @@ from pydantic import Field
 
 from slurmllm.corpus.cleaning import clean
 from slurmllm.corpus.inputs import InputFile
-from slurmllm.corpus.options import BuildOptions, Faults, TokenizeOptions
+from slurmllm.corpus.options import BuildOptions, InputErrors, TokenizeOptions
 from slurmllm.corpus.readers import DocumentReader, Documents
 from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.errors import DataError, StorageError
 from slurmllm.records import Record
 
-Words = npt.NDArray[np.uint64]
+Digests = npt.NDArray[np.uint64]
 
 
-def digest(documents: Documents) -> tuple[Words, Words]:
+def digest(documents: Documents) -> tuple[Digests, Digests]:
     """High and low half of each document's digest.
 
     The low half is `document_hash` of a text, and `prompt_hash` of a prompt and its completion.
@@ -171,7 +171,7 @@ class _ShardWriter:
     def __init__(self, shard: Shard, folder: Path, on_progress: Callable[[int], None]) -> None:
         self._shard, self._folder, self._on_progress = shard, folder, on_progress
         options = shard.options
-        self._faults = Faults(options.read.skip_bad)
+        self._faults = InputErrors(options.read.skip_bad)
         self._columns = {name: _ColumnFile(folder / name) for name in column_files(options)}
         self._encoder = _Encoder(options.tokenize) if options.tokenize else None
         self._digests = _SortedRuns(self._columns) if options.clean.dedup else None
@@ -279,13 +279,13 @@ class _SortedRuns:
 
     def __init__(self, columns: dict[str, _ColumnFile]) -> None:
         self._columns = columns
-        self._high: list[Words] = []
-        self._low: list[Words] = []
+        self._high: list[Digests] = []
+        self._low: list[Digests] = []
         self._held = 0
         self._rows = 0
         self.lengths: list[int] = []
 
-    def add(self, high: Words, low: Words) -> None:
+    def add(self, high: Digests, low: Digests) -> None:
         self._high.append(high)
         self._low.append(low)
         self._held += len(high)
@@ -380,7 +380,7 @@ class Shard:
         return sum(file.size_bytes for file in self.files)
 
 
-def cut(files: Sequence[InputFile], options: BuildOptions) -> list[Shard]:
+def plan_shards(files: Sequence[InputFile], options: BuildOptions) -> list[Shard]:
     """Cut the inputs into shards; a file is never in two.
 
     Paths in them are absolute, for whoever reads a shard may stand in another folder.

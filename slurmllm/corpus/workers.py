@@ -46,10 +46,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 Report = Callable[[Mapping[str, int]], None]
 
 
-def run_here(shards: Sequence[Shard], work: WorkFolder, report: Report) -> Iterator[Outcome]:
+def run_here(shards: Sequence[Shard], work: WorkFolder, report: Report) -> Iterator[ShardResult]:
     """Write shards in this process."""
 
-    def run(shard: Shard) -> Outcome:
+    def run(shard: Shard) -> ShardResult:
         return run_shard(shard, work.path, lambda done: report({shard.name: done}))
 
     yield from map(run, shards)
@@ -57,7 +57,7 @@ def run_here(shards: Sequence[Shard], work: WorkFolder, report: Report) -> Itera
 
 def run_locally(
     shards: Sequence[Shard], work: WorkFolder, workers: int, report: Report
-) -> Iterator[Outcome]:
+) -> Iterator[ShardResult]:
     """Write shards in several processes.
 
     Args:
@@ -81,7 +81,7 @@ def run_locally(
             free.put(stack.enter_context(_Worker(work)))
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
 
-        def on_a_free_one(shard: Shard) -> Outcome:
+        def on_a_free_one(shard: Shard) -> ShardResult:
             worker = free.get()
             try:
                 return worker.run(shard)
@@ -116,13 +116,13 @@ class _Worker:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
-    def run(self, shard: Shard) -> Outcome:
+    def run(self, shard: Shard) -> ShardResult:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
             pickle.dump((shard, self._work.path), self._process.stdin)
             self._process.stdin.flush()
-            outcome: Outcome = pickle.load(self._process.stdout)
+            outcome: ShardResult = pickle.load(self._process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
             raise self._lost(shard) from error
         return outcome
@@ -172,7 +172,7 @@ def run_on_slurm(
     options: SlurmOptions,
     report: Report,
     on_note: Callable[[str], None],
-) -> Iterator[Outcome]:
+) -> Iterator[ShardResult]:
     """Write shards in the jobs of one array; it is cancelled when this ends early.
 
     Args:
@@ -217,7 +217,7 @@ def run_on_slurm(
             cancel(array)
 
 
-def run_shards(shards: Sequence[Shard], work: Path) -> list[Outcome]:
+def run_shards(shards: Sequence[Shard], work: Path) -> list[ShardResult]:
     """What one job does: some shards, up to the first error."""
     outcomes = []
     for shard in shards:
@@ -227,11 +227,11 @@ def run_shards(shards: Sequence[Shard], work: Path) -> list[Outcome]:
     return outcomes
 
 
-def _outcomes(job: Any) -> list[Outcome]:
+def _outcomes(job: Any) -> list[ShardResult]:
     import submitit
 
     try:
-        outcomes: list[Outcome] = job.result()
+        outcomes: list[ShardResult] = job.result()
     except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError) as error:
         log = job.paths.stderr
         raise SlurmError(
@@ -242,7 +242,7 @@ def _outcomes(job: Any) -> list[Outcome]:
     return outcomes
 
 
-class Outcome(NamedTuple):
+class ShardResult(NamedTuple):
     """How a shard ended; plain values, for it crosses to another process.
 
     Attributes:
@@ -266,7 +266,7 @@ class Outcome(NamedTuple):
 
 def run_shard(
     shard: Shard, work: Path, on_progress: Callable[[int], None] | None = None
-) -> Outcome:
+) -> ShardResult:
     """Write a shard.
 
     Args:
@@ -279,7 +279,7 @@ def run_shard(
         write_shard(shard, WorkFolder(work), on_progress)
     except errors.SlurmllmError as fault:
         error = (type(fault).__name__, str(fault))
-    return Outcome(shard.name, error, os.getpid(), peak_bytes())
+    return ShardResult(shard.name, error, os.getpid(), peak_bytes())
 
 
 def peak_bytes() -> int:

@@ -169,7 +169,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def configured_end(tokenizer: Path) -> str | None:
+def configured_eos_token(tokenizer: Path) -> str | None:
     """The `eos_token` of the tokenizer_config.json beside a tokenizer.json; None: there is none.
 
     Raises:

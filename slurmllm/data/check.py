@@ -41,7 +41,7 @@ class CorpusFacts:
     tokens: int | None
 
 
-def check_inputs(
+def check_corpora(
     corpora: Sequence[tuple[Path, float]],
     tokenizer: Path | None,
     vocab_size: int,

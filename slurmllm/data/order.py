@@ -55,12 +55,12 @@ class Permutation:
         keys = iter(self._keys)
         for key in keys:
             # Halves of unequal width keep their places and are altered in turn.
-            high ^= mix(low ^ key) & self._high_mask
-            low ^= mix(high ^ next(keys)) & self._low_mask
+            high ^= splitmix64(low ^ key) & self._high_mask
+            low ^= splitmix64(high ^ next(keys)) & self._low_mask
         return high << self._low_bits | low
 
 
-def mix(value: _Bits) -> _Bits:
+def splitmix64(value: _Bits) -> _Bits:
     """The finalizer of SplitMix64 (G. Steele et al., OOPSLA 2014): every bit moves every bit."""
     value = (value ^ value >> _U64(30)) * _U64(0xBF58476D1CE4E5B9)
     value = (value ^ value >> _U64(27)) * _U64(0x94D049BB133111EB)

@@ -21,7 +21,7 @@ WHOLE_DOCUMENT = -1
 _MOST_PIECES = 1024
 
 
-class Lane:
+class SlotStream:
     """A slot's share of one corpus: documents joined and cut into sequences, without padding.
 
     Args:
@@ -34,7 +34,7 @@ class Lane:
         resuming: Whether what a saved position points into is still to be read.
     """
 
-    def __init__(self, visits: Visits, visit: int, piece: int, offset: int) -> None:
+    def __init__(self, visits: DocumentIterator, visit: int, piece: int, offset: int) -> None:
         self._visits = visits
         self.position = (visit, piece, offset)
         self.resuming = piece != 0 or offset != 0
@@ -133,14 +133,16 @@ class SlotGroup:
         self._blend = Blend(weights, spec.global_batch, spec.seed, counts)
         self._split = split = Split(spec.split, spec.validation)
         # [corpora][slots]
-        self._lanes: list[list[Lane]] = []
+        self._lanes: list[list[SlotStream]] = []
         for place, source in enumerate(sources):
             order = DocumentOrder(len(source), spec.seed, place)
             lanes = []
             for slot, numbers in zip(slots, positions, strict=True):
                 visit, piece, offset = numbers[place * POSITION : (place + 1) * POSITION]
-                visits = Visits(source, order, split, slot, spec.global_batch, visit, max(piece, 0))
-                lanes.append(Lane(visits, visit, piece, offset))
+                visits = DocumentIterator(
+                    source, order, split, slot, spec.global_batch, visit, max(piece, 0)
+                )
+                lanes.append(SlotStream(visits, visit, piece, offset))
             self._lanes.append(lanes)
         # Tokens and pieces read of each corpus so far; they settle how many to read at once, and
         # nothing else. At first a piece counts as four sequences: one is read, and known then.
@@ -175,7 +177,7 @@ class SlotGroup:
         """Sequences drawn from each corpus so far, by all slots."""
         return self._blend.counts
 
-    def _fill(self, place: int, lanes: list[Lane]) -> None:
+    def _fill(self, place: int, lanes: list[SlotStream]) -> None:
         """Read until each lane has a sequence: for all of them at once, and hardly more."""
         source, read = self._sources[place], self._read[place]
         while short := [lane for lane in lanes if lane.missing(self._width)]:
@@ -221,7 +223,7 @@ def _pieces(expected: float) -> int:
     return min(_MOST_PIECES, math.ceil(expected + math.sqrt(expected)))
 
 
-def _share_out(pieces: Pieces, lanes: Sequence[Lane], counts: Sequence[int]) -> None:
+def _share_out(pieces: Pieces, lanes: Sequence[SlotStream], counts: Sequence[int]) -> None:
     """Give each lane the pieces that it asked for."""
     first = begin = 0
     for lane, count in zip(lanes, counts, strict=True):
@@ -237,7 +239,7 @@ _LEAST_AHEAD = 8
 _SEARCHED_AT_ONCE = 1 << 16
 
 
-class Visits:
+class DocumentIterator:
     """(visit, document, piece) without end; documents on the other side of the split left out.
 
     Args:

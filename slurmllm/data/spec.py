@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.data.order import mix
+from slurmllm.data.order import splitmix64
 from slurmllm.data.sources.base import Source
 from slurmllm.errors import DataError
 
@@ -100,5 +100,5 @@ class Split:
 
     def holds(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """Which documents are on this side, by the hashes of their content."""
-        held_out: npt.NDArray[np.bool_] = mix(hashes ^ _SALT) < self._below
+        held_out: npt.NDArray[np.bool_] = splitmix64(hashes ^ _SALT) < self._below
         return held_out if self.name == "validation" else ~held_out

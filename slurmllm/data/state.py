@@ -84,7 +84,7 @@ def merge_states(states: Sequence[State]) -> State:
         raise DataError("no data state to merge; pass the state of every data-parallel rank")
     by_slot: dict[int, list[int]] = {}
     for state in states:
-        require_same(states[0], state)
+        check_same_stream(states[0], state)
         for slot, position in enumerate(state["slots"], start=state["first_slot"]):
             if by_slot.setdefault(slot, position) != position:
                 raise DataError(
@@ -106,7 +106,7 @@ def merge_states(states: Sequence[State]) -> State:
     return {**merged, "first_slot": 0, "slots": [by_slot[slot] for slot in sorted(by_slot)]}
 
 
-def require_same(here: State, saved: State) -> None:
+def check_same_stream(here: State, saved: State) -> None:
     """That a state is of this stream.
 
     Raises:
@@ -145,7 +145,7 @@ def _require_same_corpora(here: Sequence[dict[str, Any]], saved: Sequence[dict[s
             )
 
 
-def upgraded(state: State, here: State, former: str | None) -> State:
+def upgrade_state(state: State, here: State, former: str | None) -> State:
     """A state of this version, from one that may be of version 1.
 
     Version 1 knew one Arrow corpus, by its footer alone, and documents without pieces: a slot's
@@ -172,7 +172,7 @@ def upgraded(state: State, here: State, former: str | None) -> State:
     }
 
 
-def positions_of(state: State, slots: range) -> list[list[int]]:
+def slot_positions(state: State, slots: range) -> list[list[int]]:
     """The positions of some slots.
 
     Raises:

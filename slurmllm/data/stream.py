@@ -39,7 +39,7 @@ from slurmllm.data.slots import POSITION, SlotGroup
 from slurmllm.data.sources.base import BEGINS, UNTRAINED, Marks
 from slurmllm.data.sources.opening import open_all
 from slurmllm.data.spec import Split, StreamSpec
-from slurmllm.data.state import State, identity, positions_of, require_same, upgraded
+from slurmllm.data.state import State, check_same_stream, identity, slot_positions, upgrade_state
 from slurmllm.errors import DataError
 
 
@@ -156,9 +156,9 @@ class PackedStream:
                 slots of this rank.
         """
         former = self._sources[0].former_fingerprint if len(self._sources) == 1 else None
-        merged = upgraded(merged, self._identity, former)
-        require_same(self._identity, merged)
-        self._positions = np.array(positions_of(merged, self._slots), dtype=np.int64)
+        merged = upgrade_state(merged, self._identity, former)
+        check_same_stream(self._identity, merged)
+        self._positions = np.array(slot_positions(merged, self._slots), dtype=np.int64)
         self._counts = list(merged["counts"])
         if self._begun:
             self.close()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from slurmllm.data.chat import configured_end
+from slurmllm.data.chat import configured_eos_token
 from slurmllm.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -71,7 +71,7 @@ class TokenEncoder:
 
     def _end(self) -> tuple[str, int]:
         """The token that ends a document: a well-known one, else the eos token of the config."""
-        configured = configured_end(self.path)
+        configured = configured_eos_token(self.path)
         for token in (*_END_OF_DOCUMENT_TOKENS, *([configured] if configured else [])):
             token_id = self.token_id(token)
             if token_id is not None:

@@ -28,9 +28,9 @@ from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import Batch, PackedStream
 from slurmllm.errors import DataError
 from slurmllm.evaluate.validation_text import MOST_SEQUENCES
+from slurmllm.model import IGNORED
 from slurmllm.model.decoder import Decoder, build_model
 from slurmllm.model.init import fill
-from slurmllm.model.labels import IGNORED
 
 _TOKENS_AT_A_TIME = 2048
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 
-def turned_dims(head_dim: int, pct: float) -> int:
+def rotary_dims(head_dim: int, pct: float) -> int:
     """How many of a head's dimensions turn with the position; even."""
     return int(head_dim * pct)
 
@@ -29,7 +29,7 @@ def rotary_table(seq_len: int, head_dim: int, pct: float, base: float) -> Tensor
     Returns:
         fp32 [2, seq, head_dim / 2], on the CPU, where every machine computes the same.
     """
-    turned = turned_dims(head_dim, pct)
+    turned = rotary_dims(head_dim, pct)
     frequencies = torch.zeros(head_dim // 2, dtype=torch.float32, device="cpu")
     exponents = torch.arange(0, turned, 2, dtype=torch.float32, device="cpu") / max(turned, 1)
     frequencies[: turned // 2] = 1.0 / base**exponents
@@ -55,13 +55,13 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 def slice_order(head_dim: int, pct: float) -> list[int]:
     """For each of a head's dimensions here, the dimension that transformers' layout has there."""
-    half, turned = head_dim // 2, turned_dims(head_dim, pct) // 2
+    half, turned = head_dim // 2, rotary_dims(head_dim, pct) // 2
     still = list(range(2 * turned, head_dim))
     first = [*range(turned), *still[: half - turned]]
     return [*first, *range(turned, 2 * turned), *still[half - turned :]]
 
 
-def begins(positions: Tensor) -> Tensor:
+def document_starts(positions: Tensor) -> Tensor:
     """Where in the sequence each token's document begins, [batch, seq]; equal within a document.
 
     Args:
@@ -85,7 +85,7 @@ def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
         [batch, 1, seq, seq], to be added to the scores: 0 where the token of a row attends to that
         of a column, else -inf.
     """
-    begin = begins(positions)
+    begin = document_starts(positions)
     seen = (begin.unsqueeze(2) == begin.unsqueeze(1)).tril().unsqueeze(1)
     none = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return none.masked_fill_(~seen, -math.inf)

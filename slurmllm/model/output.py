@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slurmllm.model.labels import IGNORED
+from slurmllm.model import IGNORED
 
 # Logits at a time: 256 MiB of bf16, half as many in fp32. Fewer, larger products are faster.
 _LOGITS_AT_A_TIME = 2**27

@@ -198,9 +198,9 @@ def with_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         share.model_copy(update={"path": settled(share.path, 0)}) for share in data.corpora
     )
     tokenizer = None if data.tokenizer is None else settled(data.tokenizer, 1)
-    from slurmllm.data.check import check_inputs
+    from slurmllm.data.check import check_corpora
 
-    check_inputs(
+    check_corpora(
         [(Path(share.path), share.weight) for share in corpora],
         None if tokenizer is None else Path(tokenizer),
         config.recipe.model.vocab_size,

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.cli.data import data
-from slurmllm.corpus.build import Built, CorpusManifest, build_corpus, manifest_path
+from slurmllm.corpus.build import BuildResult, CorpusManifest, build_corpus, manifest_path
 from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.options import CleanOptions, ReadOptions
 from slurmllm.data.sources.base import document_hash, prompt_hash
@@ -35,7 +35,9 @@ PARAGRAPHS = ["one line", "two\nlines – größer", "東京\n  indented <|endof
 TEXT = "\n \n" + "\n\n".join(PARAGRAPHS) + "\n\t\n\n"
 
 
-def build(tmp_path: Path, *names: str, clean: CleanOptions | None = None, **read: Any) -> Built:
+def build(
+    tmp_path: Path, *names: str, clean: CleanOptions | None = None, **read: Any
+) -> BuildResult:
     files = find_inputs([str(tmp_path / name) for name in names])
     options = ReadOptions(**read)
     return build_corpus(files, tmp_path / "out.arrow", options, clean=clean, overwrite=True)

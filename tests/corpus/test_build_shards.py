@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from data.conftest import names_in
 
-from slurmllm.corpus.build import Built, build_corpus
+from slurmllm.corpus.build import BuildResult, build_corpus
 from slurmllm.corpus.inputs import find_inputs
-from slurmllm.corpus.join import Listeners
+from slurmllm.corpus.join import BuildCallbacks
 from slurmllm.corpus.options import BuildOptions, CleanOptions, ReadOptions
-from slurmllm.corpus.shard import cut, load_shard, write_shard
+from slurmllm.corpus.shard import load_shard, plan_shards, write_shard
 from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.corpus.workers import run_locally
 from slurmllm.errors import CodeError, DataError, NodeError, StorageError
@@ -48,7 +48,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def build(inputs: Path, out: str = "out.arrow", **options: Any) -> Built:
+def build(inputs: Path, out: str = "out.arrow", **options: Any) -> BuildResult:
     read = options.pop("read", ReadOptions())
     clean = options.pop("clean", CleanOptions(dedup=True))
     path = inputs.parent / out
@@ -86,7 +86,7 @@ def test_finished_shards_are_not_read_again(inputs: Path, workers: int) -> None:
     fail(inputs, workers=workers)
     assert WorkFolder.of(inputs.parent / "out.arrow").shard_names()
     notes: list[str] = []
-    listeners = Listeners(on_note=notes.append)
+    listeners = BuildCallbacks(on_note=notes.append)
     built = build(inputs, read=ReadOptions(skip_bad=True), listeners=listeners)
     assert notes == [f"continuing: {built.continued} of {FILES} shards are there"]
     assert built.continued > 0
@@ -95,7 +95,7 @@ def test_finished_shards_are_not_read_again(inputs: Path, workers: int) -> None:
 
 def test_other_options_or_inputs_start_anew(inputs: Path) -> None:
     notes: list[str] = []
-    listeners = Listeners(on_note=notes.append)
+    listeners = BuildCallbacks(on_note=notes.append)
     fail(inputs)
     assert build(inputs, clean=CleanOptions(min_chars=6), listeners=listeners).continued == 0
     assert notes[0].startswith(f"starting anew: the {FILES} shards in ")
@@ -106,7 +106,7 @@ def test_other_options_or_inputs_start_anew(inputs: Path) -> None:
 
 def test_a_shard_with_faults_serves_only_where_they_are_skipped(inputs: Path) -> None:
     (inputs / "0.jsonl").write_text('{"text": "a"}\n{')
-    shard = cut(find_inputs([str(inputs)]), BuildOptions(ReadOptions(skip_bad=True)))[0]
+    shard = plan_shards(find_inputs([str(inputs)]), BuildOptions(ReadOptions(skip_bad=True)))[0]
     work = WorkFolder(inputs.parent / "work")
     write_shard(shard, work)
     assert load_shard(work.shard(shard.name), skip_bad=False) is None
@@ -129,7 +129,7 @@ def test_a_damaged_shard_is_named(inputs: Path) -> None:
 
 
 def test_inputs_that_change_are_named(inputs: Path) -> None:
-    (shard, *_) = cut(find_inputs([str(inputs)]), BuildOptions())
+    (shard, *_) = plan_shards(find_inputs([str(inputs)]), BuildOptions())
     (inputs / "0.jsonl").write_text('{"text": "changed"}')
     with pytest.raises(DataError, match=r"0.jsonl has changed since the build began"):
         write_shard(shard, WorkFolder(inputs.parent / "work"))
@@ -251,7 +251,7 @@ def test_interrupted_before_the_manifest_has_its_name(
 
 def test_a_worker_that_fails_of_itself(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    shards = cut(find_inputs([str(inputs)]), BuildOptions())
+    shards = plan_shards(find_inputs([str(inputs)]), BuildOptions())
     work = WorkFolder(inputs.parent / "work")
     work.path.mkdir()
     with pytest.raises(CodeError, match=r"\d\.jsonl\) ended with exit code 1"):

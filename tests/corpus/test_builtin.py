@@ -14,7 +14,7 @@ from data.conftest import names_in
 from slurmllm.corpus import builtin
 from slurmllm.corpus.build import CorpusManifest, manifest_path
 from slurmllm.corpus.builtin import ensure_stdlib
-from slurmllm.data.check import check_inputs
+from slurmllm.data.check import check_corpora
 from slurmllm.data.tokenizer import vocab_size_of
 from slurmllm.errors import DataError
 
@@ -28,7 +28,7 @@ def test_stdlib_can_train(stdlib: tuple[Path, Path]) -> None:
     corpus, tokenizer = stdlib
     assert platform.python_version() in corpus.name
     assert platform.python_version() in tokenizer.name
-    (facts,) = check_inputs([(corpus, 1.0)], tokenizer, builtin.VOCAB_SIZE, 256, 32)
+    (facts,) = check_corpora([(corpus, 1.0)], tokenizer, builtin.VOCAB_SIZE, 256, 32)
     assert vocab_size_of(tokenizer.read_text()) == builtin.VOCAB_SIZE
     manifest = CorpusManifest.load(manifest_path(corpus))
     assert facts.documents == manifest.documents

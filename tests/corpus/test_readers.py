@@ -22,7 +22,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slurmllm.corpus.inputs import FormatOption, input_file
-from slurmllm.corpus.options import Faults, ReadOptions
+from slurmllm.corpus.options import InputErrors, ReadOptions
 from slurmllm.corpus.readers import DocumentReader
 from slurmllm.errors import DataError
 
@@ -39,7 +39,7 @@ def read(
     path: Path, format: FormatOption = "auto", skip: bool = False, **options: Any
 ) -> tuple[list[Any], list[str]]:
     """The documents (tuples where there are several columns), and the faults."""
-    faults = Faults(skip)
+    faults = InputErrors(skip)
     read = ReadOptions(**options)
     found: list[Any] = []
     for chunk in DocumentReader(input_file(path, format), read, faults.add):
@@ -148,7 +148,7 @@ def test_cut_compressed_files(tmp_path: Path, ending: str, keep: float) -> None:
 def test_corrupt_compressed_files(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurmllm.corpus.options.FAULT_EXAMPLES", 10**6)
+    monkeypatch.setattr("slurmllm.corpus.options.ERROR_EXAMPLES", 10**6)
     lines = json_lines([os.urandom(90).hex() for _ in range(4000)])
     packed = bytearray(PACKERS[ending](lines))
     middle = len(packed) // 2

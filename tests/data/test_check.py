@@ -11,7 +11,7 @@ import pyarrow.ipc
 import pytest
 from tokenizers import Tokenizer, models
 
-from slurmllm.data.check import CorpusFacts, check_inputs
+from slurmllm.data.check import CorpusFacts, check_corpora
 from slurmllm.data.sources.arrow import Corpus
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
@@ -36,7 +36,7 @@ def check(
 ) -> CorpusFacts:
     """Of one corpus."""
     corpora = [(corpus, 1.0)]
-    (facts,) = check_inputs(corpora, tokenizer, vocab_size, seq_len, global_batch, validation)
+    (facts,) = check_corpora(corpora, tokenizer, vocab_size, seq_len, global_batch, validation)
     return facts
 
 
@@ -56,10 +56,10 @@ def test_shorter_than_one_batch(corpus: Path, tokenizer: Path, texts: list[str])
         check(corpus, tokenizer, 320, seq_len=tokens + 1, global_batch=1)
     # Of a blend it need not be the whole batch.
     corpora = [(corpus, 1.0), (corpus, 1.0)]
-    assert len(check_inputs(corpora, tokenizer, 320, tokens + 1, 1)) == 2
+    assert len(check_corpora(corpora, tokenizer, 320, tokens + 1, 1)) == 2
     message = f"5 x model.seq_len {tokens} x its share 0.333 = {-(-5 * tokens // 3)}"
     with pytest.raises(DataError, match=message):
-        check_inputs([(corpus, 0.5), (corpus, 1.0)], tokenizer, 320, tokens, 5)
+        check_corpora([(corpus, 0.5), (corpus, 1.0)], tokenizer, 320, tokens, 5)
 
 
 def test_documents_held_out_do_not_count(
@@ -86,7 +86,7 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     assert check(tmp_path / "t.npy", None, 300, 10, 5).tokens == 50
     assert check(tmp_path / "t.npy", None, 300, 5, 5).tokens is None
     with pytest.raises(DataError, match=r"data.mask is document, .*t\.npy begin; set data.token"):
-        check_inputs([(tmp_path / "t.npy", 1.0)], None, 300, 10, 5, mask="document")
+        check_corpora([(tmp_path / "t.npy", 1.0)], None, 300, 10, 5, mask="document")
 
 
 def test_vocabulary_larger_than_the_models(corpus: Path, tokenizer: Path) -> None:

@@ -19,11 +19,10 @@ from torch.nn import functional as F
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.rules import broken_rules
-from slurmllm.model import output
+from slurmllm.model import IGNORED, output
 from slurmllm.model.attention import document_mask, slice_order
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import initialize
-from slurmllm.model.labels import IGNORED
 
 transformers = pytest.importorskip("transformers")
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from slurmllm.backends.nxd.arguments import SEQUENCE_DIMENSION
 from slurmllm.config.families import sharding_plan
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.model.attention import begins, rotary_table, rotate
+from slurmllm.model import IGNORED
+from slurmllm.model.attention import document_starts, rotary_table, rotate
 from slurmllm.model.decoder import Block, CausalCore, Decoder
-from slurmllm.model.labels import IGNORED
 from slurmllm.plan.parameters import kv_copies
 
 
@@ -167,7 +167,7 @@ class CoreAttention(CausalCore):
         later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
         unseen = later
         if positions is not None:
-            begin = begins(positions)
+            begin = document_starts(positions)
             unseen = later | (begin.unsqueeze(2) != begin.unsqueeze(1)).unsqueeze(1)
         # Not -inf: a compiler may multiply a mask, and 0 · inf is no number.
         scores = scores.float().masked_fill(unseen, torch.finfo(torch.float32).min / 2)

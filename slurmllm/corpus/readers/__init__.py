@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.inputs import InputFile
 from slurmllm.corpus.options import ReadOptions
-from slurmllm.corpus.readers.base import Documents, OnFault
+from slurmllm.corpus.readers.base import Documents, OnError
 from slurmllm.corpus.readers.columns import read_arrow, read_parquet
 from slurmllm.corpus.readers.delimited import read_delimited
 from slurmllm.corpus.readers.json_lines import read_json_lines
@@ -33,7 +33,7 @@ class DocumentReader:
             Arrow files, of which only the columns wanted are read.
     """
 
-    def __init__(self, file: InputFile, options: ReadOptions, on_fault: OnFault) -> None:
+    def __init__(self, file: InputFile, options: ReadOptions, on_fault: OnError) -> None:
         self.file = file
         self.options = options
         self.documents = 0

@@ -26,7 +26,7 @@ SEE_KEYS = "see --text-key, or --prompt-key and --completion-key"
 Documents = tuple[pa.LargeStringArray, ...]
 
 
-class OnFault(Protocol):
+class OnError(Protocol):
     """Told of a fault: file, place and reason, and how much of the file cannot be read for it."""
 
     def __call__(self, fault: str, extent: Extent = "document", /) -> None: ...

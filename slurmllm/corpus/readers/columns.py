@@ -21,7 +21,7 @@ from slurmllm.corpus.options import ReadOptions
 from slurmllm.corpus.readers.base import (
     CHUNK_BYTES,
     Documents,
-    OnFault,
+    OnError,
     good_rows,
     missing_column,
 )
@@ -35,7 +35,7 @@ OnPart = Callable[[float], None]
 
 
 def read_parquet(
-    stream: OpenedInput, options: ReadOptions, on_fault: OnFault, on_part: OnPart
+    stream: OpenedInput, options: ReadOptions, on_fault: OnError, on_part: OnPart
 ) -> Iterator[Documents]:
     """The documents of a Parquet file."""
     name, keys = stream.file.name, options.keys
@@ -65,7 +65,7 @@ def _rows_at_once(file: Any) -> int:
 
 
 def read_arrow(
-    stream: OpenedInput, options: ReadOptions, on_fault: OnFault, on_part: OnPart
+    stream: OpenedInput, options: ReadOptions, on_fault: OnError, on_part: OnPart
 ) -> Iterator[Documents]:
     """The documents of an Arrow file, in any of its batches."""
     name, keys = stream.file.name, options.keys
@@ -91,7 +91,7 @@ def read_arrow(
         on_fault(f"{name}: not a readable Arrow file: {error}", "rest" if row else "file")
 
 
-def _on_row(name: str, on_fault: OnFault) -> Callable[[int, str], None]:
+def _on_row(name: str, on_fault: OnError) -> Callable[[int, str], None]:
     return lambda row, reason: on_fault(f"{name}: row {row} {reason}")
 
 

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.csv as pc
 
 from slurmllm.corpus.decompress import OpenedInput
-from slurmllm.corpus.options import FAULT_EXAMPLES, ReadOptions
+from slurmllm.corpus.options import ERROR_EXAMPLES, ReadOptions
 from slurmllm.corpus.readers.base import (
     BOM,
     Documents,
-    OnFault,
+    OnError,
     good_rows,
     line_blocks,
     no_column,
@@ -36,12 +36,12 @@ class RowFaults:
     The first ones, which are those that are shown, are reported with their lines.
     """
 
-    def __init__(self, stream: OpenedInput, delimiter: str, on_fault: OnFault) -> None:
+    def __init__(self, stream: OpenedInput, delimiter: str, on_fault: OnError) -> None:
         self._name, self._on_fault = stream.file.name, on_fault
         self._faults: dict[int, tuple[str, Callable[[Cells], bool]]] = {}
         self._rows = _rows(stream, delimiter)
         self._last = -1  # the row of names is row 0
-        self._lines_left = FAULT_EXAMPLES
+        self._lines_left = ERROR_EXAMPLES
 
     def close(self) -> None:
         """Close the file."""
@@ -114,7 +114,7 @@ _BLOCK_BYTES = 16 << 20
 
 
 def read_delimited(
-    stream: OpenedInput, options: ReadOptions, on_fault: OnFault
+    stream: OpenedInput, options: ReadOptions, on_fault: OnError
 ) -> Iterator[Documents]:
     """The documents of a CSV or TSV file."""
     name = stream.file.name

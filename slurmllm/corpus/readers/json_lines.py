@@ -22,7 +22,7 @@ from slurmllm.corpus.readers.base import (
     BOM,
     SEE_KEYS,
     Documents,
-    OnFault,
+    OnError,
     line_blocks,
     strings,
     valid_utf8,
@@ -33,7 +33,7 @@ _LARGEST_BLOCK = 1 << 30
 
 
 def read_json_lines(
-    stream: OpenedInput, options: ReadOptions, on_fault: OnFault
+    stream: OpenedInput, options: ReadOptions, on_fault: OnError
 ) -> Iterator[Documents]:
     """The documents of a file of JSON lines."""
     line = 1
@@ -82,7 +82,7 @@ def _parse_block(
 
 
 def _parse_lines(
-    block: bytes, first_line: int, name: str, options: ReadOptions, on_fault: OnFault
+    block: bytes, first_line: int, name: str, options: ReadOptions, on_fault: OnError
 ) -> Documents:
     found: list[tuple[str, ...]] = []
     for number, line in enumerate(block.split(b"\n"), start=first_line):

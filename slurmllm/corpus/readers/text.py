@@ -20,7 +20,7 @@ from slurmllm.corpus.readers.base import (
     BOM,
     CHUNK_BYTES,
     Documents,
-    OnFault,
+    OnError,
     line_blocks,
     valid_utf8,
 )
@@ -33,7 +33,7 @@ _BLANK_LINES = re.compile(rb"\n(?:" + _BLANK + rb"\n)+")
 Spans = npt.NDArray[np.int64]
 
 
-def read_text(stream: OpenedInput, options: ReadOptions, on_fault: OnFault) -> Iterator[Documents]:
+def read_text(stream: OpenedInput, options: ReadOptions, on_fault: OnError) -> Iterator[Documents]:
     """The documents of a text file."""
     offset = 0  # in the unpacked file
     for block in _blocks(stream, options.text_by):
@@ -113,7 +113,7 @@ _SPANS: dict[TextBy, Callable[[bytes], Spans]] = {
 }
 
 
-def _readable(block: bytes, spans: Spans, offset: int, name: str, on_fault: OnFault) -> Spans:
+def _readable(block: bytes, spans: Spans, offset: int, name: str, on_fault: OnError) -> Spans:
     """The spans that are UTF-8; the others are faults."""
     good = []
     for row, (begin, end) in enumerate(spans.tolist()):
