@@ -1,10 +1,10 @@
-"""`slurmllm data inspect`: what is in a corpus, and how far it takes a recipe."""
+"""`slurmllm data inspect`: documents, tokens and lengths of a corpus, and epochs of a recipe."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from slurmllm.corpus.inspection import CorpusReport, RecipeEpochs, Sequence
     from slurmllm.data.spec import StreamSpec
 
+# Width of the longest bar of the histogram, in characters.
 _BAR = 40
-# Of a sequence, for people; --json prints all of it.
+# Characters of a sequence on a terminal; --json prints all of it.
 _SHOWN_CHARS = 400
 
 
@@ -24,15 +25,15 @@ _SHOWN_CHARS = 400
 @click.option(
     "--tokenizer", metavar="FILE", help="tokenizer.json.  [default: the recipe's; for text]"
 )
-@click.option("--recipe", metavar="NAME", help="Say how many epochs and steps this recipe takes.")
+@click.option("--recipe", metavar="NAME", help="Show how many epochs this recipe trains.")
 @options.set_value
-@click.option("--exact", is_flag=True, help="Count all tokens, however many, instead of a sample.")
+@click.option("--exact", is_flag=True, help="Count all tokens instead of sampling a large corpus.")
 @click.option(
     "--sequences",
     type=click.IntRange(min=0),
     default=2,
     show_default=True,
-    help="First packed sequences to show decoded.",
+    help="Number of packed sequences to show decoded.",
 )
 @options.runs_dir
 @options.as_json
@@ -48,75 +49,99 @@ def inspect(
 ) -> None:
     """Count a corpus: documents, tokens, lengths, and its first packed sequences.
 
-    CORPUS is what data.corpus takes; left out, it is the recipe's. A large corpus is sampled, and
-    the output says so.
+    CORPUS takes the values of data.corpus; the default is the recipe's. The token count of a large
+    corpus is estimated from a sample of its documents.
     """
     from slurmllm.corpus.inspection import count_epochs, first_sequences, inspect_corpus
     from slurmllm.data.sources.opening import open_all
+    from slurmllm.errors import UserError
     from slurmllm.progress import input_progress
 
-    spec, name, steps = _asked(corpus, tokenizer, recipe, overrides, runs_dir, sequences)
+    name, steps = None, 0
+    if recipe is not None:
+        spec, name, steps = _recipe_stream(recipe, corpus, tokenizer, overrides, runs_dir)
+    elif corpus is None:
+        raise UserError("nothing to inspect: name a corpus, or --recipe NAME for the recipe's")
+    elif overrides:
+        raise UserError("--set changes a recipe: add --recipe NAME")
+    else:
+        spec = _corpus_stream(corpus, tokenizer, runs_dir, max(sequences, 1))
     sources, encoder = open_all(spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask)
     total_weight = sum(weight for _, weight in spec.corpora)
     reports: list[CorpusReport] = []
-    reaches: list[RecipeEpochs] = []
+    epochs: list[RecipeEpochs] = []
     for source, (_, weight) in zip(sources, spec.corpora, strict=True):
         with input_progress("counting", source.total_size) as on_progress:
             report = inspect_corpus(source, exact=exact, on_progress=on_progress)
         reports.append(report)
         if name is not None:
-            share = weight / total_weight
-            reaches.append(count_epochs(report, spec, name, steps, share))
+            epochs.append(count_epochs(report, spec, name, steps, weight / total_weight))
     shown = first_sequences(spec, encoder, sequences) if sequences and encoder else []
     if as_json:
-        click.echo(json.dumps(_as_json(reports, reaches, shown), indent=2))
+        exact_counts = all(report.tokens_are == "exact" for report in reports)
+        result = {
+            "documents": sum(report.documents for report in reports),
+            "bytes": sum(report.size for report in reports if report.unit == "bytes") or None,
+            "tokens": sum(report.tokens for report in reports),
+            "tokens_are": "exact" if exact_counts else "estimated",
+            "corpora": [report.model_dump() for report in reports],
+            "recipe": [entry.model_dump() for entry in epochs] or None,
+            "sequences": [sequence.model_dump() for sequence in shown],
+        }
+        click.echo(json.dumps(result, indent=2))
         return
-    for place, report in enumerate(reports):
+    for index, report in enumerate(reports):
         _print_report(report)
-        if reaches:
-            _print_epochs(reaches[place], len(reports) > 1)
+        if epochs:
+            entry, part = epochs[index], " of this corpus" if len(reports) > 1 else ""
+            click.echo(
+                f"recipe   {entry.recipe}: {entry.steps:,} steps x {entry.tokens_per_step:,} "
+                f"tokens{part} are {entry.epochs:,.3g} epochs; an epoch is "
+                f"{entry.steps_per_epoch:,.1f} steps"
+            )
     for sequence in shown:
         _print_sequence(sequence)
     if sequences and encoder is None:
         click.echo("sequences are token ids: --tokenizer FILE decodes them")
 
 
-def _asked(
+def _corpus_stream(
+    corpus: str, tokenizer: str | None, runs_dir: str | None, sequences: int
+) -> StreamSpec:
+    """A stream of one corpus without a recipe: sequences of 256 tokens, seed 0."""
+    from slurmllm.data.spec import StreamSpec
+    from slurmllm.submit.prepare import STDLIB
+
+    path = None if tokenizer is None else Path(tokenizer)
+    if STDLIB in (corpus, tokenizer):
+        from slurmllm.corpus.builtin import ensure_stdlib
+        from slurmllm.rundir import runs_root
+
+        built = ensure_stdlib(runs_root(runs_dir) / ".data")
+        corpus = str(built[0]) if corpus == STDLIB else corpus
+        path = built[1] if tokenizer in (STDLIB, None) else path
+    return StreamSpec([(Path(corpus), 1.0)], path, 256, sequences, seed=0)
+
+
+def _recipe_stream(
+    recipe: str,
     corpus: str | None,
     tokenizer: str | None,
-    recipe: str | None,
     overrides: tuple[str, ...],
     runs_dir: str | None,
-    sequences: int,
-) -> tuple[StreamSpec, str | None, int]:
-    """The stream to look at, the recipe's name and its steps."""
-    from slurmllm.data.spec import StreamSpec
-    from slurmllm.errors import UserError
-    from slurmllm.submit.prepare import STDLIB, with_inputs
-
-    if recipe is None:
-        if corpus is None:
-            raise UserError("nothing to inspect: name a corpus, or --recipe NAME for the recipe's")
-        if overrides:
-            raise UserError("--set changes a recipe: add --recipe NAME")
-        path = None if tokenizer is None else Path(tokenizer)
-        if STDLIB in (corpus, tokenizer):
-            from slurmllm.corpus.builtin import ensure_stdlib
-            from slurmllm.rundir import runs_root
-
-            built = ensure_stdlib(runs_root(runs_dir) / ".data")
-            corpus = str(built[0]) if corpus == STDLIB else corpus
-            path = built[1] if tokenizer in (STDLIB, None) else path
-        return StreamSpec([(Path(corpus), 1.0)], path, 256, max(sequences, 1), seed=0), None, 0
+) -> tuple[StreamSpec, str, int]:
+    """The stream that a recipe trains on, the recipe's name and number of steps."""
     from slurmllm.config.resolve import resolve
+    from slurmllm.data.spec import StreamSpec
     from slurmllm.rundir import runs_root
+    from slurmllm.submit.prepare import with_inputs
 
-    given = [
+    replaced = [
         f"data.{field}={json.dumps(value)}"
         for field, value in (("corpus", corpus), ("tokenizer", tokenizer))
         if value is not None
     ]
-    config = resolve(recipe, overrides=[*overrides, *given])
+    config = resolve(recipe, overrides=[*overrides, *replaced])
     config = with_inputs(config, runs_root(runs_dir), build=True)
     found, data = config.recipe, config.recipe.data
     spec = StreamSpec(
@@ -130,21 +155,6 @@ def _asked(
         data.validation,
     )
     return spec, found.name, found.train.steps
-
-
-def _as_json(
-    reports: list[CorpusReport], reaches: list[RecipeEpochs], shown: list[Sequence]
-) -> dict[str, Any]:
-    """Sums of all corpora, then each."""
-    return {
-        "documents": sum(report.documents for report in reports),
-        "bytes": sum(report.size for report in reports if report.unit == "bytes") or None,
-        "tokens": sum(report.tokens for report in reports),
-        "tokens_are": "exact" if all(r.tokens_are == "exact" for r in reports) else "estimated",
-        "corpora": [report.model_dump() for report in reports],
-        "recipe": [count_epochs.model_dump() for count_epochs in reaches] or None,
-        "sequences": [sequence.model_dump() for sequence in shown],
-    }
 
 
 def _print_report(report: CorpusReport) -> None:
@@ -180,14 +190,6 @@ def _print_report(report: CorpusReport) -> None:
         for bucket in at.histogram
     ]
     print_table(("tokens a document", "share", ""), rows)
-
-
-def _print_epochs(epochs: RecipeEpochs, blended: bool) -> None:
-    of_it = " of this corpus" if blended else ""
-    click.echo(
-        f"recipe   {epochs.recipe}: {epochs.steps:,} steps x {epochs.tokens_per_step:,} tokens{of_it} "
-        f"are {epochs.epochs:,.3g} epochs; an epoch is {epochs.steps_per_epoch:,.1f} steps"
-    )
 
 
 def _print_sequence(sequence: Sequence) -> None:
