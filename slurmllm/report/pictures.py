@@ -10,22 +10,13 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import PlotData
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from slurmllm.evaluate.plot import draw as draw_scores
 from slurmllm.metrics.curves import extremes, means
 from slurmllm.picture import write_picture
-from slurmllm.report.blocks import (
-    CURVES,
-    RUN_COLORS,
-    SCALING,
-    UTILIZATION,
-    scores_name,
-)
-from slurmllm.report.blocks import (
-    PlotData as Plotted,
-)
+from slurmllm.report.blocks import CURVES, RUN_COLORS, SCALING, UTILIZATION, PlotData, scores_name
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import (
     STEP_PARTS,
@@ -41,7 +32,7 @@ _REMEDY = "name another file with --out"
 
 
 def write_pictures(
-    runs: Sequence[RunFacts], drawn: Sequence[Plotted], folder: Path
+    runs: Sequence[RunFacts], drawn: Sequence[PlotData], folder: Path
 ) -> Mapping[str, Path]:
     """Draw what there is to draw.
 
@@ -86,9 +77,9 @@ def _any_script() -> Iterator[None]:
         yield
 
 
-def _write_scaling(figure: Plotted, path: Path) -> None:
+def _write_scaling(figure: PlotData, path: Path) -> None:
     """The page's plot of throughput over nodes, with what is lost of the linear one."""
-    picture = PlotData(figsize=(7, 4.2), dpi=100, layout="constrained")
+    picture = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
     axes = picture.subplots()
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -123,7 +114,7 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
     rows = -(-count // 2)
     # Fixed margins, in inches: a layout that is solved for takes as long as all the drawing.
     height = 2.9 * rows + 0.5
-    picture = PlotData(figsize=(11, height), dpi=100)
+    picture = Figure(figsize=(11, height), dpi=100)
     margins = {"top": 1 - 0.7 / height, "bottom": 0.3 / height, "hspace": 0.25}
     grid = {"left": 0.07, "right": 0.99, "wspace": 0.15} | margins
     panels = list(np.atleast_1d(picture.subplots(rows, 2, gridspec_kw=grid)).flat)
@@ -205,7 +196,7 @@ def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    picture = PlotData(figsize=(11, 1.8 + 0.5 * len(runs)), dpi=120, layout="constrained")
+    picture = Figure(figsize=(11, 1.8 + 0.5 * len(runs)), dpi=120, layout="constrained")
     whole, lost = picture.subplots(1, 2, sharey=True)
     names = list(runs)
     for axes, parts in ((whole, PARTS), (lost, PARTS[1:])):

@@ -56,7 +56,7 @@ class Details:
     versions: dict[str, dict[str, str]]
     unequal_versions: str
     excluded: tuple[ExcludedNode, ...]
-    worker_progress: WorkerProgress | None
+    standing: WorkerProgress | None
     skips: tuple[SkippedBatches, ...]
 
 

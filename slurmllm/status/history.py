@@ -83,12 +83,12 @@ class RunHistory:
     steps: Mapping[int, Steps] = field(default_factory=dict)
     waited_s: Mapping[int, float] = field(default_factory=dict)
     saves: Sequence[tuple[float, float]] = ()
-    read_incarnations: Sequence[Incarnation] = ()
-    read_submissions: Sequence[float] = ()
+    incarnations: Sequence[Incarnation] = ()
+    submissions: Sequence[float] = ()
     warnings: tuple[str, ...] = ()
 
 
-def read_history(run: RunDir, read_incarnations: Sequence[Incarnation] = ()) -> RunHistory:
+def read_history(run: RunDir, incarnations: Sequence[Incarnation] = ()) -> RunHistory:
     """Read what a run has written, as far as it can be read."""
     warnings: list[str] = []
     attempts = list(_attempts(run, warnings))
@@ -113,7 +113,7 @@ def read_history(run: RunDir, read_incarnations: Sequence[Incarnation] = ()) -> 
         warnings.append(f"metrics without an attempt record count for nothing: attempt {words}")
     submitted = tuple(sent.submitted_at for sent in _submissions(run, warnings))
     return RunHistory(
-        run.name, attempts, steps, waited_s, saves, read_incarnations, submitted, tuple(warnings)
+        run.name, attempts, steps, waited_s, saves, incarnations, submitted, tuple(warnings)
     )
 
 
@@ -178,13 +178,11 @@ def _column(part: Part, name: str) -> Floats:
 _SLACK_S = 60.0  # between the clocks of the login node and Slurm's
 
 
-def read_incarnations(
-    read_submissions: Sequence[Submission], client: SlurmClient
-) -> list[Incarnation]:
+def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list[Incarnation]:
     """Every start of every job of a run, oldest first; empty without accounting or Slurm."""
     found = []
     sizes: dict[str, int] = {}
-    for job_id, stage in _jobs(read_submissions):
+    for job_id, stage in _jobs(submissions):
         for row in client.accounting(job_id):
             if row.job_id != job_id:
                 continue  # a step
@@ -193,7 +191,7 @@ def read_incarnations(
             started = _unix(row.start)
             if started is None or not sizes[row.nodes]:
                 continue  # cancelled in the queue, or there still
-            if started < read_submissions[0].submitted_at - _SLACK_S:
+            if started < submissions[0].submitted_at - _SLACK_S:
                 continue  # another job, before Slurm began to count anew
             found.append(_incarnation(row, stage, sizes[row.nodes], started))
     return sorted(found, key=lambda incarnation: incarnation.start)
@@ -207,8 +205,8 @@ def _incarnation(row: AccountingRow, stage: Stage, nodes: int, start: float) -> 
     )
 
 
-def _jobs(read_submissions: Sequence[Submission]) -> Iterator[tuple[str, Stage]]:
-    for sent in read_submissions:
+def _jobs(submissions: Sequence[Submission]) -> Iterator[tuple[str, Stage]]:
+    for sent in submissions:
         if sent.precompile_job is not None:
             yield sent.precompile_job, "precompile"
         if sent.train_job is not None:

@@ -34,7 +34,7 @@ class RunRecords:
     """
 
     run: RunDir
-    summarize_config: ConfigSummary
+    config: ConfigSummary
     sent: Submission | None
     attempts: list[AttemptRecord]
     precompiles: list[AttemptRecord]
@@ -66,7 +66,7 @@ class RunRecords:
         return last.action == "stop" or (last.action == "finish" and last.stage == "train")
 
 
-def read_records(run: RunDir, summarize_config: ConfigSummary) -> RunRecords:
+def read_records(run: RunDir, config: ConfigSummary) -> RunRecords:
     """Read them.
 
     Raises:
@@ -75,7 +75,7 @@ def read_records(run: RunDir, summarize_config: ConfigSummary) -> RunRecords:
     submissions = JobsRecord.load(run.jobs).submissions if run.jobs.is_file() else ()
     return RunRecords(
         run,
-        summarize_config,
+        config,
         submissions[-1] if submissions else None,
         load_attempts(run, "train"),
         load_attempts(run, "precompile"),

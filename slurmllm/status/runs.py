@@ -97,7 +97,7 @@ class RunState:
     usd: float | None = None
     jobs: dict[str, JobState] = field(default_factory=dict)
     attempts: list[AttemptRecord] = field(default_factory=list)
-    read_details: Details | None = None
+    details: Details | None = None
 
     @property
     def active(self) -> bool:
@@ -188,16 +188,16 @@ def _run_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
     tokens = finite_number(row, "tokens")
     tries = [*records.precompiles, *attempts]
     hours = node_hours(run, tries, state in ("precompiling", "training"), now)
-    usd = records.outline.usd_per_node_hour
+    usd = records.config.usd_per_node_hour
     return RunState(
         name=run.name,
         run_dir=str(run.path),
-        recipe=records.outline.recipe,
+        recipe=records.config.recipe,
         state=state,
         why=why,
         nodes=records.sent.nodes if records.sent else 0,
         step=int(row.get("step", 0)),
-        steps=records.outline.steps,
+        steps=records.config.steps,
         metrics=row,
         loss=finite_number(row, "loss"),
         tokens=None if tokens is None else int(tokens),
@@ -235,7 +235,7 @@ def _left_s(records: RunRecords, row: dict[str, Any], measured: Pace | None) -> 
     step, last = int(row.get("step", 0)), records.last
     if last is not None and last.ended_at is None and row.get("attempt", -1) != last.attempt:
         step = last.checkpoint_before or 0
-    return measured.seconds(max(records.outline.steps - step, 0))
+    return measured.seconds(max(records.config.steps - step, 0))
 
 
 def _last_checkpoint(run: RunDir, now: float) -> SavedCheckpoint | None:
