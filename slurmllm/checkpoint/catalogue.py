@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.checkpoint.manifest import file_faults, read_manifest
 from slurmllm.errors import CheckpointError, StorageError
 from slurmllm.records import CheckpointManifest, SkippedBatches, SkipsRecord
 from slurmllm.rundir import RunDir
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slurmllm.progress import OnProgress
 
 
-def read_skips(run: RunDir) -> tuple[SkippedBatches, ...]:
+def read_rollbacks(run: RunDir) -> tuple[SkippedBatches, ...]:
     """The roll-backs of a run, oldest first.
 
     Raises:
@@ -30,7 +30,7 @@ def read_skips(run: RunDir) -> tuple[SkippedBatches, ...]:
     return SkipsRecord.load(run.skips).skips if run.skips.exists() else ()
 
 
-def set_aside(step: int, attempt: int, skips: Sequence[SkippedBatches]) -> str | None:
+def invalidation_reason(step: int, attempt: int, skips: Sequence[SkippedBatches]) -> str | None:
     """Why a checkpoint counts no more; None where it does.
 
     Args:
@@ -47,23 +47,23 @@ def set_aside(step: int, attempt: int, skips: Sequence[SkippedBatches]) -> str |
     return None
 
 
-def all_set_aside(run: RunDir) -> dict[int, str]:
+def invalidated_checkpoints(run: RunDir) -> dict[int, str]:
     """The checkpoints of a run that count no more: step → why.
 
     Raises:
         StorageError: the file of the run's roll-backs is damaged.
     """
-    skips, found = read_skips(run), {}
+    skips, found = read_rollbacks(run), {}
     for step in run.checkpoint_steps() if skips else ():
         with suppress(StorageError):  # a damaged checkpoint is another matter
             attempt = read_manifest(run.checkpoint(step)).attempt
-            if reason := set_aside(step, attempt, skips):
+            if reason := invalidation_reason(step, attempt, skips):
                 found[step] = reason
     return found
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """One checkpoint folder.
 
     Attributes:
@@ -84,20 +84,22 @@ class Entry:
         return sum(file.bytes for file in self.manifest.files) if self.manifest else 0
 
 
-def look_at(directory: Path) -> Entry:
+def read_entry(directory: Path) -> CheckpointEntry:
     """A checkpoint by its manifest alone."""
     try:
-        return Entry(directory, read_manifest(directory), None)
+        return CheckpointEntry(directory, read_manifest(directory), None)
     except StorageError as error:
-        return Entry(directory, None, (str(error),))
+        return CheckpointEntry(directory, None, (str(error),))
 
 
-def checkpoints(run: RunDir) -> list[Entry]:
+def list_checkpoints(run: RunDir) -> list[CheckpointEntry]:
     """The checkpoints of a run, oldest first."""
-    return [look_at(run.checkpoint(step)) for step in run.checkpoint_steps()]
+    return [read_entry(run.checkpoint(step)) for step in run.checkpoint_steps()]
 
 
-def verify(entry: Entry, on_progress: OnProgress = lambda _: None) -> Entry:
+def verify_entry(
+    entry: CheckpointEntry, on_progress: OnProgress = lambda _: None
+) -> CheckpointEntry:
     """Check every file's size and checksum.
 
     Args:
@@ -109,13 +111,13 @@ def verify(entry: Entry, on_progress: OnProgress = lambda _: None) -> Entry:
     found: list[str] = []
     done_bytes = 0
     for file in entry.manifest.files:
-        found += faults(entry.directory, [file])
+        found += file_faults(entry.directory, [file])
         done_bytes += file.bytes
         on_progress(done_bytes)
-    return Entry(entry.directory, entry.manifest, tuple(found))
+    return CheckpointEntry(entry.directory, entry.manifest, tuple(found))
 
 
-def newest_sound(run: RunDir) -> tuple[Path, list[str]]:
+def newest_verified(run: RunDir) -> tuple[Path, list[str]]:
     """The newest checkpoint that verifies and that no roll-back has set aside.
 
     Returns:
@@ -125,12 +127,12 @@ def newest_sound(run: RunDir) -> tuple[Path, list[str]]:
         CheckpointError: there is none.
     """
     skipped: list[str] = []
-    aside = {run.checkpoint(step): reason for step, reason in all_set_aside(run).items()}
-    for entry in reversed(checkpoints(run)):
+    aside = {run.checkpoint(step): reason for step, reason in invalidated_checkpoints(run).items()}
+    for entry in reversed(list_checkpoints(run)):
         if entry.directory in aside:
             skipped.append(f"{entry.directory.name}: {aside[entry.directory]}")
             continue
-        entry = verify(entry)
+        entry = verify_entry(entry)
         if not entry.faults:
             return entry.directory, skipped
         skipped.append(f"{entry.directory.name}: {'; '.join(entry.faults)}")

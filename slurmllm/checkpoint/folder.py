@@ -13,7 +13,7 @@ from slurmllm.errors import RunError, StorageError
 from slurmllm.rundir import fsync_dir
 
 
-def refuse_existing(target: Path) -> None:
+def require_absent(target: Path) -> None:
     """Raise a RunError where there is anything that a new folder would replace."""
     try:
         if not target.exists():
@@ -32,7 +32,7 @@ def refuse_existing(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """Make a folder under a temporary name and give it its own when the block is done.
 
     Whatever ends the block early takes the temporary folder with it, and the parents that were
@@ -45,7 +45,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         RunError: there is something at the target already.
         StorageError: the file system refused a write.
     """
-    refuse_existing(target)
+    require_absent(target)
     target = Path(os.path.realpath(target))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     parents = [parent for parent in target.parents if not parent.exists()]

@@ -41,7 +41,7 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     return CheckpointManifest.load(directory / MANIFEST)
 
 
-def faults(directory: Path, files: Sequence[CheckpointFile]) -> list[str]:
+def file_faults(directory: Path, files: Sequence[CheckpointFile]) -> list[str]:
     """What is wrong with files of a checkpoint: sizes first, then checksums of those that fit."""
     found = []
     for file in files:

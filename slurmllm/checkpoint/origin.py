@@ -78,7 +78,7 @@ def read_origin(directory: Path) -> Origin:
         ) from error
 
 
-def misfits(stored: ModelConfig, wanted: ModelConfig) -> list[str]:
+def model_differences(stored: ModelConfig, wanted: ModelConfig) -> list[str]:
     """Why weights cannot serve a recipe: a line for each field that differs, empty where they fit.
 
     Args:
@@ -97,7 +97,7 @@ def misfits(stored: ModelConfig, wanted: ModelConfig) -> list[str]:
     return [f"model.{name}: the checkpoint has {a!r}, the recipe {b!r}" for name, a, b in lines]
 
 
-def check_fit(directory: Path, wanted: ModelConfig) -> Origin:
+def require_model(directory: Path, wanted: ModelConfig) -> Origin:
     """Look at the checkpoint that a run is to start from (`train.init_from`).
 
     Raises:
@@ -105,7 +105,7 @@ def check_fit(directory: Path, wanted: ModelConfig) -> Origin:
         StorageError: it is damaged.
     """
     origin = read_origin(directory)
-    lines = misfits(origin.model, wanted)
+    lines = model_differences(origin.model, wanted)
     if lines:
         raise RunError(
             f"the weights in {directory} are of another model than the recipe's:\n"

@@ -29,7 +29,7 @@ _CHUNK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class SecondTier:
+class Replica:
     """The second place of one run.
 
     Attributes:
@@ -169,7 +169,7 @@ class SecondTier:
         return checksum.hexdigest()
 
 
-def second_tier(config: CheckpointConfig, run: str) -> SecondTier | None:
+def open_replica(config: CheckpointConfig, run: str) -> Replica | None:
     """The second place of a run; None where the recipe has none.
 
     Raises:
@@ -182,7 +182,7 @@ def second_tier(config: CheckpointConfig, run: str) -> SecondTier | None:
 
     with _told("open", location):
         file_system, root = url_to_fs(location)
-    return SecondTier(location, f"{root.rstrip('/')}/{run}", file_system)
+    return Replica(location, f"{root.rstrip('/')}/{run}", file_system)
 
 
 @contextmanager
@@ -214,7 +214,7 @@ _BACKGROUND_NICENESS = 15
 OnCopied = Callable[[int, float, int, str | None], None]
 
 
-class Copier:
+class ReplicaCopier:
     """One copy at a time, of the newest checkpoint there is when the one before is done.
 
     A refusal is told and costs nothing else; the next checkpoint is tried again. A copy under way
@@ -230,7 +230,7 @@ class Copier:
 
     def __init__(
         self,
-        tier: SecondTier,
+        tier: Replica,
         run: RunDir,
         keep: int,
         still_ours: Callable[[], None],

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurmllm.checkpoint.catalogue import all_set_aside, read_skips, set_aside
-from slurmllm.checkpoint.manifest import faults, read_manifest
-from slurmllm.checkpoint.replicas import SecondTier, second_tier
+from slurmllm.checkpoint.catalogue import (
+    invalidated_checkpoints,
+    invalidation_reason,
+    read_rollbacks,
+)
+from slurmllm.checkpoint.manifest import file_faults, read_manifest
+from slurmllm.checkpoint.replicas import Replica, open_replica
 from slurmllm.checkpoint.shards import ShardBackend
-from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, differences
+from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_differences
 from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.records import CheckpointManifest, JobsRecord
 from slurmllm.rundir import RunDir
@@ -27,7 +31,7 @@ class Resumable(NamedTuple):
 
     state: TrainState | None
     skipped: tuple[str, ...]
-    set_aside: tuple[str, ...] = ()
+    invalidated: tuple[str, ...] = ()
 
 
 def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str, Any]) -> Resumable:
@@ -41,7 +45,7 @@ def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str,
     tier = _SecondPlace(run, backend) if backend.worker.rank == 0 else None
     looked = None
     if tier is not None:
-        looked = (run.checkpoint_steps(), all_set_aside(run), tier.steps)
+        looked = (run.checkpoint_steps(), invalidated_checkpoints(run), tier.steps)
     steps, aside, elsewhere = backend.gather(looked)[0]
     skipped: list[str] = []
     for step in sorted({*steps, *elsewhere} - set(aside), reverse=True):
@@ -69,10 +73,10 @@ class _SecondPlace:
 
     def __init__(self, run: RunDir, backend: ShardBackend) -> None:
         self._run = run
-        self._tier: SecondTier | None = None
+        self._tier: Replica | None = None
         self.steps: list[int] = []
         try:
-            self._tier = second_tier(backend.config.recipe.checkpoint, run.name)
+            self._tier = open_replica(backend.config.recipe.checkpoint, run.name)
             if self._tier is not None:
                 self.steps = usable_steps(run, self._tier)
         except StorageError as error:
@@ -89,7 +93,7 @@ class _SecondPlace:
         return None
 
 
-def usable_steps(run: RunDir, tier: SecondTier) -> list[int]:
+def usable_steps(run: RunDir, tier: Replica) -> list[int]:
     """The checkpoints in the second place that a run may go on from, oldest first.
 
     Not those that a roll-back has set aside, nor those of an older run of the same name.
@@ -97,12 +101,14 @@ def usable_steps(run: RunDir, tier: SecondTier) -> list[int]:
     Raises:
         StorageError: the place cannot be reached, or the run's records are damaged.
     """
-    skips = read_skips(run)
+    skips = read_rollbacks(run)
     submissions = JobsRecord.load(run.jobs).submissions if run.jobs.exists() else ()
     born = min((one.submitted_at for one in submissions), default=0.0)
     manifests = [tier.manifest(step) for step in tier.steps()]
     return [
-        m.step for m in manifests if m.saved_at >= born and not set_aside(m.step, m.attempt, skips)
+        m.step
+        for m in manifests
+        if m.saved_at >= born and not invalidation_reason(m.step, m.attempt, skips)
     ]
 
 
@@ -123,7 +129,7 @@ def first_fault(directory: Path, backend: ShardBackend) -> str | None:
     if manifest is None:
         return fault
     share = manifest.files[backend.worker.rank :: backend.worker.world_size]
-    found = [line for part in backend.gather(faults(directory, share)) for line in part]
+    found = [line for part in backend.gather(file_faults(directory, share)) for line in part]
     return "; ".join(found) or None
 
 
@@ -132,7 +138,7 @@ def _check_fingerprint(directory: Path, state: TrainState, fingerprint: Mapping[
     if state.data.get("version") == 1:
         # Its corpus had a fingerprint of another kind, which the stream compares when it resumes.
         saved["data.corpus"] = fingerprint.get("data.corpus")
-    lines = differences(saved, fingerprint)
+    lines = fingerprint_differences(saved, fingerprint)
     if lines:
         raise RunError(
             f"{directory} is of another model or other data and cannot be continued:\n"

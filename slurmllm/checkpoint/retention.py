@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.checkpoint.catalogue import all_set_aside
+from slurmllm.checkpoint.catalogue import invalidated_checkpoints
 from slurmllm.checkpoint.manifest import read_manifest, size_faults
 from slurmllm.errors import StorageError
 from slurmllm.rundir import RunDir, fsync_dir
@@ -17,7 +17,7 @@ _HOUR_S = 3600.0
 REMOVED = "removed"  # ending of a folder on its way out
 
 
-class Candidate(NamedTuple):
+class RetainedCheckpoint(NamedTuple):
     """A checkpoint that is kept or goes.
 
     Attributes:
@@ -30,8 +30,8 @@ class Candidate(NamedTuple):
     counts: bool = True
 
 
-def expired(
-    candidates: Sequence[Candidate],
+def expired_steps(
+    candidates: Sequence[RetainedCheckpoint],
     now: float,
     *,
     keep: int,
@@ -62,7 +62,7 @@ def expired(
     ]
 
 
-def retain(
+def remove_expired(
     run: RunDir,
     newest: int,
     keep: int,
@@ -92,7 +92,7 @@ def retain(
     except StorageError as error:
         print(f"warning: no checkpoint is removed: {error}", flush=True)
         return
-    going = expired(
+    going = expired_steps(
         candidates, time.time(), keep=keep, keep_hours=keep_hours, keep_every=keep_every
     )
     for step in going:
@@ -100,8 +100,8 @@ def retain(
             _remove(run.checkpoint(step))
 
 
-def _candidates(run: RunDir, newest: int) -> list[Candidate]:
-    aside = all_set_aside(run)
+def _candidates(run: RunDir, newest: int) -> list[RetainedCheckpoint]:
+    aside = invalidated_checkpoints(run)
     found = []
     for step in run.checkpoint_steps():
         if step > newest:
@@ -109,10 +109,12 @@ def _candidates(run: RunDir, newest: int) -> list[Candidate]:
         try:
             manifest = read_manifest(run.checkpoint(step))
         except StorageError:
-            found.append(Candidate(step, 0.0, counts=False))
+            found.append(RetainedCheckpoint(step, 0.0, counts=False))
             continue
         sound = step < newest or not size_faults(run.checkpoint(step), manifest.files)
-        found.append(Candidate(step, manifest.saved_at, counts=sound and step not in aside))
+        found.append(
+            RetainedCheckpoint(step, manifest.saved_at, counts=sound and step not in aside)
+        )
     return found
 
 

@@ -27,9 +27,9 @@ from typing import TypeVar
 
 from slurmllm.checkpoint.manifest import MANIFEST, describe, read_manifest
 from slurmllm.checkpoint.replicas import replace
-from slurmllm.checkpoint.retention import REMOVED, retain
+from slurmllm.checkpoint.retention import REMOVED, remove_expired
 from slurmllm.checkpoint.shards import ShardBackend, ShardWrite
-from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, digest
+from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError
 from slurmllm.records import CheckpointFile, CheckpointManifest
 from slurmllm.rundir import RunDir, fsync_dir
@@ -119,7 +119,7 @@ class Save:
                 recipe=self._backend.config.recipe.name,
                 saved_at=time.time(),
                 save_s=time.monotonic() - self._started,
-                fingerprint=digest(self._state.fingerprint),
+                fingerprint=fingerprint_digest(self._state.fingerprint),
                 files=tuple(sorted((f for part in files for f in part), key=lambda f: f.path)),
             )
             _agree(self._backend, lambda: self._publish(manifest) if self._first else None)
@@ -128,7 +128,7 @@ class Save:
             config = self._backend.config.recipe.checkpoint
             kept = (config.keep, config.keep_hours, config.keep_every, in_use)
             # In a thread: removing gigabytes takes as long as writing some.
-            self._retention = Thread(target=retain, args=(self._run, self.step, *kept))
+            self._retention = Thread(target=remove_expired, args=(self._run, self.step, *kept))
             self._retention.start()
         return time.monotonic() - self._started
 

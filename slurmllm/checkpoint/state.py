@@ -50,12 +50,12 @@ def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
     }
 
 
-def digest(fields: Mapping[str, Any]) -> str:
+def fingerprint_digest(fields: Mapping[str, Any]) -> str:
     """One word for a fingerprint's fields."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """One line for each field that differs; fields newer than the checkpoint have their default."""
     saved = _completed(saved)
     return [

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from slurmllm.checkpoint.catalogue import Entry
+    from slurmllm.checkpoint.catalogue import CheckpointEntry
     from slurmllm.checkpoint.formats.converting import Precision
     from slurmllm.rundir import RunDir
 
@@ -52,11 +52,11 @@ def checkpoint() -> None:
 @options.as_json
 def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> None:
     """List the checkpoints of RUN, in its directory and in checkpoint.replica."""
-    from slurmllm.checkpoint.catalogue import checkpoints
+    from slurmllm.checkpoint.catalogue import list_checkpoints
     from slurmllm.rundir import find_run, runs_root
 
     found = find_run(run, runs_root(runs_dir))
-    entries = checkpoints(found)
+    entries = list_checkpoints(found)
     if verifying:
         entries = _verified(entries)
     copies = _copies(found)
@@ -80,15 +80,15 @@ def verify(ctx: click.Context, target: str, runs_dir: str | None, as_json: bool)
 
     Exit codes: 0 all files are there with their sizes and checksums, 4 something is wrong.
     """
-    from slurmllm.checkpoint.catalogue import checkpoints, look_at
+    from slurmllm.checkpoint.catalogue import list_checkpoints, read_entry
     from slurmllm.errors import CheckpointError, RunError
     from slurmllm.rundir import find_run, is_run, runs_root
 
     path, root = Path(target), runs_root(runs_dir)
     if path.is_dir() and not is_run(path) and not is_run(root / target):
-        entries = [look_at(path.absolute())]
+        entries = [read_entry(path.absolute())]
     else:
-        entries = checkpoints(find_run(target, root))
+        entries = list_checkpoints(find_run(target, root))
         if not entries:
             raise RunError(f"run {target} has no checkpoint yet; see `slurmllm status {target}`")
     entries = _verified(entries)
@@ -119,12 +119,12 @@ def import_(source: Path, out: str, dtype: str, shard_size: str, as_json: bool) 
     """
     import time
 
-    from slurmllm.checkpoint.folder import refuse_existing
+    from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.importing import plan_import, run_import
     from slurmllm.progress import input_progress
 
     limit, target, begun = _limit(shard_size), Path(out), time.monotonic()
-    refuse_existing(target)
+    require_absent(target)
     plan = plan_import(source, _dtype(dtype))
     with input_progress("importing", plan.read_bytes) as on_progress:
         manifest = run_import(plan, target, limit, on_progress)
@@ -143,7 +143,7 @@ def import_(source: Path, out: str, dtype: str, shard_size: str, as_json: bool) 
         click.echo(json.dumps(answer, indent=2))
         return
     click.echo(
-        f"{target}: {plan.config.architecture}, {_parameters(plan.pieces)}, {_size(size)} in "
+        f"{target}: {plan.config.architecture}, {_parameters(plan.mappings)}, {_size(size)} in "
         f"{len(manifest.files) + 1} files, {time.monotonic() - begun:.1f} s"
     )
     if "tokenizer.json" in plan.tokenizer.files:
@@ -185,15 +185,15 @@ def export(
     """
     import time
 
-    from slurmllm.checkpoint.folder import refuse_existing
+    from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.exporting import plan_export, run_export
-    from slurmllm.checkpoint.formats.tokenizer_files import of_checkpoint
+    from slurmllm.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
     from slurmllm.progress import input_progress
 
     limit, target, begun = _limit(shard_size), Path(out), time.monotonic()
-    refuse_existing(target)
+    require_absent(target)
     directory = _sound(source, run, runs_dir)
-    tokenizer = of_checkpoint(directory, tokenizer_file)
+    tokenizer = checkpoint_tokenizer(directory, tokenizer_file)
     plan = plan_export(directory, tokenizer, _dtype(dtype))
     size = sum(plan.sizes_bytes)
     with input_progress("exporting", size) as on_progress:
@@ -211,7 +211,7 @@ def export(
         click.echo(json.dumps(answer, indent=2))
         return
     click.echo(
-        f"{target}: {_parameters(plan.pieces)}, {_size(size)} of weights in "
+        f"{target}: {_parameters(plan.mappings)}, {_size(size)} of weights in "
         f"{sum(name.endswith('.safetensors') for name in names)} file(s), from {directory}, "
         f"{time.monotonic() - begun:.1f} s"
     )
@@ -277,8 +277,8 @@ def convert(
     import time
     from dataclasses import replace
 
-    from slurmllm.checkpoint.folder import refuse_existing
-    from slurmllm.checkpoint.formats.converting import mesh_around, plan_conversion, run_conversion
+    from slurmllm.checkpoint.folder import require_absent
+    from slurmllm.checkpoint.formats.converting import mesh_of_run, plan_conversion, run_conversion
     from slurmllm.errors import UserError
     from slurmllm.progress import input_progress
 
@@ -290,9 +290,9 @@ def convert(
             f"--{option}: the native format is the same for every mesh; leave it out, or say "
             "--to nxd"
         )
-    refuse_existing(target)
+    require_absent(target)
     directory = _sound(source, run, runs_dir)
-    target_mesh = replace(mesh_around(directory), **given) if backend == "nxd" else None
+    target_mesh = replace(mesh_of_run(directory), **given) if backend == "nxd" else None
     plan = plan_conversion(directory, target_mesh, precision)
     with input_progress("converting", plan.num_bytes) as on_progress:
         manifest = run_conversion(plan, target, on_progress)
@@ -330,7 +330,7 @@ def convert(
 
 def _sound(source: str, run: str | None, runs_dir: str | None) -> Path:
     """The checkpoint folder that the arguments mean, verified."""
-    from slurmllm.checkpoint.catalogue import look_at, newest_sound
+    from slurmllm.checkpoint.catalogue import newest_verified, read_entry
     from slurmllm.checkpoint.origin import read_origin
     from slurmllm.errors import CheckpointError, RunError
     from slurmllm.rundir import find_run, runs_root
@@ -345,7 +345,7 @@ def _sound(source: str, run: str | None, runs_dir: str | None) -> Path:
     else:
         found = find_run(run, runs_root(runs_dir))
         if source == "latest":
-            directory, skipped = newest_sound(found)
+            directory, skipped = newest_verified(found)
             for line in skipped:
                 click.echo(f"skipped a checkpoint that does not verify: {line}", err=True)
             return directory
@@ -357,7 +357,7 @@ def _sound(source: str, run: str | None, runs_dir: str | None) -> Path:
                 "(or say latest)"
             )
         directory = found.checkpoint(int(source))
-    (entry,) = _verified([look_at(directory)])
+    (entry,) = _verified([read_entry(directory)])
     if entry.faults:
         lines = "\n".join(f"  {fault}" for fault in entry.faults)
         raise CheckpointError(f"{directory} does not verify; restore it, or name another:\n{lines}")
@@ -385,32 +385,32 @@ def _dtype(name: str) -> torch.dtype | None:
     return None if attribute is None else getattr(torch, attribute)
 
 
-def _verified(entries: Iterable[Entry]) -> list[Entry]:
-    from slurmllm.checkpoint.catalogue import verify
+def _verified(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
+    from slurmllm.checkpoint.catalogue import verify_entry
     from slurmllm.progress import input_progress
 
     entries = list(entries)
     done, before = [], 0
     with input_progress("verifying", sum(entry.num_bytes for entry in entries)) as on_progress:
         for entry in entries:
-            done.append(verify(entry, partial(_further, on_progress, before)))
+            done.append(verify_entry(entry, partial(_further, on_progress, before)))
             before += entry.num_bytes
     return done
 
 
-def _copies(found: RunDir) -> list[Entry]:
+def _copies(found: RunDir) -> list[CheckpointEntry]:
     """What is in the second place by its manifests; a place that cannot be read is told."""
-    from slurmllm.checkpoint.catalogue import Entry
-    from slurmllm.checkpoint.replicas import second_tier
+    from slurmllm.checkpoint.catalogue import CheckpointEntry
+    from slurmllm.checkpoint.replicas import open_replica
     from slurmllm.config.resolve import load
     from slurmllm.errors import SlurmllmError
 
     try:
-        tier = second_tier(load(found.config).recipe.checkpoint, found.name)
+        tier = open_replica(load(found.config).recipe.checkpoint, found.name)
         if tier is None:
             return []
         return [
-            Entry(found.checkpoint(step), tier.manifest(step), None, tier.url(step))
+            CheckpointEntry(found.checkpoint(step), tier.manifest(step), None, tier.url(step))
             for step in tier.steps()
         ]
     except SlurmllmError as error:
@@ -422,7 +422,7 @@ def _further(on_progress: Callable[[int], None], before: int, now: int) -> None:
     on_progress(before + now)
 
 
-def _as_json(entry: Entry) -> dict[str, Any]:
+def _as_json(entry: CheckpointEntry) -> dict[str, Any]:
     manifest = entry.manifest
     held = manifest.model_dump(mode="json", exclude={"files", "fingerprint"}) if manifest else {}
     return {
@@ -435,7 +435,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _print(entries: list[Entry]) -> None:
+def _print(entries: list[CheckpointEntry]) -> None:
     import time
 
     from slurmllm.tables import print_table

@@ -141,7 +141,7 @@ def evaluate(
     from secrets import token_hex
     from time import monotonic
 
-    from slurmllm.checkpoint.formats.tokenizer_files import of_file
+    from slurmllm.checkpoint.formats.tokenizer_files import tokenizer_from_file
     from slurmllm.cli.evaluate_output import report
     from slurmllm.errors import EXIT_NEGATIVE, CheckpointError, UserError
     from slurmllm.evaluate.checkpoints import choose, find_target
@@ -171,7 +171,7 @@ def evaluate(
         return
     target = find_target(run, runs_root(runs_dir))
     if tokenizer is not None:
-        of_file(tokenizer)  # says what is wrong with it before any job does
+        tokenizer_from_file(tokenizer)  # says what is wrong with it before any job does
     settings = Settings(
         limit, batch_size, device, allow_code,
         export_dir and export_dir.absolute(), tokenizer and tokenizer.absolute(),

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmllm.checkpoint.catalogue import look_at, verify
+from slurmllm.checkpoint.catalogue import read_entry, verify_entry
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.drill.injector import Injection
@@ -126,7 +126,7 @@ def _faults_of_checkpoints(run: RunDir, steps: int) -> list[str]:
     if newest != steps:
         faults.append(f"its newest checkpoint is of step {newest}, not {steps}")
     else:
-        faults += verify(look_at(run.checkpoint(steps))).faults or ()
+        faults += verify_entry(read_entry(run.checkpoint(steps))).faults or ()
     return faults
 
 

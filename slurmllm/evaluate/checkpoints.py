@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurmllm.checkpoint.catalogue import Entry, all_set_aside, checkpoints, look_at, newest_sound
+from slurmllm.checkpoint.catalogue import (
+    CheckpointEntry,
+    invalidated_checkpoints,
+    list_checkpoints,
+    newest_verified,
+    read_entry,
+)
 from slurmllm.checkpoint.manifest import MANIFEST
 from slurmllm.errors import CheckpointError, RunError
 from slurmllm.evaluate.cache_key import checkpoint_checksum, folder_checksum
@@ -85,8 +91,8 @@ def choose(target: Target, asked: Sequence[str], known: Callable[[Candidate], bo
                 "name the run"
             )
         return Chosen((_of_folder(target.model),))
-    run, entries = target.run, checkpoints(target.run)
-    aside = all_set_aside(run)
+    run, entries = target.run, list_checkpoints(target.run)
+    aside = invalidated_checkpoints(run)
     whole = {step_of(e): e for e in entries if e.manifest is not None and step_of(e) not in aside}
     chosen: dict[int, Candidate] = {}
     warnings: list[str] = []
@@ -101,16 +107,16 @@ def choose(target: Target, asked: Sequence[str], known: Callable[[Candidate], bo
             ]
             warnings += [f"step {step} is passed over: {why}" for step, why in aside.items()]
             if not chosen:
-                newest_sound(run)  # says what there is instead
+                newest_verified(run)  # says what there is instead
         elif word == "latest":
             candidate, passed_over = _latest(run, whole, known)
             chosen[candidate.step] = candidate
             warnings += [f"{line}; passed over" for line in passed_over]
         else:
             if not entries:
-                newest_sound(run)  # says that there is none yet
+                newest_verified(run)  # says that there is none yet
             step = _step(word, run, [step_of(entry) for entry in entries])
-            entry = look_at(run.checkpoint(step))
+            entry = read_entry(run.checkpoint(step))
             if entry.manifest is None:
                 raise CheckpointError(f"{entry.directory}: {'; '.join(entry.faults or ())}")
             chosen.setdefault(step, _candidate(entry))
@@ -119,20 +125,20 @@ def choose(target: Target, asked: Sequence[str], known: Callable[[Candidate], bo
     return Chosen(candidates, frozenset(named), tuple(dict.fromkeys(warnings)))
 
 
-def step_of(entry: Entry) -> int:
+def step_of(entry: CheckpointEntry) -> int:
     """The step that a checkpoint folder's name says."""
     return int(entry.directory.name.rpartition("_")[2])
 
 
 def _latest(
-    run: RunDir, whole: dict[int, Entry], known: Callable[[Candidate], bool]
+    run: RunDir, whole: dict[int, CheckpointEntry], known: Callable[[Candidate], bool]
 ) -> tuple[Candidate, list[str]]:
     if whole:
         newest = _candidate(whole[max(whole)])
         if known(newest):
             return newest, []
-    directory, passed_over = newest_sound(run)
-    return replace(_candidate(look_at(directory)), verified=True), passed_over
+    directory, passed_over = newest_verified(run)
+    return replace(_candidate(read_entry(directory)), verified=True), passed_over
 
 
 def _step(word: str, run: RunDir, steps: Sequence[int]) -> int:
@@ -147,14 +153,14 @@ def _step(word: str, run: RunDir, steps: Sequence[int]) -> int:
 
 def _of_folder(folder: Path) -> Candidate:
     if (folder / MANIFEST).is_file():
-        entry = look_at(folder)
+        entry = read_entry(folder)
         if entry.manifest is None:
             raise CheckpointError(f"{folder}: {'; '.join(entry.faults or ())}")
         return _candidate(entry)
     return Candidate(folder, 0, 0, folder_checksum(folder), huggingface=True)
 
 
-def _candidate(entry: Entry) -> Candidate:
+def _candidate(entry: CheckpointEntry) -> Candidate:
     manifest = entry.manifest
     assert manifest is not None
     checksum = checkpoint_checksum(manifest)

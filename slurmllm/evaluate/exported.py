@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
-from slurmllm.checkpoint.formats.tokenizer_files import of_checkpoint
+from slurmllm.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
 from slurmllm.errors import DataError, StorageError
 from slurmllm.evaluate.request import EXPORT, Candidate, Settings
 
@@ -57,7 +57,7 @@ def exported(candidate: Candidate, store: Path, settings: Settings) -> Iterator[
 
 
 def _export(directory: Path, folder: Path, named: Path | None) -> None:
-    tokenizer = of_checkpoint(directory, named)
+    tokenizer = checkpoint_tokenizer(directory, named)
     if not tokenizer.files:
         raise DataError(
             f"no tokenizer is known for {directory}, and tasks are texts; give --tokenizer FILE"

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from time import time
 
-from slurmllm.checkpoint.catalogue import look_at, verify
+from slurmllm.checkpoint.catalogue import read_entry, verify_entry
 from slurmllm.errors import SlurmllmError
 from slurmllm.evaluate.request import Asked, Outcome, Work
 from slurmllm.records import EvaluationRecord
@@ -17,7 +17,7 @@ def evaluate(work: Work) -> Outcome:
     """Do what a job is to do; what fails is said and does not keep the rest from being done."""
     candidate = work.candidate
     if not candidate.verified and not candidate.huggingface:
-        faults = verify(look_at(candidate.directory)).faults
+        faults = verify_entry(read_entry(candidate.directory)).faults
         if faults:
             return Outcome(unsound=faults)
     failed: dict[str, str] = {}

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from slurmllm.checkpoint.catalogue import all_set_aside, checkpoints
+from slurmllm.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, RunError, SlurmllmError
 from slurmllm.evaluate.scores import score_tables
@@ -45,8 +45,8 @@ def read_checkpoints(
     """
     told = {event.step: event for event in events if event.kind == "save"}
     try:
-        on_disk = {int(one.directory.name[5:]): one for one in checkpoints(run)}
-        aside = all_set_aside(run)
+        on_disk = {int(one.directory.name[5:]): one for one in list_checkpoints(run)}
+        aside = invalidated_checkpoints(run)
     except (SlurmllmError, OSError) as error:
         warnings.append(f"checkpoints: {error}")
         on_disk, aside = {}, {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurmllm.checkpoint.catalogue import read_skips, set_aside
+from slurmllm.checkpoint.catalogue import invalidation_reason, read_rollbacks
 from slurmllm.config.resolve import load
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.metrics.row_reader import last_row, last_row_of
@@ -239,11 +239,11 @@ def _left_s(records: RunRecords, row: dict[str, Any], measured: Pace | None) -> 
 
 
 def _last_checkpoint(run: RunDir, now: float) -> SavedCheckpoint | None:
-    skips = read_skips(run)
+    skips = read_rollbacks(run)
     for step in reversed(run.checkpoint_steps()):
         with suppress(StorageError):  # a save that runs, or was cut
             found = CheckpointManifest.load(run.checkpoint(step) / "manifest.json")
-            if set_aside(step, found.attempt, skips) is None:
+            if invalidation_reason(step, found.attempt, skips) is None:
                 return SavedCheckpoint(step, found.saved_at, max(now - found.saved_at, 0.0))
     return None
 

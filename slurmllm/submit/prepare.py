@@ -148,10 +148,10 @@ def with_weights(config: RunConfig) -> RunConfig:
     named = config.recipe.train.init_from
     if named is None:
         return config
-    from slurmllm.checkpoint.origin import check_fit
+    from slurmllm.checkpoint.origin import require_model
 
     source = Path(named).absolute()
-    check_fit(source, config.recipe.model)
+    require_model(source, config.recipe.model)
     return config.with_init_from(str(source))
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
-from slurmllm.checkpoint.catalogue import all_set_aside, read_skips
+from slurmllm.checkpoint.catalogue import invalidated_checkpoints, read_rollbacks
 from slurmllm.errors import DivergenceError, SlurmllmError, StorageError
 from slurmllm.records import SkippedBatches, SkipsRecord
 from slurmllm.train.grad_spikes import Spike, SpikeWatch
@@ -188,7 +188,7 @@ class Guard:
 
     def _roll_back(self, verdict: Divergence) -> str:
         run, config = self._job.run, self._config
-        skips = read_skips(run)
+        skips = read_rollbacks(run)
         if len(skips) >= config.max_roll_backs:
             return (
                 f"{len(skips)} roll-backs were made, and guard.max_roll_backs is "
@@ -212,5 +212,5 @@ class Guard:
     def _newest_before(self, step: int) -> int | None:
         """Step of the newest checkpoint before a step."""
         run = self._job.run
-        aside = all_set_aside(run)
+        aside = invalidated_checkpoints(run)
         return max((s for s in run.checkpoint_steps() if s < step and s not in aside), default=None)

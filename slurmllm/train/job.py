@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
 from slurmllm.backends.environment import load_environment
-from slurmllm.checkpoint.catalogue import read_skips
+from slurmllm.checkpoint.catalogue import read_rollbacks
 from slurmllm.checkpoint.resume import find_resumable, first_fault
 from slurmllm.checkpoint.save import remove_leftovers
 from slurmllm.checkpoint.state import TrainState, fingerprint
@@ -286,13 +286,13 @@ def _resume(job: Job) -> None:
     if job.worker.rank == 0:
         remove_leftovers(job.run, job.attempt)
     found = find_resumable(job.run, job.backend, job.fingerprint())
-    job.skipped = found.skipped + found.set_aside
+    job.skipped = found.skipped + found.invalidated
     for line in found.skipped:
         job.say(f"skipped a checkpoint that does not verify: {line}")
-    for line in found.set_aside:
+    for line in found.invalidated:
         job.say(f"passed over a checkpoint: {line}")
     first = job.worker.rank == 0
-    job.passed_over = job.backend.gather(read_skips(job.run) if first else None)[0]
+    job.passed_over = job.backend.gather(read_rollbacks(job.run) if first else None)[0]
     for window in job.passed_over:
         job.say(f"batches {window.first} to {window.last} are skipped: {window.reason}")
     if found.state is None:

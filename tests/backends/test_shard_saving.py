@@ -14,7 +14,7 @@ from backends.conftest import LABELS, NewBackend, batch, micro_batches
 from slurmllm.backends.base import Backend
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.checkpoint.formats import dcp_writer
-from slurmllm.checkpoint.formats.dcp_writer import Writer
+from slurmllm.checkpoint.formats.dcp_writer import DcpWriter
 
 ASYNCHRONOUS = "checkpoint.asynchronous=true"
 
@@ -31,13 +31,13 @@ def train(backend: Backend, steps: int, first: int = 0) -> list[float]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Files are written when it is set."""
     event = threading.Event()
-    write = Writer.write_data
+    write = DcpWriter.write_data
 
-    def waiting(self: Writer, *arguments: Any) -> Any:
+    def waiting(self: DcpWriter, *arguments: Any) -> Any:
         assert event.wait(30)
         return write(self, *arguments)
 
-    monkeypatch.setattr(Writer, "write_data", waiting)
+    monkeypatch.setattr(DcpWriter, "write_data", waiting)
     return event
 
 

@@ -20,7 +20,7 @@ from train.gang import make_data, make_run, small_config
 from checkpoint import hub
 from checkpoint.pretend import CONFIG, PretendBackend, PretendGang, state
 from slurmllm.checkpoint.formats import importing
-from slurmllm.checkpoint.replicas import second_tier
+from slurmllm.checkpoint.replicas import open_replica
 from slurmllm.checkpoint.save import save
 from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.checkpoint.state import TrainState, fingerprint
@@ -231,7 +231,7 @@ def test_list_has_copies_in_the_second_place(run: Run, tmp_path: Path) -> None:
     config = small_config(f"checkpoint.replica={second}")
     folder.config.write_text(config.to_yaml())
     PretendGang().all(lambda backend: save(folder, backend, state(10), attempt=3))
-    tier = second_tier(config.recipe.checkpoint, "a")
+    tier = open_replica(config.recipe.checkpoint, "a")
     assert tier is not None
     tier.put(folder.checkpoint(10))
     ours, theirs = answer(run("list", "a", "--json"))["checkpoints"]

@@ -28,17 +28,17 @@ from checkpoint.nxd_folders import (
     zero_shard,
 )
 from checkpoint.test_nxd_files import HALF, assert_holds
-from slurmllm.checkpoint.formats.converting import Mesh, plan_conversion, run_conversion
+from slurmllm.checkpoint.formats.converting import NxdMesh, plan_conversion, run_conversion
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.safetensors_files import write_index, write_shard
-from slurmllm.checkpoint.formats.tokenizer_files import Tokenizer
+from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.checkpoint.formats.weights import open_training, open_weights, weight_reader
-from slurmllm.checkpoint.manifest import MANIFEST, describe, faults, read_manifest
+from slurmllm.checkpoint.manifest import MANIFEST, describe, file_faults, read_manifest
 from slurmllm.checkpoint.origin import INDEX, MODEL, read_origin
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState
 from slurmllm.cli.main import cli
 from slurmllm.errors import ConfigError, StorageError
-from slurmllm.plan.mesh import Mesh as PlanMesh
+from slurmllm.plan.mesh import NxdMesh as PlanMesh
 from slurmllm.plan.mesh import save_mesh
 from slurmllm.records import CheckpointManifest, ImportedModel
 
@@ -70,9 +70,9 @@ def nxd_checkpoint(folder: Path, whole: Whole, layout: Layout) -> Path:
     return with_manifest(folder)
 
 
-def convert(source: Path, out: Path, mesh: Mesh | None, precision: Any = None) -> Path:
+def convert(source: Path, out: Path, mesh: NxdMesh | None, precision: Any = None) -> Path:
     run_conversion(plan_conversion(source, mesh, precision), out)
-    assert faults(out, read_manifest(out).files) == []
+    assert file_faults(out, read_manifest(out).files) == []
     assert read_origin(out) == read_origin(source)._replace(directory=out)
     return out
 
@@ -105,9 +105,9 @@ def assert_equal(a: Any, b: Any, way: str = "") -> None:
 
 
 MESHES = {
-    "neox": (Layout(2, 1, 3), Mesh(4, 2, 2)),
-    "llama": (Layout(4, 2, 1, zero=False), Mesh(8, 1, 3)),
-    "gpt3": (Layout(1, 4, 2), Mesh(4, 2, 3, virtual_pipeline=2)),
+    "neox": (Layout(2, 1, 3), NxdMesh(4, 2, 2)),
+    "llama": (Layout(4, 2, 1, zero=False), NxdMesh(8, 1, 3)),
+    "gpt3": (Layout(1, 4, 2), NxdMesh(4, 2, 3, virtual_pipeline=2)),
 }
 
 
@@ -134,14 +134,14 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "mesh", "precision"),
     [
-        ("neox", Mesh(2, 2, 3), "bf16_mixed"),
-        ("llama", Mesh(8, 1, 5), FP32),
-        ("llama", Mesh(4, 2, 1, zero=False), "bf16_sr"),
-        ("gpt3", Mesh(1, 2, 2), "bf16_mixed"),
-        ("gpt3", Mesh(4, 1, 3), "bf16"),
+        ("neox", NxdMesh(2, 2, 3), "bf16_mixed"),
+        ("llama", NxdMesh(8, 1, 5), FP32),
+        ("llama", NxdMesh(4, 2, 1, zero=False), "bf16_sr"),
+        ("gpt3", NxdMesh(1, 2, 2), "bf16_mixed"),
+        ("gpt3", NxdMesh(4, 1, 3), "bf16"),
     ],
 )
-def test_nxd_s_files(family: str, mesh: Mesh, precision: str, tmp_path: Path) -> None:
+def test_nxd_s_files(family: str, mesh: NxdMesh, precision: str, tmp_path: Path) -> None:
     """Every file holds what the format's rules, written out in the tests, say."""
     whole = random_whole(family, seed=4)
     native = convert(nxd_checkpoint(tmp_path / "first", whole, Layout()), tmp_path / "native", None)
@@ -181,7 +181,7 @@ def _check_optimizer(
     held: dict[str, Any],
     whole: Whole,
     names: list[str],
-    mesh: Mesh,
+    mesh: NxdMesh,
     rank: int,
     replica: int,
     kept: torch.dtype,
@@ -236,7 +236,7 @@ def test_hyperparameters_stay(tmp_path: Path) -> None:
         held["param_groups"] = [{**hyper, "params": list(range(len(names)))}]
         torch.save(held, path)
     with_manifest(first)
-    for mesh in (Mesh(1, 2), Mesh(1, 2, zero=False)):
+    for mesh in (NxdMesh(1, 2), NxdMesh(1, 2, zero=False)):
         plan = plan_conversion(first, mesh)
         assert plan.known_optim
         run_conversion(plan, tmp_path / str(mesh.zero))
@@ -244,7 +244,7 @@ def test_hyperparameters_stay(tmp_path: Path) -> None:
             for group in torch.load(path)["param_groups"]:  # norms and biases decay as well
                 assert {key: group[key] for key in hyper} == {**hyper, "betas": (0.8, 0.7)}
     native = convert(first, tmp_path / "native", None)
-    assert not plan_conversion(native, Mesh()).known_optim
+    assert not plan_conversion(native, NxdMesh()).known_optim
 
 
 def test_a_run_s_recipe(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_run_s_recipe(tmp_path: Path) -> None:
         "optim.betas=[0.5, 0.25]", "train.precision=bf16_mixed",
     )  # fmt: skip
     native = convert(first, run.checkpoint(7), None)
-    plan = plan_conversion(native, Mesh(2))
+    plan = plan_conversion(native, NxdMesh(2))
     assert plan.known_optim
     assert plan.precision == "bf16_mixed"
     run_conversion(plan, tmp_path / "out")
@@ -310,7 +310,7 @@ def test_a_file_larger_than_memory_is_refused(
 ) -> None:
     whole = random_whole("neox")
     first = nxd_checkpoint(tmp_path / "first", whole, Layout(2))
-    plan = plan_conversion(first, Mesh(2, 2, 3, zero=zero))
+    plan = plan_conversion(first, NxdMesh(2, 2, 3, zero=zero))
     run_conversion(plan, tmp_path / "out")
     largest = max(
         sum(tensor.nbytes for tensor in tensors_of(held))
@@ -320,7 +320,7 @@ def test_a_file_larger_than_memory_is_refused(
     monkeypatch.setattr(
         "slurmllm.checkpoint.formats.converting.free_memory", lambda: plan.held_bytes
     )
-    plan_conversion(first, Mesh(2, 2, 3, zero=zero))
+    plan_conversion(first, NxdMesh(2, 2, 3, zero=zero))
     plan_conversion(first, None)  # a few pieces at a time
     monkeypatch.setattr(
         "slurmllm.checkpoint.formats.converting.free_memory", lambda: plan.held_bytes - 1
@@ -342,7 +342,7 @@ def tensors_of(held: Any) -> list[Tensor]:
 def test_precisions(tmp_path: Path) -> None:
     whole = random_whole("neox")
     first = nxd_checkpoint(tmp_path / "first", whole, Layout(2, data=2, dtype="bfloat16"))
-    plan = plan_conversion(first, Mesh(1, 2, 3))
+    plan = plan_conversion(first, NxdMesh(1, 2, 3))
     assert plan.precision == "bf16_mixed"
     assert plan.layout is not None
     assert (plan.layout.dtype, plan.layout.optimizer_dtype) == ("bfloat16", "float32")
@@ -363,7 +363,7 @@ def test_exports_are_equal(family: str, tmp_path: Path) -> None:
     hubs = []
     for source in (first, native):
         out = tmp_path / f"hub-{source.name}"
-        run_export(plan_export(source, Tokenizer({})), out, 10**9)
+        run_export(plan_export(source, TokenizerFiles({})), out, 10**9)
         hubs.append(load_file(out / "model.safetensors"))
     assert_equal(*hubs)
     assert len(hubs[0]) >= len(whole.weights)
@@ -457,7 +457,7 @@ def test_damage(run: Run, tmp_path: Path) -> None:
     assert f"{shard.name} does not match its checksum" in result.output
     # Gone after it was verified: nothing is left of the result.
     shard.write_bytes(content)
-    for mesh in (None, Mesh(1, 2)):
+    for mesh in (None, NxdMesh(1, 2)):
         plan = plan_conversion(source, mesh)
         shard.unlink()
         with pytest.raises(StorageError, match=f"{shard.name} cannot be read"):
@@ -480,14 +480,14 @@ def test_a_native_checkpoint_that_lacks_moments_of_one(tmp_path: Path) -> None:
     fields = {**state.fingerprint, "model.num_layers": other.num_layers}
     state.model_copy(update={"fingerprint": fields}).save(native / TRAIN_STATE)
     with pytest.raises(StorageError) as caught:
-        plan_conversion(native, Mesh())
+        plan_conversion(native, NxdMesh())
     assert "  exp_avg of layers.4.mlp.down.weight: is missing; [40, 36]" in str(caught.value)
 
 
 def test_the_mesh_is_checked_before_anything_is_written(tmp_path: Path) -> None:
     first = nxd_checkpoint(tmp_path / "c", random_whole("gpt3"), Layout())
     with pytest.raises(ConfigError, match=r"parallel.tensor: 8 does not divide 4 attention heads"):
-        plan_conversion(first, Mesh(8))
+        plan_conversion(first, NxdMesh(8))
 
 
 _MEASURED = """

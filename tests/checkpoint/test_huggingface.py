@@ -17,9 +17,9 @@ from slurmllm.checkpoint.formats import exporting, importing
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
 from slurmllm.checkpoint.formats.safetensors_files import write_index, write_shard
-from slurmllm.checkpoint.formats.tokenizer_files import Tokenizer, beside
+from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles, tokenizer_in
 from slurmllm.checkpoint.formats.weights import open_weights, weight_reader
-from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.checkpoint.manifest import file_faults, read_manifest
 from slurmllm.checkpoint.origin import INDEX, MODEL, read_origin
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.data.tokenizer import train_tokenizer
@@ -66,7 +66,7 @@ def test_there_and_back(family: str, data: st.DataObject) -> None:
         found = ours(folder / "ours", config)(hub.tokens(original))
         expected = original(hub.tokens(original)).logits
         torch.testing.assert_close(found[..., : config.vocab_size], expected, rtol=1e-5, atol=1e-5)
-        run_export(plan_export(folder / "ours", Tokenizer({})), folder / "back", size)
+        run_export(plan_export(folder / "ours", TokenizerFiles({})), folder / "back", size)
         back = AutoModel.from_pretrained(folder / "back")
         assert type(back) is type(original)
         equal(original, back)
@@ -79,13 +79,13 @@ def test_files_of_a_sharded_and_of_a_whole_export(family: str, tmp_path: Path) -
     source = hub.save(hub.small(family), tmp_path / "hub")
     bring_in(source, tmp_path / "ours", MANY)
     manifest = read_manifest(tmp_path / "ours")
-    assert faults(tmp_path / "ours", manifest.files) == []
+    assert file_faults(tmp_path / "ours", manifest.files) == []
     written = {str(p.relative_to(tmp_path / "ours")) for p in (tmp_path / "ours").rglob("*")}
     assert written == {file.path for file in manifest.files} | {"manifest.json"}
     shards = sorted(p.name for p in (tmp_path / "ours").glob("*.safetensors"))
     assert shards[0] == f"weights-00001-of-{len(shards):05d}.safetensors"
     assert len(shards) > 3
-    plan = plan_export(tmp_path / "ours", Tokenizer({}))
+    plan = plan_export(tmp_path / "ours", TokenizerFiles({}))
     assert run_export(plan, tmp_path / "whole", 10**9) == ["config.json", "model.safetensors"]
     names = run_export(plan, tmp_path / "many", MANY)
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
@@ -108,7 +108,7 @@ def test_no_more_than_a_file_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(exporting, "write_shard", watched)
     source = hub.save(hub.small("llama"), tmp_path / "hub")
     bring_in(source, tmp_path / "ours", 20_000)
-    run_export(plan_export(tmp_path / "ours", Tokenizer({})), tmp_path / "back", 20_000)
+    run_export(plan_export(tmp_path / "ours", TokenizerFiles({})), tmp_path / "back", 20_000)
     assert len(held) >= 6
 
 
@@ -119,7 +119,7 @@ def test_bf16_stays_and_is_made(family: str, tmp_path: Path) -> None:
     bring_in(half, tmp_path / "ours")
     for dtype, expected in ((None, torch.bfloat16), (torch.float32, torch.float32)):
         out = tmp_path / str(expected)
-        run_export(plan_export(tmp_path / "ours", Tokenizer({}), dtype), out, 10**9)
+        run_export(plan_export(tmp_path / "ours", TokenizerFiles({}), dtype), out, 10**9)
         back = AutoModel.from_pretrained(out, dtype="auto")
         assert back.dtype == expected
         equal(original.to(expected), back)
@@ -142,12 +142,12 @@ def test_biases_that_only_theirs_has_become_0(
     record.model_copy(update={"model": model}).save(folder / MODEL)
     config = read_origin(folder).model
     with pytest.raises(StorageError, match=r"layers\.1\.mlp\.up\.bias: is no tensor of this model"):
-        plan_export(folder, Tokenizer({}))
+        plan_export(folder, TokenizerFiles({}))
     weights, kept = open_weights(read_origin(folder)), dict(build_model(config).named_parameters())
     (file,) = folder.glob("*.safetensors")
     write_shard(file, {name: weights.read(name).clone() for name in kept})
     write_index(folder / INDEX, dict.fromkeys(kept, file.name), 0)
-    run_export(plan_export(tmp_path / "ours", Tokenizer({})), tmp_path / "back", 10**9)
+    run_export(plan_export(tmp_path / "ours", TokenizerFiles({})), tmp_path / "back", 10**9)
     back = AutoModel.from_pretrained(tmp_path / "back").eval()
     found = ours(tmp_path / "ours", config)(hub.tokens(back))
     torch.testing.assert_close(found, back(hub.tokens(back)).logits, rtol=1e-5, atol=1e-5)
@@ -158,7 +158,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_text(train_tokenizer(["to be or not to be"] * 9, 300))
     bring_in(source, tmp_path / "ours")
     assert read_origin(tmp_path / "ours").imported is not None
-    tokenizer = beside(tmp_path / "ours" / "tokenizer")
+    tokenizer = tokenizer_in(tmp_path / "ours" / "tokenizer")
     run_export(plan_export(tmp_path / "ours", tokenizer), tmp_path / "back", 10**9)
     loaded = hub.transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert loaded.decode(loaded("to be")["input_ids"]) == "to be"

@@ -13,7 +13,7 @@ from train.gang import Gang, make_data, make_run
 from checkpoint.nxd_folders import Layout, Whole, random_whole, write_nxd
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.safetensors_files import Region
-from slurmllm.checkpoint.formats.tokenizer_files import Tokenizer
+from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training, weight_reader
 from slurmllm.checkpoint.origin import read_origin
 from slurmllm.checkpoint.state import TrainState, fingerprint
@@ -98,7 +98,7 @@ def test_a_model_filled_and_an_export(tmp_path: Path) -> None:
         kept = parameter if name != "embed.weight" else parameter[:rows]
         assert torch.equal(kept, whole.weights[name][: len(kept)]), name
         assert not parameter[len(kept) :].any()
-    names = run_export(plan_export(tmp_path / "c", Tokenizer({})), tmp_path / "hub", 10**9)
+    names = run_export(plan_export(tmp_path / "c", TokenizerFiles({})), tmp_path / "hub", 10**9)
     assert "model.safetensors" in names
     assert read_origin(tmp_path / "c").model == whole.model
 

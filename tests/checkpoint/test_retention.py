@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.pretend import PretendGang, state
-from slurmllm.checkpoint.retention import Candidate, expired, retain
+from slurmllm.checkpoint.retention import RetainedCheckpoint, expired_steps, remove_expired
 from slurmllm.checkpoint.save import save
 from slurmllm.records import SkippedBatches, SkipsRecord
 from slurmllm.rundir import RunDir
@@ -21,9 +21,11 @@ HISTORIES = st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1e6), st.boolean
 def test_one_that_counts_always_stays(
     history: list[tuple[int, float, bool]], keep: int, keep_hours: float, keep_every: int | None
 ) -> None:
-    by_step = {step: Candidate(step, saved_at, counts) for step, saved_at, counts in history}
+    by_step = {
+        step: RetainedCheckpoint(step, saved_at, counts) for step, saved_at, counts in history
+    }
     candidates = [by_step[step] for step in sorted(by_step)]
-    going = expired(candidates, 1e6, keep=keep, keep_hours=keep_hours, keep_every=keep_every)
+    going = expired_steps(candidates, 1e6, keep=keep, keep_hours=keep_hours, keep_every=keep_every)
     left = [c for c in candidates if c.step not in going]
     counting = [c for c in candidates if c.counts]
     assert sum(c.counts for c in left) >= min(keep, len(counting))
@@ -35,11 +37,11 @@ def test_one_that_counts_always_stays(
 
 
 def test_by_count_by_age_and_every_nth() -> None:
-    candidates = [Candidate(step, saved_at=step * 3600.0) for step in range(1, 13)]
+    candidates = [RetainedCheckpoint(step, saved_at=step * 3600.0) for step in range(1, 13)]
     now = 12 * 3600.0
-    assert expired(candidates, now, keep=2) == list(range(1, 11))
-    assert expired(candidates, now, keep=2, keep_hours=4) == list(range(1, 9))
-    assert expired(candidates, now, keep=2, keep_every=5) == [1, 2, 3, 4, 6, 7, 8, 9]
+    assert expired_steps(candidates, now, keep=2) == list(range(1, 11))
+    assert expired_steps(candidates, now, keep=2, keep_hours=4) == list(range(1, 9))
+    assert expired_steps(candidates, now, keep=2, keep_every=5) == [1, 2, 3, 4, 6, 7, 8, 9]
 
 
 @pytest.fixture
@@ -53,14 +55,14 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_nothing_goes_where_the_newest_is_damaged(run: RunDir) -> None:
     (run.checkpoint(20) / "shard_1").write_bytes(b"cut")
-    retain(run, 20, keep=1)
+    remove_expired(run, 20, keep=1)
     assert run.checkpoint_steps() == [10, 20]
 
 
 def test_one_that_is_read_stays(run: RunDir) -> None:
-    retain(run, 20, keep=1, in_use=[10])
+    remove_expired(run, 20, keep=1, in_use=[10])
     assert run.checkpoint_steps() == [10, 20]
-    retain(run, 20, keep=1)
+    remove_expired(run, 20, keep=1)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000020"]
 
 
@@ -71,7 +73,7 @@ def test_one_set_aside_counts_for_nothing(run: RunDir) -> None:
     SkipsRecord(skips=(skip,)).save(run.skips)
     assert run.checkpoint_steps() == [25, 30]
     PretendGang().all(lambda backend: save(run, backend, state(22), attempt=0))
-    retain(run, 30, keep=2)
+    remove_expired(run, 30, keep=2)
     assert run.checkpoint_steps() == [25, 30]
 
 
@@ -79,6 +81,6 @@ def test_a_damaged_record_of_roll_backs_keeps_all(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.skips.write_text("{")
-    retain(run, 20, keep=1)
+    remove_expired(run, 20, keep=1)
     assert run.checkpoint_steps() == [10, 20]
     assert "no checkpoint is removed" in capsys.readouterr().out

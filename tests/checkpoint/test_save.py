@@ -11,9 +11,9 @@ import pytest
 
 from checkpoint.pretend import FINGERPRINT, PretendGang, state
 from slurmllm.checkpoint import save as saving
-from slurmllm.checkpoint.manifest import describe, faults, read_manifest
+from slurmllm.checkpoint.manifest import describe, file_faults, read_manifest
 from slurmllm.checkpoint.save import remove_leftovers, save
-from slurmllm.checkpoint.state import TrainState, digest
+from slurmllm.checkpoint.state import TrainState, fingerprint_digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError
 from slurmllm.rundir import RunDir
 
@@ -37,10 +37,10 @@ def test_files_and_manifest(run: RunDir) -> None:
     directory = run.checkpoint(20)
     manifest = read_manifest(directory)
     assert [file.path for file in manifest.files] == ["shard_0", "shard_1", "train_state.json"]
-    assert faults(directory, manifest.files) == []
+    assert file_faults(directory, manifest.files) == []
     assert (manifest.step, manifest.tokens, manifest.world_size) == (20, 20 * 256, 2)
     assert (manifest.attempt, manifest.recipe) == (3, "tiny_neox")
-    assert manifest.fingerprint == digest(FINGERPRINT)
+    assert manifest.fingerprint == fingerprint_digest(FINGERPRINT)
     assert TrainState.load(directory / "train_state.json") == state(20)
     assert folders(run) == ["step_00000020"]
 
@@ -59,7 +59,7 @@ def test_later_damaged_ones_do_not_count_and_are_replaced(run: RunDir) -> None:
     assert run.checkpoint_steps() == [20, 25, 30], "two that count and the damaged one"
     save_all(PretendGang(), run, 30)
     assert run.checkpoint_steps() == [25, 30]
-    assert faults(run.checkpoint(30), read_manifest(run.checkpoint(30)).files) == []
+    assert file_faults(run.checkpoint(30), read_manifest(run.checkpoint(30)).files) == []
     assert folders(run) == ["step_00000025", "step_00000030"]
 
 
@@ -95,7 +95,7 @@ def test_a_refusal_at_one_worker_ends_the_save_on_all(
     for words in ("step_00000020", "MB are free", "took 0.0 MB", "free space", "resume"):
         assert words in str(told[0])
     assert folders(run) == ["step_00000010"], "no temporary folder is left"
-    assert faults(run.checkpoint(10), read_manifest(run.checkpoint(10)).files) == []
+    assert file_faults(run.checkpoint(10), read_manifest(run.checkpoint(10)).files) == []
 
 
 def test_an_unwritable_parent(run: RunDir) -> None:

@@ -11,8 +11,8 @@ from train.gang import small_config
 
 from checkpoint import pretend
 from checkpoint.pretend import FINGERPRINT, PretendGang, state
-from slurmllm.checkpoint.manifest import faults, read_manifest
-from slurmllm.checkpoint.replicas import Copier, SecondTier, second_tier
+from slurmllm.checkpoint.manifest import file_faults, read_manifest
+from slurmllm.checkpoint.replicas import Replica, ReplicaCopier, open_replica
 from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.checkpoint.save import save
 from slurmllm.errors import CheckpointError, NodeError, StorageError
@@ -43,9 +43,9 @@ def run(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDi
 
 
 @pytest.fixture
-def tier(run: RunDir) -> SecondTier:
+def tier(run: RunDir) -> Replica:
     """It has both."""
-    found = second_tier(pretend.CONFIG.recipe.checkpoint, run.name)
+    found = open_replica(pretend.CONFIG.recipe.checkpoint, run.name)
     assert found is not None
     for step in (10, 20):
         assert found.put(run.checkpoint(step)) > 2000
@@ -66,19 +66,19 @@ def find(run: RunDir) -> Resumable:
 
 
 def assert_sound(run: RunDir, step: int) -> None:
-    assert faults(run.checkpoint(step), read_manifest(run.checkpoint(step)).files) == []
+    assert file_faults(run.checkpoint(step), read_manifest(run.checkpoint(step)).files) == []
     hidden = [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")]
     assert hidden == []
 
 
-def test_a_lost_folder_comes_back(run: RunDir, tier: SecondTier) -> None:
+def test_a_lost_folder_comes_back(run: RunDir, tier: Replica) -> None:
     assert tier.steps() == [10, 20]
     shutil.rmtree(run.checkpoints)
     assert find(run) == Resumable(state(20), ())
     assert_sound(run, 20)
 
 
-def test_a_damaged_one_is_replaced(run: RunDir, tier: SecondTier) -> None:
+def test_a_damaged_one_is_replaced(run: RunDir, tier: Replica) -> None:
     (run.checkpoint(20) / "shard_0").write_bytes(b"damaged")
     found = find(run)
     assert found.state == state(20)
@@ -86,7 +86,7 @@ def test_a_damaged_one_is_replaced(run: RunDir, tier: SecondTier) -> None:
     assert_sound(run, 20)
 
 
-def test_one_damaged_in_both_places(run: RunDir, tier: SecondTier) -> None:
+def test_one_damaged_in_both_places(run: RunDir, tier: Replica) -> None:
     (run.checkpoint(20) / "shard_0").write_bytes(b"damaged")
     tier.file_system.pipe_file(tier.path(20, "shard_0"), b"\1" * 1000)
     found = find(run)
@@ -95,14 +95,14 @@ def test_one_damaged_in_both_places(run: RunDir, tier: SecondTier) -> None:
     assert (run.checkpoint(20) / "shard_0").read_bytes() == b"damaged", "as it was"
 
 
-def test_a_copy_without_manifest_is_none(run: RunDir, tier: SecondTier) -> None:
+def test_a_copy_without_manifest_is_none(run: RunDir, tier: Replica) -> None:
     tier.file_system.rm_file(tier.path(20, "manifest.json"))
     assert tier.steps() == [10]
     tier.put(run.checkpoint(20))
     assert tier.steps() == [10, 20]
 
 
-def test_the_last_saved_are_kept(run: RunDir, tier: SecondTier) -> None:
+def test_the_last_saved_are_kept(run: RunDir, tier: Replica) -> None:
     save_at(run, 15)
     tier.put(run.checkpoint(15))
     tier.retain(keep=2)
@@ -112,7 +112,7 @@ def test_the_last_saved_are_kept(run: RunDir, tier: SecondTier) -> None:
     assert not tier.file_system.exists(tier.path(20))
 
 
-def test_what_is_not_gone_on_from(run: RunDir, tier: SecondTier) -> None:
+def test_what_is_not_gone_on_from(run: RunDir, tier: Replica) -> None:
     shutil.rmtree(run.checkpoints)
     skip = SkippedBatches(first=15, last=21, roll_back_to=10, onset=15, attempt=0, reason="spike")
     SkipsRecord(skips=(skip,)).save(run.skips)
@@ -126,10 +126,10 @@ def test_what_is_not_gone_on_from(run: RunDir, tier: SecondTier) -> None:
 def test_a_place_that_cannot_be_read_is_told(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(self: SecondTier) -> list[int]:
+    def refuse(self: Replica) -> list[int]:
         raise StorageError("cannot list: no route to host")
 
-    monkeypatch.setattr(SecondTier, "steps", refuse)
+    monkeypatch.setattr(Replica, "steps", refuse)
     assert find(run) == Resumable(state(20), ())
     assert "no route to host" in capsys.readouterr().out
     (run.checkpoint(10) / "shard_0").unlink()
@@ -138,7 +138,7 @@ def test_a_place_that_cannot_be_read_is_told(
         find(run)
 
 
-def test_copies_beside_training(run: RunDir, tier: SecondTier) -> None:
+def test_copies_beside_training(run: RunDir, tier: Replica) -> None:
     told: list[tuple[int, bool]] = []
     ours = [True]
 
@@ -146,7 +146,7 @@ def test_copies_beside_training(run: RunDir, tier: SecondTier) -> None:
         if not ours[0]:
             raise NodeError("attempt 0 was taken over by attempt 1")
 
-    copier = Copier(
+    copier = ReplicaCopier(
         tier, run, 2, still_ours, lambda step, _, size, fault: told.append((step, fault is None))
     )
     for step in (30, 40):

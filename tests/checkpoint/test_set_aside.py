@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.pretend import FINGERPRINT, PretendGang, state
-from slurmllm.checkpoint.catalogue import newest_sound, set_aside
+from slurmllm.checkpoint.catalogue import invalidation_reason, newest_verified
 from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.checkpoint.save import save
 from slurmllm.errors import StorageError
@@ -36,7 +36,7 @@ SKIPS = (skip(20, 1), skip(30, 3))
     ],
 )
 def test_which(step: int, attempt: int, aside: bool) -> None:
-    assert (set_aside(step, attempt, SKIPS) is not None) == aside
+    assert (invalidation_reason(step, attempt, SKIPS) is not None) == aside
 
 
 def find(run: RunDir) -> Resumable:
@@ -58,7 +58,7 @@ def test_resume_goes_behind_the_onset(tmp_path: Path) -> None:
     SkipsRecord(skips=(skip(15, 0),)).save(run.skips)
     words = "attempt 0 saved it after the divergence from step 15 on, which attempt 0 rolled back"
     assert find(run) == Resumable(state(10), (), (f"step 20: {words}",))
-    assert newest_sound(run) == (run.checkpoint(10), [f"step_00000020: {words}"])
+    assert newest_verified(run) == (run.checkpoint(10), [f"step_00000020: {words}"])
     saved(run, 20, attempt=1)
     assert find(run) == Resumable(state(20), ()), "made again, it replaced the other"
 
@@ -68,7 +68,7 @@ def test_where_none_is_left_training_starts_from_step_0(tmp_path: Path) -> None:
     saved(run, 10, attempt=0)
     SkipsRecord(skips=(skip(8, 0),)).save(run.skips)
     assert find(run).state is None
-    assert len(find(run).set_aside) == 1
+    assert len(find(run).invalidated) == 1
 
 
 def test_a_damaged_list_of_skips(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from train.gang import Gang, make_data, make_run
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
 from slurmllm.checkpoint.formats.safetensors_files import plan_shards, write_index, write_shard
-from slurmllm.checkpoint.formats.tokenizer_files import Tokenizer
+from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.checkpoint.formats.weights import weight_reader
-from slurmllm.checkpoint.manifest import faults, read_manifest
-from slurmllm.checkpoint.origin import INDEX, MODEL, check_fit, read_origin
+from slurmllm.checkpoint.manifest import file_faults, read_manifest
+from slurmllm.checkpoint.origin import INDEX, MODEL, read_origin, require_model
 from slurmllm.checkpoint.state import TrainState
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import load
@@ -94,9 +94,9 @@ def test_shorter_sequences(tmp_path: Path) -> None:
     fill(model, weight_reader(tmp_path / "c", short))
     assert torch.equal(model.get_parameter("positions.weight"), held["positions.weight"][:4])
     with pytest.raises(RunError, match=r"model.seq_len: the checkpoint has 10, the recipe 11"):
-        check_fit(tmp_path / "c", config("gpt3", seq_len=11))
+        require_model(tmp_path / "c", config("gpt3", seq_len=11))
     write(tmp_path / "turned", config("neox"))
-    check_fit(tmp_path / "turned", config("neox", seq_len=100))
+    require_model(tmp_path / "turned", config("neox", seq_len=100))
 
 
 def test_another_model(tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_another_model(tmp_path: Path) -> None:
     ]
     assert "train.init_from" in str(caught.value)
     with pytest.raises(RunError, match=r"is no checkpoint: it holds neither train_state.json"):
-        check_fit(tmp_path, other)
+        require_model(tmp_path, other)
     with pytest.raises(RunError, match="is no checkpoint"):
-        check_fit(tmp_path / "absent", other)
+        require_model(tmp_path / "absent", other)
 
 
 def test_a_checkpoint_of_the_first_version(tmp_path: Path) -> None:
@@ -240,13 +240,13 @@ def test_checkpoints_and_meshes(tmp_path: Path) -> None:
             assert not found[rows:].any()
             parameter, found = parameter[:rows], found[:rows]
         assert torch.equal(parameter, found), name
-    run_export(plan_export(run.checkpoint(3), Tokenizer({})), tmp_path / "hub", 10**5)
+    run_export(plan_export(run.checkpoint(3), TokenizerFiles({})), tmp_path / "hub", 10**5)
     run_import(plan_import(tmp_path / "hub"), tmp_path / "ours", 10**5)
     assert read_origin(tmp_path / "ours").model.vocab_size == rows
     fill(whole, weight_reader(tmp_path / "ours", recipe.model))
     for name, parameter in whole.named_parameters():
         assert torch.equal(parameter, again.get_parameter(name)), name
-    assert faults(tmp_path / "ours", read_manifest(tmp_path / "ours").files) == []
+    assert file_faults(tmp_path / "ours", read_manifest(tmp_path / "ours").files) == []
     shard = next(run.checkpoint(3).glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:200])
     with pytest.raises(StorageError, match=r"cannot read .* from "):

@@ -9,7 +9,7 @@ import pytest
 from train.gang import Gang, curve, make_data, make_run
 
 from nxd.conftest import nxd_environment
-from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.checkpoint.manifest import file_faults, read_manifest
 from slurmllm.errors import EXIT_REQUEUE, CheckpointError
 from slurmllm.rundir import RunDir
 
@@ -89,7 +89,7 @@ def test_saves_while_training_goes_on(unbroken: RunDir) -> None:
     for step in unbroken.checkpoint_steps():
         directory = unbroken.checkpoint(step)
         manifest = read_manifest(directory)
-        assert faults(directory, manifest.files) == []
+        assert file_faults(directory, manifest.files) == []
         named = {file.path for file in manifest.files}
         assert {"nxd/model/dp_rank_00_tp_rank_00_pp_rank_00.pt", "nxd/done"} <= named
         assert "nxd/optim/dp_rank_01_tp_rank_00_pp_rank_00.pt" in named
@@ -136,7 +136,7 @@ def test_a_stop_signal_saves_and_finishes(
     assert stopped.wait() == [EXIT_REQUEUE] * 2, stopped.output()
     (last,) = run.checkpoint_steps()[-1:]
     directory = run.checkpoint(last)
-    assert faults(directory, read_manifest(directory).files) == []
+    assert file_faults(directory, read_manifest(directory).files) == []
     Gang(run, 2, attempt=1, env=nxd_environment()).finish()
     assert curve(run, 0, 1) == curve(unbroken)
 

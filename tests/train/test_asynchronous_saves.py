@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.checkpoint.manifest import file_faults, read_manifest
 from slurmllm.rundir import RunDir
 from train.conftest import LONG
 from train.gang import Gang, curve, rows
@@ -25,7 +25,7 @@ def test_killed_worker_and_a_lost_folder(
     gang.signal_at(35, signal.SIGKILL, ranks=[1])
     gang.wait()
     for step in run.checkpoint_steps():
-        assert faults(run.checkpoint(step), read_manifest(run.checkpoint(step)).files) == []
+        assert file_faults(run.checkpoint(step), read_manifest(run.checkpoint(step)).files) == []
     shutil.rmtree(run.checkpoints)
     again = Gang(run, world=2, attempt=1)
     again.finish()

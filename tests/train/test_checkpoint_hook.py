@@ -205,7 +205,7 @@ def test_copies_to_the_second_tier(
     def refuse(*_: object) -> int:
         raise StorageError("no route to host")
 
-    monkeypatch.setattr("slurmllm.checkpoint.replicas.SecondTier.put", refuse)
+    monkeypatch.setattr("slurmllm.checkpoint.replicas.Replica.put", refuse)
     made.make(4)
     made.make(1, leaving=True)
     assert "warning: no route to host; tried again at the next save" in made.job.said

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.checkpoint.manifest import faults, read_manifest
+from slurmllm.checkpoint.manifest import file_faults, read_manifest
 from slurmllm.records import FailureRecord
 from slurmllm.rundir import RunDir
 from train.conftest import LONG
@@ -35,7 +35,7 @@ def assert_saved_nothing_more(gang: Gang, reason: str, step: int) -> None:
     assert gang.wait() == [4, 4], gang.output()
     assert [p.name for p in gang.run.checkpoints.iterdir()] == [f"step_{step:08d}"]
     manifest = read_manifest(gang.run.checkpoint(step))
-    assert faults(gang.run.checkpoint(step), manifest.files) == []
+    assert file_faults(gang.run.checkpoint(step), manifest.files) == []
     failure = FailureRecord.load(gang.run.attempt("train", gang.attempt).failure(0))
     assert (failure.error, failure.blame) == ("CheckpointError", "infrastructure")
     for words in (reason, f"step_{step + 10:08d}", "MB are free", "took 2.0 MB", "slurmllm resume"):

@@ -12,7 +12,7 @@ from _chaos.bench import Bench, read_json
 from _chaos.injections import processes_of
 from _chaos.plan import EXPECTED
 from _chaos.running import Course
-from slurmllm.checkpoint.catalogue import checkpoints, verify
+from slurmllm.checkpoint.catalogue import list_checkpoints, verify_entry
 from slurmllm.errors import SlurmllmError
 from slurmllm.rundir import RunDir
 
@@ -105,8 +105,8 @@ def _half_files(run: RunDir) -> str:
     for path in run.path.rglob("*.json"):
         if read_json(path) is None:
             odd.append(f"{path.relative_to(run.path)} is no JSON")
-    for entry in checkpoints(run):
-        if faults := verify(entry).faults:
+    for entry in list_checkpoints(run):
+        if faults := verify_entry(entry).faults:
             odd.append(f"{entry.directory.name}: {faults[0]}")
     if not run.checkpoint_steps():
         odd.append("no checkpoint")

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from slurmllm.backends.base import Worker
-from slurmllm.checkpoint.formats.dcp_writer import Writer, blamed
+from slurmllm.checkpoint.formats.dcp_writer import DcpWriter, dcp_error
 from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.errors import StorageError
 
@@ -78,7 +78,7 @@ class Shards:
         """
         # Two files at once keep two cores busy with checksums; from a GPU one stream is faster.
         threads = 2 if asynchronous or self._device.type == "cpu" else 1
-        writer = Writer(directory, threads)
+        writer = DcpWriter(directory, threads)
         planner = _Planner()
         planner.set_up_planner(dict(state), is_coordinator=self._worker.rank == 0)
         workers = _DistWrapper(self._group, True, 0)
@@ -100,7 +100,7 @@ class Shards:
         if self._saving is not None:
             self._saving.settle()
 
-    def _make_plan(self, planner: _Planner, writer: Writer, workers: _DistWrapper) -> None:
+    def _make_plan(self, planner: _Planner, writer: DcpWriter, workers: _DistWrapper) -> None:
         def everyone(plans: list[SavePlan]) -> list[SavePlan]:
             plans, self._metadata = planner.create_global_plan(plans)
             return writer.prepare_global_plan(plans)
@@ -108,7 +108,7 @@ class Shards:
         try:
             self._plan = workers.reduce_scatter("plan", planner.create_local_plan, everyone)
         except CheckpointException as error:
-            raise blamed(error, "cannot plan a checkpoint") from error
+            raise dcp_error(error, "cannot plan a checkpoint") from error
         self._names = frozenset(planner.state_dict)
 
     def _room(self, planner: _Planner, plan: SavePlan) -> dict[MetadataIndex, Tensor]:
@@ -139,7 +139,7 @@ class ShardSaving(ShardWrite):
         self,
         planner: _Planner,
         plan: SavePlan,
-        writer: Writer,
+        writer: DcpWriter,
         workers: _DistWrapper,
         metadata: Metadata | None,
         worker: Worker,
@@ -218,7 +218,7 @@ class ShardSaving(ShardWrite):
         try:
             self._workers.all_reduce("metadata", self._results.result, write_metadata)
         except CheckpointException as error:  # on all workers alike
-            raise blamed(error, "cannot write shards") from error
+            raise dcp_error(error, "cannot write shards") from error
         return [".metadata"] if self._worker.rank == 0 else []
 
     def sha256(self, name: str) -> str | None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slurmllm.backends.base import Worker
-from slurmllm.checkpoint.formats.dcp_writer import blamed
+from slurmllm.checkpoint.formats.dcp_writer import dcp_error
 from slurmllm.checkpoint.formats.nxd_layout import read_layout
 from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training
 from slurmllm.checkpoint.origin import read_origin
@@ -89,7 +89,7 @@ def _load_own(
     try:
         load_state(state, storage_reader=reader, process_group=group)
     except CheckpointException as error:
-        raise blamed(error, f"cannot read shards from {directory}") from error
+        raise dcp_error(error, f"cannot read shards from {directory}") from error
 
 
 def _fill(

@@ -17,16 +17,16 @@ from typing import IO, TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.folder import whole_folder
+from slurmllm.checkpoint.folder import atomic_folder
 from slurmllm.checkpoint.formats import tokenizer_files
-from slurmllm.checkpoint.formats.dcp_offline_write import save_native
-from slurmllm.checkpoint.formats.dcp_writer import Files
+from slurmllm.checkpoint.formats.dcp_offline_write import write_dcp
+from slurmllm.checkpoint.formats.dcp_writer import ChecksumFileSystem
 from slurmllm.checkpoint.formats.nxd_files import MASTERS, NxdFiles
 from slurmllm.checkpoint.formats.nxd_layout import (
     LAYOUT,
     TAG,
-    Local,
     NxdLayout,
+    StoredPart,
     model_file,
     names_of_stages,
     optimizer_file,
@@ -39,12 +39,12 @@ from slurmllm.checkpoint.formats.tokenizer_files import TOKENIZER_FOLDER
 from slurmllm.checkpoint.formats.weights import (
     TrainingFiles,
     backend_files,
-    of_backend,
+    is_backend_format,
     open_weights,
 )
 from slurmllm.checkpoint.manifest import MANIFEST, describe, read_manifest
 from slurmllm.checkpoint.origin import MODEL, Origin, read_origin
-from slurmllm.checkpoint.state import MOMENTS, TRAIN_STATE, TrainState, digest
+from slurmllm.checkpoint.state import MOMENTS, TRAIN_STATE, TrainState, fingerprint_digest
 from slurmllm.config.recipe import OptimConfig, Recipe
 from slurmllm.config.resolve import flatten, load
 from slurmllm.config.rules import broken_rules
@@ -65,7 +65,7 @@ _UNKNOWN_LR = 1e-4
 
 
 @dataclass(frozen=True)
-class Mesh:
+class NxdMesh:
     """Whose files NxD's format is to have.
 
     Attributes:
@@ -81,7 +81,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """A conversion that nothing stands against.
 
     Attributes:
@@ -148,8 +148,8 @@ class Plan:
 
 
 def plan_conversion(
-    directory: Path, mesh: Mesh | None = None, precision: Precision | None = None
-) -> Plan:
+    directory: Path, mesh: NxdMesh | None = None, precision: Precision | None = None
+) -> ConversionPlan:
     """Look at a checkpoint that is to be converted.
 
     Args:
@@ -177,7 +177,7 @@ def plan_conversion(
     optim = recipe.optim if recipe else _optim(weights)
     known = optim is not None
     optim = optim or OptimConfig(lr=_UNKNOWN_LR)
-    plan = Plan(origin, weights, training, precision, None, optim, known)
+    plan = ConversionPlan(origin, weights, training, precision, None, optim, known)
     if mesh is None:
         return plan
     plan = replace(plan, layout=_layout(plan, mesh))
@@ -185,18 +185,18 @@ def plan_conversion(
     return plan
 
 
-def mesh_around(directory: Path) -> Mesh:
+def mesh_of_run(directory: Path) -> NxdMesh:
     """The mesh of the run around a checkpoint; one worker where there is none."""
     run = RunDir(directory.absolute().parent.parent)
     if not is_run(run.path) or not run.plan.is_file():
-        return Mesh()
+        return NxdMesh()
     config, mesh = load(run.config), load_mesh(run.plan)
     zero = config.backend != "nxd" or config.recipe.parallel.zero > 0
-    return Mesh(mesh.tensor, mesh.pipeline, mesh.data, mesh.virtual_pipeline, zero)
+    return NxdMesh(mesh.tensor, mesh.pipeline, mesh.data, mesh.virtual_pipeline, zero)
 
 
 def _training(origin: Origin) -> TrainingFiles | None:
-    files = backend_files(origin) if of_backend(origin.directory) else None
+    files = backend_files(origin) if is_backend_format(origin.directory) else None
     return files if files is not None and files.moments else None
 
 
@@ -239,7 +239,7 @@ def _unlike(origin: Origin, weights: TensorFiles, training: TrainingFiles | None
     return faults
 
 
-def _layout(plan: Plan, mesh: Mesh) -> NxdLayout:
+def _layout(plan: ConversionPlan, mesh: NxdMesh) -> NxdLayout:
     """NxD's files for a mesh.
 
     Raises:
@@ -270,7 +270,7 @@ def _layout(plan: Plan, mesh: Mesh) -> NxdLayout:
     )
 
 
-def _require_memory(plan: Plan) -> None:
+def _require_memory(plan: ConversionPlan) -> None:
     """Each of NxD's files is made in memory."""
     held, free = plan.held_bytes, free_memory()
     if held > free:
@@ -285,7 +285,7 @@ def _require_memory(plan: Plan) -> None:
 
 
 def run_conversion(
-    plan: Plan, out: Path, on_progress: OnProgress = lambda _: None
+    plan: ConversionPlan, out: Path, on_progress: OnProgress = lambda _: None
 ) -> CheckpointManifest:
     """Write the checkpoint folder, whole or not at all.
 
@@ -300,7 +300,7 @@ def run_conversion(
     """
     begun = time.time()
     before = read_manifest(plan.origin.directory)
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         if plan.layout is None:
             _write_native(plan, folder, on_progress)
             workers = 1
@@ -329,16 +329,16 @@ def _copy_state(origin: Origin, folder: Path) -> str:
     if origin.imported is None:
         state = TrainState.load(origin.directory / TRAIN_STATE)
         state.save(folder / TRAIN_STATE)
-        return digest(state.fingerprint)
+        return fingerprint_digest(state.fingerprint)
     origin.imported.save(folder / MODEL)
-    tokenizer = tokenizer_files.beside(origin.directory / TOKENIZER_FOLDER).files
+    tokenizer = tokenizer_files.tokenizer_in(origin.directory / TOKENIZER_FOLDER).files
     if tokenizer:
         (folder / TOKENIZER_FOLDER).mkdir()
-        tokenizer_files.copy(tokenizer, folder / TOKENIZER_FOLDER)
-    return digest(origin.imported.model)
+        tokenizer_files.copy_files(tokenizer, folder / TOKENIZER_FOLDER)
+    return fingerprint_digest(origin.imported.model)
 
 
-def _write_native(plan: Plan, folder: Path, on_progress: OnProgress) -> None:
+def _write_native(plan: ConversionPlan, folder: Path, on_progress: OnProgress) -> None:
     dtype = plan.kept_dtype
     tensors: dict[str, dict[str, Any]] = {"model": dict(plan.shapes)}
     training = plan.training
@@ -357,14 +357,14 @@ def _write_native(plan: Plan, folder: Path, on_progress: OnProgress) -> None:
             return torch.tensor(training.step(name))
         return training.read_moment(kind, name, region).to(dtype)
 
-    save_native(folder, tensors, dtype, read, on_progress)
+    write_dcp(folder, tensors, dtype, read, on_progress)
 
 
 class _NxdWriter:
     """Writes NxD's files, a worker's at a time."""
 
     def __init__(
-        self, plan: Plan, layout: NxdLayout, folder: Path, on_progress: OnProgress
+        self, plan: ConversionPlan, layout: NxdLayout, folder: Path, on_progress: OnProgress
     ) -> None:
         self._plan, self._layout, self._folder = plan, layout, folder
         self._on_progress, self._done = on_progress, 0
@@ -388,7 +388,7 @@ class _NxdWriter:
         layout.save(folder / LAYOUT)
 
     def _save(self, name: str, held: dict[Any, Any]) -> None:
-        files = Files()
+        files = ChecksumFileSystem()
         try:
             with files.create_stream(self._folder / name, "wb") as stream:
                 torch.save(held, cast(IO[bytes], stream))
@@ -463,7 +463,7 @@ class _NxdWriter:
         written: list[dict[str, Any]] = made.state_dict()["param_groups"]
         return written
 
-    def _part(self, name: str, rank: int) -> Local:
+    def _part(self, name: str, rank: int) -> StoredPart:
         shape, model = self._plan.shapes[name], self._plan.origin.model
         return part_of_worker(name, shape, model, self._layout.tensor, rank)
 
@@ -475,7 +475,9 @@ class _NxdWriter:
     ) -> Callable[[Region], Tensor]:
         return lambda region: training.read_moment(kind, name, region)
 
-    def _fill(self, local: Local, dtype: torch.dtype, read: Callable[[Region], Tensor]) -> Tensor:
+    def _fill(
+        self, local: StoredPart, dtype: torch.dtype, read: Callable[[Region], Tensor]
+    ) -> Tensor:
         out = torch.zeros(local.shape, dtype=dtype)
         for part in local.parts:
             out[part.local] = read(part.whole)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from slurmllm.checkpoint.formats.dcp_writer import Writer, blamed, write_item
+from slurmllm.checkpoint.formats.dcp_writer import DcpWriter, dcp_error, write_item
 from slurmllm.checkpoint.formats.safetensors_files import Region
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ Way = tuple[str, ...]
 Read = Callable[[Way, Region], Tensor]
 
 
-def save_native(
+def write_dcp(
     folder: Path,
     shapes: Mapping[str, Any],
     dtype: torch.dtype,
@@ -63,13 +63,13 @@ def save_native(
         StorageError: the file system refused, or `read` raised it.
     """
     state = _on_meta(shapes, dtype)
-    planner = _Planner(read, on_progress)
+    planner = _OfflinePlanner(read, on_progress)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is to be
             save_state(state, storage_writer=_OneByOne(folder), planner=planner, no_dist=True)
     except CheckpointException as error:
-        raise blamed(error, "cannot write shards") from error
+        raise dcp_error(error, "cannot write shards") from error
 
 
 def _on_meta(shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _on_meta(shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-class _OneByOne(Writer):
+class _OneByOne(DcpWriter):
     """Forgets each piece when it is written; DCP's own keeps all of a file (torch 2.13)."""
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -102,7 +102,7 @@ class _OneByOne(Writer):
         return done
 
 
-class _Planner(DefaultSavePlanner):
+class _OfflinePlanner(DefaultSavePlanner):
     """Cuts tensors into pieces and makes the values of each when it is written."""
 
     def __init__(self, read: Read, on_progress: OnProgress) -> None:

@@ -25,7 +25,7 @@ METADATA = ".metadata"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-class ShardedFiles:
+class DcpFiles:
     """One checkpoint folder.
 
     Attributes:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from slurmllm.checkpoint.formats.safetensors_files import own
+from slurmllm.checkpoint.formats.safetensors_files import own_storage
 from slurmllm.errors import CodeError, SlurmllmError, StorageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _CHUNK_BYTES = 8 * 2**20  # written and then added to the checksum while it is i
 _SEND_BYTES = 32 * 2**20
 
 
-class Files(FileSystem):
+class ChecksumFileSystem(FileSystem):
     """Files for torch.save, with their checksums, and the refusals of the file system kept.
 
     torch.save swallows what its stream raises ("unexpected pos 704 vs 598").
@@ -91,7 +91,7 @@ class _WatchedFile(FileIO):
             self._unsent = 0
 
 
-class Writer(FileSystemWriter):
+class DcpWriter(FileSystemWriter):
     """DCP's writer, raising the file system's own error where there is one.
 
     Args:
@@ -101,7 +101,7 @@ class Writer(FileSystemWriter):
 
     def __init__(self, directory: Path, threads: int = 1) -> None:
         super().__init__(directory, sync_files=True)
-        self.fs: Files = Files()
+        self.fs: ChecksumFileSystem = ChecksumFileSystem()
         self._threads = threads
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -154,14 +154,14 @@ def write_item(
     """
     offset = stream.tell()
     if isinstance(values, torch.Tensor):
-        torch.save(own(values.detach().cpu()), cast(IO[bytes], stream))
+        torch.save(own_storage(values.detach().cpu()), cast(IO[bytes], stream))
     else:
         cast(IO[bytes], stream).write(values.getbuffer())
     length = stream.tell() - offset
     return WriteResult(item.index, length, _StorageInfo(name, offset, length))
 
 
-def blamed(error: CheckpointException, what: str) -> SlurmllmError:
+def dcp_error(error: CheckpointException, what: str) -> SlurmllmError:
     """The file system's refusals told from faults of the code."""
     rank, (cause, _) = next(iter(error.failures.items()))
     if isinstance(cause, SlurmllmError):

@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.folder import whole_folder
+from slurmllm.checkpoint.folder import atomic_folder
 from slurmllm.checkpoint.formats import tokenizer_files
 from slurmllm.checkpoint.formats.huggingface import (
     SHARDS,
     WHOLE,
-    Piece,
-    pieces,
+    TensorMapping,
+    tensor_mappings,
     unpadded,
     with_their_biases,
 )
-from slurmllm.checkpoint.formats.huggingface_config import CONFIG, impossible, write_config
+from slurmllm.checkpoint.formats.huggingface_config import CONFIG, config_faults, write_config
 from slurmllm.checkpoint.formats.safetensors_files import (
     TensorFiles,
     fsync_file,
-    own,
+    own_storage,
     plan_shards,
     write_index,
     write_shard,
 )
-from slurmllm.checkpoint.formats.tokenizer_files import Tokenizer
+from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.checkpoint.formats.weights import VOCABULARY, open_weights
 from slurmllm.checkpoint.origin import Origin, read_origin
 from slurmllm.config.recipe import ModelConfig
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """An export that nothing stands against.
 
     Attributes:
@@ -58,11 +58,11 @@ class Plan:
     origin: Origin
     model: ModelConfig
     weights: TensorFiles
-    pieces: list[Piece]
+    mappings: list[TensorMapping]
     dtype: torch.dtype | None
-    tokenizer: Tokenizer
+    tokenizer: TokenizerFiles
 
-    def dtype_of(self, piece: Piece) -> torch.dtype:
+    def dtype_of(self, piece: TensorMapping) -> torch.dtype:
         """The type that a piece is to have."""
         stored = self.weights.tensors.get(piece.ours, self.weights.tensors["embed.weight"])
         assert stored.dtype is not None
@@ -71,9 +71,9 @@ class Plan:
     @property
     def sizes_bytes(self) -> list[int]:
         """What each piece will take."""
-        return [torch.Size(p.shape).numel() * self.dtype_of(p).itemsize for p in self.pieces]
+        return [torch.Size(p.shape).numel() * self.dtype_of(p).itemsize for p in self.mappings]
 
-    def read(self, piece: Piece) -> Tensor:
+    def read(self, piece: TensorMapping) -> Tensor:
         """One of our tensors, without padding rows; zeros for a bias that only theirs has."""
         stored = self.weights.tensors.get(piece.ours)
         if stored is None:
@@ -83,7 +83,9 @@ class Plan:
         return self.weights.read(piece.ours, region).to(self.dtype_of(piece))
 
 
-def plan_export(directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | None = None) -> Plan:
+def plan_export(
+    directory: Path, tokenizer: TokenizerFiles, dtype: torch.dtype | None = None
+) -> ExportPlan:
     """Look at a checkpoint that is to be exported.
 
     Raises:
@@ -93,7 +95,7 @@ def plan_export(directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | None
         StorageError: it is damaged.
     """
     origin = read_origin(directory)
-    faults = impossible(origin.model)
+    faults = config_faults(origin.model)
     if faults:
         raise ConfigError(f"{directory} cannot be exported: {len(faults)} fault(s)", faults)
     if tokenizer.num_ids > origin.model.vocab_size:
@@ -103,7 +105,7 @@ def plan_export(directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | None
         )
     weights = open_weights(origin)
     model = with_their_biases(unpadded(origin.model))
-    plan = Plan(origin, model, weights, pieces(model), dtype, tokenizer)
+    plan = ExportPlan(origin, model, weights, tensor_mappings(model), dtype, tokenizer)
     faults = _unlike(plan)
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
@@ -111,11 +113,11 @@ def plan_export(directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | None
     return plan
 
 
-def _unlike(plan: Plan) -> list[str]:
+def _unlike(plan: ExportPlan) -> list[str]:
     """Every tensor of the checkpoint that is not as its model says."""
     faults = []
-    own_names = {piece.ours for piece in pieces(plan.origin.model)}
-    for piece in plan.pieces:
+    own_names = {piece.ours for piece in tensor_mappings(plan.origin.model)}
+    for piece in plan.mappings:
         stored = plan.weights.tensors.get(piece.ours)
         if stored is None:
             if piece.ours in own_names:
@@ -136,7 +138,7 @@ def _unlike(plan: Plan) -> list[str]:
 
 
 def run_export(
-    plan: Plan, out: Path, shard_bytes: int, on_progress: OnProgress = lambda _: None
+    plan: ExportPlan, out: Path, shard_bytes: int, on_progress: OnProgress = lambda _: None
 ) -> list[str]:
     """Write the Hugging Face folder, whole or not at all.
 
@@ -158,19 +160,19 @@ def run_export(
     eos: int | tuple[int, ...] | None = end
     if imported is not None and end is None:
         bos, eos = imported.bos_token_id, imported.eos_token_id
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         _write_weights(plan, folder, shard_bytes, on_progress)
         write_config(
             plan.model,
             folder / CONFIG,
-            dtype=str(plan.dtype_of(plan.pieces[0])).removeprefix("torch."),
+            dtype=str(plan.dtype_of(plan.mappings[0])).removeprefix("torch."),
             bos_token_id=bos,
             eos_token_id=list(eos) if isinstance(eos, tuple) else eos,
         )
         files = plan.tokenizer.files
-        tokenizer_files.copy(files, folder)
+        tokenizer_files.copy_files(files, folder)
         if tokenizer_files.TOKENIZER in files and tokenizer_files.TOKENIZER_CONFIG not in files:
-            tokenizer_files.write_config(
+            tokenizer_files.write_tokenizer_config(
                 folder, seq_len=plan.model.seq_len, end_token=plan.tokenizer.end_token
             )
         for path in folder.glob("*.json"):
@@ -178,7 +180,9 @@ def run_export(
         return sorted(path.name for path in folder.iterdir())
 
 
-def _write_weights(plan: Plan, folder: Path, shard_bytes: int, on_progress: OnProgress) -> None:
+def _write_weights(
+    plan: ExportPlan, folder: Path, shard_bytes: int, on_progress: OnProgress
+) -> None:
     sizes = plan.sizes_bytes
     shards = plan_shards(sizes, shard_bytes, "model", WHOLE)
     weight_map: dict[str, str] = {}
@@ -186,10 +190,10 @@ def _write_weights(plan: Plan, folder: Path, shard_bytes: int, on_progress: OnPr
     for shard in shards:
         tensors: dict[str, Tensor] = {}
         for index in shard.parts:
-            piece = plan.pieces[index]
+            piece = plan.mappings[index]
             parts = piece.layout.split(plan.model, plan.read(piece))
             for name, part in zip(piece.theirs, parts, strict=True):
-                tensors[name] = own(part)
+                tensors[name] = own_storage(part)
             done_bytes += sizes[index]
             on_progress(done_bytes)
         write_shard(folder / shard.file, tensors)

@@ -21,7 +21,7 @@ from slurmllm.model.decoder import build_model
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How their tensors lie in one of ours.
 
     Attributes:
@@ -77,31 +77,31 @@ def _turned(tensor: Tensor) -> Tensor:
     return tensor.t() if tensor.ndim == 2 else tensor
 
 
-_SAME = Layout(lambda _, theirs: theirs[0], lambda _, ours: [ours])
-_QKV = Layout(_group, _ungroup)
-_GATE_UP = Layout(_interleave, _deinterleave)
+_SAME = TensorLayout(lambda _, theirs: theirs[0], lambda _, ours: [ours])
+_QKV = TensorLayout(_group, _ungroup)
+_GATE_UP = TensorLayout(_interleave, _deinterleave)
 # GPT-NeoX groups queries, keys and values by head, as we do; the order inside a head differs.
-_NEOX_QKV = Layout(
+_NEOX_QKV = TensorLayout(
     lambda config, theirs: _turn_heads(config, theirs[0], back=False),
     lambda config, ours: [_turn_heads(config, ours, back=True)],
 )
-_CONV1D = Layout(lambda _, theirs: _turned(theirs[0]), lambda _, ours: [_turned(ours)])
-_CONV1D_QKV = Layout(
+_CONV1D = TensorLayout(lambda _, theirs: _turned(theirs[0]), lambda _, ours: [_turned(ours)])
+_CONV1D_QKV = TensorLayout(
     lambda config, theirs: _group(config, _turned(theirs[0]).chunk(3)),
     lambda config, ours: [_turned(torch.cat(list(_ungroup(config, ours))))],
 )
 
 
-class Row(NamedTuple):
+class ModuleMapping(NamedTuple):
     """One of our modules and theirs; `{}` is the layer's number."""
 
     ours: str
     theirs: tuple[str, ...]
-    layout: Layout = _SAME
+    layout: TensorLayout = _SAME
 
 
 @dataclass(frozen=True)
-class Conversion:
+class FamilyMapping:
     """A family's names and layouts in transformers.
 
     Attributes:
@@ -113,7 +113,7 @@ class Conversion:
             ours has none, zeros are exported.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleMapping, ...]
     prefix: str
     older: tuple[tuple[str, str], ...] = ()
     buffers: str = r"(?!)"
@@ -126,24 +126,24 @@ class Conversion:
         return None if re.search(self.buffers, name) else name
 
 
-CONVERSIONS: dict[str, Conversion] = {
+FAMILY_MAPPINGS: dict[str, FamilyMapping] = {
     # transformers/models/gpt_neox. Its head was renamed lm_head in version 5, which reads the
     # older name too; version 4 reads no other.
-    "neox": Conversion(
+    "neox": FamilyMapping(
         rows=(
-            Row("embed", ("gpt_neox.embed_in",)),
-            Row("layers.{}.attention_norm", ("gpt_neox.layers.{}.input_layernorm",)),
-            Row(
+            ModuleMapping("embed", ("gpt_neox.embed_in",)),
+            ModuleMapping("layers.{}.attention_norm", ("gpt_neox.layers.{}.input_layernorm",)),
+            ModuleMapping(
                 "layers.{}.attention.qkv",
                 ("gpt_neox.layers.{}.attention.query_key_value",),
                 _NEOX_QKV,
             ),
-            Row("layers.{}.attention.out", ("gpt_neox.layers.{}.attention.dense",)),
-            Row("layers.{}.mlp_norm", ("gpt_neox.layers.{}.post_attention_layernorm",)),
-            Row("layers.{}.mlp.up", ("gpt_neox.layers.{}.mlp.dense_h_to_4h",)),
-            Row("layers.{}.mlp.down", ("gpt_neox.layers.{}.mlp.dense_4h_to_h",)),
-            Row("final_norm", ("gpt_neox.final_layer_norm",)),
-            Row("head", ("embed_out",)),
+            ModuleMapping("layers.{}.attention.out", ("gpt_neox.layers.{}.attention.dense",)),
+            ModuleMapping("layers.{}.mlp_norm", ("gpt_neox.layers.{}.post_attention_layernorm",)),
+            ModuleMapping("layers.{}.mlp.up", ("gpt_neox.layers.{}.mlp.dense_h_to_4h",)),
+            ModuleMapping("layers.{}.mlp.down", ("gpt_neox.layers.{}.mlp.dense_4h_to_h",)),
+            ModuleMapping("final_norm", ("gpt_neox.final_layer_norm",)),
+            ModuleMapping("head", ("embed_out",)),
         ),
         prefix="gpt_neox.",
         older=((r"^lm_head\.", "embed_out."),),
@@ -151,11 +151,11 @@ CONVERSIONS: dict[str, Conversion] = {
         always_biased=("mlp_bias",),
     ),
     # transformers/models/llama
-    "llama": Conversion(
+    "llama": FamilyMapping(
         rows=(
-            Row("embed", ("model.embed_tokens",)),
-            Row("layers.{}.attention_norm", ("model.layers.{}.input_layernorm",)),
-            Row(
+            ModuleMapping("embed", ("model.embed_tokens",)),
+            ModuleMapping("layers.{}.attention_norm", ("model.layers.{}.input_layernorm",)),
+            ModuleMapping(
                 "layers.{}.attention.qkv",
                 (
                     "model.layers.{}.self_attn.q_proj",
@@ -164,33 +164,35 @@ CONVERSIONS: dict[str, Conversion] = {
                 ),
                 _QKV,
             ),
-            Row("layers.{}.attention.out", ("model.layers.{}.self_attn.o_proj",)),
-            Row("layers.{}.mlp_norm", ("model.layers.{}.post_attention_layernorm",)),
-            Row(
+            ModuleMapping("layers.{}.attention.out", ("model.layers.{}.self_attn.o_proj",)),
+            ModuleMapping("layers.{}.mlp_norm", ("model.layers.{}.post_attention_layernorm",)),
+            ModuleMapping(
                 "layers.{}.mlp.gate_up",
                 ("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
                 _GATE_UP,
             ),
-            Row("layers.{}.mlp.down", ("model.layers.{}.mlp.down_proj",)),
-            Row("final_norm", ("model.norm",)),
-            Row("head", ("lm_head",)),
+            ModuleMapping("layers.{}.mlp.down", ("model.layers.{}.mlp.down_proj",)),
+            ModuleMapping("final_norm", ("model.norm",)),
+            ModuleMapping("head", ("lm_head",)),
         ),
         prefix="model.",
         buffers=r"rotary_emb\.inv_freq$",
     ),
     # transformers/models/gpt2
-    "gpt3": Conversion(
+    "gpt3": FamilyMapping(
         rows=(
-            Row("embed", ("transformer.wte",)),
-            Row("positions", ("transformer.wpe",)),
-            Row("layers.{}.attention_norm", ("transformer.h.{}.ln_1",)),
-            Row("layers.{}.attention.qkv", ("transformer.h.{}.attn.c_attn",), _CONV1D_QKV),
-            Row("layers.{}.attention.out", ("transformer.h.{}.attn.c_proj",), _CONV1D),
-            Row("layers.{}.mlp_norm", ("transformer.h.{}.ln_2",)),
-            Row("layers.{}.mlp.up", ("transformer.h.{}.mlp.c_fc",), _CONV1D),
-            Row("layers.{}.mlp.down", ("transformer.h.{}.mlp.c_proj",), _CONV1D),
-            Row("final_norm", ("transformer.ln_f",)),
-            Row("head", ("lm_head",)),
+            ModuleMapping("embed", ("transformer.wte",)),
+            ModuleMapping("positions", ("transformer.wpe",)),
+            ModuleMapping("layers.{}.attention_norm", ("transformer.h.{}.ln_1",)),
+            ModuleMapping(
+                "layers.{}.attention.qkv", ("transformer.h.{}.attn.c_attn",), _CONV1D_QKV
+            ),
+            ModuleMapping("layers.{}.attention.out", ("transformer.h.{}.attn.c_proj",), _CONV1D),
+            ModuleMapping("layers.{}.mlp_norm", ("transformer.h.{}.ln_2",)),
+            ModuleMapping("layers.{}.mlp.up", ("transformer.h.{}.mlp.c_fc",), _CONV1D),
+            ModuleMapping("layers.{}.mlp.down", ("transformer.h.{}.mlp.c_proj",), _CONV1D),
+            ModuleMapping("final_norm", ("transformer.ln_f",)),
+            ModuleMapping("head", ("lm_head",)),
         ),
         prefix="transformer.",
         buffers=r"\.attn\.(bias|masked_bias)$",
@@ -204,7 +206,7 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorMapping:
     """One of our tensors and those of theirs that make it.
 
     Attributes:
@@ -217,16 +219,16 @@ class Piece:
     ours: str
     shape: tuple[int, ...]
     theirs: dict[str, tuple[int, ...]]
-    layout: Layout
+    layout: TensorLayout
 
 
-def pieces(config: ModelConfig) -> list[Piece]:
+def tensor_mappings(config: ModelConfig) -> list[TensorMapping]:
     """Every tensor of a model, in the model's order.
 
     Args:
         config: The model; its vocabulary counts without padding rows, which no file holds.
     """
-    rows = {row.ours: row for row in CONVERSIONS[config.family].rows}
+    rows = {row.ours: row for row in FAMILY_MAPPINGS[config.family].rows}
     with torch.device("meta"):
         model = build_model(unpadded(config))
     found = []
@@ -239,7 +241,9 @@ def pieces(config: ModelConfig) -> list[Piece]:
         theirs = [f"{module.format(number)}.{leaf}" for module in row.theirs]
         shapes = [tuple(part.shape) for part in parts]
         found.append(
-            Piece(name, tuple(parameter.shape), dict(zip(theirs, shapes, strict=True)), row.layout)
+            TensorMapping(
+                name, tuple(parameter.shape), dict(zip(theirs, shapes, strict=True)), row.layout
+            )
         )
     return found
 
@@ -251,5 +255,5 @@ def unpadded(config: ModelConfig) -> ModelConfig:
 
 def with_their_biases(config: ModelConfig) -> ModelConfig:
     """The model with the biases that transformers' model of the family always has."""
-    biased = dict.fromkeys(CONVERSIONS[config.family].always_biased, True)
+    biased = dict.fromkeys(FAMILY_MAPPINGS[config.family].always_biased, True)
     return config.model_copy(update=biased)

@@ -293,10 +293,10 @@ def _validated(fields: Mapping[str, Any], dialect: Dialect) -> tuple[ModelConfig
             key = dialect.keys.get(field, (field, None))[0]
             faults.append(f"{key}: {one['input']!r}: {one['msg']}")
         return None, faults
-    return model, impossible(model)
+    return model, config_faults(model)
 
 
-def impossible(model: ModelConfig) -> list[str]:
+def config_faults(model: ModelConfig) -> list[str]:
     """Why a model cannot be one of its family in transformers: one line each."""
     return list(broken_rules({f"model.{k}": v for k, v in model.model_dump().items()}))
 

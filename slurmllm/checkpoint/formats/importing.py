@@ -23,23 +23,29 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.folder import whole_folder
+from slurmllm.checkpoint.folder import atomic_folder
 from slurmllm.checkpoint.formats import tokenizer_files
-from slurmllm.checkpoint.formats.huggingface import CONVERSIONS, SHARDS, WHOLE, Piece, pieces
+from slurmllm.checkpoint.formats.huggingface import (
+    FAMILY_MAPPINGS,
+    SHARDS,
+    WHOLE,
+    TensorMapping,
+    tensor_mappings,
+)
 from slurmllm.checkpoint.formats.huggingface_config import SourceConfig, read_config
 from slurmllm.checkpoint.formats.safetensors_files import (
     SafetensorsFiles,
     StoredTensor,
-    open_files,
-    own,
+    open_safetensors,
+    own_storage,
     plan_shards,
     write_index,
     write_shard,
 )
-from slurmllm.checkpoint.formats.tokenizer_files import TOKENIZER_FOLDER, Tokenizer
+from slurmllm.checkpoint.formats.tokenizer_files import TOKENIZER_FOLDER, TokenizerFiles
 from slurmllm.checkpoint.manifest import MANIFEST, describe
 from slurmllm.checkpoint.origin import INDEX, MODEL
-from slurmllm.checkpoint.state import digest
+from slurmllm.checkpoint.state import fingerprint_digest
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.records import CheckpointFile, CheckpointManifest, ImportedModel
 
@@ -50,7 +56,7 @@ _TRAINABLE = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ImportPlan:
     """An import that nothing stands against.
 
     Attributes:
@@ -66,27 +72,27 @@ class Plan:
     source: Path
     config: SourceConfig
     files: SafetensorsFiles
-    pieces: list[Piece]
+    mappings: list[TensorMapping]
     names: Mapping[str, str]
     dtype: torch.dtype | None
-    tokenizer: Tokenizer
+    tokenizer: TokenizerFiles
 
-    def stored(self, piece: Piece) -> list[StoredTensor]:
+    def stored(self, piece: TensorMapping) -> list[StoredTensor]:
         """What the files say of a piece's tensors."""
         return [self.files.tensors[self.names[name]] for name in piece.theirs]
 
     @property
     def read_bytes(self) -> int:
         """What there is to read."""
-        return sum(stored.num_bytes for piece in self.pieces for stored in self.stored(piece))
+        return sum(stored.num_bytes for piece in self.mappings for stored in self.stored(piece))
 
-    def dtype_of(self, piece: Piece) -> torch.dtype:
+    def dtype_of(self, piece: TensorMapping) -> torch.dtype:
         """The type that a piece is to have."""
         types = [stored.dtype for stored in self.stored(piece) if stored.dtype is not None]
         return self.dtype or reduce(torch.promote_types, types)
 
 
-def plan_import(source: Path, dtype: torch.dtype | None = None) -> Plan:
+def plan_import(source: Path, dtype: torch.dtype | None = None) -> ImportPlan:
     """Look at a Hugging Face model folder.
 
     Raises:
@@ -96,9 +102,9 @@ def plan_import(source: Path, dtype: torch.dtype | None = None) -> Plan:
     config, config_faults = read_config(source)
     files, file_faults = _open(source)
     names: dict[str, str] = {}
-    todo: list[Piece] = []
+    todo: list[TensorMapping] = []
     if config is not None and not file_faults:
-        todo = pieces(config.model)
+        todo = tensor_mappings(config.model)
         names, config_faults = _match(config, files, todo)
     faults = [*config_faults, *file_faults]
     title = f"{source} cannot be imported"
@@ -107,14 +113,16 @@ def plan_import(source: Path, dtype: torch.dtype | None = None) -> Plan:
     if file_faults:
         raise StorageError("\n".join([f"{title}:", *(f"  {fault}" for fault in faults)]))
     assert config is not None
-    return Plan(source, config, files, todo, names, dtype, tokenizer_files.beside(source))
+    return ImportPlan(
+        source, config, files, todo, names, dtype, tokenizer_files.tokenizer_in(source)
+    )
 
 
 def _open(source: Path) -> tuple[SafetensorsFiles, list[str]]:
     """The tensors of the folder, in one file or in several with an index; and faults."""
     nothing = SafetensorsFiles(source, {})
     if (source / WHOLE).is_file():  # transformers, too, looks for this one first
-        return open_files(source, [WHOLE])
+        return open_safetensors(source, [WHOLE])
     if not (source / SHARDS).is_file():
         pickled = sorted(path.name for path in source.glob("pytorch_model*.bin"))
         if pickled:
@@ -135,17 +143,17 @@ def _open(source: Path) -> tuple[SafetensorsFiles, list[str]]:
     if astray:
         return nothing, [f"{SHARDS} names {name!r}, outside the folder" for name in astray]
     absent = [name for name in names if not (source / name).exists()]
-    files, faults = open_files(source, [name for name in names if name not in absent], placed)
+    files, faults = open_safetensors(source, [name for name in names if name not in absent], placed)
     return files, [
         f"{SHARDS} names {name}, which is not there; fetch it" for name in absent
     ] + faults
 
 
 def _match(
-    config: SourceConfig, files: SafetensorsFiles, todo: list[Piece]
+    config: SourceConfig, files: SafetensorsFiles, todo: list[TensorMapping]
 ) -> tuple[dict[str, str], list[str]]:
     """Their names by the table → in the files, and every tensor that is not as it should be."""
-    conversion = CONVERSIONS[config.model.family]
+    conversion = FAMILY_MAPPINGS[config.model.family]
     expected = {name: shape for piece in todo for name, shape in piece.theirs.items()}
     head, embedding = (
         f"{row.theirs[0]}.weight"
@@ -200,7 +208,7 @@ def _untied(files: SafetensorsFiles, head: str, embedding: str) -> list[str]:
 
 
 def run_import(
-    plan: Plan, out: Path, shard_bytes: int, on_progress: OnProgress = lambda _: None
+    plan: ImportPlan, out: Path, shard_bytes: int, on_progress: OnProgress = lambda _: None
 ) -> CheckpointManifest:
     """Write the checkpoint folder, whole or not at all.
 
@@ -215,12 +223,12 @@ def run_import(
         StorageError: a file cannot be read or written.
     """
     begun = time.time()
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         described = _write_weights(plan, folder, shard_bytes, on_progress)
         _record(plan).save(folder / MODEL)
         if plan.tokenizer.files:
             (folder / TOKENIZER_FOLDER).mkdir()
-            tokenizer_files.copy(plan.tokenizer.files, folder / TOKENIZER_FOLDER)
+            tokenizer_files.copy_files(plan.tokenizer.files, folder / TOKENIZER_FOLDER)
         weights = {file.path for file in described}
         others = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         described += [describe(folder, name) for name in others if name not in weights]
@@ -232,7 +240,7 @@ def run_import(
             recipe=plan.config.architecture,
             saved_at=time.time(),
             save_s=time.time() - begun,
-            fingerprint=digest(plan.config.model.model_dump(mode="json")),
+            fingerprint=fingerprint_digest(plan.config.model.model_dump(mode="json")),
             files=tuple(sorted(described, key=lambda file: file.path)),
         )
         manifest.save(folder / MANIFEST)
@@ -240,20 +248,20 @@ def run_import(
 
 
 def _write_weights(
-    plan: Plan, folder: Path, shard_bytes: int, on_progress: OnProgress
+    plan: ImportPlan, folder: Path, shard_bytes: int, on_progress: OnProgress
 ) -> list[CheckpointFile]:
     sizes = [
-        torch.Size(piece.shape).numel() * plan.dtype_of(piece).itemsize for piece in plan.pieces
+        torch.Size(piece.shape).numel() * plan.dtype_of(piece).itemsize for piece in plan.mappings
     ]
     weight_map: dict[str, str] = {}
     described = []
     done_bytes = 0
     for shard in plan_shards(sizes, shard_bytes, "weights", "weights-00001-of-00001.safetensors"):
         tensors: dict[str, Tensor] = {}
-        for piece in (plan.pieces[index] for index in shard.parts):
+        for piece in (plan.mappings[index] for index in shard.parts):
             theirs = [plan.files.read(plan.names[name]) for name in piece.theirs]
             ours = piece.layout.join(plan.config.model, theirs)
-            tensors[piece.ours] = own(ours.to(plan.dtype_of(piece)))
+            tensors[piece.ours] = own_storage(ours.to(plan.dtype_of(piece)))
             done_bytes += sum(stored.num_bytes for stored in plan.stored(piece))
             on_progress(done_bytes)
         write_shard(folder / shard.file, tensors)
@@ -263,14 +271,14 @@ def _write_weights(
     return described
 
 
-def _record(plan: Plan) -> ImportedModel:
-    types = {str(plan.dtype_of(piece)).removeprefix("torch.") for piece in plan.pieces}
+def _record(plan: ImportPlan) -> ImportedModel:
+    types = {str(plan.dtype_of(piece)).removeprefix("torch.") for piece in plan.mappings}
     eos = plan.config.eos_token_id
     return ImportedModel(
         source=str(plan.source),
         architecture=plan.config.architecture,
         model=plan.config.model.model_dump(mode="json"),
-        parameters=sum(torch.Size(piece.shape).numel() for piece in plan.pieces),
+        parameters=sum(torch.Size(piece.shape).numel() for piece in plan.mappings),
         dtypes=tuple(sorted(types)),
         bos_token_id=plan.config.bos_token_id,
         eos_token_id=tuple(eos) if isinstance(eos, list) else eos,

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slurmllm.checkpoint.formats.nxd_layout import (
-    Local,
     NxdLayout,
-    Part,
+    RegionPart,
+    StoredPart,
     model_file,
     optimizer_file,
     part_of_worker,
@@ -41,7 +41,7 @@ class _Held(NamedTuple):
 
     file: str
     key: Key
-    local: Local
+    local: StoredPart
 
 
 class NxdFiles:
@@ -147,7 +147,7 @@ class NxdFiles:
                 shard = shard_of_replica(part, data, replica)
                 yield _Held(optimizer_file(replica, rank, stage), key, shard)
 
-    def _part(self, name: str, tensor_rank: int) -> Local:
+    def _part(self, name: str, tensor_rank: int) -> StoredPart:
         return part_of_worker(
             name, self._shapes[name], self._model, self._layout.tensor, tensor_rank
         )
@@ -197,7 +197,7 @@ def _moved(region: Region, origin: Region) -> Region:
     )
 
 
-def _inside(common: Region, part: Part) -> Region:
+def _inside(common: Region, part: RegionPart) -> Region:
     """Where a region of the whole parameter lies in the stored tensor."""
     shifted = _moved(common, part.whole)
     return tuple(

@@ -70,38 +70,38 @@ def read_layout(directory: Path) -> NxdLayout | None:
 Region = tuple[slice, ...]
 
 
-class Part(NamedTuple):
+class RegionPart(NamedTuple):
     """Values of a parameter, in the whole of it and in a stored tensor."""
 
     whole: Region
     local: Region
 
 
-class Local(NamedTuple):
+class StoredPart(NamedTuple):
     """A tensor as it is stored: its shape, and the parts of the parameter in it; the rest is 0."""
 
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[RegionPart, ...]
 
 
 def part_of_worker(
     name: str, shape: Shape, model: ModelConfig, tensor: int, tensor_rank: int
-) -> Local:
+) -> StoredPart:
     """What a tensor-parallel worker holds of a parameter."""
     share = share_of(name, shape, model, tensor, tensor_rank)
     whole = tuple(slice(0, size) for size in shape)
     if share.dim is None:
-        return Local(shape, (Part(whole, whole),))
+        return StoredPart(shape, (RegionPart(whole, whole),))
     before, after = whole[: share.dim], whole[share.dim + 1 :]
     parts, at = [], 0
     for piece in share.pieces:
         place = slice(at, at + piece.stop - piece.start)
-        parts.append(Part((*before, piece, *after), (*before, place, *after)))
+        parts.append(RegionPart((*before, piece, *after), (*before, place, *after)))
         at = place.stop
-    return Local((*shape[: share.dim], at, *shape[share.dim + 1 :]), tuple(parts))
+    return StoredPart((*shape[: share.dim], at, *shape[share.dim + 1 :]), tuple(parts))
 
 
-def shard_of_replica(held: Local, data: int, data_rank: int) -> Local:
+def shard_of_replica(held: StoredPart, data: int, data_rank: int) -> StoredPart:
     """What a data-parallel worker's optimizer has of a tensor under ZeRO-1."""
     each = -(-held.shape[0] // data)
     rows = slice(each * data_rank, each * (data_rank + 1))
@@ -111,12 +111,12 @@ def shard_of_replica(held: Local, data: int, data_rank: int) -> Local:
         if start < stop:
             moved = whole[0].start - local[0].start
             parts.append(
-                Part(
+                RegionPart(
                     (slice(start + moved, stop + moved), *whole[1:]),
                     (slice(start - rows.start, stop - rows.start), *local[1:]),
                 )
             )
-    return Local((each, *held.shape[1:]), tuple(parts))
+    return StoredPart((each, *held.shape[1:]), tuple(parts))
 
 
 def names_of_stages(

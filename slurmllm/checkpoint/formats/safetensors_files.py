@@ -103,7 +103,7 @@ class SafetensorsFiles:
             raise StorageError(f"cannot read {name} from {path}: {error}") from error
 
 
-def open_files(
+def open_safetensors(
     directory: Path, names: Sequence[str], weight_map: Mapping[str, str] | None = None
 ) -> tuple[SafetensorsFiles, list[str]]:
     """Read the headers of files.
@@ -189,7 +189,7 @@ def _stored(entry: Mapping[str, Any], file: str) -> StoredTensor:
 
 
 @dataclass(frozen=True)
-class Shard:
+class OutputShard:
     """A file to be written.
 
     Attributes:
@@ -201,7 +201,9 @@ class Shard:
     parts: tuple[int, ...]
 
 
-def plan_shards(sizes_bytes: Sequence[int], limit_bytes: int, stem: str, whole: str) -> list[Shard]:
+def plan_shards(
+    sizes_bytes: Sequence[int], limit_bytes: int, stem: str, whole: str
+) -> list[OutputShard]:
     """Share parts out among files, in order, none above the limit unless one part alone is.
 
     Args:
@@ -219,14 +221,14 @@ def plan_shards(sizes_bytes: Sequence[int], limit_bytes: int, stem: str, whole: 
         groups[-1].append(index)
         filled += size
     if len(groups) == 1:
-        return [Shard(whole, tuple(groups[0]))]
+        return [OutputShard(whole, tuple(groups[0]))]
     return [
-        Shard(f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group))
+        OutputShard(f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group))
         for number, group in enumerate(groups, start=1)
     ]
 
 
-def own(tensor: Tensor) -> Tensor:
+def own_storage(tensor: Tensor) -> Tensor:
     """The tensor on storage of its own, as the format wants it."""
     tensor = tensor.contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize

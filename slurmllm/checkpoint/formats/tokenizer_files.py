@@ -33,7 +33,7 @@ FILES = (
 )
 
 
-class Tokenizer(NamedTuple):
+class TokenizerFiles(NamedTuple):
     """Files of a tokenizer.
 
     Attributes:
@@ -49,12 +49,12 @@ class Tokenizer(NamedTuple):
     num_ids: int = 0
 
 
-def beside(folder: Path) -> Tokenizer:
+def tokenizer_in(folder: Path) -> TokenizerFiles:
     """The tokenizer files of a folder."""
-    return Tokenizer({name: folder / name for name in FILES if (folder / name).is_file()})
+    return TokenizerFiles({name: folder / name for name in FILES if (folder / name).is_file()})
 
 
-def of_file(path: Path) -> Tokenizer:
+def tokenizer_from_file(path: Path) -> TokenizerFiles:
     """The tokenizer of a tokenizer.json, with what lies beside it.
 
     Raises:
@@ -64,11 +64,11 @@ def of_file(path: Path) -> Tokenizer:
     end = encoder.end_of_document
     files: Mapping[str, Path] = {TOKENIZER: path}
     if path.name == TOKENIZER and (path.parent / TOKENIZER_CONFIG).is_file():
-        files = beside(path.parent).files
-    return Tokenizer(files, end, encoder.decode(np.array([end])), encoder.num_ids)
+        files = tokenizer_in(path.parent).files
+    return TokenizerFiles(files, end, encoder.decode(np.array([end])), encoder.num_ids)
 
 
-def of_checkpoint(directory: Path, named: Path | None) -> Tokenizer:
+def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
     """The named tokenizer, else the imported one, else that of the run around a checkpoint.
 
     Args:
@@ -83,23 +83,23 @@ def of_checkpoint(directory: Path, named: Path | None) -> Tokenizer:
         ConfigError: the run's configuration cannot be read.
     """
     if named is not None:
-        return of_file(named)
+        return tokenizer_from_file(named)
     if (directory / TOKENIZER_FOLDER).is_dir():
-        return beside(directory / TOKENIZER_FOLDER)
+        return tokenizer_in(directory / TOKENIZER_FOLDER)
     around = directory.absolute().parent.parent
     if not is_run(around):
-        return Tokenizer({})
+        return TokenizerFiles({})
     values, _ = read_yaml(RunDir(around).config)
     path = (values.get("data") or {}).get("tokenizer")
     if not path:
-        return Tokenizer({})
+        return TokenizerFiles({})
     try:
-        return of_file(Path(path))
+        return tokenizer_from_file(Path(path))
     except DataError as error:
         raise DataError(f"the run's tokenizer: {error}; or give --tokenizer FILE") from error
 
 
-def copy(files: Mapping[str, Path], folder: Path) -> None:
+def copy_files(files: Mapping[str, Path], folder: Path) -> None:
     """Copy files into a folder, on disk for good (fsync).
 
     Raises:
@@ -116,7 +116,7 @@ def copy(files: Mapping[str, Path], folder: Path) -> None:
             os.fsync(target.fileno())
 
 
-def write_config(folder: Path, *, seq_len: int, end_token: str | None) -> None:
+def write_tokenizer_config(folder: Path, *, seq_len: int, end_token: str | None) -> None:
     """Write the tokenizer_config.json of a bare tokenizer.json, so that AutoTokenizer loads it."""
     values: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

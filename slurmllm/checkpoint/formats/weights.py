@@ -11,16 +11,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.formats.dcp_read import METADATA, ShardedFiles
+from slurmllm.checkpoint.formats.dcp_read import METADATA, DcpFiles
 from slurmllm.checkpoint.formats.nxd_files import NxdFiles
 from slurmllm.checkpoint.formats.nxd_layout import LAYOUT, read_layout
 from slurmllm.checkpoint.formats.safetensors_files import (
     Region,
     StoredTensor,
     TensorFiles,
-    open_files,
+    open_safetensors,
 )
-from slurmllm.checkpoint.origin import INDEX, MODEL, Origin, check_fit
+from slurmllm.checkpoint.origin import INDEX, MODEL, Origin, require_model
 from slurmllm.checkpoint.shards import WeightReader
 from slurmllm.checkpoint.state import TRAIN_STATE
 from slurmllm.config.recipe import ModelConfig
@@ -75,7 +75,7 @@ def open_weights(origin: Origin) -> TensorFiles:
         StorageError: files are missing or damaged.
     """
     directory = origin.directory
-    if origin.imported is None or of_backend(directory):
+    if origin.imported is None or is_backend_format(directory):
         return backend_files(origin)
     path = directory / INDEX
     try:
@@ -83,7 +83,7 @@ def open_weights(origin: Origin) -> TensorFiles:
         names = sorted(set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"cannot read {path}: {error}; import the model again") from error
-    files, faults = open_files(directory, names, weight_map)
+    files, faults = open_safetensors(directory, names, weight_map)
     if faults:
         raise StorageError("\n".join([f"{directory} is damaged:", *(f"  {f}" for f in faults)]))
     return files
@@ -102,7 +102,7 @@ def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
         RunError: it is no checkpoint, or another model's.
         StorageError: it is damaged; so does the reader.
     """
-    weights = open_weights(check_fit(directory, config))
+    weights = open_weights(require_model(directory, config))
 
     def read(name: str, region: Region) -> Tensor:
         if name not in weights.tensors:
@@ -130,7 +130,7 @@ class TrainingFiles(TensorFiles, Protocol):
         ...
 
 
-def of_backend(directory: Path) -> bool:
+def is_backend_format(directory: Path) -> bool:
     """Whether a folder is in a backend's format."""
     return any((directory / name).is_file() for name in (LAYOUT, METADATA))
 
@@ -144,7 +144,7 @@ def backend_files(origin: Origin) -> TrainingFiles:
     layout = read_layout(origin.directory)
     if layout is not None:
         return NxdFiles(origin.directory, origin.model, layout)
-    return ShardedFiles(origin.directory)
+    return DcpFiles(origin.directory)
 
 
 class _Fitted:
@@ -196,7 +196,7 @@ def open_training(directory: Path, config: ModelConfig) -> TrainingFiles:
     """
     named = any((directory / name).is_file() for name in (TRAIN_STATE, MODEL))
     files = backend_files(
-        check_fit(directory, config) if named else Origin(directory, config, None)
+        require_model(directory, config) if named else Origin(directory, config, None)
     )
     if not files.moments:
         raise StorageError(

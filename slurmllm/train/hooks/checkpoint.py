@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from slurmllm.checkpoint.replicas import Copier, second_tier
+from slurmllm.checkpoint.replicas import ReplicaCopier, open_replica
 from slurmllm.checkpoint.save import Save, refuse_if_superseded
 from slurmllm.errors import StorageError
 from slurmllm.train.hooks.base import Hook, StepEnd
@@ -137,11 +137,11 @@ class CheckpointHook(Hook):
             job.say("the copy to checkpoint.replica is not complete; the run goes on without")
 
 
-def _copier(job: Job) -> Copier | None:
+def _copier(job: Job) -> ReplicaCopier | None:
     """What copies to the second place; a place that cannot be used is told and costs no run."""
     config = job.config.recipe.checkpoint
     try:
-        tier = second_tier(config, job.run.name)
+        tier = open_replica(config, job.run.name)
     except StorageError as error:
         job.say(f"warning: {error}")
         return None
@@ -155,7 +155,7 @@ def _copier(job: Job) -> Copier | None:
         job.say(f"warning: {fault}; tried again at the next save")
         job.events.add("copied", step, message=fault, seconds=seconds)
 
-    return Copier(
+    return ReplicaCopier(
         tier,
         job.run,
         config.replica_keep,
