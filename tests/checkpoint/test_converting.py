@@ -38,7 +38,7 @@ from slurmllm.checkpoint.origin import INDEX, MODEL, read_origin
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState
 from slurmllm.cli.main import cli
 from slurmllm.errors import ConfigError, StorageError
-from slurmllm.plan.mesh import NxdMesh as PlanMesh
+from slurmllm.plan.mesh import Mesh as PlanMesh
 from slurmllm.plan.mesh import save_mesh
 from slurmllm.records import CheckpointManifest, ImportedModel
 
@@ -494,7 +494,7 @@ _MEASURED = """
 import resource, sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint.state_dict_saver, torch._subclasses.fake_tensor
-from slurmllm.checkpoint.formats.converting import Mesh, plan_conversion, run_conversion
+from slurmllm.checkpoint.formats.converting import NxdMesh, plan_conversion, run_conversion
 
 def peak():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) / 1e3
@@ -521,7 +521,7 @@ def test_memory(tmp_path: Path) -> None:
     del whole
     for source, out, mesh in (
         ("first", "native", "None"),
-        ("native", "nxd", "Mesh(4, 2, 2)"),
+        ("native", "nxd", "NxdMesh(4, 2, 2)"),
     ):
         answer = subprocess.run(
             [sys.executable, "-c", _MEASURED, tmp_path / source, tmp_path / out, mesh],

@@ -73,7 +73,7 @@ def test_what_cannot_be_removed_is_told(
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    saving.retain(run, 20, keep=1)
+    saving.remove_expired(run, 20, keep=1)
     assert "cannot remove" in capsys.readouterr().out
     assert run.checkpoint_steps() == [10, 20]
 
