@@ -36,6 +36,7 @@ _SKIPPED = {
     tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
 }  # fmt: skip
+_NAMING_TERMS = ("docs/glossary.md",)
 _DIRECTIVES = ("# noqa", "# fmt:", "# type:", "#!")  # for tools, not for readers
 
 Sources = Mapping[str, str]  # path relative to the top of the tree → its text
@@ -180,6 +181,11 @@ def read_revision(revision: str, pattern: str) -> dict[str, str]:
     return {path: _git("show", f"{revision}:{path}") for path in listed if match.match(path)}
 
 
+def _prose(pages: Sources) -> Sources:
+    """Leave out the pages that must name the terms."""
+    return {path: text for path, text in pages.items() if path not in _NAMING_TERMS}
+
+
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
@@ -226,13 +232,13 @@ def main() -> int:
     if options.rooms:
         print_rooms(package)
         return 0
-    now = dict(rows(package, read_tree("docs/*.md") | read_tree("README.md")))
+    now = dict(rows(package, _prose(read_tree("docs/*.md") | read_tree("README.md"))))
     if options.before is None:
         for name, figure in now.items():
             print(f"{name:<55}{figure:>10}")
         return 0
     prose = read_revision(options.before, "docs/*.md") | read_revision(options.before, "README.md")
-    before = dict(rows(read_revision(options.before, f"{PACKAGE}*.py"), prose))
+    before = dict(rows(read_revision(options.before, f"{PACKAGE}*.py"), _prose(prose)))
     print("| | before | now |\n|---|---|---|")
     for name, figure in now.items():
         print(f"| {name} | {before[name]} | {figure} |")
