@@ -17,9 +17,8 @@ from typing import Literal, NoReturn
 from slurmllm.backends.environment import load_environment
 from slurmllm.calibrate.fits import hardware_of
 from slurmllm.calibrate.sample import Sample, Task
-from slurmllm.config import shipped
 from slurmllm.config.cluster import Cluster, Hardware
-from slurmllm.config.resolve import RunConfig
+from slurmllm.config.resolve import RunConfig, clusters_dir
 from slurmllm.config.yaml_source import write_yaml
 from slurmllm.diagnose.probe import read_lines
 from slurmllm.errors import ConfigError, NodeError, SlurmError
@@ -233,7 +232,7 @@ def check_target(path: Path, *, replace: bool = False) -> None:
     said = f"--out {path}"
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{said}: a profile's name ends in .yaml; choose such a one")
-    if path.resolve().parent == shipped.clusters_dir().resolve():
+    if path.resolve().parent == clusters_dir().resolve():
         raise ConfigError(
             f"{said}: the profiles that ship with slurmllm are not written to; choose a file of "
             "your own and name it with --cluster"

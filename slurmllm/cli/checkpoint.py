@@ -402,7 +402,7 @@ def _copies(found: RunDir) -> list[CheckpointEntry]:
     """What is in the second place by its manifests; a place that cannot be read is told."""
     from slurmllm.checkpoint.catalogue import CheckpointEntry
     from slurmllm.checkpoint.replicas import open_replica
-    from slurmllm.config.resolve import load
+    from slurmllm.config.load import load
     from slurmllm.errors import SlurmllmError
 
     try:

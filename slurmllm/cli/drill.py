@@ -74,7 +74,7 @@ def drill(
     """
     import signal
 
-    from slurmllm.config.resolve import load
+    from slurmllm.config.load import load
     from slurmllm.drill.drill import Drill
     from slurmllm.drill.kinds import chosen
     from slurmllm.drill.plan import make_plan, why_no_reference

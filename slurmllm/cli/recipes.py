@@ -35,11 +35,10 @@ def recipes(
 def _list(as_json: bool) -> None:
     import json
 
-    from slurmllm.config import shipped
-    from slurmllm.config.resolve import available, resolve
+    from slurmllm.config.resolve import available, recipes_dir, resolve
     from slurmllm.plan.parameters import parameters
 
-    recipes = (resolve(name).recipe for name in available(shipped.recipes_dir()))
+    recipes = (resolve(name).recipe for name in available(recipes_dir()))
     counted = ((recipe, parameters(recipe.model)) for recipe in recipes)
     found = sorted(counted, key=lambda row: (row[0].name.partition("_")[0], row[1], row[0].name))
     if as_json:
@@ -76,7 +75,7 @@ def _show(
 
     config = resolve(name, cluster, overrides)
     sources = {path: source for path, _, source in config.rows()}
-    sources |= dict.fromkeys(config.unchosen(), "the planner, at submit")
+    sources |= dict.fromkeys(config.open_degrees(), "the planner, at submit")
     if as_json:
         tree = _tree(config, None)
         click.echo(json.dumps({**tree, "origin": sources} if explain else tree, indent=2))
@@ -97,7 +96,7 @@ def _show(
 def _tree(config: RunConfig, unchosen: str | None) -> dict[str, Any]:
     """The nested values, with `unchosen` for the degrees that the planner is still to choose."""
     tree = config.values()
-    for path in config.unchosen():
+    for path in config.open_degrees():
         section, _, field = path.partition(".")
         tree[section][field] = unchosen
     return tree

@@ -54,7 +54,8 @@ def resume(
     from dataclasses import replace
 
     from slurmllm.cli.submit import print_submission, run_and_report
-    from slurmllm.config.resolve import change, load
+    from slurmllm.config.load import load
+    from slurmllm.config.resolve import change
     from slurmllm.errors import RunError
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands

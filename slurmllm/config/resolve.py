@@ -1,4 +1,4 @@
-"""Recipe + cluster profile + overrides → one resolved configuration that knows its origins."""
+"""Recipe + cluster profile + overrides → one validated configuration with each value's origin."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from slurmllm.config import shipped
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
@@ -20,7 +19,7 @@ from slurmllm.errors import ConfigError
 
 M = TypeVar("M", bound=BaseModel)
 
-PLANNER = "planner: "  # how the sources of the planner's choices begin
+PLANNER = "planner: "  # prefix of the origins of the planner's choices
 
 # Fields of earlier versions. A recipe must use the new name; `load` translates old runs.
 RENAMED = {
@@ -28,15 +27,41 @@ RENAMED = {
     "checkpoint.second_tier_keep": "checkpoint.replica_keep",
 }
 
+_AUTO = {"auto": True}  # the meaning of `parallel: auto`
+
+
+def shipped_dir() -> Path:
+    """The folder that holds `configs/` and `sbatch/`.
+
+    In a checkout (an editable install too) it is the top of the tree; the wheel carries the same
+    two folders inside the package.
+    """
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "_shipped"
+    return installed if installed.is_dir() else package.parent
+
+
+def recipes_dir() -> Path:
+    return shipped_dir() / "configs" / "recipes"
+
+
+def clusters_dir() -> Path:
+    return shipped_dir() / "configs" / "clusters"
+
+
+def available(folder: Path) -> list[str]:
+    """Names of the YAML files in a folder of recipes or profiles."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides what a run does.
+    """Everything that determines a run.
 
     Attributes:
-        recipe: What is trained.
-        cluster: On what hardware.
-        origins: Dotted path → where the value came from; paths left out are defaults.
+        recipe: Model, data and training.
+        cluster: The hardware and the site.
+        origins: Dotted path → source of the value; paths left out are defaults.
     """
 
     recipe: Recipe
@@ -56,28 +81,28 @@ class RunConfig:
         return [(path, value, self.origins.get(path, "default")) for path, value in values.items()]
 
     def values(self) -> dict[str, Any]:
-        """The nested values, as config.yaml holds them."""
+        """The nested values, as stored in config.yaml."""
         return {
             **self.recipe.model_dump(mode="json"),
             "cluster": self.cluster.model_dump(mode="json"),
         }
 
     def is_set(self, path: str) -> bool:
-        """Whether somebody set a value: it is neither a default nor the planner's choice."""
+        """Whether the value was set: it is neither a default nor the planner's choice."""
         return _is_set(path, self.origins)
 
-    def unchosen(self) -> list[str]:
-        """The dotted paths that `parallel.auto` leaves to the planner, which has not chosen yet."""
+    def open_degrees(self) -> list[str]:
+        """The dotted paths that `parallel.auto` leaves for the planner to choose."""
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
         return [path for path in degrees if self.recipe.parallel.auto and not self.is_set(path)]
 
     def with_data(self, corpus: str | tuple[CorpusShare, ...], tokenizer: str | None) -> RunConfig:
-        """This configuration with the inputs settled; their origins stay."""
+        """Returns a copy with the resolved corpus and tokenizer; origins are kept."""
         data = self.recipe.data.model_copy(update={"corpus": corpus, "tokenizer": tokenizer})
         return replace(self, recipe=self.recipe.model_copy(update={"data": data}))
 
     def with_init_from(self, folder: str) -> RunConfig:
-        """This configuration with the weights to start from settled; the origin stays."""
+        """Returns a copy with the resolved folder of initial weights; the origin is kept."""
         train = self.recipe.train.model_copy(update={"init_from": folder})
         return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
 
@@ -87,9 +112,6 @@ class RunConfig:
         return "# Resolved by slurmllm; `origin` names each value's source.\n" + write_yaml(
             {**self.values(), "origin": origin}
         )
-
-
-_AUTO = {"auto": True}  # what the text `auto` for the section `parallel` stands for
 
 
 def _is_set(path: str, origins: Mapping[str, str]) -> bool:
@@ -109,30 +131,25 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def available(folder: Path) -> list[str]:
-    """Names of the YAML files in a folder of recipes or profiles."""
-    return sorted(path.stem for path in folder.glob("*.yaml"))
-
-
 def resolve(
     recipe: str,
     cluster: str | None = None,
     overrides: Iterable[str] = (),
     options: Mapping[str, tuple[str, Any]] | None = None,
 ) -> RunConfig:
-    """Put a run's configuration together.
+    """Merge recipe, cluster profile and overrides into one configuration.
 
     Args:
-        recipe: Name of a shipped recipe, or a YAML file's path.
-        cluster: Name of a shipped profile, or a YAML file's path; where None
-            $SLURMLLM_CLUSTER, else the recipe's `default_cluster`.
-        overrides: `a.b=value`, as given to --set, later ones stronger.
+        recipe: Name of a shipped recipe, or path of a YAML file.
+        cluster: Name of a shipped profile, or path of a YAML file; if None, $SLURMLLM_CLUSTER,
+            else the recipe's `default_cluster`.
+        overrides: `a.b=value`, as given to --set; later ones win.
         options: Dotted path → (option's name, value), from options such as --partition.
 
     Raises:
         ConfigError: with all faults of recipe, profile and overrides.
     """
-    recipe_path = _find(recipe, shipped.recipes_dir(), "recipe", "slurmllm recipes")
+    recipe_path = _find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
     values, origins = read_yaml(recipe_path)
     if values.get("parallel") == "auto":
         values["parallel"] = dict(_AUTO)
@@ -141,26 +158,26 @@ def resolve(
     if not chosen:
         default = values.get("default_cluster")
         chosen = default if isinstance(default, str) else "local"
-    cluster_path = _find(chosen, shipped.clusters_dir(), "cluster profile", "--cluster FILE.yaml")
+    cluster_path = _find_yaml(chosen, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
     cluster_values, cluster_origins = read_yaml(cluster_path)
     tree: dict[str, Any] = {**values, "cluster": cluster_values}
     origins.update({f"cluster.{path}": source for path, source in cluster_origins.items()})
     faults: list[str] = []
     if "cluster" in values:
-        faults.append("cluster: belongs into a profile, not into a recipe; see --cluster")
+        faults.append("cluster: belongs in a profile, not in a recipe; see --cluster")
     _override(tree, overrides, origins, faults)
     for dotted, (option, value) in (options or {}).items():
         if value is not None:
             _assign(tree, dotted, value, option, origins, faults)
-    return _validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
+    return validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
 
 
 def change(config: RunConfig, cluster: str | None, overrides: Iterable[str]) -> RunConfig:
-    """A run's configuration with another cluster profile or other values.
+    """Replace the cluster profile or single values of a run's configuration.
 
     Args:
-        config: The run's.
-        cluster: Name of a shipped profile, or a YAML file's path; None leaves it.
+        config: The run's configuration.
+        cluster: Name of a shipped profile, or path of a YAML file; None keeps the run's.
         overrides: `a.b=value`, as given to --set.
 
     Raises:
@@ -168,13 +185,33 @@ def change(config: RunConfig, cluster: str | None, overrides: Iterable[str]) -> 
     """
     tree, origins = config.values(), dict(config.origins)
     if cluster is not None:
-        path = _find(cluster, shipped.clusters_dir(), "cluster profile", "--cluster FILE.yaml")
+        path = _find_yaml(cluster, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
         tree["cluster"], sources = read_yaml(path)
         origins = {name: how for name, how in origins.items() if not name.startswith("cluster.")}
         origins |= {f"cluster.{name}": source for name, source in sources.items()}
     faults: list[str] = []
     _override(tree, overrides, origins, faults)
-    return _validate(tree, origins, faults, f"run of {config.recipe.name}")
+    return validate(tree, origins, faults, f"run of {config.recipe.name}")
+
+
+def _find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if path.is_file():
+            return path
+        raise ConfigError(f"no {kind} file {name!r}; {hint}")
+    names = available(folder)
+    if name in names:
+        return folder / f"{name}.yaml"
+    raise ConfigError(
+        f"unknown {kind} {name!r}; {_did_you_mean(name, names)}choose one of {', '.join(names)}, "
+        "or a .yaml file"
+    )
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _override(
@@ -187,48 +224,13 @@ def _override(
             faults.append(f"--set {item!r}: expected path=value, such as optim.lr=1e-4")
             continue
         dotted = dotted.strip()
-        # A variable's value is a text whatever it looks like: 1, true, 007 and nothing at all.
+        # An environment variable is text even if it looks like YAML: 1, true, 007, empty.
         value = text if dotted.startswith(("env.", "cluster.env.")) else parse_scalar(text)
         given.append((dotted, value, f"--set {item}"))
-    # `parallel=auto` empties the section, whichever degrees are set beside it.
+    # `parallel=auto` clears the section, so it comes before any degree that is set with it.
     for dotted, value, source in sorted(given, key=lambda one: one[:2] != ("parallel", "auto")):
         whole = (dotted, value) == ("parallel", "auto")
         _assign(tree, dotted, dict(_AUTO) if whole else value, source, origins, faults)
-
-
-def load(path: Path) -> RunConfig:
-    """Read a run's config.yaml.
-
-    Raises:
-        ConfigError: the file is unreadable or no longer valid.
-    """
-    tree, _ = read_yaml(path)
-    origins = tree.pop("origin", {})
-    origins = origins if isinstance(origins, dict) else {}
-    for old, new in RENAMED.items():
-        section, _, field = old.partition(".")
-        fields = tree.get(section)
-        if isinstance(fields, dict) and field in fields:
-            fields[new.rpartition(".")[2]] = fields.pop(field)
-            origins[new] = origins.pop(old, "default")
-    return _validate(tree, origins, [], str(path))
-
-
-def _find(name: str, folder: Path, what: str, remedy: str) -> Path:
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
-        if path.is_file():
-            return path
-        raise ConfigError(f"no {what} file {name!r}; {remedy}")
-    shipped_path = folder / f"{name}.yaml"
-    names = available(folder)
-    if name in names:
-        return shipped_path
-    close = difflib.get_close_matches(name, names, n=1)
-    guess = f"did you mean {close[0]!r}? " if close else ""
-    raise ConfigError(
-        f"unknown {what} {name!r}; {guess}choose one of {', '.join(names)}, or a .yaml file"
-    )
 
 
 def _assign(
@@ -239,7 +241,7 @@ def _assign(
     origins: dict[str, str],
     faults: list[str],
 ) -> None:
-    """Set one value; unknown paths are left to validation, which names them."""
+    """Set one value. Unknown paths are reported by the validation that follows."""
     *sections, leaf = dotted.split(".")
     node = tree
     for section in sections:
@@ -251,53 +253,54 @@ def _assign(
     node[leaf] = value
     for path in [path for path in origins if path.startswith(f"{dotted}.")]:
         del origins[path]
-    for path in flatten({leaf: value}, "".join(f"{section}." for section in sections)):
-        origins[path] = source
+    origins.update(dict.fromkeys(flatten({dotted: value}), source))
 
 
-def _validate(
+def validate(
     tree: dict[str, Any], origins: Mapping[str, str], faults: Sequence[str], title: str
 ) -> RunConfig:
-    faults = list(faults)
+    """Validate the sections of a recipe, with the cluster profile under `cluster`.
+
+    Raises:
+        ConfigError: with `faults` and all faults of the tree.
+    """
+    faults, origins = list(faults), dict(origins)
     recipe_tree = {key: value for key, value in tree.items() if key != "cluster"}
-    origins = _ask_the_planner(recipe_tree, origins)
-    origins |= _ask_the_family(recipe_tree)
+    _open_auto_degrees(recipe_tree, origins)
+    model = recipe_tree.get("model")
+    if isinstance(model, Mapping):
+        recipe_tree["model"] = with_family(model)
+        added = recipe_tree["model"].keys() - model.keys()
+        origins |= {f"model.{name}": f"family {model['family']}" for name in added}
     recipe, bad = _build(Recipe, recipe_tree, "", faults, origins)
     cluster, _ = _build(Cluster, tree.get("cluster", {}), "cluster.", faults, origins)
     values = {**_defaults(Recipe), **flatten(recipe_tree)}
     if values.get("parallel.auto") is True and not _is_set("parallel.pipeline", origins):
-        values.pop("parallel.pipeline", None)  # its default is nobody's choice
-    faults += broken_rules({path: v for path, v in values.items() if not _faulty(path, bad)})
+        # The planner will choose it: the rules on layers must not judge the default.
+        values.pop("parallel.pipeline", None)
+    # A rule is checked only if all of its fields are valid in themselves.
+    valid = {
+        path: value
+        for path, value in values.items()
+        if not any(path == fault or path.startswith(f"{fault}.") for fault in bad)
+    }
+    faults += broken_rules(valid)
     if recipe is None or cluster is None or faults:
         raise ConfigError(f"{title}: {len(faults)} fault(s)", faults)
-    return RunConfig(recipe, cluster, dict(origins))
+    return RunConfig(recipe, cluster, origins)
 
 
-def _ask_the_planner(recipe_tree: dict[str, Any], origins: Mapping[str, str]) -> dict[str, str]:
-    """Leave degrees whose value is the text `auto` to the planner; returns all sources."""
-    given, sources = recipe_tree.get("parallel"), dict(origins)
-    if isinstance(given, Mapping):
-        degrees = ParallelConfig.model_fields.keys() - {"auto"}
-        left = [name for name, value in given.items() if value == "auto" and name in degrees]
-        for name in left:
-            sources["parallel.auto"] = sources.pop(f"parallel.{name}", "default")
-        kept = {name: value for name, value in given.items() if name not in left}
-        recipe_tree["parallel"] = {**kept, "auto": True} if left else kept
-    return sources
-
-
-def _ask_the_family(recipe_tree: dict[str, Any]) -> dict[str, str]:
-    """Fill in what the recipe leaves to the model's family; returns the sources."""
-    given = recipe_tree.get("model")
-    if not isinstance(given, Mapping):
-        return {}
-    recipe_tree["model"] = with_family(given)
-    left = recipe_tree["model"].keys() - given.keys()
-    return {f"model.{field}": f"family {given['family']}" for field in left}
-
-
-def _faulty(path: str, bad: set[str]) -> bool:
-    return any(path == fault or path.startswith(f"{fault}.") for fault in bad)
+def _open_auto_degrees(recipe_tree: dict[str, Any], origins: dict[str, str]) -> None:
+    """Replace degrees that are `auto` by `parallel.auto`, which leaves them to the planner."""
+    section = recipe_tree.get("parallel")
+    if not isinstance(section, Mapping):
+        return
+    degrees = ParallelConfig.model_fields.keys() - {"auto"}
+    auto = [name for name, value in section.items() if value == "auto" and name in degrees]
+    for name in auto:
+        origins["parallel.auto"] = origins.pop(f"parallel.{name}", "default")
+    fixed = {name: value for name, value in section.items() if name not in auto}
+    recipe_tree["parallel"] = {**fixed, "auto": True} if auto else fixed
 
 
 def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
@@ -312,19 +315,17 @@ def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 
 def _build(
-    model: type[M],
-    tree: Any,
-    prefix: str,
-    faults: list[str],
-    origins: Mapping[str, str],
+    model: type[M], tree: Any, prefix: str, faults: list[str], origins: Mapping[str, str]
 ) -> tuple[M | None, set[str]]:
-    """Validate one tree; adds its faults and returns the faulty paths."""
+    """Validate one tree; appends its faults and returns the faulty paths."""
     try:
         return model.model_validate(tree), set()
     except ValidationError as error:
         bad: set[str] = set()
         for item in error.errors():
-            path = ".".join(part for part in item["loc"] if _is_field(part))
+            # Field names only: no numbers of list elements, no `[tag]` of a union.
+            names = (part for part in item["loc"] if isinstance(part, str))
+            path = ".".join(part for part in names if not part.startswith("["))
             if path in bad:
                 continue  # another element of one list
             bad.add(path)
@@ -339,19 +340,26 @@ def _describe(
     item: dict[str, Any],
     origins: Mapping[str, str],
 ) -> str:
+    """One line for one of pydantic's errors."""
     where = f" ({origins[dotted]})" if dotted in origins else ""
     if dotted in RENAMED:
         return f"{dotted}: renamed{where}; write {RENAMED[dotted]}"
     if item["type"] == "extra_forbidden":
-        known = _fields_beside(model, path)
-        close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
-        guess = f"did you mean {close[0]!r}? " if close else ""
+        *sections, name = path.split(".")
+        for section in sections:
+            info = model.model_fields.get(section)
+            inner = None if info is None else _section_type(info.annotation)
+            if inner is None:
+                break
+            model = inner
+        known = list(model.model_fields)
+        guess = _did_you_mean(name, known)
         return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(known)}"
     if item["type"] == "missing" and isinstance(item["loc"][-1], int):
         return f"{dotted}: {list(item['input'])}{where}: an element is missing"
     if item["type"] == "missing":
-        where = "profile" if dotted.startswith("cluster.") else "recipe"
-        return f"{dotted}: missing; it has no default, so the {where} must set it"
+        file = "profile" if dotted.startswith("cluster.") else "recipe"
+        return f"{dotted}: missing; it has no default, so the {file} must set it"
     rule = (
         str(item["msg"])
         .removeprefix("Value error, ")
@@ -361,24 +369,8 @@ def _describe(
     return f"{dotted}: {item['input']!r}{where}: {rule}"
 
 
-def _is_field(part: str | int) -> TypeGuard[str]:
-    """Whether a part of a place is a name, not the number of an element or a union's `[tag]`."""
-    return isinstance(part, str) and not part.startswith("[")
-
-
-def _fields_beside(model: type[BaseModel], path: str) -> list[str]:
-    """The fields of the section that a path lies in."""
-    for part in path.split(".")[:-1]:
-        info = model.model_fields.get(part)
-        inner = None if info is None else _section_of(info.annotation)
-        if inner is None:
-            break
-        model = inner
-    return list(model.model_fields)
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section in a type, or in the types that it is made of."""
+def _section_type(annotation: Any) -> type[BaseModel] | None:
+    """The section in a type annotation, in `X | None` and in containers too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for a in get_args(annotation) if (found := _section_of(a))), None)
+    return next((found for a in get_args(annotation) if (found := _section_type(a))), None)

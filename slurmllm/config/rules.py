@@ -1,7 +1,7 @@
-"""What must hold between the fields of a recipe.
+"""Rules between the fields of a recipe.
 
-A rule names the dotted paths that it reads and is skipped where one of them is faulty in
-itself, so that a file's faults are reported all at once and each of them once.
+A rule names the dotted paths that it reads and is skipped if one of them is invalid in itself, so
+that all faults of a file are reported at once and each of them once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from slurmllm.config.families import FAMILIES, gate_block
 
@@ -23,65 +23,86 @@ class Rule:
     check: Callable[..., str | None]
 
 
+RULES: list[Rule] = []  # in the order in which faults are reported
+Check = TypeVar("Check", bound=Callable[..., str | None])
+
+
+def _rule(*paths: str) -> Callable[[Check], Check]:
+    """Register the decorated function as the rule of `paths`."""
+
+    def register(check: Check) -> Check:
+        RULES.append(Rule(paths, check))
+        return check
+
+    return register
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of a number, smallest first."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def choose(options: list[int]) -> str:
-    """`choose 1, 2, 4 or 8`: a remedy from a list of numbers that would do."""
+    """`choose 1, 2, 4 or 8`: the end of an error message, from the values that are valid."""
     return f"choose {_alternatives(options)}"
 
 
 def _alternatives(options: Iterable[Any]) -> str:
-    words = [_written(option) for option in options]
-    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+    texts = [_yaml_text(option) for option in options]
+    return f"{', '.join(texts[:-1])} or {texts[-1]}" if len(texts) > 1 else texts[0]
 
 
-def _written(value: Any) -> str:
-    """A value as a recipe spells it."""
+def _yaml_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _possible_in_family(field: str, family: str, value: Any) -> str | None:
-    choices = FAMILIES[family].choices.get(field)
+def _possible_in_family(name: str, family: str, value: Any) -> str | None:
+    choices = FAMILIES[family].choices.get(name)
     if choices is None or value in choices:
         return None
     return (
-        f"model.{field}: {_written(value)} does not go with model.family {family}; "
+        f"model.{name}: {_yaml_text(value)} does not go with model.family {family}; "
         f"set {_alternatives(choices)}, or leave it out"
     )
 
 
-def _heads_divide_hidden(heads: int, hidden: int) -> str | None:
+for _name in sorted({name for family in FAMILIES.values() for name in family.choices}):
+    RULES.append(Rule(("model.family", f"model.{_name}"), partial(_possible_in_family, _name)))
+
+
+@_rule("model.num_heads", "model.hidden_size")
+def heads_divide_hidden(heads: int, hidden: int) -> str | None:
     if hidden % heads == 0:
         return None
     near = [d for d in divisors(hidden) if heads / 4 <= d <= heads * 4] or divisors(hidden)
     return f"model.num_heads: {heads} does not divide model.hidden_size {hidden}; {choose(near)}"
 
 
-def _head_dim_is_even(heads: int, hidden: int, pct: float) -> str | None:
+@_rule("model.num_heads", "model.hidden_size", "model.rotary_pct")
+def head_dim_is_even(heads: int, hidden: int, pct: float) -> str | None:
     if pct == 0 or hidden % heads or (hidden // heads) % 2 == 0:
         return None
     return (
         f"model.num_heads: {heads} heads of {hidden} give {hidden // heads} dimensions a head, "
-        "and rotary positions turn pairs; choose an even head width"
+        "but rotary positions need pairs; choose an even head width"
     )
 
 
-def _rotary_dim_is_even(heads: int, hidden: int, pct: float) -> str | None:
+@_rule("model.num_heads", "model.hidden_size", "model.rotary_pct")
+def rotary_dim_is_even(heads: int, hidden: int, pct: float) -> str | None:
     if hidden % heads:
         return None
     rotary = int(hidden // heads * pct)
     if rotary % 2 == 0:
         return None
     return (
-        f"model.rotary_pct: {pct} of a head of {hidden // heads} turns {rotary} dimensions, "
+        f"model.rotary_pct: {pct} of a head of {hidden // heads} rotates {rotary} dimensions, "
         f"an odd number; choose {(rotary + 1) * heads / hidden:g}"
     )
 
 
-def _kv_heads_divide_heads(kv_heads: int | None, heads: int) -> str | None:
+@_rule("model.num_kv_heads", "model.num_heads")
+def kv_heads_divide_heads(kv_heads: int | None, heads: int) -> str | None:
     if kv_heads is None or heads % kv_heads == 0:
         return None
     return (
@@ -90,7 +111,8 @@ def _kv_heads_divide_heads(kv_heads: int | None, heads: int) -> str | None:
     )
 
 
-def _family_has_kv_groups(family: str, kv_heads: int | None, heads: int) -> str | None:
+@_rule("model.family", "model.num_kv_heads", "model.num_heads")
+def family_has_kv_groups(family: str, kv_heads: int | None, heads: int) -> str | None:
     if FAMILIES[family].kv_groups or kv_heads in (None, heads) or heads % (kv_heads or 1):
         return None
     return (
@@ -99,7 +121,8 @@ def _family_has_kv_groups(family: str, kv_heads: int | None, heads: int) -> str 
     )
 
 
-def _one_output_init(scaled: bool, std: float | None) -> str | None:
+@_rule("model.scaled_init", "model.output_init_std")
+def one_output_init(scaled: bool, std: float | None) -> str | None:
     if not scaled or std is None:
         return None
     return (
@@ -108,7 +131,8 @@ def _one_output_init(scaled: bool, std: float | None) -> str | None:
     )
 
 
-def _tensor_divides_heads(tensor: int, heads: int) -> str | None:
+@_rule("parallel.tensor", "model.num_heads")
+def tensor_divides_heads(tensor: int, heads: int) -> str | None:
     if heads % tensor == 0:
         return None
     return (
@@ -117,7 +141,8 @@ def _tensor_divides_heads(tensor: int, heads: int) -> str | None:
     )
 
 
-def _tensor_fits_kv_heads(tensor: int, kv_heads: int | None, heads: int) -> str | None:
+@_rule("parallel.tensor", "model.num_kv_heads", "model.num_heads")
+def tensor_fits_kv_heads(tensor: int, kv_heads: int | None, heads: int) -> str | None:
     if kv_heads is None or heads % kv_heads or heads % tensor:
         return None
     if kv_heads % tensor == 0 or tensor % kv_heads == 0:
@@ -129,7 +154,8 @@ def _tensor_fits_kv_heads(tensor: int, kv_heads: int | None, heads: int) -> str 
     )
 
 
-def _tensor_divides_ffn(tensor: int, ffn: int, family: str, heads: int) -> str | None:
+@_rule("parallel.tensor", "model.ffn_hidden_size", "model.family", "model.num_heads")
+def tensor_divides_ffn(tensor: int, ffn: int, family: str, heads: int) -> str | None:
     block = gate_block(ffn) if FAMILIES[family].gated else 1
     if ffn // block % tensor == 0:
         return None
@@ -140,16 +166,8 @@ def _tensor_divides_ffn(tensor: int, ffn: int, family: str, heads: int) -> str |
     )
 
 
-def _tensor_divides_positions(tensor: int, seq_len: int, family: str) -> str | None:
-    if FAMILIES[family].positions != "learned" or seq_len % tensor == 0:
-        return None
-    return (
-        f"parallel.tensor: {tensor} does not divide model.seq_len {seq_len}, the rows of the "
-        f"table of positions; {choose([d for d in divisors(seq_len) if d <= 2 * tensor])}"
-    )
-
-
-def _tensor_divides_vocab(tensor: int, vocab: int, multiple: int) -> str | None:
+@_rule("parallel.tensor", "model.vocab_size", "model.vocab_pad_multiple")
+def tensor_divides_vocab(tensor: int, vocab: int, multiple: int) -> str | None:
     padded = (vocab + multiple - 1) // multiple * multiple
     if padded % tensor == 0:
         return None
@@ -159,7 +177,18 @@ def _tensor_divides_vocab(tensor: int, vocab: int, multiple: int) -> str | None:
     )
 
 
-def _pipeline_divides_layers(pipeline: int, virtual: int, layers: int) -> str | None:
+@_rule("parallel.tensor", "model.seq_len", "model.family")
+def tensor_divides_positions(tensor: int, seq_len: int, family: str) -> str | None:
+    if FAMILIES[family].positions != "learned" or seq_len % tensor == 0:
+        return None
+    return (
+        f"parallel.tensor: {tensor} does not divide model.seq_len {seq_len}, the rows of the "
+        f"table of positions; {choose([d for d in divisors(seq_len) if d <= 2 * tensor])}"
+    )
+
+
+@_rule("parallel.pipeline", "parallel.virtual_pipeline", "model.num_layers")
+def pipeline_divides_layers(pipeline: int, virtual: int, layers: int) -> str | None:
     if layers % pipeline:
         return (
             f"parallel.pipeline: {pipeline} does not divide {layers} layers; "
@@ -173,7 +202,8 @@ def _pipeline_divides_layers(pipeline: int, virtual: int, layers: int) -> str | 
     )
 
 
-def _virtual_needs_pipeline(virtual: int, pipeline: int) -> str | None:
+@_rule("parallel.virtual_pipeline", "parallel.pipeline")
+def virtual_needs_pipeline(virtual: int, pipeline: int) -> str | None:
     if virtual == 1 or pipeline > 1:
         return None
     return (
@@ -182,7 +212,8 @@ def _virtual_needs_pipeline(virtual: int, pipeline: int) -> str | None:
     )
 
 
-def _sequence_needs_tensor(sequence: bool, tensor: int, seq_len: int) -> str | None:
+@_rule("parallel.sequence", "parallel.tensor", "model.seq_len")
+def sequence_needs_tensor(sequence: bool, tensor: int, seq_len: int) -> str | None:
     if not sequence or seq_len % tensor == 0:
         return None
     return (
@@ -191,8 +222,9 @@ def _sequence_needs_tensor(sequence: bool, tensor: int, seq_len: int) -> str | N
     )
 
 
-def _micro_divides_global(micro: int | str, batch: int) -> str | None:
-    if isinstance(micro, str) or batch % micro == 0:  # auto: measured, and fitted then
+@_rule("train.micro_batch", "train.global_batch")
+def micro_divides_global(micro: int | str, batch: int) -> str | None:
+    if isinstance(micro, str) or batch % micro == 0:  # auto is measured later
         return None
     return (
         f"train.micro_batch: {micro} does not divide train.global_batch {batch}; "
@@ -200,13 +232,15 @@ def _micro_divides_global(micro: int | str, batch: int) -> str | None:
     )
 
 
-def _min_lr_below_lr(min_lr: float, lr: float) -> str | None:
+@_rule("optim.min_lr", "optim.lr")
+def min_lr_below_lr(min_lr: float, lr: float) -> str | None:
     if min_lr <= lr:
         return None
-    return f"optim.min_lr: {min_lr:g} is above optim.lr {lr:g}; the decay goes down: choose less"
+    return f"optim.min_lr: {min_lr:g} is above optim.lr {lr:g}; choose less"
 
 
-def _warmup_before_decay_ends(warmup: int, decay_steps: int | None, steps: int) -> str | None:
+@_rule("optim.warmup_steps", "optim.decay_steps", "train.steps")
+def warmup_before_decay_ends(warmup: int, decay_steps: int | None, steps: int) -> str | None:
     end = decay_steps or steps
     if warmup < end:
         return None
@@ -216,10 +250,11 @@ def _warmup_before_decay_ends(warmup: int, decay_steps: int | None, steps: int) 
     )
 
 
-def _betas_below_one(betas: tuple[float, float]) -> str | None:
+@_rule("optim.betas")
+def betas_below_one(betas: tuple[float, float]) -> str | None:
     if all(0 <= beta < 1 for beta in betas):
         return None
-    return f"optim.betas: {list(betas)} must lie in [0, 1); the usual pair is [0.9, 0.95]"
+    return f"optim.betas: {list(betas)} must be in [0, 1); the usual pair is [0.9, 0.95]"
 
 
 def minutes_of(time: str) -> float:
@@ -235,10 +270,11 @@ def minutes_of(time: str) -> float:
     return int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60
 
 
-def _lead_fits_time(lead_s: int, time: str | int) -> str | None:
+@_rule("slurm.signal_lead_s", "slurm.time")
+def lead_fits_time(lead_s: int, time: str | int) -> str | None:
     limit_s = minutes_of(str(time)) * 60
     if limit_s == 0:
-        return f"slurm.time: {time} is no time at all; write for instance 8:00:00"
+        return f"slurm.time: {time} allows no time; write for instance 8:00:00"
     if lead_s < limit_s:
         return None
     return (
@@ -247,7 +283,8 @@ def _lead_fits_time(lead_s: int, time: str | int) -> str | None:
     )
 
 
-def _replica_can_be_opened(location: str | None) -> str | None:
+@_rule("checkpoint.replica")
+def replica_can_be_opened(location: str | None) -> str | None:
     if location is None:
         return None
     from fsspec.core import split_protocol  # type: ignore[import-untyped]
@@ -263,49 +300,11 @@ def _replica_can_be_opened(location: str | None) -> str | None:
     return None
 
 
-_CHOSEN = sorted({field for family in FAMILIES.values() for field in family.choices})
-
-RULES: tuple[Rule, ...] = (
-    *(
-        Rule(("model.family", f"model.{field}"), partial(_possible_in_family, field))
-        for field in _CHOSEN
-    ),
-    Rule(("model.num_heads", "model.hidden_size"), _heads_divide_hidden),
-    Rule(("model.num_heads", "model.hidden_size", "model.rotary_pct"), _head_dim_is_even),
-    Rule(("model.num_heads", "model.hidden_size", "model.rotary_pct"), _rotary_dim_is_even),
-    Rule(("model.num_kv_heads", "model.num_heads"), _kv_heads_divide_heads),
-    Rule(("model.family", "model.num_kv_heads", "model.num_heads"), _family_has_kv_groups),
-    Rule(("model.scaled_init", "model.output_init_std"), _one_output_init),
-    Rule(("parallel.tensor", "model.num_heads"), _tensor_divides_heads),
-    Rule(("parallel.tensor", "model.num_kv_heads", "model.num_heads"), _tensor_fits_kv_heads),
-    Rule(
-        ("parallel.tensor", "model.ffn_hidden_size", "model.family", "model.num_heads"),
-        _tensor_divides_ffn,
-    ),
-    Rule(
-        ("parallel.tensor", "model.vocab_size", "model.vocab_pad_multiple"), _tensor_divides_vocab
-    ),
-    Rule(("parallel.tensor", "model.seq_len", "model.family"), _tensor_divides_positions),
-    Rule(
-        ("parallel.pipeline", "parallel.virtual_pipeline", "model.num_layers"),
-        _pipeline_divides_layers,
-    ),
-    Rule(("parallel.virtual_pipeline", "parallel.pipeline"), _virtual_needs_pipeline),
-    Rule(("parallel.sequence", "parallel.tensor", "model.seq_len"), _sequence_needs_tensor),
-    Rule(("train.micro_batch", "train.global_batch"), _micro_divides_global),
-    Rule(("optim.min_lr", "optim.lr"), _min_lr_below_lr),
-    Rule(("optim.warmup_steps", "optim.decay_steps", "train.steps"), _warmup_before_decay_ends),
-    Rule(("optim.betas",), _betas_below_one),
-    Rule(("checkpoint.replica",), _replica_can_be_opened),
-    Rule(("slurm.signal_lead_s", "slurm.time"), _lead_fits_time),
-)
-
-
 def broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
-    """The faults between fields.
+    """Yields a message for each rule that is broken.
 
     Args:
-        values: dotted path → value, of the fields that are valid in themselves.
+        values: Dotted path → value, of the fields that are valid in themselves.
     """
     for rule in RULES:
         if all(path in values for path in rule.paths):

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from slurmllm.config import shipped
 from slurmllm.config.recipe import Section
+from slurmllm.config.resolve import recipes_dir
 from slurmllm.config.yaml_source import read_yaml, write_yaml
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.rundir import RunDir, write_atomic
@@ -172,7 +172,7 @@ class Placed:
 
 def suites_dir() -> Path:
     """The folder of the suites that ship with slurmllm, one YAML file each."""
-    return shipped.recipes_dir().parent / "evaluation"
+    return recipes_dir().parent / "evaluation"
 
 
 def suite_names() -> list[str]:

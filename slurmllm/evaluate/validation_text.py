@@ -12,7 +12,7 @@ from typing import Any
 
 from slurmllm.checkpoint.formats.tokenizer_files import TOKENIZER, TOKENIZER_FOLDER
 from slurmllm.checkpoint.origin import read_origin
-from slurmllm.config.resolve import load
+from slurmllm.config.load import load
 from slurmllm.data.spec import StreamSpec
 from slurmllm.errors import DataError, UserError
 from slurmllm.evaluate.request import HeldOut

@@ -64,7 +64,7 @@ def options(config: RunConfig, candidate: Candidate) -> str:
 
 def changes(config: RunConfig, candidate: Candidate) -> list[str]:
     """What differs, as `parallel.tensor=8`; not what is the planner's or the precompile stage's."""
-    others = config.unchosen()
+    others = config.open_degrees()
     if measures_micro_batch(config):
         others.append("train.micro_batch")
     return [

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
+from slurmllm.config.load import load
 from slurmllm.config.recipe import Recipe
-from slurmllm.config.resolve import RunConfig, flatten, load
+from slurmllm.config.resolve import RunConfig, flatten
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir

@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from slurmllm.config.cluster import GIB
-from slurmllm.config.resolve import RunConfig, change, load
+from slurmllm.config.load import load
+from slurmllm.config.resolve import RunConfig, change
 from slurmllm.errors import ConfigError, RunError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.plan.candidate import Candidate, peak_flops

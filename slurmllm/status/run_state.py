@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from slurmllm.config.resolve import RunConfig, load
+from slurmllm.config.load import load
+from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmError
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.rundir import RunDir

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.checkpoint.catalogue import invalidation_reason, read_rollbacks
-from slurmllm.config.resolve import load
+from slurmllm.config.load import load
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.records import AttemptRecord, CheckpointManifest, Heartbeat, JobsRecord

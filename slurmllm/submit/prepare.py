@@ -244,7 +244,7 @@ def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
     run = RunDir(root / name)
     if run.path.exists():
         if is_run(run.path):
-            from slurmllm.config.resolve import load
+            from slurmllm.config.load import load
 
             owner = load(run.config).recipe.name
             hint = f"`slurmllm resume {name}` continues it" if owner == recipe else "not this one"

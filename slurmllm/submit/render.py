@@ -12,8 +12,7 @@ import shlex
 from collections.abc import Mapping
 
 from slurmllm.backends.environment import Variable, load_environment
-from slurmllm.config import shipped
-from slurmllm.config.resolve import RunConfig
+from slurmllm.config.resolve import RunConfig, shipped_dir
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, Stage
 
@@ -38,7 +37,11 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, wanted)]
     lines += ["", "# What the body below reads.", *_exports(config, run, python)]
-    return "\n".join(lines) + "\n\n" + shipped.job_body(stage)
+    return (
+        "\n".join(lines)
+        + "\n\n"
+        + (shipped_dir() / "sbatch" / f"{stage}.sbatch").read_text("utf-8")
+    )
 
 
 def node_local_cache(config: RunConfig, run: RunDir) -> str:

@@ -10,7 +10,8 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from slurmllm.config.resolve import RunConfig, load
+from slurmllm.config.load import load
+from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmError, StorageError
 from slurmllm.graphs.merge import added_by
 from slurmllm.records import (

@@ -17,8 +17,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from slurmllm.config.load import load
 from slurmllm.config.recipe import SlurmConfig
-from slurmllm.config.resolve import RunConfig, load
+from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import (
     EXIT_NEGATIVE,
     EXIT_OK,

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from slurmllm.config.resolve import RunConfig, load
+from slurmllm.config.load import load
+from slurmllm.config.resolve import RunConfig
 from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import EXIT_REQUEUE, SlurmllmError, StorageError
 from slurmllm.graphs.fingerprint import sharing, threads_of

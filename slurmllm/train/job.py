@@ -13,8 +13,9 @@ from slurmllm.checkpoint.catalogue import read_rollbacks
 from slurmllm.checkpoint.resume import find_resumable, first_fault
 from slurmllm.checkpoint.save import remove_leftovers
 from slurmllm.checkpoint.state import TrainState, fingerprint
+from slurmllm.config.load import load
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.config.resolve import RunConfig, load
+from slurmllm.config.resolve import RunConfig
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.state import merge_states
 from slurmllm.data.stream import PackedStream

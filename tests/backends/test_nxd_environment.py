@@ -11,8 +11,7 @@ import sys
 import pytest
 
 from slurmllm.backends.nxd.environment import INSTANCES, unsupported, variables
-from slurmllm.config import shipped
-from slurmllm.config.resolve import RunConfig, available, resolve
+from slurmllm.config.resolve import RunConfig, available, recipes_dir, resolve
 
 ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 ALL_REDUCE = "ALLREDUCE_BUCKET_CAP_MB"
@@ -72,7 +71,7 @@ def test_every_recipe_has_sources_and_nothing_that_is_no_longer_read(profile: st
         "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "BUCKET_CAP_MB", "TF_NUM_INTEROP_THREADS",
         "XLA_IO_THREAD_POOL_SIZE",
     }  # fmt: skip
-    for recipe in available(shipped.recipes_dir()):
+    for recipe in available(recipes_dir()):
         found = variables(resolve(recipe, profile, ["backend=nxd"]))
         assert not dead & found.keys(), recipe
         assert all(variable.source for variable in found.values()), recipe

@@ -283,7 +283,7 @@ from backends.conftest import LABELS, batch, micro_batches
 from slurmllm.backends.base import Worker, load_backend
 from slurmllm.backends.native.norms import local_part
 from slurmllm.backends.native.stochastic_rounding import StochasticAdamW
-from slurmllm.config.resolve import load
+from slurmllm.config.load import load
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
 

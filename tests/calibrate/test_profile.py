@@ -8,14 +8,13 @@ import pytest
 
 from calibrate.test_fits import TRUTH
 from slurmllm.calibrate.run import Calibration, write_profile
-from slurmllm.config import shipped
-from slurmllm.config.resolve import available, resolve
+from slurmllm.config.resolve import available, clusters_dir, resolve
 from slurmllm.errors import ConfigError, StorageError
 
 FOUND = Calibration(TRUTH, ("n1",), (), 60.0)
 
 
-@pytest.mark.parametrize("name", available(shipped.clusters_dir()))
+@pytest.mark.parametrize("name", available(clusters_dir()))
 def test_it_is_the_given_one_with_other_figures(tmp_path: Path, name: str) -> None:
     given, path = resolve("tiny_neox", name).cluster, tmp_path / "mine.yaml"
     write_profile(given, FOUND, path)
@@ -46,8 +45,8 @@ def test_a_file_is_replaced_only_where_asked(tmp_path: Path) -> None:
         ("mine.json", "ends in .yaml"),
         ("absent/mine.yaml", "no folder"),
         ("folder.yaml", "exists"),
-        (str(shipped.clusters_dir() / "local.yaml"), "ship with slurmllm"),
-        (str(shipped.clusters_dir() / "new.yaml"), "ship with slurmllm"),
+        (str(clusters_dir() / "local.yaml"), "ship with slurmllm"),
+        (str(clusters_dir() / "new.yaml"), "ship with slurmllm"),
     ],
 )
 def test_where_none_is_written(tmp_path: Path, target: str, words: str) -> None:

@@ -17,7 +17,7 @@ from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training, weight_reader
 from slurmllm.checkpoint.origin import read_origin
 from slurmllm.checkpoint.state import TrainState, fingerprint
-from slurmllm.config.resolve import load
+from slurmllm.config.load import load
 from slurmllm.errors import RunError, StorageError
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import fill
@@ -193,7 +193,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from slurmllm.backends.base import Worker, load_backend
-from slurmllm.config.resolve import load
+from slurmllm.config.load import load
 from slurmllm.errors import StorageError
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh

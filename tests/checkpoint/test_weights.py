@@ -17,8 +17,8 @@ from slurmllm.checkpoint.formats.weights import weight_reader
 from slurmllm.checkpoint.manifest import file_faults, read_manifest
 from slurmllm.checkpoint.origin import INDEX, MODEL, read_origin, require_model
 from slurmllm.checkpoint.state import TrainState
+from slurmllm.config.load import load
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.config.resolve import load
 from slurmllm.errors import RunError, StorageError
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import fill, initialize
@@ -167,7 +167,7 @@ from slurmllm.checkpoint.save import save
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.checkpoint.formats.weights import VOCABULARY
 from slurmllm.checkpoint.formats.weights import weight_reader
-from slurmllm.config.resolve import load
+from slurmllm.config.load import load
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import fill
 from slurmllm.plan.mesh import make_mesh

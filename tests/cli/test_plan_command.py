@@ -14,9 +14,8 @@ from click.testing import CliRunner, Result
 
 from slurmllm.calibrate.run import Calibration, Say
 from slurmllm.cli.main import cli
-from slurmllm.config import shipped
 from slurmllm.config.cluster import Hardware
-from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.config.resolve import RunConfig, clusters_dir, resolve
 from slurmllm.plan.mesh import make_mesh, save_mesh
 from slurmllm.records import AttemptRecord
 from slurmllm.rundir import RunDir
@@ -36,7 +35,7 @@ def answer(*arguments: str) -> dict[str, Any]:
 
 def profile(folder: Path, name: str, **changes: object) -> str:
     """A shipped profile with other values; None takes a section away."""
-    values = yaml.safe_load((shipped.clusters_dir() / f"{name}.yaml").read_text("utf-8"))
+    values = yaml.safe_load((clusters_dir() / f"{name}.yaml").read_text("utf-8"))
     for section, value in changes.items():
         if isinstance(value, dict):
             values[section].update(value)

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from slurmllm.config import shipped
 from slurmllm.config.recipe import Recipe
-from slurmllm.config.resolve import available, resolve
+from slurmllm.config.resolve import available, recipes_dir, resolve
 from slurmllm.plan.mesh import make_mesh
 
 
@@ -55,10 +54,10 @@ def test_figures(line: str) -> None:
 def test_every_recipe_but_the_tiny_ones_is_in_the_table() -> None:
     listed = {line.split()[0] for line in FIGURES.strip().splitlines()}
     tiny = {"tiny_neox", "tiny_neox_finetune", "tiny_llama", "tiny_gpt3"}
-    assert listed | tiny == set(available(shipped.recipes_dir()))
+    assert listed | tiny == set(available(recipes_dir()))
 
 
-@pytest.mark.parametrize("name", available(shipped.recipes_dir()))
+@pytest.mark.parametrize("name", available(recipes_dir()))
 def test_what_all_share(name: str) -> None:
     found = recipe(name)
     assert found.optim.grad_clip == 1
@@ -70,9 +69,7 @@ def test_what_all_share(name: str) -> None:
 
 
 def test_vocabularies() -> None:
-    padded = {
-        name: recipe(name).model.padded_vocab_size for name in available(shipped.recipes_dir())
-    }
+    padded = {name: recipe(name).model.padded_vocab_size for name in available(recipes_dir())}
     assert padded["neox_20b"] == padded["pythia_6.9b"] == 50264  # GPT-2's, for TP 8
     assert padded["neox_20b_finetune"] == recipe("neox_20b_finetune").model.vocab_size == 50432
     assert padded["pythia_70m"] == padded["gpt3_125m"] == 50304

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurmllm.config import shipped
-from slurmllm.config.resolve import available, load, resolve
+from slurmllm.config.load import load
+from slurmllm.config.resolve import available, clusters_dir, recipes_dir, resolve
 from slurmllm.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def faults(*overrides: str, recipe: str = "tiny_neox") -> list[str]:
 
 
 def test_every_shipped_recipe_and_profile_resolves() -> None:
-    recipes, profiles = available(shipped.recipes_dir()), available(shipped.clusters_dir())
+    recipes, profiles = available(recipes_dir()), available(clusters_dir())
     assert {"tiny_neox", "neox_20b", "pythia_6.9b"} <= set(recipes)
     assert {"local", "trn1", "trn1n", "p4d"} <= set(profiles)
     for recipe in recipes:
@@ -75,7 +75,7 @@ def test_bad_variables_and_instance_types(override: str, words: str) -> None:
 
 def test_a_number_in_a_file_is_no_variable(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    text = (shipped.recipes_dir() / "tiny_neox.yaml").read_text()
+    text = (recipes_dir() / "tiny_neox.yaml").read_text()
     path.write_text(f'{text}env:\n  A: 1\n  B: ""\n')
     (fault,) = faults(recipe=str(path))
     assert fault.startswith("env.A: 1 (mine.yaml:")
@@ -90,7 +90,7 @@ def test_each_value_knows_its_source() -> None:
         options={"slurm.partition": ("--partition", "main"), "slurm.qos": ("--qos", None)},
     )
     source = {path: origin for path, _, origin in config.rows()}
-    lines = (shipped.recipes_dir() / "tiny_neox.yaml").read_text().splitlines()
+    lines = (recipes_dir() / "tiny_neox.yaml").read_text().splitlines()
     file, line = source["train.steps"].split(":")
     assert file == "tiny_neox.yaml"
     assert lines[int(line) - 1].strip().startswith("steps:")
@@ -124,7 +124,7 @@ def test_an_unknown_family_is_one_fault() -> None:
 
 
 def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
-    tree = yaml.safe_load((shipped.recipes_dir() / "tiny_neox.yaml").read_text())
+    tree = yaml.safe_load((recipes_dir() / "tiny_neox.yaml").read_text())
     tree["model"]["num_heads"] = 7
     tree["model"]["colour"] = "blue"
     tree["train"]["steps"] = "many"
@@ -156,7 +156,7 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("train.compile=maybe", "valid boolean"),
         ("optim.lr=-1", "greater than 0"),
         ("optim.lr=.nan", "finite"),
-        ("optim.betas=[0.9, 1.5]", "must lie in [0, 1)"),
+        ("optim.betas=[0.9, 1.5]", "must be in [0, 1)"),
         ("optim.min_lr=1", "above optim.lr"),
         ("optim.warmup_steps=500", "leaves nothing"),
         ("parallel.tensor=5", "does not divide 6 attention heads; choose 1, 2, 3 or 6"),
@@ -169,7 +169,7 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("slurm.time=8:00", "eight minutes"),
         ("train.seed=99999999999999999999", "less than"),
         ("optim..lr=1", "expected path=value"),
-        ("slurm.time=0", "no time at all"),
+        ("slurm.time=0", "allows no time"),
         ("slurm.signal_lead_s=7200", "is not less than the time limit"),
         ("slurm.partition=a b", "one word"),
         ("slurm.exclude=-n1", "one word"),

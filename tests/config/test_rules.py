@@ -102,7 +102,7 @@ def faults(recipe: str, *overrides: str) -> list[str]:
         (
             "tiny_neox",
             "model.hidden_size=198 model.num_heads=6",
-            "model.num_heads: 6 heads of 198 give 33 dimensions a head, and rotary positions turn "
+            "model.num_heads: 6 heads of 198 give 33 dimensions a head, but rotary positions need "
             "pairs; choose an even head width",
         ),
         (

@@ -9,7 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm.config import shipped, yaml_source
+from slurmllm.config import yaml_source
+from slurmllm.config.resolve import clusters_dir, recipes_dir
 from slurmllm.config.yaml_source import parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
 
@@ -71,7 +72,7 @@ def test_what_a_merge_brings_may_be_written_over(tmp_path: Path) -> None:
 
 def test_shipped_files_and_their_lines() -> None:
     assert yaml.__with_libyaml__ == (yaml_source._FastLoader is not yaml_source._Loader)
-    for folder in (shipped.recipes_dir(), shipped.clusters_dir()):
+    for folder in (recipes_dir(), clusters_dir()):
         for path in folder.glob("*.yaml"):
             fast, slow = by_both(path)
             assert fast == slow

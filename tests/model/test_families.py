@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slurmllm.config import shipped
 from slurmllm.config.families import FAMILIES, sharding_plan
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.config.resolve import available, resolve
+from slurmllm.config.resolve import available, recipes_dir, resolve
 from slurmllm.model.decoder import Decoder, build_model
 from slurmllm.plan.parameters import parameter_shapes
 
@@ -18,7 +17,7 @@ def on_meta(config: ModelConfig) -> Decoder:
         return build_model(config)
 
 
-@pytest.mark.parametrize("recipe", available(shipped.recipes_dir()))
+@pytest.mark.parametrize("recipe", available(recipes_dir()))
 def test_parameters_are_counted_exactly(recipe: str) -> None:
     config = resolve(recipe).recipe.model
     built = {name: tuple(p.shape) for name, p in on_meta(config).named_parameters()}

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm.config import shipped
-from slurmllm.config.resolve import available, resolve
+from slurmllm.config.resolve import available, clusters_dir, resolve
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.plan.candidate import Candidate, MemoryUse, StepTime
 from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, parse_tokens, scaling
@@ -150,7 +149,7 @@ def test_prices_of_the_profiles(profile: str, kind: PriceKind, usd: float | None
 
 
 def test_every_price_has_its_source() -> None:
-    clusters = [resolve("neox_20b", name).cluster for name in available(shipped.clusters_dir())]
+    clusters = [resolve("neox_20b", name).cluster for name in available(clusters_dir())]
     assert sum(one.price is not None for one in clusters) >= 4
     assert all(one.price is None or one.price.source for one in clusters)
 

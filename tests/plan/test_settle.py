@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.config.resolve import RunConfig, change, load, resolve
+from slurmllm.config.load import load
+from slurmllm.config.resolve import RunConfig, change, resolve
 from slurmllm.errors import ConfigError
 from slurmllm.plan.auto_parallel import settle
 from slurmllm.plan.mesh import make_mesh
@@ -59,7 +60,7 @@ def test_what_is_chosen_fits_and_keeps_what_is_set(
     assert change(chosen, None, []).recipe == chosen.recipe
     before, after = dict(flat(config)), dict(flat(chosen))
     different = {path for path in after if after[path] != before[path]}
-    assert different <= {*config.unchosen(), "parallel.auto", "train.micro_batch"}
+    assert different <= {*config.open_degrees(), "parallel.auto", "train.micro_batch"}
     micro_batch = config.recipe.train.micro_batch
     if micro_batch != "auto" or cluster == "p4d":
         assert chosen.recipe.train.micro_batch == micro_batch
@@ -83,7 +84,7 @@ def test_sources_tell_what_the_planner_chose(tmp_path: Path) -> None:
     assert found.origins["train.micro_batch"].startswith("planner: ")
     assert found.origins["parallel.tensor"] == "--set parallel.tensor=8"
     assert found.origins["parallel.auto"] == "planner: settled; auto by --set parallel=auto"
-    assert found.unchosen() == []
+    assert found.open_degrees() == []
     anew = settled(change(found, None, [AUTO, TIGHT.replace("=1", "=16")]), 64)
     assert anew.recipe.parallel.tensor in (1, 2, 8, 32)
     assert isinstance(anew.recipe.train.micro_batch, int)

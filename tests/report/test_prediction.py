@@ -13,7 +13,8 @@ from training_rows import Row as Line
 from training_rows import make_row, write_rows
 
 from slurmllm.config.cluster import Hardware
-from slurmllm.config.resolve import RunConfig, load, resolve
+from slurmllm.config.load import load
+from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.errors import ConfigError, RunError
 from slurmllm.plan.candidate import Candidate, StepTime
 from slurmllm.plan.mesh import load_mesh, make_mesh, save_mesh

@@ -8,7 +8,7 @@ import pytest
 from reported_runs import make_reported_run
 from training_rows import make_row, write_rows
 
-from slurmllm.config.resolve import load
+from slurmllm.config.load import load
 from slurmllm.plan.flops import model_flops
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.scaling import scaling_rows

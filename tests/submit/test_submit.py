@@ -16,7 +16,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from slurmllm.cli.main import cli
-from slurmllm.config.resolve import load
+from slurmllm.config.load import load
 from slurmllm.errors import SlurmError
 from slurmllm.graphs.archive import checksum
 from slurmllm.graphs.fingerprint import graph_fingerprint

@@ -14,7 +14,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from slurmllm.cli.main import cli
-from slurmllm.config.resolve import load
+from slurmllm.config.load import load
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
 from slurmllm.slurm.fake import FakeSlurm

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.config.resolve import load, resolve
+from slurmllm.config.load import load
+from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.finding import fail, ok, warn
 from slurmllm.records import (
     AttemptRecord,

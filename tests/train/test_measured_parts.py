@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.config.resolve import load
+from slurmllm.config.load import load
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.plan.mesh import make_mesh, save_mesh
 from slurmllm.records import MetricsRow

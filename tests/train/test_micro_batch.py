@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slurmllm.backends.base import Worker
-from slurmllm.config.resolve import load
+from slurmllm.config.load import load
 from slurmllm.errors import StorageError
 from slurmllm.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh

@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slurmllm.config.resolve import load, resolve
+from slurmllm.config.load import load
+from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmllmError
 from slurmllm.plan.failures import RandomFailures
 from slurmllm.plan.loss_assumptions import PUBLISHED, Published

@@ -1,0 +1,154 @@
+"""Readers of a run's config.yaml: strict, lenient, and a fast summary for lists of runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from slurmllm.config.cluster import Cluster
+from slurmllm.config.recipe import Recipe
+from slurmllm.config.resolve import RENAMED, RunConfig, flatten, validate
+from slurmllm.config.yaml_source import read_yaml
+from slurmllm.errors import ConfigError
+
+M = TypeVar("M", bound=BaseModel)
+_FastLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def load(path: Path) -> RunConfig:
+    """Read a run's config.yaml.
+
+    Raises:
+        ConfigError: the file is unreadable or no longer valid.
+    """
+    tree, origins = _read(path)
+    return validate(tree, origins, [], str(path))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values and their origins, fields of earlier versions under their new names."""
+    tree, _ = read_yaml(path)
+    origins = tree.pop("origin", {})
+    origins = origins if isinstance(origins, dict) else {}
+    for old, new in RENAMED.items():
+        section, _, field = old.partition(".")
+        fields = tree.get(section)
+        if isinstance(fields, dict) and field in fields:
+            fields[new.rpartition(".")[2]] = fields.pop(field)
+            origins[new] = origins.pop(old, "default")
+    return tree, origins
+
+
+@dataclass(frozen=True)
+class LenientConfig:
+    """The readable part of a config.yaml, which another version may have written.
+
+    Attributes:
+        config: The whole configuration; None if the file does not hold one.
+        values: Dotted path → value, as stored; None if the file is unreadable.
+        warnings: Faults of the file.
+    """
+
+    config: RunConfig | None = None
+    values: Mapping[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
+
+    def text(self, path: str) -> str | None:
+        """Returns the value at `path` if it is a string, else None."""
+        value = (self.values or {}).get(path)
+        return value if isinstance(value, str) else None
+
+    def count(self, path: str) -> int | None:
+        """Returns the value at `path` if it is an integer above 0, else None."""
+        value = (self.values or {}).get(path)
+        return value if type(value) is int and value > 0 else None
+
+
+def load_leniently(path: Path) -> LenientConfig:
+    """Read a run's config.yaml; fields that this version does not know are ignored."""
+    if not path.is_file():
+        return LenientConfig(warnings=(f"{path} is missing: the run's settings are unknown",))
+    try:
+        config = load(path)
+        return LenientConfig(config, flatten(config.values()))
+    except ConfigError as error:
+        fault = f"{error.title}: {error.faults[0]}" if error.faults else str(error)
+        fault = " ".join(fault.split())  # YAML's messages span several lines
+    try:
+        tree, _ = _read(path)
+    except ConfigError:
+        return LenientConfig(warnings=(f"{fault}; ignoring the file",))
+    recipe = _validate_known(Recipe, {key: v for key, v in tree.items() if key != "cluster"})
+    cluster = _validate_known(Cluster, tree.get("cluster"))
+    whole = None if recipe is None or cluster is None else RunConfig(recipe, cluster)
+    return LenientConfig(whole, flatten(tree), (f"{fault}; using the fields that are valid",))
+
+
+def _validate_known(model: type[M], tree: Any) -> M | None:
+    """Validate `tree` without its unknown fields; None if it has other faults."""
+    tree = deepcopy(tree)
+    while True:
+        try:
+            return model.model_validate(tree)
+        except ValidationError as error:
+            unknown = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
+        if not unknown:
+            return None
+        for *sections, leaf in unknown:
+            node = tree
+            for section in sections:
+                node = node[section]
+            del node[leaf]
+
+
+@dataclass(frozen=True)
+class ConfigSummary:
+    """The values of a configuration that a list of runs shows.
+
+    Attributes:
+        recipe: Name of the recipe.
+        steps: Optimizer steps to the run's end.
+        usd_per_node_hour: On-demand price by the cluster profile; None without a price.
+    """
+
+    recipe: str
+    steps: int
+    usd_per_node_hour: float | None
+
+
+def summarize(config: RunConfig) -> ConfigSummary:
+    price = config.cluster.price
+    usd = price.on_demand if price is not None else None
+    return ConfigSummary(config.recipe.name, config.recipe.train.steps, usd)
+
+
+def read_summary(path: Path) -> ConfigSummary:
+    """Read the summary of a config.yaml without validating all of it.
+
+    Validation takes milliseconds a file, and a list may show hundreds of runs. A file with
+    unexpected values is loaded and validated after all.
+
+    Raises:
+        ConfigError: the file is unreadable or no longer valid.
+    """
+    try:
+        # `origin` comes last, is the longer half of the file, and is not needed here.
+        tree = yaml.load(path.read_bytes().partition(b"\norigin:")[0], _FastLoader)
+        price = tree["cluster"].get("price")
+        name, steps = tree["name"], tree["train"]["steps"]
+        usd = None if price is None else float(price["on_demand"])
+    except (OSError, yaml.YAMLError, RecursionError):
+        return summarize(load(path))
+    except (LookupError, AttributeError, TypeError, ValueError):  # another shape than expected
+        return summarize(load(path))
+    valid = type(name) is str and type(steps) is int and steps > 0
+    if not valid or (usd is not None and not 0 < usd < math.inf):
+        return summarize(load(path))
+    return ConfigSummary(name, steps, usd)
