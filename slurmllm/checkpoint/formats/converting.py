@@ -44,12 +44,8 @@ from slurmllm.checkpoint.formats.weights import (
 )
 from slurmllm.checkpoint.manifest import MANIFEST, describe, read_manifest
 from slurmllm.checkpoint.origin import MODEL, Origin, read_origin
-<<<<<<< HEAD
 from slurmllm.checkpoint.state import MOMENTS, TRAIN_STATE, TrainState, fingerprint_digest
-=======
-from slurmllm.checkpoint.state import MOMENTS, TRAIN_STATE, TrainState, digest
 from slurmllm.config.load import load
->>>>>>> b04b21c (config/load.py: one loader of configurations, strict, lenient and a summary; rules register themselves)
 from slurmllm.config.recipe import OptimConfig, Recipe
 from slurmllm.config.resolve import flatten
 from slurmllm.config.rules import broken_rules
