@@ -283,6 +283,6 @@ def _hours(hours: float) -> str:
 
 
 def _finite(value: object) -> float | None:
-    from slurmllm.status.step_time import finite_number
+    from slurmllm.metrics.step_time import finite_number
 
     return finite_number({"value": value}, "value")

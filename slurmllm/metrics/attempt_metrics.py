@@ -27,12 +27,12 @@ from slurmllm.metrics.column_cache import keep, load_kept
 from slurmllm.metrics.curve_table import Part
 from slurmllm.metrics.curves import COLUMNS
 from slurmllm.metrics.row_reader import (
-    NOT_WHOLE,
+    CUT_LINE,
     Row,
-    fault_at,
-    fault_of_row,
+    line_error,
     parse_row,
-    unreadable,
+    read_error,
+    row_fault,
 )
 
 _BLOCK_BYTES = 4 << 20
@@ -95,7 +95,7 @@ def read_attempts(files: list[Path], lenient: bool) -> tuple[list[Part], list[st
                 parts += rows
                 warnings += file.warnings()
     except OSError as error:
-        raise unreadable(Path(error.filename or files[0]), error) from error
+        raise read_error(Path(error.filename or files[0]), error) from error
     return parts, warnings
 
 
@@ -160,7 +160,7 @@ class _File:
             if block.torn is not None:
                 self._torn = (first + block.torn[0], block.torn[1])
         if self._faults and not self._lenient:
-            raise fault_at(self._path, *self._faults[0])
+            raise line_error(self._path, *self._faults[0])
         return block
 
     def _lines_before(self, offset: int) -> int:
@@ -208,9 +208,9 @@ def read_exact(text: bytes, attempt: int, lenient: bool) -> _Block:
             block.faults.append(block.torn)
             block.torn = None
         row = parse_row(line)
-        wrong = fault_of_row(row) if row is not None else None
+        wrong = row_fault(row) if row is not None else None
         if row is None:
-            block.torn = (number, NOT_WHOLE)
+            block.torn = (number, CUT_LINE)
         elif wrong is None:
             wrong, newer = rows.append(row, attempt, lenient)
             block.newer += [(number, what) for what in newer]

@@ -1,7 +1,8 @@
-"""The lines of a metrics file, one row a step, without numpy: cheap enough for `status`.
+"""The rows of our own metrics files (JSON lines, one a step), read without numpy.
 
-A worker that is killed can leave its last line cut in the middle, so the last line of a file
-may be broken and is then left out. A broken line before it is damage, and an error.
+Here is the definition of a row and of a damaged line, which the fast columnar reader
+(`attempt_metrics`) shares. A worker that is killed can leave its last line cut in the middle: a
+last line that is no JSON is skipped. Before the end of a file such a line is damage, and an error.
 """
 
 from __future__ import annotations
@@ -10,28 +11,28 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any
 
 from slurmllm.errors import RunError
-from slurmllm.records import Event
 from slurmllm.rundir import RunDir
+
+if TYPE_CHECKING:
+    from slurmllm.records import Event
 
 Row = dict[str, Any]
 
-NOT_WHOLE = "not one whole JSON value"
+CUT_LINE = "not one whole JSON value"
 _TAIL_BYTES = 16 * 1024
 
 
 @dataclass
 class MetricsFile:
-    """A metrics file as it is read.
+    """Reads a metrics file row by row.
 
     Attributes:
         path: The file.
-        line: Number of the line read last, from 1.
-        cut_line: Number of a last line that was cut and left out, once the file is read.
+        line: Number of the last line read, from 1.
+        cut_line: Number of a cut last line, which was skipped; set once the file is read.
     """
 
     path: Path
@@ -39,57 +40,63 @@ class MetricsFile:
     cut_line: int | None = field(default=None, init=False)
 
     def rows(self) -> Iterator[Row]:
-        """Read the rows from the first to the last whole one.
+        """Yield the rows from the first to the last whole one.
 
         Raises:
             RunError: a line is not a row, or the file cannot be read.
         """
-        broken: RunError | None = None
         try:
             with self.path.open("rb") as stream:
                 for self.line, text in enumerate(stream, start=1):
                     if not text.strip():
                         continue
-                    if broken is not None:
-                        raise broken
+                    if self.cut_line is not None:
+                        raise line_error(self.path, self.cut_line, CUT_LINE)
                     row = parse_row(text)
                     if row is None:
-                        broken = self.fault(NOT_WHOLE)
                         self.cut_line = self.line
-                        continue
-                    wrong = fault_of_row(row)
-                    if wrong is not None:
-                        raise self.fault(wrong)
-                    yield row
+                    elif (fault := row_fault(row)) is not None:
+                        raise self.fault(fault)
+                    else:
+                        yield row
         except OSError as error:
-            raise unreadable(self.path, error) from error
+            raise read_error(self.path, error) from error
 
     def fault(self, what: str) -> RunError:
-        """The error for the line read last."""
-        return fault_at(self.path, self.line, what)
+        """Returns the error for the last line read."""
+        return line_error(self.path, self.line, what)
 
 
-def fault_at(path: Path, line: int, what: str) -> RunError:
-    """The error for a line that is no row."""
+def line_error(path: Path, line: int, what: str) -> RunError:
+    """Returns the error for a line that is not a row."""
     return RunError(
         f"{path}:{line}: {what}; every line but a cut last one must be a JSON "
-        "object with a step; mend or remove the line"
+        "object with a step; fix or remove the line"
+    )
+
+
+def read_error(path: Path, error: OSError) -> RunError:
+    """Returns the error for a metrics file that the system refuses to read."""
+    return RunError(
+        f"cannot read {error.filename or path}: {error.strerror or error}; a metrics file must "
+        "be readable: check its permissions and the file system"
     )
 
 
 def parse_row(text: bytes) -> Any:
-    """The JSON value of a line; None where the line is broken (a bare `null` counts as such)."""
+    """Parse a line as JSON; None if it is broken (a bare `null` counts as such)."""
     try:
         return json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
 
 
-def fault_of_row(row: Any) -> str | None:
-    """Why a JSON value is no row; None where it is one."""
+def row_fault(row: Any) -> str | None:
+    """Returns the reason why a JSON value is not a row; None if it is one."""
     if not isinstance(row, dict):
         return f"a JSON {type(row).__name__}, not an object"
     step = row.get("step")
+    # Beyond 2**53 a float64 no longer holds every whole number.
     if type(step) is not int or not 0 <= step < 2**53:
         shown = "absent" if "step" not in row else f"{step!r:.40}"
         return f"step is {shown}, not a whole number from 0"
@@ -97,12 +104,10 @@ def fault_of_row(row: Any) -> str | None:
 
 
 def last_row(run: RunDir) -> Row | None:
-    """The newest whole row of a run, read from the end of its newest metrics file.
-
-    An attempt that has not finished a step yet leaves the row of the attempt before it.
+    """Read the newest row of a run, from the end of its newest metrics file that has one.
 
     Returns:
-        The row as written (`records.MetricsRow`), or None where the run has made no step.
+        The row as written (`records.MetricsRow`); None if the run has made no step.
 
     Raises:
         RunError: a metrics file cannot be read.
@@ -113,54 +118,65 @@ def last_row(run: RunDir) -> Row | None:
             if row is not None:
                 return row
     except OSError as error:
-        raise unreadable(run.path, error) from error
+        raise read_error(run.path, error) from error
     return None
 
 
 def last_row_of(path: Path) -> Row | None:
-    """The last whole row of a metrics file, read from its end.
+    """Read the last whole row of a metrics file.
 
     Raises:
         OSError: the file cannot be read.
     """
+    return next(iter(last_rows(path, 1)), None)
+
+
+def last_rows(path: Path, count: int) -> list[Row]:
+    """Read the last rows of a metrics file from its end, oldest first; lines without are skipped.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    found: list[Row] = []
     with path.open("rb") as stream:
-        size = stream.seek(0, 2)
-        start, tail = size, b""
-        while start > 0:
-            begin = max(0, start - max(_TAIL_BYTES, len(tail)))
+        position, rest = stream.seek(0, 2), b""
+        while position > 0 and len(found) < count:
+            # Grows with what is left of a long line: reading stays linear in its length.
+            begin = max(0, position - max(_TAIL_BYTES, len(rest)))
             stream.seek(begin)
-            tail = stream.read(start - begin) + tail
-            start = begin
-            lines = tail.split(b"\n")
+            lines = (stream.read(position - begin) + rest).split(b"\n")
             # The first piece is the end of a line that begins before what was read.
-            for text in reversed(lines if start == 0 else lines[1:]):
+            rest = lines.pop(0) if begin > 0 else b""
+            for text in reversed(lines):
                 row = parse_row(text) if text.strip() else None
-                if isinstance(row, dict) and type(row.get("step")) is int:
-                    return row
-    return None
+                if row is not None and row_fault(row) is None:
+                    found.append(row)
+                    if len(found) == count:
+                        break
+            position = begin
+    return found[::-1]
 
 
-def unreadable(path: Path, error: OSError) -> RunError:
-    """The error for a metrics file that the system refuses to read."""
-    return RunError(
-        f"cannot read {error.filename or path}: {error.strerror or error}; a metrics file must "
-        "be readable: check its permissions and the file system"
-    )
+def read_events(
+    run: RunDir, attempt: int, skipped_lines: list[int] | None = None
+) -> Iterator[Event]:
+    """Yield the events of a train attempt, oldest first; none if it wrote none.
 
-
-def read_events(run: RunDir, attempt: int, left_out: list[int] | None = None) -> Iterator[Event]:
-    """The events of a train attempt, oldest first; none where it wrote none.
-
-    Lines that are no events (a last one that was cut, a newer version's kind) are left out.
+    Lines that are not events (a cut last one, a kind of a newer version) are skipped.
 
     Args:
         run: The run.
         attempt: Number of the train attempt.
-        left_out: The numbers of these lines, from 1, are put here.
+        skipped_lines: The numbers of these lines, from 1, are appended here.
 
     Raises:
         RunError: the file cannot be read.
     """
+    # Here, so that the rows above are read without pydantic.
+    from pydantic import ValidationError
+
+    from slurmllm.records import Event
+
     path = run.events(attempt)
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -170,5 +186,5 @@ def read_events(run: RunDir, attempt: int, left_out: list[int] | None = None) ->
         try:
             yield Event.model_validate_json(line)
         except ValidationError:
-            if left_out is not None:
-                left_out.append(number)
+            if skipped_lines is not None:
+                skipped_lines.append(number)

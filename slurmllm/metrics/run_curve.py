@@ -12,7 +12,7 @@ from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics.attempt_metrics import read_attempts
 from slurmllm.metrics.curve_table import curve_of
 from slurmllm.metrics.curves import Curve, Setting
-from slurmllm.metrics.row_reader import unreadable
+from slurmllm.metrics.row_reader import read_error
 from slurmllm.records import DataRecord, SkipsRecord
 from slurmllm.rundir import RunDir
 
@@ -34,7 +34,7 @@ def read_run(source: Path, lenient: bool = False) -> Curve:
         files = [source] if is_file else RunDir(source).metrics_files()
         warnings += [] if is_file else _unknown_files(source, files)
     except OSError as error:
-        raise unreadable(source, error) from error
+        raise read_error(source, error) from error
     name = run_name(source, is_file)
     if not files:
         raise RunError(

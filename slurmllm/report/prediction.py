@@ -25,7 +25,7 @@ from slurmllm.records import MicroBatchRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmCommands
 from slurmllm.status.history import RunHistory, read_history, read_incarnations, read_submissions
-from slurmllm.status.step_time import SteadySteps, read_steady_steps
+from slurmllm.metrics.step_time import SteadySteps, read_steady_steps
 from slurmllm.status.utilization import account_node_hours
 
 # Parts of `plan.candidate.StepTime` between the loss and the norms. Under FSDP2 (native) gradients
@@ -108,7 +108,7 @@ def check_run_prediction(
     """
     config = _config(run, cluster)
     history = _history(run)
-    steady = read_steady_steps(run, history)
+    steady = read_steady_steps(run, history.attempts, read_submissions(run))
     candidate = predict(config, _mesh(run, config, steady.nodes))
     expected = expect(candidate) if expect is not None else ExpectedOverheads()
     return _against(run, history, steady, candidate, expected)
@@ -124,7 +124,7 @@ def check_prediction(
     """
     _require_training(run, candidate.config)
     history = _history(run)
-    steady = read_steady_steps(run, history)
+    steady = read_steady_steps(run, history.attempts, read_submissions(run))
     if steady.nodes not in (None, candidate.mesh.nodes):
         raise RunError(
             f"the steps of run {run.name} were made on {steady.nodes} nodes, the prediction is of "

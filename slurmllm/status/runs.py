@@ -30,7 +30,7 @@ from slurmllm.status.run_state import (
     read_records,
     summarize_config,
 )
-from slurmllm.status.step_time import Pace, finite_number, read_pace
+from slurmllm.metrics.step_time import Pace, finite_number, read_pace
 
 ACTIVE = ("queued", "precompiling", "training", "requeued")
 

@@ -27,7 +27,7 @@ from slurmllm.slurm.client import AccountingRow, QueuedJob
 from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.status.run_state import read_config_summary
 from slurmllm.status.runs import node_hours, run_state, run_states
-from slurmllm.status.step_time import read_pace
+from slurmllm.metrics.step_time import read_pace
 
 PRICE = "cluster.price={on_demand: 20.0, date: '2026-01-01'}"
 

@@ -1,0 +1,249 @@
+"""Step time of a run: the one definition that `status`, `report` and `plan --against` share.
+
+A step takes its row's `step_time_s`; of several steps the median counts, so that single slow ones
+(a save, a hiccup of the file system) change nothing. The steps after a start compile, fill caches
+and have their memory counted: estimates of the remaining time leave out the first one, comparisons
+with a prediction the first `FIRST_STEPS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from slurmllm.errors import RunError
+from slurmllm.metrics.row_reader import MetricsFile, last_rows, read_events
+from slurmllm.records import AttemptRecord, MetricsRow, Submission
+from slurmllm.rundir import RunDir
+
+FIRST_STEPS = 6  # not steady, in each attempt; memory is read after the fifth
+MIN_STEPS = 5  # for a median
+RECENT_STEPS = 100
+
+
+class AttemptGroup(NamedTuple):
+    """What attempts of one configuration have in common.
+
+    Attributes:
+        submission: Number of the last submission before them, from 1; 0 if none is recorded.
+        nodes: Number of nodes; None if no record has it.
+    """
+
+    submission: int
+    nodes: int | None
+
+
+class StepSplit(NamedTuple):
+    """What followed the wait for data in a step, s.
+
+    Attributes:
+        forward_backward_s: Until rank 0 had the loss.
+        optimizer_s: From there until it had the norms.
+        rest_s: From there to the end of the step.
+    """
+
+    forward_backward_s: float
+    optimizer_s: float
+    rest_s: float
+
+
+@dataclass(frozen=True)
+class SteadySteps:
+    """Medians over the steady steps of attempts of one configuration.
+
+    Attributes:
+        attempts: The attempts, oldest first.
+        nodes: Number of nodes; None if no record has it.
+        steps: Number of steps.
+        step_s: Seconds of a step.
+        data_wait_s: Seconds of it until rank 0 had its sequences.
+        split: The rest of the step; None if it was not measured.
+        warnings: Warnings for the user.
+    """
+
+    attempts: tuple[int, ...]
+    nodes: int | None
+    steps: int
+    step_s: float
+    data_wait_s: float
+    split: StepSplit | None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The pace of a run's recent steps.
+
+    Attributes:
+        step_s: Median seconds of a step.
+        seq_per_s: Median throughput; None if no row has it.
+        saves_s: Seconds per step that training waited for saves, over the attempt.
+    """
+
+    step_s: float
+    seq_per_s: float | None
+    saves_s: float
+
+    def seconds(self, steps: int) -> float:
+        """Estimates the duration of some steps, saves included and restarts not."""
+        return steps * (self.step_s + self.saves_s)
+
+
+def read_steady_steps(
+    run: RunDir, attempts: Sequence[AttemptRecord], submissions: Sequence[Submission]
+) -> SteadySteps:
+    """Read the steady steps of the newest attempts that have enough of them.
+
+    Attempts of one submission on the same number of nodes had one configuration and are combined.
+
+    Args:
+        run: The run.
+        attempts: Records of its attempts.
+        submissions: Its submissions, oldest first.
+
+    Raises:
+        RunError: there are too few, or a metrics file is damaged.
+    """
+    nodes = {record.attempt: len(record.nodes) for record in attempts if record.stage == "train"}
+    begins = [submission.first_attempt for submission in submissions]
+    groups: dict[AttemptGroup, list[int]] = {}
+    rows: dict[int, list[MetricsRow]] = {}
+    for path in run.metrics_files():
+        number = int(path.stem.removeprefix("attempt_"))
+        group = AttemptGroup(sum(first <= number for first in begins), nodes.get(number))
+        groups.setdefault(group, []).append(number)
+        rows[number] = _read_rows(path)
+    count = sum(map(len, rows.values()))
+    if not count:
+        raise RunError(
+            f"run {run.name} has made no step yet; it can be compared with a prediction after "
+            f"{FIRST_STEPS + MIN_STEPS} steps: see `slurmllm status {run.name}`"
+        )
+    steady = {
+        group: [row for number in numbers for row in rows[number][FIRST_STEPS:]]
+        for group, numbers in groups.items()
+    }
+    for group in reversed(groups):
+        if len(steady[group]) >= MIN_STEPS:
+            return SteadySteps(
+                attempts=tuple(n for n in groups[group] if len(rows[n]) > FIRST_STEPS),
+                nodes=group.nodes,
+                steps=len(steady[group]),
+                step_s=median(row.step_time_s for row in steady[group]),
+                data_wait_s=median(row.data_wait_s for row in steady[group]),
+                split=_median_split(steady[group]),
+                warnings=tuple(_warnings(group, groups)),
+            )
+    most = max(len(of_group) for of_group in steady.values())
+    raise RunError(
+        f"run {run.name} has made {count} steps, of which {most} are steady: the first "
+        f"{FIRST_STEPS} after each start are not; let it train until {MIN_STEPS} are"
+    )
+
+
+def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
+    """Read the pace of the newest attempt with steps on as many workers as the last one.
+
+    Args:
+        run: The run.
+        attempts: Its train attempts, oldest first.
+
+    Returns:
+        The pace; None if there is no such step.
+    """
+    records = {attempt.attempt: attempt for attempt in attempts}
+    for path in reversed(run.metrics_files()):
+        number = int(path.stem.removeprefix("attempt_"))
+        record = records.get(number)
+        if record is not None and record.world_size != attempts[-1].world_size:
+            continue
+        rows: list[dict[str, Any]] = []
+        with suppress(OSError):
+            # One more than is used: the oldest may be the attempt's first step, which compiles.
+            rows = [
+                row
+                for row in last_rows(path, RECENT_STEPS + 1)[1:]
+                if finite_number(row, "step_time_s") is not None
+            ]
+        if not rows:
+            continue
+        rates = [rate for row in rows if (rate := finite_number(row, "seq_per_s")) is not None]
+        begin = (record.checkpoint_before or 0) if record is not None else 0
+        waited_s = 0.0
+        with suppress(RunError):
+            waited_s = math.fsum(
+                event.waited_s or 0.0 for event in read_events(run, number) if event.kind == "save"
+            )
+        return Pace(
+            step_s=median(row["step_time_s"] for row in rows),
+            seq_per_s=median(rates) if rates else None,
+            saves_s=waited_s / max(rows[-1]["step"] - begin, 1),
+        )
+    return None
+
+
+def finite_number(row: Mapping[str, Any], name: str) -> float | None:
+    """Returns a finite number of a row; None if it is absent or something else."""
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _read_rows(path: Path) -> list[MetricsRow]:
+    source = MetricsFile(path)
+    found = []
+    for values in source.rows():
+        try:
+            row = MetricsRow.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise source.fault(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        if not 0 < row.step_time_s < math.inf:
+            raise source.fault(f"step_time_s is {row.step_time_s}, no number of seconds above 0")
+        found.append(row)
+    return found
+
+
+def _median_split(rows: Sequence[MetricsRow]) -> StepSplit | None:
+    """Medians of the step's sections, if all rows have them: those of old versions do not."""
+    splits = [
+        (loss, norms, row.step_time_s - row.data_wait_s - loss - norms)
+        for row in rows
+        if (loss := row.forward_backward_s) is not None and (norms := row.optimizer_s) is not None
+    ]
+    if len(splits) < len(rows):
+        return None
+    return StepSplit(*(median(section) for section in zip(*splits, strict=True)))
+
+
+def _warnings(used: AttemptGroup, groups: Mapping[AttemptGroup, Sequence[int]]) -> Iterator[str]:
+    """Warnings about attempts that were not used."""
+    order = list(groups)
+    position = order.index(used)
+    for group in order[position + 1 :]:
+        name = _group_name(groups[group], group)
+        yield f"{name}: fewer than {MIN_STEPS} steady steps, not used"
+    if any(group.submission > used.submission for group in order):
+        yield (
+            f"the steps of {_group_name(groups[used], used)} were made before the run was resumed, "
+            "which may have changed its configuration: the prediction uses the present one"
+        )
+    if position:
+        before = sorted(number for group in order[:position] for number in groups[group])
+        yield f"{_group_name(before, None)}: of another submission or node count, not used"
+
+
+def _group_name(attempts: Sequence[int], group: AttemptGroup | None) -> str:
+    """`attempts 0, 1 on 4 nodes`."""
+    name = f"attempt{'s' if len(attempts) > 1 else ''} {', '.join(map(str, attempts))}"
+    if group is None or group.nodes is None:
+        return name
+    return f"{name} on {group.nodes} node{'s' if group.nodes > 1 else ''}"
