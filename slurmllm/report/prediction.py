@@ -18,6 +18,7 @@ from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig, change
 from slurmllm.errors import ConfigError, RunError
 from slurmllm.metrics.row_reader import read_events
+from slurmllm.metrics.step_time import SteadySteps, read_steady_steps
 from slurmllm.plan.candidate import Candidate, peak_flops
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh
 from slurmllm.plan.predict import predict
@@ -25,7 +26,6 @@ from slurmllm.records import MicroBatchRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmCommands
 from slurmllm.status.history import RunHistory, read_history, read_incarnations, read_submissions
-from slurmllm.metrics.step_time import SteadySteps, read_steady_steps
 from slurmllm.status.utilization import account_node_hours
 
 # Parts of `plan.candidate.StepTime` between the loss and the norms. Under FSDP2 (native) gradients

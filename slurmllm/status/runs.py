@@ -14,6 +14,7 @@ from slurmllm.checkpoint.catalogue import invalidation_reason, read_rollbacks
 from slurmllm.config.load import load
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.metrics.row_reader import last_row, last_row_of
+from slurmllm.metrics.step_time import Pace, finite_number, read_pace
 from slurmllm.records import AttemptRecord, CheckpointManifest, Heartbeat, JobsRecord
 from slurmllm.rundir import RunDir, is_run
 from slurmllm.slurm.client import SlurmClient
@@ -30,7 +31,6 @@ from slurmllm.status.run_state import (
     read_records,
     summarize_config,
 )
-from slurmllm.metrics.step_time import Pace, finite_number, read_pace
 
 ACTIVE = ("queued", "precompiling", "training", "requeued")
 

@@ -12,6 +12,7 @@ import pytest
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
+from slurmllm.metrics.step_time import read_pace
 from slurmllm.records import (
     AttemptRecord,
     CheckpointManifest,
@@ -27,7 +28,6 @@ from slurmllm.slurm.client import AccountingRow, QueuedJob
 from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.status.run_state import read_config_summary
 from slurmllm.status.runs import node_hours, run_state, run_states
-from slurmllm.metrics.step_time import read_pace
 
 PRICE = "cluster.price={on_demand: 20.0, date: '2026-01-01'}"
 
