@@ -28,7 +28,8 @@ check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py \
-	  tools/benchmarks/*.py tools/check_parallelcluster.py tools/house.py
+	  tools/benchmarks/*.py tools/benchmarks/_month/*.py tools/check_parallelcluster.py \
+	  tools/house.py
 	$(BIN)/mypy --strict tools/chaos tools/_chaos
 	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run configs/parallelcluster/*.sh
 	$(MAKE) --no-print-directory docs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -31,6 +31,19 @@ EndingClass = Literal[
     "superseded",  # another supervisor has taken the run over
 ]
 Action = Literal["finish", "requeue", "stop"]
+# What the node hours of a run went to; each second of an allocation has one of these.
+TimePart = Literal[
+    "productive",  # steps that the run kept, each counted once
+    "recomputation",  # steps that were lost and computed again, or would have to be
+    "saving",  # training waited for a checkpoint
+    "first_step",  # extra time of first steps: compiling, loading graphs
+    "start_up",  # from the allocation to the first step, less preflight and cache
+    "preflight",  # checks of the nodes
+    "cache",  # broadcast of the compiled graphs to the nodes
+    "precompile",  # the precompile stage
+    "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, between the steps
+]
+TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
 # What a worker is doing: `stepping` from the second step of an attempt on.
 Phase = Literal["starting", "resuming", "first_step", "stepping", "saving", "stopping"]
 

@@ -59,7 +59,7 @@ def cost(
         candidate: The layout, with its predicted step.
         tokens: To train on; None: the recipe's `train.steps`.
         usd_per_node_hour: Price of a node; None: no dollars.
-        effective: Share of the node hours that trains, as `simulate.expected` foresees it.
+        effective: Share of the node hours that trains, by `plan.losses`.
         goodput: Share of the wall time that trains; None: no wait in the queue, as `effective`.
 
     Raises:

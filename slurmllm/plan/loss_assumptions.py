@@ -14,17 +14,27 @@ from typing import Literal
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import minutes_of
 from slurmllm.errors import ConfigError
-from slurmllm.plan.failures import Kind
-from slurmllm.plan.losses import Losses, Noticing, expected
-from slurmllm.plan.parameters import parameters
-from slurmllm.plan.scenario import (
+from slurmllm.plan.losses import (
     REPORTED_S,
     SLURMD_TIMEOUT_S,
     UNWATCHED_S,
     Durations,
+    Losses,
+    Noticing,
     SaveCost,
+    expected,
 )
+from slurmllm.plan.parameters import parameters
 
+FailureKind = Literal[
+    "device",  # an accelerator reports a fault: its worker exits at once
+    "node",  # a host stops responding
+    "network",  # a link or a switch: collectives wait, no node is to blame
+    "hang",  # a worker makes no progress
+    "storage",  # the shared file system fails: found at the next save or start
+    "software",  # an exception in code
+    "signal",  # preemption: the run saves and leaves
+]
 # Of a checkpoint: bf16 weights, fp32 weights and AdamW's two averages, bytes a parameter.
 STATE_BYTES = 14
 COPY_BYTES_S = 4e9  # from the devices of a node into its memory, and from there to storage
@@ -81,7 +91,7 @@ def noticing(config: RunConfig, step_s: float) -> Noticing:
     hang_s = max(watchdog.min_step_s, watchdog.step_factor * step_s)
 
     def mean_s(limit_s: float) -> float:
-        silent: dict[Kind, float] = {
+        silent: dict[FailureKind, float] = {
             "node": min(limit_s, SLURMD_TIMEOUT_S), "network": limit_s, "hang": limit_s
         }  # fmt: skip
         counts = LLAMA3.counts
@@ -152,7 +162,7 @@ class Published:
 
     name: str
     source: str
-    counts: Mapping[Kind, int]
+    counts: Mapping[FailureKind, int]
     hosts: int
     days: float
     note: str
@@ -163,7 +173,7 @@ class Published:
         return self.hosts * self.days * 24.0
 
     @property
-    def per_node_hour(self) -> dict[Kind, float]:
+    def per_node_hour(self) -> dict[FailureKind, float]:
         """Kind → failures of one node in an hour."""
         return {kind: count / self.node_hours for kind, count in self.counts.items()}
 

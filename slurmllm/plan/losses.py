@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 
-from slurmllm.plan.scenario import REPORTED_S, Durations, SaveCost
-from slurmllm.records import EndingClass
-from slurmllm.status.time_breakdown import PARTS, Part
+from slurmllm.records import TIME_PARTS, EndingClass, TimePart
 
 HOUR_S = 3600.0
+# Slurm's default SlurmdTimeout: a node that does not respond for so long is set to DOWN.
+SLURMD_TIMEOUT_S = 300.0
+# A failure that is reported: the grace period of the peers and of the other launchers.
+REPORTED_S = 10.0
+# Without a watchdog, a stuck collective ends by its own time-out: torch.distributed's default.
+UNWATCHED_S = 1800.0
 # The endings that lose the steps since the last checkpoint, and count as failures.
 FAILURES: frozenset[EndingClass] = frozenset({"node_failure", "hang", "storage_failure"})
 
@@ -60,20 +64,62 @@ def mtbf_s(nodes: int, failures: int, node_s: float, node_mtbf_hours: float) -> 
 
 
 @dataclass(frozen=True)
+class Durations:
+    """Durations of the phases of an attempt, s; several values are a distribution.
+
+    Attributes:
+        requeue: From the end of an attempt to the start of the next.
+        preflight: Checks of the nodes.
+        cache: Broadcast of the compiled graphs to the nodes.
+        start_up: From the launchers' start to the first step, resume included.
+        first_step: Extra time of the first step.
+        stopping: From the first sign of an end until the attempt is closed.
+        noticing: From a failure to its first sign; empty: depends on the kind of failure.
+    """
+
+    requeue: tuple[float, ...]
+    preflight: tuple[float, ...]
+    cache: tuple[float, ...]
+    start_up: tuple[float, ...]
+    first_step: tuple[float, ...]
+    stopping: tuple[float, ...] = (5.0,)
+    noticing: tuple[float, ...] = ()
+
+    def describe(self) -> str:
+        """`requeue 125 s, preflight 15 s, …`, the mean of each."""
+        named = ((one.name, getattr(self, one.name)) for one in fields(self))
+        means = ((name, fmean(values)) for name, values in named if values)
+        return ", ".join(f"{name.replace('_', ' ')} {mean:.3g} s" for name, mean in means)
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """Time that a checkpoint costs.
+
+    Attributes:
+        waited_s: Time that training waits, s.
+        total_s: Time until the checkpoint is valid, s; `waited_s` if saving is synchronous.
+    """
+
+    waited_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
 class Losses:
     """Where the node hours of a run are expected to go.
 
     Attributes:
-        shares: Part → share of the node hours, as `analysis.usage.utilization` counts them; they
+        shares: Part → share of the node hours, as `status.utilization` counts them; they
             add up to 1.
-        goodput: Productive time / wall time, which counts the waits for the next allocation.
+        goodput: Productive time / wall time, waits for the next allocation included.
         interval_steps: Steps from one checkpoint to the next.
         auto_steps: Likewise where `checkpoint.every_steps` is `auto`.
         mtbf_s: Mean time between two failures of the run, s of its allocations.
         attempt_s: Mean length of an attempt's allocation, s.
     """
 
-    shares: Mapping[Part, float]
+    shares: Mapping[TimePart, float]
     goodput: float
     interval_steps: int
     auto_steps: int
@@ -116,7 +162,7 @@ def expected(
     training_s: float | None = None,
     noticing: Noticing | None = None,
 ) -> Losses:
-    """The mean over what `simulate` would give for a long run.
+    """Expected losses: the mean over simulations of long runs (tools/benchmarks/month.py).
 
     Args:
         nodes: Of the run.
@@ -146,12 +192,12 @@ def expected(
         noticing = Noticing(fmean(durations.noticing), fmean(durations.noticing))
     attempt = _Attempt(step_s, steps * step_s, save, durations, mtbf_s, leaves_s, training_s)
     if leaves_s is not None and leaves_s <= attempt.trains_s:
-        shares: dict[Part, float] = dict.fromkeys(PARTS, 0.0) | {"start_up": 1.0}
+        shares: dict[TimePart, float] = dict.fromkeys(TIME_PARTS, 0.0) | {"start_up": 1.0}
         return Losses(shares, 0.0, steps, auto, mtbf_s, leaves_s)
     parts_s = attempt.parts_s(noticing or Noticing())
     length_s = math.fsum(parts_s.values())
     return Losses(
-        shares={part: parts_s[part] / length_s for part in PARTS},
+        shares={part: parts_s[part] / length_s for part in TIME_PARTS},
         goodput=parts_s["productive"] / (length_s + fmean(durations.requeue)),
         interval_steps=steps,
         auto_steps=auto,
@@ -187,7 +233,7 @@ class _Attempt:
         self.begun_s = self.ready_s + step_s
         self.leaves_s = max(leaves_s, self.begun_s)  # a step under way is finished
 
-    def parts_s(self, noticing: Noticing) -> dict[Part, float]:
+    def parts_s(self, noticing: Noticing) -> dict[TimePart, float]:
         """Mean seconds by part."""
         durations = self.durations
         preflight_s, cache_s = fmean(durations.preflight), fmean(durations.cache)
@@ -199,7 +245,7 @@ class _Attempt:
         # An attempt that fails within its first step counts as start-up until it is noticed.
         first_s = self._within(self.trains_s, self.begun_s)
         first_s -= begun * (self.begun_s - self.trains_s)
-        parts = dict.fromkeys(PARTS, 0.0)
+        parts = dict.fromkeys(TIME_PARTS, 0.0)
         parts["preflight"] = self._within(0.0, preflight_s)
         parts["cache"] = self._within(preflight_s, preflight_s + cache_s)
         parts["start_up"] = (

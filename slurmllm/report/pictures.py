@@ -16,6 +16,8 @@ from matplotlib.ticker import LogFormatter
 from slurmllm.evaluate.plot import draw as draw_scores
 from slurmllm.metrics.curves import extremes, means
 from slurmllm.picture import write_picture
+from slurmllm.records import TIME_PARTS as PARTS
+from slurmllm.records import TimePart as Part
 from slurmllm.report.blocks import CURVES, RUN_COLORS, SCALING, UTILIZATION, PlotData, scores_name
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import (
@@ -24,7 +26,6 @@ from slurmllm.report.figures import (
     shown_metrics,
     step_parts,
 )
-from slurmllm.status.time_breakdown import PARTS, Part
 from slurmllm.status.utilization import Utilization
 
 _ROWS = 2000

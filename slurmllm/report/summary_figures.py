@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from slurmllm.evaluate.scores import HELD_OUT, ScoreTable
+from slurmllm.records import TIME_PARTS as PARTS
 from slurmllm.report.blocks import (
     RUN_COLORS,
     Json,
@@ -14,7 +15,6 @@ from slurmllm.report.blocks import (
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.pictures import PART_COLORS
 from slurmllm.report.scaling import scaling_rows
-from slurmllm.status.time_breakdown import PARTS
 
 
 def summary_figures(runs: Sequence[RunFacts]) -> list[PlotData]:

@@ -19,6 +19,7 @@ from slurmllm.format import (
     format_plural,
     format_utc,
 )
+from slurmllm.records import TIME_PARTS as PARTS
 from slurmllm.records import AttemptRecord, CorpusRecord
 from slurmllm.report.blocks import (
     Table,
@@ -26,7 +27,6 @@ from slurmllm.report.blocks import (
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import FIRST_STEPS
 from slurmllm.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
-from slurmllm.status.time_breakdown import PARTS
 from slurmllm.status.utilization import Utilization, sum_utilization
 
 _SHOWN_REMOVED = 50

@@ -11,25 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
+from slurmllm.records import TIME_PARTS as PARTS
 from slurmllm.records import AttemptRecord, EndingClass
+from slurmllm.records import TimePart as Part
 from slurmllm.status.history import Incarnation, RunHistory, Steps
 
-Part = Literal[
-    "productive",  # steps that the run went on with, each once
-    "recomputation",  # steps that were lost, and had to be made again or would have to be
-    "saving",  # training waited for a checkpoint
-    "first_step",  # what first steps took longer than others: compiling, loading graphs
-    "start_up",  # from the allocation to the first step, less preflight and cache
-    "preflight",  # the nodes checked themselves
-    "cache",  # compiled graphs were sent to the nodes
-    "precompile",  # the precompile stage
-    "idle",  # the rest: a failure not noticed yet, a stop, Slurm's own end, between the steps
-]
-PARTS: tuple[Part, ...] = get_args(Part)
 _SLACK_S = 2.0  # sacct counts whole seconds
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
+from slurmllm.records import TIME_PARTS as PARTS
+from slurmllm.records import TimePart as Part
 from slurmllm.status.history import RunHistory
-from slurmllm.status.time_breakdown import PARTS, AllocationTime, Part, break_down_time
+from slurmllm.status.time_breakdown import AllocationTime, break_down_time
 
 HOUR_S = 3600.0
 _OVERLAP = 0.01  # of an allocation: measured twice, from which on a reader should know

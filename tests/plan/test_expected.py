@@ -8,17 +8,25 @@ from typing import Any
 import month
 import numpy as np
 import pytest
+from _month.failures import RandomFailures
+from _month.scenario import DAY_S, Scenario
+from _month.simulation import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
-from slurmllm.plan.failures import RandomFailures
 from slurmllm.plan.loss_assumptions import PUBLISHED, assumed, losses, noticing
-from slurmllm.plan.losses import Losses, Noticing, best_interval_s, expected
+from slurmllm.plan.losses import (
+    HOUR_S,
+    Durations,
+    Losses,
+    Noticing,
+    SaveCost,
+    best_interval_s,
+    expected,
+)
 from slurmllm.plan.parameters import parameters
-from slurmllm.plan.scenario import DAY_S, HOUR_S, Durations, SaveCost, Scenario
-from slurmllm.simulate.simulation import simulate
 from slurmllm.status.utilization import account_node_hours
 
 USUAL = Durations((125.0,), (15.0,), (10.0,), (400.0, 500.0), (60.0,), (10.0,), (30.0, 50.0))

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import month
 import pytest
+from _month.failures import Scripted, ScriptedFailures
+from _month.scenario import DAY_S, Scenario
+from _month.simulation import simulate
 
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.failures import Scripted, ScriptedFailures
-from slurmllm.plan.scenario import DAY_S, Durations, SaveCost, Scenario
+from slurmllm.plan.losses import Durations, SaveCost
 from slurmllm.rundir import RunDir
-from slurmllm.simulate.simulation import simulate
 
 
 def test_a_short_month(

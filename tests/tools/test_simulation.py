@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _month.failures import RandomFailures, Scripted, ScriptedFailures
+from _month.measured import measure
+from _month.replay import compare
+from _month.scenario import DAY_S, Scenario
+from _month.simulation import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import RunError
-from slurmllm.plan.failures import Kind, RandomFailures, Scripted, ScriptedFailures
-from slurmllm.plan.loss_assumptions import LLAMA3, META_RSC1, OPT
-from slurmllm.plan.losses import best_interval_s
-from slurmllm.plan.scenario import DAY_S, HOUR_S, Durations, SaveCost, Scenario
-from slurmllm.simulate.measured import measure
-from slurmllm.simulate.replay import compare
-from slurmllm.simulate.simulation import simulate
+from slurmllm.plan.loss_assumptions import LLAMA3, META_RSC1, OPT, FailureKind
+from slurmllm.plan.losses import HOUR_S, Durations, SaveCost, best_interval_s
 from slurmllm.status.history import RunHistory
 from slurmllm.status.time_breakdown import break_down_time
 from slurmllm.status.utilization import account_node_hours
@@ -32,7 +32,9 @@ def recipe(*overrides: str) -> Recipe:
     return resolve("tiny_llama", overrides=list(overrides)).recipe
 
 
-def scenario(*overrides: str, rates: dict[Kind, float] | None = None, **changed: Any) -> Scenario:
+def scenario(
+    *overrides: str, rates: dict[FailureKind, float] | None = None, **changed: Any
+) -> Scenario:
     """Sixteen nodes for two days; a node fails every 200 hours in a way that breaks it."""
     fields: dict[str, Any] = {
         "recipe": recipe(*(overrides or ("checkpoint.every_steps=60",))), "nodes": 16,
@@ -55,7 +57,9 @@ def scripted(*script: Scripted | None, **changed: Any) -> RunHistory:
     st.integers(0, 2**20),
     st.sampled_from([None, 1, 500]),
 )
-def test_every_step_counts_once(rates: dict[Kind, float], seed: int, steps: int | None) -> None:
+def test_every_step_counts_once(
+    rates: dict[FailureKind, float], seed: int, steps: int | None
+) -> None:
     planned = scenario(rates=rates, steps=steps, time_limit_s=8 * HOUR_S, horizon_s=DAY_S)
     history = simulate(planned, seed)
     used = account_node_hours(history)
@@ -136,7 +140,7 @@ def test_without_spares_the_run_waits_for_a_repair() -> None:
 def test_more_failures_leave_less() -> None:
     means = []
     for factor in (0, 1, 4, 16):
-        rates: dict[Kind, float] = {"device": factor / 2000, "hang": factor / 4000}
+        rates: dict[FailureKind, float] = {"device": factor / 2000, "hang": factor / 4000}
         several = [account_node_hours(simulate(scenario(rates=rates), seed)) for seed in range(6)]
         means.append(np.mean([one.effective for one in several]))
     assert means == sorted(means, reverse=True)

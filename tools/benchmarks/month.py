@@ -5,7 +5,7 @@
         [--set a.b=c …] [--from RUN …] [--json FILE]
     python tools/benchmarks/month.py --check RUN … [--from RUN …]
 
-Simulated by slurmllm/simulate: a minute or two for the whole table. Each row is the mean over the
+Simulated by `_month` here: a minute or two for the whole table. Each row is the mean over the
 seeds; the seeds of all rows are the same. `effective` is productive / bought node hours, `of wall`
 productive / wall time, which counts the queue and the engineer as well: what reserved nodes cost.
 
@@ -25,18 +25,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from _month.failures import RandomFailures
+from _month.measured import measure
+from _month.replay import compare
+from _month.scenario import DAY_S, Scenario
+from _month.simulation import simulate
+
 from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmllmError
-from slurmllm.plan.failures import RandomFailures
 from slurmllm.plan.loss_assumptions import PUBLISHED, Published
-from slurmllm.plan.scenario import DAY_S, HOUR_S, Durations, SaveCost, Scenario
+from slurmllm.plan.losses import HOUR_S, Durations, SaveCost
+from slurmllm.records import TIME_PARTS as PARTS
 from slurmllm.rundir import RunDir
-from slurmllm.simulate.measured import measure
-from slurmllm.simulate.replay import compare
-from slurmllm.simulate.simulation import simulate
 from slurmllm.status.history import RunHistory, read_history
-from slurmllm.status.time_breakdown import PARTS
 from slurmllm.status.utilization import Utilization, account_node_hours
 
 TARGET = 0.9881  # HLAT with automatic recovery (arXiv 2404.10630)

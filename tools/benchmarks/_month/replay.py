@@ -1,4 +1,4 @@
-"""The simulator held against a real run: the same failures after the same steps."""
+"""Comparison of the simulator with a real run: the same failures after the same steps."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
+from _month.failures import Scripted, ScriptedFailures
+from _month.measured import MeasuredRuns
+from _month.scenario import DAY_S, Scenario
+from _month.simulation import simulate
 from slurmllm.config.recipe import Recipe
 from slurmllm.errors import RunError
-from slurmllm.plan.failures import Kind, Scripted, ScriptedFailures
-from slurmllm.plan.scenario import DAY_S, Scenario
+from slurmllm.plan.loss_assumptions import FailureKind
 from slurmllm.records import AttemptRecord, EndingClass
-from slurmllm.simulate.measured import Measured
-from slurmllm.simulate.simulation import simulate
 from slurmllm.status.history import RunHistory
 from slurmllm.status.utilization import Utilization, account_node_hours
 
 # Failures that break no node: where a replay runs is not of interest.
-_KINDS: Mapping[EndingClass, Kind] = {
+_KINDS: Mapping[EndingClass, FailureKind] = {
     "node_failure": "network",
     "storage_failure": "network",
     "hang": "hang",
@@ -28,8 +29,8 @@ _KINDS: Mapping[EndingClass, Kind] = {
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A figure of a real run and what the simulator makes of it.
+class ComparedFigure:
+    """A figure of a real run and its simulated value.
 
     Attributes:
         name: Of the figure.
@@ -43,14 +44,14 @@ class Compared:
 
     @property
     def error(self) -> float | None:
-        """Relative to the actual; None where that is 0."""
+        """Error relative to `actual`; None if that is 0."""
         return (self.predicted - self.actual) / self.actual if self.actual else None
 
 
 def compare(
-    history: RunHistory, recipe: Recipe, measured: Measured, seeds: Sequence[int]
-) -> list[Compared]:
-    """Simulate a run's training with its own failures, and lay both accounts side by side.
+    history: RunHistory, recipe: Recipe, measured: MeasuredRuns, seeds: Sequence[int]
+) -> list[ComparedFigure]:
+    """Simulate a run's training with its own failures, and compare both accounts.
 
     Args:
         history: The real run; it must be done.
@@ -77,7 +78,7 @@ def compare(
     predicted = [account_node_hours(simulate(scenario, seed)) for seed in seeds]
     real_figures, several = _figures(real), [_figures(one) for one in predicted]
     return [
-        Compared(name, actual, math.fsum(one[name] for one in several) / len(several))
+        ComparedFigure(name, actual, math.fsum(one[name] for one in several) / len(several))
         for name, actual in real_figures.items()
     ]
 
@@ -89,9 +90,9 @@ def _figures(used: Utilization) -> dict[str, float]:
 
 
 def _script(
-    history: RunHistory, train: Sequence[AttemptRecord], recipe: Recipe, measured: Measured
+    history: RunHistory, train: Sequence[AttemptRecord], recipe: Recipe, measured: MeasuredRuns
 ) -> Iterator[Scripted | None]:
-    """What ended each attempt: after as many steps, or as many seconds of its start-up."""
+    """The failure of each attempt: after as many steps, or seconds of its start-up."""
     durations, every = measured.durations, recipe.checkpoint.every_steps
     ending_s = fmean(durations.stopping) + fmean(durations.noticing or (0.0,))
     for attempt in train:
@@ -105,7 +106,7 @@ def _script(
             yield Scripted(kind, max(0.0, lasted_s), training=False)
             continue
         first, last = int(steps.numbers[0]), int(steps.numbers[-1])
-        # A step that a signal finds under way is finished, one that a failure finds is not.
+        # A running step is finished at a signal, and lost at a failure.
         margin_s = (-0.5 if kind == "signal" else 0.5) * measured.step_s - measured.gap_s
         if every != "auto":
             due = last // every * every
@@ -117,7 +118,7 @@ def _script(
 
 
 def _saves(first: int, last: int, every: int | Literal["auto"]) -> int:
-    """How many saves of a fixed interval come before the last of an attempt's steps."""
+    """Number of saves at a fixed interval before the last of an attempt's steps."""
     if every == "auto":
         return 0  # they are rare
     return (last - 1) // every - (first - 1) // every

@@ -1,4 +1,4 @@
-"""Attempt after attempt in simulated time, under the supervisor's own policy.
+"""Attempts one after another in simulated time, under the supervisor's own policy.
 
 nodes → preflight → cache → start-up → steps and saves → failure → noticed → closed
   ↑                                                                            │
@@ -8,36 +8,66 @@ nodes → preflight → cache → start-up → steps and saves → failure → n
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from slurmllm.plan.failures import BREAKS_NODE, ENDINGS, Failure, Moment
-from slurmllm.plan.losses import FAILURES, best_interval_s, mtbf_s
-from slurmllm.plan.scenario import HOUR_S, Scenario
+from _month.failures import BREAKS_NODE, ENDINGS, Failure, FailureQuery
+from _month.scenario import Scenario, draw
+from slurmllm.plan.losses import FAILURES, HOUR_S, best_interval_s, mtbf_s
 from slurmllm.records import AttemptRecord, EndingClass
-from slurmllm.simulate.nodes import Nodes
 from slurmllm.status.history import Floats, Incarnation, Ints, RunHistory, Steps
 from slurmllm.supervise.policy import decide, failing_nodes
 
 _JOB = "1"
-# A text that the policy takes for a fault that may pass.
+# Text that the policy classifies as a transient fault.
 _EVIDENCE: dict[str, str] = {"storage": "OSError: [Errno 30] Read-only file system"}
 
 
 def simulate(scenario: Scenario, seed: int) -> RunHistory:
-    """What a run would have done.
+    """Simulate a run; equal seeds give equal histories."""
+    return _Simulation(scenario, np.random.default_rng(seed)).run()
+
+
+class Partition:
+    """The nodes of a partition that no other run uses: broken, excluded, or available.
 
     Args:
-        scenario: The run, the cluster and what fails.
-        seed: The same gives the same history.
+        names: Names of all nodes.
     """
-    return _Simulation(scenario, np.random.default_rng(seed)).run()
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._broken_until = dict.fromkeys(names, -math.inf)
+        self._excluded_until = dict.fromkeys(names, -math.inf)
+        self._order = list(names)
+
+    def allocate(self, now: float, wanted: int) -> tuple[float, tuple[str, ...]]:
+        """Allocate the next job; excluded nodes are used only if too few others are available.
+
+        Returns:
+            Start time, s, and the nodes; those of the job before come first.
+        """
+        repaired = sorted(self._broken_until.values())[wanted - 1]
+        start = max(now, repaired)
+        available = [name for name in self._order if self._broken_until[name] <= start]
+        preferred = [name for name in available if self._excluded_until[name] <= start]
+        excluded = [name for name in available if self._excluded_until[name] > start]
+        taken = tuple((preferred + excluded)[:wanted])
+        kept = set(taken)
+        self._order = [*taken, *(name for name in self._order if name not in kept)]
+        return start, taken
+
+    def break_down(self, name: str, until: float) -> None:
+        self._broken_until[name] = until
+
+    def exclude(self, names: Iterable[str], until: float) -> None:
+        self._excluded_until.update(dict.fromkeys(names, until))
 
 
 @dataclass
 class _Made:
-    """Steps, in pieces."""
+    """The steps of an attempt, as arrays to concatenate."""
 
     numbers: list[Ints] = field(default_factory=list)
     seconds: list[Floats] = field(default_factory=list)
@@ -65,7 +95,7 @@ class _Made:
 class _Simulation:
     def __init__(self, scenario: Scenario, rng: np.random.Generator) -> None:
         self.scenario, self.rng = scenario, rng
-        self.nodes = Nodes(scenario.names)
+        self.nodes = Partition(scenario.names)
         self.outages: list[tuple[float, float]] = []
         self.checkpoint = self.position = 0  # steps: of the newest checkpoint, and made
         self.attempts: list[AttemptRecord] = []
@@ -81,7 +111,7 @@ class _Simulation:
             now, nodes = self.nodes.allocate(now, self.scenario.nodes)
             if now >= self.scenario.horizon_s:
                 break
-            closed, failure = _Attempt(self, now, nodes).play()
+            closed, failure = _SimulatedAttempt(self, now, nodes).play()
             assert closed.ended_at is not None
             self.node_s += (closed.ended_at - now) * len(nodes)
             self.incarnations.append(Incarnation(_JOB, "train", len(nodes), now, closed.ended_at))
@@ -96,24 +126,24 @@ class _Simulation:
         )
 
     def _act(self, closed: AttemptRecord, failure: Failure | None) -> tuple[float, bool]:
-        """Let the policy decide; returns when the next job may start, and whether there is one."""
+        """Apply the policy; returns when the next job may start, and whether there is one."""
         scenario = self.scenario
         assert closed.ended_at is not None
         earlier = self.attempts[self.counted_from :]
         decided = decide(closed, earlier, scenario.recipe)
-        lost = [failure.node] if failure and failure.node and failure.kind in BREAKS_NODE else []
+        broken = [failure.node] if failure and failure.node and failure.kind in BREAKS_NODE else []
         hours = scenario.recipe.slurm.exclude_hours
-        failing = failing_nodes(decided, self.attempts, lost, hours)
+        failing = failing_nodes(decided, self.attempts, broken, hours)
         self.nodes.exclude(failing, closed.ended_at + hours * HOUR_S)
-        for name in lost:
-            self.nodes.breaks(name, closed.ended_at + scenario.repair_s)
+        for name in broken:
+            self.nodes.break_down(name, closed.ended_at + scenario.repair_s)
         self.attempts.append(decided)
         if decided.action == "finish":
             return closed.ended_at, False
-        requeue_s = scenario.durations.draw("requeue", self.rng)
+        requeue_s = draw(scenario.durations, "requeue", self.rng)
         if decided.action == "requeue" and (scenario.recovery == "auto" or failure is None):
             return closed.ended_at + max(requeue_s, decided.backoff_s), True
-        self.counted_from = len(self.attempts)  # somebody resumes it
+        self.counted_from = len(self.attempts)  # an engineer resumes it, which resets the budgets
         return closed.ended_at + scenario.engineer_s + requeue_s, True
 
     def interval(self) -> int:
@@ -127,29 +157,29 @@ class _Simulation:
         return max(1, math.ceil(max(best_s, scenario.save.total_s) / scenario.step_s))
 
     def refuses(self, now: float) -> bool:
-        """Whether the shared file system refuses."""
+        """Whether the shared file system fails at `now`."""
         return any(begin <= now < end for begin, end in self.outages)
 
 
-class _Attempt:
+class _SimulatedAttempt:
     """One attempt, from its nodes to its end."""
 
     def __init__(self, whole: _Simulation, start: float, nodes: tuple[str, ...]) -> None:
         self.whole, self.start, self.nodes = whole, start, nodes
         self.scenario, self.rng = whole.scenario, whole.rng
         self.number, self.before = len(whole.attempts), whole.checkpoint
-        draw = self.scenario.durations.draw
-        self.phases_s = {name: draw(name, self.rng) for name in ("preflight", "cache")}
-        self.trains_at = start + sum(self.phases_s.values()) + draw("start_up", self.rng)
-        self.extra_s = draw("first_step", self.rng)
+        durations = self.scenario.durations
+        self.phases_s = {name: draw(durations, name, self.rng) for name in ("preflight", "cache")}
+        self.trains_at = start + sum(self.phases_s.values()) + draw(durations, "start_up", self.rng)
+        self.extra_s = draw(durations, "first_step", self.rng)
         self.step = self.before
         self.made = _Made()
         self.waited_s = 0.0
         self.writing: tuple[int, float] | None = None  # a save under way: its step, its end
 
     def play(self) -> tuple[AttemptRecord, Failure | None]:
-        """Go through the attempt; returns its record, not decided on yet, and what ended it."""
-        if self.whole.refuses(self.start):  # its checks find that
+        """Simulate the attempt; returns its record without an action, and its failure."""
+        if self.whole.refuses(self.start):  # found by preflight
             refused = Failure(self.start + self.phases_s["preflight"], "storage")
             return self._failed(refused), refused
         failure, horizon_s = self._next_failure(), self.scenario.horizon_s
@@ -181,8 +211,8 @@ class _Attempt:
         now = self.start
         while True:
             ready_at = self.trains_at + self.extra_s
-            moment = Moment(self.number, self.start, ready_at, now, self.nodes)
-            failure = self.scenario.failures.following(moment, self.rng)
+            query = FailureQuery(self.number, self.start, ready_at, now, self.nodes)
+            failure = self.scenario.failures.following(query, self.rng)
             if failure is None or failure.at >= self.scenario.horizon_s:
                 return None
             if failure.kind != "storage":
@@ -191,9 +221,9 @@ class _Attempt:
             now = failure.at
 
     def _train(self, stop_at: float, signalled: bool) -> Failure | None:
-        """Steps and saves until something ends them; returns a refusal of the storage.
+        """Steps and saves until something ends them; returns a failure of the storage.
 
-        A step that a signal finds under way is finished, one that a failure finds is not.
+        A step that is running is finished at a signal, and lost at a failure.
         """
         step_s, gap_s, last = self.scenario.step_s, self.scenario.gap_s, self.scenario.steps
         self.clock = self.trains_at
@@ -202,7 +232,7 @@ class _Attempt:
             count = self.whole.interval()
             if last is not None:
                 count = min(count, last - self.step)
-            # A step is made when it has ended; what comes after it does not matter.
+            # A step counts once it has ended; the gap after it need not be over.
             within = math.floor(
                 (stop_at - self.clock - self.extra_s + gap_s) / (step_s + gap_s) + 1e-9
             )
@@ -228,7 +258,7 @@ class _Attempt:
         cost = self.scenario.save
         if self.writing is not None and self.writing[1] > self.clock:
             self._wait(self.writing[1] - self.clock)
-        self._settle(self.clock)
+        self._count_written(self.clock)
         self.writing = (self.step, self.clock + cost.total_s)
         self._wait(cost.total_s if blocking else cost.waited_s)
 
@@ -236,17 +266,17 @@ class _Attempt:
         self.waited_s += seconds
         self.clock += seconds
 
-    def _settle(self, now: float) -> None:
-        """Count a save that was written by then."""
+    def _count_written(self, now: float) -> None:
+        """Make a save that is written by `now` the newest checkpoint."""
         if self.writing is not None and self.writing[1] <= now + 1e-9:
             self.whole.checkpoint = self.writing[0]
             self.writing = None
 
     def _failed(self, failure: Failure) -> AttemptRecord:
-        self._settle(failure.at)
+        self._count_written(failure.at)
         training = failure.at > self.trains_at
         left_s = failure.at - self.start
-        for name, seconds in self.phases_s.items():  # as far as it came
+        for name, seconds in self.phases_s.items():  # only phases that were reached
             self.phases_s[name] = min(seconds, left_s)
             left_s -= self.phases_s[name]
         noticed_at = failure.at + self.scenario.noticing_s(failure.kind, training, self.rng)
@@ -255,14 +285,14 @@ class _Attempt:
         return self._closed(noticed_at, ENDINGS[failure.kind], (evidence,), blamed)
 
     def _left(self) -> AttemptRecord:
-        """After a signal: save, and leave."""
+        """Save and leave, after a signal."""
         if self.step > self.before or self.writing is not None:
             self._save(blocking=True)
-            self._settle(self.clock)
+            self._count_written(self.clock)
         return self._closed(self.clock, "advance_signal", ("SIGUSR1: saved and left",), ())
 
     def _done(self, at: float) -> AttemptRecord:
-        """The run's last step is reached, or the time to simulate is over."""
+        """The last step is reached, or the horizon."""
         self.whole.checkpoint = self.step
         if self.step == self.scenario.steps:
             return self._closed(self.clock, "done", ("all workers finished",), ())
@@ -277,7 +307,7 @@ class _Attempt:
         stopping_s: float | None = None,
     ) -> AttemptRecord:
         if stopping_s is None:
-            stopping_s = self.scenario.durations.draw("stopping", self.rng)
+            stopping_s = draw(self.scenario.durations, "stopping", self.rng)
         ended_at = at + stopping_s
         self.whole.outages = [one for one in self.whole.outages if one[0] <= ended_at]
         steps = self.made.steps()

@@ -1,4 +1,4 @@
-"""How long the phases of real runs took, for a simulation of runs like them."""
+"""Durations of the phases of real runs, for the simulation of similar runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from itertools import pairwise
 import numpy as np
 
 from slurmllm.errors import RunError
-from slurmllm.plan.scenario import Durations, SaveCost
+from slurmllm.plan.losses import Durations, SaveCost
+from slurmllm.records import TimePart
 from slurmllm.status.history import RunHistory
 from slurmllm.status.recoveries import find_recoveries
-from slurmllm.status.time_breakdown import AllocationTime, Part, break_down_time
+from slurmllm.status.time_breakdown import AllocationTime, break_down_time
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRuns:
     """What real runs took.
 
     Attributes:
@@ -32,8 +33,8 @@ class Measured:
     save: SaveCost
 
 
-def measure(histories: Sequence[RunHistory]) -> Measured:
-    """Take the durations of runs of one kind together.
+def measure(histories: Sequence[RunHistory]) -> MeasuredRuns:
+    """Collect the durations of runs of one kind.
 
     Raises:
         RunError: no attempt of any of them made two steps.
@@ -43,7 +44,7 @@ def measure(histories: Sequence[RunHistory]) -> Measured:
     later = [s.seconds[1:] for h in histories for s in h.steps.values() if len(s) > 1]
     if not later:
         names = ", ".join(history.name for history in histories)
-        raise RunError(f"no attempt of {names} made two steps: there is no step time to go by")
+        raise RunError(f"no attempt of {names} made two steps: the step time is unknown")
     saves = [save for history in histories for save in history.saves]
     waited_s, total_s = np.mean(saves, axis=0) if saves else (0.0, 0.0)
     durations = Durations(
@@ -62,12 +63,12 @@ def measure(histories: Sequence[RunHistory]) -> Measured:
     )
     steps = np.concatenate(later)
     gap_s = float(np.mean([gap for history in histories for gap in _gaps(history)]))
-    return Measured(
+    return MeasuredRuns(
         durations, float(steps.mean()), gap_s, SaveCost(float(waited_s), float(total_s))
     )
 
 
-def _of(part: Part, begun: Sequence[AllocationTime]) -> tuple[float, ...]:
+def _of(part: TimePart, begun: Sequence[AllocationTime]) -> tuple[float, ...]:
     return tuple(one.parts_s[part] for one in begun)
 
 
