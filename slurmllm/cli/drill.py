@@ -1,4 +1,4 @@
-"""`slurmllm drill RUN`: will this run survive? Break copies of it and see."""
+"""`slurmllm drill RUN`: inject faults into copies of a run and check that they recover."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.compare.comparison import Tolerances
-    from slurmllm.drill.kinds import Drilled, DrillReport
+    from slurmllm.drill.checks import DrillReport, DrillResult
     from slurmllm.records import JobsRecord
 
 _HEADINGS = (
@@ -27,24 +27,28 @@ _HEADINGS = (
     "--kinds",
     default="all",
     show_default=True,
-    help="worker, node, first_node, time_limit, save, hang: some with commas between, or all.",
+    help="worker, node, first_node, time_limit, save, hang, separated by commas; or all.",
 )
 @click.option(
     "--steps",
     type=int,
-    help="Steps of each run, three checkpoints in them.  [default: by the run's pace]",
+    help="Steps of each copy, with three checkpoints.  [default: by the run's pace]",
 )
-@click.option("--nodes", type=int, help="Nodes of each run.  [default: as the run]")
+@click.option("--nodes", type=int, help="Nodes of each copy.  [default: as the run]")
 @click.option("--local", is_flag=True, help="On this machine, without Slurm.")
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Decides the moments and who is struck."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Decides steps and victims of the faults.",
 )
-@click.option("--keep", is_flag=True, help="Keep the drill's runs; those that failed stay anyway.")
+@click.option("--keep", is_flag=True, help="Keep the copies; those that failed are always kept.")
 @click.option(
     "--tolerance",
     type=float,
-    help="Relative tolerance of loss and gradient norm, where the hardware does not repeat "
-    "itself.  [default: bit-identical]",
+    help="Relative tolerance of loss and gradient norm, for hardware whose results are not "
+    "reproducible.  [default: bit-identical]",
 )
 @options.set_value
 @options.runs_dir
@@ -65,18 +69,20 @@ def drill(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Prove that RUN would go on exactly after a failure: break short copies of it.
+    """Test that RUN recovers exactly from failures, by faults injected into short copies of it.
 
-    The copies are runs beside RUN with RUN's configuration, on as many nodes, broken one after the
-    other; their curves must be those of an unbroken one, bit by bit. RUN itself is only read.
+    The copies are runs in the same folder, with RUN's configuration and number of nodes, one after
+    the other; their curves must be bit-identical to that of a copy without a fault. RUN itself is
+    only read.
 
-    Exit codes: 0 all went on exactly, 1 one did not, 2 to be put right.
+    Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
+    import json
     import signal
 
     from slurmllm.config.load import load
     from slurmllm.drill.drill import Drill
-    from slurmllm.drill.kinds import chosen
+    from slurmllm.drill.kinds import parse_kinds
     from slurmllm.drill.plan import make_plan, why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.errors import EXIT_NEGATIVE
@@ -88,30 +94,34 @@ def drill(
     found = find_run(run, runs_root(runs_dir))
     wanted, here = _place(jobs_of(found), nodes, local)
     plan = make_plan(
-        found, load(found.config), wanted, here, chosen(kinds, wanted), steps=steps, seed=seed,
+        found, load(found.config), wanted, here, parse_kinds(kinds, wanted), steps=steps, seed=seed,
         overrides=overrides,
     )  # fmt: skip
     why = why_no_reference(plan, overrides)
     client = SlurmCommands()
     runner = LocalRunner() if here else SlurmRunner(client)
     if not as_json:
-        source = f"a run of its own, since {why}" if why else f"{found.name} itself"
+        source = f"a separate run, because {why}" if why else f"{found.name} itself"
         click.echo(
             f"drill      {', '.join(plan.kinds)}: {plan.steps} steps each, a checkpoint every "
             f"{plan.every_steps}, {wanted} node(s)\nreference  {source}"
         )
-    with _progress() as tell:
-        drilling = Drill(plan, runner, client, tolerances, not why, tell)
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # cancels what runs
+    with _progress() as progress:
+        drilling = Drill(plan, runner, client, tolerances, not why, progress)
+        # As Ctrl-C: the active copy is cancelled.
+        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             report = drilling.run(keep)
         except BaseException:
-            _tell_kept([made.name for made in drilling.made])
+            if drilling.copies:
+                names = ", ".join(copy.name for copy in drilling.copies)
+                click.echo(f"runs of the drill that were not removed: {names}", err=True)
             raise
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous)
     if as_json:
-        click.echo(_as_json(report))
+        summary = {"passed": report.passed, **report.model_dump(mode="json")}
+        click.echo(json.dumps(summary, indent=2))
     else:
         _print(report)
     ctx.exit(0 if report.passed else EXIT_NEGATIVE)
@@ -129,7 +139,7 @@ def _tolerances(tolerance: float | None) -> Tolerances:
 
 
 def _place(jobs: JobsRecord, nodes: int | None, local: bool) -> tuple[int, bool]:
-    """Nodes, and whether they are launchers on this machine: as the run has it, if not said."""
+    """Nodes, and whether they are launchers on this machine; by default as the run's."""
     from slurmllm.errors import RunError
 
     if nodes is not None and nodes < 1:
@@ -141,68 +151,58 @@ def _place(jobs: JobsRecord, nodes: int | None, local: bool) -> tuple[int, bool]
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that changes; where there is none, a line for each run begun."""
+    """A status line on a terminal; elsewhere a line when the status of a copy changes."""
     from rich.console import Console
     from rich.markup import escape
 
     terminal = Console(stderr=True, highlight=False)
     if terminal.is_terminal:
         with terminal.status("") as status:
-            yield lambda words: status.update(escape(words))
+            yield lambda text: status.update(escape(text))
         return
-    before = [""]
+    last = ""
 
-    def tell(words: str) -> None:
-        begun = words.partition(", step")[0]  # not a line a step
-        if begun != before[0]:
-            before[0] = begun
-            click.echo(begun, err=True)
+    def echo(text: str) -> None:
+        nonlocal last
+        text = text.partition(", step")[0]  # not a line for every step
+        if text != last:
+            last = text
+            click.echo(text, err=True)
 
-    yield tell
-
-
-def _tell_kept(names: list[str]) -> None:
-    if names:
-        click.echo(f"runs of the drill that are left: {', '.join(names)}", err=True)
-
-
-def _as_json(report: DrillReport) -> str:
-    import json
-
-    return json.dumps({"passed": report.passed, **report.model_dump(mode="json")}, indent=2)
+    yield echo
 
 
 def _print(report: DrillReport) -> None:
     from slurmllm.tables import print_table
 
-    print_table(_HEADINGS, (_row(one) for one in report.drills), fold="verdict")
-    for one in report.drills:
-        for fault in one.faults:
-            click.echo(f"{one.kind}: {fault}")
+    print_table(_HEADINGS, (_row(result) for result in report.drills), fold="verdict")
+    for result in report.drills:
+        for fault in result.faults:
+            click.echo(f"{result.kind}: {fault}")
     if report.kept:
         click.echo(f"kept: {', '.join(report.kept)}")
     if report.passed:
-        words = "curves as those of the unbroken run"
-        click.echo(f"{report.run} survives {len(report.drills)} of {len(report.drills)}: {words}")
+        count = len(report.drills)
+        click.echo(f"{report.run} recovers from {count} of {count}: curves match the reference")
     else:
-        failed = [one.run for one in report.drills if not one.passed]
+        failed = [result.run for result in report.drills if not result.passed]
         click.echo(f"failed: see `slurmllm status {failed[0]}` and `slurmllm logs {failed[0]}`")
 
 
-def _row(one: Drilled) -> tuple[str, ...]:
-    took = one.recovery
-    parts = (
-        (took.requeue_s, took.detection_s, took.preflight_s, took.cache_s, took.launch_s,
-         took.start_up_s, took.first_step_s)
-        if took is not None else ()
-    )  # fmt: skip
-    seconds = [f"{part:.1f}" for part in parts] or [""] * 7
+def _row(result: DrillResult) -> tuple[str, ...]:
+    times = result.recovery
+    seconds = [""] * 8
+    if times is not None:
+        phases = (
+            times.requeue_s, times.detection_s, times.preflight_s, times.cache_s, times.launch_s,
+            times.start_up_s, times.first_step_s,
+        )  # fmt: skip
+        seconds = [f"{times.total_s:.1f} s", *(f"{phase:.1f}" for phase in phases)]
     return (
-        one.kind,
-        "" if one.at_step is None else str(one.at_step),
-        one.ending or "",
-        "" if one.steps_lost is None else str(one.steps_lost),
-        "" if took is None else f"{took.total_s:.1f} s",
+        result.kind,
+        "" if result.at_step is None else str(result.at_step),
+        result.ending or "",
+        "" if result.steps_lost is None else str(result.steps_lost),
         *seconds,
-        "exact" if one.passed else "failed",
+        "exact" if result.passed else "failed",
     )

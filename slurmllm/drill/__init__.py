@@ -1,7 +1,7 @@
-"""`slurmllm drill`: break copies of a run on purpose and see whether they go on exactly.
+"""`slurmllm drill`: inject faults into copies of a run and check that they recover exactly.
 
-    plan → reference run → for each kind: start, wait for the moment, break it, wait for the end
+    plan → reference run → for each kind of fault: start, inject at its step, wait for the end
          → compare with the reference, measure the recovery → table
 
-The run itself is only read. The copies are ordinary runs beside it.
+The run itself is only read. The copies are ordinary runs in the same folder.
 """

@@ -1,185 +1,211 @@
-"""Whether a broken run went on exactly: against the reference, and by what it left behind."""
+"""Whether a run recovered exactly from a fault: compared with the reference, and by its files."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
+
+from pydantic import AliasChoices, Field
 
 from slurmllm.checkpoint.catalogue import read_entry, verify_entry
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.drill.injector import Injection
-from slurmllm.drill.kinds import KINDS, Drilled, KindName, Recovery
+from slurmllm.drill.kinds import FAULTS, FaultKind
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve, describe_ranges
-from slurmllm.metrics.row_reader import MetricsFile
 from slurmllm.metrics.source import read_curve
-from slurmllm.records import AttemptRecord, WorkerRecord
+from slurmllm.records import AttemptRecord, EndingClass, Record, WorkerRecord
 from slurmllm.rundir import RunDir
+from slurmllm.status.history import read_history
+from slurmllm.status.recoveries import recoveries
 from slurmllm.supervise.attempts import load_attempts
 
 
-def examine(
+class RecoveryTimes(Record):
+    """Seconds from a fault to the next completed step, by phase."""
+
+    total_s: float
+    requeue_s: float = Field(description="between attempts: Slurm's requeue, or the local restart")
+    detection_s: float = Field(description="until the attempt was closed, with its last save")
+    preflight_s: float = Field(description="checks of the nodes")
+    cache_s: float = Field(description="compiled graphs onto the nodes")
+    launch_s: float = Field(description="the rest: supervisor, srun, launchers, interpreters")
+    start_up_s: float = Field(description="workers: imports, rendezvous, model, resume")
+    first_step_s: float
+
+    @property
+    def own_s(self) -> float:
+        """Without the requeue, which is Slurm's."""
+        return self.total_s - self.requeue_s
+
+
+class DrillResult(Record):
+    """The result of one fault."""
+
+    kind: FaultKind
+    run: str
+    passed: bool
+    faults: tuple[str, ...] = Field(description="why it did not pass, one line each")
+    at_step: int | None = Field(default=None, description="last step seen before the fault")
+    node: str = ""
+    ending: EndingClass | None = Field(default=None, description="class of the attempt it hit")
+    attempts: int = Field(default=0, description="number of attempts of the run")
+    steps_lost: int | None = Field(default=None, description="beyond the last checkpoint")
+    steps_recomputed: int = Field(
+        default=0, validation_alias=AliasChoices("steps_recomputed", "steps_made_again")
+    )
+    recovery: RecoveryTimes | None = None
+
+
+class DrillReport(Record):
+    """The results of a whole drill."""
+
+    run: str
+    nodes: int
+    local: bool
+    steps: int
+    every_steps: int = Field(description="between checkpoints")
+    seed: int
+    reference: str = Field(description="name of the run without a fault")
+    own_reference: bool = Field(description="whether the run itself was the reference")
+    drills: tuple[DrillResult, ...]
+    kept: tuple[str, ...] = Field(description="runs of the drill that were not removed")
+
+    @property
+    def passed(self) -> bool:
+        """Whether every run recovered exactly."""
+        return all(result.passed for result in self.drills)
+
+
+def check_recovery(
     run: RunDir,
-    kind: KindName,
-    done: Injection | None,
+    kind: FaultKind,
+    injection: Injection | None,
     reference: Path,
     steps: int,
     tolerances: Tolerances,
     state: str,
-) -> Drilled:
-    """Hold a broken run against the reference.
+) -> DrillResult:
+    """Compare a run that had a fault with the reference.
 
     Args:
-        run: The broken run; nothing of it runs any more.
-        kind: How it was broken.
-        done: What was done to it; None where nothing was.
-        reference: The unbroken run's directory, or its metrics file.
+        run: The run, which has ended.
+        kind: Kind of the fault.
+        injection: The injected fault; None if the injector never started.
+        reference: Directory of the reference run, or its metrics file.
         steps: Steps of the drill.
-        tolerances: How far the curves may lie apart.
-        state: Where the run stands, and why (`supervise.state.RunState`), `done` if all went well.
+        tolerances: Of the comparison.
+        state: State and reason of the run (`status.run_state`); `done` if it finished.
     """
     attempts = load_attempts(run, "train")
     faults: list[str] = []
-    if done is None or done.missed:
-        why = done.missed if done is not None else "nothing came to strike it on its node"
-        faults.append(f"it was not hit: {why}")
+    if injection is None:
+        faults.append("the fault injector never started on the node")
+    elif injection.missed:
+        faults.append(f"the fault was not injected: {injection.missed}")
     if state != "done":
-        faults.append(f"it did not come to its end: {state}")
-    hit = next((a for a in attempts if done is not None and a.attempt == done.attempt), None)
-    if hit is not None and done is not None and not done.missed:
-        faults += _faults_of_ending(kind, hit)
-    again = 0
+        faults.append(f"did not finish: {state}")
+    hit = next((a for a in attempts if injection and a.attempt == injection.attempt), None)
+    expected = FAULTS[kind].expected
+    injected = injection is not None and not injection.missed
+    if hit is not None and injected and hit.ending != expected:
+        faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
+    recomputed = 0
     try:
         curve = read_curve(run.path)
-        again = curve.overlap_rows
-        faults += _faults_of_curve(curve, read_curve(reference), steps, tolerances)
+        recomputed = curve.overlap_rows
+        faults += _curve_faults(curve, read_curve(reference), steps, tolerances)
     except RunError as error:
         faults.append(str(error))
-    faults += _faults_of_checkpoints(run, steps)
-    return Drilled(
+    faults += _checkpoint_faults(run, steps)
+    return DrillResult(
         kind=kind,
         run=run.name,
         passed=not faults,
         faults=tuple(faults),
-        at_step=None if done is None else done.step,
-        node="" if done is None else done.node,
+        at_step=None if injection is None else injection.step,
+        node="" if injection is None else injection.node,
         ending=None if hit is None else hit.ending,
         attempts=len(attempts),
         steps_lost=None if hit is None else _steps_lost(hit),
-        steps_made_again=again,
-        recovery=None if done is None or done.missed else recovery(run, done, attempts),
+        steps_recomputed=recomputed,
+        recovery=None if injection is None or not injected else recovery_times(run, injection),
     )
 
 
-def _faults_of_ending(kind: KindName, hit: AttemptRecord) -> list[str]:
-    expected = KINDS[kind].expected
-    if hit.ending == expected:
-        return []
-    return [f"attempt {hit.attempt} was called {hit.ending}, not {expected}"]
+def _steps_lost(attempt: AttemptRecord) -> int | None:
+    if attempt.steps_lost is not None or attempt.last_step is None:
+        return attempt.steps_lost
+    return max(0, attempt.last_step - (attempt.checkpoint_after or 0))
 
 
-def _steps_lost(hit: AttemptRecord) -> int | None:
-    if hit.steps_lost is not None:
-        return hit.steps_lost
-    if hit.last_step is None:
-        return None
-    return max(0, hit.last_step - (hit.checkpoint_after or 0))
-
-
-def _faults_of_curve(
-    curve: Curve, reference: Curve, steps: int, tolerances: Tolerances
-) -> list[str]:
-    found = compare(reference, curve, tolerances, from_step=1, to_step=steps)
-    faults = [] if found.match else [found.reason]
-    if found.only_in_a:
-        faults.append(f"steps {describe_ranges(found.only_in_a)} are missing")
-    if found.only_in_b or int(curve.steps[-1]) > steps:
-        faults.append(f"it made steps that the reference has not: up to {curve.steps[-1]}")
-    if found.steps_compared != steps and not faults:
-        faults.append(f"{found.steps_compared} of {steps} steps could be compared")
-    if found.data is not None and not found.data.same:
-        faults.append(f"it read other data: {'; '.join(found.data.differences)}")
-    if curve.overlap_rows and not _same_again(curve, tolerances):
+def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolerances) -> list[str]:
+    comparison = compare(reference, curve, tolerances, from_step=1, to_step=steps)
+    faults = [] if comparison.match else [comparison.reason]
+    if comparison.only_in_a:
+        faults.append(f"steps {describe_ranges(comparison.only_in_a)} are missing")
+    if comparison.only_in_b or int(curve.steps[-1]) > steps:
+        faults.append(f"steps beyond the reference's: up to {curve.steps[-1]}")
+    if comparison.steps_compared != steps and not faults:
+        faults.append(f"only {comparison.steps_compared} of {steps} steps could be compared")
+    if comparison.data is not None and not comparison.data.same:
+        faults.append(f"different data: {'; '.join(comparison.data.differences)}")
+    difference = curve.overlap_max_rel_diff or 0.0
+    tolerated = (
+        bool(curve.overlap_identical)
+        if tolerances.exact
+        else difference <= max(tolerances.loss, tolerances.grad_norm)
+    )
+    if curve.overlap_rows and not tolerated:
         faults.append(
-            f"{curve.overlap_rows} steps made again differ from the first time by up to "
-            f"{curve.overlap_max_rel_diff:.2g} relative"
+            f"{curve.overlap_rows} recomputed steps differ from the first computation by up to "
+            f"{difference:.2g} relative"
         )
     return faults
 
 
-def _same_again(curve: Curve, tolerances: Tolerances) -> bool:
-    if tolerances.exact:
-        return bool(curve.overlap_identical)
-    return (curve.overlap_max_rel_diff or 0.0) <= max(tolerances.loss, tolerances.grad_norm)
-
-
-def _faults_of_checkpoints(run: RunDir, steps: int) -> list[str]:
-    """Half-written folders, and a last checkpoint that is none."""
+def _checkpoint_faults(run: RunDir, steps: int) -> list[str]:
     faults = []
     if run.checkpoints.is_dir():
-        hidden = sorted(e.name for e in run.checkpoints.iterdir() if e.name.startswith("."))
-        if hidden:
-            faults.append(f"half a checkpoint is left: {', '.join(hidden)}")
+        partial = sorted(e.name for e in run.checkpoints.iterdir() if e.name.startswith("."))
+        if partial:
+            faults.append(f"an incomplete checkpoint is left: {', '.join(partial)}")
     newest = max(run.checkpoint_steps(), default=None)
     if newest != steps:
-        faults.append(f"its newest checkpoint is of step {newest}, not {steps}")
+        faults.append(f"the newest checkpoint is of step {newest}, not {steps}")
     else:
         faults += verify_entry(read_entry(run.checkpoint(steps))).faults or ()
     return faults
 
 
-def recovery(run: RunDir, done: Injection, attempts: Sequence[AttemptRecord]) -> Recovery | None:
-    """Seconds from the blow to the first step that a later attempt completed.
-
-    Where an attempt in between came to no step, its time is in `launch_s`.
+def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
+    """The recovery from a fault, as `status` derives it, but measured from the fault itself.
 
     Returns:
-        None where no later attempt has made a step.
+        None if no later attempt has completed a step.
     """
-    broken = next((a for a in attempts if a.attempt == done.attempt), None)
-    after = [a for a in attempts if a.attempt > done.attempt]
-    for index, attempt in enumerate(after):
-        completed = _first_step_at(run, attempt.attempt)
-        if completed is not None and broken is not None and broken.ended_at is not None:
-            return _parts(run, done.time, completed, [broken, *after[: index + 1]])
-    return None
-
-
-def _parts(
-    run: RunDir, struck: float, completed: float, chain: Sequence[AttemptRecord]
-) -> Recovery:
-    """The seconds in between, by attempts' records and the first worker's."""
-    pairs = itertools.pairwise(chain)
-    detection = max(0.0, (chain[0].ended_at or struck) - struck)
-    requeue = sum(max(0.0, b.started_at - max(a.ended_at or 0.0, struck)) for a, b in pairs)
-    last = chain[-1]
-    worker = _first_worker(run, last.attempt)
-    parts = {
-        "detection_s": detection,
-        "requeue_s": requeue,
-        "preflight_s": last.phases_s.get("preflight", 0.0),
-        "cache_s": last.phases_s.get("cache", 0.0),
-        "start_up_s": worker.start_up_s if worker is not None else 0.0,
-        "first_step_s": worker.first_step_s if worker is not None else 0.0,
-    }
-    total = completed - struck
-    rounded = {name: round(seconds, 3) for name, seconds in parts.items()}
-    left = max(0.0, total - sum(parts.values()))
-    return Recovery(total_s=round(total, 3), launch_s=round(left, 3), **rounded)
-
-
-def _first_worker(run: RunDir, attempt: int) -> WorkerRecord | None:
-    path = run.attempt("train", attempt).worker(0)
-    return WorkerRecord.load(path) if path.is_file() else None
-
-
-def _first_step_at(run: RunDir, attempt: int) -> float | None:
-    """Unix time at which an attempt completed its first step."""
-    path = run.metrics(attempt)
-    try:
-        row = next(MetricsFile(path).rows(), None) if path.is_file() else None
-    except RunError:
+    history = read_history(run)
+    found = next((r for r in recoveries(history) if r.attempt == injection.attempt), None)
+    if found is None or found.seconds is None:
         return None
-    return float(row["time"]) if row is not None and "time" in row else None
+    hit = history.steps.get(found.attempt)
+    broken = next(a for a in history.attempts if a.stage == "train" and a.attempt == found.attempt)
+    # `status` measures from the last completed step, which is before or after the fault.
+    last_step_at = float(hit.ends[-1]) if hit is not None else broken.started_at
+    before_s = injection.time - last_step_at
+    resumed = next(n for n in sorted(history.steps) if n > found.attempt)
+    worker_path = run.attempt("train", resumed).worker(0)
+    start_up_s = WorkerRecord.load(worker_path).start_up_s if worker_path.is_file() else 0.0
+    phases_s = found.phases_s
+    times = {
+        "detection_s": max(0.0, phases_s["noticing"] + phases_s["stopping"] - before_s),
+        "requeue_s": phases_s["requeue"],
+        "preflight_s": phases_s["preflight"],
+        "cache_s": phases_s["cache"],
+        # An attempt in between that completed no step is part of it.
+        "launch_s": max(0.0, phases_s["start_up"] - start_up_s) + phases_s["failed_attempts"],
+        "start_up_s": min(start_up_s, phases_s["start_up"]),
+        "first_step_s": phases_s["first_step"],
+    }
+    rounded = {name: round(seconds, 3) for name, seconds in times.items()}
+    return RecoveryTimes(total_s=round(found.seconds - before_s, 3), **rounded)

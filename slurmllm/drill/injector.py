@@ -1,8 +1,9 @@
-"""What breaks a run, on the node where it is to be broken: waits for the moment, then strikes.
+"""The fault injector: finds the processes of a run on this machine, signals and kills them.
 
-python -m slurmllm.drill.injector RUN ORDER: the order in JSON; what was done goes to the run's
-drill.json. It runs on the node because there a save is seen the moment it begins, and there
-alone do process ids mean something.
+As a program, `python -m slurmllm.drill.injector RUN SPEC` waits for a step or a save of the run and
+injects one fault; the result goes to the run's drill.json. It runs on the node of the fault: only
+there do process ids mean something, and only there is the start of a save visible at once.
+`tools/chaos` uses its functions on a development cluster.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple
 
-from slurmllm.drill.kinds import KindName
+from slurmllm.drill.kinds import FaultKind
 from slurmllm.errors import NodeError, SlurmllmError
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.records import AttemptRecord, NodeRecord, Record
@@ -26,19 +27,22 @@ from slurmllm.rundir import RunDir
 
 POLL_S = 0.005
 SAVE_POLL_S = 0.001  # a small save takes some milliseconds
-LOOK_S = 1.0  # between two looks at whether the attempt still goes on
-STEPS_BEFORE_SAVE = 2  # metrics come a step late, so from here on a save may begin
+ATTEMPT_POLL_S = 1.0
+STEPS_BEFORE_SAVE = 2  # metrics are written one step late: a save may begin from here on
+ROLES = ("supervise", "launch", "worker")
+_NODE = "SLURMLLM_NODE"  # supervise.allocation.NODE_NAME, which launchers of --local have
+_SAVING = re.compile(r"^\.step_(\d{8,})\.(?:\d+\.)?tmp$")
 
 
-class Order(Record):
-    """What to do to a run.
+class FaultSpec(Record):
+    """The fault to inject.
 
     Attributes:
-        at_step: Strike when this step's row is there; kind save: when its save has begun.
-        rank: Of the worker to strike, where the kind strikes one.
+        at_step: Inject once this step's metrics are written; kind `save`: when its save begins.
+        rank: Of the worker, for the kinds that hit one worker.
     """
 
-    kind: KindName
+    kind: FaultKind
     attempt: int
     node: str
     rank: int
@@ -47,9 +51,9 @@ class Order(Record):
 
 
 class Injection(Record):
-    """`drill.json`: what was done to a run, and when."""
+    """`drill.json`: the fault that was injected into a run, and when."""
 
-    kind: KindName
+    kind: FaultKind
     attempt: int
     node: str
     step: int | None = None
@@ -58,206 +62,118 @@ class Injection(Record):
     missed: str = ""
 
 
-def carry_out(run: RunDir, order: Order) -> Injection:
-    """Wait for the moment, strike, and write down what was done."""
-    try:
-        step = _wait(run, order)
-        if step is None:
-            done = _missed(order, f"attempt {order.attempt} ended before the moment came")
-        else:
-            done = _strike(run, order, step)
-    except SlurmllmError as error:
-        done = _missed(order, str(error))
-    done.save(run.drill)
-    return done
+class RunProcess(NamedTuple):
+    """A process of a run.
+
+    Attributes:
+        role: `supervise`, `launch`, `worker`; empty for any other process with the run's path
+            among its arguments.
+        rank: Of a worker.
+        command: Its arguments.
+    """
+
+    pid: int
+    role: str
+    rank: int | None
+    command: tuple[str, ...]
 
 
-def _missed(order: Order, why: str) -> Injection:
-    return Injection(
-        kind=order.kind, attempt=order.attempt, node=order.node, time=time.time(), missed=why
+def find_processes(run: RunDir) -> list[RunProcess]:
+    """The processes on this machine that have the run's path among their arguments."""
+    found = (_read_process(pid, run) for pid in _pids() if pid != os.getpid())
+    return [process for process in found if process is not None]
+
+
+def _read_process(pid: int, run: RunDir) -> RunProcess | None:
+    arguments = _proc(pid, "cmdline").rstrip(b"\0").split(b"\0")
+    command = tuple(os.fsdecode(argument) for argument in arguments)
+    if str(run.path) not in command:
+        return None
+    verb = command[command.index("slurmllm") + 1] if "slurmllm" in command[:-1] else ""
+    rank = _variable(pid, "RANK")
+    return RunProcess(
+        pid, verb if verb in ROLES else "", int(rank) if rank.isdigit() else None, command
     )
 
 
-def _wait(run: RunDir, order: Order) -> int | None:
-    """Until the moment comes; returns the last step seen, None where the attempt ended first."""
-    looked_at, near = time.monotonic(), False
-    while True:
-        if order.kind == "save" and near:
-            # The first save is let pass, so that there is a checkpoint to go on from.
-            saving = save_under_way(run) if run.checkpoint_steps() else None
-            if saving is not None:
-                return saving
-        else:
-            step = _last_step(run, order.attempt)
-            if order.kind == "save":
-                near = step >= order.at_step - STEPS_BEFORE_SAVE
-            elif step >= order.at_step:
-                return step
-        if time.monotonic() - looked_at > LOOK_S:
-            looked_at = time.monotonic()
-            if _ended(run, order.attempt):
-                return None
-        time.sleep(SAVE_POLL_S if near else POLL_S)
-
-
-def _last_step(run: RunDir, attempt: int) -> int:
-    row = last_row(run)
-    return int(row["step"]) if row is not None and row.get("attempt") == attempt else 0
-
-
-def _ended(run: RunDir, attempt: int) -> bool:
-    return AttemptRecord.load(run.attempt("train", attempt).record).ended_at is not None
-
-
-def _strike(run: RunDir, order: Order, step: int) -> Injection:
-    def done(*pids: int) -> Injection:
-        return Injection(
-            kind=order.kind, attempt=order.attempt, node=order.node, step=step,
-            time=time.time(), pids=pids,
-        )  # fmt: skip
-
-    if order.kind in ("worker", "save", "hang"):
-        number = signal.SIGSTOP if order.kind == "hang" else signal.SIGKILL
-        return done(signal_worker(run, order.attempt, order.node, order.rank, number))
-    if order.kind == "time_limit":
-        return done(*_signal_ahead(run))
-    pids = node_pids(run, order.node if order.local else None)
-    if not pids:
-        raise NodeError(f"no launcher of {run.name} runs on {order.node}")
-    if order.kind == "first_node":
-        supervisors = supervisor_pids(run)
-        if not supervisors:
-            raise NodeError(f"the supervisor of {run.name} does not run on {order.node}")
-        last = [*supervisors, *descendants(supervisors)]
-        pids = [*pids, *(pid for pid in last if pid not in pids)]
-        # Written first: with the batch script Slurm ends all of the job, this process too.
-        done(*pids).save(run.drill)
-    kill(pids)
-    return done(*pids)
-
-
-def _signal_ahead(run: RunDir) -> list[int]:
-    """As Slurm does it (--signal=B:USR1@…): to the batch script, which the supervisor is."""
-    pids = supervisor_pids(run)
-    if not pids:
-        raise NodeError(f"the supervisor of {run.name} does not run here")
-    job = os.environ.get("SLURM_JOB_ID")
-    command = ["scancel", "--signal=USR1", "--batch", job or ""]
-    if job is None or subprocess.run(command, check=False).returncode != 0:
-        kill(pids, signal.SIGUSR1)
-    return pids
-
-
-def main(arguments: list[str]) -> int:
-    """The program's entry; returns 1 where the moment was missed."""
-    path, order = arguments
-    done = carry_out(RunDir(Path(path)), Order.model_validate_json(order))
-    if done.missed:
-        print(done.missed, file=sys.stderr, flush=True)
-    return 1 if done.missed else 0
-
-
-Role = Literal["supervise", "launch", "worker"]
-_ROLES = ("supervise", "launch", "worker")
-_NODE = b"SLURMLLM_NODE="  # supervise.allocation.NODE_NAME; launchers of --local have it
-_SAVING = re.compile(r"^\.step_(\d{8,})\.(?:\d+\.)?tmp$")
-
-
-class Process(NamedTuple):
-    """A process of a run."""
-
-    pid: int
-    role: Role
-
-
-def processes_of(run: RunDir) -> list[Process]:
-    """The supervisor, launchers and workers of a run on this machine, by their command lines."""
-    found = []
-    for pid in _pids():
-        role = role_of(pid, run)
-        if role is not None:
-            found.append(Process(pid, role))
-    return found
-
-
-def role_of(pid: int, run: RunDir) -> Role | None:
-    """What a process is to a run; None where it is none of its processes, or gone."""
+def _proc(pid: int, name: str) -> bytes:
+    """A file of /proc; empty if the process has ended or belongs to another user."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return None
-    if os.fsencode(run.path) not in words or b"slurmllm" not in words:
-        return None
-    verb = words[words.index(b"slurmllm") + 1].decode(errors="replace")
-    return cast("Role", verb) if verb in _ROLES else None
+        return b""
 
 
-def worker_pid(run: RunDir, attempt: int, node: str, rank: int) -> int:
-    """The process id of a worker of an attempt, which runs on this machine.
+def _variable(pid: int, name: str) -> str:
+    prefix = f"{name}=".encode()
+    variables = _proc(pid, "environ").split(b"\0")
+    return next((os.fsdecode(v[len(prefix) :]) for v in variables if v.startswith(prefix)), "")
 
-    Raises:
-        NodeError: it does not run here.
-        StorageError: the launcher's record cannot be read.
-    """
-    path = run.attempt("train", attempt).node(node)
-    pid = NodeRecord.load(path).pids.get(rank)
-    if pid is None or role_of(pid, run) != "worker":
-        raise NodeError(
-            f"rank {rank} of attempt {attempt} of {run.name} does not run here: {path} has process "
-            f"{pid}, which is none of its workers; the call belongs onto {node}, while it trains"
-        )
-    return pid
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def signal_worker(
     run: RunDir, attempt: int, node: str, rank: int, number: signal.Signals = signal.SIGKILL
 ) -> int:
-    """Send a worker of this machine a signal; returns its process id.
+    """Send a signal to a worker on this machine; returns its process id.
 
     Raises:
-        NodeError: it does not run here, or has ended by itself.
+        NodeError: it does not run here, or has already ended.
+        StorageError: the launcher's record cannot be read.
     """
-    pid = worker_pid(run, attempt, node, rank)
+    path = run.attempt("train", attempt).node(node)
+    pid = NodeRecord.load(path).pids.get(rank)
+    process = None if pid is None else _read_process(pid, run)
+    # The record may be of another machine or of a process id that has been reused since.
+    if process is None or process.role != "worker":
+        raise NodeError(
+            f"rank {rank} of attempt {attempt} of {run.name} does not run here: process {pid} of "
+            f"{path} is not one of its workers; run the injector on {node}, while it trains"
+        )
     try:
-        os.kill(pid, number)
+        os.kill(process.pid, number)
     except ProcessLookupError as error:
-        raise NodeError(f"rank {rank} on {node}: process {pid} has ended already") from error
-    return pid
+        raise NodeError(f"rank {rank} on {node}: process {pid} has already ended") from error
+    return process.pid
 
 
 def node_pids(run: RunDir, node: str | None = None) -> list[int]:
-    """A node's launchers first, then all that descends from them.
+    """The launchers of a node first, so that none can start workers again, then their descendants.
 
     Args:
         run: The run.
         node: One of --local's nodes, which share this machine; None: this machine is the node.
     """
-    launchers = [p.pid for p in processes_of(run) if p.role == "launch"]
-    if node is not None:
-        launchers = [pid for pid in launchers if _named(pid, node)]
+    launchers = [
+        process.pid
+        for process in find_processes(run)
+        if process.role == "launch" and (node is None or _variable(process.pid, _NODE) == node)
+    ]
     return list(dict.fromkeys([*launchers, *descendants(launchers)]))
 
 
 def supervisor_pids(run: RunDir) -> list[int]:
-    """The supervisor on this machine, if it runs here."""
-    return [p.pid for p in processes_of(run) if p.role == "supervise"]
+    """The supervisor on this machine.
 
-
-def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
-    """Send processes a signal, in order; those that are gone are passed over."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+    Raises:
+        NodeError: it does not run here.
+    """
+    pids = [process.pid for process in find_processes(run) if process.role == "supervise"]
+    if not pids:
+        raise NodeError(f"the supervisor of {run.name} does not run here")
+    return pids
 
 
 def descendants(pids: Iterable[int]) -> list[int]:
-    """All processes below some others, parents before children."""
+    """All descendants of some processes, parents before children."""
     children: dict[int, list[int]] = {}
     for pid in _pids():
-        with suppress(OSError, IndexError):
-            # pid (name, which may hold blanks and brackets) state ppid …
-            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(pid)
+        # "pid (name) state ppid …", where the name may contain blanks and parentheses.
+        fields = _proc(pid, "stat").rpartition(b")")[2].split()
+        if fields:
+            children.setdefault(int(fields[1]), []).append(pid)
     found: list[int] = []
     level = list(pids)
     while level:
@@ -266,26 +182,102 @@ def descendants(pids: Iterable[int]) -> list[int]:
     return found
 
 
-def save_under_way(run: RunDir) -> int | None:
-    """The step of a checkpoint that is being written now, beyond those that are complete."""
+def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to processes, in order; ignores those that have ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def save_in_progress(run: RunDir) -> int | None:
+    """The step of the checkpoint that is being written, if newer than all complete ones."""
     newest = max(run.checkpoint_steps(), default=-1)
     with suppress(FileNotFoundError):
         for entry in run.checkpoints.iterdir():
             match = _SAVING.match(entry.name)
+            # Folders of older steps were left by an attempt that was killed.
             if match and int(match.group(1)) > newest:
                 return int(match.group(1))
     return None
 
 
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+def inject(run: RunDir, spec: FaultSpec) -> Injection:
+    """Wait for the step of a fault, inject it, and write drill.json."""
+    injection = Injection(kind=spec.kind, attempt=spec.attempt, node=spec.node, time=0.0)
+    try:
+        step = _wait_for_step(run, spec)
+        if step is None:
+            update: dict[str, object] = {
+                "missed": f"attempt {spec.attempt} ended before step {spec.at_step}"
+            }
+        else:
+            injection = injection.model_copy(update={"step": step})
+            update = {"pids": tuple(_inject_now(run, spec, injection))}
+    except SlurmllmError as error:
+        update = {"step": None, "missed": str(error)}
+    injection = injection.model_copy(update={**update, "time": time.time()})
+    injection.save(run.drill)
+    return injection
 
 
-def _named(pid: int, node: str) -> bool:
-    with suppress(OSError):
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return _NODE + os.fsencode(node) in words
-    return False
+def _wait_for_step(run: RunDir, spec: FaultSpec) -> int | None:
+    """The last completed step, or the step being saved; None if the attempt ended before."""
+    checked_at, save_is_near = time.monotonic(), False
+    while True:
+        if spec.kind == "save" and save_is_near:
+            # Not the first save: a complete checkpoint to resume from must exist.
+            saving = save_in_progress(run) if run.checkpoint_steps() else None
+            if saving is not None:
+                return saving
+        else:
+            row = last_row(run)
+            own = row is not None and row.get("attempt") == spec.attempt
+            step = int(row["step"]) if row is not None and own else 0
+            if spec.kind == "save":
+                save_is_near = step >= spec.at_step - STEPS_BEFORE_SAVE
+            elif step >= spec.at_step:
+                return step
+        if time.monotonic() - checked_at > ATTEMPT_POLL_S:
+            checked_at = time.monotonic()
+            record = AttemptRecord.load(run.attempt("train", spec.attempt).record)
+            if record.ended_at is not None:
+                return None
+        time.sleep(SAVE_POLL_S if save_is_near else POLL_S)
+
+
+def _inject_now(run: RunDir, spec: FaultSpec, injection: Injection) -> list[int]:
+    """Inject the fault; returns the processes that were signalled."""
+    if spec.kind in ("worker", "save", "hang"):
+        number = signal.SIGSTOP if spec.kind == "hang" else signal.SIGKILL
+        return [signal_worker(run, spec.attempt, spec.node, spec.rank, number)]
+    if spec.kind == "time_limit":
+        pids = supervisor_pids(run)
+        # As Slurm does it (--signal=B:USR1@…): to the batch script, which is the supervisor.
+        job = os.environ.get("SLURM_JOB_ID")
+        command = ["scancel", "--signal=USR1", "--batch", job or ""]
+        if job is None or subprocess.run(command, check=False).returncode != 0:
+            kill(pids, signal.SIGUSR1)
+        return pids
+    pids = node_pids(run, spec.node if spec.local else None)
+    if not pids:
+        raise NodeError(f"no launcher of {run.name} runs on {spec.node}")
+    if spec.kind == "first_node":
+        supervisors = supervisor_pids(run)
+        pids = list(dict.fromkeys([*pids, *supervisors, *descendants(supervisors)]))
+        # Written before the kill: when the batch script dies, Slurm ends the whole job, and with
+        # it the step that this process is.
+        injection.model_copy(update={"pids": tuple(pids), "time": time.time()}).save(run.drill)
+    kill(pids)
+    return pids
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point of the program; returns 1 if the fault could not be injected."""
+    path, spec = arguments
+    injection = inject(RunDir(Path(path)), FaultSpec.model_validate_json(spec))
+    if injection.missed:
+        print(injection.missed, file=sys.stderr, flush=True)
+    return 1 if injection.missed else 0
 
 
 if __name__ == "__main__":

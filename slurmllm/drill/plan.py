@@ -1,4 +1,4 @@
-"""What a drill does, settled before anything is started: steps, checkpoints, moments."""
+"""The plan of a drill: steps, checkpoints, and the step and the worker of each fault."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slurmllm.config.resolve import RunConfig, change
-from slurmllm.drill.injector import Order
-from slurmllm.drill.kinds import KINDS, KindName
+from slurmllm.drill.injector import FaultSpec
+from slurmllm.drill.kinds import FAULTS, FaultKind
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
 from slurmllm.plan.mesh import make_mesh
@@ -20,26 +20,26 @@ from slurmllm.rundir import RUN_NAME, RunDir
 from slurmllm.supervise.attempts import load_attempts
 from slurmllm.supervise.watchdog import recent_step_times
 
-INTERVALS = 3  # checkpoints that a broken run comes past: before the blow, after it, at the end
-LEAST_STEPS = 4  # between two checkpoints, so that there is a step to lose
-LEAST_S = 2.0  # likewise: a blow must find its place between two checkpoints
-UNKNOWN_STEPS = 20  # where the run has not shown yet how fast it is
+NUM_CHECKPOINTS = 3  # of each run: before the fault, after it, at the end
+MIN_STEPS = 4  # between two checkpoints, so that there is a step to lose
+MIN_INTERVAL_S = 2.0  # likewise: long enough that the fault comes between two checkpoints
+DEFAULT_STEPS = 20  # between two checkpoints, if the run has no step times yet
 
 
 @dataclass(frozen=True)
-class Plan:
+class DrillPlan:
     """A drill of a run.
 
     Attributes:
-        run: The run that is asked about; it is only read.
-        config: Of the runs to be made.
-        nodes: Nodes of each of them.
-        local: Whether they are launchers on this machine.
-        number: Of the drill, among those of the run.
-        kinds: What is done, in order.
-        steps: Steps of each run.
+        run: The run; it is only read.
+        config: Configuration of the copies.
+        nodes: Nodes of each copy.
+        local: Whether the nodes are launchers on this machine.
+        number: Number of the drill among those of the run.
+        kinds: Faults, in order.
+        steps: Steps of each copy.
         every_steps: Steps between checkpoints.
-        seed: Decides the moments and who is struck.
+        seed: Decides steps and victims of the faults.
     """
 
     run: RunDir
@@ -47,40 +47,40 @@ class Plan:
     nodes: int
     local: bool
     number: int
-    kinds: tuple[KindName, ...]
+    kinds: tuple[FaultKind, ...]
     steps: int
     every_steps: int
     seed: int
 
     def name(self, part: str) -> str:
-        """The name of one of its runs: `reference`, or a kind's."""
+        """The name of a copy: `reference`, or that of a kind of fault."""
         return f"{self.run.name}-drill-{self.number}-{part}"
 
-    def config_of(self, kind: KindName | None) -> RunConfig:
-        """The configuration of a broken run; of the reference where there is no kind."""
-        overrides = KINDS[kind].overrides if kind is not None else ()
+    def config_of(self, kind: FaultKind | None) -> RunConfig:
+        """The configuration of a copy; None: of the reference."""
+        overrides = FAULTS[kind].overrides if kind is not None else ()
         return change(self.config, None, overrides) if overrides else self.config
 
-    def order(self, kind: KindName, nodes: Sequence[str]) -> Order:
-        """When and whom to strike.
+    def fault(self, kind: FaultKind, nodes: Sequence[str]) -> FaultSpec:
+        """Step and victim of a fault, the same for the same seed.
 
         Args:
-            kind: How.
-            nodes: Of the attempt, the supervisor's first.
+            kind: Kind of the fault.
+            nodes: Nodes of the attempt, the supervisor's first.
         """
-        dice = random.Random(f"{self.seed} {kind}")
+        generator = random.Random(f"{self.seed} {kind}")
         per_node = self.config.cluster.devices_per_node
-        at_step = dice.randint(
+        at_step = generator.randint(
             self.every_steps + 1, max(self.every_steps + 1, 2 * self.every_steps - 1)
         )
-        index = dice.randrange(1, len(nodes)) if kind == "node" else 0
+        index = generator.randrange(1, len(nodes)) if kind == "node" else 0
         if kind in ("worker", "hang"):
-            index = dice.randrange(len(nodes))
+            index = generator.randrange(len(nodes))
         if kind == "save":
-            # The second checkpoint's, on the node of rank 0, which sees first that it begins.
+            # The second checkpoint, on the node of rank 0, where its start is visible first.
             at_step = 2 * self.every_steps
-        rank = index * per_node + dice.randrange(per_node)
-        return Order(
+        rank = index * per_node + generator.randrange(per_node)
+        return FaultSpec(
             kind=kind, attempt=0, node=nodes[index], rank=rank, at_step=at_step, local=self.local
         )
 
@@ -90,77 +90,70 @@ def make_plan(
     config: RunConfig,
     nodes: int,
     local: bool,
-    kinds: tuple[KindName, ...],
+    kinds: tuple[FaultKind, ...],
     *,
     steps: int | None,
     seed: int,
     overrides: Sequence[str] = (),
-) -> Plan:
-    """Settle a drill.
+) -> DrillPlan:
+    """Plan a drill.
 
     Args:
         run: The run.
-        config: The run's.
-        nodes: See Plan.
-        local: See Plan.
-        kinds: See Plan.
-        steps: As asked for; None: enough for some checkpoints at the run's pace.
-        seed: See Plan.
-        overrides: Values of the runs to be made, as given to --set.
+        config: The run's configuration.
+        nodes: Nodes of each copy.
+        local: Whether the nodes are launchers on this machine.
+        kinds: Faults.
+        steps: Steps of each copy; None: three checkpoint intervals at the run's pace.
+        seed: Decides steps and victims of the faults.
+        overrides: Values of the copies, as given to --set.
 
     Raises:
-        RunError: too few steps to break anything in between.
-        ConfigError: the overrides, or the mesh on so many nodes.
+        RunError: too few steps for three checkpoints.
+        ConfigError: invalid overrides, or the mesh does not fit the nodes.
     """
     given = change(config, None, overrides) if overrides else config
     train = given.recipe.train
-    every = _interval(run, given) if steps is None else steps // INTERVALS
-    total = min(INTERVALS * every, train.steps) if steps is None else steps
-    every = min(every, total // INTERVALS)
+    if steps is None:
+        times = recent_step_times(run)
+        step_s = statistics.median(times) if times else 0.0
+        every = max(MIN_STEPS, math.ceil(MIN_INTERVAL_S / step_s)) if step_s else DEFAULT_STEPS
+        own = given.recipe.checkpoint.every_steps
+        every = every if own == "auto" else min(every, own)
+        total = min(NUM_CHECKPOINTS * every, train.steps)
+    else:
+        total = steps
+    every = total // NUM_CHECKPOINTS
     if every < 1 or total > train.steps:
         raise RunError(
-            f"--steps {total}: must be {INTERVALS} at least, for {INTERVALS} checkpoints, and no "
+            f"--steps {total}: must be {NUM_CHECKPOINTS} at least, for as many checkpoints, and no "
             f"more than the run's {train.steps} (train.steps)"
         )
     values = [
         f"train.steps={total}",
-        # The learning rates of the run's own schedule, of which these are the first steps.
+        # The first steps of the run's own schedule, not a whole schedule of so many steps.
         f"optim.decay_steps={given.recipe.optim.decay_steps or train.steps}",
         f"checkpoint.every_steps={every}",
-        "checkpoint.replica=null",  # the run's own copies lie there
-        "slurm.drain=false",  # a node that was struck on purpose is a good one
+        "checkpoint.replica=null",  # the folder is the run's own
+        "slurm.drain=false",  # the node of an injected fault is healthy
     ]
     drilled = change(given, None, values)
     make_mesh(drilled, nodes, reuse.measured_micro_batch(run))
-    plan = Plan(run, drilled, nodes, local, _free_number(run), kinds, total, every, seed)
+    pattern = re.compile(rf"{re.escape(run.name)}-drill-(\d+)-")
+    matches = (pattern.match(entry.name) for entry in run.path.parent.iterdir())
+    number = max((int(match.group(1)) for match in matches if match), default=0) + 1
+    plan = DrillPlan(run, drilled, nodes, local, number, kinds, total, every, seed)
     longest = plan.name("first_node")
     if not RUN_NAME.fullmatch(longest):
-        raise RunError(
-            f"run name {longest!r} is too long; give the run's directory another, shorter name"
-        )
+        raise RunError(f"run name {longest!r} is too long; rename the run's directory")
     return plan
 
 
-def _interval(run: RunDir, config: RunConfig) -> int:
-    """Steps between checkpoints: few, and yet long enough to be hit between two of them."""
-    times = recent_step_times(run)
-    step_s = statistics.median(times) if times else 0.0
-    wanted = max(LEAST_STEPS, math.ceil(LEAST_S / step_s)) if step_s else UNKNOWN_STEPS
-    own = config.recipe.checkpoint.every_steps
-    return wanted if own == "auto" else min(wanted, own)
+def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str:
+    """Why the run itself cannot be the reference; empty if it can.
 
-
-def _free_number(run: RunDir) -> int:
-    pattern = re.compile(rf"{re.escape(run.name)}-drill-(\d+)-")
-    matches = (pattern.match(entry.name) for entry in run.path.parent.iterdir())
-    return max((int(match.group(1)) for match in matches if match), default=0) + 1
-
-
-def why_no_reference(plan: Plan, overrides: Sequence[str]) -> str:
-    """Why the run itself cannot be what its broken copies are compared with; empty: it can.
-
-    Its first attempt must have made the steps without a break, on as many workers, from the
-    configuration and the versions that hold now.
+    Its first attempt must have completed all steps of the drill, with the same number of workers,
+    configuration and versions.
     """
     if overrides:
         return "--set changes values"
@@ -172,9 +165,9 @@ def why_no_reference(plan: Plan, overrides: Sequence[str]) -> str:
         return "it ran on other nodes"
     attempts = load_attempts(run, "train")
     if not attempts or attempts[0].first_step != 1 or (attempts[0].last_step or 0) < plan.steps:
-        return f"its first attempt did not make steps 1 to {plan.steps}"
+        return f"its first attempt did not complete steps 1 to {plan.steps}"
     if not run.metrics(0).is_file():
-        return "its metrics are gone"
+        return "its metrics file is missing"
     if not reuse.serves(plan.config, plan.nodes, plan.local, run, run):
-        return "versions or code have changed since"
+        return "versions or code have changed"
     return ""

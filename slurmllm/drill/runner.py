@@ -1,7 +1,7 @@
-"""Where the runs of a drill run: on Slurm, or on this machine.
+"""Where the copies of a drill run: on Slurm, or on this machine.
 
-They are started by `slurmllm resume`, the way that a user has, so that a drill takes no path of
-its own: checks, graphs of earlier runs, job scripts.
+They are started by `slurmllm resume`, as a user would, so that a drill tests the same code: checks,
+graphs of earlier runs, job scripts.
 """
 
 from __future__ import annotations
@@ -15,50 +15,46 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
-from slurmllm.errors import (
-    CodeError,
-    RunError,
-    SlurmError,
-    SlurmllmError,
-    StorageError,
-)
+from slurmllm.errors import CodeError, RunError, SlurmError, SlurmllmError, StorageError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import is_active
 from slurmllm.supervise.allocation import SLURMLLM, die_with_parent
 
-LEAVE_S = 60.0  # for a cancelled run to save and go
-REQUEUE_S = 120.0  # for Slurm to finish a job whose batch script was killed
+CANCEL_S = 60.0  # for a cancelled run to save and exit
+REQUEUE_S = 120.0  # for Slurm to end a job whose batch script was killed
 _ERRORS: dict[int, type[SlurmllmError]] = {2: RunError, 3: SlurmError, 4: StorageError}
 
 
 class Runner(ABC):
-    """Starts runs, keeps an eye on them, and ends them."""
+    """Starts, monitors and cancels runs."""
 
     @abstractmethod
     def start(self, run: RunDir, nodes: int) -> None:
-        """Start a run whose directory holds a configuration.
+        """Start a run whose directory has a configuration.
 
         Raises:
-            SlurmllmError: as `slurmllm resume` says it.
+            SlurmllmError: the error of `slurmllm resume`.
         """
 
     @abstractmethod
-    def agent(self, run: RunDir, node: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start a command on a node of a run that runs."""
+    def start_on_node(
+        self, run: RunDir, node: str, command: Sequence[str]
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on a node of an active run."""
 
     @abstractmethod
     def active(self, run: RunDir) -> bool:
-        """Whether the run waits or runs."""
+        """Whether the run is pending or running."""
 
     @abstractmethod
-    def start_again(self, run: RunDir, nodes: int) -> None:
-        """What Slurm does when a job's first node has died: the job starts again."""
+    def restart(self, run: RunDir, nodes: int) -> None:
+        """Restart the run, as Slurm does when the first node of a job has died."""
 
     @abstractmethod
     def cancel(self, run: RunDir) -> None:
-        """End a run; its processes are gone, or Slurm is told to end them."""
+        """End a run: its processes, or its Slurm jobs."""
 
 
 class SlurmRunner(Runner):
@@ -68,17 +64,18 @@ class SlurmRunner(Runner):
         self.client = client
 
     def start(self, run: RunDir, nodes: int) -> None:
-        """See Runner; returns once the jobs are submitted."""
-        with tempfile.TemporaryFile() as words:
+        with tempfile.TemporaryFile() as stderr:
             process = subprocess.Popen(
                 _resume(run, nodes), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=words,
+                stderr=stderr,
             )  # fmt: skip
             if process.wait() != 0:
-                raise _error(process.returncode, words)
+                raise _error(process.returncode, stderr)
 
-    def agent(self, run: RunDir, node: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        """A step beside the run's own, which takes nothing from them."""
+    def start_on_node(
+        self, run: RunDir, node: str, command: Sequence[str]
+    ) -> subprocess.Popen[bytes]:
+        # --overlap: the step shares the CPUs of the run's own steps.
         srun = [
             "srun", f"--jobid={self._job(run)}", f"--nodelist={node}", "--nodes=1", "--ntasks=1",
             "--overlap", "--cpu-bind=none", "--input=none", "--quiet", *command,
@@ -92,11 +89,10 @@ class SlurmRunner(Runner):
             raise SlurmError(f"srun cannot be started: {error}") from error
 
     def active(self, run: RunDir) -> bool:
-        """See Runner."""
         return is_active(run, self.client)
 
-    def start_again(self, run: RunDir, nodes: int) -> None:
-        """Requeue the job, as Slurm itself would have; it may still be about to end it."""
+    def restart(self, run: RunDir, nodes: int) -> None:
+        """Requeue the job; retries while Slurm still ends it."""
         deadline = time.monotonic() + REQUEUE_S
         while True:
             try:
@@ -107,11 +103,10 @@ class SlurmRunner(Runner):
             time.sleep(0.5)
 
     def cancel(self, run: RunDir) -> None:
-        """See Runner."""
-        sent = JobsRecord.load(run.jobs).submissions[-1:] if run.jobs.is_file() else ()
-        for one in sent:
-            jobs = [job for job in (one.train_job, one.precompile_job) if job is not None]
-            self.client.cancel(jobs)
+        if run.jobs.is_file():
+            for submission in JobsRecord.load(run.jobs).submissions[-1:]:
+                jobs = (submission.train_job, submission.precompile_job)
+                self.client.cancel([job for job in jobs if job is not None])
 
     def _job(self, run: RunDir) -> str:
         job = JobsRecord.load(run.jobs).submissions[-1].train_job
@@ -124,21 +119,22 @@ class LocalRunner(Runner):
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
 
     def start(self, run: RunDir, nodes: int) -> None:
-        """See Runner; returns at once, and a refusal comes with `active`."""
-        self._words.seek(0)
-        self._words.truncate()
+        # Returns at once: an error of `resume` is raised by `active`.
+        self._stderr.seek(0)
+        self._stderr.truncate()
         self._process = subprocess.Popen(
             [*_resume(run, nodes), "--local"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._words,
-            start_new_session=True,  # Ctrl-C is for the drill, which ends the run itself
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._stderr,
+            start_new_session=True,  # Ctrl-C reaches only the drill, which then cancels the run
             preexec_fn=die_with_parent,
         )  # fmt: skip
 
-    def agent(self, run: RunDir, node: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        """See Runner."""
+    def start_on_node(
+        self, run: RunDir, node: str, command: Sequence[str]
+    ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, preexec_fn=die_with_parent,
@@ -148,30 +144,30 @@ class LocalRunner(Runner):
         """See Runner.
 
         Raises:
-            SlurmllmError: the run could not even begin an attempt.
+            SlurmllmError: the run ended with an error before its first attempt.
         """
         assert self._process is not None
         if self._process.poll() is None:
             return True
         if self._process.returncode != 0 and not (run.attempts("train") or run.graphs.is_dir()):
-            raise _error(self._process.returncode, self._words)
+            raise _error(self._process.returncode, self._stderr)
         return False
 
-    def start_again(self, run: RunDir, nodes: int) -> None:
-        """Resume the run, whose process ended with its supervisor."""
+    def restart(self, run: RunDir, nodes: int) -> None:
+        """Resume the run; its process has ended with its supervisor."""
         assert self._process is not None
         self._process.wait()
         self.start(run, nodes)
 
     def cancel(self, run: RunDir) -> None:
-        """Ask it to leave; kill it where it does not."""
+        """SIGTERM, which saves; a second one, which does not; then SIGKILL."""
         if self._process is None:
             return
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is None:
                 self._process.send_signal(number)
                 with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(LEAVE_S)
+                    self._process.wait(CANCEL_S)
 
 
 def _resume(run: RunDir, nodes: int) -> list[str]:
@@ -181,8 +177,7 @@ def _resume(run: RunDir, nodes: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _error(code: int, words: IO[bytes]) -> SlurmllmError:
-    words.seek(0)
-    text = words.read().decode(errors="replace").strip().removeprefix("error: ")
-    kind = _ERRORS.get(code, CodeError)
-    return kind(text or f"slurmllm resume ended with exit code {code}")
+def _error(code: int, stderr: IO[bytes]) -> SlurmllmError:
+    stderr.seek(0)
+    text = stderr.read().decode(errors="replace").strip().removeprefix("error: ")
+    return _ERRORS.get(code, CodeError)(text or f"slurmllm resume ended with exit code {code}")

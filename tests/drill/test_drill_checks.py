@@ -1,4 +1,4 @@
-"""The verdict on a broken run, on run directories with one fault each, and its times."""
+"""The result of a drill, on run directories with one fault each, and its recovery times."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import pytest
 
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.resolve import resolve
-from slurmllm.drill.checks import examine
+from slurmllm.drill.checks import DrillResult, check_recovery
 from slurmllm.drill.injector import Injection
-from slurmllm.drill.kinds import Drilled
 from slurmllm.drill.runner import LocalRunner, Runner, SlurmRunner
 from slurmllm.errors import RunError
 from slurmllm.records import AttemptRecord, CheckpointFile, CheckpointManifest, WorkerRecord
@@ -29,9 +28,10 @@ STEPS, SAVED, BROKEN = 9, 3, 5
 def write_rows(run: RunDir, attempt: int, first: int, last: int, began: float) -> None:
     run.metrics(attempt).parent.mkdir(parents=True, exist_ok=True)
     rows = [
-        {"step": s, "attempt": attempt, "time": began + s - first, "loss": 1 / s, "grad_norm": s**2}
+        {"step": s, "attempt": attempt, "time": began + s - first, "loss": 1 / s, "grad_norm": s**2,
+         "step_time_s": 2.0 if s == first else 1.0}
         for s in range(first, last + 1)
-    ]
+    ]  # fmt: skip
     run.metrics(attempt).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -53,7 +53,7 @@ def reference(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """Struck after step 5, resumed from step 3: five seconds to the end, one until it is again."""
+    """Fault after step 5, resumed from step 3: closed after 5 s, the next attempt 1 s later."""
     run = RunDir(tmp_path / "broken")
     write_rows(run, 0, 1, BROKEN, 100.0)
     write_rows(run, 1, SAVED + 1, STEPS, 125.0)
@@ -83,19 +83,19 @@ def run(tmp_path: Path) -> RunDir:
 
 def verdict(
     run: RunDir, reference: Path, state: str = "done", missed: str = "", exact: bool = True
-) -> Drilled:
+) -> DrillResult:
     done = Injection(
         kind="worker", attempt=0, node="local0", step=BROKEN, time=105.0, missed=missed
     )
     tolerances = Tolerances(exact=True) if exact else Tolerances(loss=1e-3, grad_norm=1e-3)
-    return examine(run, "worker", done, reference, STEPS, tolerances, state)
+    return check_recovery(run, "worker", done, reference, STEPS, tolerances, state)
 
 
-def test_a_run_that_went_on_exactly(run: RunDir, reference: Path) -> None:
+def test_a_run_that_recovered_exactly(run: RunDir, reference: Path) -> None:
     found = verdict(run, reference)
     assert found.passed, found.faults
     assert (found.ending, found.attempts, found.at_step) == ("node_failure", 2, BROKEN)
-    assert found.steps_lost == found.steps_made_again == BROKEN - SAVED
+    assert found.steps_lost == found.steps_recomputed == BROKEN - SAVED
 
 
 def test_the_seconds_add_up(run: RunDir, reference: Path) -> None:
@@ -134,11 +134,11 @@ def _ending(run: RunDir, ending: str) -> None:
     ("damage", "words"),
     [
         (lambda run: _change(run, 1, 7, 1 + 1e-12), "loss parts at step 7"),
-        (lambda run: _change(run, 0, 5, 1 + 1e-12), "2 steps made again differ"),
+        (lambda run: _change(run, 0, 5, 1 + 1e-12), "2 recomputed steps differ"),
         (lambda run: _drop(run, 1, 6), "steps 6 are missing"),
         (lambda run: write_rows(run, 1, SAVED + 1, STEPS + 1, 0.0), "up to 10"),
-        (lambda run: _ending(run, "code_error"), "was called code_error, not node_failure"),
-        (lambda run: (run.checkpoints / ".step_00000006.tmp").mkdir(), "half a checkpoint"),
+        (lambda run: _ending(run, "code_error"), "classified as code_error, not node_failure"),
+        (lambda run: (run.checkpoints / ".step_00000006.tmp").mkdir(), "an incomplete checkpoint"),
         (lambda run: run.checkpoint(STEPS).rename(run.checkpoint(6)), "newest checkpoint is of"),
         (lambda run: (run.checkpoint(STEPS) / "shard").write_bytes(b"Weights"), "shard"),
     ],
@@ -153,8 +153,10 @@ def test_each_fault_is_found(
 
 
 def test_a_run_that_was_not_hit_or_did_not_end(run: RunDir, reference: Path) -> None:
-    assert verdict(run, reference, missed="too late").faults == ("it was not hit: too late",)
-    assert "did not come to its end: stopped" in verdict(run, reference, "stopped").faults[0]
+    assert verdict(run, reference, missed="too late").faults == (
+        "the fault was not injected: too late",
+    )
+    assert "did not finish: stopped" in verdict(run, reference, "stopped").faults[0]
 
 
 def test_a_tolerance_lets_small_differences_pass(run: RunDir, reference: Path) -> None:
@@ -166,18 +168,18 @@ def test_a_tolerance_lets_small_differences_pass(run: RunDir, reference: Path) -
 
 
 @pytest.mark.parametrize("runner", [SlurmRunner(FakeSlurm()), LocalRunner()])
-def test_a_refused_start_is_told_in_its_own_words(tmp_path: Path, runner: Runner) -> None:
+def test_a_refused_start_raises_the_error_of_resume(tmp_path: Path, runner: Runner) -> None:
     run = RunDir(tmp_path / "r")
     overrides = ["data.corpus=/gone.arrow", "data.tokenizer=/gone.json"]
     write_atomic(run.config, resolve("tiny_neox", "local", overrides).to_yaml())
 
-    def see_through() -> None:
+    def run_to_end() -> None:
         runner.start(run, 2)
         while runner.active(run):
             time.sleep(0.05)
 
     with pytest.raises(RunError, match=r"^cannot read [^:]*/gone\."):
-        see_through()
+        run_to_end()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_a_refused_start_is_told_in_its_own_words(tmp_path: Path, runner: Runner
         (("r", "--nodes", "3"), "the mesh does not fit"),
     ],
 )
-def test_what_a_user_can_put_right(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_input(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     write_atomic(RunDir(tmp_path / "r").config, resolve("tiny_neox", "local").to_yaml())
     done = subprocess.run(
         [sys.executable, "-m", "slurmllm", "drill", *arguments, f"--runs-dir={tmp_path}"],

@@ -1,4 +1,4 @@
-"""Finding and striking the processes of a run, on processes that only bear the names."""
+"""Finding and signalling the processes of a run, on processes that only have the names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from slurmllm.drill import injector
-from slurmllm.drill.injector import Injection, Order, carry_out
-from slurmllm.drill.kinds import KindName
+from slurmllm.drill.injector import FaultSpec, Injection, inject
+from slurmllm.drill.kinds import FaultKind
 from slurmllm.errors import NodeError
 from slurmllm.records import AttemptRecord, NodeRecord
 from slurmllm.rundir import RunDir
@@ -63,15 +63,15 @@ def metrics(run: RunDir, step: int, attempt: int = 0) -> None:
         stream.write(f'{{"step":{step},"attempt":{attempt}}}\n')
 
 
-def order(kind: KindName, at_step: int = 3, node: str = "local1", rank: int = 1) -> Order:
-    return Order(kind=kind, attempt=0, node=node, rank=rank, at_step=at_step, local=True)
+def spec(kind: FaultKind, at_step: int = 3, node: str = "local1", rank: int = 1) -> FaultSpec:
+    return FaultSpec(kind=kind, attempt=0, node=node, rank=rank, at_step=at_step, local=True)
 
 
 def test_only_the_runs_own_processes_are_found(run: RunDir, spawn: Spawn) -> None:
     pids = {verb: spawn(verb).pid for verb in ("supervise", "launch", "worker", "logs")}
     other = RunDir(run.path.with_name("r2"))
-    assert injector.processes_of(other) == []
-    found = {process.role: process.pid for process in injector.processes_of(run)}
+    assert injector.find_processes(other) == []
+    found = {p.role: p.pid for p in injector.find_processes(run) if p.role}
     assert found == {verb: pid for verb, pid in pids.items() if verb != "logs"}
 
 
@@ -89,7 +89,7 @@ def test_a_nodes_processes_are_its_launcher_and_all_below(run: RunDir, spawn: Sp
     assert injector.node_pids(run, "local1") == []
 
 
-def test_a_process_id_of_another_machine_is_not_taken(run: RunDir, spawn: Spawn) -> None:
+def test_a_process_id_of_another_machine_is_not_signalled(run: RunDir, spawn: Spawn) -> None:
     stranger = spawn("logs")
     NodeRecord(node="local1", pids={1: stranger.pid}).save(run.attempt("train", 0).node("local1"))
     for rank in (0, 1):
@@ -111,13 +111,13 @@ def test_a_process_id_of_another_machine_is_not_taken(run: RunDir, spawn: Spawn)
 def test_a_save_is_seen(run: RunDir, folders: list[str], step: int | None) -> None:
     for name in folders:
         (run.checkpoints / name).mkdir()
-    assert injector.save_under_way(run) == step
+    assert injector.save_in_progress(run) == step
 
 
-def struck(run: RunDir, wanted: Order, then: Callable[[], None]) -> Injection:
+def injected(run: RunDir, wanted: FaultSpec, then: Callable[[], None]) -> Injection:
     """What an agent does once something has happened; before that it must wait."""
     done: list[Injection] = []
-    agent = threading.Thread(target=lambda: done.append(carry_out(run, wanted)))
+    agent = threading.Thread(target=lambda: done.append(inject(run, wanted)))
     agent.start()
     time.sleep(0.05)
     assert agent.is_alive()
@@ -130,8 +130,8 @@ def struck(run: RunDir, wanted: Order, then: Callable[[], None]) -> Injection:
 @pytest.mark.parametrize(
     ("kind", "number"), [("worker", signal.SIGKILL), ("save", signal.SIGKILL), ("hang", None)]
 )
-def test_a_worker_is_struck_in_its_moment(
-    run: RunDir, spawn: Spawn, kind: KindName, number: signal.Signals | None
+def test_a_worker_is_hit_at_its_step(
+    run: RunDir, spawn: Spawn, kind: FaultKind, number: signal.Signals | None
 ) -> None:
     worker = spawn("worker", "local1")
     NodeRecord(node="local1", pids={1: worker.pid}).save(run.attempt("train", 0).node("local1"))
@@ -146,7 +146,7 @@ def test_a_worker_is_struck_in_its_moment(
             (run.checkpoints / ".step_00000006.tmp").mkdir()
         metrics(run, 4)
 
-    done = struck(run, order(kind), moment)
+    done = injected(run, spec(kind), moment)
     assert (done.missed, done.pids) == ("", (worker.pid,))
     assert done.step == (6 if kind == "save" else 4)
     if number is not None:
@@ -159,7 +159,7 @@ def test_the_first_node_goes_with_its_supervisor(run: RunDir, spawn: Spawn) -> N
     gone = [spawn("launch", "local0"), spawn("supervise")]
     stays = spawn("launch", "local1")
     metrics(run, 3)
-    done = carry_out(run, order("first_node", node="local0", rank=0))
+    done = inject(run, spec("first_node", node="local0", rank=0))
     assert set(done.pids) == {process.pid for process in gone}
     assert [process.wait(10) for process in gone] == [-signal.SIGKILL] * 2
     assert stays.poll() is None
@@ -168,20 +168,20 @@ def test_the_first_node_goes_with_its_supervisor(run: RunDir, spawn: Spawn) -> N
 def test_a_signal_ahead_reaches_the_supervisor_alone(run: RunDir, spawn: Spawn) -> None:
     supervisor, launcher = spawn("supervise"), spawn("launch", "local0")
     metrics(run, 3)
-    assert carry_out(run, order("time_limit", node="local0")).pids == (supervisor.pid,)
+    assert inject(run, spec("time_limit", node="local0")).pids == (supervisor.pid,)
     assert supervisor.wait(10) == -signal.SIGUSR1
     assert launcher.poll() is None
 
 
-def test_a_moment_that_does_not_come_is_told(run: RunDir) -> None:
+def test_a_step_that_is_not_reached_is_reported(run: RunDir) -> None:
     def end() -> None:
         path = run.attempt("train", 0).record
         AttemptRecord.load(path).model_copy(update={"ended_at": 1.0}).save(path)
 
-    done = struck(run, order("worker"), end)
-    assert done.missed == "attempt 0 ended before the moment came"
+    done = injected(run, spec("worker"), end)
+    assert done.missed == "attempt 0 ended before step 3"
 
 
-def test_nobody_to_strike_is_told(run: RunDir) -> None:
+def test_without_a_launcher_the_fault_is_missed(run: RunDir) -> None:
     metrics(run, 3)
-    assert "no launcher of r runs on local1" in carry_out(run, order("node")).missed
+    assert "no launcher of r runs on local1" in inject(run, spec("node")).missed

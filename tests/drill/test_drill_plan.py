@@ -1,4 +1,4 @@
-"""What a drill settles before it starts: kinds, steps, moments, the run as its own reference."""
+"""The plan of a drill: kinds, steps, faults, the run as its own reference."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.config.resolve import resolve
-from slurmllm.drill.kinds import KINDS, NAMES, KindName, chosen
-from slurmllm.drill.plan import Plan, make_plan, why_no_reference
+from slurmllm.drill.kinds import FAULT_KINDS, FAULTS, FaultKind, parse_kinds
+from slurmllm.drill.plan import DrillPlan, make_plan, why_no_reference
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
@@ -20,44 +20,44 @@ from slurmllm.train.schedules import learning_rate
 CONFIG = resolve("tiny_neox", "local", ["checkpoint.replica=/elsewhere", "slurm.drain=true"])
 
 
-def plan_of(folder: Path, steps: int | None = None, seed: int = 0, nodes: int = 2) -> Plan:
+def plan_of(folder: Path, steps: int | None = None, seed: int = 0, nodes: int = 2) -> DrillPlan:
     run = RunDir(folder / "r")
     run.path.mkdir(exist_ok=True)
-    return make_plan(run, CONFIG, nodes, True, NAMES, steps=steps, seed=seed)
+    return make_plan(run, CONFIG, nodes, True, FAULT_KINDS, steps=steps, seed=seed)
 
 
 @pytest.mark.parametrize(
     ("text", "nodes", "names"),
     [
-        ("all", 2, NAMES),
-        ("all", 1, tuple(name for name in NAMES if name != "node")),
+        ("all", 2, FAULT_KINDS),
+        ("all", 1, tuple(name for name in FAULT_KINDS if name != "node")),
         ("save, worker", 1, ("worker", "save")),
     ],
 )
-def test_kinds_are_chosen(text: str, nodes: int, names: tuple[KindName, ...]) -> None:
-    assert chosen(text, nodes) == names
+def test_kinds_are_chosen(text: str, nodes: int, names: tuple[FaultKind, ...]) -> None:
+    assert parse_kinds(text, nodes) == names
 
 
 @pytest.mark.parametrize("text", ["", "workers", "node"])
-def test_kinds_that_cannot_be(text: str) -> None:
+def test_invalid_kinds(text: str) -> None:
     with pytest.raises(RunError, match=r"must be all, or some of|takes 2 nodes and the run has 1"):
-        chosen(text, 1)
+        parse_kinds(text, 1)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(steps=st.integers(3, 120), seed=st.integers(), nodes=st.sampled_from([2, 4]))
-def test_moments_lie_between_checkpoints(
+def test_faults_come_between_checkpoints(
     tmp_path_factory: pytest.TempPathFactory, steps: int, seed: int, nodes: int
 ) -> None:
     plan = plan_of(tmp_path_factory.mktemp("plan"), steps, seed, nodes)
     names = [f"n{index}" for index in range(nodes)]
-    for kind in NAMES:
-        order = plan.order(kind, names)
-        assert order == plan.order(kind, names)
-        assert order.node == names[order.rank]  # one worker a node
-        assert plan.every_steps < order.at_step <= 2 * plan.every_steps < steps
-        assert (order.node == "n0") >= (kind in ("first_node", "time_limit", "save"))
-        assert (order.node == "n0") <= (kind != "node")
+    for kind in FAULT_KINDS:
+        spec = plan.fault(kind, names)
+        assert spec == plan.fault(kind, names)
+        assert spec.node == names[spec.rank]  # one worker a node
+        assert plan.every_steps < spec.at_step <= 2 * plan.every_steps < steps
+        assert (spec.node == "n0") >= (kind in ("first_node", "time_limit", "save"))
+        assert (spec.node == "n0") <= (kind != "node")
 
 
 def test_learning_rates_are_the_runs_own(tmp_path: Path) -> None:
@@ -70,13 +70,13 @@ def test_learning_rates_are_the_runs_own(tmp_path: Path) -> None:
         )
 
 
-def test_the_users_own_places_and_nodes_are_left_alone(tmp_path: Path) -> None:
+def test_the_runs_own_replica_and_nodes_are_not_used(tmp_path: Path) -> None:
     recipe = plan_of(tmp_path).config.recipe
     assert recipe.checkpoint.replica is None
     assert not recipe.slurm.drain
 
 
-def test_the_pace_of_the_run_settles_the_steps(tmp_path: Path) -> None:
+def test_the_steps_follow_from_the_pace_of_the_run(tmp_path: Path) -> None:
     assert plan_of(tmp_path).every_steps == 20  # as the recipe: nothing is known
     metrics = RunDir(tmp_path / "r").metrics(0)
     metrics.parent.mkdir(parents=True)
@@ -88,7 +88,7 @@ def test_the_pace_of_the_run_settles_the_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 2, 121])
-def test_steps_that_cannot_be(tmp_path: Path, steps: int) -> None:
+def test_invalid_steps(tmp_path: Path, steps: int) -> None:
     with pytest.raises(RunError, match="must be 3 at least"):
         plan_of(tmp_path, steps)
 
@@ -102,7 +102,7 @@ def test_a_hang_is_found_soon(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     assert plan.config_of("hang").recipe.watchdog.min_step_s == 20.0
     assert plan.config_of("worker") is plan.config_of(None) is plan.config
-    assert KINDS["hang"].expected == "hang"
+    assert FAULTS["hang"].expected == "hang"
 
 
 def test_an_unbroken_run_is_its_own_reference(
@@ -114,13 +114,13 @@ def test_an_unbroken_run_is_its_own_reference(
     assert "never submitted" in why_no_reference(plan, ())
     sent = Submission(submitted_at=0.0, nodes=2, local=True, first_attempt=0)
     JobsRecord(submissions=(sent,)).save(run.jobs)
-    assert "did not make steps 1 to 60" in why_no_reference(plan, ())
+    assert "did not complete steps 1 to 60" in why_no_reference(plan, ())
     record = AttemptRecord(
         attempt=0, stage="train", job_id=None, nodes=("local0", "local1"), world_size=2,
         master_addr="", master_port=1, started_at=0.0, first_step=1, last_step=60,
     )  # fmt: skip
     record.save(run.attempt("train", 0).record)
-    assert "metrics are gone" in why_no_reference(plan, ())
+    assert "metrics file is missing" in why_no_reference(plan, ())
     run.metrics(0).parent.mkdir()
     run.metrics(0).write_text("")
     assert why_no_reference(plan, ()) == ""

@@ -32,7 +32,7 @@ def test_broken_copies_go_on_exactly(bench: Bench, drilled: str) -> None:
     }  # fmt: skip
     assert by_kind["time_limit"]["steps_lost"] == 0
     assert by_kind["save"]["at_step"] == 2 * found["every_steps"]
-    assert by_kind["save"]["steps_made_again"] > 0
+    assert by_kind["save"]["steps_recomputed"] > 0
     for one in found["drills"]:
         took = dict(one["recovery"])
         assert took.pop("total_s") == pytest.approx(sum(took.values()), abs=0.1)
@@ -43,8 +43,8 @@ def test_broken_copies_go_on_exactly(bench: Bench, drilled: str) -> None:
 def test_a_run_that_would_not_survive_is_named_and_kept(bench: Bench, drilled: str) -> None:
     arguments = ("--kinds=worker", "--steps=9", "--set=slurm.failure_budget=0")
     text = bench.call("drill", drilled, *arguments, code=1)
-    assert "since --set changes values" in text
-    assert "worker: it did not come to its end: stopped" in text
+    assert "because --set changes values" in text
+    assert "worker: did not finish: stopped" in text
     assert "kept: drilled-drill-1-reference, drilled-drill-1-worker" in text
     assert runs(bench) == ["drilled-drill-1-reference", "drilled-drill-1-worker"]
 
@@ -56,5 +56,5 @@ def test_ctrl_c_leaves_nothing_running(bench: Bench, drilled: str) -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 130, output
-    assert f"runs of the drill that are left: {name}" in output
+    assert f"not removed: {name}" in output
     bench.until(lambda: not processes_with(str(bench.runs / name)), "left running", 20)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from _chaos.bench import Bench, read_json
-from _chaos.injections import processes_of
 from _chaos.plan import EXPECTED
 from _chaos.running import Course
 from slurmllm.checkpoint.catalogue import list_checkpoints, verify_entry
+from slurmllm.drill.injector import find_processes
 from slurmllm.errors import SlurmllmError
 from slurmllm.rundir import RunDir
 
@@ -89,9 +89,9 @@ def _done(run: RunDir, course: Course) -> str:
 
 def _processes(run: RunDir) -> str:
     deadline = time.monotonic() + GONE_S
-    while left := processes_of(run.path):
+    while left := find_processes(run):
         if time.monotonic() > deadline:
-            return "; ".join(f"{pid}: {words}" for pid, (words, _) in list(left.items())[:4])
+            return "; ".join(f"{process.pid}: {' '.join(process.command)}" for process in left[:4])
         time.sleep(0.2)
     return ""
 

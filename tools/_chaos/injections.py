@@ -1,39 +1,37 @@
-"""The failures: each is done to the cluster or to a process of the run, and later mended."""
+"""The failures: each is injected into the cluster or a process of the run, and later undone."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
-
-from _devcluster.processes import all_pids, kill
 
 from _chaos.bench import Bench
 from _chaos.plan import Failure
 from _chaos.watching import RunFiles
+from slurmllm.drill.injector import find_processes, kill
+from slurmllm.rundir import RunDir
 
 Undo = Callable[[], "subprocess.Popen[bytes] | None"]
 
 
 class Impossible(Exception):
-    """A failure that cannot happen now, such as the death of a node that is dead."""
+    """A failure that cannot happen now, such as the death of a dead node."""
 
 
 def inject(bench: Bench, files: RunFiles, job: str, failure: Failure) -> tuple[str, Undo | None]:
-    """Do it.
+    """Inject a failure.
 
     Returns:
-        What was hit, and what mends it.
+        What it hit, and the function that undoes it.
 
     Raises:
-        Impossible: there is nothing that it could be done to.
+        Impossible: its target does not run.
     """
     kind = failure.kind
     if kind in ("worker_killed", "hang"):
         rank, pid = _worker(bench, files, failure.victim)
-        kill(pid, signal.SIGKILL if kind == "worker_killed" else signal.SIGSTOP)
+        kill([pid], signal.SIGKILL if kind == "worker_killed" else signal.SIGSTOP)
         return f"rank {rank}", None
     if kind == "time_limit":
         if bench.slurm("scancel", "--signal=USR1", "--batch", job) is None:
@@ -67,31 +65,15 @@ def _free(bench: Bench) -> None:
     bench.cluster.shared().free()
 
 
-def processes_of(run: Path) -> dict[int, tuple[str, str]]:
-    """The processes that were started for a run: id → program's arguments and rank."""
-    found = {}
-    for pid in all_pids():
-        if pid == os.getpid():
-            continue
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if str(run).encode() not in words:
-                continue
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        rank = next((v[5:].decode() for v in variables if v.startswith(b"RANK=")), "")
-        found[pid] = (b" ".join(words).decode(), rank)
-    return found
-
-
 def _worker(bench: Bench, files: RunFiles, victim: float) -> tuple[int, int]:
-    """A rank of the newest attempt, and its process's id."""
-    attempt = f"--attempt {files.attempt()}"
+    """A rank of the newest attempt, and its process id."""
+    attempt = ("--attempt", str(files.attempt()))
     workers = sorted(
-        (int(rank), pid)
-        for pid, (words, rank) in processes_of(files.path).items()
-        if " worker " in words and words.rstrip().endswith(attempt) and rank
+        (process.rank, process.pid)
+        for process in find_processes(RunDir(files.path))
+        if process.role == "worker"
+        and process.rank is not None
+        and attempt in zip(process.command, process.command[1:], strict=False)
     )
     if not workers:
         raise Impossible("no worker runs")
