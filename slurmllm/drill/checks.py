@@ -17,7 +17,7 @@ from slurmllm.metrics.source import read_curve
 from slurmllm.records import AttemptRecord, EndingClass, Record, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.status.history import read_history
-from slurmllm.status.recoveries import recoveries
+from slurmllm.status.recoveries import find_recoveries
 from slurmllm.supervise.attempts import load_attempts
 
 
@@ -185,7 +185,7 @@ def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
         None if no later attempt has completed a step.
     """
     history = read_history(run)
-    found = next((r for r in recoveries(history) if r.attempt == injection.attempt), None)
+    found = next((r for r in find_recoveries(history) if r.attempt == injection.attempt), None)
     if found is None or found.seconds is None:
         return None
     hit = history.steps.get(found.attempt)
