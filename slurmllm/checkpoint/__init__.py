@@ -1,10 +1,8 @@
-"""Checkpoints of a run: written whole or not at all, verified before use, kept to a number.
+"""Checkpoints of a run: published atomically, verified before use, retained by number and age.
 
-`save.py` writes, `resume.py` finds the newest one that verifies, `manifest.py` is the list of
-files and checksums between them, `state.py` what the training loop itself must remember,
-`catalogue.py` what there is. The shards in between are the backend's. No torch in these.
-
-Hugging Face in and out: `huggingface.py` holds names and layouts, `huggingface_config.py` the
-config.json, `importing.py` and `exporting.py` move weights one file at a time. `origin.py` says
-which model a checkpoint folder is of, `weights.py` fills a model from it.
+`save.py` writes, `resume.py` finds the newest checkpoint that verifies, `manifest.py` lists files
+and checksums, `state.py` is the training loop's own state, `catalogue.py` reads what exists,
+`retention.py` removes, `replicas.py` copies elsewhere. The shards are the backend's (`shards.py`).
+None of these imports torch. `origin.py` knows whose weights a folder holds; `formats/` reads and
+writes the native, NxD and Hugging Face formats.
 """

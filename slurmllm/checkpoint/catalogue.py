@@ -1,6 +1,7 @@
-"""Checkpoints that a roll-back has set aside: saved after training had begun to diverge.
+"""The checkpoints of a run: which exist, which verify, which are invalidated.
 
-They verify, so a resume must know them. They stay on disk for whoever wants to look, until training
+A roll-back invalidates the checkpoints saved after training began to diverge. Their files verify,
+so a resume must know them by the run's records. They stay on disk for inspection until training
 reaches their step again.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,44 +23,34 @@ if TYPE_CHECKING:
 
 
 def read_rollbacks(run: RunDir) -> tuple[SkippedBatches, ...]:
-    """The roll-backs of a run, oldest first.
-
-    Raises:
-        StorageError: their file is damaged.
-    """
+    """Returns the roll-backs of a run, oldest first; StorageError if their file is damaged."""
     return SkipsRecord.load(run.skips).skips if run.skips.exists() else ()
 
 
-def invalidation_reason(step: int, attempt: int, skips: Sequence[SkippedBatches]) -> str | None:
-    """Why a checkpoint counts no more; None where it does.
+def invalidation_reason(step: int, attempt: int, rollbacks: Sequence[SkippedBatches]) -> str | None:
+    """Returns why the checkpoint that `attempt` saved at `step` is invalidated, None if valid.
 
-    Args:
-        step: Its own.
-        attempt: The one that saved it.
-        skips: The run's roll-backs.
+    A checkpoint of the same step saved by a later attempt is valid: that one trained past the
+    divergence again, without the skipped batches.
     """
-    for skip in skips:
-        if step >= skip.onset and attempt <= skip.attempt:
+    for rollback in rollbacks:
+        if step >= rollback.onset and attempt <= rollback.attempt:
             return (
-                f"attempt {attempt} saved it after the divergence from step {skip.onset} on, which "
-                f"attempt {skip.attempt} rolled back"
+                f"attempt {attempt} saved it after the divergence from step {rollback.onset} on, "
+                f"which attempt {rollback.attempt} rolled back"
             )
     return None
 
 
 def invalidated_checkpoints(run: RunDir) -> dict[int, str]:
-    """The checkpoints of a run that count no more: step → why.
-
-    Raises:
-        StorageError: the file of the run's roll-backs is damaged.
-    """
-    skips, found = read_rollbacks(run), {}
-    for step in run.checkpoint_steps() if skips else ():
-        with suppress(StorageError):  # a damaged checkpoint is another matter
+    """Returns step → reason; StorageError if the file of the run's roll-backs is damaged."""
+    rollbacks, reasons = read_rollbacks(run), {}
+    for step in run.checkpoint_steps() if rollbacks else ():
+        with suppress(StorageError):  # a damaged checkpoint is reported by its own verification
             attempt = read_manifest(run.checkpoint(step)).attempt
-            if reason := invalidation_reason(step, attempt, skips):
-                found[step] = reason
-    return found
+            if reason := invalidation_reason(step, attempt, rollbacks):
+                reasons[step] = reason
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -67,25 +58,24 @@ class CheckpointEntry:
     """One checkpoint folder.
 
     Attributes:
-        directory: The folder.
-        manifest: None where it is missing or damaged.
-        faults: What is wrong, a line each; None where nobody has looked at the files.
-        copy_at: Where it lies, of a copy in the second place.
+        manifest: None if it is missing or damaged.
+        faults: One line each; None if the files have not been verified.
+        replica_url: Location of the copy, if the entry is a replica.
     """
 
     directory: Path
     manifest: CheckpointManifest | None
     faults: tuple[str, ...] | None
-    copy_at: str | None = None
+    replica_url: str | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Size of its files by the manifest."""
+        """Size of the files according to the manifest."""
         return sum(file.bytes for file in self.manifest.files) if self.manifest else 0
 
 
 def read_entry(directory: Path) -> CheckpointEntry:
-    """A checkpoint by its manifest alone."""
+    """Reads the manifest of a checkpoint without verifying its files."""
     try:
         return CheckpointEntry(directory, read_manifest(directory), None)
     except StorageError as error:
@@ -93,44 +83,39 @@ def read_entry(directory: Path) -> CheckpointEntry:
 
 
 def list_checkpoints(run: RunDir) -> list[CheckpointEntry]:
-    """The checkpoints of a run, oldest first."""
+    """Returns the checkpoints of a run, oldest first, not verified."""
     return [read_entry(run.checkpoint(step)) for step in run.checkpoint_steps()]
 
 
 def verify_entry(
     entry: CheckpointEntry, on_progress: OnProgress = lambda _: None
 ) -> CheckpointEntry:
-    """Check every file's size and checksum.
-
-    Args:
-        entry: What to look at.
-        on_progress: Told the bytes checked so far, of this checkpoint.
-    """
+    """Checks size and checksum of every file; `on_progress` receives the bytes checked so far."""
     if entry.manifest is None:
         return entry
-    found: list[str] = []
+    faults: list[str] = []
     done_bytes = 0
     for file in entry.manifest.files:
-        found += file_faults(entry.directory, [file])
+        faults += file_faults(entry.directory, [file])
         done_bytes += file.bytes
         on_progress(done_bytes)
-    return CheckpointEntry(entry.directory, entry.manifest, tuple(found))
+    return replace(entry, faults=tuple(faults))
 
 
 def newest_verified(run: RunDir) -> tuple[Path, list[str]]:
-    """The newest checkpoint that verifies and that no roll-back has set aside.
+    """Finds the newest checkpoint that verifies and is not invalidated.
 
     Returns:
-        Its folder, and a line for each newer one that does not serve.
+        Its folder, and a line for each newer checkpoint that was skipped.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: No checkpoint qualifies.
     """
     skipped: list[str] = []
-    aside = {run.checkpoint(step): reason for step, reason in invalidated_checkpoints(run).items()}
+    invalidated = {run.checkpoint(step): why for step, why in invalidated_checkpoints(run).items()}
     for entry in reversed(list_checkpoints(run)):
-        if entry.directory in aside:
-            skipped.append(f"{entry.directory.name}: {aside[entry.directory]}")
+        if entry.directory in invalidated:
+            skipped.append(f"{entry.directory.name}: {invalidated[entry.directory]}")
             continue
         entry = verify_entry(entry)
         if not entry.faults:

@@ -1,4 +1,4 @@
-"""A folder made whole or not at all."""
+"""A folder that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from slurmllm.rundir import fsync_dir
 
 
 def require_absent(target: Path) -> None:
-    """Raise a RunError where there is anything that a new folder would replace."""
+    """Raises a RunError if the target is a file or a folder that is not empty."""
     try:
         if not target.exists():
             return
         if not target.is_dir():
-            raise RunError(f"{target} is a file; name a folder that is not there yet")
-        held = sorted(entry.name for entry in target.iterdir())
+            raise RunError(f"{target} is a file; name a folder that does not exist yet")
+        names = sorted(entry.name for entry in target.iterdir())
     except OSError as error:
-        raise StorageError(f"cannot look at {target}: {error.strerror or error}") from error
-    if held:
-        more = f" and {len(held) - 3} more" if len(held) > 3 else ""
+        raise StorageError(f"cannot read {target}: {error.strerror or error}") from error
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise RunError(
-            f"{target} is not empty ({', '.join(held[:3])}{more}); name a folder that is not there "
-            "yet, or move what is in it away"
+            f"{target} is not empty ({', '.join(names[:3])}{more}); name a folder that does not "
+            "exist yet, or move its content away"
         )
 
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Make a folder under a temporary name and give it its own when the block is done.
+    """Creates a folder under a temporary name and renames it when the block completes.
 
-    Whatever ends the block early takes the temporary folder with it, and the parents that were
-    made for it; a process killed outright leaves the temporary folder, `.<name>.<word>.tmp`.
+    If the block raises, the temporary folder and the parents created for it are removed. A process
+    killed by SIGKILL leaves the temporary folder, `.<name>.<random>.tmp`.
 
     Yields:
-        Where to write; files are to be fsynced, folders are here.
+        The temporary folder. The block must fsync its files; folders are fsynced here.
 
     Raises:
-        RunError: there is something at the target already.
-        StorageError: the file system refused a write.
+        RunError: The target exists already.
+        StorageError: The file system failed a write.
     """
     require_absent(target)
     target = Path(os.path.realpath(target))
@@ -56,7 +56,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
             fsync_dir(Path(folder))
         temporary.rename(target)  # replaces an empty folder, and no other
         fsync_dir(target.parent)
-    except BaseException as error:
+    except BaseException as error:  # KeyboardInterrupt too: no half folder may remain
         shutil.rmtree(temporary, ignore_errors=True)
         with contextlib.suppress(OSError):
             for parent in parents:
@@ -64,6 +64,6 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise StorageError(
                 f"cannot write {target}: {error.strerror or error}; nothing is left of it: free "
-                "space or mend the file system and try again"
+                "space or fix the file system and try again"
             ) from error
         raise

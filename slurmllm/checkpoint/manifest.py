@@ -1,4 +1,4 @@
-"""The list of a checkpoint's files with sizes and checksums, and whether they agree."""
+"""A checkpoint's manifest: its files with sizes and checksums, and their verification."""
 
 from __future__ import annotations
 
@@ -13,16 +13,7 @@ MANIFEST = "manifest.json"
 
 
 def describe(directory: Path, name: str, sha256: str | None = None) -> CheckpointFile:
-    """Size and checksum of one file.
-
-    Args:
-        directory: The checkpoint's.
-        name: The file's.
-        sha256: Its checksum, where it is known already; else the file is read.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Returns size and checksum of one file, which is read unless its `sha256` is given."""
     path = directory / name
     if sha256 is None:
         with path.open("rb") as stream:
@@ -31,19 +22,16 @@ def describe(directory: Path, name: str, sha256: str | None = None) -> Checkpoin
 
 
 def read_manifest(directory: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        StorageError: there is none, or it is damaged.
-    """
+    """Raises a StorageError if the manifest is missing or damaged."""
+    # The manifest is a save's last file: without it the folder is incomplete.
     if not (directory / MANIFEST).is_file():
         raise StorageError(f"{directory.name} has no {MANIFEST}: its save did not finish")
     return CheckpointManifest.load(directory / MANIFEST)
 
 
 def file_faults(directory: Path, files: Sequence[CheckpointFile]) -> list[str]:
-    """What is wrong with files of a checkpoint: sizes first, then checksums of those that fit."""
-    found = []
+    """Verifies sizes, and checksums of files whose size is correct; returns one line per fault."""
+    faults = []
     for file in files:
         fault = _size_fault(directory, file)
         try:
@@ -52,12 +40,12 @@ def file_faults(directory: Path, files: Sequence[CheckpointFile]) -> list[str]:
         except OSError as error:
             fault = _unreadable(file, error)
         if fault is not None:
-            found.append(fault)
-    return found
+            faults.append(fault)
+    return faults
 
 
 def size_faults(directory: Path, files: Sequence[CheckpointFile]) -> list[str]:
-    """What is wrong with files of a checkpoint, by their sizes alone."""
+    """Verifies sizes only; returns one line per fault."""
     return [fault for file in files if (fault := _size_fault(directory, file)) is not None]
 
 

@@ -1,7 +1,7 @@
-"""A second place for checkpoints: a folder or whatever fsspec has a URL for (s3://…).
+"""Replicas: copies of a run's checkpoints in a folder or any fsspec file system (s3://…).
 
-<second tier>/<run>/step_XXXXXXXX/ holds the files of the run's folder, the manifest last: where it
-is, the checkpoint is whole. What comes back is checked against it before it is a checkpoint again.
+<checkpoint.replica>/<run>/step_XXXXXXXX/ holds the files of the run's folder, the manifest last: a
+replica with a manifest is complete. A fetched replica is verified before it replaces a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from slurmllm.rundir import RunDir, fsync_dir
 
 _STEP = re.compile(r"^step_(\d{8,})$")
 _CHUNK_BYTES = 16 * 2**20
+_BACKGROUND_NICENESS = 15
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The second place of one run.
+    """The replicas of one run. All methods raise a StorageError if the file system fails.
 
     Attributes:
-        location: As the recipe has it.
-        folder: The run's, as the file system names it.
-        file_system: fsspec's.
+        location: `checkpoint.replica` as written in the recipe.
+        folder: The run's folder, as the file system names it.
+        file_system: An fsspec file system.
     """
 
     location: str
@@ -43,46 +44,29 @@ class Replica:
     file_system: Any
 
     def path(self, step: int, name: str = "") -> str:
-        """A checkpoint's folder there, or one of its files."""
+        """Returns the file system's path of a checkpoint folder or of one of its files."""
         folder = f"{self.folder}/step_{step:08d}"
         return f"{folder}/{name}" if name else folder
 
     def url(self, step: int) -> str:
-        """A checkpoint's folder there, for people and programs."""
         url: str = self.file_system.unstrip_protocol(self.path(step))
         return url.removeprefix("file://")
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are whole there, oldest first.
-
-        Raises:
-            StorageError: the place cannot be reached.
-        """
-        return [step for step in self._folders() if self._whole(step)]
+        """Returns the steps of the complete replicas, oldest first."""
+        return [step for step in self._folders() if self._complete(step)]
 
     def manifest(self, step: int) -> CheckpointManifest:
-        """The manifest of a checkpoint there.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
         path = self.path(step, MANIFEST)
-        with _told("read", path):
+        with _storage_errors("read", path):
             return CheckpointManifest.model_validate_json(self.file_system.cat_file(path))
 
     def put(self, directory: Path) -> int:
-        """Copy a checkpoint there.
-
-        Returns:
-            Its size in bytes.
-
-        Raises:
-            StorageError: it cannot be read here or written there.
-        """
+        """Uploads a checkpoint, in place of any replica of its step; returns its size in bytes."""
         manifest = read_manifest(directory)
         target = self.path(manifest.step)
-        with _told("write", target):
-            if self.file_system.exists(target):  # cut off, or replaced in the run
+        with _storage_errors("write", target):
+            if self.file_system.exists(target):  # incomplete, or saved again after a roll-back
                 self._remove(manifest.step)
             for file in manifest.files:
                 self._put(directory / file.path, f"{target}/{file.path}")
@@ -93,32 +77,29 @@ class Replica:
         return sum(file.bytes for file in manifest.files)
 
     def retain(self, keep: int) -> None:
-        """Remove all but the `keep` whole ones saved last, and what is not whole.
+        """Removes all but the `keep` complete replicas saved last, and incomplete ones.
 
-        By time and not by step, for a run may have gone back, or another of its name before it.
-
-        Raises:
-            StorageError: the place cannot be reached.
+        By time and not by step, because the run may have rolled back, and an older run of the same
+        name may have left replicas of higher steps.
         """
-        saved = {step: self.manifest(step).saved_at for step in self.steps()}
-        newest = sorted(saved, key=lambda step: saved[step])[-keep:]
+        saved_at = {step: self.manifest(step).saved_at for step in self.steps()}
+        newest = sorted(saved_at, key=lambda step: saved_at[step])[-keep:]
         for step in self._folders():
             if newest and step not in newest:
-                with _told("remove", self.path(step)):
+                with _storage_errors("remove", self.path(step)):
                     self._remove(step)
 
     def fetch(self, step: int, run: RunDir) -> None:
-        """Make a checkpoint there one of the run, in place of a damaged one of the same step.
+        """Restores a checkpoint of the run from its replica, in place of a damaged one.
 
-        Raises:
-            StorageError: it cannot be read or does not verify; the run is as before.
+        The run is unchanged if this raises.
         """
         target = run.checkpoint(step)
         temporary = target.with_name(f".{target.name}.fetched.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         manifest = self.manifest(step)
         try:
-            with _told("read", self.path(step)):
+            with _storage_errors("read", self.path(step)):
                 for file in manifest.files:
                     path = temporary / file.path
                     path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,29 +108,26 @@ class Replica:
                 for folder in {(temporary / file.path).parent for file in manifest.files}:
                     fsync_dir(folder)
                 manifest.save(temporary / MANIFEST)
-                replace(temporary, target)
+                publish(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _folders(self) -> list[int]:
-        with _told("list", self.folder):
-            self.file_system.invalidate_cache()
+        with _storage_errors("list", self.folder):
+            self.file_system.invalidate_cache()  # other processes write there
             if not self.file_system.exists(self.folder):
                 return []
-            names = [path.rstrip("/").rpartition("/")[2] for path in self._listed()]
-        return sorted(int(found[1]) for name in names if (found := _STEP.match(name)))
+            paths: list[str] = self.file_system.ls(self.folder, detail=False)
+        names = (path.rstrip("/").rpartition("/")[2] for path in paths)
+        return sorted(int(match[1]) for name in names if (match := _STEP.match(name)))
 
-    def _listed(self) -> list[str]:
-        found: list[str] = self.file_system.ls(self.folder, detail=False)
-        return found
-
-    def _whole(self, step: int) -> bool:
-        with _told("read", self.path(step)):
+    def _complete(self, step: int) -> bool:
+        with _storage_errors("read", self.path(step)):
             return bool(self.file_system.exists(self.path(step, MANIFEST)))
 
     def _remove(self, step: int) -> None:
-        """The manifest first: what is left of a removal that was cut off is not whole."""
-        if self._whole(step):
+        # The manifest first, so that an interrupted removal leaves an incomplete replica.
+        if self._complete(step):
             self.file_system.rm_file(self.path(step, MANIFEST))
         self.file_system.rm(self.path(step), recursive=True)
 
@@ -158,7 +136,7 @@ class Replica:
         self.file_system.put_file(str(source), target)
 
     def _get(self, source: str, target: Path) -> str:
-        """Copy a file here, on disk for good; its sha256."""
+        """Downloads a file durably (fsync); returns its sha256."""
         checksum = hashlib.sha256()
         with self.file_system.open(source, "rb") as stream, target.open("wb") as copy:
             while chunk := stream.read(_CHUNK_BYTES):
@@ -170,37 +148,37 @@ class Replica:
 
 
 def open_replica(config: CheckpointConfig, run: str) -> Replica | None:
-    """The second place of a run; None where the recipe has none.
+    """Returns the replica of a run, None if the recipe has none.
 
     Raises:
-        StorageError: nothing that is installed here can open it.
+        StorageError: No installed file system can open it.
     """
     location = config.replica
     if location is None:
         return None
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-    with _told("open", location):
+    with _storage_errors("open", location):
         file_system, root = url_to_fs(location)
     return Replica(location, f"{root.rstrip('/')}/{run}", file_system)
 
 
 @contextmanager
-def _told(verb: str, path: str) -> Iterator[None]:
-    """What a file system refuses, as a StorageError."""
+def _storage_errors(verb: str, path: str) -> Iterator[None]:
     try:
         yield
-    except StorageError:  # told already
+    except StorageError:  # of a nested block
         raise
-    except Exception as error:  # each file system has errors of its own
-        words = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise StorageError(f"checkpoint.replica: cannot {verb} {path}: {words}") from error
+    except Exception as error:  # each fsspec file system raises errors of its own
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise StorageError(f"checkpoint.replica: cannot {verb} {path}: {reason}") from error
 
 
-def replace(temporary: Path, target: Path) -> None:
-    """Give a whole checkpoint its name, in place of one that is there, and make that durable."""
+def publish(temporary: Path, target: Path) -> None:
+    """Renames a complete checkpoint to its final name durably, in place of an existing one."""
     replaced = target.with_name(f".{target.name}.replaced")
-    if target.exists():  # damaged or set aside: it was passed over
+    if target.exists():  # damaged or invalidated: the resume skipped it
+        # rename() does not replace a folder that has content.
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
     temporary.rename(target)
@@ -208,76 +186,72 @@ def replace(temporary: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-_BACKGROUND_NICENESS = 15
-
-# step, seconds, bytes, what went wrong
+# step, seconds, bytes, error message
 OnCopied = Callable[[int, float, int, str | None], None]
 
 
 class ReplicaCopier:
-    """One copy at a time, of the newest checkpoint there is when the one before is done.
+    """Copies checkpoints to the replica in the background, one at a time, always the newest.
 
-    A refusal is told and costs nothing else; the next checkpoint is tried again. A copy under way
-    does not hold up the end of the process.
+    A failed copy is reported; the next checkpoint is tried again. The thread is a daemon, so that a
+    copy in progress does not delay the end of the process.
 
     Args:
-        tier: The second place.
-        run: The run.
-        keep: Newest checkpoints kept there.
-        still_ours: Raises where a newer attempt has taken the run over.
-        on_copied: Told of every copy, from another thread.
+        keep: Number of replicas to keep.
+        refuse_if_superseded: Raises a SlurmllmError if a newer attempt owns the run.
+        on_copied: Called after every copy, from the thread.
     """
 
     def __init__(
         self,
-        tier: Replica,
+        replica: Replica,
         run: RunDir,
         keep: int,
-        still_ours: Callable[[], None],
+        refuse_if_superseded: Callable[[], None],
         on_copied: OnCopied,
     ) -> None:
-        self._tier, self._run, self._keep = tier, run, keep
-        self._still_ours, self._on_copied = still_ours, on_copied
+        self._replica, self._run, self._keep = replica, run, keep
+        self._refuse_if_superseded, self._on_copied = refuse_if_superseded, on_copied
         self._changed = threading.Condition()
-        self._wanted: int | None = None
+        self._pending: int | None = None
         self._copying: int | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def in_use(self) -> tuple[int, ...]:
-        """The checkpoints of the run that it reads or is about to."""
+        """Steps of checkpoints being copied or next to be: retention must not remove them."""
         with self._changed:
-            return tuple(s for s in (self._copying, self._wanted) if s is not None)
+            return tuple(step for step in (self._copying, self._pending) if step is not None)
 
     def copy(self, step: int) -> None:
-        """Copy a checkpoint of the run as soon as the one under way is done."""
+        """Schedules a checkpoint of the run, in place of one that is still pending."""
         with self._changed:
-            self._wanted = step
+            self._pending = step
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="second-tier", daemon=True)
+            self._thread = threading.Thread(target=self._copy_loop, name="replica", daemon=True)
             self._thread.start()
 
     def finish(self, limit_s: float) -> bool:
-        """Wait until everything is copied, so long at most; whether it is."""
+        """Waits up to `limit_s` for all copies; returns whether they completed."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._wanted is None and self._copying is None, max(0.0, limit_s)
+                lambda: self._pending is None and self._copying is None, max(0.0, limit_s)
             )
 
-    def _work(self) -> None:
-        # On Linux of this thread alone.
+    def _copy_loop(self) -> None:
+        # On Linux the niceness is the thread's own.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._wanted is not None)
-                step, self._copying, self._wanted = self._wanted, self._wanted, None
+                self._changed.wait_for(lambda: self._pending is not None)
+                step, self._copying, self._pending = self._pending, self._pending, None
             assert step is not None
             began, num_bytes, fault = time.monotonic(), 0, None
             try:
-                self._still_ours()
-                num_bytes = self._tier.put(self._run.checkpoint(step))
-                self._tier.retain(self._keep)
+                self._refuse_if_superseded()
+                num_bytes = self._replica.put(self._run.checkpoint(step))
+                self._replica.retain(self._keep)
             except SlurmllmError as error:
                 fault = str(error)
             self._on_copied(step, time.monotonic() - began, num_bytes, fault)

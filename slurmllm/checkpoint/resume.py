@@ -1,7 +1,8 @@
-"""Finding the checkpoint to go on from: the newest that verifies, else the one before."""
+"""Finding the checkpoint to resume from: the newest that verifies, else the one before."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +20,16 @@ from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.records import CheckpointManifest, JobsRecord
 from slurmllm.rundir import RunDir
 
+log = logging.getLogger(__name__)
+
 
 class Resumable(NamedTuple):
-    """The checkpoint to go on from.
+    """The checkpoint to resume from.
 
     Attributes:
-        state: Of the newest checkpoint that verifies; None where there is none at all.
-        skipped: Newer ones that do not verify, each with the reason.
-        set_aside: Newer ones that a roll-back has set aside, likewise.
+        state: The checkpoint's training state; None if the run has no checkpoint.
+        skipped: One line for each newer checkpoint that does not verify.
+        invalidated: One line for each newer checkpoint that a roll-back invalidated.
     """
 
     state: TrainState | None
@@ -35,29 +38,30 @@ class Resumable(NamedTuple):
 
 
 def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str, Any]) -> Resumable:
-    """Find the newest checkpoint that verifies; the workers share the checksums (collective).
+    """Finds the newest checkpoint that verifies, replicas included (collective).
 
     Raises:
-        CheckpointError: there are checkpoints and none of them verifies.
-        RunError: it is another model's or another data's.
+        CheckpointError: Checkpoints exist and none of them verifies.
+        RunError: The checkpoint is of another model or of other data.
     """
-    # Rank 0's view for all: a listing may differ between nodes of a shared file system.
-    tier = _SecondPlace(run, backend) if backend.worker.rank == 0 else None
-    looked = None
-    if tier is not None:
-        looked = (run.checkpoint_steps(), invalidated_checkpoints(run), tier.steps)
-    steps, aside, elsewhere = backend.gather(looked)[0]
+    # All workers take rank 0's listing: on a shared file system, nodes may see different ones.
+    replica: Replica | None = None
+    listing = None
+    if backend.worker.rank == 0:
+        replica, replica_steps = _open_replica(run, backend)
+        listing = (run.checkpoint_steps(), invalidated_checkpoints(run), replica_steps)
+    steps, invalidated, replica_steps = backend.gather(listing)[0]
     skipped: list[str] = []
-    for step in sorted({*steps, *elsewhere} - set(aside), reverse=True):
+    for step in sorted({*steps, *replica_steps} - set(invalidated), reverse=True):
         directory = run.checkpoint(step)
         fault = first_fault(directory, backend) if step in steps else None
-        if step in elsewhere and (fault is not None or step not in steps):
+        if step in replica_steps and (fault is not None or step not in steps):
             skipped += [f"step {step}: {fault}"] if fault else []
-            fault = backend.gather(tier.fetch(step) if tier is not None else None)[0]
+            fault = backend.gather(_fetch(replica, step, run) if replica else None)[0]
         if fault is None:
             state = TrainState.load(directory / TRAIN_STATE)
             _check_fingerprint(directory, state, fingerprint)
-            return Resumable(state, tuple(skipped), _newer(aside, step))
+            return Resumable(state, tuple(skipped), _newer_than(step, invalidated))
         skipped.append(f"step {step}: {fault}")
     if skipped:
         raise CheckpointError(
@@ -65,59 +69,55 @@ def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str,
             + "\n".join(f"  {line}" for line in skipped)
             + "\nrestore one of them, or move the folder away to start again from step 0"
         )
-    return Resumable(None, (), _newer(aside, 0))
+    return Resumable(None, (), _newer_than(0, invalidated))
 
 
-class _SecondPlace:
-    """What there is in the second place for checkpoints; a refusal is told and no more."""
-
-    def __init__(self, run: RunDir, backend: ShardBackend) -> None:
-        self._run = run
-        self._tier: Replica | None = None
-        self.steps: list[int] = []
-        try:
-            self._tier = open_replica(backend.config.recipe.checkpoint, run.name)
-            if self._tier is not None:
-                self.steps = usable_steps(run, self._tier)
-        except StorageError as error:
-            print(f"warning: {error}", flush=True)
-
-    def fetch(self, step: int) -> str | None:
-        """Bring a checkpoint into the run; what is wrong where that fails."""
-        assert self._tier is not None
-        try:
-            self._tier.fetch(step, self._run)
-        except StorageError as error:
-            return str(error)
-        print(f"brought step {step} back from {self._tier.location}", flush=True)
-        return None
+def _open_replica(run: RunDir, backend: ShardBackend) -> tuple[Replica | None, list[int]]:
+    """Opens the run's replica and lists its usable steps; a failure is only a warning."""
+    try:
+        replica = open_replica(backend.config.recipe.checkpoint, run.name)
+        return replica, usable_steps(run, replica) if replica is not None else []
+    except StorageError as error:
+        log.warning("%s", error)
+        return None, []
 
 
-def usable_steps(run: RunDir, tier: Replica) -> list[int]:
-    """The checkpoints in the second place that a run may go on from, oldest first.
+def _fetch(replica: Replica, step: int, run: RunDir) -> str | None:
+    """Restores a checkpoint from its replica; returns the fault if that fails."""
+    try:
+        replica.fetch(step, run)
+    except StorageError as error:
+        return str(error)
+    log.info("restored step %d from %s", step, replica.location)
+    return None
 
-    Not those that a roll-back has set aside, nor those of an older run of the same name.
+
+def usable_steps(run: RunDir, replica: Replica) -> list[int]:
+    """Returns the steps of the replicas that a run may resume from, oldest first.
+
+    Without invalidated ones, and without those of an older run of the same name.
 
     Raises:
-        StorageError: the place cannot be reached, or the run's records are damaged.
+        StorageError: The replica is unreachable, or the run's records are damaged.
     """
-    skips = read_rollbacks(run)
+    rollbacks = read_rollbacks(run)
     submissions = JobsRecord.load(run.jobs).submissions if run.jobs.exists() else ()
-    born = min((one.submitted_at for one in submissions), default=0.0)
-    manifests = [tier.manifest(step) for step in tier.steps()]
+    created_at = min((one.submitted_at for one in submissions), default=0.0)
     return [
-        m.step
-        for m in manifests
-        if m.saved_at >= born and not invalidation_reason(m.step, m.attempt, skips)
+        manifest.step
+        for manifest in map(replica.manifest, replica.steps())
+        if manifest.saved_at >= created_at
+        and not invalidation_reason(manifest.step, manifest.attempt, rollbacks)
     ]
 
 
-def _newer(aside: Mapping[int, str], step: int) -> tuple[str, ...]:
-    return tuple(f"step {at}: {aside[at]}" for at in sorted(aside, reverse=True) if at > step)
+def _newer_than(step: int, invalidated: Mapping[int, str]) -> tuple[str, ...]:
+    newer = sorted((other for other in invalidated if other > step), reverse=True)
+    return tuple(f"step {other}: {invalidated[other]}" for other in newer)
 
 
 def first_fault(directory: Path, backend: ShardBackend) -> str | None:
-    """What is wrong with a checkpoint; the workers share the checksums (collective)."""
+    """Verifies a checkpoint; the workers share the files to read (collective)."""
     manifest: CheckpointManifest | None = None
     fault: str | None = None
     if backend.worker.rank == 0:
@@ -129,19 +129,19 @@ def first_fault(directory: Path, backend: ShardBackend) -> str | None:
     if manifest is None:
         return fault
     share = manifest.files[backend.worker.rank :: backend.worker.world_size]
-    found = [line for part in backend.gather(file_faults(directory, share)) for line in part]
-    return "; ".join(found) or None
+    faults = [line for part in backend.gather(file_faults(directory, share)) for line in part]
+    return "; ".join(faults) or None
 
 
 def _check_fingerprint(directory: Path, state: TrainState, fingerprint: Mapping[str, Any]) -> None:
     saved = dict(state.fingerprint)
     if state.data.get("version") == 1:
-        # Its corpus had a fingerprint of another kind, which the stream compares when it resumes.
+        # Version 1 hashed the corpus in another way; the stream compares it when it resumes.
         saved["data.corpus"] = fingerprint.get("data.corpus")
     lines = fingerprint_differences(saved, fingerprint)
     if lines:
         raise RunError(
             f"{directory} is of another model or other data and cannot be continued:\n"
             + "\n".join(f"  {line}" for line in lines)
-            + "\nput the settings back, or start a new run with another --name"
+            + "\nrestore the settings, or start a new run with another --name"
         )

@@ -1,10 +1,12 @@
-"""Which checkpoints go when a new one is there."""
+"""Which checkpoints a new one makes obsolete, and their removal."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,52 +15,54 @@ from slurmllm.checkpoint.manifest import read_manifest, size_faults
 from slurmllm.errors import StorageError
 from slurmllm.rundir import RunDir, fsync_dir
 
+log = logging.getLogger(__name__)
+
 _HOUR_S = 3600.0
-REMOVED = "removed"  # ending of a folder on its way out
+REMOVED = "removed"  # suffix of a folder that is being removed
 
 
 class RetainedCheckpoint(NamedTuple):
-    """A checkpoint that is kept or goes.
+    """A checkpoint on disk, considered for removal.
 
     Attributes:
         saved_at: Unix time, s.
-        counts: Whether a run may go on from it, as far as is known.
+        usable: Whether a run may resume from it, as far as is known without reading its files.
     """
 
     step: int
     saved_at: float
-    counts: bool = True
+    usable: bool = True
 
 
 def expired_steps(
-    candidates: Sequence[RetainedCheckpoint],
+    checkpoints: Sequence[RetainedCheckpoint],
     now: float,
     *,
     keep: int,
     keep_hours: float = 0.0,
     keep_every: int | None = None,
 ) -> list[int]:
-    """The steps of the checkpoints that go.
+    """Returns the steps of the checkpoints to remove.
 
-    Nothing goes where the newest does not count: the older ones are all there is. So one that
-    counts is always left where there was one.
+    None if the newest is unusable: the older ones are then all that a resume has. So at least one
+    usable checkpoint always remains.
 
     Args:
-        candidates: Oldest first; the last has just been looked at on disk.
+        checkpoints: Oldest first; the newest has just been checked on disk.
         now: Unix time, s.
-        keep: So many of the newest that count stay.
-        keep_hours: Those saved within so many hours stay.
-        keep_every: Those at multiples of this step stay.
+        keep: Number of newest usable checkpoints to keep.
+        keep_hours: Age in hours up to which all usable checkpoints are kept.
+        keep_every: Usable checkpoints at multiples of this step are kept.
     """
-    if not candidates or not candidates[-1].counts:
+    if not checkpoints or not checkpoints[-1].usable:
         return []
-    newest = {candidate.step for candidate in [c for c in candidates if c.counts][-keep:]}
+    newest = {one.step for one in [c for c in checkpoints if c.usable][-keep:]}
     return [
-        candidate.step
-        for candidate in candidates
-        if candidate.step not in newest
-        and not (candidate.counts and now - candidate.saved_at < keep_hours * _HOUR_S)
-        and not (candidate.counts and keep_every and candidate.step % keep_every == 0)
+        one.step
+        for one in checkpoints
+        if one.step not in newest
+        and not (one.usable and now - one.saved_at < keep_hours * _HOUR_S)
+        and not (one.usable and keep_every and one.step % keep_every == 0)
     ]
 
 
@@ -70,56 +74,46 @@ def remove_expired(
     keep_every: int | None = None,
     in_use: Collection[int] = (),
 ) -> None:
-    """Remove the checkpoints of a run that have expired; what cannot be removed is told, no more.
+    """Removes the expired checkpoints of a run; failures are logged and otherwise ignored.
 
-    The newest is looked at again before: its manifest and the sizes of its files. Not their
-    checksums: they were made of the bytes as they were written, and what a second reading would get
-    right after that is the system's memory, not the disk.
+    First checks the newest one's manifest and file sizes. Not its checksums: they were computed
+    from the bytes as they were written, and reading the files again so soon would verify the page
+    cache, not the disk.
 
-    Those after step `newest` are damaged or set aside and were passed over: they count for nothing
-    and stay for whoever wants to look, until training reaches their step again.
+    Checkpoints after step `newest` are damaged or invalidated, since the resume skipped them. They
+    are ignored here and stay for inspection until training reaches their step again.
 
     Args:
-        run: The run.
-        newest: Step of the checkpoint that has just been written.
-        keep: See `expired`.
-        keep_hours: Likewise.
-        keep_every: Likewise.
-        in_use: Steps that somebody is reading.
+        newest: Step of the checkpoint that has just been published.
+        keep, keep_hours, keep_every: See `expired_steps`.
+        in_use: Steps of checkpoints that are being read.
     """
+    found = []
     try:
-        candidates = _candidates(run, newest)
+        invalidated = invalidated_checkpoints(run)
+        for step in run.checkpoint_steps():
+            if step > newest:
+                continue
+            directory = run.checkpoint(step)
+            try:
+                manifest = read_manifest(directory)
+            except StorageError:
+                found.append(RetainedCheckpoint(step, 0.0, usable=False))
+                continue
+            whole = step < newest or not size_faults(directory, manifest.files)
+            usable = whole and step not in invalidated
+            found.append(RetainedCheckpoint(step, manifest.saved_at, usable))
     except StorageError as error:
-        print(f"warning: no checkpoint is removed: {error}", flush=True)
+        log.warning("no checkpoint is removed: %s", error)
         return
-    going = expired_steps(
-        candidates, time.time(), keep=keep, keep_hours=keep_hours, keep_every=keep_every
-    )
-    for step in going:
+    now = time.time()
+    for step in expired_steps(found, now, keep=keep, keep_hours=keep_hours, keep_every=keep_every):
         if step not in in_use:
             _remove(run.checkpoint(step))
 
 
-def _candidates(run: RunDir, newest: int) -> list[RetainedCheckpoint]:
-    aside = invalidated_checkpoints(run)
-    found = []
-    for step in run.checkpoint_steps():
-        if step > newest:
-            continue
-        try:
-            manifest = read_manifest(run.checkpoint(step))
-        except StorageError:
-            found.append(RetainedCheckpoint(step, 0.0, counts=False))
-            continue
-        sound = step < newest or not size_faults(run.checkpoint(step), manifest.files)
-        found.append(
-            RetainedCheckpoint(step, manifest.saved_at, counts=sound and step not in aside)
-        )
-    return found
-
-
 def _remove(directory: Path) -> None:
-    """Remove a checkpoint; killed half-way, no half checkpoint is left under its name."""
+    # Renamed first: if the removal is killed, no partial checkpoint keeps the name.
     hidden = directory.with_name(f".{directory.name}.{REMOVED}")
     try:
         if hidden.exists():
@@ -128,13 +122,7 @@ def _remove(directory: Path) -> None:
         fsync_dir(directory.parent)
         shutil.rmtree(hidden)
     except OSError as error:
-        print(f"warning: cannot remove {directory}: {error.strerror}", flush=True)
-        _put_back(hidden, directory)
-
-
-def _put_back(hidden: Path, directory: Path) -> None:
-    try:
-        if not size_faults(hidden, read_manifest(hidden).files):
-            hidden.rename(directory)
-    except (OSError, StorageError):
-        return
+        log.warning("cannot remove %s: %s", directory, error.strerror)
+        with suppress(OSError, StorageError):  # still complete: it may serve a resume
+            if not size_faults(hidden, read_manifest(hidden).files):
+                hidden.rename(directory)

@@ -1,15 +1,15 @@
-"""Writing a checkpoint.
+"""Saving a checkpoint.
 
-1. Rank 0 makes `.step_XXXXXXXX.NNN.tmp` beside the checkpoints (NNN: the attempt, so that a late
-   process of a lost one never writes into the folder of the next); the backend begins to write its
-   shards into it. Where it is to and the backend can, training goes on from here.
-2. A thread of each worker waits for its files, their checksums and their fsync.
-3. `finish`: rank 0 fsyncs all folders, writes the manifest last, fsyncs, makes sure that no newer
+1. Rank 0 creates `.step_XXXXXXXX.NNN.tmp` in the checkpoints' folder (NNN: the attempt, so that a
+   late process of an orphaned attempt never writes into the next one's folder). The backend begins
+   to write its shards there. An asynchronous save lets training continue from here.
+2. A thread of each worker waits for the worker's files, their checksums and their fsync.
+3. `finish`: rank 0 fsyncs all folders, writes the manifest last, fsyncs it, checks that no newer
    attempt has begun, renames the folder, fsyncs the parent.
-4. Retention, in a thread: rank 0 removes what has expired.
+4. Retention: rank 0 removes expired checkpoints in a thread.
 
-After each part the workers agree on whether it went well everywhere, so that a full disk on one
-node ends the save on all of them: the temporary folder goes, older checkpoints stay.
+After each part the workers agree on whether it succeeded on all of them, so that a full disk on one
+node ends the save everywhere: the temporary folder is removed, older checkpoints stay.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
-from slurmllm.checkpoint.manifest import MANIFEST, describe, read_manifest
-from slurmllm.checkpoint.replicas import replace
+from slurmllm.checkpoint.catalogue import list_checkpoints
+from slurmllm.checkpoint.manifest import MANIFEST, describe
+from slurmllm.checkpoint.replicas import publish
 from slurmllm.checkpoint.retention import REMOVED, remove_expired
 from slurmllm.checkpoint.shards import ShardBackend, ShardWrite
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_digest
@@ -42,35 +42,30 @@ _TEMPORARY = re.compile(
 
 
 def save(run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) -> float:
-    """Write the checkpoint of a step and remove those beyond the number to keep (collective).
-
-    Returns:
-        Seconds that it took.
+    """Writes a checkpoint and removes expired ones (collective); returns the seconds it took.
 
     Raises:
-        CheckpointError: on all workers, if it failed on one.
+        CheckpointError: On all workers if the save failed on one.
     """
-    begun = Save(run, backend, state, attempt)
-    seconds = begun.finish()
-    begun.settle()
+    current = Save(run, backend, state, attempt)
+    seconds = current.finish()
+    current.join_retention()
     return seconds
 
 
 class Save:
-    """A checkpoint that is being written; made and finished by all workers together (collective).
+    """A save in progress, created and finished by all workers together (collective).
 
     Args:
-        run: The run.
-        backend: Whose shards are written.
-        state: What goes beside the shards.
-        attempt: Of the train stage.
+        state: The training loop's state to store with the shards.
+        attempt: Number of this attempt of the train stage.
 
     Attributes:
-        num_bytes: Of all files, when it is finished.
+        num_bytes: Size of all files, known when the save has finished.
 
     Raises:
-        CheckpointError: on all workers, if it failed on one; so does `finish`.
-        NodeError: likewise, where a newer attempt has taken the run over.
+        CheckpointError: On all workers if the save failed on one; `finish` raises it too.
+        NodeError: On all workers if a newer attempt has superseded this one.
     """
 
     def __init__(self, run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) -> None:
@@ -81,34 +76,34 @@ class Save:
         self._target = run.checkpoint(state.step)
         self._temporary = run.checkpoints / f".{self._target.name}.{attempt:03d}.tmp"
         self._first = backend.worker.rank == 0
-        self._saving: ShardWrite | None = None
+        self._shards: ShardWrite | None = None
         self._retention: Thread | None = None
-        with self._whole_or_not():
-            _agree(backend, lambda: _fresh(run, self._temporary) if self._first else None)
-            self._saving = _agree(backend, lambda: backend.save_shards(self._temporary))
+        with self._all_or_nothing():
+            _agree(backend, self._create_folder)
+            self._shards = _agree(backend, lambda: backend.save_shards(self._temporary))
         executor = ThreadPoolExecutor(1, thread_name_prefix=self._target.name)
-        self._files = executor.submit(self._describe_shards, self._saving)
+        self._files = executor.submit(self._describe_shards, self._shards)
         executor.shutdown(wait=False)
 
     def written(self) -> bool:
-        """Whether this worker's files are written, as far as it goes without the others."""
+        """Returns whether this worker's files are written; other workers may not be done."""
         return self._files.done()
 
     @property
     def waited_s(self) -> float:
-        """Seconds that training has waited for this worker's shards within steps."""
-        return self._saving.waited_s if self._saving is not None else 0.0
+        """Seconds that training waited for this worker's shards within steps."""
+        return self._shards.waited_s if self._shards is not None else 0.0
 
     def finish(self, in_use: Collection[int] = ()) -> float:
-        """Wait for all workers' files, and make the checkpoint one.
+        """Waits for all workers' files and publishes the checkpoint (collective).
 
         Args:
-            in_use: Steps of checkpoints that somebody reads, or may have to; they stay.
+            in_use: Steps of checkpoints that retention must keep because they are being read.
 
         Returns:
             Seconds since the save began.
         """
-        with self._whole_or_not():
+        with self._all_or_nothing():
             _agree(self._backend, self._files.result)
             files = _agree_all(self._backend, self._complete)
             manifest = CheckpointManifest(
@@ -132,73 +127,94 @@ class Save:
             self._retention.start()
         return time.monotonic() - self._started
 
-    def settle(self) -> None:
-        """Wait until what has expired is removed; before another save is finished."""
+    def join_retention(self) -> None:
+        """Waits until expired checkpoints are removed; required before the next `finish`."""
         if self._retention is not None:
             self._retention.join()
 
-    def _describe_shards(self, saving: ShardWrite) -> list[CheckpointFile]:
+    def _create_folder(self) -> None:
+        if not self._first:
+            return
+        if self._temporary.exists():
+            shutil.rmtree(self._temporary)
+        self._temporary.mkdir(parents=True)
+        fsync_dir(self._run.path)  # the first save creates the checkpoints' folder too
+
+    def _describe_shards(self, shards: ShardWrite) -> list[CheckpointFile]:
         names = []
         if self._first:
             self._state.save(self._temporary / TRAIN_STATE)
             names.append(TRAIN_STATE)
-        return [self._settled(name) for name in names + saving.wait()]
+        return [self._describe(shards, name) for name in names + shards.wait()]
 
     def _complete(self) -> list[CheckpointFile]:
-        assert self._saving is not None
-        names = self._saving.finish()
-        return self._files.result() + [self._settled(name) for name in names]
+        assert self._shards is not None
+        names = self._shards.finish()
+        return self._files.result() + [self._describe(self._shards, name) for name in names]
 
-    def _settled(self, name: str) -> CheckpointFile:
-        """A file on disk for good, with its checksum."""
-        assert self._saving is not None
-        _fsync_file(self._temporary / name)
-        return describe(self._temporary, name, self._saving.sha256(name))
+    def _describe(self, shards: ShardWrite, name: str) -> CheckpointFile:
+        """Makes a file durable and returns its size and checksum."""
+        descriptor = os.open(self._temporary / name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return describe(self._temporary, name, shards.sha256(name))
 
     def _publish(self, manifest: CheckpointManifest) -> None:
-        temporary, target = self._temporary, self._target
-        parents = {(temporary / file.path).parent for file in manifest.files}
+        parents = {(self._temporary / file.path).parent for file in manifest.files}
         for folder in sorted(parents, reverse=True):
             fsync_dir(folder)
-        manifest.save(temporary / MANIFEST)  # fsyncs the file and the folder
+        manifest.save(self._temporary / MANIFEST)  # fsyncs the file and the folder
+        # As late as possible: a frozen node may wake up long after its attempt was replaced.
         refuse_if_superseded(self._run, self._attempt)
-        replace(temporary, target)
+        publish(self._temporary, self._target)
 
     @contextmanager
-    def _whole_or_not(self) -> Iterator[None]:
+    def _all_or_nothing(self) -> Iterator[None]:
         try:
             yield
         except NodeError:
             self._give_up()
             raise
         except _SaveFailed as failure:
-            if self._first:
-                message = _advice(self._run, self._target, failure)
-            else:
-                message = f"cannot save {self._target}: {failure}"
+            message = f"cannot save {self._target}: {failure}"
+            if self._first:  # before the clean-up, which frees the space that was missing
+                message += self._advice()
             self._give_up()
             raise CheckpointError(message) from failure
 
     def _give_up(self) -> None:
-        if self._saving is not None:
-            self._saving.abandon()
+        if self._shards is not None:
+            self._shards.abandon()
         if self._first:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
+    def _advice(self) -> str:
+        """Returns the free and the needed space, and what to do."""
+        free = shutil.disk_usage(self._run.path).free
+        sizes = (entry.num_bytes for entry in reversed(list_checkpoints(self._run)))
+        needed = next((size for size in sizes if size), None)
+        last = f"; the last checkpoint took {needed / 1e6:.1f} MB" if needed else ""
+        return (
+            f"; {free / 1e6:.1f} MB are free there{last}. Older checkpoints are untouched: free "
+            "space (or raise the quota or the file size limit), then `slurmllm resume`"
+        )
+
 
 class _SaveFailed(Exception):
-    """A part of the save failed on one worker or more."""
+    """A part of the save failed on at least one worker."""
 
 
 def _agree(backend: ShardBackend, part: Callable[[], T]) -> T:
-    """Do a part of the save on every worker; all go on, each with its own result, or all fail."""
+    """Runs a part of the save on every worker; if one fails, all raise. Results stay local."""
     result: list[T] = []
     _agree_all(backend, lambda: result.append(part()))
     return result[0]
 
 
 def _agree_all(backend: ShardBackend, part: Callable[[], T]) -> list[T]:
-    """Likewise, with the results of all workers, by rank; they are sent."""
+    """Like `_agree`, but returns the picklable results of all workers, by rank."""
     result, fault, superseded = None, None, False
     try:
         result = part()
@@ -216,41 +232,25 @@ def _agree_all(backend: ShardBackend, part: Callable[[], T]) -> list[T]:
     return [answer for answer, _, _ in answers]
 
 
-def _fresh(run: RunDir, temporary: Path) -> None:
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    fsync_dir(run.path)  # the first save makes the folder of the checkpoints
-
-
-def _fsync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def refuse_if_superseded(run: RunDir, attempt: int) -> None:
-    """Let a process of a lost attempt publish nothing.
+    """Prevents a process of an orphaned attempt from publishing anything.
 
     Raises:
-        NodeError: there is a newer attempt.
+        NodeError: A newer attempt exists.
     """
     newest = max((known.number for known in run.attempts("train")), default=attempt)
     if newest > attempt:
         raise NodeError(
-            f"attempt {attempt} was taken over by attempt {newest} of run {run.name}: it saves "
+            f"attempt {attempt} was superseded by attempt {newest} of run {run.name}: it saves "
             "nothing more"
         )
 
 
 def remove_leftovers(run: RunDir, attempt: int | None = None) -> None:
-    """Remove what dead attempts left of their saves; rank 0 alone, at the start.
+    """Removes temporary folders of interrupted saves; called by rank 0 at the start.
 
     Args:
-        run: The run.
-        attempt: This one; what newer ones are writing stays.
+        attempt: This attempt; what newer ones are writing stays. None removes all.
     """
     if not run.checkpoints.is_dir():
         return
@@ -261,24 +261,3 @@ def remove_leftovers(run: RunDir, attempt: int | None = None) -> None:
         writer = found["attempt"]
         if attempt is None or writer is None or int(writer) <= attempt:
             shutil.rmtree(entry, ignore_errors=True)
-
-
-def _advice(run: RunDir, target: Path, failure: _SaveFailed) -> str:
-    """The value, the rule and the remedy of a save that failed; called before the clean-up."""
-    free = shutil.disk_usage(run.path).free
-    needed = _bytes_of_newest(run)
-    wanted = f" where the last checkpoint took {needed / 1e6:.1f} MB" if needed else ""
-    return (
-        f"cannot save {target}: {failure}; {free / 1e6:.1f} MB are free there{wanted}. "
-        "Older checkpoints are untouched: free space (or raise the quota or the file size limit), "
-        "then `slurmllm resume`"
-    )
-
-
-def _bytes_of_newest(run: RunDir) -> int | None:
-    for step in reversed(run.checkpoint_steps()):
-        try:
-            return sum(file.bytes for file in read_manifest(run.checkpoint(step)).files)
-        except StorageError:
-            continue
-    return None

@@ -1,4 +1,4 @@
-"""What the training loop must remember besides the backend's shards, and whose checkpoint it is."""
+"""The training loop's state in a checkpoint, and the fingerprint that a resume compares."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from slurmllm.config.resolve import flatten
 from slurmllm.records import Record
 
 TRAIN_STATE = "train_state.json"
-# What AdamW keeps of each parameter besides `step`, as torch names it.
+# AdamW's state per parameter next to `step`, by torch's names.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_MODEL_PREFIX = "model."
 
 
 class TrainState(Record):
@@ -26,22 +27,22 @@ class TrainState(Record):
     data: dict[str, Any] = Field(description="position in the corpus, of all workers together")
     fingerprint: dict[str, Any] = Field(description="see `fingerprint`")
     guard: dict[str, Any] = Field(
-        default_factory=dict, description="what the divergence guard has seen of the gradient norm"
+        default_factory=dict,
+        description="the divergence guard's statistics of the gradient norm",
     )
 
 
 def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
-    """What must be equal for a checkpoint to be continued: dotted path → value.
+    """Returns what must be equal for training to continue a checkpoint: dotted path → value.
 
-    Model and data order. Not the learning rate, the mesh or the number of steps, which may change.
+    Model and data order. Learning rate, mesh and number of steps may change.
 
     Args:
-        recipe: The run's.
-        corpus: Identity of the corpus by its content.
-        tokenizer: Identity of the tokenizer by its content.
+        corpus: Content hash of the corpus.
+        tokenizer: Content hash of the tokenizer.
     """
     return {
-        **flatten(recipe.model.model_dump(mode="json"), "model."),
+        **flatten(recipe.model.model_dump(mode="json"), _MODEL_PREFIX),
         "data.corpus": corpus,
         "data.tokenizer": tokenizer,
         "data.mask": recipe.data.mask,
@@ -51,27 +52,28 @@ def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
 
 
 def fingerprint_digest(fields: Mapping[str, Any]) -> str:
-    """One word for a fingerprint's fields."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def model_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the model section of a fingerprint."""
+    return {
+        path.removeprefix(_MODEL_PREFIX): value
+        for path, value in fields.items()
+        if path.startswith(_MODEL_PREFIX)
+    }
+
+
 def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """One line for each field that differs; fields newer than the checkpoint have their default."""
-    saved = _completed(saved)
+    """Returns one line per field that differs."""
+    try:
+        model = ModelConfig.model_validate(model_fields(saved)).model_dump(mode="json")
+        # Fields that are newer than the checkpoint take their defaults.
+        saved = {**saved, **flatten(model, _MODEL_PREFIX)}
+    except ValidationError:  # of another version, whose fields then show as differences
+        pass
     return [
         f"{path}: the checkpoint has {saved.get(path)!r}, the run {current.get(path)!r}"
         for path in [*saved, *(path for path in current if path not in saved)]
         if saved.get(path) != current.get(path)
     ]
-
-
-def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    prefix = "model."
-    stored = {
-        path.removeprefix(prefix): value for path, value in saved.items() if path.startswith(prefix)
-    }
-    try:
-        model = ModelConfig.model_validate(stored).model_dump(mode="json")
-    except ValidationError:  # of another version, whose fields then show as differences
-        return dict(saved)
-    return {**saved, **flatten(model, prefix)}

@@ -426,7 +426,7 @@ def _as_json(entry: CheckpointEntry) -> dict[str, Any]:
     manifest = entry.manifest
     held = manifest.model_dump(mode="json", exclude={"files", "fingerprint"}) if manifest else {}
     return {
-        "path": entry.copy_at or str(entry.directory),
+        "path": entry.replica_url or str(entry.directory),
         **held,
         "files": len(manifest.files) if manifest else None,
         "bytes": entry.num_bytes if manifest else None,
@@ -445,8 +445,8 @@ def _print(entries: list[CheckpointEntry]) -> None:
         manifest = entry.manifest
         saved = time.localtime(manifest.saved_at) if manifest else None
         state = "not checked" if entry.faults is None else "; ".join(entry.faults) or "verified"
-        if entry.copy_at is not None:
-            state = f"copy in {entry.copy_at}"
+        if entry.replica_url is not None:
+            state = f"copy in {entry.replica_url}"
         rows.append(
             (
                 str(int(entry.directory.name.rpartition("_")[2])),

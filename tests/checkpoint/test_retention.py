@@ -27,11 +27,11 @@ def test_one_that_counts_always_stays(
     candidates = [by_step[step] for step in sorted(by_step)]
     going = expired_steps(candidates, 1e6, keep=keep, keep_hours=keep_hours, keep_every=keep_every)
     left = [c for c in candidates if c.step not in going]
-    counting = [c for c in candidates if c.counts]
-    assert sum(c.counts for c in left) >= min(keep, len(counting))
+    counting = [c for c in candidates if c.usable]
+    assert sum(c.usable for c in left) >= min(keep, len(counting))
     assert not counting or counting[-1] in left
     for gone in (by_step[step] for step in going):
-        if gone.counts:
+        if gone.usable:
             assert gone.saved_at + keep_hours * 3600 <= 1e6
             assert not keep_every or gone.step % keep_every
 
@@ -78,9 +78,9 @@ def test_one_set_aside_counts_for_nothing(run: RunDir) -> None:
 
 
 def test_a_damaged_record_of_roll_backs_keeps_all(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
+    run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.skips.write_text("{")
     remove_expired(run, 20, keep=1)
     assert run.checkpoint_steps() == [10, 20]
-    assert "no checkpoint is removed" in capsys.readouterr().out
+    assert "no checkpoint is removed" in caplog.text

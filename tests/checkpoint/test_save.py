@@ -64,7 +64,7 @@ def test_later_damaged_ones_do_not_count_and_are_replaced(run: RunDir) -> None:
 
 
 def test_what_cannot_be_removed_is_told(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (10, 20):
         save_all(PretendGang(), run, step)
@@ -74,7 +74,7 @@ def test_what_cannot_be_removed_is_told(
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     saving.remove_expired(run, 20, keep=1)
-    assert "cannot remove" in capsys.readouterr().out
+    assert "cannot remove" in caplog.text
     assert run.checkpoint_steps() == [10, 20]
 
 
@@ -125,7 +125,7 @@ def test_an_attempt_that_was_taken_over_publishes_nothing(run: RunDir) -> None:
     run.attempt("train", 4).path.mkdir(parents=True)
     told = save_all(PretendGang(), run, 20)
     assert [type(one) for one in told] == [NodeError, NodeError]
-    assert "attempt 3 was taken over by attempt 4" in str(told[1])
+    assert "attempt 3 was superseded by attempt 4" in str(told[1])
     assert folders(run) == ["step_00000010"]
 
 

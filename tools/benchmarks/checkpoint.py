@@ -95,7 +95,7 @@ class Bench:
         save.finish()
         seconds = time.perf_counter() - began
         self.num_bytes = save.num_bytes
-        save.settle()
+        save.join_retention()
         return seconds
 
     def asynchronous_s(self) -> dict[str, float]:
@@ -112,7 +112,7 @@ class Bench:
         save.finish()
         end_s = time.perf_counter() - ending
         whole_s = time.perf_counter() - began
-        save.settle()
+        save.join_retention()
         return {
             "begin": begin_s,
             "within steps": save.waited_s,

@@ -56,7 +56,7 @@ class CheckpointHook(Hook):
     def close(self) -> None:
         """Let what has expired be removed."""
         if self._finished is not None:
-            self._finished.settle()
+            self._finished.join_retention()
 
     def _written(self, save: Save) -> bool:
         return all(self._job.backend.gather(save.written()))

@@ -124,14 +124,14 @@ def test_what_is_not_gone_on_from(run: RunDir, tier: Replica) -> None:
 
 
 def test_a_place_that_cannot_be_read_is_told(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(self: Replica) -> list[int]:
         raise StorageError("cannot list: no route to host")
 
     monkeypatch.setattr(Replica, "steps", refuse)
     assert find(run) == Resumable(state(20), ())
-    assert "no route to host" in capsys.readouterr().out
+    assert "no route to host" in caplog.text
     (run.checkpoint(10) / "shard_0").unlink()
     (run.checkpoint(20) / "shard_0").unlink()
     with pytest.raises(CheckpointError, match="none of the checkpoints"):
@@ -144,7 +144,7 @@ def test_copies_beside_training(run: RunDir, tier: Replica) -> None:
 
     def still_ours() -> None:
         if not ours[0]:
-            raise NodeError("attempt 0 was taken over by attempt 1")
+            raise NodeError("attempt 0 was superseded by attempt 1")
 
     copier = ReplicaCopier(
         tier, run, 2, still_ours, lambda step, _, size, fault: told.append((step, fault is None))
