@@ -1,4 +1,4 @@
-"""What a worker's exception means: who is to blame, the exit code, and the record of it."""
+"""The meaning of a worker's exception: whose fault it is, the exit code, and its record."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from slurmllm.errors import (
 )
 from slurmllm.records import FailureRecord
 
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
 
 
 class ErrorClass(NamedTuple):
-    """What an exception means."""
+    """The meaning of an exception."""
 
     error: str
     message: str
@@ -32,7 +32,6 @@ class ErrorClass(NamedTuple):
 
 
 def classify_error(error: BaseException) -> ErrorClass:
-    """Name the exception, its blame and its exit code."""
     name, message = type(error).__name__, str(error) or type(error).__name__
     if isinstance(error, SlurmllmError):
         return ErrorClass(name, message, error.blame, error.exit_code)
@@ -40,36 +39,28 @@ def classify_error(error: BaseException) -> ErrorClass:
         return ErrorClass(name, "interrupted", "user", EXIT_INTERRUPTED)
     meaning = meaning_of(f"{name} {message}")
     if isinstance(error, MemoryError) or meaning == "memory":
-        name = "OutOfMemoryError"  # as torch calls it on a GPU
+        name = "OutOfMemoryError"  # torch's name for it on a GPU
     if name == "OutOfMemoryError":
-        remedy = "choose a smaller train.micro_batch or train.activation_checkpointing=full"
-        return ErrorClass(name, f"{message}; {remedy}", CodeError.blame, CodeError.exit_code)
+        fix = "choose a smaller train.micro_batch or train.activation_checkpointing=full"
+        return ErrorClass(name, f"{message}; {fix}", CodeError.blame, CodeError.exit_code)
     if meaning in ("lost_peer", "device", "node", "port"):
         return ErrorClass(name, message, NodeError.blame, NodeError.exit_code)
-    of_disk = isinstance(error, OSError) and error.errno in _DISK
-    if of_disk or meaning in ("storage", "storage_lasting"):
+    disk_error = isinstance(error, OSError) and error.errno in _DISK_ERRORS
+    if disk_error or meaning in ("storage", "storage_lasting"):
         return ErrorClass(name, message, StorageError.blame, StorageError.exit_code)
     return ErrorClass(name, message, CodeError.blame, CodeError.exit_code)
 
 
 def failure_record(error: BaseException, worker: Worker, step: int | None) -> FailureRecord:
-    """The record of a worker's failure."""
-    verdict = classify_error(error)
+    classified = classify_error(error)
     return FailureRecord(
-        rank=worker.rank,
-        node=worker.node,
-        error=verdict.error,
-        message=verdict.message,
-        blame=verdict.blame,
-        exit_code=verdict.exit_code,
-        step=step,
-        time=time.time(),
+        rank=worker.rank, node=worker.node, step=step, time=time.time(), **classified._asdict(),
         traceback="".join(traceback.format_exception(error)),
-    )
+    )  # fmt: skip
 
 
 def format_failure(record: FailureRecord) -> str:
-    """What the worker prints: one message where the user can act on it, else the traceback too."""
+    """Format a failure for the log: the message if the user can act on it, else the traceback."""
     head = f"rank {record.rank} on {record.node}: "
     if record.blame == "code" and record.error not in ("DivergenceError", "OutOfMemoryError"):
         head = f"{record.traceback.rstrip()}\n{head}{record.error}: "

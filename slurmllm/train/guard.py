@@ -1,39 +1,42 @@
-"""The divergence guard: warns, stops, or rolls back and skips the data that training diverged on.
+"""The divergence guard: warns, stops, or rolls back and skips the batches that caused divergence.
 
-1. Every worker judges every step's figures, which are equal on all of them. The last bits of a norm
-   may not be where it is summed in groups, so what one worker finds is acted on only once all
-   have heard of it: it goes with what they tell each other after each step anyway (`agree`).
-2. To roll back, rank 0 writes down which batches are skipped and from which step on checkpoints
-   count no more (`skips.json`). Then all workers fail with a DivergenceError, and the supervisor
+1. Every worker checks the metrics of every step, which are equal on all workers up to the last
+   bits of a norm, whose partial sums may be grouped differently. So a worker does not act on its
+   own finding: it is exchanged with the stop signal after each step (`agree`), and all workers act.
+2. For a roll-back, rank 0 writes the batches to skip and the step from which on checkpoints are
+   invalid into `skips.json`. All workers then fail with a DivergenceError, and the supervisor
    starts the next attempt.
-3. The next attempt resumes from a checkpoint before the divergence (`checkpoint.set_aside`) and
-   passes over the batches. Steps keep their numbers and are made with later data.
+3. The next attempt resumes from a checkpoint before the divergence and skips the batches. Steps
+   keep their numbers and use later batches.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
+from slurmllm.backends.base import Backend
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, read_rollbacks
+from slurmllm.config.recipe import Recipe
 from slurmllm.errors import DivergenceError, SlurmllmError, StorageError
 from slurmllm.records import SkippedBatches, SkipsRecord
-from slurmllm.train.grad_spikes import Spike, SpikeWatch
+from slurmllm.rundir import RunDir, Stage
+from slurmllm.train.grad_spikes import OpenSpike, SpikeDetector
+from slurmllm.train.run_records import EventLog
 
-if TYPE_CHECKING:
-    from slurmllm.train.job import Job
+log = logging.getLogger(__name__)
 
 
 class Divergence(NamedTuple):
-    """A divergence that a worker has found.
+    """A divergence found by a worker.
 
     Attributes:
-        reason: What it saw.
-        setting: Of the recipe, that says what follows.
+        setting: The recipe's setting that decides on the action.
         policy: Its value.
         onset: First step of the divergence.
-        first: The global batch of that step.
-        last: The global batch of the last step looked at.
+        first: Number of the global batch of that step.
+        last: Number of the global batch of the last step checked.
     """
 
     reason: str
@@ -45,172 +48,164 @@ class Divergence(NamedTuple):
 
 
 class Guard:
-    """Looks at every step of the train stage.
+    """Checks every step of the train stage; on every worker."""
 
-    Args:
-        job: Whose.
-    """
-
-    def __init__(self, job: Job) -> None:
-        recipe = job.config.recipe
-        self._job, self._config = job, recipe.guard
-        self._watch = SpikeWatch(recipe.guard, recipe.optim.warmup_steps)
-        self._verdict: Divergence | None = None
+    def __init__(
+        self,
+        run: RunDir,
+        stage: Stage,
+        attempt: int,
+        recipe: Recipe,
+        backend: Backend,
+        events: EventLog,
+    ) -> None:
+        self._run, self._stage, self._attempt = run, stage, attempt
+        self._config, self._backend, self._events = recipe.guard, backend, events
+        self._detector = SpikeDetector(recipe.guard, recipe.optim.warmup_steps)
+        self._found: Divergence | None = None
         self._warned = False
 
     def check_finite(self, name: str, value: float, step: int, batch: int) -> None:
-        """Look at a figure before anything is done with it (collective where it is not finite).
-
-        Args:
-            name: Of the figure.
-            value: The figure.
-            step: Whose figure it is.
-            batch: The global batch that the step was made with.
+        """Check a metric of a step before it is used (collective if it is not finite).
 
         Raises:
-            DivergenceError: it is not finite.
+            DivergenceError: It is not finite.
         """
-        # A compiler that only collects graphs (precompile on trn1) hands back what was in memory.
-        if math.isfinite(value) or self._job.stage == "precompile":
+        # A compiler that only collects graphs (precompile on trn1) returns uninitialized memory.
+        if math.isfinite(value) or self._stage == "precompile":
             return
         reason = f"the {name} of step {step} is {value}"
-        self._job.events.add("not_finite", step, message=reason)
-        policy, onset, first = self._config.not_finite, step, batch
-        if spike := self._watch.spike:  # which led to it
+        self._events.add("not_finite", step, message=reason)
+        onset, first = step, batch
+        if spike := self._detector.spike:  # the divergence began with it
             reason += f", after a spike of the gradient norm from step {spike.onset} on"
             onset, first = spike.onset, spike.batch
-        self._verdict = Divergence(reason, "guard.not_finite", policy, onset, first, batch)
+        self._found = Divergence(
+            reason, "guard.not_finite", self._config.not_finite, onset, first, batch
+        )
         self.agree()
 
-    def see(self, step: int, batch: int, norm: float) -> None:
-        """Look at the gradient norm of a step whose figures are finite."""
+    def check_norm(self, step: int, batch: int, norm: float) -> None:
+        """Check the gradient norm of a step whose metrics are finite."""
         if self._config.spike == "off":
             return
-        change = self._watch.see(step, batch, norm)
+        change = self._detector.update(step, batch, norm)
         if change is None:
             return
         if change.kind == "stays":
-            self._stays(change.spike, step, batch, norm)
+            self._handle_persistent(change.spike, step, batch, norm)
         elif change.kind == "began":
             self._warned = False
-            self._tell("spike", step, norm, change.spike)
+            message = (
+                f"spike: the gradient norm of step {step} is {norm:.3g}, more than "
+                f"{self._config.factor:g} times the lowest smoothed norm "
+                f"({change.spike.lowest:.3g})"
+            )
+            log.warning(message)
+            self._add_event("spike", step, norm, change.spike, message)
         else:
-            self._tell("spike_over", step, norm, change.spike)
+            message = f"the spike of step {change.spike.onset} is over: gradient norm {norm:.3g}"
+            log.info(message)
+            self._add_event("spike_over", step, norm, change.spike, message)
 
-    def agree(self, word: str | None = None) -> list[str | None]:
-        """Tell all workers something, and hear what they have found (collective).
-
-        Args:
-            word: For the others, beside what the guard says.
+    def agree(self, signal_name: str | None = None) -> list[str | None]:
+        """Exchange stop signals and divergences with all workers (collective).
 
         Returns:
-            Every worker's word, by rank.
+            The `signal_name` of every worker, by rank.
 
         Raises:
-            DivergenceError: on all workers, where one of them has found a divergence.
+            DivergenceError: On all workers if one of them found a divergence.
         """
-        answers = self._job.backend.gather((word, self._verdict))
-        found = next((verdict for _, verdict in answers if verdict is not None), None)
+        answers = self._backend.gather((signal_name, self._found))
+        found = next((divergence for _, divergence in answers if divergence is not None), None)
         if found is not None:
-            self._end(found)
-        return [word for word, _ in answers]
+            # Gathered, so that no worker fails before rank 0 has written `skips.json`: soon after
+            # a worker fails, the launcher kills the others.
+            action = self._act(found) if self._backend.worker.rank == 0 else None
+            raise DivergenceError(f"{found.reason}; {self._backend.gather(action)[0]}")
+        return [name for name, _ in answers]
 
-    def needed(self) -> tuple[int, ...]:
-        """Step of the checkpoint to go back to if the spike at hand does not return; on rank 0."""
-        spike = self._watch.spike
-        if spike is None or self._job.backend.worker.rank:
+    def protected_steps(self) -> tuple[int, ...]:
+        """Return the checkpoint needed if the current spike leads to a roll-back; on rank 0."""
+        spike = self._detector.spike
+        if spike is None or self._backend.worker.rank:
             return ()
         try:
             found = self._newest_before(spike.onset)
-        except StorageError:  # retention meets it too, and removes nothing
+        except StorageError:  # retention gets the same error, and then removes nothing
             return ()
         return () if found is None else (found,)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must remember; JSON-able."""
-        return self._watch.state()
+        """Return the state for a checkpoint; JSON types."""
+        return self._detector.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; one that knows nothing of the guard has an empty state."""
-        self._watch.load_state(state)
+        """Restore the state; empty from checkpoints older than the guard."""
+        self._detector.load_state(state)
 
-    def _stays(self, spike: Spike, step: int, batch: int, norm: float) -> None:
+    def _handle_persistent(self, spike: OpenSpike, step: int, batch: int, norm: float) -> None:
         reason = (
             f"the gradient norm has not returned in the {step - spike.onset} steps since step "
             f"{spike.onset}: it is {norm:.3g} at step {step}, more than {self._config.factor:g} "
-            f"times the lowest smoothed one ({spike.lowest:.3g})"
+            f"times the lowest smoothed norm ({spike.lowest:.3g})"
         )
-        if self._config.spike in ("stop", "roll_back"):
-            policy: Literal["stop", "roll_back"] = self._config.spike
-            self._verdict = Divergence(
-                reason, "guard.spike", policy, spike.onset, spike.batch, batch
-            )
+        policy = self._config.spike
+        if policy == "stop" or policy == "roll_back":
+            self._found = Divergence(reason, "guard.spike", policy, spike.onset, spike.batch, batch)
         elif not self._warned:
             self._warned = True
-            self._job.say(f"warning: {reason}")
+            log.warning(reason)
 
-    def _tell(self, kind: Literal["spike", "spike_over"], step: int, norm: float, s: Spike) -> None:
-        if kind == "spike":
-            message = (
-                f"warning: spike: the gradient norm of step {step} is {norm:.3g}, more than "
-                f"{self._config.factor:g} times the lowest smoothed one ({s.lowest:.3g})"
-            )
-        else:
-            message = f"the spike of step {s.onset} is over: gradient norm {norm:.3g}"
-        self._job.say(message)
+    def _add_event(self, kind: str, step: int, norm: float, spike: OpenSpike, message: str) -> None:
         values = {
-            "onset": s.onset,
+            "onset": spike.onset,
             "grad_norm": norm,
-            "lowest": s.lowest,
+            "lowest": spike.lowest,
             "factor": self._config.factor,
         }
-        self._job.events.add(kind, step, message=message, values=values)
+        self._events.add(kind, step, message=message, values=values)
 
-    def _end(self, verdict: Divergence) -> NoReturn:
-        """Write down what follows, then end training (collective)."""
-        backend = self._job.backend
-        first = backend.worker.rank == 0
-        # Nobody fails before it is written: a failed worker has the others killed soon.
-        consequence = backend.gather(self._consequence(verdict) if first else None)[0]
-        raise DivergenceError(f"{verdict.reason}; {consequence}")
-
-    def _consequence(self, verdict: Divergence) -> str:
-        if verdict.policy == "stop":
+    def _act(self, found: Divergence) -> str:
+        """Write a roll-back if the recipe asks for it; returns the action for the error message."""
+        if found.policy == "stop":
             return (
-                f"checkpoints before step {verdict.onset} hold earlier weights: lower optim.lr or "
+                f"checkpoints before step {found.onset} have earlier weights: lower optim.lr or "
                 f"lengthen optim.warmup_steps in a new run, or skip the data with `slurmllm resume "
-                f"{self._job.run.name} --set {verdict.setting}=roll_back`"
+                f"{self._run.name} --set {found.setting}=roll_back`"
             )
         try:
-            return self._roll_back(verdict)
+            return self._roll_back(found)
         except (SlurmllmError, OSError) as error:
-            return f"the roll-back could not be written down, so the run stops: {error}"
+            return f"the run stops, because the roll-back could not be written: {error}"
 
-    def _roll_back(self, verdict: Divergence) -> str:
-        run, config = self._job.run, self._config
+    def _roll_back(self, found: Divergence) -> str:
+        run, config = self._run, self._config
         skips = read_rollbacks(run)
         if len(skips) >= config.max_roll_backs:
             return (
-                f"{len(skips)} roll-backs were made, and guard.max_roll_backs is "
-                f"{config.max_roll_backs}: the run stops; lower optim.lr, or allow more with "
+                f"the run stops after {len(skips)} roll-backs (guard.max_roll_backs "
+                f"{config.max_roll_backs}); lower optim.lr, or allow more with "
                 f"`slurmllm resume {run.name} --set guard.max_roll_backs=…`"
             )
         skip = SkippedBatches(
-            first=max(1, verdict.first - config.skip_batches),
-            last=verdict.last,
-            roll_back_to=self._newest_before(verdict.onset),
-            onset=verdict.onset,
-            attempt=self._job.attempt,
-            reason=verdict.reason,
+            first=max(1, found.first - config.skip_batches),
+            last=found.last,
+            roll_back_to=self._newest_before(found.onset),
+            onset=found.onset,
+            attempt=self._attempt,
+            reason=found.reason,
         )
         SkipsRecord(skips=(*skips, skip)).save(run.skips)
         return (
-            f"roll-back {len(skips) + 1} of {config.max_roll_backs} at most: the next attempt goes "
-            f"on from step {skip.roll_back_to or 0} and skips batches {skip.first} to {skip.last}"
+            f"roll-back {len(skips) + 1} of at most {config.max_roll_backs}: the next attempt "
+            f"resumes from step {skip.roll_back_to or 0} and skips batches {skip.first} to "
+            f"{skip.last}"
         )
 
     def _newest_before(self, step: int) -> int | None:
-        """Step of the newest checkpoint before a step."""
-        run = self._job.run
-        aside = invalidated_checkpoints(run)
-        return max((s for s in run.checkpoint_steps() if s < step and s not in aside), default=None)
+        """Return the step of the newest valid checkpoint before a step."""
+        invalid = invalidated_checkpoints(self._run)
+        steps = self._run.checkpoint_steps()
+        return max((s for s in steps if s < step and s not in invalid), default=None)

@@ -1,8 +1,9 @@
-"""Everything that the training loop works with, put together in order."""
+"""One worker's part of an attempt: configuration, mesh, data, backend and the resume."""
 
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from slurmllm.checkpoint.resume import find_resumable, first_fault
 from slurmllm.checkpoint.save import remove_leftovers
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.config.load import load
-from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.state import merge_states
@@ -29,31 +29,30 @@ from slurmllm.train.run_records import EventLog, check_data
 from slurmllm.train.schedules import SaveSchedule
 from slurmllm.train.signals import StopRequest
 
+log = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from torch import nn
 
-# What the precompile stage runs: enough for every graph of a steady step (AWS's NeoX run: 3).
+# Steps of the precompile stage: enough for all graphs of a later step (AWS's NeoX run: 3).
 PRECOMPILE_STEPS = 3
 
 
 @dataclass
 class Job:
-    """One worker's part in one attempt of one stage.
+    """One worker's part of one attempt of one stage; `open_job` sets backend, stream and guard.
 
     Attributes:
         last_step: The step after which the stage is complete.
-        started: Unix time at which the worker began, s.
-        step: Optimizer steps behind the weights.
-        tokens: Trained on so far.
-        resumed_from: The checkpoint's step, None at a start from nothing.
-        skipped: Newer checkpoints that were passed over, with the reason.
-        passed_over: Batches that no step is made with.
-        first_step_s: Of the first step, where it was made before the loop began.
-        read_at: time.perf_counter() when the figures of the last step were there.
-        pulse: Says what this worker is doing.
-        saves: Says after which steps a checkpoint is written.
-        events: Keeps what happens beside the steps; rank 0's alone are written.
-        guard: Ends training where it diverges.
+        started: Unix time at which the worker started, s.
+        step: Optimizer steps that the weights have had.
+        tokens: Tokens trained on so far.
+        resumed_from: Step of the checkpoint, None if training started from step 0.
+        skipped: Newer checkpoints that were skipped, with the reason.
+        skips: Batches that are skipped after roll-backs.
+        first_step_s: Time of the first step if it ran before the loop (measured micro batches).
+        read_at: time.perf_counter() when the metrics of the last step were read.
+        events: Written by rank 0 alone.
     """
 
     run: RunDir
@@ -67,33 +66,32 @@ class Job:
     last_step: int
     backend: Backend = field(init=False)
     stream: PackedStream = field(init=False)
+    guard: Guard = field(init=False)
     step: int = 0
     tokens: int = 0
     resumed_from: int | None = None
     skipped: tuple[str, ...] = ()
-    passed_over: tuple[SkippedBatches, ...] = ()
+    skips: tuple[SkippedBatches, ...] = ()
     first_step_s: float | None = None
     read_at: float = 0.0
     pulse: Pulse = field(init=False)
     saves: SaveSchedule = field(init=False)
     events: EventLog = field(init=False)
-    guard: Guard = field(init=False)
 
     def __post_init__(self) -> None:
         self.pulse = Pulse.from_environment()
         self.saves = SaveSchedule(self.config.recipe.checkpoint)
         written = self.worker.rank == 0 and self.stage == "train"
         self.events = EventLog(self.run.events(self.attempt) if written else None, self.attempt)
-        self.guard = Guard(self)
 
     @property
     def first_step(self) -> int:
-        """The step that this attempt began behind."""
+        """The step that this attempt started from."""
         return self.resumed_from or 0
 
     def micro_batches(self) -> list[MicroBatch]:
-        """This worker's sequences of the next global batch."""
-        while any(w.first <= self.stream.batches + 1 <= w.last for w in self.passed_over):
+        """Return this worker's sequences of the next global batch."""
+        while any(skip.first <= self.stream.batches + 1 <= skip.last for skip in self.skips):
             self.stream.skip_batch()
         batch, size = self.stream.next_batch(), self.mesh.micro_batch
         inputs, labels, positions = batch.inputs, batch.labels(IGNORED), batch.positions
@@ -107,33 +105,27 @@ class Job:
         ]
 
     def train_state(self) -> TrainState:
-        """What a checkpoint must remember besides the shards (collective)."""
-        data = merge_states(self.backend.gather(self.stream.state()))
+        """Return the part of a checkpoint that is not in the shards (collective)."""
         return TrainState(
             step=self.step,
             tokens=self.tokens,
-            data=data,
+            data=merge_states(self.backend.gather(self.stream.state())),
             fingerprint=self.fingerprint(),
             guard=self.guard.state(),
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a checkpoint to be continued."""
+        """Return what must be equal for a checkpoint to be resumed."""
         position = self.stream.state()
         return fingerprint(self.config.recipe, position["corpus"], position["tokenizer"] or "")
 
-    def say(self, message: str) -> None:
-        """A line in the run's log, once."""
-        if self.worker.rank == 0:
-            print(message, flush=True)
-
     def close_stream(self) -> None:
-        """End the processes that read the data, if they were started."""
+        """Stop the processes that read the data, if they were started."""
         if hasattr(self, "stream"):
             self.stream.close()
 
     def close(self) -> None:
-        """Close what `open_job` opened, after a stage that went well."""
+        """Close what `open_job` opened, after a stage without failure."""
         self.close_stream()
         self.backend.stop()
 
@@ -141,10 +133,10 @@ class Job:
 def make_job(
     run: RunDir, stage: Stage, attempt: int, worker: Worker, stop: StopRequest, started: float
 ) -> Job:
-    """Read the configuration and settle mesh and number of steps; torch is not needed yet.
+    """Load the configuration, make the mesh and the number of steps; does not import torch.
 
     Raises:
-        ConfigError: the configuration does not fit the workers.
+        ConfigError: The configuration does not fit the number of workers.
     """
     config = load(run.config)
     per_node = config.cluster.devices_per_node
@@ -163,10 +155,10 @@ def make_job(
 
 
 def measured_micro_batch(run: RunDir, config: RunConfig, stage: Stage) -> int | None:
-    """The micro batch that was measured for a recipe that says `auto`; None where there is none.
+    """Return the micro batch measured for `train.micro_batch: auto`; None if not measured yet.
 
     Raises:
-        StorageError: the train stage needs it and there is none.
+        StorageError: The train stage needs it and it has not been measured.
     """
     if config.recipe.train.micro_batch != "auto":
         return None
@@ -183,15 +175,13 @@ def measured_micro_batch(run: RunDir, config: RunConfig, stage: Stage) -> int | 
 
 
 def precompile_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:
-    """A mesh whose graphs are the run's, on whatever nodes the precompile stage has.
+    """Make a mesh whose graphs are the run's, on the nodes of the precompile stage.
 
-    Where graphs depend on the micro batch alone, one of them a step and worker is enough, or one
-    for each stage of a pipeline.
+    If graphs depend on the micro batch alone, each worker computes one micro batch in a step, or
+    one for each pipeline stage.
 
     Args:
-        config: The run's.
-        nodes: Of the precompile stage.
-        measured: The micro batch, where the recipe says `auto` and it is known.
+        measured: The micro batch of a recipe with `auto`, None if it is not measured yet.
     """
     recipe, per_node = config.recipe, config.cluster.devices_per_node
     tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
@@ -208,12 +198,20 @@ def precompile_mesh(config: RunConfig, nodes: int, measured: int | None = None) 
 
 def open_job(job: Job) -> None:
     """Open the data, start the backend, build model and optimizer, resume (collective)."""
-    recipe = job.config.recipe
-    # Data first: its processes come up while torch is imported and the model is built.
-    job.stream = _open_stream(job)
-    job.backend = _import_backend(job.config.backend)(job.config, job.mesh, job.worker)
+    # Data first: its processes start while torch is imported and the model is built.
+    job.stream = open_stream(job)
+    # Torch's modules are a million objects that stay: searching them for garbage takes a sixth of
+    # the time that a worker takes to import and compile.
+    gc.disable()
+    try:
+        backend_class = load_backend(job.config.backend)
+    finally:
+        gc.freeze()  # later collections ignore what exists now
+        gc.enable()
+    job.backend = backend_class(job.config, job.mesh, job.worker)
+    job.guard = make_guard(job)
     job.backend.start()
-    job.backend.build(lambda: _model(recipe.model))
+    job.backend.build(lambda: _build_model(job))
     job.backend.build_optimizer()
     if job.stage == "train":
         if job.worker.rank == 0:
@@ -221,33 +219,25 @@ def open_job(job: Job) -> None:
         _resume(job)
 
 
-def _import_backend(name: str) -> type[Backend]:
-    """The backend's class. Torch's modules are a million objects that live on: looking for garbage
-    among them takes a sixth of the time that a worker takes to import and to compile.
-    """
-    gc.disable()
-    try:
-        return load_backend(name)
-    finally:
-        gc.freeze()  # passed over from now on
-        gc.enable()
+def make_guard(job: Job) -> Guard:
+    return Guard(job.run, job.stage, job.attempt, job.config.recipe, job.backend, job.events)
 
 
-def _model(config: ModelConfig) -> nn.Module:
-    from slurmllm.model.decoder import build_model  # torch: not every backend builds one
+def _build_model(job: Job) -> nn.Module:
+    from slurmllm.model.decoder import build_model  # imports torch; not every backend calls it
 
-    return build_model(config)
+    return build_model(job.config.recipe.model)
 
 
-def reopen(job: Job, measured: int) -> None:
-    """Go on with the precompile stage on the micro batch that was measured (collective)."""
+def change_micro_batch(job: Job, measured: int) -> None:
+    """Continue the precompile stage with the micro batch that was measured (collective)."""
     job.mesh = precompile_mesh(job.config, job.mesh.nodes, measured)
     job.backend.change_batch(job.mesh)
     job.close_stream()
-    job.stream = _open_stream(job)
+    job.stream = open_stream(job)
 
 
-def _open_stream(job: Job) -> PackedStream:
+def open_stream(job: Job) -> PackedStream:
     data, recipe = job.config.recipe.data, job.config.recipe
     if data.corpus is None:
         fault = "data.corpus: not set; --set data.corpus=… when submitting"
@@ -265,10 +255,41 @@ def _open_stream(job: Job) -> PackedStream:
     return PackedStream(spec, job.mesh.data_rank(job.worker.rank), job.mesh.data, data.num_workers)
 
 
+def _resume(job: Job) -> None:
+    """Resume from the newest valid checkpoint, or start from step 0 (collective)."""
+    job.pulse.beat("resuming", job.step)
+    first = job.worker.rank == 0
+    if first:
+        remove_leftovers(job.run, job.attempt)
+    found = find_resumable(job.run, job.backend, job.fingerprint())
+    job.skipped = found.skipped + found.invalidated
+    for line in found.skipped:
+        log.warning("skipped a checkpoint that does not verify: %s", line)
+    for line in found.invalidated:
+        log.info("skipped an invalidated checkpoint: %s", line)
+    # Read by rank 0 alone: all workers must skip the same batches.
+    job.skips = job.backend.gather(read_rollbacks(job.run) if first else None)[0]
+    for skip in job.skips:
+        log.info("batches %d to %d are skipped: %s", skip.first, skip.last, skip.reason)
+    if found.state is None:
+        _start(job)
+        return
+    job.step, job.tokens = found.state.step, found.state.tokens
+    job.resumed_from = found.state.step
+    if job.step >= job.last_step:
+        return
+    job.backend.load_shards(job.run.checkpoint(job.step))
+    job.guard.load_state(found.state.guard)
+    # Data states of version 1 have no counts; no batch had been skipped then.
+    drawn = [job.step * job.mesh.global_batch]
+    job.stream.load_state({"counts": drawn, **found.state.data})
+    log.info("resumed from step %d", job.step)
+
+
 def _start(job: Job) -> None:
     recipe = job.config.recipe
     if recipe.train.init_from is None:
-        job.say("starting from step 0")
+        log.info("starting from step 0")
         return
     from slurmllm.checkpoint.formats.weights import weight_reader
 
@@ -279,33 +300,4 @@ def _start(job: Job) -> None:
             f"train.init_from: {source} does not verify: {fault}; restore it, or import it again"
         )
     job.backend.fill_weights(weight_reader(source, recipe.model))
-    job.say(f"starting from step 0 with the weights of {source}")
-
-
-def _resume(job: Job) -> None:
-    job.pulse.beat("resuming", job.step)
-    if job.worker.rank == 0:
-        remove_leftovers(job.run, job.attempt)
-    found = find_resumable(job.run, job.backend, job.fingerprint())
-    job.skipped = found.skipped + found.invalidated
-    for line in found.skipped:
-        job.say(f"skipped a checkpoint that does not verify: {line}")
-    for line in found.invalidated:
-        job.say(f"passed over a checkpoint: {line}")
-    first = job.worker.rank == 0
-    job.passed_over = job.backend.gather(read_rollbacks(job.run) if first else None)[0]
-    for window in job.passed_over:
-        job.say(f"batches {window.first} to {window.last} are skipped: {window.reason}")
-    if found.state is None:
-        _start(job)
-        return
-    job.step, job.tokens = found.state.step, found.state.tokens
-    job.resumed_from = found.state.step
-    if job.step >= job.last_step:
-        return
-    job.backend.load_shards(job.run.checkpoint(job.step))
-    job.guard.load_state(found.state.guard)
-    # Data states of version 1 did not count; before them, no batch had been skipped.
-    drawn = [job.step * job.mesh.global_batch]
-    job.stream.load_state({"counts": drawn, **found.state.data})
-    job.say(f"resumed from step {job.step}")
+    log.info("starting from step 0 with the weights of %s", source)

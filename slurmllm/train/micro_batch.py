@@ -1,21 +1,21 @@
-"""The micro batch of `train.micro_batch: auto`: measured once, by the precompile stage.
+"""`train.micro_batch: auto`: the precompile stage measures micro batches and chooses one.
 
-How it is found:
+1. Candidates divide the sequences that a data-parallel worker of the train stage has in a step;
+   each is at least twice the one before.
+2. Each candidate runs real steps: the first one compiles, later ones are timed. A timed step is as
+   long as the run's own, or a few seconds. The result is seconds a sequence, forward and backward;
+   the optimizer's time does not depend on the micro batch.
+3. The search ends before a candidate whose predicted memory does not fit, or after two in a row
+   that were not 3 % faster than the fastest before them.
+4. The smallest within 3 % of the fastest is chosen: it uses less memory and fits more node counts.
 
-1. Candidates divide the sequences that a data-parallel worker of the train stage has in a step,
-   each at least twice the one before.
-2. Each of them makes real steps: the first one compiles, the next ones are timed. A timed step is
-   as long as the run's own, or a few seconds. The figure is seconds a sequence, forward and
-   backward; what comes once a step does not depend on the micro batch.
-3. It ends before a candidate whose predicted memory does not suffice, or after two in a row that
-   were not 3 % faster than the fastest before them.
-4. The smallest within 3 % of the fastest is chosen: less memory, and it fits more node counts.
-
-All workers take the slowest one's times and the fullest one's memory, so all choose alike.
+All workers use the times of the slowest and the memory of the fullest worker, so that all choose
+the same.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -28,22 +28,24 @@ from slurmllm.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, micro_batches, save_mesh
 from slurmllm.records import MicroBatchCandidate, MicroBatchRecord
 from slurmllm.train.failures import classify_error
-from slurmllm.train.job import Job, reopen
+from slurmllm.train.job import Job, change_micro_batch
 from slurmllm.train.loop import stop_requested
 from slurmllm.train.schedules import learning_rate
 
+log = logging.getLogger(__name__)
+
 GAIN = 0.03  # timings of equal steps differ by a percent or two
 PATIENCE = 2
-MEMORY_SHARE = 0.9  # of what a worker may use; the rest is for fragments and for saving
-STEP_S = 2.0  # a timed step is no longer than it needs to be
-REPEATS = (3, 10)  # at least, and for steps under a second at most
+MEMORY_SHARE = 0.9  # of what a worker may use; the rest is for fragmentation and saving
+STEP_S = 2.0  # length of a timed step
+REPEATS = (3, 10)  # timed steps: at least, and at most for steps under a second
 
 
 def choose_micro_batch(job: Job) -> str | None:
-    """Measure micro batches, write the record, go on with the chosen one (collective).
+    """Measure micro batches, write the record, continue with the chosen one (collective).
 
     Returns:
-        The signal that asked to stop, where one did; then nothing is written.
+        The signal that requested a stop, if any; then nothing is written.
     """
     planned = load_mesh(job.run.plan)
     share = planned.global_batch // planned.data
@@ -58,32 +60,35 @@ def choose_micro_batch(job: Job) -> str | None:
             candidate, limit, resting = _measure(job, replace(planned, micro_batch=size))
         except Exception as error:
             if found and classify_error(error).error == "OutOfMemoryError":
-                # Peers may wait in a collective for this worker, so there is no way on from here;
-                # but what all of them know is enough to choose from.
-                chosen = _save(job, found, limit, nodes, f"{size} ran out of memory").micro_batch
-                words = f"micro batch {chosen} is recorded; `slurmllm resume` goes on with it"
-                print(f"micro batch {size} ran out of memory; {words}", flush=True)
+                # Peers may wait in a collective for this worker, so this attempt cannot continue;
+                # but the results that all workers share are enough to choose from.
+                reason = f"{size} ran out of memory"
+                chosen = _save_record(job, found, limit, nodes, reason).micro_batch
+                log.error(
+                    "micro batch %d ran out of memory; micro batch %d is recorded; "
+                    "`slurmllm resume` continues with it", size, chosen,
+                )  # fmt: skip
             raise
         found.append(candidate)
-        job.say(
-            f"micro batch {size}: {candidate.seconds_per_sequence:.4g} s a sequence, "
-            f"{candidate.peak_bytes / 1e9:.2f} of {limit / 1e9:.2f} GB a worker, "
-            f"first step {candidate.first_step_s:.1f} s"
-        )
+        log.info(
+            "micro batch %d: %.4g s a sequence, %.2f of %.2f GB a worker, first step %.1f s",
+            size, candidate.seconds_per_sequence, candidate.peak_bytes / 1e9, limit / 1e9,
+            candidate.first_step_s,
+        )  # fmt: skip
         if signal_name := stop_requested(job):
             return signal_name
     chosen = choose(found)
     if job.worker.rank == 0:
-        _save(job, found, limit, nodes, reason)
+        _save_record(job, found, limit, nodes, reason)
         save_mesh(make_mesh(job.config, planned.nodes, chosen), job.run.plan)
-    job.say(f"micro batch {chosen} chosen; {reason}")
+    log.info("micro batch %d chosen; %s", chosen, reason)
     job.first_step_s = next(c.first_step_s for c in found if c.micro_batch == chosen)
-    reopen(job, chosen)
+    change_micro_batch(job, chosen)
     return None
 
 
 def to_try(fitting: Sequence[int]) -> list[int]:
-    """The micro batches that are measured, of those that fit, smallest first."""
+    """Return the micro batches to measure of those that fit, smallest first."""
     sizes = [fitting[0]]
     for size in fitting:
         if size >= 2 * sizes[-1]:
@@ -92,13 +97,13 @@ def to_try(fitting: Sequence[int]) -> list[int]:
 
 
 def choose(found: Sequence[MicroBatchCandidate]) -> int:
-    """The smallest micro batch that is within a few percent of the fastest."""
+    """Return the smallest micro batch within GAIN of the fastest."""
     fastest = min(candidate.seconds_per_sequence for candidate in found)
     return min(c.micro_batch for c in found if c.seconds_per_sequence <= fastest * (1 + GAIN))
 
 
 def enough(found: Sequence[MicroBatchCandidate]) -> str | None:
-    """Why larger micro batches need not be tried; None where they may be faster."""
+    """Return why larger micro batches are not tried; None if they may be faster."""
     idle, fastest = 0, math.inf
     for candidate in found:
         gained = candidate.seconds_per_sequence * (1 + GAIN) <= fastest
@@ -113,18 +118,18 @@ def enough(found: Sequence[MicroBatchCandidate]) -> str | None:
 def too_large(
     found: Sequence[MicroBatchCandidate], size: int, limit: int, resting: int
 ) -> str | None:
-    """Why a micro batch is not tried: its predicted memory; None where that suffices.
+    """Return why a micro batch does not fit into the memory; None if it is predicted to.
 
     Args:
         found: Measured so far, smallest first.
-        size: The next one.
+        size: The next micro batch.
         limit: Bytes that a worker may use.
         resting: Bytes that a worker uses between steps.
     """
     if not found:
-        return None  # somebody has to begin
+        return None  # the first one is always measured
     last = found[-1]
-    # A line through the last two, or from what is used between steps: memory grows no faster.
+    # A line through the last two, or from the memory between steps: memory grows no faster.
     below, base = (found[-2].micro_batch, found[-2].peak_bytes) if found[1:] else (0, resting)
     slope = max(0.0, (last.peak_bytes - base) / (last.micro_batch - below))
     predicted = last.peak_bytes + slope * (size - last.micro_batch)
@@ -136,7 +141,7 @@ def too_large(
     )
 
 
-def _save(
+def _save_record(
     job: Job,
     found: Sequence[MicroBatchCandidate],
     limit: int,
@@ -160,16 +165,19 @@ def _measure(job: Job, mesh: Mesh) -> tuple[MicroBatchCandidate, int, int]:
     """Measure one micro batch (collective).
 
     Args:
-        job: This worker's.
         mesh: The train stage's with this micro batch.
 
     Returns:
-        What was measured; the bytes that a worker may use, and those that it uses between steps.
+        The measurement; the bytes that a worker may use; those that it uses between steps.
     """
-    shortest = _shortest(mesh)
+    # The shortest step with the memory of a whole one. Two micro batches: gradients exist from the
+    # second one on. A pipeline holds as many as it has stages.
+    shortest = min(mesh.accumulation, 2 * mesh.pipeline)
     first_step_s = _step(job, mesh, shortest)
     job.backend.memory()
-    length = _timed_length(mesh, shortest, _step(job, mesh, shortest))
+    # Timed steps are as long as the run's own, or about STEP_S.
+    wanted = int(shortest * STEP_S / _step(job, mesh, shortest))
+    length = min(mesh.accumulation, max(shortest, wanted // mesh.pipeline * mesh.pipeline))
     times = [_step(job, mesh, length)]
     repeats = min(max(REPEATS[0], math.ceil(1 / times[0])), REPEATS[1])
     times += [_step(job, mesh, length) for _ in range(repeats - 1)]
@@ -184,23 +192,8 @@ def _measure(job: Job, mesh: Mesh) -> tuple[MicroBatchCandidate, int, int]:
     return candidate, memory.limit_bytes, resting.peak_bytes
 
 
-def _shortest(mesh: Mesh) -> int:
-    """Micro batches of a step that needs as much memory as a whole one.
-
-    Two, for gradients are there from the second one on; a pipeline holds as many as it has stages.
-    """
-    return min(mesh.accumulation, 2 * mesh.pipeline)
-
-
-def _timed_length(mesh: Mesh, shortest: int, shortest_s: float) -> int:
-    """Micro batches of a step that is as long as the run's own, or STEP_S long."""
-    wanted = int(shortest * STEP_S / shortest_s)
-    rounds = max(shortest, wanted // mesh.pipeline * mesh.pipeline)
-    return min(mesh.accumulation, rounds)
-
-
 def _idle(mesh: Mesh) -> float:
-    """Micro batches' time that a worker idles in a step, while the pipeline fills and empties.
+    """Return the pipeline bubble of a step, in times of a micro batch.
 
     Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
     """
@@ -208,7 +201,7 @@ def _idle(mesh: Mesh) -> float:
 
 
 def _step(job: Job, planned: Mesh, length: int) -> float:
-    """One step of some micro batches; returns the slowest worker's seconds (collective)."""
+    """Run a step of `length` micro batches; return the slowest worker's seconds (collective)."""
     here = job.mesh
     mesh = replace(
         here,
@@ -219,15 +212,15 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
     if mesh != job.backend.mesh:
         job.backend.change_batch(mesh)
     model = job.config.recipe.model
-    # Of the same kind for all workers of a replica; which tokens they are makes no difference.
+    # Equal on all workers of a replica, as in training; the time does not depend on the tokens.
     tokens = np.random.default_rng(mesh.data_rank(job.worker.rank)).integers(
         model.vocab_size, size=(length, mesh.micro_batch, model.seq_len)
     )
-    # The mask costs the same wherever documents begin.
+    # The cost of the mask does not depend on the documents' boundaries.
     documents = job.config.recipe.data.mask == "document"
     positions = np.tile(np.arange(model.seq_len), (mesh.micro_batch, 1)) if documents else None
     batches = [MicroBatch(part, part, positions) for part in tokens]
-    job.backend.gather(None)  # begin together
+    job.backend.gather(None)  # a barrier: all workers start together
     began = time.perf_counter()
     labels = mesh.global_batch * model.seq_len
     float(job.backend.forward_backward(batches, labels))  # waits for the device
@@ -238,6 +231,6 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
 
 
 def _fullest(job: Job) -> Memory:
-    """The largest peak and the smallest limit of all workers (collective)."""
+    """Return the largest peak and the smallest limit of all workers (collective)."""
     every = job.backend.gather(job.backend.memory())
     return Memory(max(m.peak_bytes for m in every), min(m.limit_bytes for m in every))

@@ -1,8 +1,4 @@
-"""What a run reads, written down once: a later attempt that would read something else is refused.
-
-A checkpoint says the same of itself; this also covers the time before the first one, and lets
-`compare` tell whether two runs saw the same data.
-"""
+"""Files that a run writes about its training: `data.json` and `events/attempt_NNN.jsonl`."""
 
 from __future__ import annotations
 
@@ -18,24 +14,26 @@ from slurmllm.rundir import RunDir
 
 
 def check_data(run: RunDir, identity: Mapping[str, Any]) -> None:
-    """Write `data.json` at the first attempt, compare with it at the others.
+    """Write `data.json` in the first attempt, compare with it in later ones.
+
+    Checkpoints record the data too; this file covers the time before the first one, and lets
+    `compare` check whether two runs read the same data.
 
     Args:
-        run: The run.
-        identity: Of the stream that is about to be read (`PackedStream.identity`).
+        identity: Of the stream that the attempt is about to read (`PackedStream.identity`).
 
     Raises:
-        DataError: the data are not those that the run began with.
+        DataError: The data are not those that the run began with.
     """
-    reads = DataRecord.model_validate(identity)
+    current = DataRecord.model_validate(identity)
     if not run.data.is_file():
-        reads.save(run.data)
+        current.save(run.data)
         return
-    changed = DataRecord.load(run.data).differences(reads)
+    changed = DataRecord.load(run.data).differences(current)
     if changed:
         raise DataError(
-            f"the data changed after {run.name} began: {'; '.join(changed)}; put the old ones "
-            "back or start a new run"
+            f"the data changed after {run.name} began: {'; '.join(changed)}; restore the old data "
+            "or start a new run"
         )
 
 
@@ -43,17 +41,16 @@ class EventLog:
     """Appends to `events/attempt_NNN.jsonl`.
 
     Args:
-        path: Of the file; None: nothing is written (all ranks but 0).
-        attempt: Of the train stage.
+        path: None to write nothing (all ranks but 0: processes never append to one file).
     """
 
     def __init__(self, path: Path | None, attempt: int) -> None:
         self._path, self._attempt = path, attempt
 
     def add(self, kind: str, step: int, **fields: Any) -> None:
-        """Write an event (`records.Event`); events are few, so the file is opened for each.
+        """Append an event (`records.Event`).
 
-        A refusal of the file system is passed over: what must not fail is the save it tells of.
+        Errors of the file system are ignored: the save that the event describes must not fail.
         """
         if self._path is None:
             return

@@ -1,18 +1,37 @@
-"""The learning rate of each step."""
+"""The learning rate of each step, and the steps after which checkpoints are saved.
+
+`checkpoint.every_steps: auto` saves at the interval that loses least work (`plan.losses`), from
+the cost of a save and the failures that the run has measured so far.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
+from contextlib import suppress
+from statistics import median
+from typing import NamedTuple
 
 from slurmllm.config.recipe import CheckpointConfig, OptimConfig
+from slurmllm.errors import SlurmllmError
+from slurmllm.metrics.row_reader import read_events
+from slurmllm.plan.losses import FAILURES, HOUR_S, best_interval_s, mtbf_s
+from slurmllm.records import AttemptRecord
+from slurmllm.rundir import RunDir
+
+FIRST_SAVE_S = 60.0  # of training, so that the cost of a save is known early
+MEASURED_STEPS = 3  # after which the step time is known; the first step compiles
+_STEPS = 50
+_SAVES = 5
 
 
 def learning_rate(optim: OptimConfig, total_steps: int, step: int) -> float:
-    """The learning rate of a step: linear warm-up, then the decay, then the minimum.
+    """Return the learning rate of a step: linear warm-up, then the decay, then `min_lr`.
 
     Args:
         optim: lr, min_lr, warmup_steps, decay and decay_steps.
-        total_steps: The run's, where decay_steps is left out.
+        total_steps: Of the run; the end of the decay if decay_steps is not set.
         step: From 1. The first step of a warm-up over n steps has lr / n, the n-th lr.
     """
     if step <= optim.warmup_steps:
@@ -26,13 +45,10 @@ def learning_rate(optim: OptimConfig, total_steps: int, step: int) -> float:
 
 
 class SaveSchedule:
-    """Every `checkpoint.every_steps` steps; under `auto` when it has been said.
-
-    Args:
-        config: The recipe's section.
+    """The steps after which a checkpoint is saved, the same on all workers.
 
     Attributes:
-        auto: Whether the steps are chosen while training.
+        auto: Whether they are chosen during training (`schedule_next`).
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -41,11 +57,123 @@ class SaveSchedule:
         self.auto = self._every is None
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is written after a step; the same on all workers."""
         if self._every is not None:
             return step % self._every == 0
         return self._next is not None and step >= self._next
 
-    def choose(self, step: int | None) -> None:
-        """Under `auto`: the next step to save after; None where it is chosen later."""
+    def schedule_next(self, step: int | None) -> None:
+        """Under `auto`, set the step of the next save; None if it is chosen later."""
         self._next = step
+
+
+class NextSave(NamedTuple):
+    """The step after which the next checkpoint is saved.
+
+    Attributes:
+        values: The inputs of the choice: `interval_s`, `steps`, `step_s`, `mtbf_s`, `failures`,
+            and `cost_s` once a save was measured.
+    """
+
+    step: int
+    values: dict[str, float]
+    message: str
+
+
+class EarlierAttempts(NamedTuple):
+    """What earlier attempts of a run measured.
+
+    Attributes:
+        failures: Number of attempts that failed in a way that loses steps.
+        node_s: Their durations times their nodes, in seconds.
+        costs_s: Costs of their last saves.
+    """
+
+    failures: int = 0
+    node_s: float = 0.0
+    costs_s: tuple[float, ...] = ()
+
+
+def read_earlier_attempts(run: RunDir, attempt: int) -> EarlierAttempts:
+    """Read the attempts of a run before `attempt`; unreadable records are ignored."""
+    failures, node_s, costs = 0, 0.0, list[float]()
+    for earlier in run.attempts("train"):
+        if earlier.number >= attempt:
+            continue
+        with suppress(SlurmllmError):
+            record = AttemptRecord.load(earlier.record)
+            failures += record.ending in FAILURES
+            node_s += len(record.nodes) * max(0.0, (record.ended_at or 0.0) - record.started_at)
+        with suppress(SlurmllmError):
+            saves = [e.values for e in read_events(run, earlier.number) if e.kind == "save"]
+            costs += [values["cost_s"] for values in saves if "cost_s" in values]
+    return EarlierAttempts(failures, node_s, tuple(costs[-_SAVES:]))
+
+
+class SaveInterval:
+    """Measures steps and saves, and chooses the step of the next save.
+
+    The cost of a save is the time that training waits for it plus the slow-down of the steps
+    during its write.
+
+    Args:
+        nodes: Number of nodes of this attempt.
+        started: Unix time of its start, s.
+        node_mtbf_hours: Mean time between failures of a node, from the cluster profile.
+    """
+
+    def __init__(
+        self, earlier: EarlierAttempts, nodes: int, started: float, node_mtbf_hours: float
+    ) -> None:
+        self._earlier, self._nodes, self._started = earlier, nodes, started
+        self._node_mtbf_hours = node_mtbf_hours
+        self._costs_s = deque(earlier.costs_s, maxlen=_SAVES)
+        self._quiet_s: deque[float] = deque(maxlen=_STEPS)
+        self._saving_s: list[float] = []
+        self._save_s = 0.0
+
+    def add_step(self, seconds: float, *, saving: bool) -> None:
+        """Add the time of a step; `saving` if a checkpoint was being written during it."""
+        (self._saving_s if saving else self._quiet_s).append(seconds)
+
+    def add_save(self, seconds: float, waited_s: float, waited_in_steps_s: float) -> float:
+        """Add a save.
+
+        Args:
+            seconds: From its start to its end.
+            waited_s: Time that training waited between steps.
+            waited_in_steps_s: Time that it waited within steps; part of their step times.
+
+        Returns:
+            The cost of the save, s.
+        """
+        slower = sum(self._saving_s) - len(self._saving_s) * self._step_s()
+        if not self._quiet_s:
+            slower = 0.0
+        cost = waited_s + max(waited_in_steps_s, min(slower, seconds))
+        self._costs_s.append(cost)
+        self._saving_s.clear()
+        self._save_s = seconds
+        return cost
+
+    def choose(self, step: int) -> NextSave:
+        """Choose the next step to save after; `step` was the last one."""
+        step_s = self._step_s()
+        node_s = self._earlier.node_s + self._nodes * max(0.0, time.time() - self._started)
+        mtbf = mtbf_s(self._nodes, self._earlier.failures, node_s, self._node_mtbf_hours)
+        values = {"step_s": step_s, "mtbf_s": mtbf, "failures": float(self._earlier.failures)}
+        if self._costs_s:
+            cost = median(self._costs_s)
+            values["cost_s"] = cost
+            # Never shorter than a save itself: the next one would wait for it.
+            interval = max(best_interval_s(cost, mtbf), self._save_s)
+            why = f"a save costs {cost:.2f} s, failures every {mtbf / HOUR_S:.1f} h"
+        else:
+            interval = min(FIRST_SAVE_S, mtbf)
+            why = "the first, to measure the cost of a save"
+        steps = max(1, math.ceil(interval / step_s) if step_s > 0 else 1)
+        values |= {"interval_s": interval, "steps": float(steps)}
+        message = f"next checkpoint in {steps} steps (every {interval:.0f} s: {why})"
+        return NextSave(step + steps, values, message)
+
+    def _step_s(self) -> float:
+        return median(self._quiet_s or self._saving_s or [0.0])

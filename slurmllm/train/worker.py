@@ -1,7 +1,8 @@
-"""The process entry of a worker, and its ways out: finished, stopped, failed."""
+"""The entry of a worker process, and its exits: finished, stopped, failed."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -10,51 +11,72 @@ from contextlib import suppress
 
 from slurmllm.backends.base import Worker
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, SlurmllmError
+from slurmllm.log import setup_logging
 from slurmllm.rundir import AttemptDir, RunDir, Stage
 from slurmllm.train.failures import failure_record, format_failure
+from slurmllm.train.hooks import Hook
 from slurmllm.train.job import Job, make_job, open_job
 from slurmllm.train.signals import StopRequest, dump_on_signal
 
+log = logging.getLogger(__name__)
+
 
 def run_worker(run: RunDir, stage: Stage, attempt: int) -> int:
-    """Do one worker's part in an attempt.
+    """Run one worker of an attempt.
 
-    The launcher's variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and
-    SLURMLLM_NODE (the node's name; the host's where unset).
+    The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and SLURMLLM_NODE (the
+    node's name; default: the host's name).
 
     Returns:
         The exit code: 0 finished, 75 stopped and saved, else a failure's (see `errors`). A worker
-        that fails after its process groups are open does not return but ends the process, for
-        closing a group whose peers are gone may take for ever.
+        that fails with open process groups does not return but ends the process, because closing
+        a group without its peers may block forever.
     """
     started = time.time()
     stop = StopRequest()
     stop.install()
     dump_on_signal()
-    worker = _worker()
+    worker = worker_from_environment()
+    setup_logging(worker.rank)
+    train_log = logging.getLogger("slurmllm.train")
+    if worker.rank != 0 and train_log.getEffectiveLevel() > logging.DEBUG:
+        # All ranks do the same in training; rank 0 alone logs it. Failures are logged by all.
+        train_log.setLevel(logging.ERROR)
     job: Job | None = None
     try:
         job = make_job(run, stage, attempt, worker, stop, started)
-        code = _work(job)
+        code = _run_stage(job)
         job.close()
-    except BaseException as error:  # KeyboardInterrupt too: every ending leaves a record
+    except BaseException as error:  # KeyboardInterrupt too: every failure leaves a record
         code = _fail(error, run.attempt(stage, attempt), worker, job)
     stop.ignore()
     return code
 
 
-def _work(job: Job) -> int:
+def worker_from_environment() -> Worker:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set: `slurmllm worker` is started by the launcher"
+        )
+    rank, world_size, local_rank = (int(os.environ[name]) for name in names)
+    node = os.environ.get("SLURMLLM_NODE", socket.gethostname())
+    sharing = int(os.environ.get("SLURMLLM_SHARING") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return Worker(rank, world_size, local_rank, node, sharing)
+
+
+def _run_stage(job: Job) -> int:
     open_job(job)
     if job.step >= job.last_step:
-        job.say(f"nothing to do: step {job.step} of {job.last_step} is already reached")
+        log.info("nothing to do: step %d of %d is already reached", job.step, job.last_step)
         return EXIT_OK
     if job.mesh.unmeasured:
         from slurmllm.train.micro_batch import choose_micro_batch
 
         if signal_name := choose_micro_batch(job):
-            job.say(f"stopped by {signal_name} while the micro batch was measured")
+            log.info("stopped by %s during the measurement of micro batches", signal_name)
             return EXIT_REQUEUE
-    from slurmllm.train.hooks import make_hooks
     from slurmllm.train.loop import train
 
     hooks = make_hooks(job)
@@ -68,32 +90,48 @@ def _work(job: Job) -> int:
             hook.close()
 
 
+def make_hooks(job: Job) -> list[Hook]:
+    """Return the hooks of this worker, in the order in which they run after each step.
+
+    Metrics come before the checkpoint, so that the rows of all its steps are on disk. The guard is
+    between them, so that a diverged step is recorded but not saved. Memory is read before a save
+    uses some.
+    """
+    from slurmllm.train.hooks.checkpoint import CheckpointHook
+    from slurmllm.train.hooks.monitoring import (
+        GuardHook,
+        MemoryHook,
+        MetricsHook,
+        ProgressHook,
+        StartUpHook,
+    )
+
+    hooks: list[Hook] = []
+    if job.worker.local_rank == 0:
+        hooks.append(StartUpHook(job))
+    if job.stage == "precompile":
+        return hooks
+    if job.worker.rank == 0:
+        from slurmllm.train.hooks.tensorboard import TensorBoardHook
+
+        hooks += [MetricsHook(job), TensorBoardHook(job), ProgressHook(job)]
+    if not job.backend.deferred_metrics:  # no Neuron runtime is known to report memory so
+        hooks.append(MemoryHook(job))
+    return [*hooks, GuardHook(job), CheckpointHook(job)]
+
+
 def _fail(error: BaseException, attempt: AttemptDir, worker: Worker, job: Job | None) -> int:
-    """Write down and say why; end the process where closing the process groups could hang."""
+    """Record and log the failure; end the process if closing process groups could hang."""
     record = failure_record(error, worker, job.step if job is not None else None)
     with suppress(SlurmllmError):
         record.save(attempt.failure(worker.rank))
-    with suppress(OSError):  # the log may lie on the disk that is full
-        print(format_failure(record), file=sys.stderr, flush=True)
+    log.error("%s", format_failure(record))
     if job is not None:
         with suppress(Exception):
             job.close_stream()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
-        with suppress(OSError):
+        with suppress(OSError):  # standard output may be a file on a full disk
             sys.stdout.flush()
         os._exit(record.exit_code)
     return record.exit_code
-
-
-def _worker() -> Worker:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)} not set: `slurmllm worker` is started by the launcher"
-        )
-    rank, world_size, local_rank = (int(os.environ[name]) for name in names)
-    node = os.environ.get("SLURMLLM_NODE", socket.gethostname())
-    sharing = int(os.environ.get("SLURMLLM_SHARING") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return Worker(rank, world_size, local_rank, node, sharing)

@@ -19,7 +19,7 @@ from slurmllm.records import AttemptRecord, EndingClass, MetricsRow
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempt_monitor
 from slurmllm.train import signals as stopping
-from slurmllm.train.hooks.base import StepEnd
+from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.checkpoint import CheckpointHook
 from slurmllm.train.run_records import EventLog
 from slurmllm.train.schedules import SaveSchedule
@@ -40,9 +40,9 @@ class Steps:
             run=run, attempt=attempt, step=0, first_step=0, last_step=10**6, config=config,
             worker=backend.worker, backend=backend, mesh=backend.mesh, started=time.time(),
             stop=StopRequest(), pulse=Pulse(None), saves=SaveSchedule(config.recipe.checkpoint),
-            events=EventLog(run.events(attempt), attempt), said=[],
-            guard=SimpleNamespace(needed=lambda: ()),
-            train_state=lambda: state(self.job.step), say=lambda line: self.job.said.append(line),
+            events=EventLog(run.events(attempt), attempt),
+            guard=SimpleNamespace(protected_steps=lambda: ()),
+            train_state=lambda: state(self.job.step),
         )  # fmt: skip
         self.hook = CheckpointHook(self.job)
 
@@ -87,18 +87,21 @@ def test_every_so_many_steps(steps: Callable[..., Steps]) -> None:
     assert 0 < saves[0]["values"]["cost_s"] <= saves[0]["waited_s"]
 
 
-def test_auto_saves_soon_and_then_by_what_a_save_costs(steps: Callable[..., Steps]) -> None:
+def test_auto_saves_soon_and_then_by_the_cost_of_a_save(
+    steps: Callable[..., Steps], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "slurmllm")
     made = steps(AUTO)
     assert made.make(33) == [33], "a minute of steps after the third"
-    assert made.job.said[0] == (
-        "next checkpoint in 30 steps (every 60 s: the first, to see what a save costs)"
+    assert caplog.messages[0] == (
+        "next checkpoint in 30 steps (every 60 s: the first, to measure the cost of a save)"
     )
     chosen = made.events("interval")[-1]["values"]
     assert chosen["step_s"] == 2.0
     assert chosen["mtbf_s"] == pytest.approx(3300 * 3600, rel=1e-3)
     cost = chosen["cost_s"]
     assert chosen["interval_s"] == pytest.approx((2 * cost * chosen["mtbf_s"]) ** 0.5, rel=0.01)
-    assert f"in {chosen['steps']:.0f} steps" in made.job.said[-1]
+    assert f"in {chosen['steps']:.0f} steps" in caplog.messages[-1]
     wanted = int(chosen["steps"])
     assert made.make(wanted + 5) == [33 + wanted]
 
@@ -131,10 +134,10 @@ def test_an_interval_is_never_shorter_than_a_save(steps: Callable[..., Steps]) -
     made = steps(AUTO)
     interval = made.hook._interval
     assert interval is not None
-    interval.made_step(1.0, saving=False)
+    interval.add_step(1.0, saving=False)
     for _ in range(3):
-        interval.made_step(1.5, saving=True)
-    assert interval.saved(1e6, waited_s=0.5, waited_in_steps_s=0.2) == pytest.approx(2.0)
+        interval.add_step(1.5, saving=True)
+    assert interval.add_save(1e6, waited_s=0.5, waited_in_steps_s=0.2) == pytest.approx(2.0)
     assert interval.choose(10).step == 10 + 10**6
 
 
@@ -156,6 +159,7 @@ def stopped(made: Steps, monkeypatch: pytest.MonkeyPatch, name: str, ago_s: floa
 def test_a_save_that_does_not_fit_is_not_begun(
     steps: Callable[..., Steps],
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     name: str,
     ago_s: float,
     last_save_s: float | None,
@@ -171,7 +175,7 @@ def test_a_save_that_does_not_fit_is_not_begun(
         (event,) = made.events("save_skipped")
         assert event["values"]["needed_s"] == 200
         assert 200 < event["values"]["left_s"] < 211
-        assert "step 13 is not saved: the last save took 200.0 s" in made.job.said[-1]
+        assert "step 13 is not saved: the last save took 200.0 s" in caplog.messages[-1]
 
 
 def test_the_time_that_a_signal_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +194,10 @@ def test_the_time_that_a_signal_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_to_the_second_tier(
-    steps: Callable[..., Steps], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    steps: Callable[..., Steps],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     made = steps("checkpoint.every_steps=10", f"checkpoint.replica={tmp_path / 'second'}")
     made.make(25)
@@ -208,5 +215,5 @@ def test_copies_to_the_second_tier(
     monkeypatch.setattr("slurmllm.checkpoint.replicas.Replica.put", refuse)
     made.make(4)
     made.make(1, leaving=True)
-    assert "warning: no route to host; tried again at the next save" in made.job.said
+    assert "no route to host; retrying at the next save" in caplog.messages
     assert "no route to host" in [event.get("message") for event in made.events("copied")]

@@ -7,7 +7,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,7 +94,7 @@ def test_not_a_number_rolls_back_and_a_kill_after_that_changes_nothing(
     run = new_run(*STEPS, "guard.not_finite=roll_back", "guard.skip_batches=2")
     first = start(run, words, range(13, 14), "nan", world=2)
     assert first.wait() == [DivergenceError.exit_code] * 2, first.output()
-    told = "the loss of step 13 is nan; roll-back 1 of 3 at most: the next attempt goes on from "
+    told = "the loss of step 13 is nan; roll-back 1 of at most 3: the next attempt resumes from "
     assert f"{told}step 10 and skips batches 11 to 13" in first.output(0)
     assert told in first.output(1)
     assert SkipsRecord.load(run.skips).skips == (
@@ -150,52 +149,39 @@ def test_a_spike_that_stays_rolls_back_behind_its_onset(
     again = start(run, words, range(14, 18), "spike", attempt=1, late=True)
     again.finish()
     aside = "step 15: attempt 0 saved it after the divergence from step 14 on"
-    assert f"passed over a checkpoint: {aside}" in again.output()
+    assert f"skipped an invalidated checkpoint: {aside}" in again.output()
     assert "batches 14 to 17 are skipped: the gradient norm has not" in again.output()
     assert trained_on(again, words) == [11, 12, 13, *range(18, 45)]
     assert run.checkpoint_steps() == [40]
 
 
-class Log(list[str]):
-    """What rank 0 says."""
+def guard_of(run: RunDir, backend: Backend, *overrides: str) -> Guard:
+    recipe = small_config("optim.warmup_steps=0", "guard.smoothing_steps=2", *overrides).recipe
+    events = EventLog(run.events(4) if backend.worker.rank == 0 else None, 4)
+    return Guard(run, "train", 4, recipe, backend, events)
 
 
-def guard_of(run: RunDir, backend: Backend, log: Log, *overrides: str) -> Guard:
-    first = backend.worker.rank == 0
-    job: Any = SimpleNamespace(
-        run=run,
-        config=small_config("optim.warmup_steps=0", "guard.smoothing_steps=2", *overrides),
-        backend=backend,
-        stage="train",
-        attempt=4,
-        say=log.append if first else lambda message: None,
-        events=EventLog(run.events(4) if first else None, 4),
-    )
-    return Guard(job)
-
-
-def diverge(run: RunDir, *overrides: str, found_by: int = 0) -> tuple[set[str], Log]:
+def diverge(run: RunDir, *overrides: str, found_by: int = 0) -> set[str]:
     """What two workers fail with where one of them finds that the norm of step 9 stays high."""
-    log, window = Log(), "guard.window_steps=3"
 
     def work(backend: Backend) -> None:
-        guard = guard_of(run, backend, log, window, *overrides)
+        guard = guard_of(run, backend, "guard.window_steps=3", *overrides)
         for step in range(1, 11):
             high = backend.worker.rank == found_by and step > 5
-            guard.see(step, 100 + step, 8.0 if high else 1.0)
+            guard.check_norm(step, 100 + step, 8.0 if high else 1.0)
             guard.agree()
 
-    return {str(answer) for answer in PretendGang().all(work)}, log
+    return {str(answer) for answer in PretendGang().all(work)}
 
 
 def test_what_one_worker_finds_ends_all(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    answers, _ = diverge(run, "guard.spike=roll_back", found_by=1)
+    answers = diverge(run, "guard.spike=roll_back", found_by=1)
     (message,) = answers
     assert message == (
         "the gradient norm has not returned in the 3 steps since step 6: it is 8 at step 9, more "
-        "than 3 times the lowest smoothed one (1); roll-back 1 of 3 at most: the next attempt goes "
-        "on from step 0 and skips batches 106 to 109"
+        "than 3 times the lowest smoothed norm (1); roll-back 1 of at most 3: the next attempt "
+        "resumes from step 0 and skips batches 106 to 109"
     )
     (skip,) = SkipsRecord.load(run.skips).skips
     assert (skip.onset, skip.attempt, skip.roll_back_to) == (6, 4, None)
@@ -207,19 +193,19 @@ def test_the_checkpoint_to_go_back_to_is_none_that_was_set_aside(tmp_path: Path)
         PretendGang().all(lambda backend, step=step: save(run, backend, state(step), attempt=1))
     earlier = SkippedBatches(first=3, last=9, roll_back_to=2, onset=3, attempt=2, reason="")
     SkipsRecord(skips=(earlier,)).save(run.skips)
-    (message,), _ = diverge(run, "guard.spike=roll_back")
-    assert "roll-back 2 of 3 at most: the next attempt goes on from step 2" in message
+    (message,) = diverge(run, "guard.spike=roll_back")
+    assert "roll-back 2 of at most 3: the next attempt resumes from step 2" in message
 
 
 def test_a_spike_that_ends_in_no_number_rolls_back_behind_the_spike(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
 
     def work(backend: Backend) -> None:
-        guard = guard_of(run, backend, Log(), "guard.not_finite=roll_back")
+        guard = guard_of(run, backend, "guard.not_finite=roll_back")
         for step in range(1, 9):
-            guard.see(step, 100 + step, 8.0 if step > 5 else 1.0)
+            guard.check_norm(step, 100 + step, 8.0 if step > 5 else 1.0)
             guard.agree()
-        assert guard.needed() == ()
+        assert guard.protected_steps() == ()
         guard.check_finite("loss", float("inf"), 9, 109)
 
     (error,) = PretendGang(1).all(work)
@@ -233,42 +219,49 @@ def test_too_many_roll_backs(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     before = SkippedBatches(first=1, last=2, roll_back_to=None, onset=1, attempt=0, reason="")
     SkipsRecord(skips=(before,)).save(run.skips)
-    (message,), _ = diverge(run, "guard.spike=roll_back", "guard.max_roll_backs=1")
-    assert "1 roll-backs were made, and guard.max_roll_backs is 1: the run stops" in message
+    (message,) = diverge(run, "guard.spike=roll_back", "guard.max_roll_backs=1")
+    assert "the run stops after 1 roll-backs (guard.max_roll_backs 1)" in message
     assert len(SkipsRecord.load(run.skips).skips) == 1
 
 
 def test_a_roll_back_that_cannot_be_written_stops(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.skips.write_text("{")
-    (message,), _ = diverge(run, "guard.spike=roll_back")
-    assert "the roll-back could not be written down, so the run stops: " in message
+    (message,) = diverge(run, "guard.spike=roll_back")
+    assert "the run stops, because the roll-back could not be written: " in message
 
 
-def test_stop(tmp_path: Path) -> None:
+def test_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = RunDir(tmp_path / "run")
-    (message,), log = diverge(run, "guard.spike=stop")
+    (message,) = diverge(run, "guard.spike=stop")
     assert "`slurmllm resume run --set guard.spike=roll_back`" in message
-    assert len(log) == 1
+    assert len(caplog.messages) == 1
     assert not run.skips.exists()
 
 
-def test_warnings_and_their_events(tmp_path: Path) -> None:
-    run, log = RunDir(tmp_path), Log()
+def test_warnings_and_their_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "slurmllm")
+    run = RunDir(tmp_path)
 
     def work(backend: Backend) -> None:
-        guard = guard_of(run, backend, log, "guard.window_steps=3")
+        guard = guard_of(run, backend, "guard.window_steps=3")
         for step in range(1, 20):
-            guard.see(step, step, 8.0 if 6 <= step <= 12 else 1.0)
+            guard.check_norm(step, step, 8.0 if 6 <= step <= 12 else 1.0)
             guard.agree()
 
     assert PretendGang(1).all(work) == [None]
-    assert log == [
-        "warning: spike: the gradient norm of step 6 is 8, more than 3 times the lowest smoothed "
-        "one (1)",
-        "warning: the gradient norm has not returned in the 3 steps since step 6: it is 8 at step "
-        "9, more than 3 times the lowest smoothed one (1)",
-        "the spike of step 6 is over: gradient norm 1",
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        (
+            "WARNING",
+            "spike: the gradient norm of step 6 is 8, more than 3 times the lowest smoothed norm "
+            "(1)",
+        ),
+        (
+            "WARNING",
+            "the gradient norm has not returned in the 3 steps since step 6: it is 8 at step 9, "
+            "more than 3 times the lowest smoothed norm (1)",
+        ),
+        ("INFO", "the spike of step 6 is over: gradient norm 1"),
     ]
     assert [(event.kind, event.step, event.values) for event in events(run, 4)] == [
         ("spike", 6, {"onset": 6, "grad_norm": 8, "lowest": 1, "factor": 3}),
@@ -276,5 +269,6 @@ def test_warnings_and_their_events(tmp_path: Path) -> None:
     ]
 
 
-def test_off(tmp_path: Path) -> None:
-    assert diverge(RunDir(tmp_path), "guard.spike=off") == ({"None"}, [])
+def test_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert diverge(RunDir(tmp_path), "guard.spike=off") == {"None"}
+    assert not caplog.messages

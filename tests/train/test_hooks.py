@@ -1,4 +1,4 @@
-"""What happens beside training."""
+"""Hooks of the training loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from slurmllm.records import MetricsRow
 from slurmllm.rundir import RunDir
-from slurmllm.train.hooks.base import StepEnd
+from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.monitoring import MetricsHook, ProgressHook
 
 from .gang import small_config
@@ -28,7 +28,7 @@ def moment(step: int, *, last: bool = False, saving: bool = False) -> StepEnd:
 
 @pytest.fixture
 def job_at(tmp_path: Path) -> Callable[[int], Any]:
-    """A job that stands at a step, as far as hooks need it."""
+    """A job at a step, as far as hooks need it."""
     config = small_config("train.steps=40", "train.log_every=10")
     return lambda step: SimpleNamespace(
         run=RunDir(tmp_path), attempt=0, step=step, last_step=40, config=config
@@ -46,25 +46,27 @@ def test_metrics_rows_are_there_at_once(job_at: Callable[[int], Any]) -> None:
     assert len(lines) == 2
 
 
-def test_progress_lines(job_at: Callable[[int], Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines(job_at: Callable[[int], Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "slurmllm")
     hook = ProgressHook(job_at(14))
     for step in range(15, 41):
         hook.after_step(moment(step, last=step == 40))
-    lines = capsys.readouterr().out.splitlines()
+    lines = caplog.messages
     assert [line.split()[1] for line in lines] == [
         f"{step}/40" for step in (15, 16, 17, 20, 30, 40)
     ]
-    assert lines[0].endswith("eta ?"), "the first step compiles and tells nothing"
+    assert lines[0].endswith("eta ?"), "the first step compiles"
     assert lines[1] == (
         "step 16/40  loss 5.0000  grad norm 1.500  lr 1.00e-03  16.0 seq/s  512 tokens/s  "
         "eta 0:00:12"
     )
 
 
-def test_progress_tells_a_last_step_that_no_line_falls_on(
-    job_at: Callable[[int], Any], capsys: pytest.CaptureFixture[str]
+def test_progress_shows_the_last_step(
+    job_at: Callable[[int], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "slurmllm")
     hook = ProgressHook(job_at(0))
     for step in range(1, 8):
         hook.after_step(moment(step, last=step == 7))
-    assert capsys.readouterr().out.splitlines()[-1].startswith("step 7/40")
+    assert caplog.messages[-1].startswith("step 7/40")

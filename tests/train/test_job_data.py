@@ -15,7 +15,7 @@ from slurmllm.backends.base import IGNORED, Worker
 from slurmllm.errors import ConfigError
 from slurmllm.records import DataRecord
 from slurmllm.rundir import RunDir
-from slurmllm.train.job import Job, _open_stream, make_job
+from slurmllm.train.job import Job, make_job, open_stream
 from slurmllm.train.signals import StopRequest
 from train.gang import make_run, small_config
 
@@ -28,7 +28,7 @@ def job_of(run: RunDir) -> Job:
 @contextmanager
 def opened(folder: Path, data: tuple[str, str], *overrides: str) -> Iterator[Job]:
     job = job_of(make_run(folder, data, *overrides))
-    job.stream = _open_stream(job)
+    job.stream = open_stream(job)
     try:
         yield job
     finally:
@@ -75,4 +75,4 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.config.write_text(small_config("data.corpus=null").to_yaml())
     with pytest.raises(ConfigError, match=r"data.corpus: not set; --set data.corpus="):
-        _open_stream(job_of(run))
+        open_stream(job_of(run))

@@ -10,7 +10,7 @@ import pytest
 
 from slurmllm.backends.base import IGNORED, MicroBatch, loss_weight
 from slurmllm.plan.mesh import Mesh
-from slurmllm.train.loop import counted_labels
+from slurmllm.train.loop import count_targets
 
 # Two replicas of four workers each.
 MESH = Mesh(1, 8, tensor=2, pipeline=2, data=2, global_batch=8, micro_batch=2)
@@ -36,7 +36,7 @@ def test_labels_are_counted_once(trains_every_token: bool, counted: int) -> None
         stream=SimpleNamespace(trains_every_token=trains_every_token),
         backend=SimpleNamespace(gather=gather),
     )
-    assert counted_labels(job, batches(3)) == counted
+    assert count_targets(job, batches(3)) == counted
 
 
 @pytest.mark.parametrize(("counted", "weight"), [(40, 1.0), (10, 4.0), (0, 40.0)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurmllm.host_memory import Memory
-from slurmllm.train.hooks.base import StepEnd
+from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.monitoring import MemoryHook
 from slurmllm.train.run_records import EventLog
 

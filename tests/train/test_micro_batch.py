@@ -17,7 +17,7 @@ from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
 from slurmllm.records import MicroBatchCandidate, MicroBatchRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train import micro_batch
-from slurmllm.train.job import Job, make_job
+from slurmllm.train.job import Job, make_guard, make_job
 from slurmllm.train.micro_batch import choose, choose_micro_batch, enough, to_try, too_large
 from slurmllm.train.signals import StopRequest
 from train.gang import Gang, curve
@@ -127,8 +127,9 @@ def bench(
         job = make_job(run, "precompile", 0, Worker(0, 1, 0, "n1"), StopRequest(), 0.0)
         backend = Bench(step_s, bytes_, limit)
         job.backend = backend  # type: ignore[assignment]
+        job.guard = make_guard(job)
         monkeypatch.setattr(micro_batch, "_step", backend.step)
-        monkeypatch.setattr(micro_batch, "reopen", lambda job, size: None)
+        monkeypatch.setattr(micro_batch, "change_micro_batch", lambda job, size: None)
         return job, backend, lambda: choose_micro_batch(job)
 
     return make

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.config.recipe import GuardConfig
-from slurmllm.train.grad_spikes import SpikeWatch
+from slurmllm.train.grad_spikes import SpikeDetector
 
 SMALL = GuardConfig(smoothing_steps=4, window_steps=6)
 
@@ -21,10 +21,10 @@ def changes(
     norms: Iterable[float], config: GuardConfig = SMALL, warmup_steps: int = 0
 ) -> list[tuple[str, int]]:
     """What was said, and at which step."""
-    watch = SpikeWatch(config, warmup_steps)
+    watch = SpikeDetector(config, warmup_steps)
     found = []
     for step, norm in enumerate(norms, start=1):
-        if change := watch.see(step, step + 1000, norm):
+        if change := watch.update(step, step + 1000, norm):
             assert change.spike.batch == change.spike.onset + 1000
             found.append((change.kind, step))
     return found
@@ -109,11 +109,11 @@ def test_a_resume_judges_as_the_unbroken_run(
     norms: list[float], at: int, smoothing: int, window: int
 ) -> None:
     config = GuardConfig(smoothing_steps=smoothing, window_steps=window)
-    unbroken, resumed = SpikeWatch(config, 3), SpikeWatch(config, 3)
+    unbroken, resumed = SpikeDetector(config, 3), SpikeDetector(config, 3)
     for step, norm in enumerate(norms, start=1):
         if step == at:
             resumed.load_state(json.loads(json.dumps(unbroken.state())))
-        change = unbroken.see(step, step, norm)
+        change = unbroken.update(step, step, norm)
         if step >= at:
-            assert resumed.see(step, step, norm) == change
+            assert resumed.update(step, step, norm) == change
             assert resumed.state() == unbroken.state()

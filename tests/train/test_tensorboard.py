@@ -21,7 +21,7 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.records import AttemptRecord, MetricsRow
 from slurmllm.rundir import RunDir
-from slurmllm.train.hooks.base import StepEnd
+from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.tensorboard import TAGS, TensorBoardHook
 
 from .gang import small_config

@@ -1,36 +1,35 @@
-"""What happens beside training, a file each; the order is the one in which a step's end runs."""
+"""Hooks: what a worker does after each step besides training; a file for each kind."""
 
 from __future__ import annotations
 
-from slurmllm.train.hooks.base import Hook
-from slurmllm.train.hooks.checkpoint import CheckpointHook
-from slurmllm.train.hooks.monitoring import (
-    GuardHook,
-    MemoryHook,
-    MetricsHook,
-    ProgressHook,
-    StartUpHook,
-)
-from slurmllm.train.job import Job
+from typing import NamedTuple
+
+from slurmllm.records import MetricsRow
 
 
-def make_hooks(job: Job) -> list[Hook]:
-    """The hooks of this worker.
+class StepEnd(NamedTuple):
+    """The end of one step.
 
-    Metrics come before the checkpoint: where a checkpoint is, the rows up to it are on disk. The
-    guard comes between them: what has diverged is told and not saved. Memory is read before a
-    save takes some.
+    Attributes:
+        row: Metrics of the step.
+        last: Whether the stage is complete with this step.
+        saving: Whether a checkpoint is saved after this step.
+        leaving: Whether training ends with this step, complete or stopped.
+        batch: Number of the step's global batch in the stream, from 1.
     """
-    hooks: list[Hook] = []
-    if job.worker.local_rank == 0:
-        hooks.append(StartUpHook(job))
-    if job.stage == "precompile":
-        return hooks
-    if job.worker.rank == 0:
-        from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
-        hooks += [MetricsHook(job), TensorBoardHook(job), ProgressHook(job)]
-    if not job.backend.deferred_metrics:  # no Neuron runtime was seen to count its memory so
-        hooks.append(MemoryHook(job))
-    hooks += [GuardHook(job), CheckpointHook(job)]
-    return hooks
+    row: MetricsRow
+    last: bool
+    saving: bool
+    leaving: bool
+    batch: int = 0
+
+
+class Hook:
+    """Base class of the hooks."""
+
+    def after_step(self, end: StepEnd) -> None:
+        """Called after each optimizer step, on every worker that has the hook."""
+
+    def close(self) -> None:
+        """Called when training ends, also by an error; raises nothing, which would hide it."""

@@ -1,11 +1,10 @@
-"""TensorBoard: one curve over all restarts, in groups that several runs share.
+"""TensorBoard event files: one curve over all restarts, tags shared by all runs.
 
-Written by TensorBoard's own event writer: torch.utils.tensorboard takes 1.4 s more to import.
+Uses TensorBoard's own event writer: torch.utils.tensorboard takes 1.4 s more to import.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,7 +23,7 @@ from tensorboard.util.tensor_util import make_tensor_proto  # type: ignore[impor
 from slurmllm.config.resolve import flatten
 from slurmllm.errors import StorageError
 from slurmllm.records import AttemptRecord
-from slurmllm.train.hooks.base import Hook, StepEnd
+from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
 
 # Metric → tag; TensorBoard groups cards by the part before the slash.
@@ -45,40 +44,38 @@ TAGS = {
 
 
 class TensorBoardHook(Hook):
-    """Writes every step's figures, and once an attempt what the run is; on rank 0."""
+    """Writes the metrics of every step, and once an attempt the recipe; on rank 0."""
 
     def __init__(self, job: Job) -> None:
         self._writer = EventFileWriter(str(job.run.tensorboard))
-        # Steps that an earlier attempt made after the checkpoint are made again: TensorBoard
-        # drops what it has from the step of a START on.
+        # Steps after the checkpoint are recomputed: at a START, TensorBoard drops the steps from
+        # this one on that an earlier attempt wrote.
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=job.step + 1, session_log=start))
         for step, value in start_values(job):
             self._add(time.time(), step, [value])
 
-    def after_step(self, moment: StepEnd) -> None:
-        """Hand the figures to the writer's thread."""
-        row = moment.row
+    def after_step(self, end: StepEnd) -> None:
+        row = end.row
         measured = row.model_dump(include=set(TAGS), exclude_none=True)
         values = [
             Summary.Value(tag=TAGS[name], simple_value=value) for name, value in measured.items()
         ]
         self._add(row.time, row.step, values)
-        if moment.last:
+        if end.last:
             self._add(row.time, row.step, [session_end(row.time)])
-        if moment.saving:
+        if end.saving:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left."""
-        with contextlib.suppress(Exception):  # whatever its thread met with
+        with suppress(Exception):  # the writer's thread may have failed in any way
             self._writer.close()
 
     def _add(self, wall_time: float, step: int, values: list[Summary.Value]) -> None:
         self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
 
 
-# Of every run the same, whatever its recipe: a column a line in TensorBoard's table of runs.
+# The same for every run, whatever its recipe: columns of TensorBoard's table of runs.
 _FROM_RECIPE = (
     *("model.family", "model.num_layers", "model.hidden_size", "model.num_heads"),
     *("model.num_kv_heads", "model.ffn_hidden_size", "model.vocab_size", "model.seq_len"),
@@ -87,21 +84,14 @@ _FROM_RECIPE = (
     *("optim.decay", "optim.betas", "optim.eps", "optim.weight_decay", "optim.grad_clip"),
     *("parallel.sequence", "parallel.zero"),
 )
-_MOST_RESTARTS = 20  # that the table of attempts holds
+_MAX_RESTARTS = 20  # rows of the table of attempts
 
 Setting = str | int | float | bool
 
 
 def start_values(job: Job) -> Iterator[tuple[int, Summary.Value]]:
-    """What an attempt writes before its first step.
-
-    Args:
-        job: At the step that it goes on from.
-
-    Yields:
-        Step, and what to write there.
-    """
-    # No group name: two runs of one recipe are two lines of the table, and not their mean.
+    """Yield (step, value) of what an attempt writes before its first step."""
+    # No group name: two runs of one recipe are two rows of the table, not their mean.
     session = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for name, value in hyperparameters(job).items():
         if isinstance(value, bool):
@@ -118,7 +108,7 @@ def start_values(job: Job) -> Iterator[tuple[int, Summary.Value]]:
 
 
 def session_end(wall_time: float) -> Summary.Value:
-    """Says that the run's last step was made."""
+    """Return the value that marks the session as successful, written at the last step."""
     end = plugin_data_pb2.SessionEndInfo(
         status=api_pb2.Status.STATUS_SUCCESS, end_time_secs=wall_time
     )
@@ -129,7 +119,7 @@ def session_end(wall_time: float) -> Summary.Value:
 
 
 def hyperparameters(job: Job) -> dict[str, Setting]:
-    """What sets runs apart, by dotted path in the recipe; the mesh as it is and not as asked."""
+    """Return the hyperparameters by dotted path; the mesh as resolved, not as in the recipe."""
     config, mesh = job.config, job.mesh
     values = flatten(config.values())
     found: dict[str, Setting] = {
@@ -156,12 +146,12 @@ def hyperparameters(job: Job) -> dict[str, Setting]:
 
 
 def restarts(job: Job) -> str:
-    """The newest attempts up to this one, as a table in Markdown."""
+    """Return the newest attempts up to this one, as a table in Markdown."""
     lines = [
         "| attempt | nodes | resumed from | steps | ending | why |",
         "|---|---|---|---|---|---|",
     ]
-    for number in range(max(0, job.attempt - _MOST_RESTARTS), job.attempt + 1):
+    for number in range(max(0, job.attempt - _MAX_RESTARTS), job.attempt + 1):
         own = number == job.attempt
         record = None
         with suppress(StorageError):
