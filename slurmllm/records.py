@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.errors import Blame, StorageError
 from slurmllm.rundir import write_atomic
@@ -159,12 +159,14 @@ class AttemptRecord(Record):
         description="seconds by phase: queue, preflight, cache, start_up, first_step, training, "
         "saving, stopping; workers: from the launchers' start to their end",
     )
-    graphs_added: tuple[str, ...] = Field(
-        default=(), description="graphs compiled while training, which the archive lacked"
+    new_graphs: tuple[str, ...] = Field(
+        default=(),
+        validation_alias=AliasChoices("new_graphs", "graphs_added"),  # runs of 0.1
+        description="graphs compiled in training that the archive lacked",
     )
 
 
-class RankBeat(Record):
+class WorkerPhase(Record):
     """What a worker is doing."""
 
     phase: Phase
@@ -177,7 +179,7 @@ class Heartbeat(Record):
 
     node: str
     written_at: float = Field(description="Unix time, s")
-    ranks: dict[int, RankBeat]
+    ranks: dict[int, WorkerPhase]
 
 
 class HangRecord(Record):
@@ -191,8 +193,10 @@ class HangRecord(Record):
     behind: tuple[int, ...] = Field(
         default=(), description="ranks behind the others; none where all stand alike"
     )
-    silent_nodes: tuple[str, ...] = Field(
-        default=(), description="nodes whose launchers give no sign of life"
+    unresponsive_nodes: tuple[str, ...] = Field(
+        default=(),
+        validation_alias=AliasChoices("unresponsive_nodes", "silent_nodes"),
+        description="nodes whose launchers stopped responding",
     )
     suspects: tuple[str, ...] = Field(default=(), description="nodes that the hang is put down to")
 
@@ -254,8 +258,10 @@ class NodeRecord(Record):
     graphs: tuple[str, ...] = Field(
         default=(), description="precompile: folders of the graphs that this node compiled"
     )
-    graphs_added: tuple[str, ...] = Field(
-        default=(), description="train: names of the graphs that this node handed in"
+    new_graphs: tuple[str, ...] = Field(
+        default=(),
+        validation_alias=AliasChoices("new_graphs", "graphs_added"),
+        description="train: names of the graphs that this node submitted",
     )
     pids: dict[int, int] = Field(default_factory=dict, description="rank → process id")
     exit_codes: dict[int, int] = Field(
@@ -373,17 +379,23 @@ class GraphManifest(Record):
     compile_s: float = Field(default=0.0, description="seconds of the compiler after those steps")
     files: tuple[GraphFile, ...]
     states: tuple[GraphState, ...] = Field(default=(), description="of every graph met")
-    absent_nodes: tuple[str, ...] = Field(
-        default=(), description="precompile nodes that handed nothing in"
+    missing_nodes: tuple[str, ...] = Field(
+        default=(),
+        validation_alias=AliasChoices("missing_nodes", "absent_nodes"),
+        description="precompile nodes that submitted no graphs",
     )
     fingerprint: str = Field(
         default="", description="of model, mesh, precision, flags and versions; empty: not known"
     )
-    taken_from: str | None = Field(default=None, description="the run that compiled the graphs")
+    reused_from: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("reused_from", "taken_from"),
+        description="the run that compiled the graphs",
+    )
 
 
-class AddedGraphs(Record):
-    """`graphs/added/NNN_<node>.json`: what a node compiled while training, until it is merged."""
+class NewGraphs(Record):
+    """`graphs/new/NNN_<node>.json`: what a node compiled while training, until it is merged."""
 
     node: str
     attempt: int

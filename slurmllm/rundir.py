@@ -14,7 +14,7 @@ Layout (`runs/<name>/`, on the shared file system):
     attempts/NNN/                     one try of the train stage (see AttemptDir)
     graphs/                           manifest and archive of the compiled graphs, micro batch
     graphs/failed/<graph>.log         the compiler's log of a graph that failed
-    graphs/added/                     graphs compiled while training, until the archive has them
+    graphs/new/                       graphs compiled in training, until they are merged
     graphs/attempts/NNN/              one try of the precompile stage
     checkpoints/step_XXXXXXXX/        one checkpoint, whole once manifest.json is there
     metrics/attempt_NNN.jsonl         one line a step; a file an attempt, so nobody shares one
@@ -228,9 +228,9 @@ class RunDir:
         return self.graphs / "failed" / f"{graph}.log"
 
     @property
-    def graphs_added(self) -> Path:
-        """The folder of graphs compiled while training, until the archive has them."""
-        return self.graphs / "added"
+    def new_graphs(self) -> Path:
+        """The folder of graphs compiled in training, until they are merged into the archive."""
+        return self.graphs / "new"
 
     def graphs_of_node(self, name: str) -> Path:
         """The compiled graphs of one of several precompile nodes, until the archive has them."""

@@ -8,8 +8,8 @@ import pytest
 
 from slurmllm.error_patterns import ENDINGS, TABLE, Row, meaning_of, telling_line
 from slurmllm.records import FailureRecord, NodeRecord
-from slurmllm.supervise.classify import Observed, classify
 from slurmllm.train.failures import classify_error
+from slurmllm.supervise.classify import Evidence, classify
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.example[:60])
@@ -23,14 +23,14 @@ def test_a_row_says_what_its_line_means(row: Row) -> None:
         "n2": NodeRecord(node="n2", pids={1: 1}, exit_codes={1: 70}, stopped_ranks=[1]),
     }
     # In the log of a worker that aborted without a record …
-    found = classify(Observed(("n1", "n2"), nodes, last_words={0: ["step 7", row.example]}))
+    found = classify(Evidence(("n1", "n2"), nodes, last_words={0: ["step 7", row.example]}))
     assert (found.ending, found.blamed_nodes) == (ending, ("n1",) if blamed else ())
     assert row.example.strip()[:400] in found.evidence[0]
     # … and in the words of its exception.
     name, _, words = row.example.partition(" ") if "Inductor" in row.example else ("Error", "", "")
     verdict = classify_error(type(name, (RuntimeError,), {})(words or row.example))
     failure = FailureRecord(rank=0, node="n1", time=1.0, **verdict._asdict())
-    assert classify(Observed(("n1", "n2"), nodes, [failure])).ending == ending
+    assert classify(Evidence(("n1", "n2"), nodes, [failure])).ending == ending
 
 
 def test_the_table_covers_the_stack() -> None:

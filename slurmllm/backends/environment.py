@@ -5,13 +5,16 @@ Read on the login node (`submit`, `--dry-run`) and by the supervisor and the lau
 
 from __future__ import annotations
 
+import getpass
+import hashlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
+from slurmllm.rundir import RunDir
 
 
 class Variable(NamedTuple):
@@ -112,3 +115,46 @@ def load_environment(backend: str) -> BackendEnvironment:
     """A backend's `environment.py`, by the backend's name."""
     module = importlib.import_module(f"slurmllm.backends.{backend}.environment")
     return cast(BackendEnvironment, module)
+
+
+def node_local_cache(config: RunConfig, run: RunDir) -> str:
+    """The folder on every node's own disk for this run's compiled graphs.
+
+    Its name holds the user, the run and a digest of the run's path: two runs of one name in
+    different folders must not share it.
+    """
+    digest = hashlib.sha256(str(run.path).encode()).hexdigest()[:8]
+    return f"{config.cluster.node_local}/slurmllm-{getpass.getuser()}-{run.name}-{digest}"
+
+
+def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
+    """The variables that a job exports for its workers, each with its source.
+
+    The recipe's replace the cluster profile's, and those the backend's; a variable has the
+    position of its last definition.
+    """
+    environment = load_environment(config.backend)
+    cluster, recipe = config.cluster, config.recipe
+    layers = (
+        environment.variables(config),
+        environment.cache_variables(node_local_cache(config, run)),
+        _given(config, "cluster.env", cluster.env, f"cluster {cluster.name}"),
+        _given(config, "env", recipe.env, f"recipe {recipe.name}"),
+    )
+    found: dict[str, Variable] = {}
+    for layer in layers:
+        for name, variable in layer.items():
+            found.pop(name, None)
+            found[name] = variable
+    return found
+
+
+def _given(
+    config: RunConfig, path: str, values: Mapping[str, str], owner: str
+) -> dict[str, Variable]:
+    """The variables of a profile or a recipe; their source is its name, or --set."""
+    given = {name: config.origins.get(f"{path}.{name}", "") for name in values}
+    return {
+        name: Variable(value, "--set" if given[name].startswith("--set") else owner)
+        for name, value in values.items()
+    }

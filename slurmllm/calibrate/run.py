@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from slurmllm.backends.environment import load_environment
+from slurmllm.backends.rendezvous import free_port
 from slurmllm.calibrate.fits import hardware_of
 from slurmllm.calibrate.sample import Sample, Task
 from slurmllm.config.cluster import Cluster, Hardware
@@ -29,7 +30,6 @@ from slurmllm.supervise.allocation import (
     Allocation,
     LocalAllocation,
     SlurmAllocation,
-    free_port,
 )
 
 

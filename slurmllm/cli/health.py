@@ -147,7 +147,8 @@ def _check(
     from slurmllm.backends.environment import load_environment
     from slurmllm.diagnose.bandwidth import with_bandwidth
     from slurmllm.diagnose.probe import check_nodes
-    from slurmllm.supervise.allocation import SLURMLLM, free_port
+    from slurmllm.backends.rendezvous import free_port
+    from slurmllm.supervise.allocation import SLURMLLM
 
     # Slurm sets SLURM_CPUS_ON_NODE in batch jobs, but not for salloc's command.
     if cpus := re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")):
@@ -215,7 +216,7 @@ def check_node(profile: str, backend: str, marker_file: Path) -> None:
 
     from slurmllm.config.cluster import Cluster
     from slurmllm.diagnose import node
-    from slurmllm.supervise.allocation import NODE_NAME
+    from slurmllm.backends.rendezvous import NODE_NAME
 
     name = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     node.check_node(name, Cluster.model_validate_json(profile), backend, marker_file)
@@ -243,19 +244,19 @@ def allreduce(
     import subprocess
     import sys
 
-    from slurmllm.supervise.allocation import NODE_RANK, die_with_parent
-    from slurmllm.supervise.interfaces import interface_variables
+    from slurmllm.backends.rendezvous import die_with_parent, own_node_rank, rendezvous_variables
 
-    first = workers * int(os.environ.get(NODE_RANK) or os.environ.get("SLURM_NODEID") or 0)
-    shared = {
-        "WORLD_SIZE": str(nodes * workers), "LOCAL_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-        **interface_variables(address),
-    }  # fmt: skip
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "slurmllm.diagnose.allreduce", device, floor],
-            env={**os.environ, **shared, "RANK": str(first + n), "LOCAL_RANK": str(n)},
+            env={
+                **os.environ,
+                **rendezvous_variables(
+                    address, port, nodes=nodes, workers_per_node=workers,
+                    node_rank=own_node_rank(), local_rank=n,
+                ),
+                "OMP_NUM_THREADS": "1",
+            },
             preexec_fn=die_with_parent,
         )
         for n in range(workers)

@@ -158,12 +158,12 @@ def _detail_lines(state: RunState, more: Details) -> Iterator[tuple[str, str]]:
             for node, (seconds, hits, misses) in list(more.first_steps.items())[:4]
         )
         yield "graph cache", f"{cold}{'; last attempt: ' + warm if warm else ''}"
-    if more.graphs is not None and more.graphs.taken_from is not None:
-        yield "graphs", f"compiled by run {more.graphs.taken_from}"
+    if more.graphs is not None and more.graphs.reused_from is not None:
+        yield "graphs", f"compiled by run {more.graphs.reused_from}"
     for line in more.uncompiled:
         yield "uncompiled", line
-    if state.attempts and state.attempts[-1].graphs_added:
-        added = state.attempts[-1].graphs_added
+    if state.attempts and state.attempts[-1].new_graphs:
+        added = state.attempts[-1].new_graphs
         words = ", ".join(added[:4]) + (" …" if len(added) > 4 else "")
         yield "graphs added", f"{len(added)} by the last attempt: {words}"
     for off in more.excluded:

@@ -112,9 +112,8 @@ def _print_plan(prepared: Prepared, as_json: bool) -> None:
     """Print what a run would be: scripts, the workers' environment, the library's arguments."""
     import json
 
-    from slurmllm.backends.environment import load_environment
+    from slurmllm.backends.environment import load_environment, worker_environment
     from slurmllm.submit.prepare import refusals
-    from slurmllm.submit.render import worker_environment
 
     run, config, mesh = prepared.run, prepared.config, prepared.mesh
     variables = worker_environment(config, run)

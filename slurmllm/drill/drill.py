@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from slurmllm.backends.environment import node_local_cache
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.drill.checks import DrillReport, DrillResult, check_recovery
 from slurmllm.drill.injector import Injection
@@ -22,7 +23,6 @@ from slurmllm.records import AttemptRecord, NodeRecord
 from slurmllm.rundir import RunDir, write_atomic
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import run_state
-from slurmllm.submit.render import node_local_cache
 
 POLL_S = 0.25
 QUEUE_POLL_S = 2.0  # slurmctld answers slowly if many clients poll it

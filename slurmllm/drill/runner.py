@@ -20,7 +20,8 @@ from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import is_active
-from slurmllm.supervise.allocation import SLURMLLM, die_with_parent
+from slurmllm.backends.rendezvous import die_with_parent
+from slurmllm.supervise.allocation import SLURMLLM
 
 CANCEL_S = 60.0  # for a cancelled run to save and exit
 REQUEUE_S = 120.0  # for Slurm to end a job whose batch script was killed

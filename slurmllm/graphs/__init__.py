@@ -1,1 +1,1 @@
-"""The archive of compiled graphs: packed once by precompile, copied to every node's own disk."""
+"""The archive of compiled graphs: packed by precompile, broadcast to every node's own disk."""

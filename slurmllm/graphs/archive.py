@@ -1,9 +1,9 @@
-"""The compiled graphs of a run: packed once by precompile, put onto every node's own disk.
+"""The archive of compiled graphs: packed by precompile, installed on every node's own disk.
 
-A cache folder that came from an archive carries the archive's checksum in `.archive`; it is
-unpacked beside its final name and renamed, so that a folder is whole or absent. An archive is
-never changed: graphs that come later make a new one under another name, and the manifest, which
-names the archive in force, is replaced last.
+A cache folder that came from an archive holds the archive's checksum in `.archive`; it is unpacked
+next to its final name and renamed, so that a folder is either complete or absent. An archive is
+never changed: new graphs make another one under another name, and the manifest, which names the
+current archive, is replaced last.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MARKER = ".archive"
 _POLL_S = 0.5
 
 
-def fresh_cache(cache: Path) -> None:
-    """Make an empty cache folder, whatever was there.
+def empty_cache(cache: Path) -> None:
+    """Make an empty cache folder, removing an old one.
 
     Raises:
-        NodeError: the node-local disk refuses.
+        NodeError: The node-local disk refuses.
     """
     try:
         if cache.exists():
@@ -46,7 +46,32 @@ def fresh_cache(cache: Path) -> None:
         ) from error
 
 
-def pack(
+def empty_cache_once(cache: Path, attempt: str) -> None:
+    """Empty a node's cache folder for an attempt that cannot use the archive.
+
+    Args:
+        cache: The folder.
+        attempt: Identifies the attempt: the launchers of --local share the folder, and only the
+            first of them empties it.
+
+    Raises:
+        NodeError: The node-local disk refuses.
+    """
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with cache.with_name(f"{cache.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _read_marker(cache) != attempt:
+                empty_cache(cache)
+                (cache / _MARKER).write_text(attempt, encoding="utf-8")
+    except OSError as error:
+        raise NodeError(
+            f"cannot empty {cache} on {os.uname().nodename}: {error.strerror or error}; "
+            "free space there or set cluster.node_local"
+        ) from error
+
+
+def pack_archive(
     cache: Path,
     run: RunDir,
     backend: str,
@@ -55,33 +80,33 @@ def pack(
     compile_s: float = 0.0,
     fingerprint: str | None = None,
     expected: bool = True,
-    absent: Sequence[str] = (),
+    missing_nodes: Sequence[str] = (),
 ) -> GraphManifest:
-    """Judge a filled cache by its files and archive what is compiled; the manifest comes last.
+    """Archive the compiled graphs of a cache, then write the manifest.
 
     Args:
         cache: The node-local folder, with the graphs of all nodes.
         run: The run.
-        backend: Whose cache it is.
+        backend: The run's.
         cold_first_step_s: First step with an empty cache, s.
-        compile_s: Seconds of the compiler after the workers' steps.
-        fingerprint: Of the run, see `fingerprint.graph_fingerprint`.
-        expected: Whether a cache without any graph is a fault.
-        absent: Nodes that handed nothing in.
+        compile_s: Duration of the compiler after the workers' steps, s.
+        fingerprint: See `fingerprint.graph_fingerprint`.
+        expected: Whether an archive without any graph is incomplete.
+        missing_nodes: Nodes that submitted nothing.
 
     Raises:
-        StorageError: the shared file system refuses.
+        StorageError: The shared file system refuses.
     """
     environment = load_environment(backend)
     graphs = environment.graphs(cache)
     try:
-        states = _keep_logs(graphs, run)
+        states = _graph_states(graphs, run)
         uncompiled = {graph.folder for graph in graphs if graph.state != "compiled"}
         archive = run.graphs_archive()
         files = write_archive(cache, archive, without=uncompiled)
         compiled = len(graphs) - len(uncompiled)
         manifest = GraphManifest(
-            complete=not uncompiled and not absent and (compiled > 0 or not expected),
+            complete=not uncompiled and not missing_nodes and (compiled > 0 or not expected),
             backend=backend,
             versions=environment.versions(),
             graphs=compiled,
@@ -92,33 +117,33 @@ def pack(
             compile_s=compile_s,
             files=files,
             states=states,
-            absent_nodes=tuple(absent),
+            missing_nodes=tuple(missing_nodes),
             fingerprint=fingerprint or "",
         )
     except OSError as error:
-        raise cannot_archive(run, error) from error
+        raise archive_error(run, error) from error
     manifest.save(run.graphs_manifest)
-    forget_archives(run, manifest.archive)
+    remove_old_archives(run, manifest.archive)
     return manifest
 
 
-def forget_archives(run: RunDir, but: str) -> None:
+def remove_old_archives(run: RunDir, current: str) -> None:
     """Remove the archives that the manifest no longer names."""
     for old in run.graphs.glob("graphs*.tar"):
-        if old.name != but:
+        if old.name != current:
             old.unlink(missing_ok=True)
 
 
-def _keep_logs(graphs: Sequence[Graph], run: RunDir) -> tuple[GraphState, ...]:
-    """The states of graphs; what the compiler wrote of failed ones goes into the run directory."""
+def _graph_states(graphs: Sequence[Graph], run: RunDir) -> tuple[GraphState, ...]:
+    """The states of graphs; the compiler's logs of failed ones are copied to the run directory."""
     shutil.rmtree(run.graph_log("").parent, ignore_errors=True)
     states = []
     for graph in graphs:
         log = None
         if graph.log is not None:
-            kept = run.graph_log(graph.name)
-            write_atomic(kept, graph.log.read_text(encoding="utf-8", errors="replace"))
-            log = str(kept.relative_to(run.path))
+            copy = run.graph_log(graph.name)
+            write_atomic(copy, graph.log.read_text(encoding="utf-8", errors="replace"))
+            log = str(copy.relative_to(run.path))
         states.append(
             GraphState(
                 name=graph.name, folder=graph.folder, state=graph.state, compiler=graph.compiler,
@@ -128,76 +153,76 @@ def _keep_logs(graphs: Sequence[Graph], run: RunDir) -> tuple[GraphState, ...]:
     return tuple(states)
 
 
-def hand_in(cache: Path, run: RunDir, node: str, without: Iterable[str] = ()) -> None:
-    """Leave a node's graphs for the first precompile node, which packs those of all of them.
+def submit_graphs(cache: Path, run: RunDir, node: str, without: Iterable[str] = ()) -> None:
+    """Leave a node's graphs for the first precompile node, which packs those of all nodes.
 
     Args:
-        cache: The node's.
+        cache: The node's cache.
         run: The run.
-        node: Its name.
-        without: Folders of graphs that another node hands in.
+        node: The node's name.
+        without: Folders of graphs that another node submits.
 
     Raises:
-        StorageError: the shared file system refuses.
+        StorageError: The shared file system refuses.
     """
     try:
         write_archive(cache, run.graphs_of_node(node), without=without)
     except OSError as error:
-        raise cannot_archive(run, error) from error
+        raise archive_error(run, error) from error
 
 
-def take_in(
-    cache: Path, run: RunDir, nodes: Sequence[str], given_up: Callable[[str], bool]
+def collect_graphs(
+    cache: Path, run: RunDir, nodes: Sequence[str], has_failed: Callable[[str], bool]
 ) -> list[str]:
-    """Add the graphs that other nodes handed in.
+    """Unpack the graphs that other nodes submit.
 
     Args:
-        cache: The first node's.
+        cache: The first node's cache.
         run: The run.
         nodes: The other nodes.
-        given_up: Whether a node need not be waited for any longer. Compilers take hours and not
-            the same time everywhere, so there is no limit else.
+        has_failed: Whether a node will submit nothing. There is no time limit: compilers take
+            hours, and not equally long on all nodes.
 
     Returns:
-        The nodes that left nothing.
+        The nodes that submitted nothing.
 
     Raises:
-        StorageError: the shared file system refuses.
+        StorageError: The shared file system refuses.
     """
-    absent = []
+    missing = []
     for node in nodes:
         source = run.graphs_of_node(node)
-        while not source.is_file() and not given_up(node):
+        while not source.is_file() and not has_failed(node):
             time.sleep(_POLL_S)
         if not source.is_file():
-            absent.append(node)
+            missing.append(node)
             continue
         try:
             with tarfile.open(source) as archive:
-                # Equal names are equal graphs: they are named by their content.
+                # Equal names are equal graphs: names are digests of the content.
                 new = [member for member in archive if not (cache / member.name).exists()]
                 archive.extractall(cache, members=new, filter="data")
             source.unlink()
         except OSError as error:
-            raise cannot_archive(run, error) from error
-    return absent
+            raise archive_error(run, error) from error
+    return missing
 
 
-def forget_handed_in(run: RunDir, nodes: Sequence[str]) -> None:
-    """Remove what other nodes handed in for an attempt that did not come to its end."""
+def remove_submitted(run: RunDir, nodes: Sequence[str]) -> None:
+    """Remove the graphs that other nodes submitted for an attempt that did not finish."""
     for node in nodes:
         run.graphs_of_node(node).unlink(missing_ok=True)
 
 
-def files_of(cache: Path, without: Iterable[str] = ()) -> list[Path]:
-    """The files of a cache folder that an archive keeps: no locks, nothing of some folders."""
-    left_out = frozenset(without)
+def archive_files(cache: Path, without: Iterable[str] = ()) -> list[Path]:
+    """The files of a cache that belong into an archive: no locks, and nothing in `without`."""
+    excluded = frozenset(without)
     found = []
     for path in sorted(cache.rglob("*")):
         inside = PurePosixPath(path.relative_to(cache))
         if path.name == _MARKER or path.suffix == ".lock" or not path.is_file():
             continue
-        if left_out.isdisjoint(str(parent) for parent in inside.parents):
+        if excluded.isdisjoint(str(parent) for parent in inside.parents):
             found.append(path)
     return found
 
@@ -205,32 +230,33 @@ def files_of(cache: Path, without: Iterable[str] = ()) -> list[Path]:
 def write_archive(
     cache: Path, target: Path, without: Iterable[str] = (), only: Iterable[Path] | None = None
 ) -> tuple[GraphFile, ...]:
-    """Write the files of a cache folder into one, whole or not at all.
+    """Write the files of a cache into an archive, whole or not at all.
 
     Args:
         cache: The folder.
         target: The archive.
-        without: Folders inside it that are left out.
-        only: These files, where not all of the others.
+        without: Folders of the cache that are left out.
+        only: Just these files.
 
     Returns:
-        What the archive holds.
+        The files of the archive.
 
     Raises:
-        OSError: a disk refuses.
+        OSError: A disk refuses.
     """
-    files = files_of(cache, without) if only is None else only
+    files = archive_files(cache, without) if only is None else only
 
     def fill(archive: tarfile.TarFile) -> tuple[GraphFile, ...]:
-        held = []
+        added = []
         for path in files:
             name = str(path.relative_to(cache))
-            with suppress(FileNotFoundError), path.open("rb") as stream:  # else a temporary file
+            # A compiler's temporary file may vanish between listing and opening.
+            with suppress(FileNotFoundError), path.open("rb") as stream:
                 info = archive.gettarinfo(fileobj=stream, arcname=name)
                 info.type, info.size = tarfile.REGTYPE, path.stat().st_size  # no hard links
                 archive.addfile(info, stream)
-                held.append(GraphFile(path=name, bytes=info.size))
-        return tuple(held)
+                added.append(GraphFile(path=name, bytes=info.size))
+        return tuple(added)
 
     return write_tar(target, fill)
 
@@ -240,25 +266,24 @@ def write_tar(
 ) -> tuple[GraphFile, ...]:
     """Write a tar file under a temporary name, fsync it and rename it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Not compressed: the files are small beside a checkpoint, and unpacking is on the way to the
-    # first step of every attempt.
+    # Not compressed: graphs are small compared with a checkpoint, and unpacking delays the first
+    # step of every attempt.
     descriptor, name = tempfile.mkstemp(prefix=".graphs.", dir=target.parent)
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             with tarfile.open(fileobj=stream, mode="w") as archive:
-                held = fill(archive)
+                added = fill(archive)
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
     fsync_dir(target.parent)
-    return held
+    return added
 
 
-def cannot_archive(run: RunDir, error: OSError) -> StorageError:
-    """What to tell when the shared file system refuses."""
+def archive_error(run: RunDir, error: OSError) -> StorageError:
     return StorageError(
         f"cannot archive the compiled graphs into {run.graphs}: {error.strerror or error}; "
         "free space and `slurmllm resume`"
@@ -272,59 +297,35 @@ def checksum(path: Path) -> str:
 
 
 def broadcast_path(cache: Path) -> Path:
-    """Where the archive lies on a node after the broadcast, beside the cache folder.
+    """The path of the broadcast archive on a node: next to the cache folder.
 
-    Not inside it: sbcast makes no folders.
+    Not inside it, because sbcast does not create folders.
     """
     return cache.with_name(f"{cache.name}.tar")
 
 
-def put_in_place(
+def install_archive(
     cache: Path, run: RunDir, manifest: GraphManifest
 ) -> Literal["present", "broadcast", "shared"]:
-    """Make sure that this node's cache folder holds the archive's graphs.
+    """Fill this node's cache folder with the archive's graphs.
 
     Returns:
-        Where they came from: this disk already, the broadcast archive, the shared one.
+        Their source: the folder itself, the broadcast archive, or the shared one.
 
     Raises:
-        NodeError: neither archive is whole, or the node-local disk refuses.
+        NodeError: Neither archive is intact, or the node-local disk refuses.
     """
     try:
         with cache.with_name(f"{cache.name}.lock").open("w") as lock:
             # The launchers of --local share one disk: one unpacks, the others find it present.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if _marked(cache) == manifest.archive_sha256:
+            if _read_marker(cache) == manifest.archive_sha256:
                 return "present"
             return _unpack(cache, run, manifest)
     except OSError as error:
         raise NodeError(
             f"cannot unpack the compiled graphs into {cache} on {os.uname().nodename}: "
             f"{error.strerror or error}; free space there or set cluster.node_local"
-        ) from error
-
-
-def without_archive(cache: Path, attempt: str) -> None:
-    """Make sure that this node's cache folder holds no archive's graphs.
-
-    Args:
-        cache: The folder.
-        attempt: What this attempt is called: the launchers of --local empty the folder once.
-
-    Raises:
-        NodeError: the node-local disk refuses.
-    """
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with cache.with_name(f"{cache.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if _marked(cache) != attempt:
-                fresh_cache(cache)
-                (cache / _MARKER).write_text(attempt, encoding="utf-8")
-    except OSError as error:
-        raise NodeError(
-            f"cannot empty {cache} on {os.uname().nodename}: {error.strerror or error}; "
-            "free space there or set cluster.node_local"
         ) from error
 
 
@@ -351,6 +352,6 @@ def _unpack(cache: Path, run: RunDir, manifest: GraphManifest) -> Literal["broad
     return origin
 
 
-def _marked(cache: Path) -> str | None:
+def _read_marker(cache: Path) -> str | None:
     marker = cache / _MARKER
     return marker.read_text(encoding="utf-8") if marker.is_file() else None

@@ -1,7 +1,7 @@
-"""The fingerprint of a run's graphs: equal fingerprints, equal graphs, as far as can be foretold.
+"""The fingerprint of a run's graphs: runs of equal fingerprints have equal graphs.
 
-Made on the login node before anything is submitted, and again where the graphs were compiled. It
-is cautious: whatever may change a graph is part of it, so that it errs towards compiling again.
+Computed on the login node before a submission, and again on the nodes that compile. It covers
+everything that may change a graph, so that in doubt the graphs are compiled again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from slurmllm.plan.mesh import Mesh
 
 _THREADS = "OMP_NUM_THREADS"
 _PACKAGE = Path(__file__).resolve().parent.parent
+# The modules outside model/ and the backend that decide graphs. The rest of plan/ (search, cost,
+# tables) chooses a mesh, which is in the fingerprint itself; nothing of plan/ but these two may be
+# imported by the code that builds the model.
+GRAPH_MODULES = ("config/families.py", "plan/mesh.py", "plan/parameters.py")
 
 
 def graph_fingerprint(
@@ -29,18 +33,18 @@ def graph_fingerprint(
     measured: int | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> str | None:
-    """A digest of all that decides a run's graphs.
+    """A digest of everything that decides a run's graphs.
 
     Args:
         config: The run's.
         mesh: Of the train stage.
         local: Whether the run's nodes are launchers on this machine.
-        measured: The micro batch that was measured, for a recipe that says `auto`: precompile's
-            graphs are of that one, whatever the node count makes of it.
-        versions: Those to reckon with; this machine's where left out.
+        measured: The measured micro batch of a recipe with `micro_batch: auto`: precompile's
+            graphs are of that one, for every node count.
+        versions: Of the libraries; by default those of this machine.
 
     Returns:
-        None where the micro batch is to be measured yet, so that nobody can tell.
+        None if the micro batch is not measured yet, so that the graphs are unknown.
     """
     micro = config.recipe.train.micro_batch
     if micro == "auto":
@@ -52,8 +56,8 @@ def graph_fingerprint(
         "backend": config.backend,
         "versions": dict(environment.versions() if versions is None else versions),
         "sources": sources(config.backend),
-        "graphs": environment.graph_inputs(config, mesh, threads(config, mesh, local)),
-        # Which micro batch is fastest is a finding on one kind of node.
+        "graphs": environment.graph_inputs(config, mesh, worker_threads(config, mesh, local)),
+        # The fastest micro batch is a measurement on one kind of node.
         "measured_on": config.cluster.name if micro == "auto" else None,
     }
     text = json.dumps(parts, sort_keys=True)
@@ -62,29 +66,30 @@ def graph_fingerprint(
 
 @functools.cache
 def sources(backend: str, package: Path = _PACKAGE) -> str:
-    """A digest of slurmllm's own code that makes the graphs: model, mesh and backend.
+    """A digest of slurmllm's own code that decides graphs: model, mesh and backend.
 
-    A release's number does not tell: a checkout changes under one.
+    The version number is not enough: a checkout changes under one.
 
     Args:
         backend: The run's.
         package: The folder of slurmllm.
     """
     found = hashlib.sha256()
-    for file in _makers(backend, package):
+    for file in _source_files(backend, package):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         found.update(f"{file.relative_to(package).as_posix()} {content}\n".encode())
     return found.hexdigest()
 
 
-def _makers(backend: str, package: Path) -> Iterator[Path]:
-    for folder in ("model", f"backends/{backend}", "plan"):
+def _source_files(backend: str, package: Path) -> Iterator[Path]:
+    for folder in ("model", f"backends/{backend}"):
         yield from sorted((package / folder).rglob("*.py"))
-    yield package / "config" / "families.py"
+    for module in GRAPH_MODULES:
+        yield package / module
 
 
-def threads(config: RunConfig, mesh: Mesh, local: bool) -> int | None:
-    """CPU threads of a worker; None where the nodes alone know how many CPUs they have."""
+def worker_threads(config: RunConfig, mesh: Mesh, local: bool) -> int | None:
+    """CPU threads of a worker; None if the number of CPUs is only known on the nodes."""
     own = {**config.cluster.env, **config.recipe.env}
     given = own.get(_THREADS) or os.environ.get(_THREADS)
     if given is not None and given.isdigit():
@@ -96,14 +101,13 @@ def threads(config: RunConfig, mesh: Mesh, local: bool) -> int | None:
 
 
 def threads_of(cpus: int, mesh: Mesh, local: bool) -> int:
-    """The share of one worker in a machine's CPUs."""
+    """A worker's share of a machine's CPUs."""
     return max(1, cpus // sharing(mesh, local))
 
 
 def sharing(mesh: Mesh, local: bool) -> int:
-    """Workers that share a machine's CPUs and memory.
+    """Number of workers that share a machine's CPUs and memory.
 
-    Those of one node; the nodes of --local are all on this machine, and count in both stages
-    alike.
+    Those of one node; the nodes of --local are all on this machine, in both stages alike.
     """
     return mesh.devices_per_node * (mesh.nodes if local else 1)

@@ -1,51 +1,52 @@
-"""Graphs compiled while training: left by each node at the attempt's end, merged into the archive.
+"""Graphs compiled in training: submitted by each node, merged into the archive.
 
-    launcher    graphs/added/NNN_<node>.tar, then NNN_<node>.json, which makes it count
+    launcher    graphs/new/NNN_<node>.tar, then NNN_<node>.json, which makes it valid
     supervisor  at the run's end or the next attempt's start: a new archive, then the manifest
 
-A node that dies on the way leaves a file without its record, or a temporary one; neither counts,
-and the next merge removes them. The archive in force stays whole until the manifest names another.
+A node that dies in between leaves an archive without its record, or a temporary file; both are
+ignored, and the next merge removes them. The current archive stays valid until the manifest names
+another one.
 """
 
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import (
-    cannot_archive,
+    archive_error,
+    archive_files,
     checksum,
-    files_of,
-    forget_archives,
+    remove_old_archives,
     write_archive,
     write_tar,
 )
-from slurmllm.records import AddedGraphs, GraphFile, GraphManifest, GraphState
+from slurmllm.records import GraphFile, GraphManifest, GraphState, NewGraphs
 from slurmllm.rundir import RunDir
 
 
-def hand_in_added(
+def submit_new_graphs(
     cache: Path, run: RunDir, attempt: int, nodes: Sequence[str], node: str, manifest: GraphManifest
 ) -> tuple[str, ...]:
-    """Leave the graphs that a node's cache has and the archive has not.
+    """Submit the graphs that a node's cache has and the archive lacks.
 
     Args:
-        cache: The node's.
+        cache: The node's cache.
         run: The run.
         attempt: Number of the train attempt.
-        nodes: All of the attempt's.
-        node: This one.
+        nodes: All nodes of the attempt.
+        node: This node.
         manifest: As it was when the attempt began.
 
     Returns:
         The names of the graphs.
 
     Raises:
-        StorageError: the shared file system refuses.
+        StorageError: The shared file system refuses.
     """
     environment = load_environment(manifest.backend)
     versions = environment.versions()
@@ -59,113 +60,110 @@ def hand_in_added(
     if not states:
         return ()
     others = {g.folder for g in graphs} - {state.folder for state in states}
-    there = {file.path for file in manifest.files} if known else set()
-    new = [f for f in files_of(cache, others) if str(f.relative_to(cache)) not in there]
-    record = run.graphs_added / f"{attempt:03d}_{node}.json"
+    archived = {file.path for file in manifest.files} if known else set()
+    new = [f for f in archive_files(cache, others) if str(f.relative_to(cache)) not in archived]
+    record = run.new_graphs / f"{attempt:03d}_{node}.json"
     archive = record.with_suffix(".tar")
     try:
         files = write_archive(cache, archive, only=new)
-        AddedGraphs(
+        NewGraphs(
             node=node, attempt=attempt, nodes=tuple(nodes), versions=versions,
             archive_sha256=checksum(archive), files=files, states=states,
         ).save(record)  # fmt: skip
     except OSError as error:
-        raise cannot_archive(run, error) from error
+        raise archive_error(run, error) from error
     return tuple(state.name for state in states)
 
 
-def merge_added(run: RunDir) -> tuple[str, ...]:
-    """Put what was handed in into the archive; nobody may be handing in meanwhile.
+def merge_new_graphs(run: RunDir) -> tuple[str, ...]:
+    """Merge the submitted graphs into the archive. No launcher may be running.
 
     Returns:
-        The names of the graphs that the archive did not have.
+        The names of the graphs that the archive lacked.
 
     Raises:
-        StorageError: the shared file system refuses.
+        StorageError: The shared file system refuses.
     """
-    folder = run.graphs_added
-    if not folder.is_dir() or not run.graphs_manifest.is_file():
+    # Runs of 0.1 have them in graphs/added.
+    folders = [f for f in (run.graphs / "added", run.new_graphs) if f.is_dir()]
+    if not folders or not run.graphs_manifest.is_file():
         return ()
     manifest = GraphManifest.load(run.graphs_manifest)
-    handed = _whole(folder)
-    fitting, base = _fitting(list(handed.values()), manifest)
-    new = _new_states(fitting, base)
+    submitted = _valid(folders)
+    usable, base = _matching(list(submitted.values()), manifest)
+    known = _compiled(base.states)
+    new: dict[str, GraphState] = {}
+    for graphs in usable:
+        for state in graphs.states:
+            if state.folder not in known:
+                new.setdefault(state.folder, state)
     try:
         if new:
-            tars = [path.with_suffix(".tar") for path, a in handed.items() if a in fitting]
+            tars = [
+                path.with_suffix(".tar") for path, graphs in submitted.items() if graphs in usable
+            ]
             merged = _merge(run, base, tars, new)
             merged.save(run.graphs_manifest)
-            forget_archives(run, merged.archive)
-        for path in folder.iterdir():
-            path.unlink(missing_ok=True)
-        folder.rmdir()
+            remove_old_archives(run, merged.archive)
+        for folder in folders:
+            for path in folder.iterdir():
+                path.unlink(missing_ok=True)
+            folder.rmdir()
     except OSError as error:
-        raise cannot_archive(run, error) from error
-    return tuple(state.name for state in new)
+        raise archive_error(run, error) from error
+    return tuple(state.name for state in new.values())
 
 
-def _whole(folder: Path) -> dict[Path, AddedGraphs]:
-    """What counts: records whose archive is there and as it was written."""
+def _valid(folders: Sequence[Path]) -> dict[Path, NewGraphs]:
+    """The records whose archive is complete. Others are ignored: graphs can be compiled again."""
     found = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            added, archive = AddedGraphs.load(path), path.with_suffix(".tar")
-            if archive.is_file() and checksum(archive) == added.archive_sha256:
-                found[path] = added
-        except (StorageError, OSError):
-            continue  # graphs can be compiled again; a run must not stop for them
+    for path in sorted(path for folder in folders for path in folder.glob("*.json")):
+        with suppress(StorageError, OSError):
+            graphs, archive = NewGraphs.load(path), path.with_suffix(".tar")
+            if archive.is_file() and checksum(archive) == graphs.archive_sha256:
+                found[path] = graphs
     return found
 
 
-def _fitting(
-    handed: Sequence[AddedGraphs], manifest: GraphManifest
-) -> tuple[list[AddedGraphs], GraphManifest]:
-    """What is of the archive's versions, and the manifest to add to.
+def _matching(
+    submitted: Sequence[NewGraphs], manifest: GraphManifest
+) -> tuple[list[NewGraphs], GraphManifest]:
+    """The graphs of the archive's versions, and the manifest to extend.
 
-    Where all nodes of the newest attempt have other versions than the archive, they agree, and
-    the archive serves nobody any longer: theirs takes its place.
+    If all nodes of the newest attempt agree on other versions, no node can use the archive any
+    longer: their graphs replace it.
     """
-    newest = max((added.attempt for added in handed), default=None)
-    last = [added for added in handed if added.attempt == newest]
-    if last and {added.node for added in last} == set(last[0].nodes):
+    newest = max((graphs.attempt for graphs in submitted), default=None)
+    last = [graphs for graphs in submitted if graphs.attempt == newest]
+    if last and {graphs.node for graphs in last} == set(last[0].nodes):
         versions = last[0].versions
-        if versions != manifest.versions and all(a.versions == versions for a in last):
+        if versions != manifest.versions and all(g.versions == versions for g in last):
             empty = {
-                "versions": versions, "files": (), "states": (), "absent_nodes": (),
-                "graphs": 0, "fingerprint": "", "taken_from": None,
+                "versions": versions, "files": (), "states": (), "missing_nodes": (),
+                "graphs": 0, "fingerprint": "", "reused_from": None,
             }  # fmt: skip
             return last, manifest.model_copy(update=empty)
-    return [added for added in handed if added.versions == manifest.versions], manifest
-
-
-def _new_states(handed: Sequence[AddedGraphs], base: GraphManifest) -> list[GraphState]:
-    known = _compiled(base.states)
-    new: dict[str, GraphState] = {}
-    for added in handed:
-        for state in added.states:
-            if state.folder not in known:
-                new.setdefault(state.folder, state)
-    return list(new.values())
+    return [graphs for graphs in submitted if graphs.versions == manifest.versions], manifest
 
 
 def _merge(
-    run: RunDir, base: GraphManifest, tars: Sequence[Path], new: Sequence[GraphState]
+    run: RunDir, base: GraphManifest, tars: Sequence[Path], new: Mapping[str, GraphState]
 ) -> GraphManifest:
-    """Write the archive of old and new files, and its manifest."""
+    """Write the archive of old and new files; returns its manifest."""
     old = [run.graphs_archive(base.archive)] if base.files else []
-    # Compiled now, whatever precompile made of them.
-    states: dict[str, GraphState] = {s.folder: s for s in base.states} | {s.folder: s for s in new}
+    # A graph that failed in precompile is compiled now: new states replace old ones.
+    states = {**{state.folder: state for state in base.states}, **new}
 
     def fill(archive: tarfile.TarFile) -> tuple[GraphFile, ...]:
-        held: dict[str, GraphFile] = {}
+        added: dict[str, GraphFile] = {}
         with ExitStack() as stack:
             for source in [*old, *tars]:
                 opened = stack.enter_context(tarfile.open(source))
                 for member in opened:
-                    if member.isreg() and member.name not in held:
+                    if member.isreg() and member.name not in added:
                         archive.addfile(member, opened.extractfile(member))
-                        held[member.name] = GraphFile(path=member.name, bytes=member.size)
-        return tuple(held[name] for name in sorted(held))
+                        added[member.name] = GraphFile(path=member.name, bytes=member.size)
+        return tuple(added[name] for name in sorted(added))
 
     temporary = run.graphs_archive("graphs.new.tar")
     files = write_tar(temporary, fill)
@@ -175,7 +173,7 @@ def _merge(
     compiled = sum(state.state == "compiled" for state in states.values())
     return base.model_copy(
         update={
-            "complete": compiled == len(states) and not base.absent_nodes,
+            "complete": compiled == len(states) and not base.missing_nodes,
             "graphs": compiled,
             "archive": archive.name,
             "archive_bytes": archive.stat().st_size,
@@ -184,11 +182,6 @@ def _merge(
             "states": tuple(states[folder] for folder in sorted(states)),
         }
     )
-
-
-def added_by(nodes: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """The names that nodes handed in, each once."""
-    return tuple(sorted({name for names in nodes for name in names}))
 
 
 def _compiled(states: Sequence[GraphState]) -> set[str]:

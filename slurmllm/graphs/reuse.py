@@ -1,11 +1,10 @@
-"""Whether the graphs of a run are compiled already: by itself, or by another run of the folder."""
+"""Reuse of compiled graphs: those of an earlier submission, or of another run in the folder."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from slurmllm.config.resolve import RunConfig
@@ -18,12 +17,12 @@ from slurmllm.rundir import RunDir, fsync_dir, is_run
 
 
 def measured_micro_batch(run: RunDir) -> int | None:
-    """The micro batch that an earlier precompile stage measured."""
+    """The micro batch that an earlier precompile stage has measured, if any."""
     try:
         found = run.micro_batch.is_file()
         return MicroBatchRecord.load(run.micro_batch).micro_batch if found else None
     except StorageError:
-        return None  # a damaged one: measure again
+        return None  # damaged: measure again
 
 
 def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir) -> bool:
@@ -31,10 +30,10 @@ def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir)
 
     Args:
         config: Of the run to be submitted.
-        nodes: Its nodes.
+        nodes: Its number of nodes.
         local: Whether they are launchers on this machine.
         own: Its directory.
-        run: The run that may have the graphs: the same one, or another.
+        run: The run that may have the graphs: the same one or another.
     """
     manifest = _manifest(run)
     if manifest is None or not manifest.complete:
@@ -45,57 +44,57 @@ def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir)
         fingerprint = graph_fingerprint(config, mesh, local, measured)
     except SlurmllmError:
         return False
-    # Without one: the graphs are of the nodes' own versions, which differ from this machine's.
+    # An empty fingerprint: the nodes, whose versions differ from this machine's, compiled them.
     known = (fingerprint, "") if run == own else (fingerprint,)
     return fingerprint is not None and manifest.fingerprint in known
 
 
 def usable(run: RunDir) -> bool:
-    """Whether a run has an archive to begin with, complete or not."""
+    """Whether a run has an archive, complete or not."""
     manifest = _manifest(run)
     return manifest is not None and run.graphs_archive(manifest.archive).is_file()
 
 
 def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> RunDir | None:
-    """The newest other run in the folder of runs whose archive serves."""
+    """The newest other run in the folder of runs that has all graphs; None if there is none."""
     root = run.path.parent
     if not root.is_dir():
         return None
     others = [RunDir(entry) for entry in root.iterdir() if entry != run.path and is_run(entry)]
     with_graphs = [other for other in others if other.graphs_manifest.is_file()]
-    newest = sorted(with_graphs, key=_written_at, reverse=True)
+    newest = sorted(with_graphs, key=_modified_at, reverse=True)
     return next((other for other in newest if serves(config, nodes, local, run, other)), None)
 
 
 def adopt(source: RunDir, run: RunDir) -> bool:
-    """Give a run the archive of another one: a hard link, or a copy on another file system.
+    """Link a run to the archive of another one, or copy it to another file system.
 
-    An archive is never changed, so the two runs may share it.
+    Two runs can share an archive because it is never changed.
 
     Returns:
-        Whether it was whole; nothing is left where it was not.
+        Whether the archive is intact; if not, nothing is written.
 
     Raises:
-        StorageError: the shared file system refuses.
+        StorageError: The shared file system refuses.
     """
     manifest = _manifest(source)
     if manifest is None:
         return False
-    from_, to = source.graphs_archive(manifest.archive), run.graphs_archive(manifest.archive)
-    if not from_.is_file() or checksum(from_) != manifest.archive_sha256:
+    archive = source.graphs_archive(manifest.archive)
+    if not archive.is_file() or checksum(archive) != manifest.archive_sha256:
         return False
     try:
         run.graphs.mkdir(parents=True, exist_ok=True)
-        _link_or_copy(from_, to)
+        _link_or_copy(archive, run.graphs_archive(manifest.archive))
         if source.micro_batch.is_file():
             MicroBatchRecord.load(source.micro_batch).save(run.micro_batch)
-        origin = manifest.taken_from or source.name
-        manifest.model_copy(update={"taken_from": origin}).save(run.graphs_manifest)
-    except FileNotFoundError:  # the other run has just made a new archive, or is removed
+        origin = manifest.reused_from or source.name
+        manifest.model_copy(update={"reused_from": origin}).save(run.graphs_manifest)
+    except FileNotFoundError:  # the other run has just replaced its archive, or was removed
         return False
     except OSError as error:
         raise StorageError(
-            f"cannot take the graphs of {source.name} into {run.graphs}: "
+            f"cannot copy the graphs of {source.name} to {run.graphs}: "
             f"{error.strerror or error}; free space, or add --precompile always"
         ) from error
     return True
@@ -122,9 +121,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def forget(run: RunDir) -> None:
-    """Take back what a run has of graphs, so that they are compiled anew."""
-    with suppress(FileNotFoundError):
-        run.graphs_manifest.unlink()
+    """Discard the graphs of a run, so that they are compiled again."""
+    run.graphs_manifest.unlink(missing_ok=True)
 
 
 def _manifest(run: RunDir) -> GraphManifest | None:
@@ -132,10 +130,10 @@ def _manifest(run: RunDir) -> GraphManifest | None:
         found = run.graphs_manifest.is_file()
         return GraphManifest.load(run.graphs_manifest) if found else None
     except StorageError:
-        return None  # a damaged one: compile again
+        return None  # damaged: compile again
 
 
-def _written_at(run: RunDir) -> float:
+def _modified_at(run: RunDir) -> float:
     try:
         return run.graphs_manifest.stat().st_mtime
     except OSError:

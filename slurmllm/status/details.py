@@ -18,9 +18,9 @@ from slurmllm.records import (
     Heartbeat,
     MicroBatchRecord,
     Phase,
-    RankBeat,
     SkippedBatches,
     SkipsRecord,
+    WorkerPhase,
     WorkerRecord,
 )
 from slurmllm.rundir import RunDir
@@ -138,7 +138,7 @@ def worker_progress(
     run: RunDir, record: AttemptRecord, config: WatchdogConfig
 ) -> WorkerProgress | None:
     """Where an open attempt stands; None where its launchers have said nothing."""
-    beats: dict[int, RankBeat] = {}
+    beats: dict[int, WorkerPhase] = {}
     for name in record.nodes:
         with suppress(StorageError):
             beats |= Heartbeat.load(run.attempt(record.stage, record.attempt).heartbeat(name)).ranks

@@ -21,7 +21,8 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.config.load import load
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS, die_with_parent
+from slurmllm.backends.rendezvous import die_with_parent
+from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS
 
 
 class _LocalJob:

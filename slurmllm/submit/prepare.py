@@ -314,10 +314,10 @@ def take_graphs(
         return None
     going_on = config.recipe.train.incomplete_graphs == "compile" and reuse.usable(run)
     if going_on or reuse.serves(config, nodes, local, run, run):
-        return GraphManifest.load(run.graphs_manifest).taken_from or run.name
+        return GraphManifest.load(run.graphs_manifest).reused_from or run.name
     source = reuse.find(config, nodes, local, run)
     taken = source is not None and reuse.adopt(source, run)
-    return GraphManifest.load(run.graphs_manifest).taken_from if taken else None
+    return GraphManifest.load(run.graphs_manifest).reused_from if taken else None
 
 
 def stages(graphs_from: str | None) -> tuple[Stage, ...]:

@@ -5,14 +5,15 @@ A script is a pure function's text; the bodies in `sbatch/` hold no variable par
 
 from __future__ import annotations
 
-import getpass
-import hashlib
 import re
 import shlex
-from collections.abc import Mapping
 
-from slurmllm.backends.environment import Variable, load_environment
 from slurmllm.config.resolve import RunConfig, shipped_dir
+from slurmllm.backends.environment import (
+    load_environment,
+    node_local_cache,
+    worker_environment,
+)
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, Stage
 
@@ -42,49 +43,6 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
         + "\n\n"
         + (shipped_dir() / "sbatch" / f"{stage}.sbatch").read_text("utf-8")
     )
-
-
-def node_local_cache(config: RunConfig, run: RunDir) -> str:
-    """The folder on every node's own disk that holds this run's compiled graphs.
-
-    Its name carries user and run, and a digest of the run's path, so that two runs of one name
-    in different folders stay apart.
-    """
-    digest = hashlib.sha256(str(run.path).encode()).hexdigest()[:8]
-    return f"{config.cluster.node_local}/slurmllm-{getpass.getuser()}-{run.name}-{digest}"
-
-
-def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
-    """The variables that a job exports for its workers, each with its source.
-
-    The recipe's replace the cluster profile's, and those the backend's; what was replaced stands
-    where its replacement belongs.
-    """
-    environment = load_environment(config.backend)
-    cluster, recipe = config.cluster, config.recipe
-    layers = (
-        environment.variables(config),
-        environment.cache_variables(node_local_cache(config, run)),
-        _given(config, "cluster.env", cluster.env, f"cluster {cluster.name}"),
-        _given(config, "env", recipe.env, f"recipe {recipe.name}"),
-    )
-    found: dict[str, Variable] = {}
-    for layer in layers:
-        for name, variable in layer.items():
-            found.pop(name, None)
-            found[name] = variable
-    return found
-
-
-def _given(
-    config: RunConfig, path: str, values: Mapping[str, str], owner: str
-) -> dict[str, Variable]:
-    """Variables of a profile or a recipe: their source is its name, or --set."""
-    given = {name: config.origins.get(f"{path}.{name}", "") for name in values}
-    return {
-        name: Variable(value, "--set" if given[name].startswith("--set") else owner)
-        for name, value in values.items()
-    }
 
 
 def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> list[str]:

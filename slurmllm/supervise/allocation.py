@@ -1,38 +1,36 @@
-"""The nodes of an attempt and what can be done with them: Slurm's, or this machine's.
+"""The nodes of an attempt: those of a Slurm job, or this machine.
 
-`--local` names its nodes local0, local1, …: each is a launcher of its own on this machine, so
-that the path through rendezvous, records and restarts is the one that Slurm takes.
+`--local` names its nodes local0, local1, …: each is a launcher of its own on this machine, so that
+rendezvous, records and restarts take the same path as under Slurm.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurmllm.backends.rendezvous import (
+    NODE_NAME,
+    NODE_RANK,
+    die_with_parent,
+    reachable_address,
+)
 from slurmllm.errors import SlurmError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import SlurmClient, SlurmCommands
-from slurmllm.supervise.interfaces import reachable_address
 
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
-NODE_RANK = "SLURMLLM_NODE_RANK"
-NODE_NAME = "SLURMLLM_NODE"
-SHARING = "SLURMLLM_SHARING"  # workers that share a machine
 SLURMLLM = (sys.executable, "-m", "slurmllm")  # on every node: the interpreter is shared
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Allocation(ABC):
-    """The nodes that an attempt runs on; the first one is the supervisor's own."""
+    """The nodes of an attempt; the first one is the supervisor's own."""
 
     nodes: tuple[str, ...]
     job_id: str | None
@@ -45,26 +43,26 @@ class Allocation(ABC):
 
     @abstractmethod
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
-        """Start a launcher on every node; the processes end when the launchers have."""
+        """Start a launcher on every node; the processes end when the launchers have ended."""
 
     @abstractmethod
     def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-        """Start a command on every node, whose words come through the processes' pipes.
+        """Start a command on every node, with its output in the processes' pipes.
 
-        It takes nothing away from what else runs there, and one node's end ends no other's.
+        It shares the nodes with what else runs there; a failing node ends no other node's command.
         """
 
     @abstractmethod
     def broadcast(self, source: Path, target: Path) -> str | None:
-        """Copy a file to the same path on every node; returns why it could not, or None."""
+        """Copy a file to the same path on every node; returns the reason of a failure."""
 
     @abstractmethod
     def state(self) -> str:
-        """Slurm's word for the job now; of a local one `RUNNING` or `CANCELLED`."""
+        """The job's state in Slurm's terms; `RUNNING` or `CANCELLED` for a local run."""
 
 
 class SlurmAllocation(Allocation):
-    """The nodes of the Slurm job that this process is the batch script of."""
+    """The nodes of the Slurm job whose batch script this process is."""
 
     job_id: str
 
@@ -76,30 +74,25 @@ class SlurmAllocation(Allocation):
 
     @property
     def master_addr(self) -> str:
-        """The first node of this attempt: a requeued job may have others than before."""
-        return reachable_address(self.nodes[0])
+        return reachable_address(self.nodes[0])  # a requeued job may have other nodes than before
 
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
-        """One srun step, a launcher a node."""
         # One launcher's failure ends the step on the other nodes too.
         options = ["--kill-on-bad-exit=1"]
         return [self._srun(options, _launcher(run_path, stage, attempt), None)]
 
     def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-        """One srun step beside others, a task a node."""
-        options = ["--kill-on-bad-exit=0", "--overlap"]
-        return [self._srun(options, command, subprocess.PIPE)]
+        return [self._srun(["--kill-on-bad-exit=0", "--overlap"], command, subprocess.PIPE)]
 
     def _srun(
         self, options: Sequence[str], command: Sequence[str], output: int | None
     ) -> subprocess.Popen[bytes]:
-        """One step, a task a node; its output in a pipe, or where this process's goes."""
         srun = [
             "srun",
             f"--nodes={len(self.nodes)}",
             f"--ntasks={len(self.nodes)}",
             "--ntasks-per-node=1",
-            # A node's only task has all of it; Slurm would bind one task to one CPU.
+            # The only task of a node uses all of it; Slurm would bind it to one CPU.
             "--cpu-bind=none",
             "--input=none",
             *(f"--cpus-per-task={cpus}" for cpus in [os.environ.get("SLURM_CPUS_ON_NODE")] if cpus),
@@ -113,7 +106,7 @@ class SlurmAllocation(Allocation):
             raise SlurmError(f"srun cannot be started on {self.nodes[0]}: {error}") from error
 
     def broadcast(self, source: Path, target: Path) -> str | None:
-        """Through sbcast's tree; nodes without it read the shared file system once each."""
+        # sbcast sends through a tree; without it every node reads the shared file system once.
         try:
             done = subprocess.run(
                 ["sbcast", "--force", str(source), str(target)],
@@ -124,10 +117,8 @@ class SlurmAllocation(Allocation):
         return None if done.returncode == 0 else (done.stderr.strip() or f"exit {done.returncode}")
 
     def state(self) -> str:
-        """Slurm's word for this start of the job; UNKNOWN where Slurm does not answer.
-
-        From the accounting where there is one: squeue says COMPLETING to every ending alike.
-        """
+        """The state of this start of the job; UNKNOWN if Slurm does not respond."""
+        # Accounting first: squeue reports COMPLETING for every kind of ending.
         rows = [row for row in self.client.accounting(self.job_id) if row.job_id == self.job_id]
         if self.restart_count < len(rows):
             return rows[self.restart_count].state
@@ -139,11 +130,7 @@ class SlurmAllocation(Allocation):
 
 
 class LocalAllocation(Allocation):
-    """This machine, as one node or several.
-
-    Args:
-        run: The run that it works for; None where it is no run's.
-    """
+    """This machine, as one node or several; `run` is None outside a run."""
 
     job_id = None
 
@@ -155,15 +142,12 @@ class LocalAllocation(Allocation):
 
     @property
     def master_addr(self) -> str:
-        """The loopback address: nothing leaves this machine."""
         return "127.0.0.1"
 
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
-        """One launcher process a node."""
         return self._start(_launcher(run_path, stage, attempt), None)
 
     def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-        """One process a node."""
         return self._start(command, subprocess.PIPE)
 
     def _start(self, command: Sequence[str], output: int | None) -> list[subprocess.Popen[bytes]]:
@@ -178,34 +162,20 @@ class LocalAllocation(Allocation):
         ]  # fmt: skip
 
     def broadcast(self, source: Path, target: Path) -> str | None:
-        """Nothing to do: every launcher reads the run directory on this machine."""
-        return None
+        return None  # the launchers read the run directory of this machine
 
     def state(self) -> str:
-        """Running while this process does, unless `slurmllm cancel` has ended it."""
         if self._run is None or not self._run.jobs.is_file():
             return "RUNNING"
-        sent = JobsRecord.load(self._run.jobs).submissions[-1]
-        return "RUNNING" if sent.cancelled_at is None else "CANCELLED"
+        submission = JobsRecord.load(self._run.jobs).submissions[-1]
+        return "RUNNING" if submission.cancelled_at is None else "CANCELLED"
 
 
 def current_allocation(run: RunDir) -> Allocation:
-    """The nodes that this process was started on, for a run."""
-    # --local inside an interactive allocation has both: the narrower wish counts.
+    """The nodes on which this process was started."""
+    # --local inside an interactive allocation sets both: the narrower one applies.
     in_slurm = "SLURM_JOB_ID" in os.environ and LOCAL_NODES not in os.environ
     return SlurmAllocation() if in_slurm else LocalAllocation(run)
-
-
-def die_with_parent() -> None:
-    """In a child before exec: end when the parent does, however it does."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now, on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _launcher(run_path: Path, stage: Stage, attempt: int) -> list[str]:

@@ -85,7 +85,7 @@ def newer_attempt(run: RunDir, stage: Stage, number: int) -> int | None:
     return newest if newest > number else None
 
 
-class Waiting:
+class AttemptMonitor:
     """One attempt's launchers, until all of them have ended.
 
     Args:

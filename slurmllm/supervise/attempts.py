@@ -12,8 +12,8 @@ from pathlib import Path
 
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
+from slurmllm.backends.rendezvous import free_port
 from slurmllm.errors import SlurmError, StorageError
-from slurmllm.graphs.merge import added_by
 from slurmllm.records import (
     AttemptRecord,
     FailureRecord,
@@ -24,7 +24,7 @@ from slurmllm.records import (
 )
 from slurmllm.rundir import AttemptDir, RunDir, Stage
 from slurmllm.slurm.client import AccountingRow
-from slurmllm.supervise.allocation import Allocation, SlurmAllocation, free_port
+from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.classify import Ending, device_fault, reported_all
 from slurmllm.supervise.phases import Timeline, queue_s, timeline
 from slurmllm.supervise.policy import ACTIONS, decide
@@ -75,7 +75,7 @@ def ended_at(row: AccountingRow | None) -> float | None:
         return None
 
 
-def ending_of_lost(
+def ending_of_orphaned(
     record: AttemptRecord, reported: Mapping[str, NodeRecord], row: AccountingRow | None
 ) -> Ending:
     """How an attempt ended whose supervisor died with its node, by Slurm's accounting.
@@ -200,7 +200,9 @@ def close_attempt(
             "steps_gained": found.steps_gained,
             "steps_lost": found.steps_lost,
             "phases_s": {name: round(seconds, 3) for name, seconds in phases.items()},
-            "graphs_added": added_by([n.graphs_added for n in node_records(run, record).values()]),
+            "new_graphs": tuple(
+                sorted({g for n in node_records(run, record).values() for g in n.new_graphs})
+            ),
         }
     )
     config = load(run.config)

@@ -34,7 +34,7 @@ _EXITS: Mapping[int, EndingClass] = {
 
 
 @dataclass(frozen=True)
-class Observed:
+class Evidence:
     """What the supervisor knows of an attempt that has ended.
 
     Attributes:
@@ -87,7 +87,7 @@ class Ending:
     started: bool = True
 
 
-def classify(seen: Observed) -> Ending:
+def classify(seen: Evidence) -> Ending:
     """Name the ending; the first row of the table that fits wins."""
     if seen.superseded_by is not None:
         words = f"attempt {seen.superseded_by} of another supervisor has taken the run over"
@@ -129,13 +129,13 @@ def reported_all(node: NodeRecord | None) -> bool:
     return node.error is not None or (bool(node.pids) and len(node.exit_codes) == len(node.pids))
 
 
-def _by_slurm(seen: Observed, silent: Sequence[str]) -> Ending | None:
+def _by_slurm(seen: Evidence, silent: Sequence[str]) -> Ending | None:
     """Nodes that fell silent and that Slurm no longer counts on either."""
     down = tuple(name for name in silent if name in seen.down_nodes)
     return Ending("node_failure", (f"Slurm: {', '.join(down)} down",), down) if down else None
 
 
-def _ended_before(seen: Observed, hang: HangRecord) -> bool:
+def _ended_before(seen: Evidence, hang: HangRecord) -> bool:
     """Whether a worker had failed by itself before the others were found to wait for it."""
     told = any(
         f.time < hang.found_at and meaning_of(_words(f)) != "lost_peer" for f in seen.failures
@@ -153,15 +153,15 @@ def _hung(hang: HangRecord, stacks: Sequence[str]) -> Ending:
         f"(limit {hang.limit_s:.0f} s)"
     )
     evidence = [words]
-    if hang.silent_nodes:
-        evidence.append(f"no sign of life from {', '.join(hang.silent_nodes)}")
+    if hang.unresponsive_nodes:
+        evidence.append(f"no sign of life from {', '.join(hang.unresponsive_nodes)}")
     if hang.behind:
         ranks = ", ".join(map(str, hang.behind[:8])) + (" …" if len(hang.behind) > 8 else "")
         evidence.append(f"behind the others: rank {ranks}")
     return Ending("hang", (*evidence, *stacks), hang.suspects)
 
 
-def _by_failure(seen: Observed) -> Ending | None:
+def _by_failure(seen: Evidence) -> Ending | None:
     """The earliest failure that is not another worker's echo."""
     for taken in seen.failures:
         if TAKEN_PORT.search(taken.message):
@@ -207,12 +207,12 @@ def _words(failure: FailureRecord) -> str:
     return f"{failure.error} {failure.message}"
 
 
-def _by_storage(seen: Observed) -> Ending | None:
+def _by_storage(seen: Evidence) -> Ending | None:
     """A run directory that cannot be written: then most other signs could not be left either."""
     return Ending("storage_failure", (seen.unwritable,)) if seen.unwritable is not None else None
 
 
-def _by_signal(seen: Observed) -> Ending | None:
+def _by_signal(seen: Evidence) -> Ending | None:
     """A worker that a signal ended, other than its launcher's own."""
     for name, node in seen.nodes.items():
         if node.error is not None:
@@ -241,7 +241,7 @@ def _by_signal(seen: Observed) -> Ending | None:
     return None
 
 
-def _plain_signal(seen: Observed, rank: int, name: str, number: signal.Signals) -> Ending | None:
+def _plain_signal(seen: Evidence, rank: int, name: str, number: signal.Signals) -> Ending | None:
     """What a signal means by itself; None for one by which the supervisor ends an attempt."""
     if number in CRASHES:
         return Ending("code_error", (f"rank {rank} on {name} crashed with {number.name}",))
@@ -260,7 +260,7 @@ def _told(line: str, meaning: Meaning, who: str, node: str) -> Ending:
     return Ending(ending, (f"{who}: {line.strip()[:400]}",), (node,) if blamed else ())
 
 
-def _by_silence(seen: Observed, silent: Sequence[str]) -> Ending | None:
+def _by_silence(seen: Evidence, silent: Sequence[str]) -> Ending | None:
     """A node that never reported, or workers that only lost their peers."""
     if silent and seen.stop_signal is not None:
         evidence = f"{seen.stop_signal}: {', '.join(silent)} ended before the workers reported"
@@ -279,7 +279,7 @@ def _by_silence(seen: Observed, silent: Sequence[str]) -> Ending | None:
     return None
 
 
-def _by_exit_code(seen: Observed) -> Ending | None:
+def _by_exit_code(seen: Evidence) -> Ending | None:
     """An exit code that tells by itself, of a worker that could not write down why it failed."""
     bad = _without_reason(seen)
     for known, ending in _EXITS.items():
@@ -290,7 +290,7 @@ def _by_exit_code(seen: Observed) -> Ending | None:
     return None
 
 
-def _without_reason(seen: Observed) -> list[tuple[int, int, str]]:
+def _without_reason(seen: Evidence) -> list[tuple[int, int, str]]:
     """Rank, exit code and node of workers that failed and left no record of it."""
     spoken = {failure.rank for failure in seen.failures}
     return [
@@ -303,7 +303,7 @@ def _without_reason(seen: Observed) -> list[tuple[int, int, str]]:
     ]
 
 
-def _unexplained(seen: Observed) -> Ending:
+def _unexplained(seen: Evidence) -> Ending:
     """An exit code without a reason: by the worker's log, where that tells one."""
     bad = _without_reason(seen)
     echo: Ending | None = None

@@ -14,7 +14,7 @@ from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempts, first_failure
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.attempt_monitor import Outcome
-from slurmllm.supervise.classify import Observed, reported_all
+from slurmllm.supervise.classify import Evidence, reported_all
 from slurmllm.supervise.exclusion import usable
 
 ACCOUNTING_LAG_S = 3.0
@@ -22,14 +22,14 @@ POLL_S = 0.2
 _TAIL_BYTES = 32 * 1024
 
 
-def observe(
+def gather_evidence(
     run: RunDir,
     record: AttemptRecord,
     allocation: Allocation,
     outcome: Outcome,
     stop_signal: str | None,
     uncompiled: Sequence[str],
-) -> Observed:
+) -> Evidence:
     """Put together what an ending is named by.
 
     Args:
@@ -48,7 +48,7 @@ def observe(
     hang, lines = outcome.hang, tuple[str, ...]()
     if hang is not None:
         hang, lines = _with_stacks(run, record, hang, nodes)
-    return Observed(
+    return Evidence(
         expected_nodes=record.nodes,
         nodes=nodes,
         failures=failures,
@@ -75,8 +75,8 @@ def _with_stacks(
     """
     places = first_failure.read_places(run.attempt(record.stage, record.attempt))
     frozen = tuple(name for name in record.nodes if not reported_all(nodes.get(name)))
-    if not hang.silent_nodes and 0 < len(frozen) < len(record.nodes):
-        hang = hang.model_copy(update={"silent_nodes": frozen, "suspects": frozen})
+    if not hang.unresponsive_nodes and 0 < len(frozen) < len(record.nodes):
+        hang = hang.model_copy(update={"unresponsive_nodes": frozen, "suspects": frozen})
     if not hang.suspects:
         node_of = {rank: name for name, node in nodes.items() for rank in node.pids}
         apart = [node_of[rank] for rank in first_failure.standing_apart(places) if rank in node_of]

@@ -168,8 +168,8 @@ def _hung(run: RunDir, record: AttemptRecord, hang: HangRecord) -> Culprit:
         f"no progress for {hang.waited_s:.0f} s in phase {hang.phase} after step {hang.step} "
         f"(limit {hang.limit_s:.0f} s)"
     ]
-    if hang.silent_nodes:
-        how.append(f"no sign of life from {', '.join(hang.silent_nodes)}")
+    if hang.unresponsive_nodes:
+        how.append(f"no sign of life from {', '.join(hang.unresponsive_nodes)}")
     if rank in places:
         how.append(f"it stood in {places[rank].words}")
     node = node_of(run, record.stage, record.attempt, rank) if rank is not None else ""

@@ -1,17 +1,18 @@
-"""One process a node: puts the graphs in place, runs the node's workers, keeps its new graphs.
+"""One process per node: installs the graphs, runs the node's workers, keeps its new graphs.
 
-The precompile stage runs the workers under the compiler's own tool, where it has one, and judges
-by what then lies in the cache: such tools say 0 after a failure, and more than 0 after none.
+The precompile stage runs the workers under the compiler's own tool, if it has one, and judges the
+result by the cache: such tools exit with 0 after failures, and with others after successes.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,9 +25,12 @@ from slurmllm.graphs.reuse import measured_micro_batch
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import GraphManifest, NodeRecord, WorkerRecord
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.supervise.classify import reported_all
 from slurmllm.supervise.workers import POLL_S, WORKER_SIGNAL, Workers, run_command
 
-STOPPED_GRACE_S = 10.0  # for other nodes to hand in what they have, after a stop signal
+STOPPED_GRACE_S = 10.0  # after a stop signal, for other nodes to submit their graphs
+
+log = logging.getLogger(__name__)
 
 
 class Launcher:
@@ -46,8 +50,8 @@ class Launcher:
         """Run the node's share of the attempt.
 
         Returns:
-            0 where every worker finished or saved and left, else 1: the supervisor reads the
-            records, and srun ends the other launchers on any other code than 0.
+            0 if every worker finished, or saved and left; else 1: the supervisor reads the
+            records, and srun ends the other launchers on any exit code but 0.
         """
         self.workers.watch_signals()
         try:
@@ -57,64 +61,57 @@ class Launcher:
             failed = run()
         except SlurmllmError as error:
             self.workers.end()
-            self.workers.save_at_last(error=str(error))
-            print(f"{self.node}: {error}", file=sys.stderr, flush=True)
+            self.workers.save_with_retries(error=str(error))
+            log.error("%s", error)
             failed = True
-        self._hand_in_added()
+        self._submit_new_graphs()
         return 1 if failed else 0
 
     def _prepare_cache(self) -> None:
         started = time.monotonic()
         if self.stage == "precompile":
-            # The nodes of --local share one folder. The first one empties it, before its workers
-            # open the rendezvous: nobody has compiled anything by then.
+            # The nodes of --local share one folder. The first one empties it before its workers
+            # open the rendezvous, when no worker can have compiled anything.
             if self.workers.node_rank == 0 or not self.workers.local:
-                graph_cache.fresh_cache(self.cache)
-                self._continue_earlier()
+                graph_cache.empty_cache(self.cache)
+                self._install_incomplete()
             if self.workers.node_rank == 0:
-                graph_cache.forget_handed_in(self.run, self.record.nodes)
-                self._forget_complete()
+                graph_cache.remove_submitted(self.run, self.record.nodes)
+                # A complete archive here was rejected by the user (`--precompile always`).
+                with suppress(StorageError):
+                    if GraphManifest.load(self.run.graphs_manifest).complete:
+                        self.run.graphs_manifest.unlink(missing_ok=True)
             return
         self.manifest = GraphManifest.load(self.run.graphs_manifest)
-        here = self.environment.versions()
-        if here != self.manifest.versions:
-            words = differences(self.manifest.versions, here)
-            print(
-                f"{self.node}: the archive's graphs are of other versions ({words}) and stay "
-                "unused; this node compiles its own",
-                flush=True,
+        versions = self.environment.versions()
+        if versions != self.manifest.versions:
+            log.warning(
+                "ignoring the graph archive: built with other versions (%s); "
+                "this node compiles its own graphs",
+                differences(self.manifest.versions, versions),
             )
-            graph_cache.without_archive(self.cache, f"{self.run.path} {self.attempt.number}")
+            graph_cache.empty_cache_once(self.cache, f"{self.run.path} {self.attempt.number}")
             self.workers.save(cache="other_versions", cache_s=time.monotonic() - started)
             return
-        origin = graph_cache.put_in_place(self.cache, self.run, self.manifest)
+        origin = graph_cache.install_archive(self.cache, self.run, self.manifest)
         self.workers.save(cache=origin, cache_s=time.monotonic() - started)
 
-    def _continue_earlier(self) -> None:
-        """Begin with the graphs that an earlier precompile attempt got compiled.
-
-        Those that failed are not among them, so that they are tried again.
-        """
+    def _install_incomplete(self) -> None:
+        """Begin with the graphs of an earlier precompile attempt; those that failed are retried."""
         if not self.run.graphs_manifest.is_file():
             return
         with suppress(StorageError, NodeError):
             earlier = GraphManifest.load(self.run.graphs_manifest)
             same = earlier.versions == self.environment.versions()
             if same and not earlier.complete and earlier.fingerprint == self._fingerprint():
-                graph_cache.put_in_place(self.cache, self.run, earlier)
-
-    def _forget_complete(self) -> None:
-        """Take back an archive that was whole: somebody found that it does not serve."""
-        with suppress(StorageError):
-            if GraphManifest.load(self.run.graphs_manifest).complete:
-                self.run.graphs_manifest.unlink(missing_ok=True)
+                graph_cache.install_archive(self.cache, self.run, earlier)
 
     def _fingerprint(self) -> str | None:
         mesh, measured = load_mesh(self.run.plan), measured_micro_batch(self.run)
         return graph_fingerprint(self.config, mesh, self.workers.local, measured)
 
     def _precompile(self) -> bool:
-        """Run the workers under the backend's commands and archive what the cache then holds.
+        """Run the workers under the backend's commands and archive the cache.
 
         Returns:
             Whether a worker failed.
@@ -127,24 +124,24 @@ class Launcher:
         run_workers, *compilers = self.environment.precompile_commands(self.config, inner, work)
         try:
             code = self._command(run_workers, WORKER_SIGNAL)
-            self.workers.load_seen()
-            seen = self.workers.seen
-            codes = set(seen.exit_codes.values())
-            if seen.error is not None or codes - {EXIT_OK, EXIT_REQUEUE}:
+            self.workers.load_record()
+            record = self.workers.node_record
+            codes = set(record.exit_codes.values())
+            if record.error is not None or codes - {EXIT_OK, EXIT_REQUEUE}:
                 return True
-            if not seen.pids or len(seen.exit_codes) < len(seen.pids):
+            if not record.pids or len(record.exit_codes) < len(record.pids):
                 raise NodeError(
-                    f"{run_workers[0]} ended with exit code {code} and did not see the workers "
-                    f"through; its words are in {self.run.stage_log(self.stage)}"
+                    f"{run_workers[0]} ended with exit code {code} before its workers did; "
+                    f"see its output in {self.run.stage_log(self.stage)}"
                 )
             if EXIT_REQUEUE in codes:
-                return False  # stopped on the way
-            # The nodes of --local share one cache: the first one compiles for all.
-            if not self.workers.local or self._others_done():
+                return False  # stopped before the end
+            # The nodes of --local share one cache: the first one compiles for all of them.
+            if not self.workers.local or self._wait_for_others():
                 started = time.monotonic()
                 for command in compilers:
                     code = self._command(command, signal.SIGKILL)
-                    print(f"{self.node}: {Path(command[0]).name}: exit code {code}", flush=True)
+                    log.info("%s: exit code %d", Path(command[0]).name, code)
                 self._archive_graphs(time.monotonic() - started if compilers else 0.0)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -161,31 +158,33 @@ class Launcher:
         except OSError as error:
             raise NodeError(
                 f"{command[0]} cannot be started on {self.node}: {error.strerror or error}; it "
-                f"must be on $PATH there or beside {sys.executable}"
+                f"must be on $PATH there or next to {sys.executable}"
             ) from error
 
-    def _others_done(self) -> bool:
-        """Of --local's nodes: whether this is the first, once the others' workers have ended."""
+    def _wait_for_others(self) -> bool:
+        """Wait until the other nodes' workers have ended; False on any node but the first."""
         if self.workers.node_rank != 0:
             return False
         for name in self.record.nodes[1:]:
-            while not self._ended(name) and not self._given_up(name):
+            while not reported_all(self._record_of(name)) and not self._has_failed(name):
                 time.sleep(POLL_S)
         return True
 
     def _archive_graphs(self, compile_s: float) -> None:
-        """Pack the graphs of all nodes: the others leave theirs in the run directory."""
+        """Pack the graphs of all nodes: the others submit theirs through the run directory."""
         others = () if self.workers.local else self.record.nodes[1:]
         found = self.environment.graphs(self.cache)
         compiled = tuple(graph.folder for graph in found if graph.state == "compiled")
         self.workers.save(compile_s=compile_s, graphs=compiled)
         if self.workers.node_rank != 0:
-            elsewhere = self._compiled_before()
-            graph_cache.hand_in(self.cache, self.run, self.node, without=elsewhere)
+            # Nodes before this one submit the graphs that both have compiled.
+            before = map(self._record_of, self.record.nodes[: self.workers.node_rank])
+            elsewhere = {folder for r in before if r is not None for folder in r.graphs}
+            graph_cache.submit_graphs(self.cache, self.run, self.node, without=elsewhere)
             return
-        absent = graph_cache.take_in(self.cache, self.run, others, self._given_up)
+        missing = graph_cache.collect_graphs(self.cache, self.run, others, self._has_failed)
         first = self.attempt.worker(0)
-        manifest = graph_cache.pack(
+        manifest = graph_cache.pack_archive(
             self.cache,
             self.run,
             self.config.backend,
@@ -193,21 +192,17 @@ class Launcher:
             compile_s=compile_s,
             fingerprint=self._fingerprint(),
             expected=self.environment.expects_graphs(self.config),
-            absent=absent,
+            missing_nodes=missing,
         )
-        graphs = f"{manifest.graphs} of {len(manifest.states)}"
-        print(
-            f"graph cache: {manifest.graphs if manifest.complete else graphs} graphs in "
-            f"{manifest.archive_bytes / 1e6:.1f} MB; "
-            f"first step {manifest.cold_first_step_s:.1f} s with an empty cache"
-            + (f", compiled in {compile_s:.1f} s" if compile_s else ""),
-            flush=True,
+        total = "" if manifest.complete else f" of {len(manifest.states)}"
+        log.info(
+            "graph cache: %d%s graphs in %.1f MB; first step %.1f s with an empty cache%s",
+            manifest.graphs,
+            total,
+            manifest.archive_bytes / 1e6,
+            manifest.cold_first_step_s,
+            f", compiled in {compile_s:.1f} s" if compile_s else "",
         )
-
-    def _compiled_before(self) -> set[str]:
-        """Graphs that a node before this one compiled too, and hands in."""
-        records = (self._record_of(name) for name in self.record.nodes[: self.workers.node_rank])
-        return {folder for record in records if record is not None for folder in record.graphs}
 
     def _record_of(self, node: str) -> NodeRecord | None:
         path = self.attempt.node(node)
@@ -215,15 +210,8 @@ class Launcher:
             return NodeRecord.load(path) if path.is_file() else None
         return None
 
-    def _ended(self, node: str) -> bool:
-        record = self._record_of(node)
-        if record is None:
-            return False
-        all_codes = bool(record.pids) and len(record.exit_codes) == len(record.pids)
-        return record.error is not None or all_codes
-
-    def _given_up(self, node: str) -> bool:
-        """Whether nothing more can be hoped for from another node of the precompile stage."""
+    def _has_failed(self, node: str) -> bool:
+        """Whether another precompile node will submit nothing more: it failed, or was stopped."""
         record = self._record_of(node)
         if record is not None and (record.error is not None or any(record.exit_codes.values())):
             return True
@@ -231,22 +219,22 @@ class Launcher:
             self.stopped_at = time.monotonic()
         return self.stopped_at is not None and time.monotonic() > self.stopped_at + STOPPED_GRACE_S
 
-    def _hand_in_added(self) -> None:
-        """Leave what was compiled while training; a failure here changes nothing of the attempt."""
-        if self.manifest is None or not self.workers.seen.pids:
+    def _submit_new_graphs(self) -> None:
+        """Submit the graphs compiled in training; a failure changes nothing in the attempt."""
+        if self.manifest is None or not self.workers.node_record.pids:
             return
         try:
-            names = merge.hand_in_added(
+            names = merge.submit_new_graphs(
                 self.cache, self.run, self.attempt.number, self.record.nodes, self.node,
                 self.manifest,
             )  # fmt: skip
             if names:
-                self.workers.save(graphs_added=names)
+                self.workers.save(new_graphs=names)
         except (SlurmllmError, OSError) as error:
-            print(f"{self.node}: new graphs are not kept: {error}", file=sys.stderr, flush=True)
+            log.warning("new graphs are not kept: %s", error)
 
 
-def differences(before: dict[str, str], now: dict[str, str]) -> str:
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """`torch 2.9 there, 2.10 here`, for every version that differs."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return "; ".join(

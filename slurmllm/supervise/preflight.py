@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from slurmllm.backends.rendezvous import free_port
 from slurmllm.config.resolve import RunConfig
 from slurmllm.diagnose.bandwidth import with_bandwidth
 from slurmllm.diagnose.probe import check_nodes
 from slurmllm.records import AttemptRecord, NodeHealth
 from slurmllm.rundir import RunDir
-from slurmllm.supervise.allocation import SLURMLLM, Allocation, free_port
+from slurmllm.supervise.allocation import SLURMLLM, Allocation
 from slurmllm.supervise.classify import Ending
 
 SHARED = "shared file system"

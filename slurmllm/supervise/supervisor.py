@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmllm.config.load import load
+from slurmllm.backends.environment import node_local_cache
 from slurmllm.config.recipe import SlurmConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import (
@@ -30,17 +31,22 @@ from slurmllm.errors import (
 )
 from slurmllm.graphs.archive import broadcast_path
 from slurmllm.graphs.completeness import IncompleteGraphsError, faults, require_complete
-from slurmllm.graphs.merge import merge_added
+from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, GraphManifest, JobsRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import AccountingRow, SlurmClient, patiently
-from slurmllm.submit.render import node_local_cache
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
-from slurmllm.supervise.attempt_monitor import Outcome, StopSignals, Waiting, newer_attempt, say
-from slurmllm.supervise.attempts import ended_at, ending_of_lost, incarnation, still_runs
-from slurmllm.supervise.classify import Ending, Observed, classify
-from slurmllm.supervise.evidence import observe
+from slurmllm.supervise.attempt_monitor import (
+    AttemptMonitor,
+    Outcome,
+    StopSignals,
+    newer_attempt,
+    say,
+)
+from slurmllm.supervise.attempts import ended_at, ending_of_orphaned, incarnation, still_runs
+from slurmllm.supervise.classify import Ending, Evidence, classify
+from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import drain, exclude_failed, excluded, nodes_to_avoid, requeue
 from slurmllm.supervise.policy import MAX_BACKOFF_S, may_pass
 from slurmllm.supervise.preflight import preflight
@@ -79,7 +85,7 @@ class Supervisor:
         phases: dict[str, float] = {}
         outcome = Outcome()
         try:
-            self._merge_added()
+            self._merge_new_graphs()
             ending = self._preflight(record, phases)
             if ending is None:
                 phases["cache"] = self._broadcast_graphs()
@@ -101,7 +107,9 @@ class Supervisor:
 
     def _wait(self, launchers: list[subprocess.Popen[bytes]], record: AttemptRecord) -> Outcome:
         limited = self.allocation.job_id is not None
-        return Waiting(self.run, record, self.config, launchers, self.stop, limited).to_the_end()
+        return AttemptMonitor(
+            self.run, record, self.config, launchers, self.stop, limited
+        ).to_the_end()
 
     def _close(
         self, record: AttemptRecord, ending: Ending, phases: dict[str, float], outcome: Outcome
@@ -123,7 +131,7 @@ class Supervisor:
             self._say(closed, f"warning: {line}")
         # A requeue must not wait; the next attempt begins with it.
         if closed.action != "requeue" and closed.ending != "superseded":
-            self._merge_added()
+            self._merge_new_graphs()
         return closed
 
     def _preflight(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
@@ -165,12 +173,12 @@ class Supervisor:
         say(f"graph cache: {manifest.graphs} graphs to all nodes in {seconds:.1f} s")
         return seconds
 
-    def _merge_added(self) -> None:
+    def _merge_new_graphs(self) -> None:
         """Put graphs that were compiled while training into the archive."""
         if self.stage == "precompile":
             return
         try:
-            names = merge_added(self.run)
+            names = merge_new_graphs(self.run)
         except StorageError as error:
             say(f"warning: {error}")  # they can be compiled again
             return
@@ -186,9 +194,11 @@ class Supervisor:
             return ("no archive of compiled graphs was written",)
         return faults(GraphManifest.load(self.run.graphs_manifest), self.run)
 
-    def _observe(self, record: AttemptRecord, outcome: Outcome) -> Observed:
+    def _observe(self, record: AttemptRecord, outcome: Outcome) -> Evidence:
         stop_signal = None if outcome.failed_first else self.stop.name
-        return observe(self.run, record, self.allocation, outcome, stop_signal, self._uncompiled())
+        return gather_evidence(
+            self.run, record, self.allocation, outcome, stop_signal, self._uncompiled()
+        )
 
     def _accounting(self, job_id: str | None) -> list[AccountingRow]:
         if job_id is None or not isinstance(self.allocation, SlurmAllocation):
@@ -268,7 +278,7 @@ class Supervisor:
                 continue
             reported = attempts.node_records(self.run, record)
             row = incarnation(record, self._accounting(record.job_id))
-            ending = ending_of_lost(record, reported, row)
+            ending = ending_of_orphaned(record, reported, row)
             closed = attempts.close_attempt(
                 self.run, record, ending, ended_at=ended_at(row), row=row
             )

@@ -1,7 +1,7 @@
-"""Whether a run still gets on: its workers' phases as the launchers report them, against limits.
+"""Hang detection: the workers' phases, as the launchers report them, against time limits.
 
-All workers advance together, so a run hangs when nothing of it has changed for longer than the
-phase of its slowest workers may take. How long a step may take, the run itself has shown.
+All workers advance together: a run hangs if none of them has changed its phase or step for longer
+than the phase of the slowest ones may take. The limit of a step is learned from the run.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from typing import get_args
 
 from slurmllm.config.recipe import WatchdogConfig
 from slurmllm.errors import StorageError
-from slurmllm.records import AttemptRecord, HangRecord, Heartbeat, Phase, RankBeat
+from slurmllm.records import AttemptRecord, HangRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.rundir import RunDir
 
-LOOK_S = 2.0  # between two looks at the heartbeats
-SIGN_OF_LIFE_S = 15.0  # a launcher writes at least as often, whether or not anything changed
-SILENT_S = 4 * SIGN_OF_LIFE_S  # so long without one, a launcher gives no sign of life
+LOOK_S = 2.0  # interval between looks at the heartbeats
+HEARTBEAT_S = 15.0  # a launcher writes at least as often, whether or not anything changed
+UNRESPONSIVE_S = 4 * HEARTBEAT_S  # without a heartbeat
 STEPS_LEARNED = 200
-SLOW = 0.95  # the quantile of the steps that counts as a slow one
+SLOW = 0.95  # quantile of the step times that counts as a slow step
 _TAIL_BYTES = 128 * 1024
 _ORDER: Mapping[Phase, int] = {phase: place for place, phase in enumerate(get_args(Phase))}
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where the workers of an attempt stand.
+class AttemptProgress:
+    """The progress of an attempt's workers.
 
     Attributes:
-        beats: Rank → what it is doing; ranks that have said nothing yet are starting.
+        phases: Rank → phase; `starting` before a worker's first report.
         nodes: Rank → node.
-        unchanged_s: Seconds since anything of all this changed last.
-        silent_nodes: Nodes whose launchers give no sign of life.
+        unchanged_s: Seconds since the last change of any of them.
+        unresponsive_nodes: Nodes whose launchers stopped responding.
     """
 
-    beats: Mapping[int, RankBeat]
+    phases: Mapping[int, WorkerPhase]
     nodes: Mapping[int, str]
     unchanged_s: float
-    silent_nodes: tuple[str, ...] = ()
+    unresponsive_nodes: tuple[str, ...] = ()
 
 
 def limit_s(phase: Phase, config: WatchdogConfig, slow_step_s: float | None) -> float:
-    """How long a phase may take.
+    """The time limit of a phase, s.
 
     Args:
-        phase: What the workers are doing.
-        config: The recipe's.
-        slow_step_s: What a slow step of this run takes; None: it has made none that tells.
+        phase: Of the workers.
+        config: The recipe's watchdog section.
+        slow_step_s: Duration of a slow step of this run; None before its second step.
     """
     if phase in ("starting", "resuming"):
         return config.start_up_s
@@ -62,54 +62,52 @@ def limit_s(phase: Phase, config: WatchdogConfig, slow_step_s: float | None) -> 
     return max(config.min_step_s, config.step_factor * slow_step_s)
 
 
-def behind(beats: Mapping[int, RankBeat]) -> tuple[int, ...]:
+def behind(phases: Mapping[int, WorkerPhase]) -> tuple[int, ...]:
     """The ranks furthest behind, which may be all of them."""
-    if not beats:
-        return ()
-    places = {rank: _place(beat) for rank, beat in beats.items()}
-    last = min(places.values())
+    places = {rank: _place(phase) for rank, phase in phases.items()}
+    last = min(places.values(), default=None)
     return tuple(sorted(rank for rank, place in places.items() if place == last))
 
 
-def judge(
-    seen: Standing, config: WatchdogConfig, slow_step_s: float | None, now: float
+def find_hang(
+    progress: AttemptProgress, config: WatchdogConfig, slow_step_s: float | None, now: float
 ) -> HangRecord | None:
-    """Whether a run hangs, and which nodes are suspected by what the workers say.
+    """Whether an attempt hangs, and the suspect nodes as far as phases show them.
 
     Args:
-        seen: Where they stand.
-        config: The recipe's.
+        progress: Of the workers.
+        config: The recipe's watchdog section.
         slow_step_s: See limit_s.
         now: Unix time, s.
     """
-    last = behind(seen.beats)
+    last = behind(progress.phases)
     if not last:
         return None
-    beat = seen.beats[last[0]]
-    limit = limit_s(beat.phase, config, slow_step_s)
-    if seen.unchanged_s <= limit:
+    slowest = progress.phases[last[0]]
+    limit = limit_s(slowest.phase, config, slow_step_s)
+    if progress.unchanged_s <= limit:
         return None
-    alike = len(last) == len(seen.beats)
-    lagging = () if alike else last
-    # Frozen launchers say more than late workers; all of them silent is the file system's doing.
-    some_silent = len(seen.silent_nodes) < len(set(seen.nodes.values()))
-    suspects = seen.silent_nodes if some_silent else ()
+    lagging = () if len(last) == len(progress.phases) else last
+    # A frozen launcher is stronger evidence than a late worker; if all launchers stopped
+    # responding, the shared file system is at fault.
+    unresponsive = progress.unresponsive_nodes
+    suspects = unresponsive if len(unresponsive) < len(set(progress.nodes.values())) else ()
     if not suspects:
-        suspects = tuple(dict.fromkeys(seen.nodes[rank] for rank in lagging))
+        suspects = tuple(dict.fromkeys(progress.nodes[rank] for rank in lagging))
     return HangRecord(
         found_at=now,
-        phase=beat.phase,
-        step=beat.step,
-        waited_s=seen.unchanged_s,
+        phase=slowest.phase,
+        step=slowest.step,
+        waited_s=progress.unchanged_s,
         limit_s=limit,
         behind=lagging,
-        silent_nodes=seen.silent_nodes,
+        unresponsive_nodes=unresponsive,
         suspects=suspects,
     )
 
 
 def slow_step_s(step_times: Sequence[float]) -> float | None:
-    """What a slow one of the last steps took; None where there are none."""
+    """The SLOW quantile of the last steps, s; None without steps."""
     if not step_times:
         return None
     ordered = sorted(step_times[-STEPS_LEARNED:])
@@ -117,9 +115,9 @@ def slow_step_s(step_times: Sequence[float]) -> float | None:
 
 
 def recent_step_times(run: RunDir) -> list[float]:
-    """Seconds of the last steps of a run, oldest first, over its attempts.
+    """Durations of the last steps of a run over its attempts, s, oldest first.
 
-    The first one of each attempt is left out: it compiles.
+    The first step of each attempt is left out, because it compiles.
     """
     found: list[float] = []
     for path in reversed(run.metrics_files()):
@@ -130,34 +128,32 @@ def recent_step_times(run: RunDir) -> list[float]:
 
 
 def _step_times(path: Path) -> list[float]:
+    times = []
     with suppress(OSError), path.open("rb") as stream:
-        start = max(0, stream.seek(0, 2) - _TAIL_BYTES)
-        stream.seek(start)
-        times = []
-        for line in stream.read().splitlines()[1:]:
-            with suppress(ValueError, KeyError, TypeError):  # a line that was cut
+        stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
+        for line in stream.read().splitlines()[1:]:  # the first line: step 1, or cut by the seek
+            with suppress(ValueError, KeyError, TypeError):  # a line that is being written
                 times.append(float(json.loads(line)["step_time_s"]))
-        return times
-    return []
+    return times
 
 
-def _place(beat: RankBeat) -> tuple[int, int, int]:
-    """How far a worker has come: start-up before steps; of one step a save before the next."""
-    place = _ORDER[beat.phase]
-    if beat.phase in ("starting", "resuming"):
+def _place(worker: WorkerPhase) -> tuple[int, int, int]:
+    """The order of progress: start-up before steps; within a step, the save before the next."""
+    place = _ORDER[worker.phase]
+    if worker.phase in ("starting", "resuming"):
         return place, 0, 0
-    within = {"saving": 0, "first_step": 1, "stepping": 1, "stopping": 2}[beat.phase]
-    return len(_ORDER), beat.step, within
+    within = {"saving": 0, "first_step": 1, "stepping": 1, "stopping": 2}[worker.phase]
+    return len(_ORDER), worker.step, within
 
 
 @dataclass
 class Watchdog:
-    """The supervisor's eye on one train attempt: reads heartbeats now and then.
+    """Watches one train attempt for the supervisor.
 
     Args:
         run: The run.
         record: The attempt.
-        config: The recipe's.
+        config: The recipe's watchdog section.
     """
 
     run: RunDir
@@ -165,61 +161,63 @@ class Watchdog:
     config: WatchdogConfig
     _heartbeats: dict[str, Heartbeat] = field(default_factory=dict, init=False)
     _mtimes: dict[str, float] = field(default_factory=dict, init=False)
-    _heard: dict[str, float] = field(default_factory=dict, init=False)
-    _rows_bytes: int = field(default=-1, init=False)
+    _read_at: dict[str, float] = field(default_factory=dict, init=False)
+    _metrics_bytes: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
         self._changed = self._looked = time.monotonic()
 
     def look(self) -> HangRecord | None:
-        """Read what is new, and judge; None where the run gets on."""
+        """Read new heartbeats; returns the hang if there is one."""
         now = time.monotonic()
-        if now - self._looked > SILENT_S / 2:  # this process itself was frozen: all are heard anew
-            self._changed, self._heard = now, dict.fromkeys(self._heard, now)
+        if now - self._looked > UNRESPONSIVE_S / 2:
+            # This process itself was frozen: restart all clocks.
+            self._changed, self._read_at = now, dict.fromkeys(self._read_at, now)
         self._looked = now
         self._read(now)
         unchanged_s = now - self._changed
-        beats, nodes = self._beats()
-        phase = min(beats.values(), key=_place).phase
-        if unchanged_s <= limit_s(phase, self.config, 0.0):
-            return None  # not even the shortest limit is reached: no need to learn the steps
-        silent = tuple(
+        phases, nodes = self._phases()
+        if unchanged_s <= limit_s(min(phases.values(), key=_place).phase, self.config, 0.0):
+            return None  # below the lowest limit: no need to read the step times
+        unresponsive = tuple(
             name for name in self.record.nodes
-            if now - self._heard.get(name, self._changed) > SILENT_S
+            if now - self._read_at.get(name, self._changed) > UNRESPONSIVE_S
         )  # fmt: skip
-        seen = Standing(beats, nodes, unchanged_s, silent)
-        return judge(seen, self.config, slow_step_s(recent_step_times(self.run)), time.time())
+        progress = AttemptProgress(phases, nodes, unchanged_s, unresponsive)
+        slow_s = slow_step_s(recent_step_times(self.run))
+        return find_hang(progress, self.config, slow_s, time.time())
 
     def _read(self, now: float) -> None:
         attempt = self.run.attempt("train", self.record.attempt)
         for name in self.record.nodes:
             path = attempt.heartbeat(name)
             try:
+                # Clocks of nodes may differ: compare mtimes with each other, never with this clock.
                 mtime = path.stat().st_mtime
                 if self._mtimes.get(name) == mtime:
                     continue
-                beat = Heartbeat.load(path)
+                heartbeat = Heartbeat.load(path)
             except (OSError, StorageError):
                 continue
-            self._mtimes[name], self._heard[name] = mtime, now
+            self._mtimes[name], self._read_at[name] = mtime, now
             before = self._heartbeats.get(name)
-            if before is None or before.ranks != beat.ranks:
+            if before is None or before.ranks != heartbeat.ranks:
                 self._changed = now
-            self._heartbeats[name] = beat
-        with suppress(OSError):  # rank 0 writes a row a step
+            self._heartbeats[name] = heartbeat
+        with suppress(OSError):  # rank 0 appends a row per step
             size = self.run.metrics(self.record.attempt).stat().st_size
-            if size != self._rows_bytes:
-                self._rows_bytes, self._changed = size, now
+            if size != self._metrics_bytes:
+                self._metrics_bytes, self._changed = size, now
 
-    def _beats(self) -> tuple[dict[int, RankBeat], dict[int, str]]:
+    def _phases(self) -> tuple[dict[int, WorkerPhase], dict[int, str]]:
         per_node = self.record.world_size // len(self.record.nodes)
         nodes = {
             rank: name
             for index, name in enumerate(self.record.nodes)
             for rank in range(index * per_node, (index + 1) * per_node)
         }
-        starting = RankBeat(phase="starting", step=0, since=self.record.started_at)
-        beats = dict.fromkeys(nodes, starting)
+        starting = WorkerPhase(phase="starting", step=0, since=self.record.started_at)
+        phases = dict.fromkeys(nodes, starting)
         for heartbeat in self._heartbeats.values():
-            beats |= {rank: beat for rank, beat in heartbeat.ranks.items() if rank in nodes}
-        return beats, nodes
+            phases |= {rank: phase for rank, phase in heartbeat.ranks.items() if rank in nodes}
+        return phases, nodes

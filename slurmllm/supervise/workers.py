@@ -1,15 +1,16 @@
-"""The workers of one node in one attempt: started, signalled, waited for, ended.
+"""The workers of one node in one attempt: start, signal, wait, end.
 
-It plays torchrun's part (the same environment variables) and differs where a long run needs it:
-a stop signal is passed on and the workers get the time to save, where torchrun kills them 30 s
-after SIGTERM (pytorch #119856), and how each rank ended is written down for the supervisor.
+Plays the part of torchrun (the same environment variables) with two differences: workers get a stop
+signal and the time to save, where torchrun kills them 30 s after SIGTERM (pytorch #119856), and the
+exit of every rank is recorded for the supervisor.
 
-As a program (`python -m slurmllm.supervise.workers RUN STAGE ATTEMPT`) it is what the precompile
-stage puts under the compiler's own tool.
+The precompile stage runs it as a program (`python -m slurmllm.supervise.workers RUN STAGE ATTEMPT`)
+under the compiler's own tool.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -21,37 +22,47 @@ from types import FrameType
 
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
+from slurmllm.backends.environment import worker_environment
+from slurmllm.backends.rendezvous import (
+    INTERFACES,
+    NODE_NAME,
+    SHARING,
+    die_with_parent,
+    interface_variables,
+    own_node_rank,
+    rendezvous_variables,
+)
 from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import EXIT_REQUEUE, SlurmllmError, StorageError
 from slurmllm.graphs.fingerprint import sharing, threads_of
-from slurmllm.plan.mesh import Mesh, load_mesh
-from slurmllm.pulse import STACKS_SIGNAL
+from slurmllm.log import setup_logging
+from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.submit.render import worker_environment
-from slurmllm.supervise.allocation import NODE_NAME, NODE_RANK, SHARING, die_with_parent
 from slurmllm.supervise.heartbeat import Heartbeats
-from slurmllm.supervise.interfaces import VARIABLES, interface_variables
+from slurmllm.worker_phase import STACKS_SIGNAL
+
+log = logging.getLogger(__name__)
 
 # CAUTION: NCCL may use SIGUSR1 in the workers (submitit's warning), so they get SIGUSR2.
 WORKER_SIGNAL = signal.SIGUSR2
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 POLL_S = 0.05
-REPEAT_SIGNAL_S = 5.0  # a worker that still imports torch ignores the signal: it comes again
-# For workers to write down what they saw when another one failed: longer where that one itself
-# only lost a peer, for then the cause may be among them.
+REPEAT_SIGNAL_S = 5.0  # a worker that still imports torch ignores the signal: repeat it
+# For the peers of a failed worker to record what they saw: longer if that worker itself only lost a
+# peer, for then one of the others may hold the cause.
 CLEAR_GRACE_S, PEER_GRACE_S = 1.0, 5.0
-LOOK_S = 1.0  # between two looks at the shared file system for words of the supervisor
-STACKS_S = 10.0  # for all nodes to see that they are to take stacks, and to take them
-PATIENCE_S = 15.0  # with a shared file system that refuses the node's record
+LOOK_S = 1.0  # interval between looks at the shared file system for the supervisor's files
+STACKS_S = 10.0  # for all nodes to notice a hang and to dump stacks
+SAVE_RETRY_S = 15.0  # if the shared file system refuses the node's record
 
 
 class Workers:
     """The workers of this node.
 
     Attributes:
-        seen: The node's record, as last written.
-        stop_requested: Whether somebody asked for a stop.
+        node_record: The node's record, as last written.
+        stop_requested: Whether a stop signal has come.
     """
 
     def __init__(self, run: RunDir, stage: Stage, attempt: int) -> None:
@@ -59,15 +70,14 @@ class Workers:
         self.attempt = run.attempt(stage, attempt)
         self.record = AttemptRecord.load(self.attempt.record)
         self.config: RunConfig = load(run.config)
-        self.node_rank = int(os.environ.get(NODE_RANK) or os.environ.get("SLURM_NODEID") or 0)
+        self.node_rank = own_node_rank()
         self.node = os.environ.get(NODE_NAME) or self.record.nodes[self.node_rank]
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.stop_requested = False
-        self.seen = NodeRecord(node=self.node)
+        self.node_record = NodeRecord(node=self.node)
         self.heartbeats: Heartbeats | None = None
         if stage == "train":
-            watched = self.config.recipe.watchdog
-            self.heartbeats = Heartbeats(self.attempt, self.node, watched)
+            self.heartbeats = Heartbeats(self.attempt, self.node, self.config.recipe.watchdog)
         self._looked_at = 0.0
 
     @property
@@ -76,47 +86,51 @@ class Workers:
         return self.record.job_id is None
 
     def watch_signals(self) -> None:
-        """Take stop signals as wishes, from now on."""
+        """Record stop signals instead of dying of them."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def load_seen(self) -> None:
-        """Take over what the other program of this node has written into the node's record."""
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop_requested = True
+
+    def load_record(self) -> None:
+        """Reload the node's record, which the other program of this node may have written."""
         path = self.attempt.node(self.node)
         if path.is_file():
-            self.seen = NodeRecord.load(path)
+            self.node_record = NodeRecord.load(path)
 
     def save(self, **update: object) -> None:
         """Write the node's record."""
-        self.seen = self.seen.model_copy(update=update)
-        codes = {r: w.returncode for r, w in self.processes.items() if w.poll() is not None}
         if self.processes:
-            self.seen = self.seen.model_copy(update={"exit_codes": codes})
-        self.seen.save(self.attempt.node(self.node))
+            running = self.processes.items()
+            update["exit_codes"] = {r: w.returncode for r, w in running if w.poll() is not None}
+        self.node_record = self.node_record.model_copy(update=update)
+        self.node_record.save(self.attempt.node(self.node))
 
-    def save_at_last(self, **update: object) -> None:
-        """Write the node's record for the last time: a disk that refuses is asked for a while."""
-        deadline = time.monotonic() + PATIENCE_S
+    def save_with_retries(self, **update: object) -> None:
+        """Write the node's record for the last time, retrying while the disk refuses."""
+        deadline = time.monotonic() + SAVE_RETRY_S
         while True:
             try:
                 return self.save(**update)
             except StorageError as error:
                 if time.monotonic() > deadline:
-                    print(f"{self.node}: {error}", file=sys.stderr, flush=True)
+                    log.error("%s", error)
                     return None
                 time.sleep(1.0)
 
     def start(self) -> None:
-        """Start one worker a device."""
+        """Start one worker per device."""
         per_node = self.config.cluster.devices_per_node
         for local_rank in range(per_node):
             rank = self.node_rank * per_node + local_rank
-            log = self.run.worker_log(self.stage, self.attempt.number, rank)
+            path = self.run.worker_log(self.stage, self.attempt.number, rank)
+            # Rank 0 inherits the stage's log; the others have a file each.
+            output = None
             if rank != 0:
-                log.parent.mkdir(parents=True, exist_ok=True)
-            # Rank 0 speaks into the stage's log; the others have a file each.
-            output = None if rank == 0 else log.open("ab")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                output = path.open("ab")
             self.processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", "slurmllm", "worker", str(self.run.path),
                  "--stage", self.stage, "--attempt", str(self.attempt.number)],
@@ -127,54 +141,40 @@ class Workers:
             )  # fmt: skip
             if output is not None:
                 output.close()
+        found = {**os.environ, **interface_variables(self.record.master_addr)}
+        names = [*worker_environment(self.config, self.run), *INTERFACES]
         self.save(
             pids={rank: worker.pid for rank, worker in self.processes.items()},
-            environment=self._told(),
+            environment={name: found[name] for name in names if name in found},
         )
 
     def _environment(self, rank: int, local_rank: int, per_node: int) -> dict[str, str]:
         mesh = load_mesh(self.run.plan)
+        # Compiled CPU graphs contain the number of threads: precompile must use train's.
+        on_node = os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))
+        cpus = self.config.cluster.cpus_per_node or int(on_node)
         return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.record.world_size),
-            "LOCAL_WORLD_SIZE": str(per_node),
-            "GROUP_RANK": str(self.node_rank),
-            "MASTER_ADDR": self.record.master_addr,
-            "MASTER_PORT": str(self.record.master_port),
+            **rendezvous_variables(
+                self.record.master_addr, self.record.master_port, nodes=len(self.record.nodes),
+                workers_per_node=per_node, node_rank=self.node_rank, local_rank=local_rank,
+                threads=threads_of(cpus, mesh, self.local),
+            ),
             NODE_NAME: self.node,
             SHARING: str(sharing(mesh, self.local)),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(self._threads(mesh)),
             "PATH": search_path(),
             "PYTHONUNBUFFERED": "1",
             **(self.heartbeats.environment(rank) if self.heartbeats is not None else {}),
-            **interface_variables(self.record.master_addr),
-        }
-
-    def _told(self) -> dict[str, str]:
-        """The variables of backend, profile and recipe that the workers see, with their values."""
-        found = {**os.environ, **interface_variables(self.record.master_addr)}
-        names = [*worker_environment(self.config, self.run), *VARIABLES]
-        return {name: found[name] for name in names if name in found}
-
-    def _threads(self, mesh: Mesh) -> int:
-        """CPU threads of a worker.
-
-        Compiled CPU graphs hold the number, so that precompile must use the one that train will.
-        """
-        on_node = os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))
-        cpus = self.config.cluster.cpus_per_node or int(on_node)
-        return threads_of(cpus, mesh, self.local)
+        }  # fmt: skip
 
     def wait(self) -> bool:
         """Wait for all workers; returns whether one of them failed."""
         signalled_at = -REPEAT_SIGNAL_S
         while any(worker.poll() is None for worker in self.processes.values()):
             if self._failed_ranks():
-                self._let_peers_speak()
+                self._wait_for_peers()
                 self.end()
                 break
-            if self._told_to_end():
+            if self._must_end():
                 self.end()
                 return True
             if self.stop_requested and time.monotonic() - signalled_at >= REPEAT_SIGNAL_S:
@@ -187,48 +187,39 @@ class Workers:
             time.sleep(POLL_S)
         return bool(self._failed_ranks())
 
-    def _told_to_end(self) -> bool:
-        """Whether the supervisor found that the attempt hangs, or another one has taken over."""
+    def _must_end(self) -> bool:
+        """Whether the supervisor has found a hang, or a newer attempt has taken over."""
         if self.heartbeats is None or time.monotonic() - self._looked_at < LOOK_S:
             return False
         self._looked_at = time.monotonic()
         if self.attempt.hang.is_file():
             self.heartbeats.dump_stacks(self._pids())
-            self._let_others_dump()
+            # Wait for the other nodes' stacks: a worker that loses a peer no longer hangs.
+            folder, deadline = self.attempt.stacks(0).parent, time.monotonic() + STACKS_S
+            while time.monotonic() < deadline and _count(folder) < self.record.world_size:
+                time.sleep(POLL_S)
             return True
         return self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()
 
-    def _let_others_dump(self) -> None:
-        """Wait for the other nodes' stacks: a worker that loses a peer no longer hangs."""
-        folder, deadline = self.attempt.stacks(0).parent, time.monotonic() + STACKS_S
-        while time.monotonic() < deadline and self._dumped(folder) < self.record.world_size:
-            time.sleep(POLL_S)
-
-    @staticmethod
-    def _dumped(folder: Path) -> int:
-        try:
-            return sum(1 for _ in folder.iterdir())
-        except OSError:
-            return 0
-
     def _pids(self) -> dict[int, int]:
-        """The workers that run, rank → process id."""
+        """Rank → process id of the running workers."""
         return {r: worker.pid for r, worker in self.processes.items() if worker.poll() is None}
 
     def _failed_ranks(self) -> list[int]:
         codes = {rank: worker.poll() for rank, worker in self.processes.items()}
         return [rank for rank, code in codes.items() if code not in (None, 0, EXIT_REQUEUE)]
 
-    def _let_peers_speak(self) -> None:
-        clear = any(self._knows_why(rank) for rank in self._failed_ranks())
+    def _wait_for_peers(self) -> None:
+        """Give the peers of a failed worker time to fail too and to record why."""
+        clear = any(self._is_cause(rank) for rank in self._failed_ranks())
         deadline = time.monotonic() + (CLEAR_GRACE_S if clear else PEER_GRACE_S)
         while time.monotonic() < deadline:
             if all(worker.poll() is not None for worker in self.processes.values()):
                 return
             time.sleep(POLL_S)
 
-    def _knows_why(self, rank: int) -> bool:
-        """Whether a worker that failed is itself the cause: killed, or by its own words."""
+    def _is_cause(self, rank: int) -> bool:
+        """Whether a failed worker is itself the cause: killed, or by its failure record."""
         if self.processes[rank].returncode < 0:
             return True
         try:
@@ -238,33 +229,33 @@ class Workers:
         return meaning_of(f"{failure.error} {failure.message}") != "lost_peer"
 
     def end(self) -> None:
-        """Kill what still runs: a peer of a failed rank waits in a collective for ever."""
+        """Kill the running workers: a peer of a failed rank waits in a collective for ever."""
         if not self.processes:
             return
-        running = [rank for rank, worker in self.processes.items() if worker.poll() is None]
+        running = list(self._pids())
         for rank in running:
             self.processes[rank].kill()
         for rank in running:
             self.processes[rank].wait()
-        self.seen = self.seen.model_copy(update={"stopped_ranks": tuple(running)})
+        self.node_record = self.node_record.model_copy(update={"stopped_ranks": tuple(running)})
 
     def run_to_end(self) -> bool:
-        """Start the workers, wait for them, write down how they ended.
-
-        Returns:
-            Whether one of them failed.
-        """
+        """Start the workers, wait for them, record their exits; returns whether one failed."""
         try:
             self.start()
             failed = self.wait()
-            self.save_at_last()
+            self.save_with_retries()
         finally:
             if self.heartbeats is not None:
                 self.heartbeats.close()
         return failed
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        self.stop_requested = True
+
+def _count(folder: Path) -> int:
+    try:
+        return sum(1 for _ in folder.iterdir())
+    except OSError:
+        return 0
 
 
 def search_path() -> str:
@@ -291,14 +282,14 @@ def run_command(
 
     Args:
         command: The command.
-        stop: Whether a stop is asked for.
-        on_stop: Called with the group's id then, and again every few seconds.
+        stop: Returns whether a stop is requested.
+        on_stop: Called with the group's id after that, and again every few seconds.
 
     Returns:
-        Its exit code, negative: ended by that signal.
+        The exit code; negative if a signal ended the command.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: The command cannot be started.
     """
     process = subprocess.Popen(
         command, env={**os.environ, "PATH": search_path()}, stdin=subprocess.DEVNULL,
@@ -319,24 +310,21 @@ def run_command(
 
 
 def main(arguments: list[str]) -> int:
-    """The program's entry: one node's workers in one attempt.
-
-    Returns:
-        0 where every worker finished or saved and left, else 1.
-    """
+    """Run one node's workers; returns 0 if each of them finished, or saved and left, else 1."""
     die_with_parent()
+    setup_logging()
     path, stage, attempt = arguments
     workers = Workers(
         RunDir(Path(path)), "train" if stage == "train" else "precompile", int(attempt)
     )
     workers.watch_signals()
-    workers.load_seen()
+    workers.load_record()
     try:
         failed = workers.run_to_end()
     except SlurmllmError as error:
         workers.end()
-        workers.save_at_last(error=str(error))
-        print(f"{workers.node}: {error}", file=sys.stderr, flush=True)
+        workers.save_with_retries(error=str(error))
+        log.error("%s", error)
         return 1
     return 1 if failed else 0
 

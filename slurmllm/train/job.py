@@ -21,7 +21,7 @@ from slurmllm.data.state import merge_states
 from slurmllm.data.stream import PackedStream
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
-from slurmllm.pulse import Pulse
+from slurmllm.worker_phase import PhaseWriter
 from slurmllm.records import MicroBatchRecord, SkippedBatches
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.train.guard import Guard
@@ -74,12 +74,12 @@ class Job:
     skips: tuple[SkippedBatches, ...] = ()
     first_step_s: float | None = None
     read_at: float = 0.0
-    pulse: Pulse = field(init=False)
+    phases: PhaseWriter = field(init=False)
     saves: SaveSchedule = field(init=False)
     events: EventLog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pulse = Pulse.from_environment()
+        self.phases = PhaseWriter.from_environment()
         self.saves = SaveSchedule(self.config.recipe.checkpoint)
         written = self.worker.rank == 0 and self.stage == "train"
         self.events = EventLog(self.run.events(self.attempt) if written else None, self.attempt)
@@ -257,7 +257,7 @@ def open_stream(job: Job) -> PackedStream:
 
 def _resume(job: Job) -> None:
     """Resume from the newest valid checkpoint, or start from step 0 (collective)."""
-    job.pulse.beat("resuming", job.step)
+    job.phases.begin("resuming", job.step)
     first = job.worker.rank == 0
     if first:
         remove_leftovers(job.run, job.attempt)

@@ -29,7 +29,7 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
     signal_name = stop_requested(job)
     unread: list[Step] = []
     while job.step < job.last_step and signal_name is None:
-        job.pulse.beat("first_step" if job.step == job.first_step else "stepping", job.step)
+        job.phases.begin("first_step" if job.step == job.first_step else "stepping", job.step)
         unread.append(run_step(job))
         signal_name = stop_requested(job)
         last = job.step == job.last_step

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType
 
 from slurmllm.config.recipe import leaving_s
-from slurmllm.pulse import STACKS, STACKS_SIGNAL
+from slurmllm.worker_phase import STACKS_FILE, STACKS_SIGNAL
 
 # CAUTION: NCCL may catch SIGUSR1, so launchers send SIGUSR2 to workers; both are handled.
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
@@ -22,7 +22,7 @@ def dump_on_signal() -> None:
     faulthandler runs in C without the interpreter's lock: it works while a thread waits in a
     library. The file is opened now, because a signal handler cannot.
     """
-    path = os.environ.get(STACKS)
+    path = os.environ.get(STACKS_FILE)
     if not path:
         return
     with suppress(OSError):  # a full disk of the node must not end the training

@@ -28,7 +28,7 @@ def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
         path = filled / name
         path.parent.mkdir(parents=True)
         path.write_bytes(name.encode() * 100)
-    return graph_cache.pack(filled, run, "native", cold_first_step_s=9.5)
+    return graph_cache.pack_archive(filled, run, "native", cold_first_step_s=9.5)
 
 
 def test_the_manifest_tells_what_the_archive_holds(run: RunDir, manifest: GraphManifest) -> None:
@@ -44,9 +44,9 @@ def test_the_manifest_tells_what_the_archive_holds(run: RunDir, manifest: GraphM
 def test_a_node_gets_the_graphs_once(run: RunDir, manifest: GraphManifest, tmp_path: Path) -> None:
     node = tmp_path / "node" / "cache"
     node.parent.mkdir()
-    assert graph_cache.put_in_place(node, run, manifest) == "shared"
+    assert graph_cache.install_archive(node, run, manifest) == "shared"
     assert (node / "inductor/k/kernel.so").read_bytes() == b"inductor/k/kernel.so" * 100
-    assert graph_cache.put_in_place(node, run, manifest) == "present"
+    assert graph_cache.install_archive(node, run, manifest) == "present"
 
 
 def test_the_broadcast_archive_comes_first(
@@ -55,7 +55,7 @@ def test_the_broadcast_archive_comes_first(
     node = tmp_path / "node" / "cache"
     node.parent.mkdir()
     run.graphs_archive().rename(graph_cache.broadcast_path(node))
-    assert graph_cache.put_in_place(node, run, manifest) == "broadcast"
+    assert graph_cache.install_archive(node, run, manifest) == "broadcast"
 
 
 def test_a_broken_broadcast_falls_back_to_the_shared_archive(
@@ -64,7 +64,7 @@ def test_a_broken_broadcast_falls_back_to_the_shared_archive(
     node = tmp_path / "node" / "cache"
     node.parent.mkdir()
     graph_cache.broadcast_path(node).write_bytes(b"half of it")
-    assert graph_cache.put_in_place(node, run, manifest) == "shared"
+    assert graph_cache.install_archive(node, run, manifest) == "shared"
 
 
 def test_a_stale_cache_is_replaced(run: RunDir, manifest: GraphManifest, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_stale_cache_is_replaced(run: RunDir, manifest: GraphManifest, tmp_pat
     node.mkdir(parents=True)
     (node / ".archive").write_text("another archive's checksum")
     (node / "old").write_text("graph")
-    assert graph_cache.put_in_place(node, run, manifest) == "shared"
+    assert graph_cache.install_archive(node, run, manifest) == "shared"
     assert not (node / "old").exists()
 
 
@@ -83,15 +83,15 @@ def test_a_damaged_archive_is_refused(run: RunDir, manifest: GraphManifest, tmp_
     node = tmp_path / "node" / "cache"
     node.parent.mkdir()
     with pytest.raises(NodeError, match="does not match its manifest"):
-        graph_cache.put_in_place(node, run, manifest)
+        graph_cache.install_archive(node, run, manifest)
     assert not node.exists()
 
 
 def test_a_node_without_its_disk_is_named(run: RunDir, manifest: GraphManifest) -> None:
     with pytest.raises(NodeError, match=r"set cluster\.node_local"):
-        graph_cache.put_in_place(Path("/proc/nowhere/cache"), run, manifest)
+        graph_cache.install_archive(Path("/proc/nowhere/cache"), run, manifest)
     with pytest.raises(NodeError, match=r"cluster\.node_local"):
-        graph_cache.fresh_cache(Path("/proc/nowhere/cache"))
+        graph_cache.empty_cache(Path("/proc/nowhere/cache"))
 
 
 def test_launchers_of_one_machine_do_not_collide(
@@ -102,7 +102,7 @@ def test_launchers_of_one_machine_do_not_collide(
     found: list[str] = []
 
     def launcher() -> None:
-        found.append(graph_cache.put_in_place(node, run, manifest))
+        found.append(graph_cache.install_archive(node, run, manifest))
 
     threads = [threading.Thread(target=launcher) for _ in range(8)]
     for thread in threads:
@@ -118,9 +118,9 @@ def test_graphs_of_several_nodes_come_into_one_archive(run: RunDir, tmp_path: Pa
             path = tmp_path / node / "inductor" / "fxgraph" / "aa" / name / "x"
             path.parent.mkdir(parents=True)
             path.write_text(node)
-    graph_cache.hand_in(tmp_path / "n2", run, "n2")
-    assert graph_cache.take_in(tmp_path / "n1", run, ["n2"], lambda node: False) == []
-    manifest = graph_cache.pack(tmp_path / "n1", run, "native", cold_first_step_s=1.0)
+    graph_cache.submit_graphs(tmp_path / "n2", run, "n2")
+    assert graph_cache.collect_graphs(tmp_path / "n1", run, ["n2"], lambda node: False) == []
+    manifest = graph_cache.pack_archive(tmp_path / "n1", run, "native", cold_first_step_s=1.0)
     assert manifest.graphs == 3
     assert (tmp_path / "n1/inductor/fxgraph/aa/both/x").read_text() == "n1"
     assert sorted(path.name for path in run.graphs.iterdir()) == ["graphs.tar", "manifest.json"]
@@ -133,11 +133,13 @@ def test_a_node_that_hands_nothing_in_makes_the_archive_incomplete(
     kernel = cache / "inductor/fxgraph/aa/abc/x"
     kernel.parent.mkdir(parents=True)
     kernel.write_text("x")
-    graph_cache.hand_in(cache, run, "n2")
-    graph_cache.forget_handed_in(run, ["n1", "n2"])
-    absent = graph_cache.take_in(cache, run, ["n2"], lambda node: node == "n2")
-    assert absent == ["n2"]
-    manifest = graph_cache.pack(cache, run, "native", cold_first_step_s=1.0, absent=absent)
+    graph_cache.submit_graphs(cache, run, "n2")
+    graph_cache.remove_submitted(run, ["n1", "n2"])
+    missing = graph_cache.collect_graphs(cache, run, ["n2"], lambda node: node == "n2")
+    assert missing == ["n2"]
+    manifest = graph_cache.pack_archive(
+        cache, run, "native", cold_first_step_s=1.0, missing_nodes=missing
+    )
     assert not manifest.complete
     assert faults(manifest, run) == ("no graphs from n2",)
 
@@ -145,8 +147,8 @@ def test_a_node_that_hands_nothing_in_makes_the_archive_incomplete(
 def test_a_cache_without_graphs_is_incomplete_where_some_are_expected(
     run: RunDir, tmp_path: Path
 ) -> None:
-    assert graph_cache.pack(tmp_path, run, "native", 1.0, expected=False).complete
-    manifest = graph_cache.pack(tmp_path, run, "native", 1.0, expected=True)
+    assert graph_cache.pack_archive(tmp_path, run, "native", 1.0, expected=False).complete
+    manifest = graph_cache.pack_archive(tmp_path, run, "native", 1.0, expected=True)
     assert not manifest.complete
     assert "left no compiled graph" in faults(manifest, run)[0]
 
@@ -157,7 +159,7 @@ def test_graphs_that_another_node_hands_in_are_left_out(run: RunDir, tmp_path: P
         path.parent.mkdir(parents=True)
         path.write_text("x")
     (tmp_path / "n2/inductor/k.lock").write_text("")
-    graph_cache.hand_in(tmp_path / "n2", run, "n2", without={"inductor/fxgraph/ab/abc"})
+    graph_cache.submit_graphs(tmp_path / "n2", run, "n2", without={"inductor/fxgraph/ab/abc"})
     with tarfile.open(run.graphs_of_node("n2")) as archive:
         assert archive.getnames() == ["inductor/fxgraph/cd/cde/x"]
 
@@ -166,5 +168,5 @@ def test_a_fresh_cache_is_empty(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / "old").write_text("x")
-    graph_cache.fresh_cache(cache)
+    graph_cache.empty_cache(cache)
     assert list(cache.iterdir()) == []

@@ -19,7 +19,7 @@ import pytest
 from end_to_end.bench import processes_with
 
 from slurmllm.config.resolve import resolve
-from slurmllm.graphs.merge import merge_added
+from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, GraphManifest, NodeRecord
 from slurmllm.rundir import RunDir
 from slurmllm.rundir import Stage as StageName
@@ -237,7 +237,7 @@ def test_incomplete_graphs_compile_starts_all_the_same(stage: Stage) -> None:
     assert (closed["class"], closed["action"]) == ("compile_failure", "finish")
     assert "train attempt 0: done" in text
     # The control file still drops the artifact: the worker has compiled it for itself only.
-    assert stage.attempt("r")["graphs_added"] == []
+    assert stage.attempt("r")["new_graphs"] == []
     assert not stage.manifest("r").complete
 
 
@@ -248,7 +248,7 @@ def test_resume_with_the_override_trains_and_refills(stage: Stage) -> None:
     text = stage.call("resume", "r", "--set=train.incomplete_graphs=compile")
     assert "precompile attempt" not in text
     assert sum(stage.misses("r").values()) >= 1
-    (added,) = stage.attempt("r")["graphs_added"]
+    (added,) = stage.attempt("r")["new_graphs"]
     assert added.startswith(module("b"))
     assert stage.manifest("r").complete, "compiled now, whatever precompile made of it"
 
@@ -260,14 +260,14 @@ def test_graphs_compiled_while_training_are_there_for_the_next_attempt(stage: St
     text = stage.submit("r")
     first, second = stage.attempt("r", 0), stage.attempt("r", 1)
     assert (first["class"], second["class"]) == ("node_failure", "done")
-    assert [name.partition("+")[0] for name in first["graphs_added"]] == [module("late")]
-    assert second["graphs_added"] == []
+    assert [name.partition("+")[0] for name in first["new_graphs"]] == [module("late")]
+    assert second["new_graphs"] == []
     assert "1 new graphs in the archive" in text
     folder = RunDir(stage.runs / "r").attempt("train", 1).worker(0).parent
     counts = [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
     assert [(c["cache_hits"], c["cache_misses"]) for c in counts] == [(2, 0), (3, 0)]
     shown = stage.status("r")
-    assert shown["attempts"][0]["graphs_added"] == first["graphs_added"]
+    assert shown["attempts"][0]["new_graphs"] == first["new_graphs"]
     assert {s["name"].partition("+")[0] for s in shown["graphs"]["states"]} == {
         module("a"), module("c"), module("late")
     }  # fmt: skip
@@ -279,7 +279,7 @@ def test_another_run_takes_the_archive_and_skips_precompile(stage: Stage) -> Non
     assert "compiled by run first already; no precompile stage" in text
     assert "precompile attempt" not in text
     assert stage.misses("second") == {"local0": 0, "local1": 0}
-    assert stage.manifest("second").taken_from == "first"
+    assert stage.manifest("second").reused_from == "first"
     assert json.loads(stage.submit("third", "--json"))["graphs_from"] == "first"
     text = stage.submit("fourth", "--precompile=always")
     assert "precompile attempt 0" in text
@@ -295,7 +295,7 @@ def test_nodes_with_other_versions_say_so_and_compile(stage: Stage) -> None:
     )
     text = stage.submit("second")
     assert "compiled by run first already" in text, "foretold, and wrong"
-    assert "are of other versions (neuronx-cc 2.99 there, not installed here)" in text
+    assert "built with other versions (neuronx-cc 2.99 there, not installed here)" in text
     assert sum(stage.misses("second").values()) >= 2
     record = RunDir(stage.runs / "second").attempt("train", 0).node("local1")
     assert json.loads(record.read_text())["cache"] == "other_versions"
@@ -313,7 +313,7 @@ def test_without_the_tools_workers_the_precompile_stage_says_why(stage: Stage) -
     )
     closed = stage.precompile_attempt("r")
     assert (closed["class"], closed["action"]) == ("node_failure", "stop")
-    assert "ended with exit code 3 and did not see the workers through" in text
+    assert "ended with exit code 3 before its workers did" in text
 
 
 class Nodes:
@@ -390,7 +390,7 @@ def test_a_node_that_dies_in_the_precompile_stage_is_not_waited_for(stage: Stage
     first.send_signal(signal.SIGTERM)  # as srun does when a node of the step is lost
     output, _ = first.communicate(timeout=400)
     manifest = GraphManifest.load(nodes.run.graphs_manifest)
-    assert (manifest.absent_nodes, manifest.complete) == (("n1",), False), output
+    assert (manifest.missing_nodes, manifest.complete) == (("n1",), False), output
     assert names(manifest, "compiled") == {module("a")}
     deadline = time.monotonic() + 300
     while processes_with(str(stage.folder)):
@@ -406,11 +406,11 @@ def test_each_node_hands_in_what_it_compiled_while_training(stage: Stage) -> Non
     stage.let(precompile=["a"], train=["a", "late"], rank_1=["c", "later"])
     nodes.open("train")
     nodes.both("train")
-    added = {node: nodes.record("train", node).graphs_added for node in (0, 1)}
+    added = {node: nodes.record("train", node).new_graphs for node in (0, 1)}
     assert {n: {a.partition("+")[0] for a in found} for n, found in added.items()} == {
         0: {module("late")}, 1: {module("late"), module("later")}
     }  # fmt: skip
-    assert sorted(n.partition("+")[0] for n in merge_added(nodes.run)) == sorted(
+    assert sorted(n.partition("+")[0] for n in merge_new_graphs(nodes.run)) == sorted(
         [module("late"), module("later")]
     )
     assert GraphManifest.load(nodes.run.graphs_manifest).graphs == 4

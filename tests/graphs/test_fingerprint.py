@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from slurmllm.backends.nxd.environment import versions
 from slurmllm.config.resolve import resolve
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import reuse
-from slurmllm.graphs.fingerprint import graph_fingerprint, sources
+from slurmllm.graphs.fingerprint import GRAPH_MODULES, graph_fingerprint, sources
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.records import GraphManifest, MicroBatchRecord
 from slurmllm.rundir import RunDir
@@ -92,6 +93,7 @@ def test_versions_and_variables_of_this_shell(monkeypatch: pytest.MonkeyPatch) -
     ("changed", "native", "nxd"),
     [
         ("model/decoder.py", True, True), ("plan/mesh.py", True, True),
+        ("plan/parameters.py", True, True), ("plan/cost.py", False, False),
         ("config/families.py", True, True), ("backends/nxd/model.py", False, True),
         ("backends/native/precision.py", True, False), ("cli/main.py", False, False),
         ("config/recipe.py", False, False),
@@ -106,6 +108,15 @@ def test_slurmllm_s_own_sources(changed: str, native: bool, nxd: bool, tmp_path:
     for backend, differs in (("native", native), ("nxd", nxd)):
         assert (sources(backend, edited) != sources(backend, kept)) is differs
         assert sources(backend, kept) == sources(backend)
+
+
+def test_the_model_s_code_uses_no_other_module_of_plan() -> None:
+    package = Path(slurmllm.__file__).parent
+    used = set()
+    for folder in ("model", "backends/native", "backends/nxd"):
+        for file in (package / folder).rglob("*.py"):
+            used |= set(re.findall(r"slurmllm\.plan\.(\w+)", file.read_text()))
+    assert {f"plan/{name}.py" for name in used} <= set(GRAPH_MODULES)
 
 
 def test_sources_and_packages_are_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +149,7 @@ def run_with_graphs(root: Path, name: str, *overrides: str, measured: int | None
         ).save(run.micro_batch)  # fmt: skip
     mesh = make_mesh(config, 2, measured)
     made = graph_fingerprint(config, mesh, False, measured)
-    graph_cache.pack(cache, run, "native", 1.0, fingerprint=made)
+    graph_cache.pack_archive(cache, run, "native", 1.0, fingerprint=made)
     return run
 
 
@@ -169,13 +180,13 @@ def test_an_archive_is_shared_and_outlives_its_first_run(tmp_path: Path) -> None
     assert reuse.adopt(source, run)
     assert run.graphs_archive().samefile(source.graphs_archive())
     manifest = GraphManifest.load(run.graphs_manifest)
-    assert manifest.taken_from == "first"
+    assert manifest.reused_from == "first"
     source.graphs_archive().unlink()
-    assert graph_cache.put_in_place(tmp_path / "node", run, manifest) == "shared"
+    assert graph_cache.install_archive(tmp_path / "node", run, manifest) == "shared"
     third = RunDir(tmp_path / "third")
     third.path.mkdir()
     assert reuse.adopt(run, third)
-    assert GraphManifest.load(third.graphs_manifest).taken_from == "first"
+    assert GraphManifest.load(third.graphs_manifest).reused_from == "first"
 
 
 def test_a_damaged_archive_is_not_taken(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from slurmllm.backends.native import environment
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge
-from slurmllm.records import AddedGraphs, GraphManifest
+from slurmllm.records import GraphManifest, NewGraphs
 from slurmllm.rundir import RunDir
 
 NODES = ("n1", "n2")
@@ -34,20 +34,20 @@ def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
     """Of an archive with graph `aaa`, as precompile left it; each node has it on its disk."""
     filled = tmp_path / "precompile"
     compile_graph(filled, "aaa")
-    manifest = graph_cache.pack(filled, run, "native", 1.0, fingerprint="f")
+    manifest = graph_cache.pack_archive(filled, run, "native", 1.0, fingerprint="f")
     for node in NODES:
-        graph_cache.put_in_place(tmp_path / node, run, manifest)
+        graph_cache.install_archive(tmp_path / node, run, manifest)
     return manifest
 
 
 def hand_in(run: RunDir, tmp_path: Path, node: str, manifest: GraphManifest) -> tuple[str, ...]:
-    return merge.hand_in_added(tmp_path / node, run, 0, NODES, node, manifest)
+    return merge.submit_new_graphs(tmp_path / node, run, 0, NODES, node, manifest)
 
 
 def test_nothing_new_leaves_nothing(run: RunDir, tmp_path: Path, manifest: GraphManifest) -> None:
     assert hand_in(run, tmp_path, "n1", manifest) == ()
-    assert merge.merge_added(run) == ()
-    assert not run.graphs_added.exists()
+    assert merge.merge_new_graphs(run) == ()
+    assert not run.new_graphs.exists()
     assert GraphManifest.load(run.graphs_manifest) == manifest
 
 
@@ -58,9 +58,9 @@ def test_new_graphs_of_all_nodes_come_into_the_archive(
     compile_graph(tmp_path / "n2", "both", "ccc")
     assert hand_in(run, tmp_path, "n1", manifest) == ("bbb", "both")
     assert hand_in(run, tmp_path, "n2", manifest) == ("both", "ccc")
-    with tarfile.open(run.graphs_added / "000_n1.tar") as archive:
+    with tarfile.open(run.new_graphs / "000_n1.tar") as archive:
         assert not [name for name in archive.getnames() if "aaa" in name]
-    assert sorted(merge.merge_added(run)) == ["bbb", "both", "ccc"]
+    assert sorted(merge.merge_new_graphs(run)) == ["bbb", "both", "ccc"]
     merged = GraphManifest.load(run.graphs_manifest)
     assert (merged.graphs, merged.complete, merged.fingerprint) == (4, True, "f")
     assert [state.name for state in merged.states] == ["aaa", "bbb", "both", "ccc"]
@@ -69,12 +69,12 @@ def test_new_graphs_of_all_nodes_come_into_the_archive(
     assert merged.archive != manifest.archive
 
     node = tmp_path / "n9"
-    graph_cache.put_in_place(node, run, merged)
+    graph_cache.install_archive(node, run, merged)
     assert environment.count_graphs(node) == 4
     for name in ("aaa", "bbb", "both", "ccc"):
         assert (node / f"inductor/k/{name}.so").read_bytes() == name.encode() * 100
-    assert merge.hand_in_added(node, run, 1, NODES, "n9", merged) == ()
-    assert merge.merge_added(run) == ()
+    assert merge.submit_new_graphs(node, run, 1, NODES, "n9", merged) == ()
+    assert merge.merge_new_graphs(run) == ()
 
 
 @pytest.mark.parametrize("harm", ["no record", "cut archive", "cut record", "temporary"])
@@ -84,7 +84,7 @@ def test_a_node_that_dies_while_handing_in_does_no_harm(
     for node, graph in (("n1", "bbb"), ("n2", "ccc")):
         compile_graph(tmp_path / node, graph)
         hand_in(run, tmp_path, node, manifest)
-    record, archive = run.graphs_added / "000_n2.json", run.graphs_added / "000_n2.tar"
+    record, archive = run.new_graphs / "000_n2.json", run.new_graphs / "000_n2.tar"
     if harm == "no record":
         record.unlink()
     elif harm == "cut archive":
@@ -93,12 +93,12 @@ def test_a_node_that_dies_while_handing_in_does_no_harm(
         record.write_text(record.read_text()[:40])
     else:
         record.unlink()
-        archive.rename(run.graphs_added / ".graphs.abc")
-    assert merge.merge_added(run) == ("bbb",)
+        archive.rename(run.new_graphs / ".graphs.abc")
+    assert merge.merge_new_graphs(run) == ("bbb",)
     merged = GraphManifest.load(run.graphs_manifest)
-    assert graph_cache.put_in_place(tmp_path / "n9", run, merged) == "shared"
+    assert graph_cache.install_archive(tmp_path / "n9", run, merged) == "shared"
     assert environment.count_graphs(tmp_path / "n9") == 2
-    assert not run.graphs_added.exists()
+    assert not run.new_graphs.exists()
 
 
 def test_the_old_archive_serves_until_the_manifest_names_the_new_one(
@@ -113,9 +113,9 @@ def test_the_old_archive_serves_until_the_manifest_names_the_new_one(
     with monkeypatch.context() as patch:
         patch.setattr(GraphManifest, "save", killed)
         with pytest.raises(KeyboardInterrupt):
-            merge.merge_added(run)
-    assert graph_cache.put_in_place(tmp_path / "n8", run, manifest) == "shared"
-    assert merge.merge_added(run) == ("bbb",), "nothing of it is lost"
+            merge.merge_new_graphs(run)
+    assert graph_cache.install_archive(tmp_path / "n8", run, manifest) == "shared"
+    assert merge.merge_new_graphs(run) == ("bbb",), "nothing of it is lost"
     left = sorted(path.name for path in run.graphs.iterdir())
     assert left == [GraphManifest.load(run.graphs_manifest).archive, "manifest.json"]
 
@@ -129,8 +129,8 @@ def test_graphs_of_other_versions_do_not_mix(
     hand_in(run, tmp_path, "n1", manifest)
     monkeypatch.setattr(environment, "versions", lambda: other)
     assert hand_in(run, tmp_path, "n2", manifest) == ("aaa", "ccc"), "all that it has"
-    assert AddedGraphs.load(run.graphs_added / "000_n2.json").versions == other
-    assert merge.merge_added(run) == ("bbb",)
+    assert NewGraphs.load(run.new_graphs / "000_n2.json").versions == other
+    assert merge.merge_new_graphs(run) == ("bbb",)
 
 
 def test_where_every_node_has_other_versions_theirs_take_the_archives_place(
@@ -138,10 +138,10 @@ def test_where_every_node_has_other_versions_theirs_take_the_archives_place(
 ) -> None:
     monkeypatch.setattr(environment, "versions", lambda: {"torch": "9.9"})
     for node in NODES:
-        graph_cache.without_archive(tmp_path / node, "attempt 0")
+        graph_cache.empty_cache_once(tmp_path / node, "attempt 0")
         compile_graph(tmp_path / node, "ddd")
         hand_in(run, tmp_path, node, manifest)
-    assert merge.merge_added(run) == ("ddd",)
+    assert merge.merge_new_graphs(run) == ("ddd",)
     merged = GraphManifest.load(run.graphs_manifest)
     assert (merged.versions, merged.graphs, merged.fingerprint) == ({"torch": "9.9"}, 1, "")
     assert {Path(f.path).stem for f in merged.files} == {"x", "ddd"}
@@ -151,15 +151,15 @@ def test_where_every_node_has_other_versions_theirs_take_the_archives_place(
 def test_the_launchers_of_one_machine_empty_the_folder_once(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     compile_graph(cache, "old")
-    graph_cache.without_archive(cache, "attempt 0")
+    graph_cache.empty_cache_once(cache, "attempt 0")
     assert environment.count_graphs(cache) == 0
     compile_graph(cache, "new")
-    graph_cache.without_archive(cache, "attempt 0")
+    graph_cache.empty_cache_once(cache, "attempt 0")
     assert environment.count_graphs(cache) == 1
 
 
 def test_a_manifest_of_an_earlier_version_is_read(run: RunDir, manifest: GraphManifest) -> None:
     old = json.loads(manifest.model_dump_json())
-    for name in ("archive", "states", "absent_nodes", "fingerprint", "taken_from", "compile_s"):
+    for name in ("archive", "states", "missing_nodes", "fingerprint", "reused_from", "compile_s"):
         del old[name]
     assert GraphManifest.model_validate(old).archive == "graphs.tar"

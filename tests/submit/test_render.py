@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.backends.environment import Variable
+from slurmllm.backends.environment import Variable, node_local_cache, worker_environment
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.submit import render as render_module
-from slurmllm.submit.render import node_local_cache, render, worker_environment
+from slurmllm.submit.render import render
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 STAGES: tuple[Stage, ...] = ("precompile", "train")

@@ -27,7 +27,7 @@ from slurmllm.supervise.allocation import Allocation, LocalAllocation, SlurmAllo
 from slurmllm.supervise.attempts import (
     close_attempt,
     ended_at,
-    ending_of_lost,
+    ending_of_orphaned,
     incarnation,
     load_attempts,
     lost_nodes,
@@ -122,9 +122,9 @@ def test_a_code_error_stops_at_once(run: RunDir) -> None:
 def test_graphs_added_by_the_nodes_come_into_the_record(run: RunDir) -> None:
     record = open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation())
     for name, graphs in (("local0", ("b", "a")), ("local1", ("a",))):
-        NodeRecord(node=name, graphs_added=graphs).save(run.attempt("train", 0).node(name))
+        NodeRecord(node=name, new_graphs=graphs).save(run.attempt("train", 0).node(name))
     record = record.model_copy(update={"nodes": ("local0", "local1")})
-    assert close_attempt(run, record, LOST).graphs_added == ("a", "b")
+    assert close_attempt(run, record, LOST).new_graphs == ("a", "b")
 
 
 def test_unequal_versions_are_named_with_their_nodes() -> None:
@@ -167,15 +167,15 @@ def test_a_lost_attempt_ends_as_slurm_says(
     states: tuple[str, ...], restart_count: int, ending: str
 ) -> None:
     record = open_record(restart_count)
-    found = ending_of_lost(record, {}, incarnation(record, rows(*states)))
+    found = ending_of_orphaned(record, {}, incarnation(record, rows(*states)))
     assert found.ending == ending
 
 
 def test_one_silent_node_is_blamed_for_a_lost_attempt() -> None:
     reported = {"n1": NodeRecord(node="n1", pids={0: 5}, exit_codes={0: 70})}
     row = AccountingRow("7", "NODE_FAIL", "0:0", "n[1-2]", "", "2026-11-21T05:14:09")
-    assert ending_of_lost(open_record(), reported, row).blamed_nodes == ("n2",)
-    assert ending_of_lost(open_record(), {}, row).blamed_nodes == ()
+    assert ending_of_orphaned(open_record(), reported, row).blamed_nodes == ("n2",)
+    assert ending_of_orphaned(open_record(), {}, row).blamed_nodes == ()
     assert datetime.fromtimestamp(ended_at(row) or 0).isoformat() == row.end
 
 

@@ -9,7 +9,7 @@ import pytest
 from slurmllm.error_patterns import DEVICE_FAULT, LOST_PEER
 from slurmllm.error_patterns import MEMORY as DEVICE_MEMORY
 from slurmllm.records import EndingClass, FailureRecord, HangRecord, NodeRecord
-from slurmllm.supervise.classify import Observed, classify
+from slurmllm.supervise.classify import Evidence, classify
 from slurmllm.supervise.policy import ACTIONS
 
 NODES = ("n1", "n2")
@@ -32,8 +32,8 @@ def both(one: int, two: int) -> dict[str, NodeRecord]:
     return {"n1": node("n1", {0: one}), "n2": node("n2", {1: two})}
 
 
-def seen(nodes: dict[str, NodeRecord], *failures: FailureRecord, **more: object) -> Observed:
-    return Observed(NODES, nodes, failures, **more)  # type: ignore[arg-type]
+def seen(nodes: dict[str, NodeRecord], *failures: FailureRecord, **more: object) -> Evidence:
+    return Evidence(NODES, nodes, failures, **more)  # type: ignore[arg-type]
 
 
 LOST = failure(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.1.2]:1234")
@@ -42,7 +42,7 @@ BROKEN = failure(1, "RuntimeError", 'nrt_execute status=1201 message="HBM UE"')
 HANG = HangRecord(
     found_at=0.0, phase="stepping", step=7, waited_s=61.0, limit_s=60.0, suspects=("n2",)
 )
-ROWS: dict[str, tuple[Observed, EndingClass, str]] = {
+ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
     "finished": (seen(both(0, 0)), "done", "2 workers finished"),
     "finished just as the signal came": (seen(both(0, 0), stop_signal="SIGUSR1"), "done", "2"),
     "saved and left": (seen(both(75, 75), stop_signal="SIGUSR1"), "advance_signal", "SIGUSR1"),
@@ -269,7 +269,7 @@ def test_of_silent_nodes_those_are_blamed_that_are_few() -> None:
     names = ("n1", "n2", "n3", "n4")
     for silent, blamed in ((1, 1), (2, 2), (3, 0), (4, 0)):
         nodes = {name: node(name, {rank: 70}) for rank, name in enumerate(names[silent:])}
-        ending = classify(Observed(names, nodes, (LOST,)))
+        ending = classify(Evidence(names, nodes, (LOST,)))
         assert (ending.ending, ending.blamed_nodes) == ("node_failure", names[:blamed])
 
 

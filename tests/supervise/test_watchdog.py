@@ -12,27 +12,29 @@ from pathlib import Path
 import pytest
 
 from slurmllm.config.recipe import WatchdogConfig
-from slurmllm.pulse import PULSE, Pulse
-from slurmllm.records import AttemptRecord, Heartbeat, Phase, RankBeat
+from slurmllm.records import AttemptRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.rundir import RunDir
 from slurmllm.supervise.first_failure import evidence, place, standing_apart
 from slurmllm.supervise.heartbeat import Heartbeats
 from slurmllm.supervise.watchdog import (
-    Standing,
+    AttemptProgress as Progress,
+)
+from slurmllm.supervise.watchdog import (
     Watchdog,
     behind,
-    judge,
+    find_hang,
     limit_s,
     recent_step_times,
     slow_step_s,
 )
+from slurmllm.worker_phase import PHASE_FILE, PhaseWriter
 
 CONFIG = WatchdogConfig(start_up_s=100, first_step_s=1000, step_factor=10, min_step_s=60, save_s=50)
 NODES = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
 
 
-def beats(*places: tuple[Phase, int]) -> dict[int, RankBeat]:
-    return {r: RankBeat(phase=p, step=s, since=0.0) for r, (p, s) in enumerate(places)}
+def beats(*places: tuple[Phase, int]) -> dict[int, WorkerPhase]:
+    return {r: WorkerPhase(phase=p, step=s, since=0.0) for r, (p, s) in enumerate(places)}
 
 
 ALIKE = beats(*[("stepping", 40)] * 4)
@@ -43,27 +45,27 @@ SAVING = beats(("saving", 40), ("saving", 40), ("stepping", 40), ("stepping", 40
 @pytest.mark.parametrize(
     ("seen", "slow_s", "limit", "suspects"),
     [
-        (Standing(ALIKE, NODES, 59.0), 1.0, None, ()),
-        (Standing(ALIKE, NODES, 61.0), 1.0, 60.0, ()),
-        (Standing(ALIKE, NODES, 61.0), 20.0, None, ()),  # this run's steps are long
-        (Standing(ALIKE, NODES, 201.0), 20.0, 200.0, ()),
-        (Standing(ONE_LATE, NODES, 61.0), 1.0, 60.0, ("n2",)),
-        (Standing(ONE_LATE, NODES, 61.0, ("n3",)), 1.0, 60.0, ("n3",)),
-        (Standing(ONE_LATE, NODES, 61.0, ("n1", "n2", "n3", "n4")), 1.0, 60.0, ("n2",)),
-        (Standing(SAVING, NODES, 49.0), 1.0, None, ()),
-        (Standing(SAVING, NODES, 51.0), 1.0, 50.0, ("n1", "n2")),
-        (Standing(beats(*[("first_step", 40)] * 4), NODES, 999.0), 1.0, None, ()),  # compiling
-        (Standing(beats(*[("first_step", 40)] * 4), NODES, 1001.0), 1.0, 1000.0, ()),
-        (Standing(beats(("resuming", 0), ("starting", 0)), NODES, 101.0), None, 100.0, ("n2",)),
-        (Standing(beats(*[("stepping", 41)] * 4), NODES, 61.0), None, None, ()),  # nothing learned
-        (Standing(beats(("stopping", 40), ("stepping", 40)), NODES, 61.0), 1.0, 60.0, ("n2",)),
-        (Standing({}, NODES, 1e9), 1.0, None, ()),
+        (Progress(ALIKE, NODES, 59.0), 1.0, None, ()),
+        (Progress(ALIKE, NODES, 61.0), 1.0, 60.0, ()),
+        (Progress(ALIKE, NODES, 61.0), 20.0, None, ()),  # this run's steps are long
+        (Progress(ALIKE, NODES, 201.0), 20.0, 200.0, ()),
+        (Progress(ONE_LATE, NODES, 61.0), 1.0, 60.0, ("n2",)),
+        (Progress(ONE_LATE, NODES, 61.0, ("n3",)), 1.0, 60.0, ("n3",)),
+        (Progress(ONE_LATE, NODES, 61.0, ("n1", "n2", "n3", "n4")), 1.0, 60.0, ("n2",)),
+        (Progress(SAVING, NODES, 49.0), 1.0, None, ()),
+        (Progress(SAVING, NODES, 51.0), 1.0, 50.0, ("n1", "n2")),
+        (Progress(beats(*[("first_step", 40)] * 4), NODES, 999.0), 1.0, None, ()),  # compiling
+        (Progress(beats(*[("first_step", 40)] * 4), NODES, 1001.0), 1.0, 1000.0, ()),
+        (Progress(beats(("resuming", 0), ("starting", 0)), NODES, 101.0), None, 100.0, ("n2",)),
+        (Progress(beats(*[("stepping", 41)] * 4), NODES, 61.0), None, None, ()),  # nothing learned
+        (Progress(beats(("stopping", 40), ("stepping", 40)), NODES, 61.0), 1.0, 60.0, ("n2",)),
+        (Progress({}, NODES, 1e9), 1.0, None, ()),
     ],
 )  # fmt: skip
 def test_the_judgement(
-    seen: Standing, slow_s: float | None, limit: float | None, suspects: tuple[str, ...]
+    seen: Progress, slow_s: float | None, limit: float | None, suspects: tuple[str, ...]
 ) -> None:
-    found = judge(seen, CONFIG, slow_s, now=1.0)
+    found = find_hang(seen, CONFIG, slow_s, now=1.0)
     assert (found and found.limit_s) == limit
     if found is not None:
         assert found.suspects == suspects
@@ -111,7 +113,7 @@ def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
         if step % 2:
             run.metrics(0).write_text("row\n" * step)
         else:
-            beat = RankBeat(phase="first_step", step=step, since=0.0)
+            beat = WorkerPhase(phase="first_step", step=step, since=0.0)
             Heartbeat(node="n1", written_at=0.0, ranks={0: beat}).save(path)
         assert watchdog.look() is None
     time.sleep(0.4)
@@ -125,9 +127,9 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
     attempt.path.mkdir(parents=True)
     found = Heartbeats(attempt, "n1", CONFIG)
     code = (
-        "import time; from slurmllm.pulse import Pulse; "
+        "import time; from slurmllm.worker_phase import PhaseWriter; "
         "from slurmllm.train.signals import dump_on_signal; dump_on_signal(); "
-        "Pulse.from_environment().beat('stepping', 7); print(flush=True); time.sleep(100)"
+        "PhaseWriter.from_environment().begin('stepping', 7); print(flush=True); time.sleep(100)"
     )
     workers = {
         rank: subprocess.Popen(
@@ -161,29 +163,29 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
 def test_files_of_a_killed_launcher_go_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt("train", 0)
     killed = Heartbeats(attempt, "n1", CONFIG)
-    folder = Path(killed.environment(0)[PULSE]).parent
+    folder = Path(killed.environment(0)[PHASE_FILE]).parent
     living = Heartbeats(attempt, "n2", CONFIG)
     assert folder.is_dir()
     killed._lock.close()  # as its end does
     Heartbeats(attempt, "n3", CONFIG).close()
     assert not folder.exists()
-    assert Path(living.environment(0)[PULSE]).parent.is_dir()
+    assert Path(living.environment(0)[PHASE_FILE]).parent.is_dir()
     living.close()
 
 
-def test_a_pulse_is_read_back_and_rubbish_is_not(tmp_path: Path) -> None:
-    from slurmllm.pulse import read_pulse
+def test_a_phase_is_read_back_and_rubbish_is_not(tmp_path: Path) -> None:
+    from slurmllm.worker_phase import read_phase
 
     path = tmp_path / "0"
-    assert read_pulse(path) is None
-    pulse = Pulse(path)
-    pulse.beat("first_step", 1_000_000)
-    pulse.beat("saving", 3)
-    beat = read_pulse(path)
+    assert read_phase(path) is None
+    phases = PhaseWriter(path)
+    phases.begin("first_step", 1_000_000)
+    phases.begin("saving", 3)
+    beat = read_phase(path)
     assert beat is not None
     assert (beat.phase, beat.step) == ("saving", 3)
     path.write_text("dreaming 3 1.0\n")
-    assert read_pulse(path) is None
+    assert read_phase(path) is None
 
 
 WAITS = """Thread 0x1 (most recent call first):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from slurmllm.backends.base import MicroBatch, Worker
 from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.backends.rendezvous import free_port
 from slurmllm.calibrate.measure import computing
 from slurmllm.calibrate.measure.clock import Item, Scale, measure, scale_of
 from slurmllm.calibrate.sample import Sample, Task
@@ -29,7 +30,6 @@ from slurmllm.config.resolve import resolve
 from slurmllm.host_memory import host_memory
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.supervise.allocation import free_port
 
 _LIMIT = timedelta(seconds=120)
 

@@ -52,7 +52,7 @@ class CheckpointHook(Hook):
         if finished:
             self._finish()
         if end.saving and (end.last or not end.leaving or self._enough_time()):
-            job.pulse.beat("saving", job.step)
+            job.phases.begin("saving", job.step)
             began = time.monotonic()
             self._save = Save(job.run, job.backend, job.train_state(), job.attempt)
             self._waited_s = time.monotonic() - began
@@ -73,7 +73,7 @@ class CheckpointHook(Hook):
     def _finish(self) -> None:
         assert self._save is not None
         job, save = self._job, self._save
-        job.pulse.beat("saving", job.step)
+        job.phases.begin("saving", job.step)
         began = time.monotonic()
         self.close()
         copied = self._copier.in_use if self._copier is not None else ()
@@ -135,7 +135,7 @@ class CheckpointHook(Hook):
         if not end.last:
             left_s = job.stop.left_s(job.config.recipe.slurm.signal_lead_s)
             limit_s = min(limit_s, _STOP_COPY_S if left_s is None else left_s / 2)
-        job.pulse.beat("saving", job.step)
+        job.phases.begin("saving", job.step)
         if not self._copier.finish(limit_s):
             log.warning("the copy to checkpoint.replica is incomplete; continuing without it")
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.slurm.fake import FakeSlurm
-from slurmllm.supervise import interfaces
-from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
-from slurmllm.supervise.interfaces import (
+from slurmllm.backends import rendezvous
+from slurmllm.backends.rendezvous import (
     default_interface,
     interface_variables,
     reachable_address,
 )
+from slurmllm.slurm.fake import FakeSlurm
+from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 
 # A trn1 node: every interface has a default route, the first one the lowest metric. 010200C0 is
 # 192.0.2.1, as the kernel prints it. `down0` is not up.
@@ -37,7 +37,7 @@ def routes(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in interfaces.VARIABLES:
+    for name in rendezvous.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -49,8 +49,8 @@ def resolving(monkeypatch: pytest.MonkeyPatch, *addresses: str, own: str | None 
             raise socket.gaierror(-2, "Name or service not known")
         return [(socket.AF_INET, 1, 6, "", (address, 0)) for address in addresses]
 
-    monkeypatch.setattr(interfaces.socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(interfaces, "_default_address", lambda: own)
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(rendezvous, "_default_address", lambda: own)
 
 
 def test_the_default_route_with_the_lowest_metric(routes: Path, tmp_path: Path) -> None:

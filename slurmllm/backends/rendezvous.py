@@ -1,0 +1,146 @@
+"""The rendezvous of workers: torchrun's variables, the network interface, a free port.
+
+Every process that starts workers (launcher, `calibrate`, `health`) takes their variables from
+`rendezvous_variables`. Nodes such as trn1's have eight interfaces in one subnet: the first one is
+that of the default route, the others serve EFA, and a node's name may resolve to the addresses of
+all of them in any order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import signal
+import socket
+from pathlib import Path
+
+NODE_RANK = "SLURMLLM_NODE_RANK"
+NODE_NAME = "SLURMLLM_NODE"
+SHARING = "SLURMLLM_SHARING"  # workers that share a machine
+# Read by gloo and by Neuron's collectives; both would take whichever interface they find.
+INTERFACES = ("GLOO_SOCKET_IFNAME", "CCOM_SOCKET_IFNAME")
+_ROUTES = Path("/proc/net/route")
+_UP, _ANYWHERE = 0x1, "00000000"  # linux/route.h: RTF_UP; the destination of a default route
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def own_node_rank() -> int:
+    """The index of this node in its allocation, as --local or srun sets it."""
+    return int(os.environ.get(NODE_RANK) or os.environ.get("SLURM_NODEID") or 0)
+
+
+def rendezvous_variables(
+    master_addr: str,
+    master_port: int | str,
+    *,
+    nodes: int,
+    workers_per_node: int,
+    node_rank: int,
+    local_rank: int,
+    threads: int | None = None,
+) -> dict[str, str]:
+    """The variables with which a worker finds its peers, as torchrun sets them.
+
+    Args:
+        master_addr: Name or address of the first node.
+        master_port: The port of rank 0's store there.
+        nodes: Number of nodes.
+        workers_per_node: Workers on each of them.
+        node_rank: Index of this node.
+        local_rank: Index of the worker on this node.
+        threads: CPU threads of a worker; $OMP_NUM_THREADS takes precedence. None: not set.
+    """
+    omp = os.environ.get("OMP_NUM_THREADS") or (None if threads is None else str(threads))
+    return {
+        "RANK": str(node_rank * workers_per_node + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(nodes * workers_per_node),
+        "LOCAL_WORLD_SIZE": str(workers_per_node),
+        "GROUP_RANK": str(node_rank),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+        **({} if omp is None else {"OMP_NUM_THREADS": omp}),
+        **interface_variables(master_addr),
+    }
+
+
+def interface_variables(master_addr: str, routes: Path = _ROUTES) -> dict[str, str]:
+    """The variables that name the network interface, as far as they are not set yet.
+
+    Empty if all workers are on one machine, or if there is no default route.
+
+    Args:
+        master_addr: The rendezvous of the attempt.
+        routes: The kernel's table of IPv4 routes.
+    """
+    addresses = _addresses(master_addr)
+    if addresses and all(_is_loopback(address) for address in addresses):
+        return {}
+    interface = default_interface(routes)
+    if interface is None:
+        return {}
+    return {name: interface for name in INTERFACES if name not in os.environ}
+
+
+def default_interface(routes: Path = _ROUTES) -> str | None:
+    """The interface of the default route with the lowest metric, if there is one."""
+    try:
+        lines = routes.read_text().splitlines()[1:]
+    except OSError:
+        return None
+    found = []
+    for line in lines:
+        interface, destination, _, flags, _, _, metric, mask, *_ = line.split()
+        if destination == _ANYWHERE and mask == _ANYWHERE and int(flags, 16) & _UP:
+            found.append((int(metric), interface))
+    return min(found)[1] if found else None
+
+
+def reachable_address(name: str) -> str:
+    """An IPv4 address by which all nodes reach this one, looked up on the node itself.
+
+    An address and not a name: a name has several, and Neuron's runtime cannot resolve names longer
+    than 63 characters (Neuron, runtime troubleshooting). The address of the default route is
+    preferred, else the first, as in AWS's scripts. A name that resolves only to loopback, as
+    Debian's own hosts file has it, is returned for the other nodes to resolve.
+    """
+    addresses = [address for address in _addresses(name) if not _is_loopback(address)]
+    if not addresses:
+        return name
+    own = _default_address()
+    return own if own in addresses else addresses[0]
+
+
+def free_port() -> int:
+    """A TCP port of this machine without a listener; another process may take it at any time."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends; called in a child before exec."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _default_address() -> str | None:
+    """This machine's address on its default route; connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])

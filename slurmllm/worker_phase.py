@@ -1,0 +1,60 @@
+"""What a worker is doing, for its launcher: one line in a file on the node's own disk.
+
+The launcher names the file ($SLURMLLM_PHASE_FILE) and polls it; neither side ever waits.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Self, get_args
+
+from slurmllm.records import Phase, WorkerPhase
+
+PHASE_FILE = "SLURMLLM_PHASE_FILE"
+STACKS_FILE = "SLURMLLM_STACKS_FILE"  # a worker dumps its Python stacks into this file …
+STACKS_SIGNAL = signal.SIGQUIT  # … on this signal, from any state
+_LINE_BYTES = 64  # constant: a shorter line would leave the end of the one before it
+
+
+class PhaseWriter:
+    """Writes the phase of this worker.
+
+    Args:
+        path: The file; None if nobody reads it.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: int | None = None
+        if path is not None:
+            with suppress(OSError):  # a full disk of the node must not end the training
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        path = os.environ.get(PHASE_FILE)
+        return cls(Path(path) if path else None)
+
+    def begin(self, phase: Phase, step: int) -> None:
+        """Record that a phase begins; `step` is the last step finished."""
+        if self._file is None:
+            return
+        line = f"{phase} {step} {time.time():.3f}".ljust(_LINE_BYTES - 1) + "\n"
+        with suppress(OSError):
+            os.pwrite(self._file, line.encode(), 0)
+
+
+def read_phase(path: Path) -> WorkerPhase | None:
+    """Read a worker's phase; None if it has written none yet."""
+    try:
+        phase, step, since = path.read_text().split()
+        if phase not in get_args(Phase):
+            return None
+        return WorkerPhase.model_validate(
+            {"phase": phase, "step": int(step), "since": float(since)}
+        )
+    except (OSError, ValueError):
+        return None
