@@ -37,7 +37,7 @@ def routes(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in rendezvous.VARIABLES:
+    for name in rendezvous.INTERFACES:
         monkeypatch.delenv(name, raising=False)
 
 
