@@ -145,9 +145,9 @@ def _check(
     import re
 
     from slurmllm.backends.environment import load_environment
+    from slurmllm.backends.rendezvous import free_port
     from slurmllm.diagnose.bandwidth import with_bandwidth
     from slurmllm.diagnose.probe import check_nodes
-    from slurmllm.backends.rendezvous import free_port
     from slurmllm.supervise.allocation import SLURMLLM
 
     # Slurm sets SLURM_CPUS_ON_NODE in batch jobs, but not for salloc's command.
@@ -214,9 +214,9 @@ def check_node(profile: str, backend: str, marker_file: Path) -> None:
     import os
     import socket
 
+    from slurmllm.backends.rendezvous import NODE_NAME
     from slurmllm.config.cluster import Cluster
     from slurmllm.diagnose import node
-    from slurmllm.backends.rendezvous import NODE_NAME
 
     name = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     node.check_node(name, Cluster.model_validate_json(profile), backend, marker_file)

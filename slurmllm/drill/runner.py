@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
+from slurmllm.backends.rendezvous import die_with_parent
 from slurmllm.errors import CodeError, RunError, SlurmError, SlurmllmError, StorageError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import is_active
-from slurmllm.backends.rendezvous import die_with_parent
 from slurmllm.supervise.allocation import SLURMLLM
 
 CANCEL_S = 60.0  # for a cancelled run to save and exit

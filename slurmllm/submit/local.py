@@ -18,10 +18,10 @@ from types import FrameType
 from typing import IO
 
 from slurmllm.backends.environment import load_environment
+from slurmllm.backends.rendezvous import die_with_parent
 from slurmllm.config.load import load
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.backends.rendezvous import die_with_parent
 from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import shlex
 
-from slurmllm.config.resolve import RunConfig, shipped_dir
 from slurmllm.backends.environment import (
     load_environment,
     node_local_cache,
     worker_environment,
 )
+from slurmllm.config.resolve import RunConfig, shipped_dir
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, Stage
 

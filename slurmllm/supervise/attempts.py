@@ -10,9 +10,9 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from slurmllm.backends.rendezvous import free_port
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
-from slurmllm.backends.rendezvous import free_port
 from slurmllm.errors import SlurmError, StorageError
 from slurmllm.records import (
     AttemptRecord,

@@ -17,8 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from slurmllm.config.load import load
 from slurmllm.backends.environment import node_local_cache
+from slurmllm.config.load import load
 from slurmllm.config.recipe import SlurmConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import (

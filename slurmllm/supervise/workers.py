@@ -20,8 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from slurmllm.config.load import load
-from slurmllm.config.resolve import RunConfig
 from slurmllm.backends.environment import worker_environment
 from slurmllm.backends.rendezvous import (
     INTERFACES,
@@ -32,6 +30,8 @@ from slurmllm.backends.rendezvous import (
     own_node_rank,
     rendezvous_variables,
 )
+from slurmllm.config.load import load
+from slurmllm.config.resolve import RunConfig
 from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import EXIT_REQUEUE, SlurmllmError, StorageError
 from slurmllm.graphs.fingerprint import sharing, threads_of

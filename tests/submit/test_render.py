@@ -18,7 +18,6 @@ from slurmllm.backends.environment import Variable, node_local_cache, worker_env
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.submit import render as render_module
 from slurmllm.submit.render import render
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -27,7 +26,7 @@ STAGES: tuple[Stage, ...] = ("precompile", "train")
 
 @pytest.fixture(autouse=True)
 def _one_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render_module.getpass, "getuser", lambda: "ada")
+    monkeypatch.setattr("getpass.getuser", lambda: "ada")
 
 
 def text(recipe: str, stage: Stage, nodes: int, *overrides: str, run: str = "/fsx/runs/r1") -> str:

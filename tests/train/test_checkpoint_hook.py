@@ -14,7 +14,6 @@ from checkpoint.pretend import PretendBackend, PretendGang, state
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import StorageError
-from slurmllm.worker_phase import PhaseWriter
 from slurmllm.records import AttemptRecord, EndingClass, MetricsRow
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempt_monitor
@@ -24,6 +23,7 @@ from slurmllm.train.hooks.checkpoint import CheckpointHook
 from slurmllm.train.run_records import EventLog
 from slurmllm.train.schedules import SaveSchedule
 from slurmllm.train.signals import StopRequest
+from slurmllm.worker_phase import PhaseWriter
 
 from .gang import small_config
 
@@ -39,7 +39,8 @@ class Steps:
         self.job: Any = SimpleNamespace(
             run=run, attempt=attempt, step=0, first_step=0, last_step=10**6, config=config,
             worker=backend.worker, backend=backend, mesh=backend.mesh, started=time.time(),
-            stop=StopRequest(), phases=PhaseWriter(None), saves=SaveSchedule(config.recipe.checkpoint),
+            stop=StopRequest(), phases=PhaseWriter(None),
+            saves=SaveSchedule(config.recipe.checkpoint),
             events=EventLog(run.events(attempt), attempt),
             guard=SimpleNamespace(protected_steps=lambda: ()),
             train_state=lambda: state(self.job.step),
