@@ -1,4 +1,4 @@
-"""What each ending of a run cost: steps, and seconds to the next completed step by phase.
+"""The cost of each failure: recomputed steps, and seconds to the next completed step by phase.
 
 last completed step ─ noticing ─ stopping ─ requeue ─ preflight ─ cache ─ start-up ─ first step
 """
@@ -6,14 +6,14 @@ last completed step ─ noticing ─ stopping ─ requeue ─ preflight ─ cach
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from slurmllm.records import AttemptRecord, EndingClass
 from slurmllm.status.history import RunHistory
-from slurmllm.status.time_breakdown import break_down_time
+from slurmllm.status.time_breakdown import HOUR_S, break_down_time
 
 RecoveryPhase = Literal[
     "noticing",  # from the last completed step to the first sign of the end
@@ -29,23 +29,23 @@ RECOVERY_PHASES: tuple[RecoveryPhase, ...] = get_args(RecoveryPhase)
 
 
 class FailureRecovery(BaseModel):
-    """From an ending to the next completed step."""
+    """The recovery from the ending of an attempt to the next completed step."""
 
     model_config = ConfigDict(frozen=True)
 
-    attempt: int = Field(description="that ended")
+    attempt: int = Field(description="the attempt that ended")
     ending: EndingClass = Field(serialization_alias="class")
     further: tuple[EndingClass, ...] = Field(
         description="classes of the attempts after it that completed no step"
     )
     nodes: int
-    last_step: int | None = Field(description="completed before the end")
+    last_step: int | None = Field(description="last step completed before the end")
     steps_lost: int
-    lost_s: float = Field(description="that the lost steps had taken")
+    lost_s: float = Field(description="duration of the lost steps")
     seconds: float | None = Field(
         description="from the last completed step to the next one; None: there is none yet"
     )
-    phases_s: dict[RecoveryPhase, float] = Field(description="of these seconds; they add up")
+    phases_s: dict[RecoveryPhase, float] = Field(description="parts of these seconds; they add up")
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -67,35 +67,13 @@ class EndingLoss(BaseModel):
 
 
 def find_recoveries(history: RunHistory) -> list[FailureRecovery]:
-    """One for each ending after which the run was not done, oldest first.
+    """The recovery after each ending before the run was done, oldest first.
 
-    Endings of attempts that completed no step belong to the recovery that they delayed.
+    An attempt that completed no step is part of the recovery that it delayed.
     """
-    return list(_recoveries(history))
-
-
-def sum_by_ending(several: Sequence[FailureRecovery]) -> list[EndingLoss]:
-    """The recoveries summed by class, the costliest first."""
-    found = []
-    for ending in dict.fromkeys(one.ending for one in several):
-        own = [one for one in several if one.ending == ending]
-        known = [one.seconds for one in own if one.seconds is not None]
-        lost_s = math.fsum(one.nodes * (one.lost_s + (one.seconds or 0.0)) for one in own)
-        found.append(
-            EndingLoss(
-                ending=ending,
-                times=len(own),
-                steps_lost=sum(one.steps_lost for one in own),
-                node_hours=lost_s / 3600.0,
-                mean_s=math.fsum(known) / len(known) if known else None,
-            )
-        )
-    return sorted(found, key=lambda loss: -loss.node_hours)
-
-
-def _recoveries(history: RunHistory) -> Iterator[FailureRecovery]:
     train = sorted((a for a in history.attempts if a.stage == "train"), key=lambda a: a.attempt)
-    spent = {one.attempt: one for one in break_down_time(history) if one.stage == "train"}
+    allocations = {one.attempt: one for one in break_down_time(history) if one.stage == "train"}
+    found = []
     at = 0
     while at < len(train):
         ended = train[at]
@@ -103,49 +81,76 @@ def _recoveries(history: RunHistory) -> Iterator[FailureRecovery]:
         while following < len(train) and train[following].attempt not in history.steps:
             following += 1
         if ended.ending is not None and ended.ended_at is not None and ended.ending != "done":
-            then = train[following] if following < len(train) else None
-            between = train[at + 1 : following]
-            own = spent[ended.attempt]
-            seconds, phases = _outage(history, ended, between, then)
-            yield FailureRecovery(
-                attempt=ended.attempt,
-                ending=ended.ending,
-                further=tuple(a.ending for a in between if a.ending is not None),
-                nodes=own.nodes,
-                last_step=_last_step(history, ended),
-                steps_lost=own.steps_lost,
-                lost_s=own.parts_s["recomputation"],
-                seconds=seconds,
-                phases_s=phases,
+            own, steps = allocations[ended.attempt], history.steps.get(ended.attempt)
+            last_step_at = float(steps.ends[-1]) if steps is not None else ended.started_at
+            if following < len(train):
+                first = history.steps[train[following].attempt]
+                phases = recovery_phases(
+                    last_step_at, train[at : following + 1], float(first.ends[0]),
+                    float(first.seconds[0]),
+                )  # fmt: skip
+            else:
+                phases = _closing_phases(last_step_at, ended)
+            found.append(
+                FailureRecovery(
+                    attempt=ended.attempt,
+                    ending=ended.ending,
+                    further=tuple(
+                        a.ending for a in train[at + 1 : following] if a.ending is not None
+                    ),
+                    nodes=own.nodes,
+                    last_step=int(steps.numbers[-1]) if steps is not None else ended.last_step,
+                    steps_lost=own.steps_lost,
+                    lost_s=own.parts_s["recomputation"],
+                    seconds=math.fsum(phases.values()) if following < len(train) else None,
+                    phases_s=phases,
+                )
             )
         at = following
+    return found
 
 
-def _outage(
-    history: RunHistory,
-    ended: AttemptRecord,
-    between: Sequence[AttemptRecord],
-    then: AttemptRecord | None,
-) -> tuple[float | None, dict[RecoveryPhase, float]]:
-    """Seconds from the last completed step of an attempt to the first one of the next."""
-    assert ended.ended_at is not None
-    phases: dict[RecoveryPhase, float] = dict.fromkeys(RECOVERY_PHASES, 0.0)
-    steps = history.steps.get(ended.attempt)
-    begin = float(steps.ends[-1]) if steps is not None else ended.started_at
-    until_closed = max(0.0, ended.ended_at - begin)
-    phases["stopping"] = min(ended.phases_s.get("stopping", 0.0), until_closed)
-    phases["noticing"] = until_closed - phases["stopping"]
-    if then is None:
-        return None, phases
-    first = history.steps[then.attempt]
-    end, closed = float(first.ends[0]), max(begin, ended.ended_at)
+def sum_by_ending(recoveries: Sequence[FailureRecovery]) -> list[EndingLoss]:
+    """The recoveries summed by class, the costliest first."""
+    found = []
+    for ending in dict.fromkeys(one.ending for one in recoveries):
+        own = [one for one in recoveries if one.ending == ending]
+        known = [one.seconds for one in own if one.seconds is not None]
+        lost_s = math.fsum(one.nodes * (one.lost_s + (one.seconds or 0.0)) for one in own)
+        found.append(
+            EndingLoss(
+                ending=ending,
+                times=len(own),
+                steps_lost=sum(one.steps_lost for one in own),
+                node_hours=lost_s / HOUR_S,
+                mean_s=math.fsum(known) / len(known) if known else None,
+            )
+        )
+    return sorted(found, key=lambda loss: -loss.node_hours)
+
+
+def recovery_phases(
+    since: float, attempts: Sequence[AttemptRecord], completed_at: float, first_step_s: float
+) -> dict[RecoveryPhase, float]:
+    """Seconds of each phase of a recovery.
+
+    Args:
+        since: Begin of the outage, Unix time, s: the last completed step, or the injected fault.
+        attempts: The attempt that ended, those after it without a step, and the next with steps.
+        completed_at: Unix time at which the last of them completed its first step, s.
+        first_step_s: Duration of that step.
+    """
+    ended, *between, then = attempts
+    phases = _closing_phases(since, ended)
+    closed = max(since, ended.ended_at or since)
     phases["failed_attempts"] = math.fsum(
         a.ended_at - a.started_at for a in between if a.ended_at is not None
     )
     phases["requeue"] = max(0.0, then.started_at - closed - phases["failed_attempts"])
-    left = max(0.0, end - then.started_at)
+    # Clocks of several nodes: no measured phase may exceed what is left of the outage.
+    left = max(0.0, completed_at - then.started_at)
     measured: dict[RecoveryPhase, float] = {
-        "first_step": float(first.seconds[0]),
+        "first_step": first_step_s,
         "preflight": then.phases_s.get("preflight", 0.0),
         "cache": then.phases_s.get("cache", 0.0),
     }
@@ -153,9 +158,13 @@ def _outage(
         phases[phase] = min(seconds, left)
         left -= phases[phase]
     phases["start_up"] = left
-    return math.fsum(phases.values()), phases
+    return phases
 
 
-def _last_step(history: RunHistory, attempt: AttemptRecord) -> int | None:
-    steps = history.steps.get(attempt.attempt)
-    return int(steps.numbers[-1]) if steps is not None else attempt.last_step
+def _closing_phases(since: float, ended: AttemptRecord) -> dict[RecoveryPhase, float]:
+    """All phases, with those up to the close of the attempt filled in."""
+    phases: dict[RecoveryPhase, float] = dict.fromkeys(RECOVERY_PHASES, 0.0)
+    until_closed = max(0.0, (ended.ended_at or since) - since)
+    phases["stopping"] = min(ended.phases_s.get("stopping", 0.0), until_closed)
+    phases["noticing"] = until_closed - phases["stopping"]
+    return phases

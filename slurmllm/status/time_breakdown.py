@@ -1,42 +1,47 @@
-"""Where the time of every attempt went: each second of each allocation has one part.
+"""The breakdown of every allocation's time into parts, and node hours.
 
     allocation: start ─ preflight ─ cache ─ start-up ─ first step ─ steps and saves ─ … ─ end
 
-What is measured is taken from the records; what is left is idle. The parts of an allocation
-always add up to its length.
+Measured parts are taken from the records; the rest is idle. The parts of an allocation always add
+up to its length.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from slurmllm.records import TIME_PARTS as PARTS
-from slurmllm.records import AttemptRecord, EndingClass
-from slurmllm.records import TimePart as Part
+from slurmllm.errors import StorageError
+from slurmllm.metrics.row_reader import last_row_of
+from slurmllm.metrics.step_time import finite_number
+from slurmllm.records import TIME_PARTS, AttemptRecord, EndingClass, Heartbeat, TimePart
+from slurmllm.rundir import RunDir
 from slurmllm.status.history import Incarnation, RunHistory, Steps
 
-_SLACK_S = 2.0  # sacct counts whole seconds
+HOUR_S = 3600.0
+_SLACK_S = 2.0  # sacct reports whole seconds
 
 
 @dataclass(frozen=True)
 class AllocationTime:
-    """What became of one allocation.
+    """The time of one allocation, by part.
 
     Attributes:
-        attempt: Number of the attempt; None: the supervisor did not come to open one.
-        stage: Of the attempt.
-        ending: Its class, None where it is open.
-        nodes: How many.
+        attempt: Number of the attempt; None if the allocation ended before the supervisor opened
+            one.
+        stage: Stage of the attempt.
+        ending: Class of the ending; None if the attempt is open.
+        nodes: Number of nodes.
         start: Unix time, s.
-        end: Likewise.
-        parts_s: Seconds by part; times `nodes` they are node seconds.
-        steps: That the run went on with.
-        steps_lost: That had to be made again, or would have to be.
-        overlap_s: Seconds by which what was measured exceeded the allocation; taken off.
+        end: Unix time, s.
+        parts_s: Seconds by part; multiplied by `nodes` they are node seconds.
+        steps: Steps that the run kept.
+        steps_lost: Steps that were, or must be, recomputed.
+        overlap_s: Seconds by which the measured parts exceeded the allocation; cut off.
     """
 
     attempt: int | None
@@ -45,16 +50,18 @@ class AllocationTime:
     nodes: int
     start: float
     end: float
-    parts_s: dict[Part, float]
+    parts_s: dict[TimePart, float]
     steps: int = 0
     steps_lost: int = 0
     overlap_s: float = 0.0
 
 
 def break_down_time(history: RunHistory) -> list[AllocationTime]:
-    """Every allocation of a run, in the order of their starts."""
-    kept = _kept(history)
-    usual_s = _usual_step_s(history)
+    """Every allocation of a run with its parts, in the order of their starts."""
+    kept = _last_kept_steps(history)
+    # Typical step time: the median without the first step of each attempt, which compiles.
+    later = [steps.seconds[1:] for steps in history.steps.values() if len(steps) > 1]
+    typical_s = float(np.median(np.concatenate(later))) if later else None
     free = list(history.incarnations)
     found = []
     for attempt in sorted(history.attempts, key=lambda a: a.started_at):
@@ -62,34 +69,42 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
         if own is not None:
             free.remove(own)
         start, end, nodes = _span(attempt, own, history)
+        steps, lost, overlap_s = 0, 0, 0.0
         if attempt.stage == "precompile":
-            found.append(_whole("precompile", attempt, start, end, nodes))
-            continue
-        steps = history.steps.get(attempt.attempt)
-        waited_s = history.waited_s.get(attempt.attempt, attempt.phases_s.get("saving", 0.0))
-        if steps is None:
-            found.append(_without_steps(attempt, start, end, nodes))
+            parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {"precompile": end - start}
+        elif (made := history.steps.get(attempt.attempt)) is None:
+            parts_s, overlap_s = _fill(_measured_without_steps(attempt, start, end), end - start)
         else:
-            found.append(
-                _with_steps(
-                    attempt, start, end, nodes, steps, kept[attempt.attempt], waited_s, usual_s
-                )
+            waited_s = history.waited_s.get(attempt.attempt, attempt.phases_s.get("saving", 0.0))
+            last_kept = kept[attempt.attempt]
+            measured = _measured_with_steps(attempt, start, made, last_kept, waited_s, typical_s)
+            parts_s, overlap_s = _fill(measured, end - start)
+            steps = int(np.count_nonzero(made.numbers <= last_kept))
+            lost = len(made) - steps
+        found.append(
+            AllocationTime(
+                attempt.attempt, attempt.stage, attempt.ending, nodes, start, end, parts_s,
+                steps, lost, overlap_s,
             )
-    for left in free:
-        part: Part = "precompile" if left.stage == "precompile" else "start_up"
-        found.append(_whole(part, None, left.start, left.end, left.nodes, left.stage))
-    return sorted(found, key=lambda spending: spending.start)
+        )  # fmt: skip
+    for left in free:  # no attempt was opened in these
+        part: TimePart = "precompile" if left.stage == "precompile" else "start_up"
+        parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {part: left.end - left.start}
+        found.append(
+            AllocationTime(None, left.stage, None, left.nodes, left.start, left.end, parts_s)
+        )
+    return sorted(found, key=lambda one: one.start)
 
 
-def _kept(history: RunHistory) -> dict[int, int]:
-    """Train attempt → the last of its steps that the run went on with.
+def _last_kept_steps(history: RunHistory) -> dict[int, int]:
+    """Train attempt → the last of its steps that the run kept.
 
-    That is the last one before a later attempt's first, and of an attempt that has ended the last
-    one in a checkpoint.
+    That is the last one before the first step of any later attempt, and for an attempt that has
+    ended the last one covered by a checkpoint.
     """
-    limit = math.inf
-    kept: dict[int, int] = {}
     train = {a.attempt: a for a in history.attempts if a.stage == "train"}
+    limit: float = math.inf
+    kept: dict[int, int] = {}
     for number in sorted(history.steps, reverse=True):
         steps, attempt = history.steps[number], train.get(number)
         own = limit
@@ -100,16 +115,8 @@ def _kept(history: RunHistory) -> dict[int, int]:
     return kept
 
 
-def _usual_step_s(history: RunHistory) -> float | None:
-    """Median of the run's steps without its first ones; None where there are no others."""
-    later = [steps.seconds[1:] for steps in history.steps.values() if len(steps) > 1]
-    return float(np.median(np.concatenate(later))) if later else None
-
-
 def _incarnation_of(attempt: AttemptRecord, free: Sequence[Incarnation]) -> Incarnation | None:
-    """The start of the job that an attempt was opened in."""
-    if attempt.job_id is None:
-        return None
+    """The job start in which an attempt was opened."""
     around = [
         one
         for one in free
@@ -122,7 +129,7 @@ def _incarnation_of(attempt: AttemptRecord, free: Sequence[Incarnation]) -> Inca
 def _span(
     attempt: AttemptRecord, own: Incarnation | None, history: RunHistory
 ) -> tuple[float, float, int]:
-    """Start, end and nodes of an attempt's allocation, as far as they are known."""
+    """Start, end and number of nodes of an attempt's allocation, as far as they are known."""
     start, nodes = attempt.started_at, len(attempt.nodes)
     ends = [start]
     if attempt.ended_at is not None:
@@ -131,86 +138,52 @@ def _span(
         ends.append(float(history.steps[attempt.attempt].ends[-1]))
     if own is None:
         return start, max(ends), nodes
-    # The supervisor cannot outlive its allocation; sacct's seconds are whole.
+    # The supervisor cannot outlive its allocation; sacct's times are whole seconds.
     return min(own.start, start), max(own.end, *ends), own.nodes
 
 
-def _whole(
-    part: Part,
-    attempt: AttemptRecord | None,
-    start: float,
-    end: float,
-    nodes: int,
-    stage: str = "precompile",
-) -> AllocationTime:
-    parts_s = dict.fromkeys(PARTS, 0.0) | {part: end - start}
-    return AllocationTime(
-        attempt=attempt.attempt if attempt is not None else None,
-        stage=attempt.stage if attempt is not None else stage,
-        ending=attempt.ending if attempt is not None else None,
-        nodes=nodes, start=start, end=end, parts_s=parts_s,
-    )  # fmt: skip
-
-
-def _without_steps(attempt: AttemptRecord, start: float, end: float, nodes: int) -> AllocationTime:
-    """An attempt that failed before its first step had ended: what is not known is start-up."""
-    phases = attempt.phases_s
+def _measured_without_steps(attempt: AttemptRecord, start: float, end: float) -> dict[TimePart, float]:
+    """Parts of an attempt that failed within its first step: all unmeasured time is start-up."""
+    preflight, cache, stopping = (
+        attempt.phases_s.get(name, 0.0) for name in ("preflight", "cache", "stopping")
+    )
     closed = attempt.ended_at if attempt.ended_at is not None else end
-    stopping = phases.get("stopping", 0.0)
-    measured: dict[Part, float] = {
-        "preflight": phases.get("preflight", 0.0),
-        "cache": phases.get("cache", 0.0),
-        "start_up": max(0.0, closed - start - stopping)
-        - phases.get("preflight", 0.0)
-        - phases.get("cache", 0.0),
-    }
-    parts_s, overlap_s = _fill(measured, end - start)
-    return AllocationTime(
-        attempt=attempt.attempt, stage="train", ending=attempt.ending, nodes=nodes, start=start,
-        end=end, parts_s=parts_s, overlap_s=overlap_s,
-    )  # fmt: skip
+    start_up = max(0.0, closed - start - stopping) - preflight - cache
+    return {"preflight": preflight, "cache": cache, "start_up": start_up}
 
 
-def _with_steps(
+def _measured_with_steps(
     attempt: AttemptRecord,
     start: float,
-    end: float,
-    nodes: int,
     steps: Steps,
-    kept: int,
+    last_kept: int,
     waited_s: float,
-    usual_s: float | None,
-) -> AllocationTime:
+    typical_s: float | None,
+) -> dict[TimePart, float]:
     seconds = steps.seconds.copy()
-    first_s = max(0.0, float(seconds[0]) - usual_s) if usual_s is not None else 0.0
+    first_s = max(0.0, float(seconds[0]) - typical_s) if typical_s is not None else 0.0
     seconds[0] -= first_s
-    standing = steps.numbers <= kept
+    kept = steps.numbers <= last_kept
     preflight, cache = (attempt.phases_s.get(name, 0.0) for name in ("preflight", "cache"))
     begun = float(steps.ends[0] - steps.seconds[0])
-    measured: dict[Part, float] = {
-        "productive": math.fsum(seconds[standing]),
-        "recomputation": math.fsum(seconds[~standing]),
+    return {
+        "productive": math.fsum(seconds[kept]),
+        "recomputation": math.fsum(seconds[~kept]),
         "first_step": first_s,
         "preflight": preflight,
         "cache": cache,
         "start_up": begun - start - preflight - cache,
-        # Of an asynchronous save a part of the wait may lie within a step's own time.
+        # The wait for an asynchronous save may in part be within a step's own time.
         "saving": waited_s,
     }
-    parts_s, overlap_s = _fill(measured, end - start)
-    return AllocationTime(
-        attempt=attempt.attempt, stage="train", ending=attempt.ending, nodes=nodes, start=start,
-        end=end, parts_s=parts_s, steps=int(standing.sum()), steps_lost=int((~standing).sum()),
-        overlap_s=overlap_s,
-    )  # fmt: skip
 
 
-def _fill(measured: dict[Part, float], length_s: float) -> tuple[dict[Part, float], float]:
-    """All parts, which add up to an allocation's length, and what was measured beyond it.
+def _fill(measured: dict[TimePart, float], length_s: float) -> tuple[dict[TimePart, float], float]:
+    """All parts, which add up to an allocation's length, and the excess that was cut off.
 
-    What exceeds it is taken from the waits for saves first, then from everything alike.
+    An excess is taken from the waits for saves first, then from all parts in proportion.
     """
-    parts = dict.fromkeys(PARTS, 0.0)
+    parts = dict.fromkeys(TIME_PARTS, 0.0)
     parts.update({part: max(0.0, seconds) for part, seconds in measured.items()})
     excess = math.fsum(parts.values()) - length_s
     if excess <= 0:
@@ -223,3 +196,36 @@ def _fill(measured: dict[Part, float], length_s: float) -> tuple[dict[Part, floa
         scale = length_s / total if total > 0 else 0.0
         parts = {part: seconds * scale for part, seconds in parts.items()}
     return parts, excess - from_saving
+
+
+def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, now: float) -> float:
+    """Node hours of attempts by their records only: quick, without Slurm's accounting.
+
+    Args:
+        run: The run.
+        attempts: Attempts of both stages.
+        running: Whether the newest one is running.
+        now: Unix time, s.
+    """
+    newest = max(attempts, key=lambda attempt: attempt.started_at, default=None)
+    seconds = []
+    for attempt in attempts:
+        end = attempt.ended_at
+        if end is None:
+            end = now if running and attempt is newest else _last_sign_of_life(run, attempt)
+        seconds.append(len(attempt.nodes) * max(end - attempt.started_at, 0.0))
+    return math.fsum(seconds) / HOUR_S
+
+
+def _last_sign_of_life(run: RunDir, attempt: AttemptRecord) -> float:
+    """Unix time of the last heartbeat or step of an attempt without a recorded end."""
+    signs = [attempt.started_at]
+    for name in attempt.nodes:
+        with suppress(StorageError):
+            beat = Heartbeat.load(run.attempt(attempt.stage, attempt.attempt).heartbeat(name))
+            signs.append(beat.written_at)
+    if attempt.stage == "train":
+        with suppress(OSError):
+            row = last_row_of(run.metrics(attempt.attempt)) or {}
+            signs.append(finite_number(row, "time") or 0.0)
+    return max(signs)

@@ -213,7 +213,7 @@ def test_an_attempt_of_a_newer_version_counts(make_run: MakeRun) -> None:
     path.write_text(json.dumps(held | {"class": "preempted_kindly", "mood": "calm"}))
     history = read_history(run)
     assert [(one.ended_at, one.ending) for one in history.attempts] == [(1.7e9 + 3, None)]
-    assert history.warnings[0].startswith(f"{path}: class is 'preempted_kindly'; such values count")
+    assert history.warnings[0].startswith(f"{path}: class is 'preempted_kindly'; ignoring these")
     path.write_text(json.dumps(held | {"nodes": "n1"}))
     assert "is damaged: nodes" in read_history(run).warnings[0]
 
