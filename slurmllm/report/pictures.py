@@ -16,8 +16,7 @@ from matplotlib.ticker import LogFormatter
 from slurmllm.evaluate.plot import draw as draw_scores
 from slurmllm.metrics.curves import extremes, means
 from slurmllm.picture import write_picture
-from slurmllm.records import TIME_PARTS as PARTS
-from slurmllm.records import TimePart as Part
+from slurmllm.records import TIME_PARTS, TimePart
 from slurmllm.report.blocks import CURVES, RUN_COLORS, SCALING, UTILIZATION, PlotData, scores_name
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import (
@@ -178,7 +177,7 @@ def _parts(axes: Axes, facts: RunFacts) -> None:
 
 
 # The productive part recedes, so that what was lost is seen; neighbours differ in lightness.
-PART_COLORS: dict[Part, str] = {
+PART_COLORS: dict[TimePart, str] = {
     "productive": "#cfd8dc",
     "recomputation": "#7a1f5c",
     "saving": "#f2a65a",
@@ -200,7 +199,7 @@ def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:
     picture = Figure(figsize=(11, 1.8 + 0.5 * len(runs)), dpi=120, layout="constrained")
     whole, lost = picture.subplots(1, 2, sharey=True)
     names = list(runs)
-    for axes, parts in ((whole, PARTS), (lost, PARTS[1:])):
+    for axes, parts in ((whole, TIME_PARTS), (lost, TIME_PARTS[1:])):
         left = [0.0] * len(names)
         for part in parts:
             widths = [100.0 * runs[name].shares[part] for name in names]
@@ -216,7 +215,7 @@ def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:
     shown = [name if len(name) <= 40 else f"{name[:39]}…" for name in names]
     whole.set_yticks(range(len(names)), shown, parse_math=False)
     whole.invert_yaxis()
-    picture.legend(loc="outside upper center", ncols=len(PARTS), frameon=False, fontsize=8)
+    picture.legend(loc="outside upper center", ncols=len(TIME_PARTS), frameon=False, fontsize=8)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # a run's name may be in any script
         write_picture(picture, path, "name another file with --plot")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from slurmllm.evaluate.scores import HELD_OUT, ScoreTable
-from slurmllm.records import TIME_PARTS as PARTS
+from slurmllm.records import TIME_PARTS
 from slurmllm.report.blocks import (
     RUN_COLORS,
     Json,
@@ -78,7 +78,7 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
             "hovertemplate": "%{fullData.name}: %{x:.2f} %, %{customdata:.4g} node hours"
             "<extra>%{y}</extra>",
         }
-        for part in PARTS
+        for part in TIME_PARTS
         if any(used.parts[part] for _, used in told)
     ]  # fmt: skip
     layout = {

@@ -19,8 +19,7 @@ from slurmllm.format import (
     format_plural,
     format_utc,
 )
-from slurmllm.records import TIME_PARTS as PARTS
-from slurmllm.records import AttemptRecord, CorpusRecord
+from slurmllm.records import TIME_PARTS, AttemptRecord, CorpusRecord
 from slurmllm.report.blocks import (
     Table,
 )
@@ -335,7 +334,7 @@ def parts_table(used: Mapping[str, Utilization]) -> Table:
         columns["total"] = sum_utilization(list(used.values()))
     every = columns.values()
     rows: list[tuple[str, ...]] = [("node hours", *(format_hours(u.node_hours) for u in every))]
-    for part in PARTS:
+    for part in TIME_PARTS:
         if any(u.parts[part] for u in every):
             cells = (f"{format_hours(u.parts[part])}  {100 * u.shares[part]:5.2f} %" for u in every)
             rows.append((f"  {part.replace('_', ' ')}", *cells))

@@ -172,9 +172,7 @@ def _read_steps(path: Path, warnings: list[str]) -> Steps:
     return Steps(numbers[timed], seconds[timed], ends[timed])
 
 
-def read_incarnations(
-    submissions: Sequence[Submission], client: SlurmClient
-) -> list[Incarnation]:
+def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list[Incarnation]:
     """Every start of every job of a run, oldest first; empty without Slurm or accounting."""
     jobs: list[tuple[str, Stage]] = []
     for sent in submissions:

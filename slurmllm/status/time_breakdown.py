@@ -142,7 +142,9 @@ def _span(
     return min(own.start, start), max(own.end, *ends), own.nodes
 
 
-def _measured_without_steps(attempt: AttemptRecord, start: float, end: float) -> dict[TimePart, float]:
+def _measured_without_steps(
+    attempt: AttemptRecord, start: float, end: float
+) -> dict[TimePart, float]:
     """Parts of an attempt that failed within its first step: all unmeasured time is start-up."""
     preflight, cache, stopping = (
         attempt.phases_s.get(name, 0.0) for name in ("preflight", "cache", "stopping")

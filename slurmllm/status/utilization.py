@@ -26,7 +26,9 @@ class Utilization(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     node_hours: float = Field(description="nodes × time of every allocation")
-    parts: dict[TimePart, float] = Field(description="node hours by part; they add up to node_hours")
+    parts: dict[TimePart, float] = Field(
+        description="node hours by part; they add up to node_hours"
+    )
     wall_hours: float = Field(description="with an allocation or waiting for one")
     queue_hours: float = Field(description="part of wall_hours: waiting for an allocation")
     productive_hours: float = Field(description="part of wall_hours: steps that the run kept")
@@ -82,7 +84,8 @@ def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = No
     """Account for a run's node hours; without a price, no dollars are computed."""
     found = break_down_time(history)
     parts: dict[TimePart, float] = {
-        part: math.fsum(one.nodes * one.parts_s[part] for one in found) / HOUR_S for part in TIME_PARTS
+        part: math.fsum(one.nodes * one.parts_s[part] for one in found) / HOUR_S
+        for part in TIME_PARTS
     }
     queue_s = math.fsum(_queue_waits(found, history.submissions))
     # Seconds with an allocation: two at once, such as a precompile of a resume, count once.
@@ -113,7 +116,9 @@ def sum_utilization(runs: Sequence[Utilization]) -> Utilization:
         name: math.fsum(getattr(one, name) for one in runs) for name in _AMOUNTS
     }
     counts = {name: int(amounts[name]) for name in ("attempts", "steps", "steps_lost")}
-    parts: dict[TimePart, float] = {part: math.fsum(one.parts[part] for one in runs) for part in TIME_PARTS}
+    parts: dict[TimePart, float] = {
+        part: math.fsum(one.parts[part] for one in runs) for part in TIME_PARTS
+    }
     prices = {one.usd_per_node_hour for one in runs}
     price = prices.pop() if len(prices) == 1 else None
     return Utilization(**(amounts | counts), parts=parts, usd_per_node_hour=price)
