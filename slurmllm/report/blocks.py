@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from slurmllm.records import TimePart
 from slurmllm.report.facts import RunFacts
 
 _NUMBER = re.compile(r"^(-|[-+]?[\d.,]+(e[-+]?\d+)?( ?(%|[kMGT]?B|[KMBT]))?( ± [\d.e-]+)?)$")
@@ -115,6 +116,20 @@ Json = dict[str, Any]
 
 # Okabe and Ito's, without black and yellow: told apart by most eyes.
 RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+
+
+# The productive part is pale, so that losses stand out; neighbours differ in lightness.
+PART_COLORS: dict[TimePart, str] = {
+    "productive": "#cfd8dc",
+    "recomputation": "#7a1f5c",
+    "saving": "#f2a65a",
+    "first_step": "#2a8c6e",
+    "start_up": "#12466b",
+    "preflight": "#7fb3d5",
+    "cache": "#a04000",
+    "precompile": "#8e7cc3",
+    "idle": "#333333",
+}
 
 
 @dataclass(frozen=True)

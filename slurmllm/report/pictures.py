@@ -16,8 +16,16 @@ from matplotlib.ticker import LogFormatter
 from slurmllm.evaluate.plot import draw as draw_scores
 from slurmllm.metrics.curves import extremes, means
 from slurmllm.picture import write_picture
-from slurmllm.records import TIME_PARTS, TimePart
-from slurmllm.report.blocks import CURVES, RUN_COLORS, SCALING, UTILIZATION, PlotData, scores_name
+from slurmllm.records import TIME_PARTS
+from slurmllm.report.blocks import (
+    CURVES,
+    PART_COLORS,
+    RUN_COLORS,
+    SCALING,
+    UTILIZATION,
+    PlotData,
+    scores_name,
+)
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import (
     STEP_PARTS,
@@ -174,20 +182,6 @@ def _parts(axes: Axes, facts: RunFacts) -> None:
     axes.set_title(f"Step time by parts, s: {facts.name}", fontsize=10, loc="left",
                    parse_math=False)  # fmt: skip
     axes.legend(fontsize=7, loc="upper right")
-
-
-# The productive part recedes, so that what was lost is seen; neighbours differ in lightness.
-PART_COLORS: dict[TimePart, str] = {
-    "productive": "#cfd8dc",
-    "recomputation": "#7a1f5c",
-    "saving": "#f2a65a",
-    "first_step": "#2a8c6e",
-    "start_up": "#12466b",
-    "preflight": "#7fb3d5",
-    "cache": "#a04000",
-    "precompile": "#8e7cc3",
-    "idle": "#333333",
-}
 
 
 def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:

@@ -13,7 +13,6 @@ from slurmllm.report.blocks import (
     PlotData,
 )
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.pictures import PART_COLORS
 from slurmllm.report.scaling import scaling_rows
 
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from training_rows import MakeRun, make_row, make_rows, write_rows
 
 from slurmllm.cli.main import cli
-from slurmllm.records import AttemptRecord, Submission
+from slurmllm.records import TIME_PARTS, AttemptRecord, Submission
 from slurmllm.report.pictures import draw_utilization
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.status.history import Incarnation, RunHistory, Steps, read_history, read_incarnations
 from slurmllm.status.recoveries import find_recoveries, sum_by_ending
-from slurmllm.status.time_breakdown import PARTS, break_down_time
+from slurmllm.status.time_breakdown import break_down_time
 from slurmllm.status.utilization import account_node_hours, sum_utilization
 
 HOUR_S = 3600.0
@@ -257,7 +257,7 @@ def test_the_verb(make_run: MakeRun, tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(cli, [*common, "--json"]).output)
     assert [run["name"] for run in found["runs"]] == ["a", "b"]
     one = found["runs"][0]["utilization"]
-    assert set(one["parts"]) == set(PARTS)
+    assert set(one["parts"]) == set(TIME_PARTS)
     assert found["total"]["node_hours"] == pytest.approx(2 * one["node_hours"])
     assert found["total"]["usd"] == pytest.approx(43 * one["node_hours"])
     assert found["runs"][0]["recoveries"][0]["class"] == "node_failure"
