@@ -7,11 +7,7 @@ from html import escape
 
 from slurmllm.evaluate.scores import HELD_OUT, ScoreTable
 from slurmllm.records import TIME_PARTS
-from slurmllm.report.blocks import (
-    RUN_COLORS,
-    Json,
-    PlotData,
-)
+from slurmllm.report.blocks import PART_COLORS, RUN_COLORS, Json, PlotData
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.scaling import scaling_rows
 
