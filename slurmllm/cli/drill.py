@@ -88,11 +88,11 @@ def drill(
     from slurmllm.errors import EXIT_NEGATIVE
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
-    from slurmllm.submit.prepare import jobs_of
+    from slurmllm.submit.launch import read_jobs
 
     tolerances = _tolerances(tolerance)
     found = find_run(run, runs_root(runs_dir))
-    wanted, here = _place(jobs_of(found), nodes, local)
+    wanted, here = _place(read_jobs(found), nodes, local)
     plan = make_plan(
         found, load(found.config), wanted, here, parse_kinds(kinds, wanted), steps=steps, seed=seed,
         overrides=overrides,

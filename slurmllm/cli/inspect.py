@@ -110,7 +110,7 @@ def _corpus_stream(
 ) -> StreamSpec:
     """A stream of one corpus without a recipe: sequences of 256 tokens, seed 0."""
     from slurmllm.data.spec import StreamSpec
-    from slurmllm.submit.prepare import STDLIB
+    from slurmllm.submit.inputs import STDLIB
 
     path = None if tokenizer is None else Path(tokenizer)
     if STDLIB in (corpus, tokenizer):
@@ -134,7 +134,7 @@ def _recipe_stream(
     from slurmllm.config.resolve import resolve
     from slurmllm.data.spec import StreamSpec
     from slurmllm.rundir import runs_root
-    from slurmllm.submit.prepare import with_inputs
+    from slurmllm.submit.inputs import resolve_inputs
 
     replaced = [
         f"data.{field}={json.dumps(value)}"
@@ -142,7 +142,7 @@ def _recipe_stream(
         if value is not None
     ]
     config = resolve(recipe, overrides=[*overrides, *replaced])
-    config = with_inputs(config, runs_root(runs_dir), build=True)
+    config = resolve_inputs(config, runs_root(runs_dir), build=True)
     found, data = config.recipe, config.recipe.data
     spec = StreamSpec(
         [(Path(share.path), share.weight) for share in data.corpora],

@@ -12,7 +12,7 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.plan.cost import PriceKind
-    from slurmllm.plan.planning import Answer
+    from slurmllm.plan.recipe_plan import RecipePlan
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -148,7 +148,7 @@ def _plan(
     from slurmllm.config.resolve import resolve
     from slurmllm.errors import UserError
     from slurmllm.plan.cost import parse_tokens
-    from slurmllm.plan.planning import answer, nothing_fits
+    from slurmllm.plan.recipe_plan import nothing_fits, plan_recipe
 
     if not recipes:
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
@@ -158,7 +158,7 @@ def _plan(
     counts = node_counts(nodes)
     total = None if tokens is None else parse_tokens(tokens)
     configs = [resolve(name, cluster, overrides) for name in dict.fromkeys(recipes)]
-    answers = [answer(config, counts, price, total) for config in configs]
+    answers = [plan_recipe(config, counts, price, total) for config in configs]
     fits = any(one.fits for one in answers)
     if plot is not None and fits:
         _draw(answers, Path(plot))
@@ -192,7 +192,7 @@ def node_counts(text: str) -> list[int]:
     return sorted(set(counts))
 
 
-def _print(answers: Sequence[Answer], top: int, explain: bool, submit: str | None) -> None:
+def _print(answers: Sequence[RecipePlan], top: int, explain: bool, submit: str | None) -> None:
     from slurmllm.plan import tables
 
     if submit is not None:
@@ -207,7 +207,7 @@ def _print(answers: Sequence[Answer], top: int, explain: bool, submit: str | Non
         click.echo(f"warning: {warning}")
 
 
-def _submit(found: Answer, recipe: str, cluster: str | None) -> str:
+def _submit(found: RecipePlan, recipe: str, cluster: str | None) -> str:
     """The line that submits the best layout: with what was given here, and what it takes."""
     import shlex
 
@@ -228,7 +228,7 @@ def _submit(found: Answer, recipe: str, cluster: str | None) -> str:
     return shlex.join(words)
 
 
-def _print_json(answers: Sequence[Answer], top: int | None, explain: bool) -> None:
+def _print_json(answers: Sequence[RecipePlan], top: int | None, explain: bool) -> None:
     import json
 
     from slurmllm.plan import plan_json
@@ -236,7 +236,7 @@ def _print_json(answers: Sequence[Answer], top: int | None, explain: bool) -> No
     click.echo(json.dumps(plan_json.text(answers, top, explain), indent=2))
 
 
-def _draw(answers: Sequence[Answer], path: Path) -> None:
+def _draw(answers: Sequence[RecipePlan], path: Path) -> None:
     from slurmllm.picture import write_picture
     from slurmllm.plan.plot import draw
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from slurmllm.plan.candidate import Candidate
+    from slurmllm.plan.candidate import LayoutEstimate
     from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck
 
 
@@ -106,7 +106,7 @@ def _measure(unit: str, value: float | None) -> str:
     return f"{value / 1e9:.2f} GB" if unit == "bytes" else f"{format_number(value)} {unit}"
 
 
-def _expect(candidate: Candidate) -> ExpectedOverheads:
+def _expect(candidate: LayoutEstimate) -> ExpectedOverheads:
     """What is foreseen of a run beside its steps."""
     from slurmllm.errors import ConfigError
     from slurmllm.plan.loss_assumptions import assumed, losses

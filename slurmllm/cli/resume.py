@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run")
-@click.option("--nodes", type=int, help="Nodes from now on.  [default: as before]")
-@click.option("--cluster", help="Profile from now on: a name or a YAML file.  [default: as before]")
+@click.option("--nodes", type=int, help="Number of nodes.  [default: as before]")
+@click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="PATH=VALUE",
-    help="Change a value from now on, such as parallel.tensor=8; may be repeated. Model, data, "
-    "seed and global batch are the checkpoints' and stay.",
+    help="Change a value, such as parallel.tensor=8; may be repeated. Model, data, seed and global "
+    "batch belong to the checkpoints and cannot change.",
 )
-@click.option("--local", is_flag=True, help="Go on on this machine, without Slurm.")
-@click.option("--force", is_flag=True, help="Submit what the planner predicts not to fit.")
+@click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
+@click.option(
+    "--force", is_flag=True, help="Submit even if the planner predicts that it does not fit."
+)
 @options.precompile
 @options.runs_dir
 @options.as_json
@@ -45,75 +47,70 @@ def resume(
 ) -> None:
     """Continue RUN after it was cancelled or stopped: same directory, next attempt.
 
-    On other nodes, on another cluster (and so through another backend), on another mesh: the
-    checkpoints are read by all of them. --set parallel=auto has the planner choose a mesh anew.
+    Nodes, cluster (and so the backend) and mesh may change: every checkpoint can be read by all of
+    them. --set parallel=auto lets the planner choose a new mesh.
 
-    The precompile stage runs again where the graphs are not all compiled, or would be others by
-    now. A run that was started with --local goes on locally.
+    The precompile stage runs again if graphs are missing or would differ. A run that was started
+    with --local continues locally.
     """
-    from dataclasses import replace
-
-    from slurmllm.cli.submit import print_submission, run_and_report
+    from slurmllm.cli.submit import print_submission, print_warnings, run_and_report
     from slurmllm.config.load import load
     from slurmllm.config.resolve import change
     from slurmllm.errors import RunError
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
     from slurmllm.status.runs import is_active, run_state
-    from slurmllm.submit import prepare
+    from slurmllm.submit.launch import read_jobs, submit_jobs
+    from slurmllm.submit.prepare import RunRequest, prepare
     from slurmllm.supervise.exclusion import to_avoid
 
     root = runs_root(runs_dir)
     found = find_run(run, root)
     client = SlurmCommands()
-    submissions = prepare.jobs_of(found).submissions
-    before = submissions[-1] if submissions else None
-    if before is not None and is_active(found, client):
+    submissions = read_jobs(found).submissions
+    last = submissions[-1] if submissions else None
+    if last is not None and is_active(found, client):
         raise RunError(
-            f"{found.name} still waits or runs; follow it with `slurmllm status {found.name}` or "
+            f"{found.name} is pending or running; follow it with `slurmllm status {found.name}` or "
             f"`slurmllm cancel {found.name}` first"
         )
-    config = held = load(found.config)
-    steps, init_from = config.recipe.train.steps, config.recipe.train.init_from
+    config = before = load(found.config)
     if cluster is not None or overrides:
         config = change(config, cluster, overrides)
-    if run_state(found, client).state == "done" and config.recipe.train.steps <= steps:
+    trained, train = before.recipe.train, config.recipe.train
+    if run_state(found, client).state == "done" and train.steps <= trained.steps:
         raise RunError(
-            f"{found.name} is done: it has trained all its {steps} steps; --set train.steps=… with "
-            "more of them goes on"
+            f"{found.name} is done: it has trained all its {trained.steps} steps; --set "
+            "train.steps=… with more of them continues it"
         )
-    wanted = nodes if nodes is not None else before.nodes if before else 1
-    chosen = config.recipe.parallel.auto
-    config = prepare.settled(config, wanted)
-    prepare.check_trainable(config)
-    # Nothing is touched where the mesh does not fit.
-    prepared = prepare.prepare(config, wanted, found)
-    if before is None or wanted != before.nodes or _layout(config) != _layout(held):
-        prepared = prepare.with_outlook(prepared, chosen, force)
-        prepare.check_fits(prepared)
-    outlook = prepared.outlook
-    if config.recipe.train.init_from != init_from:
-        config = prepare.with_weights(config)
-    config = prepare.with_inputs(config, root, build=True)
-    here = local or (before is not None and before.local)
-    graphs_from = prepare.take_graphs(config, wanted, here, found, precompile)
-    stages = prepare.stages(graphs_from)
-    avoid = [] if here else to_avoid(client, found, config, wanted)
-    if avoid:
-        click.echo(f"keeps off {' '.join(avoid)}, which failed the run; see status", err=True)
-    prepared = replace(prepare.prepare(config, wanted, found, avoid), outlook=outlook)
-    prepare.write_run(prepared)
+    wanted = nodes if nodes is not None else last.nodes if last else 1
+    here = local or (last is not None and last.local)
+    excluded = [] if here else to_avoid(client, found, config, wanted)
+    prepared = prepare(
+        RunRequest(
+            config=config,
+            nodes=wanted,
+            root=root,
+            run=found,
+            local=here,
+            precompile=precompile,
+            force=force,
+            # A layout that has trained before has shown that it fits.
+            check_layout=last is None or wanted != last.nodes or _layout(config) != _layout(before),
+            check_weights=train.init_from != trained.init_from,
+            exclude=excluded,
+        )
+    )
+    print_warnings(prepared)
+    if excluded:
+        click.echo(f"excluded: {' '.join(excluded)}, which failed the run; see status", err=True)
     if here:
-        ctx.exit(run_and_report(prepared, stages, as_json, graphs_from))
-    sent = prepare.submit_jobs(prepared, stages, client)
-    print_submission(prepared, sent, as_json, graphs_from)
+        ctx.exit(run_and_report(prepared, as_json))
+    print_submission(prepared, submit_jobs(prepared, client), as_json)
 
 
 def _layout(config: RunConfig) -> tuple[Any, ...]:
-    """What a run's memory and speed follow from, beside its nodes and what checkpoints settle.
-
-    Where that stays, the run has shown already whether it fits.
-    """
+    """The settings that a run's memory and speed depend on and that a resume may change."""
     train = config.recipe.train
     return (
         config.cluster, config.backend, config.recipe.parallel, train.micro_batch,

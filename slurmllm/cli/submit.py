@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,8 +10,7 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.records import Submission
-    from slurmllm.rundir import Stage
-    from slurmllm.submit.prepare import Precompile, Prepared
+    from slurmllm.submit.prepare import Precompile, PreparedRun
 
 
 @click.command()
@@ -26,12 +24,14 @@ if TYPE_CHECKING:
 @click.option("--qos", help="Slurm quality of service.")
 @click.option("--time", help="Time limit of the train job: minutes, H:MM:SS or D-HH:MM:SS.")
 @click.option("--reservation", help="Slurm reservation.")
-@click.option("--exclude", help="Nodes to keep away from, as n3 or n[1-4].")
+@click.option("--exclude", help="Nodes to exclude, as n3 or n[1-4].")
 @options.precompile
 @options.runs_dir
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
 @click.option("--local", is_flag=True, help="Run both stages on this machine, without Slurm.")
-@click.option("--force", is_flag=True, help="Submit what the planner predicts not to fit.")
+@click.option(
+    "--force", is_flag=True, help="Submit even if the planner predicts that it does not fit."
+)
 @options.as_json
 @click.pass_context
 def submit(
@@ -54,17 +54,15 @@ def submit(
     reservation: str | None,
     exclude: str | None,
 ) -> None:
-    """Train RECIPE on N nodes: submit a precompile job, then a train job that waits for it.
+    """Train RECIPE on N nodes: submit a precompile job, then a train job that depends on it.
 
     RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, each of the N nodes
-    is a launcher on this machine; Ctrl-C saves and leaves.
+    is a launcher on this machine; Ctrl-C saves and exits.
     """
-    from dataclasses import replace
-
     from slurmllm.config.resolve import resolve
-    from slurmllm.errors import SlurmllmError
     from slurmllm.rundir import runs_root
-    from slurmllm.submit import prepare
+    from slurmllm.submit.launch import submit_jobs
+    from slurmllm.submit.prepare import RunRequest, prepare
 
     given = {
         "slurm.partition": ("--partition", partition),
@@ -74,53 +72,42 @@ def submit(
         "slurm.reservation": ("--reservation", reservation),
         "slurm.exclude": ("--exclude", exclude),
     }
-    config = resolve(recipe, cluster, overrides, given)
-    root = runs_root(runs_dir)
-    run = prepare.new_run(root, name, config.recipe.name)
-    chosen = config.recipe.parallel.auto
-    config = prepare.settled(config, nodes)
-    prepared = prepare.prepare(config, nodes, run)
-    if not dry_run:
-        prepare.check_trainable(config)
-    prepared = prepare.with_outlook(prepared, chosen, force)
-    if not dry_run:
-        prepare.check_fits(prepared)
-    outlook = prepared.outlook
-    config = prepare.with_weights(config)
-    config = prepare.with_inputs(config, root, build=not dry_run)
+    prepared = prepare(
+        RunRequest(
+            config=resolve(recipe, cluster, overrides, given),
+            nodes=nodes,
+            root=runs_root(runs_dir),
+            name=name,
+            local=local,
+            precompile=precompile,
+            force=force,
+            dry_run=dry_run,
+        )
+    )
+    print_warnings(prepared)
     if dry_run:
-        _print_plan(prepared, as_json)
-        return
-    run = prepare.claim_run(root, name, config.recipe.name)
-    sent = None
-    try:
-        graphs_from = prepare.take_graphs(config, nodes, local, run, precompile)
-        stages = prepare.stages(graphs_from)
-        prepared = replace(prepare.prepare(config, nodes, run), outlook=outlook)
-        prepare.write_run(prepared)
-        if not local:
-            sent = prepare.submit_jobs(prepared, stages)
-    except SlurmllmError:
-        prepare.forget(run)
-        raise
-    if sent is None:
-        ctx.exit(run_and_report(prepared, stages, as_json, graphs_from))
-    print_submission(prepared, sent, as_json, graphs_from)
+        _print_dry_run(prepared, as_json)
+    elif local:
+        ctx.exit(run_and_report(prepared, as_json))
+    else:
+        print_submission(prepared, submit_jobs(prepared), as_json)
 
 
-def _print_plan(prepared: Prepared, as_json: bool) -> None:
-    """Print what a run would be: scripts, the workers' environment, the library's arguments."""
+def print_warnings(prepared: PreparedRun) -> None:
+    for warning in prepared.fit.warnings if prepared.fit is not None else ():
+        click.echo(f"warning: {warning}", err=True)
+
+
+def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
+    """Print scripts, the workers' environment, and the backend's arguments."""
     import json
 
     from slurmllm.backends.environment import load_environment, worker_environment
-    from slurmllm.submit.prepare import refusals
 
     run, config, mesh = prepared.run, prepared.config, prepared.mesh
     variables = worker_environment(config, run)
     arguments = load_environment(config.backend).arguments(config, mesh)
-    planned = prepared.outlook
-    reasons = [*refusals(config), *(planned.refusals if planned else ())]
-    for reason in reasons:
+    for reason in prepared.refusals:
         click.echo(f"warning: submit would refuse this: {reason}", err=True)
     if as_json:
         shown = {
@@ -133,8 +120,8 @@ def _print_plan(prepared: Prepared, as_json: bool) -> None:
                 for name, variable in variables.items()
             ],
             "backend_arguments": arguments,
-            "planner": _planner(prepared),
-            "refusals": reasons,
+            "planner": _planner_json(prepared),
+            "refusals": list(prepared.refusals),
         }
         click.echo(json.dumps(shown))
         return
@@ -142,8 +129,8 @@ def _print_plan(prepared: Prepared, as_json: bool) -> None:
 
     from slurmllm.tables import print_table
 
-    if planned is not None and planned.chosen:
-        click.echo(f"# ── the planner's choice\n{planned.line()}\n")
+    if prepared.fit is not None and prepared.fit.chosen:
+        click.echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
     for stage, text in prepared.scripts.items():
         click.echo(f"# ── {run.script(stage)}")
         click.echo(text)
@@ -156,24 +143,27 @@ def _print_plan(prepared: Prepared, as_json: bool) -> None:
     click.echo("dry run: nothing was written, nothing submitted", err=True)
 
 
-def print_submission(
-    prepared: Prepared, sent: Submission, as_json: bool, graphs_from: str | None
-) -> None:
+def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> None:
     """Print job ids, directory, mesh and the next commands."""
     import json
 
     run, mesh = prepared.run, prepared.mesh
     if as_json:
-        jobs = {"precompile": sent.precompile_job, "train": sent.train_job}
-        text = {"run": run.name, "run_dir": str(run.path), "jobs": jobs, "mesh": mesh.to_json()}
-        planned = {"graphs_from": graphs_from, "planner": _planner(prepared)}
-        click.echo(json.dumps({**text, **planned}))
+        shown = {
+            "run": run.name,
+            "run_dir": str(run.path),
+            "jobs": {"precompile": sent.precompile_job, "train": sent.train_job},
+            "mesh": mesh.to_json(),
+            "graphs_from": prepared.graphs_from,
+            "planner": _planner_json(prepared),
+        }
+        click.echo(json.dumps(shown))
         return
     first = f"precompile job {sent.precompile_job}, then " if sent.precompile_job else ""
     click.echo(f"run        {run.name}")
     click.echo(f"directory  {run.path}")
     click.echo(f"jobs       {first}train job {sent.train_job}")
-    _print_graphs(graphs_from, run.name)
+    _print_graphs(prepared)
     batch = f"{mesh.accumulation} × micro batch {mesh.micro_batch} a step"
     if mesh.unmeasured:
         batch = "micro batch auto: measured by the precompile stage"
@@ -187,54 +177,52 @@ def print_submission(
         click.echo(f"           slurmllm {verb} {run.name}")
 
 
-def _planner(prepared: Prepared) -> dict[str, Any] | None:
-    """What the planner predicts, for JSON; None where it cannot."""
-    return None if prepared.outlook is None else prepared.outlook.to_json()
+def _planner_json(prepared: PreparedRun) -> dict[str, Any] | None:
+    return None if prepared.fit is None else prepared.fit.to_json()
 
 
-def _print_choice(prepared: Prepared) -> None:
-    if prepared.outlook is not None and prepared.outlook.chosen:
-        click.echo(f"planner    {prepared.outlook.line()}")
+def _print_choice(prepared: PreparedRun) -> None:
+    if prepared.fit is not None and prepared.fit.chosen:
+        click.echo(f"planner    {prepared.fit.line()}")
 
 
-def _print_graphs(graphs_from: str | None, run: str) -> None:
-    if graphs_from is not None:
-        owner = "this run" if graphs_from == run else f"run {graphs_from}"
+def _print_graphs(prepared: PreparedRun) -> None:
+    source = prepared.graphs_from
+    if source is not None:
+        owner = "this run" if source == prepared.run.name else f"run {source}"
         click.echo(f"graphs     compiled by {owner} already; no precompile stage")
 
 
-def run_and_report(
-    prepared: Prepared, stages: Sequence[Stage], as_json: bool, graphs_from: str | None
-) -> int:
+def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
     """Run the stages on this machine; returns the exit code."""
-    from slurmllm.submit import prepare
-    from slurmllm.submit.local import run_locally
+    import json
 
-    prepare.local_submission(prepared)
+    from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
+    from slurmllm.submit.launch import run_locally
+
     run = prepared.run
     if not as_json:
         click.echo(f"run        {run.name}\ndirectory  {run.path}")
         _print_choice(prepared)
-        _print_graphs(graphs_from, run.name)
-    code = run_locally(run, stages, prepared.mesh.nodes, quiet=as_json)
-    _print_local_end(prepared, code, as_json, graphs_from)
-    return code
-
-
-def _print_local_end(prepared: Prepared, code: int, as_json: bool, graphs_from: str | None) -> None:
-    import json
-
-    from slurmllm.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
-
-    name, path = prepared.run.name, str(prepared.run.path)
+        _print_graphs(prepared)
+    code = run_locally(prepared, quiet=as_json)
     if as_json:
-        ended = {"run": name, "run_dir": path, "exit_code": code, "graphs_from": graphs_from}
-        click.echo(json.dumps({**ended, "planner": _planner(prepared)}))
-    elif code == 0:
-        click.echo(f"done       slurmllm status {name}; curves in {path}/metrics, /tensorboard")
+        shown = {
+            "run": run.name,
+            "run_dir": str(run.path),
+            "exit_code": code,
+            "graphs_from": prepared.graphs_from,
+            "planner": _planner_json(prepared),
+        }
+        click.echo(json.dumps(shown))
+    elif code == EXIT_OK:
+        click.echo(
+            f"done       slurmllm status {run.name}; curves in {run.path}/metrics, /tensorboard"
+        )
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):
-        kept = "saved; " if prepared.run.checkpoint_steps() else ""
-        click.echo(f"stopped    {kept}slurmllm resume {name} continues", err=True)
+        saved = "saved; " if run.checkpoint_steps() else ""
+        click.echo(f"stopped    {saved}slurmllm resume {run.name} continues", err=True)
     else:
-        words = f"see the reason above, mend it, then slurmllm resume {name}"
-        click.echo(f"stopped    exit code {code}; {words}", err=True)
+        fix = f"see the reason above, fix it, then slurmllm resume {run.name}"
+        click.echo(f"stopped    exit code {code}; {fix}", err=True)
+    return code

@@ -8,15 +8,15 @@ from slurmllm.config.resolve import PLANNER, RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.plan.explain import why_too_large
 from slurmllm.plan.mesh import measures_micro_batch
-from slurmllm.plan.search import VARIED, Plan, Unsupported, search
-from slurmllm.plan.suggestions import layout_words, remedies
+from slurmllm.plan.search import VARIED, SearchResult, Unsupported, search
+from slurmllm.plan.suggestions import layout_text, suggest_fixes
 
 DEGREES = tuple(path for path in VARIED if path.startswith("parallel."))
 _MICRO_BATCH, _CHECKPOINTING = "train.micro_batch", "train.activation_checkpointing"
 _REASONS = 3  # the most that are named of those that ruled layouts out
 
 
-def settle(config: RunConfig, nodes: int, unsupported: Unsupported) -> RunConfig:
+def choose_parallel(config: RunConfig, nodes: int, unsupported: Unsupported) -> RunConfig:
     """Choose what `parallel.auto` leaves open: the fastest layout that fits.
 
     Args:
@@ -36,7 +36,7 @@ def settle(config: RunConfig, nodes: int, unsupported: Unsupported) -> RunConfig
     if not found.fitting:
         raise ConfigError(
             f"no layout of {config.recipe.name} fits {_nodes(nodes)} of {config.cluster.name}",
-            [*_nearest(found), *remedies(config, nodes, unsupported, fixed)],
+            [*_nearest(found), *suggest_fixes(config, nodes, unsupported, fixed)],
         )
     return _settled(config, found, fixed)
 
@@ -51,7 +51,7 @@ def fixed_training(config: RunConfig) -> list[str]:
     return [_CHECKPOINTING] if free else [_CHECKPOINTING, _MICRO_BATCH]
 
 
-def _settled(config: RunConfig, found: Plan, fixed: list[str]) -> RunConfig:
+def _settled(config: RunConfig, found: SearchResult, fixed: list[str]) -> RunConfig:
     recipe, chosen = config.recipe, found.fitting[0].config.recipe
     asked = config.origins.get("parallel.auto", "default")
     how = f"{PLANNER}best of {len(found.fitting)} layouts that fit {_nodes(found.nodes)}"
@@ -69,13 +69,13 @@ def _settled(config: RunConfig, found: Plan, fixed: list[str]) -> RunConfig:
     return replace(config, recipe=settled, origins=origins)
 
 
-def _nearest(found: Plan) -> list[str]:
+def _nearest(found: SearchResult) -> list[str]:
     """The layout that lacks the least memory; where there is none, why there is none."""
     if not found.too_large:
         reasons, total = list(found.refused.items())[:_REASONS], sum(found.refused.values())
         return [f"{reason} ({count} of {total} layouts)" for reason, count in reasons]
     nearest = found.too_large[0]
-    return [f"the nearest, {layout_words(nearest)}, needs {why_too_large(nearest.memory)}"]
+    return [f"the nearest, {layout_text(nearest)}, needs {why_too_large(nearest.memory)}"]
 
 
 def _nodes(count: int) -> str:

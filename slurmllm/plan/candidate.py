@@ -68,7 +68,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutEstimate:
     """One layout of a run on a number of nodes.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.plan.candidate import Candidate
+from slurmllm.plan.candidate import LayoutEstimate
 
 PriceKind = Literal["on_demand", "reserved"]
 _HOUR_S = 3600.0
@@ -47,7 +47,7 @@ class Cost:
 
 
 def cost(
-    candidate: Candidate,
+    candidate: LayoutEstimate,
     tokens: int | None,
     usd_per_node_hour: float | None,
     effective: float = 1.0,

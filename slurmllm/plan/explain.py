@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from slurmllm.config.cluster import GIB
-from slurmllm.plan.candidate import Candidate, MemoryUse
+from slurmllm.plan.candidate import LayoutEstimate, MemoryUse
 from slurmllm.plan.collectives import Group, data_group, group, rate, tensor_group
 from slurmllm.plan.predict import known_hardware
 from slurmllm.plan.step import formats, step_time
@@ -21,7 +21,7 @@ _RUNNERS_UP = 2
 _CHECKPOINTING = ("none", "selective", "full")  # the more of it, the less memory
 
 
-def describe(candidate: Candidate) -> str:
+def describe(candidate: LayoutEstimate) -> str:
     """`TP 32 × PP 8 × DP 4, micro batch 1, selective checkpointing, ZeRO 1, sequence parallel`."""
     recipe = candidate.config.recipe
     words = [degrees(candidate), f"micro batch {candidate.mesh.micro_batch}"]
@@ -32,7 +32,7 @@ def describe(candidate: Candidate) -> str:
     return ", ".join(words)
 
 
-def degrees(candidate: Candidate) -> str:
+def degrees(candidate: LayoutEstimate) -> str:
     """`TP 32 × PP 8 × DP 4`; `PP 8 (2 chunks)` where interleaved."""
     mesh = candidate.mesh
     chunks = f" ({mesh.virtual_pipeline} chunks)" if mesh.virtual_pipeline > 1 else ""
@@ -53,7 +53,7 @@ def why_too_large(memory: MemoryUse, most: int | None = 3) -> str:
     return f"{describe_memory(memory, most)}; {gib(memory.peak - memory.limit)} GiB too much"
 
 
-def explain(fitting: Sequence[Candidate], too_large: Sequence[Candidate]) -> list[str]:
+def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]) -> list[str]:
     """Why the first layout is the best: its links, its bubble, its memory, and the runners-up.
 
     Args:
@@ -85,7 +85,7 @@ def explain(fitting: Sequence[Candidate], too_large: Sequence[Candidate]) -> lis
     return lines
 
 
-def _runners_up(fitting: Sequence[Candidate]) -> list[Candidate]:
+def _runners_up(fitting: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:
     """The best of other tensor and pipeline degrees; where there are none, the next in order."""
     found = {(fitting[0].mesh.tensor, fitting[0].mesh.pipeline): fitting[0]}
     for candidate in fitting[1:]:
@@ -95,14 +95,14 @@ def _runners_up(fitting: Sequence[Candidate]) -> list[Candidate]:
     return others[:_RUNNERS_UP]
 
 
-def _of_one(candidate: Candidate) -> Iterator[str]:
+def _of_one(candidate: LayoutEstimate) -> Iterator[str]:
     """What the links of a layout carry, and its bubble."""
     yield _tensor(candidate)
     yield from _pipeline(candidate)
     yield _data(candidate)
 
 
-def _tensor(candidate: Candidate) -> str:
+def _tensor(candidate: LayoutEstimate) -> str:
     mesh, members = candidate.mesh, tensor_group(candidate.mesh)
     if mesh.tensor == 1:
         return "tensor parallel: none, each device computes whole matrices"
@@ -118,7 +118,7 @@ def _tensor(candidate: Candidate) -> str:
     return line
 
 
-def _pipeline(candidate: Candidate) -> Iterator[str]:
+def _pipeline(candidate: LayoutEstimate) -> Iterator[str]:
     mesh, step = candidate.mesh, candidate.step
     if mesh.pipeline == 1:
         yield "pipeline: none, no stage waits for another"
@@ -142,7 +142,7 @@ def _pipeline(candidate: Candidate) -> Iterator[str]:
     )
 
 
-def _data(candidate: Candidate) -> str:
+def _data(candidate: LayoutEstimate) -> str:
     mesh, members = candidate.mesh, data_group(candidate.mesh)
     if mesh.data == 1:
         return "data parallel: none, one copy of the model"
@@ -157,7 +157,7 @@ def _data(candidate: Candidate) -> str:
 
 
 def _memory_limits(
-    best: Candidate, fitting: Sequence[Candidate], too_large: Sequence[Candidate]
+    best: LayoutEstimate, fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]
 ) -> Iterator[str]:
     """What the device holds, and what a larger micro batch or less checkpointing would need."""
     yield f"memory: {describe_memory(best.memory)}"
@@ -176,13 +176,13 @@ def _memory_limits(
                 return
 
 
-def _compared(other: Candidate, best: Candidate) -> str:
+def _compared(other: LayoutEstimate, best: LayoutEstimate) -> str:
     if not other.fits:
         return f"would need {why_too_large(other.memory)}"
     return f"would fit ({gib(other.memory.peak)} GiB): {_slower(best, other)}"
 
 
-def _slower(best: Candidate, other: Candidate) -> str:
+def _slower(best: LayoutEstimate, other: LayoutEstimate) -> str:
     """`8 % slower: tensor +3.1 s, bubble +1.2 s, data -0.4 s a step`, the largest first."""
     mine, theirs = best.step.parts(), other.step.parts()
     apart = {name: theirs[name] - mine[name] for name in mine}
@@ -197,7 +197,7 @@ def _slower(best: Candidate, other: Candidate) -> str:
     return f"{speed}: {parts} a step" if parts else speed
 
 
-def settings(candidate: Candidate) -> dict[str, int | bool | str]:
+def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str]:
     """A layout's settings, by the names that `plan --json` gives them."""
     mesh, recipe = candidate.mesh, candidate.config.recipe
     return {
@@ -212,12 +212,12 @@ def settings(candidate: Candidate) -> dict[str, int | bool | str]:
     }
 
 
-def differs(one: Candidate, other: Candidate) -> set[str]:
+def differs(one: LayoutEstimate, other: LayoutEstimate) -> set[str]:
     """Names of the settings in which two layouts differ."""
     return {name for name, value in settings(one).items() if settings(other)[name] != value}
 
 
-def _speed(candidate: Candidate) -> str:
+def _speed(candidate: LayoutEstimate) -> str:
     parts = sorted(candidate.step.parts().items(), key=lambda part: -part[1])
     total = candidate.step.total
     shares = ", ".join(f"{name} {100 * s / total:.0f} %" for name, s in parts if s >= 0.005 * total)
@@ -233,7 +233,7 @@ def _where(members: Group) -> str:
     return f"{members.size} over {members.nodes} nodes"
 
 
-def _part(candidate: Candidate, seconds: float) -> str:
+def _part(candidate: LayoutEstimate, seconds: float) -> str:
     return f"{_seconds(seconds)}, {100 * seconds / candidate.step.total:.1f} % of the step"
 
 
@@ -277,14 +277,14 @@ class Traffic:
     data_s: float
 
 
-def traffic(candidate: Candidate) -> Traffic:
+def traffic(candidate: LayoutEstimate) -> Traffic:
     """The bytes of a layout, of a worker in a middle stage of its pipeline."""
     config, mesh = candidate.config, candidate.mesh
     hardware = known_hardware(config)
     shown = hardware.model_copy(update={"overlap": 0.0})
     swift = shown.model_copy(update={"node_link_latency_us": 0.0, "network_latency_us": 0.0})
 
-    def on(figures: object) -> Candidate:
+    def on(figures: object) -> LayoutEstimate:
         cluster = config.cluster.model_copy(update={"hardware": figures})
         changed = replace(config, cluster=cluster)
         return replace(candidate, config=changed, step=step_time(changed, mesh))

@@ -7,17 +7,17 @@ from typing import Any
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.auto_parallel import fixed_training
-from slurmllm.plan.candidate import Candidate
+from slurmllm.plan.candidate import LayoutEstimate
 from slurmllm.plan.explain import gib, why_too_large
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.predict import predict
 from slurmllm.plan.search import VARIED, Unsupported, search
 from slurmllm.plan.suggestions import (
     best_layout,
-    layout_words,
-    options,
+    layout_text,
     rate,
-    remedies,
+    set_options,
+    suggest_fixes,
     value,
 )
 
@@ -27,7 +27,7 @@ FAR = 0.8
 
 
 @dataclass(frozen=True)
-class Outlook:
+class FitCheck:
     """The prediction for a run, and what follows from it.
 
     Attributes:
@@ -41,9 +41,9 @@ class Outlook:
         warnings: That it is far from the best, or does not fit and is to be run all the same.
     """
 
-    candidate: Candidate
+    candidate: LayoutEstimate
     chosen: bool
-    best: Candidate | None = None
+    best: LayoutEstimate | None = None
     refusals: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -62,7 +62,7 @@ class Outlook:
         """The layout and why, in a line."""
         found, memory = self.candidate, self.candidate.memory
         return (
-            f"{layout_words(found)}: {rate(found)}, MFU {100 * found.mfu:.0f} %, "
+            f"{layout_text(found)}: {rate(found)}, MFU {100 * found.mfu:.0f} %, "
             f"{gib(memory.peak)} of {gib(memory.limit)} GiB a worker"
             f"{', by rough figures' * self.rough}"
         )
@@ -74,7 +74,7 @@ class Outlook:
         return hardware is not None and hardware.rough
 
 
-def outlook(
+def check_fit(
     config: RunConfig,
     nodes: int,
     unsupported: Unsupported,
@@ -82,7 +82,7 @@ def outlook(
     *,
     chosen: bool = False,
     force: bool = False,
-) -> Outlook | None:
+) -> FitCheck | None:
     """Predict a run whose layout is known, and hold it against the others.
 
     Args:
@@ -100,7 +100,7 @@ def outlook(
     if config.cluster.hardware is None or unsupported(config):
         return None
     candidate = _own(config, nodes, unsupported, measured)
-    found = Outlook(candidate, chosen)
+    found = FitCheck(candidate, chosen)
     # A rehearsal holds no model.
     if chosen or found.rough or config.backend == "rehearsal":
         return found
@@ -119,7 +119,7 @@ def outlook(
 
 def _own(
     config: RunConfig, nodes: int, unsupported: Unsupported, measured: int | None
-) -> Candidate:
+) -> LayoutEstimate:
     """The run's own layout; with the fastest micro batch where it is to be measured."""
     mesh = make_mesh(config, nodes, measured)
     if mesh.unmeasured:
@@ -130,9 +130,9 @@ def _own(
     return predict(config, mesh)
 
 
-def _too_large(candidate: Candidate) -> str:
+def _too_large(candidate: LayoutEstimate) -> str:
     return (
-        f"{layout_words(candidate)} is predicted to need "
+        f"{layout_text(candidate)} is predicted to need "
         f"{why_too_large(candidate.memory, most=None)}"
     )
 
@@ -141,24 +141,24 @@ def _instead(
     config: RunConfig,
     nodes: int,
     unsupported: Unsupported,
-    best: Candidate | None,
+    best: LayoutEstimate | None,
     fixed: list[str],
 ) -> list[str]:
     """What would fit."""
     if best is None:
-        return remedies(config, nodes, unsupported, fixed)
-    return [f"this would fit: {options(config, best)} ({rate(best)})"]
+        return suggest_fixes(config, nodes, unsupported, fixed)
+    return [f"this would fit: {set_options(config, best)} ({rate(best)})"]
 
 
-def _far(config: RunConfig, candidate: Candidate, best: Candidate) -> str:
+def _far(config: RunConfig, candidate: LayoutEstimate, best: LayoutEstimate) -> str:
     share = 100 * candidate.seq_per_s / best.seq_per_s
     return (
-        f"{layout_words(candidate)}: {rate(candidate)}, {share:.0f} % of the best on these nodes: "
-        f"{options(config, best)} ({rate(best)})"
+        f"{layout_text(candidate)}: {rate(candidate)}, {share:.0f} % of the best on these nodes: "
+        f"{set_options(config, best)} ({rate(best)})"
     )
 
 
-def _figures(candidate: Candidate) -> dict[str, Any]:
+def _figures(candidate: LayoutEstimate) -> dict[str, Any]:
     mesh, memory = candidate.mesh, candidate.memory
     layout = {path.partition(".")[2]: value(candidate.config, path) for path in VARIED}
     return {

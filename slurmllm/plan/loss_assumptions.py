@@ -18,11 +18,11 @@ from slurmllm.plan.losses import (
     REPORTED_S,
     SLURMD_TIMEOUT_S,
     UNWATCHED_S,
+    DetectionDelay,
     Durations,
     Losses,
-    Noticing,
     SaveCost,
-    expected,
+    expected_losses,
 )
 from slurmllm.plan.parameters import parameters
 
@@ -80,7 +80,7 @@ def assumed(
     return durations, SaveCost(waited_s, written_s)
 
 
-def noticing(config: RunConfig, step_s: float) -> Noticing:
+def noticing(config: RunConfig, step_s: float) -> DetectionDelay:
     """How long failures go unnoticed, by kinds as in Llama 3's run and the recipe's watchdog.
 
     Args:
@@ -99,8 +99,8 @@ def noticing(config: RunConfig, step_s: float) -> Noticing:
         return total_s / sum(counts.values())
 
     if not watchdog.enabled:
-        return Noticing(mean_s(UNWATCHED_S), mean_s(UNWATCHED_S))
-    return Noticing(start_up_s=mean_s(watchdog.start_up_s), training_s=mean_s(hang_s))
+        return DetectionDelay(mean_s(UNWATCHED_S), mean_s(UNWATCHED_S))
+    return DetectionDelay(start_up_s=mean_s(watchdog.start_up_s), training_s=mean_s(hang_s))
 
 
 def losses(config: RunConfig, nodes: int, step_s: float, steps: int | None = None) -> Losses:
@@ -122,7 +122,7 @@ def losses(config: RunConfig, nodes: int, step_s: float, steps: int | None = Non
         parameters(recipe.model), nodes, cluster.device, recipe.checkpoint.asynchronous
     )
     every = recipe.checkpoint.every_steps
-    found = expected(
+    found = expected_losses(
         nodes, step_s, save, durations, cluster.node_mtbf_hours,
         every_steps=None if every == "auto" else every,
         leaves_s=minutes_of(recipe.slurm.time) * 60 - recipe.slurm.signal_lead_s,

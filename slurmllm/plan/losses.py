@@ -133,7 +133,7 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class Noticing:
+class DetectionDelay:
     """Seconds from a failure to its first sign, mean over the kinds of failures.
 
     Attributes:
@@ -151,7 +151,7 @@ def auto_steps(step_s: float, save: SaveCost, mtbf_s: float) -> int:
     return max(1, math.ceil(max(best_s, save.total_s) / step_s))
 
 
-def expected(
+def expected_losses(
     nodes: int,
     step_s: float,
     save: SaveCost,
@@ -160,7 +160,7 @@ def expected(
     every_steps: int | None = None,
     leaves_s: float | None = None,
     training_s: float | None = None,
-    noticing: Noticing | None = None,
+    noticing: DetectionDelay | None = None,
 ) -> Losses:
     """Expected losses: the mean over simulations of long runs (tools/benchmarks/month.py).
 
@@ -189,12 +189,12 @@ def expected(
     auto = auto_steps(step_s, save, mtbf_s)
     steps = auto if every_steps is None else every_steps
     if durations.noticing:
-        noticing = Noticing(fmean(durations.noticing), fmean(durations.noticing))
+        noticing = DetectionDelay(fmean(durations.noticing), fmean(durations.noticing))
     attempt = _Attempt(step_s, steps * step_s, save, durations, mtbf_s, leaves_s, training_s)
     if leaves_s is not None and leaves_s <= attempt.trains_s:
         shares: dict[TimePart, float] = dict.fromkeys(TIME_PARTS, 0.0) | {"start_up": 1.0}
         return Losses(shares, 0.0, steps, auto, mtbf_s, leaves_s)
-    parts_s = attempt.parts_s(noticing or Noticing())
+    parts_s = attempt.parts_s(noticing or DetectionDelay())
     length_s = math.fsum(parts_s.values())
     return Losses(
         shares={part: parts_s[part] / length_s for part in TIME_PARTS},
@@ -233,7 +233,7 @@ class _Attempt:
         self.begun_s = self.ready_s + step_s
         self.leaves_s = max(leaves_s, self.begun_s)  # a step under way is finished
 
-    def parts_s(self, noticing: Noticing) -> dict[TimePart, float]:
+    def parts_s(self, noticing: DetectionDelay) -> dict[TimePart, float]:
         """Mean seconds by part."""
         durations = self.durations
         preflight_s, cache_s = fmean(durations.preflight), fmean(durations.cache)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slurmllm.plan.candidate import Candidate
+from slurmllm.plan.candidate import LayoutEstimate
 from slurmllm.plan.explain import explain, settings, why_too_large
-from slurmllm.plan.planning import Answer, Foresight, Planned, Point
+from slurmllm.plan.recipe_plan import Forecaster, NodePlan, RecipePlan, ScalingPoint
 
 
-def text(answers: Sequence[Answer], top: int | None, explained: bool) -> dict[str, Any]:
+def text(answers: Sequence[RecipePlan], top: int | None, explained: bool) -> dict[str, Any]:
     """All of it. With one recipe, or one node count, its own value stands where else is a list.
 
     Args:
@@ -44,17 +44,17 @@ def _one_or_all(values: list[Any]) -> Any:
     return different[0] if len(different) == 1 else values
 
 
-def _where(planned: Planned) -> dict[str, Any]:
+def _where(planned: NodePlan) -> dict[str, Any]:
     return {"recipe": planned.plan.config.recipe.name, "nodes": planned.plan.nodes}
 
 
-def _candidates(planned: Planned, foresight: Foresight, top: int | None) -> list[dict[str, Any]]:
+def _candidates(planned: NodePlan, foresight: Forecaster, top: int | None) -> list[dict[str, Any]]:
     """Those that fit, fastest first, then those that do not, the least memory first."""
     every = [*planned.fitting, *planned.too_large][:top]
     return [_candidate(planned, one, foresight) for one in every]
 
 
-def _candidate(planned: Planned, one: Candidate, foresight: Foresight) -> dict[str, Any]:
+def _candidate(planned: NodePlan, one: LayoutEstimate, foresight: Forecaster) -> dict[str, Any]:
     prospects = foresight.of(one)
     cost, losses = prospects.cost, prospects.losses
     return {
@@ -84,7 +84,7 @@ def _candidate(planned: Planned, one: Candidate, foresight: Foresight) -> dict[s
     }
 
 
-def _written(planned: Planned) -> dict[str, Any]:
+def _written(planned: NodePlan) -> dict[str, Any]:
     """The recipe's own layout: its rank among those that fit, or why it cannot be."""
     own = planned.written
     place: dict[str, Any] = {**_where(planned), "rank": None, "fault": None}
@@ -97,7 +97,7 @@ def _written(planned: Planned) -> dict[str, Any]:
     return {**place, "rank": planned.rank(own.candidate)}
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(point: ScalingPoint) -> dict[str, Any]:
     row: dict[str, Any] = {"recipe": point.recipe, "nodes": point.nodes}
     if point.candidate is None or point.prospects is None:
         return {**row, "fits": False}

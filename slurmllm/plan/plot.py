@@ -10,9 +10,9 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from slurmllm.config.cluster import GIB
-from slurmllm.plan.candidate import Candidate, MemoryUse
+from slurmllm.plan.candidate import LayoutEstimate, MemoryUse
 from slurmllm.plan.explain import degrees
-from slurmllm.plan.planning import Answer, shown
+from slurmllm.plan.recipe_plan import RecipePlan, table_rows
 
 # Okabe and Ito 2008 ("Color universal design"): told apart by readers who do not see all colours.
 # Neighbours differ in lightness, for print.
@@ -152,12 +152,12 @@ def _tidy(axes: Axes) -> None:
 _BARS = 6
 
 
-def draw(answers: Sequence[Answer]) -> Figure:
+def draw(answers: Sequence[RecipePlan]) -> Figure:
     """Throughput and dollars over the node counts, and the memory of the best layouts."""
     return picture([_curve(found) for found in answers], _bars(answers))
 
 
-def _curve(found: Answer) -> Curve:
+def _curve(found: RecipePlan) -> Curve:
     points = found.points()
     fit = [(p.nodes, p.candidate, p.prospects.usd) for p in points if p.candidate and p.prospects]
     dollars = [usd for _, _, usd in fit if usd is not None]
@@ -169,11 +169,11 @@ def _curve(found: Answer) -> Curve:
     )
 
 
-def _bars(answers: Sequence[Answer]) -> dict[str, MemoryUse]:
+def _bars(answers: Sequence[RecipePlan]) -> dict[str, MemoryUse]:
     """Label → memory: of one node count its best layouts, of several the best on each."""
     every = [planned for found in answers for planned in found.planned]
     if len(every) == 1:
-        return {f"{rank}: {_label(one)}": one.memory for rank, one in shown(every[0], _BARS)}
+        return {f"{rank}: {_label(one)}": one.memory for rank, one in table_rows(every[0], _BARS)}
     labelled = {}
     for one in (planned.best for planned in every):
         if one is not None:
@@ -183,6 +183,6 @@ def _bars(answers: Sequence[Answer]) -> dict[str, MemoryUse]:
     return labelled
 
 
-def _label(one: Candidate) -> str:
+def _label(one: LayoutEstimate) -> str:
     how = one.config.recipe.train.activation_checkpointing
     return f"{degrees(one)}, micro batch {one.mesh.micro_batch}, {how}"

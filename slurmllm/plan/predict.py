@@ -5,7 +5,7 @@ from __future__ import annotations
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
-from slurmllm.plan.candidate import Candidate, MemoryUse
+from slurmllm.plan.candidate import LayoutEstimate, MemoryUse
 from slurmllm.plan.flops import model_flops
 from slurmllm.plan.memory import WorkerMemory, worker_memory
 from slurmllm.plan.mesh import Mesh
@@ -13,7 +13,7 @@ from slurmllm.plan.neuron_memory import neuron_memory
 from slurmllm.plan.step import step_time
 
 
-def predict(config: RunConfig, mesh: Mesh) -> Candidate:
+def predict(config: RunConfig, mesh: Mesh) -> LayoutEstimate:
     """Predict memory and step time of a run.
 
     Args:
@@ -24,7 +24,7 @@ def predict(config: RunConfig, mesh: Mesh) -> Candidate:
         ConfigError: the profile says nothing of its hardware.
     """
     hardware = known_hardware(config)
-    return Candidate(
+    return LayoutEstimate(
         config=config,
         mesh=mesh,
         memory=memory_use(config, mesh, hardware),

@@ -15,7 +15,7 @@ from typing import Any
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import RULES, divisors
 from slurmllm.errors import ConfigError
-from slurmllm.plan.candidate import Candidate
+from slurmllm.plan.candidate import LayoutEstimate
 from slurmllm.plan.mesh import Mesh, measures_micro_batch, micro_batches
 from slurmllm.plan.predict import known_hardware, predict
 
@@ -43,7 +43,7 @@ Unsupported = Callable[[RunConfig], Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchResult:
     """What was found for a run on a number of nodes.
 
     Attributes:
@@ -56,8 +56,8 @@ class Plan:
 
     config: RunConfig
     nodes: int
-    fitting: tuple[Candidate, ...]
-    too_large: tuple[Candidate, ...]
+    fitting: tuple[LayoutEstimate, ...]
+    too_large: tuple[LayoutEstimate, ...]
     refused: Mapping[str, int]
 
 
@@ -75,7 +75,7 @@ class _Layout:
 
 def search(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
-) -> Plan:
+) -> SearchResult:
     """Predict all layouts of a run.
 
     Args:
@@ -90,8 +90,8 @@ def search(
     known_hardware(config)
     _require_nodes(nodes)
     refused: Counter[str] = Counter()
-    fitting: list[Candidate] = []
-    too_large: list[Candidate] = []
+    fitting: list[LayoutEstimate] = []
+    too_large: list[LayoutEstimate] = []
     for layout in _layouts(config, nodes, fixed):
         changed = _with(config, layout)
         reason = _reason(changed, layout, nodes, unsupported)
@@ -114,7 +114,7 @@ def search(
             elif not lacks:
                 too_large.append(candidate)
                 lacks = True
-    return Plan(
+    return SearchResult(
         config,
         nodes,
         tuple(sorted(fitting, key=lambda one: (-one.seq_per_s, one.memory.peak))),

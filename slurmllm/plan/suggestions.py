@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.candidate import Candidate
+from slurmllm.plan.candidate import LayoutEstimate
 from slurmllm.plan.mesh import assumed_micro_batch, measures_micro_batch
 from slurmllm.plan.search import LARGEST, VARIED, Unsupported, search, smallest_nodes
 
@@ -13,7 +13,7 @@ from slurmllm.plan.search import LARGEST, VARIED, Unsupported, search, smallest_
 _SAME = 0.99
 
 
-def remedies(
+def suggest_fixes(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
 ) -> list[str]:
     """What to type where no layout of a run fits: other training settings, other node counts.
@@ -26,7 +26,9 @@ def remedies(
     """
     free = [path for path in fixed if not path.startswith("train.")]
     other = best_layout(config, nodes, unsupported, free)
-    found = [] if other is None else [f"this would fit: {options(config, other)} ({rate(other)})"]
+    found = (
+        [] if other is None else [f"this would fit: {set_options(config, other)} ({rate(other)})"]
+    )
     degrees = "" if config.recipe.parallel.auto else ", with --set parallel=auto"
     enough = smallest_nodes(config, nodes, unsupported, fixed)
     if enough is not None:
@@ -47,7 +49,7 @@ def remedies(
 
 def best_layout(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
-) -> Candidate | None:
+) -> LayoutEstimate | None:
     """The fastest layout that fits; of those as fast, the one with the fewest changes."""
     fitting = search(config, nodes, unsupported, fixed).fitting
     if not fitting:
@@ -57,12 +59,12 @@ def best_layout(
     return min(alike, key=lambda candidate: len(changes(config, candidate)))
 
 
-def options(config: RunConfig, candidate: Candidate) -> str:
+def set_options(config: RunConfig, candidate: LayoutEstimate) -> str:
     """The `--set` options that make a configuration's layout a candidate's."""
     return " ".join(f"--set {change}" for change in changes(config, candidate))
 
 
-def changes(config: RunConfig, candidate: Candidate) -> list[str]:
+def changes(config: RunConfig, candidate: LayoutEstimate) -> list[str]:
     """What differs, as `parallel.tensor=8`; not what is the planner's or the precompile stage's."""
     others = config.open_degrees()
     if measures_micro_batch(config):
@@ -81,13 +83,13 @@ def value(config: RunConfig, path: str) -> object:
     return assumed_micro_batch(config) or found if found == "auto" else found
 
 
-def rate(candidate: Candidate) -> str:
+def rate(candidate: LayoutEstimate) -> str:
     """The predicted throughput: `12.6 seq/s predicted`."""
     found = candidate.seq_per_s
     return f"{found:,.0f} seq/s predicted" if found >= 100 else f"{found:.3g} seq/s predicted"
 
 
-def layout_words(candidate: Candidate) -> str:
+def layout_text(candidate: LayoutEstimate) -> str:
     """A layout in words: `tensor 8, pipeline 4, data 4, micro batch 1`."""
     mesh = candidate.mesh
     chunks = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""

@@ -9,27 +9,27 @@ import click
 
 from slurmllm.config.cluster import GIB
 from slurmllm.plan.explain import describe, explain, why_too_large
-from slurmllm.plan.planning import (
-    Answer,
-    Foresight,
-    Planned,
-    Point,
+from slurmllm.plan.recipe_plan import (
+    Forecaster,
+    NodePlan,
+    RecipePlan,
+    ScalingPoint,
     fixed_settings,
     most_refused,
-    shown,
+    table_rows,
 )
 from slurmllm.tables import print_table
 
 if TYPE_CHECKING:
-    from slurmllm.plan.candidate import Candidate
+    from slurmllm.plan.candidate import LayoutEstimate
 
 _NEAREST = 3
 
 
-def print_plan(found: Answer, top: int) -> None:
+def print_plan(found: RecipePlan, top: int) -> None:
     """All that is to say of one recipe on one number of nodes; some layout fits."""
     (planned,), foresight = found.planned, found.foresight
-    rows = shown(planned, top)
+    rows = table_rows(planned, top)
     best = rows[0][1]
     click.echo(_title(best))
     if fixed := fixed_settings(found.config):
@@ -49,7 +49,7 @@ def print_plan(found: Answer, top: int) -> None:
     print_end(best, foresight)
 
 
-def _title(best: Candidate) -> str:
+def _title(best: LayoutEstimate) -> str:
     recipe, mesh = best.config.recipe, best.mesh
     return (
         f"{recipe.name} on {_nodes(mesh.nodes)} of {best.config.cluster.name}, "
@@ -59,7 +59,7 @@ def _title(best: Candidate) -> str:
 
 
 def _row(
-    planned: Planned, rank: int, candidate: Candidate, foresight: Foresight
+    planned: NodePlan, rank: int, candidate: LayoutEstimate, foresight: Forecaster
 ) -> tuple[str, ...]:
     mesh, recipe = candidate.mesh, candidate.config.recipe
     return (
@@ -79,18 +79,18 @@ def _row(
     )
 
 
-def _parts(rank: int, candidate: Candidate) -> tuple[str, ...]:
+def _parts(rank: int, candidate: LayoutEstimate) -> tuple[str, ...]:
     total = candidate.step.total
     shares = (f"{100 * part / total:.1f}" for part in candidate.step.parts().values())
     return (str(rank), str(candidate.mesh.tensor), _stages(candidate), *shares)
 
 
-def _stages(candidate: Candidate) -> str:
+def _stages(candidate: LayoutEstimate) -> str:
     virtual = candidate.mesh.virtual_pipeline
     return f"{candidate.mesh.pipeline}{f' × {virtual}' if virtual > 1 else ''}"
 
 
-def print_written(planned: Planned) -> None:
+def print_written(planned: NodePlan) -> None:
     """Where the recipe's own layout stands."""
     written = planned.written
     if written is None:
@@ -111,7 +111,7 @@ def print_written(planned: Planned) -> None:
         )
 
 
-def _print_rest(planned: Planned) -> None:
+def _print_rest(planned: NodePlan) -> None:
     """What does not fit, and what was not considered, in a few lines."""
     if planned.too_large:
         click.echo(f"does not fit: {_layouts(len(planned.too_large))}")
@@ -123,17 +123,17 @@ def _print_rest(planned: Planned) -> None:
             click.echo(f"  {count:>4}  {reason}")
 
 
-def _hopeless(planned: Planned) -> list[str]:
+def _hopeless(planned: NodePlan) -> list[str]:
     """The meshes of which no layout fits, those that lack the least first."""
     fitting = {(one.mesh.tensor, one.mesh.pipeline) for one in planned.fitting}
-    found: dict[tuple[int, int], Candidate] = {}
+    found: dict[tuple[int, int], LayoutEstimate] = {}
     for one in planned.too_large:
         if (mesh := (one.mesh.tensor, one.mesh.pipeline)) not in fitting:
             found.setdefault(mesh, one)
     return [f"{describe(one)}: {why_too_large(one.memory)}" for one in found.values()]
 
 
-def _why_nothing_fits(planned: Planned) -> str:
+def _why_nothing_fits(planned: NodePlan) -> str:
     """The layout that lacks the least; without one, what rules most of them out."""
     if planned.too_large:
         return _hopeless(planned)[0]
@@ -141,7 +141,7 @@ def _why_nothing_fits(planned: Planned) -> str:
     return f"no layout is possible: {reasons[0][0]}" if reasons else "no layout is possible"
 
 
-def print_explanation(planned: Planned) -> None:
+def print_explanation(planned: NodePlan) -> None:
     """Why the best layout is the best."""
     if planned.fitting:
         click.echo(f"\nwhy, on {_nodes(planned.plan.nodes)}")
@@ -149,7 +149,7 @@ def print_explanation(planned: Planned) -> None:
             click.echo(line)
 
 
-def print_end(best: Candidate, foresight: Foresight) -> None:
+def print_end(best: LayoutEstimate, foresight: Forecaster) -> None:
     """Time and cost to the end of the training on the best layout, and what is lost on the way."""
     prospects = foresight.of(best)
     cost, losses = prospects.cost, prospects.losses
@@ -179,13 +179,13 @@ def print_end(best: Candidate, foresight: Foresight) -> None:
     click.echo(f"checkpoints    {said}")
 
 
-def _dollars(foresight: Foresight, usd: float | None) -> str:
+def _dollars(foresight: Forecaster, usd: float | None) -> str:
     if usd is None:
         return "; no dollars: the cluster profile has no price"
     return f", ${usd:,.0f} at ${foresight.usd_per_node_hour:,.2f} a node and hour"
 
 
-def print_points(answers: Sequence[Answer]) -> None:
+def print_points(answers: Sequence[RecipePlan]) -> None:
     """A row a recipe and node count."""
     several = len(answers) > 1
     points = [point for found in answers for point in found.points()]
@@ -206,7 +206,7 @@ def print_points(answers: Sequence[Answer]) -> None:
             click.echo(f"no dollars: cluster profile {found.config.cluster.name} has no price")
 
 
-def _point(point: Point) -> tuple[str, ...]:
+def _point(point: ScalingPoint) -> tuple[str, ...]:
     candidate, prospects = point.candidate, point.prospects
     if candidate is None or prospects is None or point.efficiency is None:
         return (str(point.nodes), *["-"] * 5, "nothing fits", *["-"] * 8)

@@ -19,7 +19,7 @@ from slurmllm.config.resolve import RunConfig, change
 from slurmllm.errors import ConfigError, RunError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.step_time import SteadySteps, read_steady_steps
-from slurmllm.plan.candidate import Candidate, peak_flops
+from slurmllm.plan.candidate import LayoutEstimate, peak_flops
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh
 from slurmllm.plan.predict import predict
 from slurmllm.records import MicroBatchRecord, WorkerRecord
@@ -91,7 +91,7 @@ class PredictionCheck(BaseModel):
 def check_run_prediction(
     run: RunDir,
     cluster: str | None = None,
-    expect: Callable[[Candidate], ExpectedOverheads] | None = None,
+    expect: Callable[[LayoutEstimate], ExpectedOverheads] | None = None,
 ) -> PredictionCheck:
     """Predict a run as it was made, and hold that against what it measured.
 
@@ -115,7 +115,7 @@ def check_run_prediction(
 
 
 def check_prediction(
-    run: RunDir, candidate: Candidate, expected: ExpectedOverheads | None = None
+    run: RunDir, candidate: LayoutEstimate, expected: ExpectedOverheads | None = None
 ) -> PredictionCheck:
     """Hold a prediction against what a run measured on as many nodes.
 
@@ -185,7 +185,7 @@ def _against(
     run: RunDir,
     history: RunHistory,
     steady: SteadySteps,
-    candidate: Candidate,
+    candidate: LayoutEstimate,
     expected: ExpectedOverheads,
 ) -> PredictionCheck:
     cluster = candidate.config.cluster
@@ -217,7 +217,7 @@ def _against(
     )
 
 
-def _rates(steady: SteadySteps, candidate: Candidate) -> Iterator[PredictedFigure]:
+def _rates(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[PredictedFigure]:
     mesh, taken_s = candidate.mesh, steady.step_s
     sequences = mesh.global_batch / taken_s
     tokens = sequences * candidate.config.recipe.model.seq_len
@@ -228,7 +228,7 @@ def _rates(steady: SteadySteps, candidate: Candidate) -> Iterator[PredictedFigur
     yield _row("MFU", candidate.mfu, candidate.model_flops / taken_s / peak, "")
 
 
-def _parts(steady: SteadySteps, candidate: Candidate) -> Iterator[PredictedFigure]:
+def _parts(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[PredictedFigure]:
     """The step by its parts, which add up to it but for medians."""
     predicted = candidate.step.parts()
     late = _OPTIMIZER[candidate.config.backend]
@@ -255,7 +255,9 @@ def _listed(predicted: Mapping[str, float], names: Iterable[str]) -> str:
     return ", ".join(f"{name} {predicted[name]:.3g} s" for name in names if predicted[name])
 
 
-def _memory(run: RunDir, steady: SteadySteps, candidate: Candidate) -> Iterator[PredictedFigure]:
+def _memory(
+    run: RunDir, steady: SteadySteps, candidate: LayoutEstimate
+) -> Iterator[PredictedFigure]:
     """Of the worker that used most, within a few steps without a save."""
     for attempt in reversed(steady.attempts):
         for event in read_events(run, attempt):
@@ -264,7 +266,7 @@ def _memory(run: RunDir, steady: SteadySteps, candidate: Candidate) -> Iterator[
                 return
 
 
-def _peak_row(measured: Mapping[str, float], candidate: Candidate) -> PredictedFigure:
+def _peak_row(measured: Mapping[str, float], candidate: LayoutEstimate) -> PredictedFigure:
     cluster, predicted = candidate.config.cluster, float(candidate.memory.peak)
     limit = measured["limit_bytes"] / 1e9
     note = f"a worker may use {limit:.2f} GB"

@@ -23,7 +23,7 @@ from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, GraphManifest, NodeRecord
 from slurmllm.rundir import RunDir
 from slurmllm.rundir import Stage as StageName
-from slurmllm.submit.prepare import prepare, write_run
+from slurmllm.submit.prepare import render_run, write_run
 
 STANDINS = Path(__file__).resolve().parent.parent / "nxd" / "standins"
 sys.path.append(str(STANDINS))
@@ -328,7 +328,7 @@ class Nodes:
         )  # fmt: skip
         self.run = RunDir(stage.runs / "r")
         self.run.path.mkdir(parents=True)
-        write_run(prepare(config, 2, self.run))
+        write_run(render_run(config, 2, self.run))
 
     def open(self, name: StageName) -> None:
         AttemptRecord(

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from slurmllm.config.resolve import available, clusters_dir, resolve
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.plan.candidate import Candidate, MemoryUse, StepTime
+from slurmllm.plan.candidate import LayoutEstimate, MemoryUse, StepTime
 from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, parse_tokens, scaling
 from slurmllm.plan.mesh import make_mesh
 
 RESERVED = 7.59  # trn1.32xlarge, dollars an hour: AWS's post of 2023-12-12
 
 
-def candidate(recipe: str, nodes: int, seq_per_s: float, *overrides: str) -> Candidate:
+def candidate(recipe: str, nodes: int, seq_per_s: float, *overrides: str) -> LayoutEstimate:
     """A layout with a throughput that somebody has measured."""
     config = resolve(recipe, overrides=overrides)
     mesh = make_mesh(config, nodes)
     seconds = dict.fromkeys(StepTime.__dataclass_fields__, 0.0)
     seconds["compute"] = mesh.global_batch / seq_per_s
-    return Candidate(config, mesh, MemoryUse({}, 1), StepTime(**seconds), 0.0)
+    return LayoutEstimate(config, mesh, MemoryUse({}, 1), StepTime(**seconds), 0.0)
 
 
 def test_tokens_per_dollar_of_the_aws_post() -> None:

@@ -19,12 +19,12 @@ from slurmllm.errors import ConfigError
 from slurmllm.plan.loss_assumptions import PUBLISHED, assumed, losses, noticing
 from slurmllm.plan.losses import (
     HOUR_S,
+    DetectionDelay,
     Durations,
     Losses,
-    Noticing,
     SaveCost,
     best_interval_s,
-    expected,
+    expected_losses,
 )
 from slurmllm.plan.parameters import parameters
 from slurmllm.status.utilization import account_node_hours
@@ -68,7 +68,7 @@ def test_the_simulation_comes_to_the_same(
     # At the rate that was drawn.
     seen_hours = sum(one.node_hours for one in used) / 2 * nodes / max(failed, 1)
     leaves_s = limit_h and limit_h * HOUR_S - config.recipe.slurm.signal_lead_s
-    found = expected(nodes, STEP_S, save, USUAL, seen_hours, every, leaves_s)
+    found = expected_losses(nodes, STEP_S, save, USUAL, seen_hours, every, leaves_s)
     tolerance = 0.005 if found.effective > 0.8 else 0.015
     for part, share in found.shares.items():
         assert share == pytest.approx(np.mean([u.shares[part] for u in used]), abs=tolerance), part
@@ -86,8 +86,8 @@ def test_the_shares_add_up(
     every: int | None, leaves_s: float | None, training_s: float | None,
 ) -> None:  # fmt: skip
     save = SaveCost(waited_s, waited_s + written_s)
-    found = expected(
-        nodes, step_s, save, USUAL, mtbf_hours, every, leaves_s, training_s, Noticing(251, 40)
+    found = expected_losses(
+        nodes, step_s, save, USUAL, mtbf_hours, every, leaves_s, training_s, DetectionDelay(251, 40)
     )
     assert sum(found.shares.values()) == pytest.approx(1)
     assert min(found.shares.values()) >= -1e-9
@@ -97,11 +97,13 @@ def test_the_shares_add_up(
 
 def test_youngs_formula() -> None:
     """A save an interval and half an interval a failure: sqrt(2·cost/MTBF) at the best."""
-    found = expected(100, 0.1, SaveCost(10.0, 10.0), NOTHING, 10_000)
+    found = expected_losses(100, 0.1, SaveCost(10.0, 10.0), NOTHING, 10_000)
     assert 1 - found.effective == pytest.approx((2 * 10 / (100 * HOUR_S)) ** 0.5, rel=0.01)
     assert found.auto_steps == pytest.approx(best_interval_s(10.0, 100 * HOUR_S) / 0.1, rel=1e-4)
     halves = [
-        expected(100, 0.1, SaveCost(10.0, 10.0), NOTHING, 10_000, round(found.auto_steps * factor))
+        expected_losses(
+            100, 0.1, SaveCost(10.0, 10.0), NOTHING, 10_000, round(found.auto_steps * factor)
+        )
         for factor in (0.5, 0.9, 1.1, 2)
     ]
     assert found.effective > max(one.effective for one in halves)
@@ -110,7 +112,9 @@ def test_youngs_formula() -> None:
 def test_a_run_that_is_soon_done_has_paid_for_its_start_up() -> None:
     def effective(hours: float) -> float:
         quiet = (SaveCost(0.0, 0.0), USUAL, 1e9)
-        return expected(4, 1.0, *quiet, leaves_s=47 * HOUR_S, training_s=hours * HOUR_S).effective
+        return expected_losses(
+            4, 1.0, *quiet, leaves_s=47 * HOUR_S, training_s=hours * HOUR_S
+        ).effective
 
     assert effective(1) == pytest.approx(3600 / (3600 + 15 + 10 + 450 + 60 + 10), rel=1e-3)
     assert effective(1) < effective(10) < effective(47) == effective(1000)
@@ -120,7 +124,7 @@ def test_bad_figures() -> None:
     for bad in ({"nodes": 0}, {"step_s": 0.0}, {"node_mtbf_hours": 0.0}, {"every_steps": -1}):
         given: dict[str, Any] = {"nodes": 4, "step_s": 1.0, "node_mtbf_hours": 100.0} | bad
         with pytest.raises(ValueError, match="must all be above 0"):
-            expected(save=SaveCost(1.0, 1.0), durations=USUAL, **given)
+            expected_losses(save=SaveCost(1.0, 1.0), durations=USUAL, **given)
 
 
 @pytest.mark.parametrize("model", sorted(month.PRESETS))
@@ -134,7 +138,7 @@ def test_the_months_presets(model: str) -> None:
         for phase, values in asdict(preset.durations).items():
             assert asdict(durations)[phase] == pytest.approx(values, rel=0.03), phase
         theirs, ours = (
-            expected(128, preset.step_s, saved, phases, 3300, leaves_s=2 * DAY_S)
+            expected_losses(128, preset.step_s, saved, phases, 3300, leaves_s=2 * DAY_S)
             for saved, phases in ((save, preset.durations), (cost, durations))
         )
         assert ours.effective == pytest.approx(theirs.effective, abs=0.001)
@@ -146,7 +150,7 @@ def test_the_month_as_it_was_simulated() -> None:
     for rates, rows in (("llama3", (98.94, 96.88, 98.53)), ("opt", (97.71, 93.95, 95.62))):
         saves = ((preset.asynchronous, None), (preset.blocking, None), (preset.asynchronous, 200))
         for (save, every), row in zip(saves, rows, strict=True):
-            found = expected(
+            found = expected_losses(
                 128, 14.3, save, preset.durations, PUBLISHED[rates].node_mtbf_hours, every,
                 2 * DAY_S - 300, noticing=watched,
             )  # fmt: skip

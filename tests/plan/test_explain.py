@@ -15,7 +15,7 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import resolve
 from slurmllm.plan.collectives import data_group, rate, tensor_group
 from slurmllm.plan.explain import describe, differs, explain, settings, traffic, why_too_large
-from slurmllm.plan.search import Plan, search
+from slurmllm.plan.search import SearchResult, search
 
 PLANS = (
     ("neox_20b", 4, "trn1"),
@@ -28,7 +28,7 @@ DIFFERENCE = re.compile(r"(\w+) ([+-])(\S+) (m?s)\b")
 
 
 @lru_cache
-def plan(recipe: str, nodes: int, cluster: str, *overrides: str) -> Plan:
+def plan(recipe: str, nodes: int, cluster: str, *overrides: str) -> SearchResult:
     config = resolve(recipe, cluster, overrides)
     return search(config, nodes, load_environment(config.backend).unsupported)
 

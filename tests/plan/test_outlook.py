@@ -9,13 +9,13 @@ import pytest
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.plan.fit_check import FAR, Outlook, outlook
+from slurmllm.plan.fit_check import FAR, FitCheck, check_fit
 
 WASTEFUL = ("parallel.pipeline=32", "cluster.hardware.memory_gib=4000", "train.micro_batch=1")
 
 
-def looked(config: RunConfig, nodes: int, **how: bool) -> Outlook:
-    found = outlook(config, nodes, load_environment(config.backend).unsupported, **how)
+def looked(config: RunConfig, nodes: int, **how: bool) -> FitCheck:
+    found = check_fit(config, nodes, load_environment(config.backend).unsupported, **how)
     assert found is not None
     return found
 
@@ -93,7 +93,7 @@ def test_rough_figures_refuse_nothing(why: str) -> None:
 def test_nothing_is_predicted_without_figures_or_backend() -> None:
     for fault in ("cluster.hardware=null", "parallel.zero=3"):
         config = configured(fault)
-        assert outlook(config, 4, load_environment(config.backend).unsupported) is None
+        assert check_fit(config, 4, load_environment(config.backend).unsupported) is None
 
 
 def test_a_micro_batch_to_be_measured_is_the_fastest_that_fits() -> None:
@@ -103,6 +103,6 @@ def test_a_micro_batch_to_be_measured_is_the_fastest_that_fits() -> None:
     assert found.candidate.mesh.micro_batch > 1
     assert not any("train." in words for words in found.warnings)
     unsupported = load_environment(config.backend).unsupported
-    measured = outlook(config, 4, unsupported, measured=1)
+    measured = check_fit(config, 4, unsupported, measured=1)
     assert measured is not None
     assert measured.candidate.mesh.micro_batch == 1

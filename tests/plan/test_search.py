@@ -12,10 +12,10 @@ from slurmllm.config.rules import broken_rules
 from slurmllm.errors import ConfigError
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.predict import predict
-from slurmllm.plan.search import VARIED, Plan, search, smallest_nodes
+from slurmllm.plan.search import VARIED, SearchResult, search, smallest_nodes
 
 
-def plan(config: RunConfig, nodes: int, fixed: Collection[str] = ()) -> Plan:
+def plan(config: RunConfig, nodes: int, fixed: Collection[str] = ()) -> SearchResult:
     return search(config, nodes, load_environment(config.backend).unsupported, fixed)
 
 

@@ -13,7 +13,7 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig, change, resolve
 from slurmllm.errors import ConfigError
-from slurmllm.plan.auto_parallel import settle
+from slurmllm.plan.auto_parallel import choose_parallel
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.predict import predict
 
@@ -22,7 +22,7 @@ ROOMY, TIGHT = "cluster.hardware.memory_gib=4000", "cluster.hardware.memory_gib=
 
 
 def settled(config: RunConfig, nodes: int) -> RunConfig:
-    return settle(config, nodes, load_environment(config.backend).unsupported)
+    return choose_parallel(config, nodes, load_environment(config.backend).unsupported)
 
 
 def refused(recipe: str, nodes: int, *overrides: str) -> ConfigError:

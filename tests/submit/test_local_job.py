@@ -11,25 +11,25 @@ import pytest
 
 from slurmllm.errors import EXIT_INTERRUPTED
 from slurmllm.rundir import RunDir
-from slurmllm.submit import local
+from slurmllm.submit.launch import LocalJob
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> local._LocalJob:
+def job(tmp_path: Path) -> LocalJob:
     run = RunDir(tmp_path / "r")
     run.script("train").parent.mkdir(parents=True)
     run.script("train").write_text(f"sleep 1; touch {tmp_path}/trained\n")
-    return local._LocalJob(run, "train", 1, quiet=True)
+    return LocalJob(run, "train", 1, quiet=True)
 
 
-def test_a_signal_before_the_script(job: local._LocalJob, tmp_path: Path) -> None:
+def test_a_signal_before_the_script(job: LocalJob, tmp_path: Path) -> None:
     job.on_interrupt(signal.SIGINT, None)
     assert job.run_to_end() == EXIT_INTERRUPTED
     assert not (tmp_path / "trained").exists()
 
 
 def test_a_signal_while_the_script_starts(
-    job: local._LocalJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: LocalJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = subprocess.Popen
 

@@ -25,14 +25,14 @@ from slurmllm.records import GraphManifest, JobsRecord, MicroBatchCandidate, Mic
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
 from slurmllm.slurm.fake import FakeSlurm
-from slurmllm.submit import prepare
+from slurmllm.submit import launch, prepare
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
     cluster = FakeSlurm()
     monkeypatch.setattr(client, "SlurmCommands", lambda: cluster)
-    monkeypatch.setattr(prepare, "SlurmCommands", lambda: cluster)
+    monkeypatch.setattr(launch, "SlurmCommands", lambda: cluster)
     monkeypatch.chdir(tmp_path)
     return cluster
 
@@ -256,7 +256,7 @@ def test_resume_submits_again_in_the_same_directory(
     fake: FakeSlurm, inputs: tuple[str, ...]
 ) -> None:
     sent = submitted(fake, inputs, "--name", "r")
-    assert "still waits or runs" in fails(2, "resume", "r")
+    assert "is pending or running" in fails(2, "resume", "r")
     call("cancel", "r")
     again = json.loads(call("resume", "r", "--nodes", "2", "--json").stdout)
     assert again["jobs"] == {"precompile": "3", "train": "4"}

@@ -18,7 +18,7 @@ from slurmllm.config.load import load
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
 from slurmllm.slurm.fake import FakeSlurm
-from slurmllm.submit import prepare
+from slurmllm.submit import launch
 
 # A small cluster of CPUs, so that a tiny recipe has layouts to choose from.
 PROFILE = """
@@ -48,7 +48,7 @@ SLOW = ("--set=parallel.pipeline=4", "--set=train.micro_batch=8")
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
     cluster = FakeSlurm()
     monkeypatch.setattr(client, "SlurmCommands", lambda: cluster)
-    monkeypatch.setattr(prepare, "SlurmCommands", lambda: cluster)
+    monkeypatch.setattr(launch, "SlurmCommands", lambda: cluster)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURMLLM_CLUSTER", "shelf.yaml")
     Path("shelf.yaml").write_text(PROFILE)

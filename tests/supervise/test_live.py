@@ -56,8 +56,8 @@ def test_a_local_run_is_cancelled_and_resumed(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "runs")
     process = start(bench, tmp_path)
     bench.wait_for_step("r", 13)
-    assert "to save and leave" in bench.call("cancel", "r")
-    assert re.search("to save and leave before|nothing to cancel", bench.call("cancel", "r"))
+    assert "to save and exit" in bench.call("cancel", "r")
+    assert re.search("to save and exit before|nothing to cancel", bench.call("cancel", "r"))
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 130, output
     found = bench.status("r")

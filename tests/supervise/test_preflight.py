@@ -26,7 +26,7 @@ from slurmllm.records import (
 )
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.fake import FakeSlurm
-from slurmllm.submit.prepare import prepare, write_run
+from slurmllm.submit.prepare import render_run, write_run
 from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 from slurmllm.supervise.attempts import close_attempt, open_attempt
 from slurmllm.supervise.classify import Ending
@@ -122,7 +122,7 @@ def run(tmp_path: Path) -> RunDir:
     disk = tmp_path / "disk"
     disk.mkdir()
     config = resolve("tiny_neox", "local", [*OVERRIDES, f"cluster.node_local={disk}"])
-    write_run(prepare(config, 2, found))
+    write_run(render_run(config, 2, found))
     return found
 
 
@@ -218,9 +218,9 @@ def test_a_new_job_of_the_run_keeps_off_where_others_can_take_the_place(run: Run
     assert to_avoid(slurm, run, config, 3) == []
     again = config.recipe.slurm.model_copy(update={"exclude": "n9"})
     given = config.recipe.model_copy(update={"slurm": again})
-    scripts = prepare(replace(config, recipe=given), 2, run, ["n3"]).scripts
+    scripts = render_run(replace(config, recipe=given), 2, run, ["n3"]).scripts
     assert all("#SBATCH --exclude=n9,n3\n" in text for text in scripts.values())
-    assert prepare(config, 2, run, ["n3"]).config.recipe.slurm.exclude is None
+    assert render_run(config, 2, run, ["n3"]).config.recipe.slurm.exclude is None
 
 
 def test_an_expired_list_is_taken_off_the_job(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.calibrate.run import calibrate
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.candidate import Candidate, peak_flops
+from slurmllm.plan.candidate import LayoutEstimate, peak_flops
 from slurmllm.plan.flops import Product
 from slurmllm.plan.predict import predict
 from slurmllm.plan.step import product_s
@@ -180,7 +180,7 @@ def with_hardware(config: RunConfig, hardware: Hardware) -> RunConfig:
     return replace(config, cluster=config.cluster.model_copy(update={"hardware": hardware}))
 
 
-def predicted(config: RunConfig) -> tuple[Candidate, int]:
+def predicted(config: RunConfig) -> tuple[LayoutEstimate, int]:
     """What the planner says, and the resident set that follows, bytes."""
     candidate = predict(config, Case(config).mesh)
     hardware = config.cluster.hardware

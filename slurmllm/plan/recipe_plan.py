@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
-from slurmllm.plan.candidate import Candidate
+from slurmllm.plan.candidate import LayoutEstimate
 from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, scaling
 from slurmllm.plan.explain import describe, differs, why_too_large
 from slurmllm.plan.loss_assumptions import losses
 from slurmllm.plan.losses import Losses
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.predict import predict
-from slurmllm.plan.search import LARGEST, VARIED, Plan, Unsupported, search, smallest_nodes
+from slurmllm.plan.search import LARGEST, VARIED, SearchResult, Unsupported, search, smallest_nodes
 
 
 @dataclass(frozen=True)
-class Written:
+class RecipeLayout:
     """The recipe's own layout on a number of nodes.
 
     Attributes:
@@ -28,12 +28,12 @@ class Written:
         fault: Why it cannot.
     """
 
-    candidate: Candidate | None
+    candidate: LayoutEstimate | None
     fault: str = ""
 
 
 @dataclass(frozen=True)
-class Planned:
+class NodePlan:
     """A recipe on a number of nodes.
 
     Attributes:
@@ -43,27 +43,27 @@ class Planned:
         too_large: Those that do not, the least memory first.
     """
 
-    plan: Plan
-    written: Written | None
-    fitting: tuple[Candidate, ...]
-    too_large: tuple[Candidate, ...]
+    plan: SearchResult
+    written: RecipeLayout | None
+    fitting: tuple[LayoutEstimate, ...]
+    too_large: tuple[LayoutEstimate, ...]
 
     @property
-    def best(self) -> Candidate | None:
+    def best(self) -> LayoutEstimate | None:
         """The fastest that fits."""
         return self.fitting[0] if self.fitting else None
 
-    def rank(self, candidate: Candidate) -> int:
+    def rank(self, candidate: LayoutEstimate) -> int:
         """Of a layout that fits; 1 is the fastest."""
         return 1 + next(i for i, one in enumerate(self.fitting) if one is candidate)
 
-    def is_written(self, candidate: Candidate) -> bool:
+    def is_written(self, candidate: LayoutEstimate) -> bool:
         """Whether a layout is the recipe's own."""
         return self.written is not None and candidate is self.written.candidate
 
 
 @dataclass(frozen=True)
-class Prospects:
+class TrainingForecast:
     """What the training costs on a layout.
 
     Attributes:
@@ -87,7 +87,7 @@ class Prospects:
         return self.cost.usd if self.losses else None
 
 
-class Foresight:
+class Forecaster:
     """Time, dollars and losses of layouts of one recipe.
 
     Args:
@@ -103,17 +103,19 @@ class Foresight:
         self.usd_per_node_hour = node_price(config.cluster, price)
         self.tokens = tokens
 
-    def of(self, candidate: Candidate) -> Prospects:
+    def of(self, candidate: LayoutEstimate) -> TrainingForecast:
         """To the end of the training."""
         price = self.usd_per_node_hour
         found = cost(candidate, self.tokens, price)
         try:
             lost = losses(candidate.config, candidate.mesh.nodes, candidate.step.total, found.steps)
         except ConfigError as error:
-            return Prospects(found, None, "; ".join(error.faults))
-        return Prospects(cost(candidate, self.tokens, price, lost.effective, lost.goodput), lost)
+            return TrainingForecast(found, None, "; ".join(error.faults))
+        return TrainingForecast(
+            cost(candidate, self.tokens, price, lost.effective, lost.goodput), lost
+        )
 
-    def auto_steps(self, candidate: Candidate) -> int:
+    def auto_steps(self, candidate: LayoutEstimate) -> int:
         """Steps between two checkpoints that `checkpoint.every_steps: auto` would choose."""
         config, nodes = candidate.config, candidate.mesh.nodes
         auto = config.recipe.checkpoint.model_copy(update={"every_steps": "auto"})
@@ -142,7 +144,7 @@ def _unsupported(config: RunConfig) -> Unsupported:
     return load_environment(config.backend).unsupported
 
 
-def plan_nodes(config: RunConfig, nodes: int) -> Planned:
+def plan_nodes(config: RunConfig, nodes: int) -> NodePlan:
     """Predict every layout of a recipe on a number of nodes, and its own.
 
     Raises:
@@ -156,26 +158,26 @@ def plan_nodes(config: RunConfig, nodes: int) -> Planned:
         (fitting if own.fits else too_large).append(own)
         fitting.sort(key=lambda one: (-one.seq_per_s, one.memory.peak))
         too_large.sort(key=lambda one: one.memory.peak)
-    return Planned(found, written, tuple(fitting), tuple(too_large))
+    return NodePlan(found, written, tuple(fitting), tuple(too_large))
 
 
-def _written(config: RunConfig, nodes: int, found: Plan) -> Written:
+def _written(config: RunConfig, nodes: int, found: SearchResult) -> RecipeLayout:
     try:
         mesh = make_mesh(config, nodes)
     except ConfigError as error:
-        return Written(None, "; ".join(error.faults) or error.title)
+        return RecipeLayout(None, "; ".join(error.faults) or error.title)
     reasons = _unsupported(config)(config)
     if reasons:
-        return Written(None, reasons[0])
+        return RecipeLayout(None, reasons[0])
     own = predict(config, mesh)
     leaves = {"micro_batch"} if mesh.unmeasured else set()
     alike = [one for one in (*found.fitting, *found.too_large) if differs(one, own) <= leaves]
     fits = [one for one in alike if one.fits]
     # The measurement chooses the fastest micro batch that fits.
-    return Written(max(fits or alike or [own], key=lambda one: one.seq_per_s))
+    return RecipeLayout(max(fits or alike or [own], key=lambda one: one.seq_per_s))
 
 
-def shown(planned: Planned, top: int) -> list[tuple[int, Candidate]]:
+def table_rows(planned: NodePlan, top: int) -> list[tuple[int, LayoutEstimate]]:
     """(rank, layout) of the rows of a table: the best of each mesh before others of the same mesh.
 
     Args:
@@ -191,7 +193,7 @@ def shown(planned: Planned, top: int) -> list[tuple[int, Candidate]]:
     return sorted(rows, key=lambda row: row[0])
 
 
-def nothing_fits(found: Answer) -> ConfigError:
+def nothing_fits(found: RecipePlan) -> ConfigError:
     """What to say where no layout fits on any of the node counts."""
     config, fixed = found.config, fixed_settings(found.config)
     counts = [one.plan.nodes for one in found.planned]
@@ -215,7 +217,7 @@ def nothing_fits(found: Answer) -> ConfigError:
     return ConfigError(title, [*faults, f"no number of nodes up to {LARGEST} would do: {remedy}"])
 
 
-def _impossible(planned: Planned) -> list[str]:
+def _impossible(planned: NodePlan) -> list[str]:
     """Why there is no layout to look at."""
     config = planned.plan.config
     if {"parallel.tensor", "parallel.pipeline"} <= set(fixed_settings(config)):
@@ -247,7 +249,7 @@ def most_refused(refused: Mapping[str, int], most: int = 4) -> list[tuple[str, i
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """A recipe's best layout on a number of nodes.
 
     Attributes:
@@ -258,13 +260,13 @@ class Point:
 
     recipe: str
     nodes: int
-    candidate: Candidate | None
-    prospects: Prospects | None
+    candidate: LayoutEstimate | None
+    prospects: TrainingForecast | None
     efficiency: float | None
 
 
 @dataclass(frozen=True)
-class Answer:
+class RecipePlan:
     """One recipe on the node counts that were asked for.
 
     Attributes:
@@ -274,8 +276,8 @@ class Answer:
     """
 
     config: RunConfig
-    foresight: Foresight
-    planned: tuple[Planned, ...]
+    foresight: Forecaster
+    planned: tuple[NodePlan, ...]
 
     @property
     def fits(self) -> bool:
@@ -293,12 +295,12 @@ class Answer:
             f"{name} --out FILE.yaml` measures them, --cluster FILE.yaml plans with them"
         ]
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[ScalingPoint]:
         """The best layout on each node count."""
         fit = [(one.plan.nodes, one.best.seq_per_s) for one in self.planned if one.best]
         efficiency = dict(zip((nodes for nodes, _ in fit), scaling(fit), strict=True))
         return [
-            Point(
+            ScalingPoint(
                 self.config.recipe.name,
                 one.plan.nodes,
                 one.best,
@@ -309,9 +311,9 @@ class Answer:
         ]
 
 
-def answer(
+def plan_recipe(
     config: RunConfig, counts: Sequence[int], price: PriceKind, tokens: int | None
-) -> Answer:
+) -> RecipePlan:
     """Plan a recipe on each of some node counts.
 
     Args:
@@ -323,5 +325,5 @@ def answer(
     Raises:
         ConfigError: no hardware figures, or not that price.
     """
-    foresight = Foresight(config, price, tokens)
-    return Answer(config, foresight, tuple(plan_nodes(config, count) for count in counts))
+    foresight = Forecaster(config, price, tokens)
+    return RecipePlan(config, foresight, tuple(plan_nodes(config, count) for count in counts))

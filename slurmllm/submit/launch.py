@@ -1,0 +1,180 @@
+"""Start a prepared run: submit its jobs to Slurm, or run its stages on this machine.
+
+`submit --local` runs the scripts that sbatch would get with bash, restarts included; the log of
+each stage also goes to the terminal. Ctrl-C asks the run to save and exit, as Slurm does ahead of
+the time limit; a second Ctrl-C kills it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import FrameType
+from typing import IO
+
+from slurmllm.backends.environment import load_environment
+from slurmllm.backends.rendezvous import die_with_parent
+from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError
+from slurmllm.records import JobsRecord, Submission
+from slurmllm.rundir import RunDir, Stage
+from slurmllm.slurm.client import SlurmClient, SlurmCommands
+from slurmllm.submit.prepare import PreparedRun, remove_unsubmitted
+from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS
+
+
+def read_jobs(run: RunDir) -> JobsRecord:
+    """All submissions of a run so far."""
+    return JobsRecord.load(run.jobs) if run.jobs.is_file() else JobsRecord()
+
+
+def record_submission(run: RunDir, submission: Submission) -> None:
+    """Append a submission to jobs.json."""
+    JobsRecord(submissions=(*read_jobs(run).submissions, submission)).save(run.jobs)
+
+
+def record_cancellation(run: RunDir) -> None:
+    """Mark the last submission as cancelled; a cluster without accounting knows it from here."""
+    *before, last = read_jobs(run).submissions
+    cancelled = last.model_copy(update={"cancelled_at": time.time()})
+    JobsRecord(submissions=(*before, cancelled)).save(run.jobs)
+
+
+def _submission(prepared: PreparedRun, **fields: object) -> Submission:
+    attempts = prepared.run.attempts("train")
+    return Submission.model_validate(
+        {
+            "submitted_at": time.time(),
+            "nodes": prepared.mesh.nodes,
+            "first_attempt": attempts[-1].number + 1 if attempts else 0,
+            **fields,
+        }
+    )
+
+
+def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Submission:
+    """Submit the stages' scripts, each after the success of the one before, and record the ids.
+
+    Raises:
+        SlurmError: sbatch refused; a precompile job that was submitted before is cancelled, and the
+            directory of a new run is removed.
+    """
+    client = client or SlurmCommands()
+    run, before = prepared.run, read_jobs(prepared.run)
+    sent = _submission(prepared, local=False)
+    for stage in prepared.stages:
+        try:
+            job = client.submit(run.script(stage), after_ok=sent.precompile_job)
+        except SlurmError as error:
+            message = f"{error}; --dry-run shows the scripts"
+            if sent.precompile_job is not None:
+                try:
+                    client.cancel([sent.precompile_job])
+                except SlurmError as reason:
+                    raise SlurmError(
+                        f"{message}\n  and the precompile job is still queued: {reason}; "
+                        f"`scancel {sent.precompile_job}` ends it, {run.path} is kept"
+                    ) from error
+                if before.submissions:
+                    before.save(run.jobs)
+                else:
+                    run.jobs.unlink(missing_ok=True)
+            if prepared.is_new:
+                remove_unsubmitted(run)
+            raise SlurmError(message) from error
+        sent = sent.model_copy(update={f"{stage}_job": job})
+        # Saved after each job: if this process is killed here, no job is without a record.
+        JobsRecord(submissions=(*before.submissions, sent)).save(run.jobs)
+    return sent
+
+
+def run_locally(prepared: PreparedRun, quiet: bool = False) -> int:
+    """Run the stages on this machine, each after the success of the one before.
+
+    Returns:
+        0, or the exit code of the stage that stopped; 130 after Ctrl-C.
+    """
+    config, nodes, stages = prepared.config, prepared.mesh.nodes, prepared.stages
+    local = _submission(prepared, local=True, pid=os.getpid(), host=socket.gethostname())
+    record_submission(prepared.run, local)
+    precompile_nodes = load_environment(config.backend).precompile_nodes(config, nodes)
+    for stage in stages:
+        job = LocalJob(
+            prepared.run, stage, precompile_nodes if stage == "precompile" else nodes, quiet
+        )
+        previous = {n: signal.signal(n, job.on_interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = job.run_to_end()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if code != EXIT_OK:
+            return code
+        if job.interrupts and stage != stages[-1]:
+            return EXIT_INTERRUPTED
+    return EXIT_OK
+
+
+class LocalJob:
+    """A batch script on this machine, started again as long as its supervisor asks for it."""
+
+    def __init__(self, run: RunDir, stage: Stage, nodes: int, quiet: bool) -> None:
+        self.run, self.stage, self.nodes, self.quiet = run, stage, nodes, quiet
+        self.interrupts = self.restarts = 0
+        self.process: subprocess.Popen[str] | None = None
+
+    def run_to_end(self) -> int:
+        while True:
+            if self.interrupts:
+                return EXIT_INTERRUPTED
+            code = self._run_once()
+            if code != EXIT_REQUEUE:
+                return EXIT_INTERRUPTED if self.interrupts and code != EXIT_OK else code
+            self.restarts += 1
+
+    def on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += 1
+        if self.process is not None and self.process.poll() is None:
+            kill = self.interrupts > 1
+            self.process.send_signal(signal.SIGKILL if kill else signal.SIGUSR1)
+
+    def _run_once(self) -> int:
+        log = self.run.stage_log(self.stage)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.process = subprocess.Popen(
+            ["bash", str(self.run.script(self.stage))],
+            env={
+                **os.environ, LOCAL_NODES: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)
+            },
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace",
+            start_new_session=True,  # Ctrl-C must reach only this process
+            preexec_fn=die_with_parent,
+        )  # fmt: skip
+        if self.interrupts:  # a signal during Popen found no process to forward to
+            self.process.send_signal(signal.SIGUSR1)
+        assert self.process.stdout is not None
+        reader = threading.Thread(target=self._copy, args=(self.process.stdout,), daemon=True)
+        reader.start()
+        code = self.process.wait()
+        reader.join(timeout=10)
+        return code
+
+    def _copy(self, stream: IO[str]) -> None:
+        # The pipe must be read even if log or terminal fail, or the run would block on it.
+        with stream, self.run.stage_log(self.stage).open("a", encoding="utf-8") as log:
+            for line in stream:
+                with contextlib.suppress(OSError):
+                    log.write(line)
+                    log.flush()
+                if not self.quiet:
+                    try:
+                        sys.stdout.write(line)
+                        sys.stdout.flush()
+                    except OSError:  # the reader is gone: `submit --local | head`
+                        self.quiet = True
