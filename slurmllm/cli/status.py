@@ -1,4 +1,4 @@
-"""`slurmllm status [RUN]`: where the runs stand, once or again and again."""
+"""`slurmllm status [RUN]`: the status of runs, once or refreshed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.cli.status_tables import View
-    from slurmllm.records import GraphManifest
     from slurmllm.status.details import Details
     from slurmllm.status.runs import RunState
 
@@ -20,7 +19,7 @@ _INTERVAL_S = 5.0
 
 
 class _Status(click.Command):
-    """Lets `--watch` stand without seconds, before a run's name too."""
+    """Allows `--watch` without seconds, before a run's name too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         after = [*args[1:], ""]
@@ -37,24 +36,23 @@ class _Status(click.Command):
     "--watch",
     type=float,
     metavar="[SECONDS]",
-    help=f"Draw it anew every so often ({_INTERVAL_S:g} s), until nothing shown waits or runs.",
+    help=f"Refresh every SECONDS (default {_INTERVAL_S:g}) until all shown runs have ended.",
 )
-@click.option("--active", is_flag=True, help="Of all runs, those alone that wait or run.")
+@click.option("--active", is_flag=True, help="Only runs that are pending or running.")
 @options.runs_dir
 @options.as_json
 def status(
     run: str | None, watch: float | None, active: bool, runs_dir: str | None, as_json: bool
 ) -> None:
-    """Show where RUN stands, or all runs.
+    """Show the status of RUN, or of all runs.
 
-    With --watch it ends when the run has ended, or when of all runs none waits or runs any more;
-    where the output is no terminal, it prints one picture after the other, with --json one
-    document a line.
+    --watch ends when the run, or every run shown, has ended. If the output is not a terminal, it
+    prints one table after the other; with --json, one document per line.
     """
     from slurmllm.errors import EXIT_INTERRUPTED, UserError
 
     if active and run is not None:
-        raise UserError(f"--active chooses among all runs; leave it out, or the run {run!r}")
+        raise UserError(f"--active selects among all runs: leave out --active or the run {run!r}")
     if watch is not None and not 0.1 <= watch <= 86400:
         raise UserError(f"--watch {watch:g}: seconds from 0.1 to 86400, such as --watch 5")
     look = _one(run, runs_dir) if run is not None else _several(runs_dir, active)
@@ -69,15 +67,15 @@ def status(
 
 
 class _Shown:
-    """What was found at one look."""
+    """The states of one refresh."""
 
     def __init__(self, states: list[RunState], nothing: str | None) -> None:
-        self.states, self.nothing = states, nothing  # None: it is one run that was asked for
+        self.states, self.nothing = states, nothing  # nothing is None: one run was named
 
     def as_json(self, indent: int | None = None) -> str:
         import json
 
-        found = [_as_json(state) for state in self.states]
+        found = [_state_json(state) for state in self.states]
         return json.dumps(found[0] if self.nothing is None else {"runs": found}, indent=indent)
 
     def view(self, height: int | None = None) -> View:
@@ -98,14 +96,12 @@ class _Shown:
         self.view().print(console())
 
     @property
-    def goes_on(self) -> bool:
-        """Whether anything shown waits or runs."""
+    def active(self) -> bool:
         return any(state.active for state in self.states)
 
     @property
-    def not_told(self) -> bool:
-        """Whether Slurm did not answer for some of it."""
-        return any(state.not_told for state in self.states)
+    def slurm_unreachable(self) -> bool:
+        return any(state.slurm_unreachable for state in self.states)
 
 
 def _one(run: str, runs_dir: str | None) -> Callable[[], _Shown]:
@@ -127,9 +123,9 @@ def _several(runs_dir: str | None, active: bool) -> Callable[[], _Shown]:
     def look() -> _Shown:
         states = run_states(list_runs(root), client)
         if active and states:
-            shown = [state for state in states if state.active or state.not_told]
-            return _Shown(shown, f"none of the {len(states)} runs in {root} waits or runs")
-        hint = "`slurmllm submit tiny_neox --local` makes one"
+            shown = [state for state in states if state.active or state.slurm_unreachable]
+            return _Shown(shown, f"none of the {len(states)} runs in {root} is pending or running")
+        hint = "`slurmllm submit tiny_neox --local` starts one"
         return _Shown(states, f"no runs in {root} yet; {hint}")
 
     return look
@@ -161,7 +157,7 @@ def _redraw(look: Callable[[], _Shown], interval_s: float) -> None:
     terminal = console()
     with Live(console=terminal, auto_refresh=False, vertical_overflow="crop") as live:
         for shown in _looks(look, interval_s):
-            # The headings, the clock and a line for what there is no room for.
+            # Five lines: headings, clock, notes on columns and rows without room.
             view = shown.view(max(terminal.height - 5, 1))
             clock = time.strftime("%H:%M:%S") + f", every {interval_s:g} s; Ctrl-C leaves"
             live.update(
@@ -171,32 +167,32 @@ def _redraw(look: Callable[[], _Shown], interval_s: float) -> None:
 
 
 def _looks(look: Callable[[], _Shown], interval_s: float) -> Iterator[_Shown]:
-    """One look after the other, until nothing goes on.
+    """Look again and again until no run shown is active.
 
-    While Slurm does not answer, what it was known to run is not taken for ended.
+    While slurmctld is unreachable, runs that were active before are not taken for ended.
     """
     begun = False
     while True:
         shown = look()
         yield shown
-        begun = begun or shown.goes_on
-        if not shown.goes_on and not (begun and shown.not_told):
+        begun = begun or shown.active
+        if not shown.active and not (begun and shown.slurm_unreachable):
             return
         time.sleep(interval_s)
 
 
-def _as_json(state: RunState) -> dict[str, Any]:
+def _state_json(state: RunState) -> dict[str, Any]:
     from dataclasses import asdict
 
     found = asdict(state)
     found["attempts"] = [a.model_dump(mode="json", by_alias=True) for a in state.attempts]
     del found["details"]
     if state.details is not None:
-        found |= _details_as_json(state.details)
-    return {name: _sound(value) for name, value in found.items()}
+        found |= _details_json(state.details)
+    return {name: _finite(value) for name, value in found.items()}
 
 
-def _details_as_json(more: Details) -> dict[str, Any]:
+def _details_json(more: Details) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
@@ -207,31 +203,27 @@ def _details_as_json(more: Details) -> dict[str, Any]:
         },
         "mesh": more.mesh.to_json() if more.mesh else None,
         "micro_batch": more.micro_batch.model_dump(mode="json") if more.micro_batch else None,
-        "graphs": _graphs_as_json(more.graphs),
+        # The list of files would be longer than all the rest.
+        "graphs": more.graphs.model_dump(mode="json", exclude={"files"}) if more.graphs else None,
         "uncompiled": list(more.uncompiled),
         "versions": more.versions,
         "unequal_versions": more.unequal_versions,
         "excluded": [node.model_dump(mode="json") for node in more.excluded],
-        "standing": asdict(more.standing) if more.standing is not None else None,
+        "workers": asdict(more.workers) if more.workers is not None else None,
         "skips": [skip.model_dump(mode="json") for skip in more.skips],
         "warnings": [more.unequal_versions] if more.unequal_versions else [],
     }
 
 
-def _graphs_as_json(manifest: GraphManifest | None) -> dict[str, Any] | None:
-    """The manifest without its list of files."""
-    return manifest.model_dump(mode="json", exclude={"files"}) if manifest is not None else None
-
-
-def _sound(value: Any) -> Any:
-    """What JSON can hold: a loss that is not a number is null."""
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: such a loss becomes null."""
     import math
 
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _sound(inner) for key, inner in value.items()}
-    return [_sound(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _is_number(text: str) -> bool:

@@ -72,8 +72,8 @@ class Drill:
             state = run_state(run, self.client)
             if state.state != "done":
                 raise CodeError(
-                    f"the reference run {run.name} did not finish: {state.state} {state.why}; see "
-                    f"`slurmllm logs {run.name}`: {name} would fail in the same way"
+                    f"the reference run {run.name} did not finish: {state.state} {state.reason}; "
+                    f"see `slurmllm logs {run.name}`: {name} would fail in the same way"
                 )
             reference, name = run.path, run.name
         results = [self._test(kind, reference) for kind in plan.kinds]
@@ -101,7 +101,7 @@ class Drill:
         injection = self._run_to_end(run, kind)
         self.progress(f"{kind}: comparing with the reference")
         state = run_state(run, self.client)
-        text = f"{state.state} ({state.why})" if state.why else state.state
+        text = f"{state.state} ({state.reason})" if state.reason else state.state
         return check_recovery(
             run, kind, injection, reference, self.plan.steps, self.tolerances, text
         )

@@ -1,4 +1,4 @@
-"""What `slurmllm status RUN` shows of one run beyond where it stands: batch, graphs, nodes."""
+"""Details of one run for `slurmllm status RUN`: batch, graphs, nodes, progress of the workers."""
 
 from __future__ import annotations
 
@@ -30,21 +30,40 @@ from slurmllm.supervise.watchdog import behind, limit_s, recent_step_times, slow
 
 
 @dataclass(frozen=True)
-class Details:
-    """One run more closely.
+class WorkerProgress:
+    """What the slowest workers are doing.
 
     Attributes:
-        cold_first_step_s: First step with an empty graph cache (precompile).
-        first_steps: The last attempt's node → (first step in s, cache hits, cache misses).
-        mesh: As planned, None where plan.json is absent.
-        micro_batch: What was measured for `train.micro_batch: auto`, None where nothing was.
-        graphs: What the archive of compiled graphs holds, None where there is none.
-        uncompiled: Why that archive is not complete.
-        versions: The last attempt's node → versions of driver, runtime, compiler, …
-        unequal_versions: Which nodes differ in them, empty where none do.
-        excluded: The nodes that the run keeps off.
-        standing: What the workers are doing, None where none run.
-        skips: Windows of the data that the run passes over after roll-backs.
+        phase: Phase of the workers furthest behind.
+        step: Their last completed step.
+        unchanged_s: Seconds since any worker last changed its phase or step, by the nodes' clocks.
+        limit_s: Seconds from which on this is a hang; None without a watchdog.
+        behind: Ranks behind the others; empty if all are equally far.
+    """
+
+    phase: Phase
+    step: int
+    unchanged_s: float
+    limit_s: float | None
+    behind: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Details:
+    """Details of one run.
+
+    Attributes:
+        cold_first_step_s: First step with an empty graph cache (precompile stage).
+        first_steps: Node of the last attempt → (first step in s, cache hits, cache misses).
+        mesh: The planned mesh; None without plan.json.
+        micro_batch: Measurement for `train.micro_batch: auto`.
+        graphs: Manifest of the graph archive.
+        uncompiled: Why the graph archive is incomplete.
+        versions: Node of the last attempt → versions of driver, runtime, compiler, …
+        unequal_versions: Nodes with other versions; empty if all are equal.
+        excluded: Excluded nodes.
+        workers: What the workers are doing; None if none are running.
+        skips: Batches that the run skips after roll-backs.
     """
 
     cold_first_step_s: float | None
@@ -56,88 +75,57 @@ class Details:
     versions: dict[str, dict[str, str]]
     unequal_versions: str
     excluded: tuple[ExcludedNode, ...]
-    standing: WorkerProgress | None
+    workers: WorkerProgress | None
     skips: tuple[SkippedBatches, ...]
 
 
 def read_details(
     run: RunDir, attempts: Sequence[AttemptRecord], training: bool, config: WatchdogConfig
 ) -> Details:
-    """Read them.
+    """Read the details of a run.
 
     Args:
         run: The run.
-        attempts: Of the train stage, oldest first.
-        training: Whether its train job runs.
+        attempts: Attempts of the train stage, oldest first.
+        training: Whether the train job is running.
         config: Of its watchdog.
 
     Raises:
         StorageError: a record is damaged.
     """
-    versions = _versions(run, attempts)
     manifest = GraphManifest.load(run.graphs_manifest) if run.graphs_manifest.is_file() else None
-    open_one = training and bool(attempts) and attempts[-1].ended_at is None
+    # Versions and first steps are figures only: a damaged record must not hide the run's state.
+    versions: dict[str, dict[str, str]] = {}
+    with suppress(StorageError):
+        for last in (attempts or load_attempts(run, "precompile"))[-1:]:
+            nodes = node_records(run, last)
+            versions = {name: node.versions for name, node in nodes.items()}
+    first_steps: dict[str, tuple[float, int, int]] = {}
+    with suppress(StorageError):
+        for folder in run.attempts("train")[-1:]:
+            paths = sorted(folder.worker(0).parent.glob("rank_*.json"))
+            workers = [WorkerRecord.load(path) for path in paths]
+            first_steps = {w.node: (w.first_step_s, w.cache_hits, w.cache_misses) for w in workers}
+    running = training and bool(attempts) and attempts[-1].ended_at is None
     return Details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
-        first_steps=_first_steps(run),
+        first_steps=first_steps,
         mesh=load_mesh(run.plan) if run.plan.is_file() else None,
-        micro_batch=(MicroBatchRecord.load(run.micro_batch) if run.micro_batch.is_file() else None),
+        micro_batch=MicroBatchRecord.load(run.micro_batch) if run.micro_batch.is_file() else None,
         graphs=manifest,
         uncompiled=faults(manifest, run) if manifest is not None else (),
         versions=versions,
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),
-        standing=worker_progress(run, attempts[-1], config) if open_one else None,
+        workers=read_worker_progress(run, attempts[-1], config) if running else None,
         skips=SkipsRecord.load(run.skips).skips if run.skips.is_file() else (),
     )
 
 
-def _versions(run: RunDir, attempts: Sequence[AttemptRecord]) -> dict[str, dict[str, str]]:
-    """Of the last train attempt's nodes; of the last precompile attempt's before there is one."""
-    tries = attempts or load_attempts(run, "precompile")
-    if not tries:
-        return {}
-    try:
-        return {name: node.versions for name, node in node_records(run, tries[-1]).items()}
-    except StorageError:
-        return {}  # as with the first steps
-
-
-def _first_steps(run: RunDir) -> dict[str, tuple[float, int, int]]:
-    attempts = run.attempts("train")
-    folder = attempts[-1].worker(0).parent if attempts else None
-    if folder is None or not folder.is_dir():
-        return {}
-    try:
-        workers = [WorkerRecord.load(path) for path in sorted(folder.glob("rank_*.json"))]
-    except StorageError:
-        return {}  # figures only: a damaged one must not hide the run's state
-    return {w.node: (w.first_step_s, w.cache_hits, w.cache_misses) for w in workers}
-
-
-@dataclass(frozen=True)
-class WorkerProgress:
-    """What the slowest workers are doing.
-
-    Attributes:
-        phase: Of the workers furthest behind.
-        step: Last one that they finished.
-        unchanged_s: Seconds since any worker began anything new, by the nodes' clocks.
-        limit_s: From which on it counts as a hang; None: nobody watches.
-        behind: Ranks behind the others; none where all stand alike.
-    """
-
-    phase: Phase
-    step: int
-    unchanged_s: float
-    limit_s: float | None
-    behind: tuple[int, ...]
-
-
-def worker_progress(
+def read_worker_progress(
     run: RunDir, record: AttemptRecord, config: WatchdogConfig
 ) -> WorkerProgress | None:
-    """Where an open attempt stands; None where its launchers have said nothing."""
+    """The progress of an open attempt; None before its launchers have written a heartbeat."""
     beats: dict[int, WorkerPhase] = {}
     for name in record.nodes:
         with suppress(StorageError):

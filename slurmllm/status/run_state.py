@@ -1,19 +1,14 @@
-"""The word for where a run stands, from its records and from what Slurm says of its jobs."""
+"""The state of a run, derived from its records and from Slurm's view of its jobs."""
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from slurmllm.config.load import load
-from slurmllm.config.resolve import RunConfig
+from slurmllm.config.load import ConfigSummary
 from slurmllm.errors import SlurmError
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.rundir import RunDir
@@ -26,12 +21,14 @@ _WAITING = ("PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD")
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run's directory says of where it stands.
+    """The records of a run that determine its state.
 
     Attributes:
-        sent: The last submission.
-        attempts: Of the train stage, oldest first.
-        precompiles: Of the precompile stage.
+        run: The run.
+        config: Summary of its configuration.
+        sent: Its last submission.
+        attempts: Attempts of the train stage, oldest first.
+        precompiles: Attempts of the precompile stage, oldest first.
     """
 
     run: RunDir
@@ -50,17 +47,17 @@ class RunRecords:
 
     @property
     def precompiled(self) -> AttemptRecord | None:
-        """The last precompile attempt of the last submission, where it has ended."""
-        tried, sent = next(reversed(self.precompiles), None), self.sent
-        if tried is None or sent is None or tried.ending is None:
+        """The last precompile attempt of the last submission, if it has ended."""
+        last, sent = next(reversed(self.precompiles), None), self.sent
+        if last is None or sent is None or last.ending is None:
             return None
         if sent.local:
-            return tried if tried.started_at >= sent.submitted_at else None
-        return tried if tried.job_id == sent.precompile_job else None
+            return last if last.started_at >= sent.submitted_at else None
+        return last if last.job_id == sent.precompile_job else None
 
     @property
-    def settled(self) -> bool:
-        """Whether the records alone tell that the last submission has come to its end."""
+    def ended(self) -> bool:
+        """Whether the records alone show that the last submission has ended."""
         last = self.last or self.precompiled
         if last is None or last.ending == "superseded":
             return False
@@ -68,27 +65,36 @@ class RunRecords:
 
 
 def read_records(run: RunDir, config: ConfigSummary) -> RunRecords:
-    """Read them.
+    """Read the records of a run.
 
     Raises:
         StorageError: one is damaged.
     """
     submissions = JobsRecord.load(run.jobs).submissions if run.jobs.is_file() else ()
+    sent = submissions[-1] if submissions else None
     return RunRecords(
-        run,
-        config,
-        submissions[-1] if submissions else None,
-        load_attempts(run, "train"),
-        load_attempts(run, "precompile"),
+        run, config, sent, load_attempts(run, "train"), load_attempts(run, "precompile")
     )
 
 
+@dataclass(frozen=True)
+class JobState:
+    """The state of one of the two jobs of a submission."""
+
+    job_id: str
+    state: str
+    reason: str = ""
+
+
 def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str, str]:
-    """The state (see `state.RunState`), and one line that explains it.
+    """The state of a run (see `runs.RunState`) and its reason.
+
+    The order of the tests matters: records come before Slurm, which forgets jobs after minutes,
+    and a job that runs comes before the record of an attempt that it may be about to supersede.
 
     Args:
-        records: The run's; where they are settled, no job is looked at.
-        jobs: Stage → what Slurm says.
+        records: Of the run.
+        jobs: Stage → state of its job; not read if the records show that the run has ended.
     """
     run, sent, last = records.run, records.sent, records.last
     if last is not None and last.action == "finish":
@@ -96,8 +102,8 @@ def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str
     if sent is None:
         return "interrupted", "never submitted"
     if sent.local:
-        return _local(records, sent)
-    if records.settled:
+        return _derive_local_state(records, sent)
+    if records.ended:
         return _stopped(run, last) if last is not None else _not_precompiled(records, None)
     precompile, train = jobs.get("precompile"), jobs.get("train")
     if train is not None and train.state in _RUNNING:
@@ -105,14 +111,17 @@ def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str
     if precompile is not None and precompile.state in _RUNNING:
         return "precompiling", ""
     if train is not None and train.state in _WAITING:
-        return "requeued" if last is not None else "queued", _waits_for(train)
+        reason = f"waiting for {train.reason}" if train.reason else ""
+        if train.state == "REQUEUE_HOLD" or "held" in train.reason.lower():
+            reason += f"; `scontrol release {train.job_id}` lets it start"
+        return "requeued" if last is not None else "queued", reason
     if train is not None and train.state == "CANCELLED" and records.attempts:
         return _cancelled(run)
-    silent = train is not None and train.state == "UNKNOWN" and bool(train.reason)
-    forgotten = train is not None and train.state == "UNKNOWN" and not silent
+    unreachable = train is not None and train.state == "UNKNOWN" and bool(train.reason)
+    forgotten = train is not None and train.state == "UNKNOWN" and not unreachable
     if forgotten and sent.cancelled_at is not None:
         return _cancelled(run)
-    if last is not None and last.ended_at is not None and not silent:
+    if last is not None and last.ended_at is not None and not unreachable:
         return _stopped(run, last)
     if precompile is not None and precompile.state not in ("COMPLETED", "UNKNOWN"):
         return _not_precompiled(records, precompile)
@@ -123,11 +132,16 @@ def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str
     return "interrupted", f"train job {train.state if train else 'never submitted'}"
 
 
-def _waits_for(job: JobState) -> str:
-    why = f"waiting for {job.reason}" if job.reason else ""
-    if job.state == "REQUEUE_HOLD" or "held" in job.reason.lower():
-        why += f"; `scontrol release {job.job_id}` lets it start"
-    return why
+def _derive_local_state(records: RunRecords, sent: Submission) -> tuple[str, str]:
+    if is_process_alive(sent):
+        state = "training" if records.last is not None else "precompiling"
+        return state, f"process {sent.pid}"
+    last = records.last or records.precompiled
+    if last is not None and last.action == "stop":
+        return _stopped(records.run, last)
+    if sent.cancelled_at is not None:
+        return _cancelled(records.run)
+    return "interrupted", f"`slurmllm resume {records.run.name}` continues"
 
 
 def _cancelled(run: RunDir) -> tuple[str, str]:
@@ -141,32 +155,21 @@ def _stopped(run: RunDir, last: AttemptRecord) -> tuple[str, str]:
 
 
 def _not_precompiled(records: RunRecords, job: JobState | None) -> tuple[str, str]:
-    """How a precompile stage ended that lets no training follow."""
-    tried, state = records.precompiled, job.state if job is not None else "UNKNOWN"
-    cancelled = state == "CANCELLED" or (tried is not None and tried.ending == "cancelled")
-    word = "cancelled" if cancelled else "stopped"
-    if tried is not None:
-        return word, f"precompile: {tried.ending}: {'; '.join(tried.evidence)}"
-    return word, f"precompile job {state}; see {records.run.stage_log('precompile')}"
-
-
-def _local(records: RunRecords, sent: Submission) -> tuple[str, str]:
-    if is_process_alive(sent):
-        state = "training" if records.last is not None else "precompiling"
-        return state, f"process {sent.pid}"
-    last = records.last or records.precompiled
-    if last is not None and last.action == "stop":
-        return _stopped(records.run, last)
-    if sent.cancelled_at is not None:
-        return _cancelled(records.run)
-    return "interrupted", f"`slurmllm resume {records.run.name}` continues"
+    """The state after a precompile stage that no training follows."""
+    last, job_state = records.precompiled, job.state if job is not None else "UNKNOWN"
+    cancelled = job_state == "CANCELLED" or (last is not None and last.ending == "cancelled")
+    state = "cancelled" if cancelled else "stopped"
+    if last is not None:
+        return state, f"precompile: {last.ending}: {'; '.join(last.evidence)}"
+    return state, f"precompile job {job_state}; see {records.run.stage_log('precompile')}"
 
 
 def is_process_alive(sent: Submission) -> bool:
-    """Whether a local submission's process still runs, as far as this machine can tell."""
+    """Whether the process of a local submission is running on this machine."""
     if sent.pid is None or sent.host != socket.gethostname():
         return False
     try:
+        # The pid may belong to another program by now.
         command = Path(f"/proc/{sent.pid}/cmdline").read_bytes()
     except OSError:
         return False
@@ -174,25 +177,16 @@ def is_process_alive(sent: Submission) -> bool:
 
 
 @dataclass(frozen=True)
-class JobState:
-    """One of the two jobs of a submission."""
-
-    job_id: str
-    state: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class QueueSnapshot:
-    """Slurm's answer.
+    """The result of one squeue call.
 
     Attributes:
-        jobs: The jobs that it still holds, by id.
-        silent: Why it did not answer; empty where it did.
+        jobs: Jobs in the queue, by id.
+        error: Why Slurm did not answer; empty if it did.
     """
 
     jobs: Mapping[str, QueuedJob] = field(default_factory=dict)
-    silent: str = ""
+    error: str = ""
 
 
 def job_ids(sent: Submission | None) -> dict[str, str]:
@@ -204,14 +198,14 @@ def job_ids(sent: Submission | None) -> dict[str, str]:
 
 
 def query_queue(submissions: Iterable[Submission | None], client: SlurmClient) -> QueueSnapshot:
-    """Ask Slurm once for the jobs of many submissions."""
+    """Query Slurm once for the jobs of many submissions."""
     wanted = [job for sent in submissions for job in job_ids(sent).values()]
     if not wanted:
         return QueueSnapshot()
     try:
         return QueueSnapshot(client.queue(wanted))
     except SlurmError as error:
-        return QueueSnapshot(silent=str(error))
+        return QueueSnapshot(error=str(error))
 
 
 def read_job_states(
@@ -221,16 +215,16 @@ def read_job_states(
 
     Args:
         sent: The submission.
-        queue: What `ask` found.
+        queue: Result of `query_queue`.
         client: Slurm.
-        brief: Whether to leave out jobs that it holds no more while it holds another, which tells
-            where the run stands: accounting must be asked for each of them.
+        brief: Whether one active job is enough: sacct is called once for every job that has left
+            the queue, which takes long for a list of runs.
     """
     jobs, ids = {}, job_ids(sent)
     enough = brief and any(job in queue.jobs and queue.jobs[job].active for job in ids.values())
     for stage, job in ids.items():
-        if queue.silent:
-            jobs[stage] = JobState(job, "UNKNOWN", queue.silent)
+        if queue.error:
+            jobs[stage] = JobState(job, "UNKNOWN", queue.error)
         elif job in queue.jobs:
             reason = queue.jobs[job].reason
             jobs[stage] = JobState(job, queue.jobs[job].state, "" if reason == "None" else reason)
@@ -238,50 +232,3 @@ def read_job_states(
             rows = [row for row in client.accounting(job) if row.job_id == job]
             jobs[stage] = JobState(job, rows[-1].state if rows else "UNKNOWN")
     return jobs
-
-
-# What comes of a tree that is not as `load` would have it.
-_ODD = (LookupError, AttributeError, TypeError, ValueError)
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-@dataclass(frozen=True)
-class ConfigSummary:
-    """What a run is.
-
-    Attributes:
-        recipe: Its recipe's name.
-        steps: How many it is to train.
-        usd_per_node_hour: By the cluster profile, on demand; None: it has no price.
-    """
-
-    recipe: str
-    steps: int
-    usd_per_node_hour: float | None
-
-
-def summarize_config(config: RunConfig) -> ConfigSummary:
-    """The outline of a configuration that is loaded already."""
-    price = config.cluster.price
-    usd = price.on_demand if price is not None else None
-    return ConfigSummary(config.recipe.name, config.recipe.train.steps, usd)
-
-
-def read_config_summary(run: RunDir) -> ConfigSummary:
-    """The outline of a run.
-
-    Raises:
-        ConfigError: its configuration is unreadable or no longer valid.
-    """
-    try:
-        # The sources of the values, which nobody asks for here, are the longer half.
-        tree = yaml.load(run.config.read_bytes().partition(b"\norigin:")[0], _Loader)
-        price = tree["cluster"].get("price")
-        name, steps = tree["name"], tree["train"]["steps"]
-        usd = None if price is None else float(price["on_demand"])
-    except (OSError, yaml.YAMLError, RecursionError, *_ODD):
-        return summarize_config(load(run.config))
-    sound = type(name) is str and type(steps) is int and steps > 0
-    if not sound or (usd is not None and not 0 < usd < math.inf):
-        return summarize_config(load(run.config))
-    return ConfigSummary(name, steps, usd)

@@ -12,8 +12,9 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from slurmllm.cli.main import cli
-from slurmllm.cli.status_tables import ago, runs_view
+from slurmllm.cli.status_tables import runs_view
 from slurmllm.config.resolve import resolve
+from slurmllm.format import format_age
 from slurmllm.records import AttemptRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
@@ -47,7 +48,7 @@ def make(name: str, ended: bool = True) -> RunDir:
 
 STATE = RunState(
     name="pretraining-gpt-neox-20b-third-attempt", run_dir="/r", recipe="neox_20b",
-    state="precompiling", why="waiting for Resources and for whatever else there is to be had",
+    state="precompiling", reason="waiting for Resources and for whatever else there is to be had",
     nodes=128, step=123456, steps=500000, loss=2.3456, seq_per_s=1234.5, eta_s=12 * 3600.0,
     last_checkpoint=SavedCheckpoint(123000, 0.0, 400.0), restarts=17, node_hours=123456.7,
     usd=2654321.09,
@@ -118,6 +119,6 @@ def test_ctrl_c_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ages() -> None:
-    assert [ago(s) for s in (3, 119, 180, 7200, 200000)] == [
+    assert [format_age(s) for s in (3, 119, 180, 7200, 200000)] == [
         "3 s ago", "119 s ago", "3 min ago", "2 h ago", "2 days ago",
     ]  # fmt: skip

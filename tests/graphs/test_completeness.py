@@ -158,7 +158,7 @@ def test_a_failed_graph_stops_the_run_and_is_named(stage: Stage, exit_code: int)
     assert "train attempt" not in text
     shown = stage.status("r")
     assert shown["state"] == "stopped"
-    assert failed.name in shown["why"]
+    assert failed.name in shown["reason"]
     assert failed.name in stage.call("status", "r")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slurmllm.config.load import read_summary
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
 from slurmllm.metrics.step_time import read_pace
@@ -26,8 +27,8 @@ from slurmllm.records import (
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow, QueuedJob
 from slurmllm.slurm.fake import FakeSlurm
-from slurmllm.status.run_state import read_config_summary
-from slurmllm.status.runs import node_hours, run_state, run_states
+from slurmllm.status.runs import run_state, run_states
+from slurmllm.status.time_breakdown import node_hours
 
 PRICE = "cluster.price={on_demand: 20.0, date: '2026-01-01'}"
 
@@ -172,11 +173,11 @@ def test_slurm_is_asked_once_and_only_for_what_has_not_ended(tmp_path: Path) -> 
         "done", "stopped", "training", "damaged", "damaged",
     ]  # fmt: skip
     assert (slurm.queues, slurm.accounts) == (1, 0)
-    assert states["stop"].why == "code_error: why"
-    assert "jobs.json is damaged" in states["damaged"].why
+    assert states["stop"].reason == "code_error: why"
+    assert "jobs.json is damaged" in states["damaged"].reason
     silent = {state.name: state for state in run_states(runs, Asked(silent=True))}
     assert (silent["finish"].state, silent["stop"].state) == ("done", "stopped")
-    assert silent["runs"].not_told
+    assert silent["runs"].slurm_unreachable
 
 
 @pytest.mark.parametrize(
@@ -203,6 +204,6 @@ def test_a_run_that_was_cancelled_between_attempts(
 def test_the_outline_is_that_of_the_whole_configuration(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found = read_config_summary(make(tmp_path, "r", "7", *overrides))
+    found = read_summary(make(tmp_path, "r", "7", *overrides).config)
     usd = 20.0 if overrides else None
     assert (found.recipe, found.steps, found.usd_per_node_hour) == ("tiny_neox", 100, usd)

@@ -127,7 +127,7 @@ def test_without_a_later_attempt_the_checkpoint_tells(
     history = RunHistory("r", [alone], {0: steps(1, [1.0] * 5, 120.0)})
     used = account_node_hours(history)
     assert (used.steps, used.steps_lost) == (kept, 5 - kept)
-    assert any("no end yet" in line for line in used.warnings) is (ended is None)
+    assert any("no recorded end" in line for line in used.warnings) is (ended is None)
 
 
 def test_a_resume_below_the_last_checkpoint_loses_what_lies_between() -> None:
@@ -201,7 +201,7 @@ def test_what_can_be_read_is_read(make_run: MakeRun) -> None:
     words = "\n".join(history.warnings)
     assert "the last line is cut" in words
     assert "is damaged" in words
-    assert "without an attempt record" in words
+    assert "no attempt record of attempt 1" in words
     assert account_node_hours(history).steps == 3
 
 

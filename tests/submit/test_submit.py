@@ -150,7 +150,7 @@ def test_a_damaged_run_does_not_hide_the_others(fake: FakeSlurm, inputs: tuple[s
     states = {run["name"]: run for run in json.loads(call("status", "--json").stdout)["runs"]}
     assert states["whole"]["state"] == "queued"
     assert states["broken"]["state"] == "damaged"
-    assert "jobs.json" in states["broken"]["why"]
+    assert "jobs.json" in states["broken"]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_failed_precompile_job_is_named(fake: FakeSlurm, inputs: tuple[str, ..
     fake.finish("1", "FAILED")
     shown = json.loads(call("status", "r", "--json").stdout)
     assert shown["state"] == "stopped"
-    assert "precompile job FAILED" in shown["why"]
+    assert "precompile job FAILED" in shown["reason"]
 
 
 def test_resume_submits_again_in_the_same_directory(

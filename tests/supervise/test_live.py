@@ -61,7 +61,7 @@ def test_a_local_run_is_cancelled_and_resumed(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 130, output
     found = bench.status("r")
-    assert (found["state"], found["why"]) == ("cancelled", "`slurmllm resume r` continues")
+    assert (found["state"], found["reason"]) == ("cancelled", "`slurmllm resume r` continues")
     assert bench.endings("r") == [("cancelled", "stop")]
     assert found["last_checkpoint"]["step"] == found["step"] >= 13
     assert "nothing to cancel" in bench.call("cancel", "r")
