@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from slurmllm.plan.candidate import LayoutEstimate
+    from slurmllm.plan.estimate import LayoutEstimate
     from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck
 
 

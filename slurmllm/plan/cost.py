@@ -10,7 +10,7 @@ from typing import Literal
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.plan.candidate import LayoutEstimate
+from slurmllm.plan.estimate import LayoutEstimate
 
 PriceKind = Literal["on_demand", "reserved"]
 _HOUR_S = 3600.0

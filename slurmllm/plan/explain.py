@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from slurmllm.config.cluster import GIB
-from slurmllm.plan.candidate import LayoutEstimate, MemoryUse
 from slurmllm.plan.collectives import Group, data_group, group, rate, tensor_group
+from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.predict import known_hardware
 from slurmllm.plan.step import formats, step_time
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.auto_parallel import fixed_training
-from slurmllm.plan.candidate import LayoutEstimate
+from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.explain import gib, why_too_large
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.predict import predict

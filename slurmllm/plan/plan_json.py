@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slurmllm.plan.candidate import LayoutEstimate
+from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.explain import explain, settings, why_too_large
 from slurmllm.plan.recipe_plan import Forecaster, NodePlan, RecipePlan, ScalingPoint
 

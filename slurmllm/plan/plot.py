@@ -10,7 +10,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from slurmllm.config.cluster import GIB
-from slurmllm.plan.candidate import LayoutEstimate, MemoryUse
+from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.explain import degrees
 from slurmllm.plan.recipe_plan import RecipePlan, table_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
-from slurmllm.plan.candidate import LayoutEstimate, MemoryUse
+from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.flops import model_flops
 from slurmllm.plan.memory import WorkerMemory, worker_memory
 from slurmllm.plan.mesh import Mesh

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
-from slurmllm.plan.candidate import LayoutEstimate
 from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, scaling
+from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.explain import describe, differs, why_too_large
 from slurmllm.plan.loss_assumptions import losses
 from slurmllm.plan.losses import Losses

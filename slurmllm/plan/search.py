@@ -15,7 +15,7 @@ from typing import Any
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import RULES, divisors
 from slurmllm.errors import ConfigError
-from slurmllm.plan.candidate import LayoutEstimate
+from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.mesh import Mesh, measures_micro_batch, micro_batches
 from slurmllm.plan.predict import known_hardware, predict
 

@@ -17,7 +17,6 @@ from functools import lru_cache
 
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.candidate import StepTime, peak_flops
 from slurmllm.plan.collectives import (
     all_reduce_s,
     data_group,
@@ -25,6 +24,7 @@ from slurmllm.plan.collectives import (
     stage_to_stage_s,
     tensor_group,
 )
+from slurmllm.plan.estimate import StepTime, peak_flops
 from slurmllm.plan.flops import (
     Product,
     attention_flops,

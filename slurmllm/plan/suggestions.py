@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.candidate import LayoutEstimate
+from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.mesh import assumed_micro_batch, measures_micro_batch
 from slurmllm.plan.search import LARGEST, VARIED, Unsupported, search, smallest_nodes
 

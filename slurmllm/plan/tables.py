@@ -21,7 +21,7 @@ from slurmllm.plan.recipe_plan import (
 from slurmllm.tables import print_table
 
 if TYPE_CHECKING:
-    from slurmllm.plan.candidate import LayoutEstimate
+    from slurmllm.plan.estimate import LayoutEstimate
 
 _NEAREST = 3
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.metrics.curves import Curve, Flags, Floats
-from slurmllm.plan.candidate import peak_flops
+from slurmllm.plan.estimate import peak_flops
 from slurmllm.plan.flops import model_flops
 
 FIRST_STEPS = 500

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from slurmllm.picture import write_picture
-from slurmllm.plan.candidate import MemoryUse
+from slurmllm.plan.estimate import MemoryUse
 from slurmllm.plan.plot import Curve, picture
 
 GIB = 2**30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.candidate import StepTime
+from slurmllm.plan.estimate import StepTime
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.predict import predict
 from slurmllm.plan.step import step_time
