@@ -18,14 +18,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _MOST_NODES = 65536
 _TOP = 10
-# Of the job that measures, where there is no allocation yet: option → help.
+# Options of the measuring job, outside an allocation: option → help.
 _JOB = {
     "nodelist": "which nodes, as n3 or n[1-4].",
     "partition": "Slurm partition.",
     "account": "Slurm account.",
     "qos": "Slurm quality of service.",
     "reservation": "Slurm reservation.",
-    "exclude": "nodes to keep away from.",
+    "exclude": "nodes to exclude.",
     "time": "time limit of the job that holds the nodes.",
 }
 
@@ -38,10 +38,12 @@ def _job_options(verb: F) -> F:
 
 @click.command()
 @click.argument("recipes", nargs=-1, metavar="[RECIPE…]")
-@click.option("--nodes", metavar="N[,N…]", help="Nodes; of several, a row each.")
+@click.option("--nodes", metavar="N[,N…]", help="Node counts; several give a row each.")
 @options.cluster
 @options.set_value
-@click.option("--tokens", metavar="COUNT", help="To train on, as 20B.  [default: the recipe's]")
+@click.option(
+    "--tokens", metavar="COUNT", help="Tokens to train on, as 20B.  [default: the recipe's]"
+)
 @click.option(
     "--price", type=click.Choice(["on_demand", "reserved"]), default="on_demand",
     show_default=True, help="Which of the profile's prices counts.",
@@ -49,9 +51,11 @@ def _job_options(verb: F) -> F:
 @click.option(
     "--top", type=click.IntRange(min=1), help=f"Layouts to show.  [default: {_TOP}; JSON: all]"
 )
-@click.option("--explain", is_flag=True, help="Say why the best layout is the best.")
+@click.option("--explain", is_flag=True, help="Explain why the best layout is the best.")
 @click.option("--plot", metavar="FILE.png", help="Picture: throughput, dollars, memory.")
-@click.option("--against", metavar="RUN", help="Hold the prediction against what RUN measured.")
+@click.option(
+    "--against", metavar="RUN", help="Compare the prediction with the measurements of RUN."
+)
 @click.option("--calibrate", is_flag=True, help="Measure the nodes' figures for a profile.")
 @click.option("--local", is_flag=True, help="With --calibrate: this machine, without Slurm.")
 @click.option("--out", metavar="FILE.yaml", help="With --calibrate: the profile to write.")
@@ -83,14 +87,14 @@ def plan(
     slurmllm plan llama2_70b --nodes 64                      rank the layouts
     slurmllm plan neox_20b --nodes 4,8,16 --price reserved   scaling and cost
     slurmllm plan gpt3_125m gpt3_1.3b --nodes 1,4 --tokens 20B
-    slurmllm plan --against RUN                              prediction beside a run
+    slurmllm plan --against RUN                              compare with a run
     slurmllm plan --calibrate --local --out mine.yaml        measure a profile's figures
 
-    Tensor, pipeline, micro batch, sequence parallelism, activation checkpointing and ZeRO are
-    varied; one that --set names is fixed.
+    The search varies tensor, pipeline, micro batch, sequence parallelism, activation checkpointing
+    and ZeRO; --set fixes a value.
 
-    Exit codes: 0; 2 nothing fits, unusable options; 3 a node or Slurm failed while measuring;
-    4 a file cannot be written.
+    Exit codes: 0 success; 2 nothing fits, or invalid options; 3 a node or Slurm failed while
+    measuring; 4 a file cannot be written.
     """
     from slurmllm.errors import UserError
 
@@ -122,13 +126,13 @@ def plan(
             raise UserError(f"--nodes {nodes}: --calibrate measures one number of nodes; give one")
         measure(cluster, overrides, counts[0], local, out, job, as_json)
     elif against is not None:
-        from slurmllm.cli.plan_measured import against as hold
+        from slurmllm.cli.plan_measured import compare_with_run
 
         if recipes or nodes is not None or overrides:
             raise UserError(
                 f"--against {against}: recipe, nodes and values are the run's; leave out"
             )
-        hold(against, cluster, runs_dir, as_json)
+        compare_with_run(against, cluster, runs_dir, as_json)
     else:
         _plan(recipes, nodes, cluster, overrides, tokens, price, top, explain, plot, as_json)
 
@@ -145,10 +149,11 @@ def _plan(
     plot: str | None,
     as_json: bool,
 ) -> None:
+    from slurmllm.backends.environment import load_environment
     from slurmllm.config.resolve import resolve
     from slurmllm.errors import UserError
     from slurmllm.plan.cost import parse_tokens
-    from slurmllm.plan.recipe_plan import nothing_fits, plan_recipe
+    from slurmllm.plan.recipe_plan import plan_recipe
 
     if not recipes:
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
@@ -158,33 +163,36 @@ def _plan(
     counts = node_counts(nodes)
     total = None if tokens is None else parse_tokens(tokens)
     configs = [resolve(name, cluster, overrides) for name in dict.fromkeys(recipes)]
-    answers = [plan_recipe(config, counts, price, total) for config in configs]
-    fits = any(one.fits for one in answers)
+    plans = [
+        plan_recipe(config, counts, load_environment(config.backend).unsupported, price, total)
+        for config in configs
+    ]
+    fits = any(one.fits for one in plans)
     if plot is not None and fits:
-        _draw(answers, Path(plot))
+        _draw(plans, Path(plot))
     if as_json:
-        _print_json(answers, top, explain)
+        _print_json(plans, top, explain)
     elif fits:
         single = len(configs) == len(counts) == 1
-        submit = _submit(answers[0], recipes[0], cluster) if single else None
-        _print(answers, top or _TOP, explain, submit)
+        submit = _submit_command(plans[0], recipes[0], cluster) if single else None
+        _print(plans, top or _TOP, explain, submit)
         if plot is not None:
             click.echo(f"picture: {plot}")
     if not fits:
-        raise nothing_fits(answers[0])
+        raise plans[0].nothing_fits()
 
 
 def node_counts(text: str) -> list[int]:
     """The counts given to --nodes, each once, ascending.
 
     Raises:
-        UserError: something that is no count, or none at all.
+        UserError: an entry is no count, or there is none.
     """
     from slurmllm.errors import UserError
 
-    words = [word.strip() for word in text.split(",")]
-    counts = [int(word) for word in words if word.isascii() and word.isdigit()]
-    if len(counts) < len(words) or not all(1 <= count <= _MOST_NODES for count in counts):
+    parts = [part.strip() for part in text.split(",")]
+    counts = [int(part) for part in parts if part.isascii() and part.isdigit()]
+    if len(counts) < len(parts) or not all(1 <= count <= _MOST_NODES for count in counts):
         raise UserError(
             f"--nodes {text!r}: whole numbers from 1 to {_MOST_NODES} with commas between; write "
             "for instance 16 or 4,8,16"
@@ -192,52 +200,52 @@ def node_counts(text: str) -> list[int]:
     return sorted(set(counts))
 
 
-def _print(answers: Sequence[RecipePlan], top: int, explain: bool, submit: str | None) -> None:
+def _print(plans: Sequence[RecipePlan], top: int, explain: bool, submit: str | None) -> None:
     from slurmllm.plan import tables
 
     if submit is not None:
-        tables.print_plan(answers[0], top)
+        tables.print_plan(plans[0], top)
         click.echo(f"submit         {submit}")
     else:
-        tables.print_points(answers)
-    for one in answers if explain else ():
-        for planned in one.planned:
-            tables.print_explanation(planned)
-    for warning in dict.fromkeys(w for one in answers for w in one.warnings):
+        tables.print_points(plans)
+    for one in plans if explain else ():
+        for node_plan in one.node_plans:
+            tables.print_explanation(node_plan)
+    for warning in dict.fromkeys(w for one in plans for w in one.warnings):
         click.echo(f"warning: {warning}")
 
 
-def _submit(found: RecipePlan, recipe: str, cluster: str | None) -> str:
-    """The line that submits the best layout: with what was given here, and what it takes."""
+def _submit_command(plan: RecipePlan, recipe: str, cluster: str | None) -> str:
+    """The command that submits the best layout, with the options of this one."""
     import shlex
 
     from slurmllm.plan.suggestions import changes
 
-    (planned,) = found.planned
-    assert planned.best is not None, "something fits"
-    words = ["slurmllm", "submit", recipe, "--nodes", str(planned.plan.nodes)]
-    words += [] if cluster is None else ["--cluster", cluster]
-    given = [how for how in found.config.origins.values() if how.startswith("--set ")]
+    (node_plan,) = plan.node_plans
+    assert node_plan.best is not None, "something fits"
+    command = ["slurmllm", "submit", recipe, "--nodes", str(node_plan.nodes)]
+    command += [] if cluster is None else ["--cluster", cluster]
+    given = [how for how in plan.config.origins.values() if how.startswith("--set ")]
     for how in dict.fromkeys(given):
-        words += how.split(" ", 1)
-    settings = changes(found.config, planned.best)
-    if found.foresight.tokens is not None:
-        settings.append(f"train.steps={found.foresight.of(planned.best).cost.steps}")
+        command += how.split(" ", 1)
+    settings = changes(plan.config, node_plan.best)
+    if plan.forecaster.tokens is not None:
+        settings.append(f"train.steps={plan.forecaster.forecast(node_plan.best).cost.steps}")
     for setting in settings:
-        words += ["--set", setting]
-    return shlex.join(words)
+        command += ["--set", setting]
+    return shlex.join(command)
 
 
-def _print_json(answers: Sequence[RecipePlan], top: int | None, explain: bool) -> None:
+def _print_json(plans: Sequence[RecipePlan], top: int | None, explain: bool) -> None:
     import json
 
-    from slurmllm.plan import plan_json
+    from slurmllm.plan.plan_json import plan_json
 
-    click.echo(json.dumps(plan_json.text(answers, top, explain), indent=2))
+    click.echo(json.dumps(plan_json(plans, top, explain), indent=2))
 
 
-def _draw(answers: Sequence[RecipePlan], path: Path) -> None:
+def _draw(plans: Sequence[RecipePlan], path: Path) -> None:
     from slurmllm.picture import write_picture
     from slurmllm.plan.plot import draw
 
-    write_picture(draw(answers), path, "name another file with --plot")
+    write_picture(draw(plans), path, "name another file with --plot")

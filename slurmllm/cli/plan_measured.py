@@ -1,4 +1,4 @@
-"""What `slurmllm plan` measures: the figures of nodes (--calibrate), and a run (--against)."""
+"""Measurements of `slurmllm plan`: of nodes (--calibrate) and of a run (--against)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def calibrate(
     )
     from slurmllm.config.resolve import resolve
 
-    # Profiles are read beside a recipe; this one's precision, compilation and environment count.
+    # A profile is only resolved together with a recipe: precision, compilation and environment.
     config = resolve("tiny_neox", cluster, overrides)
     require_measurable(config)
     if out is not None:
@@ -62,14 +62,14 @@ def calibrate(
     click.echo(f"next     slurmllm plan RECIPE --nodes N --cluster {out}")
 
 
-def against(name: str, cluster: str | None, runs_dir: str | None, as_json: bool) -> None:
-    """Print the prediction for a run beside what it measured."""
+def compare_with_run(name: str, cluster: str | None, runs_dir: str | None, as_json: bool) -> None:
+    """Print predicted and measured figures of a run."""
     import json
 
     from slurmllm.report.prediction import check_run_prediction
     from slurmllm.rundir import find_run, runs_root
 
-    found = check_run_prediction(find_run(name, runs_root(runs_dir)), cluster, _expect)
+    found = check_run_prediction(find_run(name, runs_root(runs_dir)), cluster, _expected_overheads)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
         return
@@ -106,8 +106,8 @@ def _measure(unit: str, value: float | None) -> str:
     return f"{value / 1e9:.2f} GB" if unit == "bytes" else f"{format_number(value)} {unit}"
 
 
-def _expect(candidate: LayoutEstimate) -> ExpectedOverheads:
-    """What is foreseen of a run beside its steps."""
+def _expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
+    """The expected overheads of a run outside its steps."""
     from slurmllm.errors import ConfigError
     from slurmllm.plan.loss_assumptions import assumed, losses
     from slurmllm.plan.parameters import parameters
@@ -119,7 +119,7 @@ def _expect(candidate: LayoutEstimate) -> ExpectedOverheads:
     durations, save = assumed(size, nodes, config.cluster.device, asynchronous)
     try:
         effective = losses(config, nodes, candidate.step.total).effective
-    except ConfigError:  # by those assumptions it never gets on; as measured, it did
+    except ConfigError:  # no progress by the assumptions, but the run made some
         effective = None
     return ExpectedOverheads(
         start_up_s=durations.start_up[0],

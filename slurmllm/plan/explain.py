@@ -74,7 +74,7 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
     faster = [
         one
         for one in too_large
-        if one.seq_per_s > best.seq_per_s and differs(one, best) not in said
+        if one.seq_per_s > best.seq_per_s and differing_settings(one, best) not in said
     ]
     if faster:
         nearest = min(faster, key=lambda one: one.memory.peak)
@@ -162,7 +162,7 @@ def _memory_limits(
     """What the device holds, and what a larger micro batch or less checkpointing would need."""
     yield f"memory: {describe_memory(best.memory)}"
     everything = (*fitting, *too_large)
-    larger = [c for c in everything if differs(c, best) == {"micro_batch"}]
+    larger = [c for c in everything if differing_settings(c, best) == {"micro_batch"}]
     larger = [c for c in larger if c.mesh.micro_batch > best.mesh.micro_batch]
     if larger:
         following = min(larger, key=lambda c: c.mesh.micro_batch)
@@ -171,7 +171,7 @@ def _memory_limits(
     for how in reversed(_CHECKPOINTING[:level]):
         for other in everything:
             held = other.config.recipe.train.activation_checkpointing
-            if held == how and differs(other, best) == {"activation_checkpointing"}:
+            if held == how and differing_settings(other, best) == {"activation_checkpointing"}:
                 yield f"{_checkpointing(how)} {_compared(other, best)}"
                 return
 
@@ -212,7 +212,7 @@ def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str]:
     }
 
 
-def differs(one: LayoutEstimate, other: LayoutEstimate) -> set[str]:
+def differing_settings(one: LayoutEstimate, other: LayoutEstimate) -> set[str]:
     """Names of the settings in which two layouts differ."""
     return {name for name, value in settings(one).items() if settings(other)[name] != value}
 

@@ -10,31 +10,33 @@ from slurmllm.plan.explain import explain, settings, why_too_large
 from slurmllm.plan.recipe_plan import Forecaster, NodePlan, RecipePlan, ScalingPoint
 
 
-def text(answers: Sequence[RecipePlan], top: int | None, explained: bool) -> dict[str, Any]:
-    """All of it. With one recipe, or one node count, its own value stands where else is a list.
+def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> dict[str, Any]:
+    """The whole document. `recipe`, `cluster` and `nodes` are lists only if values differ.
 
     Args:
-        answers: A recipe each.
-        top: Layouts of each recipe and node count, at most; None: all.
-        explained: Whether to say why.
+        plans: One for each recipe.
+        top: Maximum number of layouts of each recipe and node count; None: all.
+        explained: Whether to include the explanation.
     """
-    first, every = answers[0], [(one, p) for one in answers for p in one.planned]
-    nodes = [planned.plan.nodes for planned in first.planned]
-    rows = [row for one, p in every for row in _candidates(p, one.foresight, top)]
+    every = [(plan, one) for plan in plans for one in plan.node_plans]
     found: dict[str, Any] = {
-        "recipe": _one_or_all([one.config.recipe.name for one in answers]),
-        "cluster": _one_or_all([one.config.cluster.name for one in answers]),
-        "nodes": _one_or_all(nodes),
-        "candidates": rows,
-        "written": [_written(planned) for _, planned in every],
-        "refused": [{**_where(p), "reasons": dict(p.plan.refused)} for _, p in every],
-        "warnings": list(dict.fromkeys(w for one in answers for w in one.warnings)),
+        "recipe": _one_or_all([plan.config.recipe.name for plan in plans]),
+        "cluster": _one_or_all([plan.config.cluster.name for plan in plans]),
+        "nodes": _one_or_all([one.nodes for one in plans[0].node_plans]),
+        "candidates": [
+            _candidate(one, candidate, plan.forecaster)
+            for plan, one in every
+            for candidate in [*one.fitting, *one.too_large][:top]
+        ],
+        "recipe_layouts": [_recipe_layout(one) for _, one in every],
+        "refused": [{**_key(one), "reasons": dict(one.search.refused)} for _, one in every],
+        "warnings": list(dict.fromkeys(warning for plan in plans for warning in plan.warnings)),
     }
     if len(every) > 1:
-        found["scaling"] = [_point(point) for one in answers for point in one.points()]
+        found["scaling"] = [_point(point) for plan in plans for point in plan.points()]
     if explained:
         found["explanation"] = [
-            line for _, p in every if p.fitting for line in explain(p.fitting, p.too_large)
+            line for _, one in every if one.fitting for line in explain(one.fitting, one.too_large)
         ]
     return found
 
@@ -44,19 +46,13 @@ def _one_or_all(values: list[Any]) -> Any:
     return different[0] if len(different) == 1 else values
 
 
-def _where(planned: NodePlan) -> dict[str, Any]:
-    return {"recipe": planned.plan.config.recipe.name, "nodes": planned.plan.nodes}
+def _key(plan: NodePlan) -> dict[str, Any]:
+    return {"recipe": plan.search.config.recipe.name, "nodes": plan.nodes}
 
 
-def _candidates(planned: NodePlan, foresight: Forecaster, top: int | None) -> list[dict[str, Any]]:
-    """Those that fit, fastest first, then those that do not, the least memory first."""
-    every = [*planned.fitting, *planned.too_large][:top]
-    return [_candidate(planned, one, foresight) for one in every]
-
-
-def _candidate(planned: NodePlan, one: LayoutEstimate, foresight: Forecaster) -> dict[str, Any]:
-    prospects = foresight.of(one)
-    cost, losses = prospects.cost, prospects.losses
+def _candidate(plan: NodePlan, one: LayoutEstimate, forecaster: Forecaster) -> dict[str, Any]:
+    forecast = forecaster.forecast(one)
+    cost, losses = forecast.cost, forecast.losses
     return {
         "recipe": one.config.recipe.name,
         **settings(one),
@@ -78,30 +74,30 @@ def _candidate(planned: NodePlan, one: LayoutEstimate, foresight: Forecaster) ->
         "losses": dict(losses.shares) if losses else None,
         "checkpoint_every_steps": losses.interval_steps if losses else None,
         "tokens": cost.tokens,
-        "hours": prospects.hours,
-        "usd": prospects.usd,
-        "written": planned.is_written(one),
+        "hours": forecast.hours,
+        "usd": forecast.usd,
+        "recipe_layout": plan.is_recipe_layout(one),
     }
 
 
-def _written(planned: NodePlan) -> dict[str, Any]:
-    """The recipe's own layout: its rank among those that fit, or why it cannot be."""
-    own = planned.written
-    place: dict[str, Any] = {**_where(planned), "rank": None, "fault": None}
+def _recipe_layout(plan: NodePlan) -> dict[str, Any]:
+    """The rank of the recipe's own layout among those that fit, or why it is impossible."""
+    own = plan.recipe_layout
+    row: dict[str, Any] = {**_key(plan), "rank": None, "fault": None}
     if own is None:
-        return place
+        return row
     if own.candidate is None:
-        return {**place, "fault": own.fault}
+        return {**row, "fault": own.fault}
     if not own.candidate.fits:
-        return {**place, "fault": why_too_large(own.candidate.memory)}
-    return {**place, "rank": planned.rank(own.candidate)}
+        return {**row, "fault": why_too_large(own.candidate.memory)}
+    return {**row, "rank": plan.rank(own.candidate)}
 
 
 def _point(point: ScalingPoint) -> dict[str, Any]:
     row: dict[str, Any] = {"recipe": point.recipe, "nodes": point.nodes}
-    if point.candidate is None or point.prospects is None:
+    if point.candidate is None or point.forecast is None:
         return {**row, "fits": False}
-    cost, hours = point.prospects.cost, point.prospects.hours
+    cost, hours = point.forecast.cost, point.forecast.hours
     return {
         **row,
         "fits": True,
@@ -113,5 +109,5 @@ def _point(point: ScalingPoint) -> dict[str, Any]:
         "scaling_efficiency": point.efficiency,
         "tokens": cost.tokens,
         "days": None if hours is None else hours / 24,
-        "usd": point.prospects.usd,
+        "usd": point.forecast.usd,
     }

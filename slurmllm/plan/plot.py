@@ -12,9 +12,9 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from slurmllm.config.cluster import GIB
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.explain import degrees
-from slurmllm.plan.recipe_plan import RecipePlan, table_rows
+from slurmllm.plan.recipe_plan import RecipePlan
 
-# Okabe and Ito 2008 ("Color universal design"): told apart by readers who do not see all colours.
+# Okabe and Ito 2008 ("Color universal design"): distinguishable with colour blindness.
 # Neighbours differ in lightness, for print.
 _COLORS = (
     "#0072b2", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#56b4e9", "#cc79a7", "#000000",
@@ -31,8 +31,8 @@ class Curve:
     Attributes:
         label: The recipe's name.
         nodes: Node counts, ascending.
-        tokens_per_s: Of the best layout on each.
-        usd: To the end of the training on each; None where no price is known.
+        tokens_per_s: Throughput of the best layout on each.
+        usd: Dollars to the end of the training on each; None without a price.
     """
 
     label: str
@@ -42,11 +42,11 @@ class Curve:
 
 
 def picture(curves: Sequence[Curve], layouts: Mapping[str, MemoryUse]) -> Figure:
-    """Draw the panels that there is something to say in.
+    """Draw throughput, cost and memory; a panel without data is left out.
 
     Args:
-        curves: A line each; those over a single node count are left out.
-        layouts: Label → memory of a worker, a bar each.
+        curves: One line each; those with a single node count are left out.
+        layouts: Label → memory of a worker; one bar each.
     """
     curves = [curve for curve in curves if len(curve.nodes) > 1]
     priced = [curve for curve in curves if curve.usd is not None]
@@ -68,7 +68,7 @@ def picture(curves: Sequence[Curve], layouts: Mapping[str, MemoryUse]) -> Figure
 
 
 def _draw_throughput(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Lines on logarithmic axes; dashed: each curve's first point, scaled without a loss."""
+    """Throughput on logarithmic axes; dashed lines show perfect scaling."""
     for number, curve in enumerate(curves):
         _line(axes, number, curve, curve.tokens_per_s)
         first = curve.tokens_per_s[0] / curve.nodes[0]
@@ -113,7 +113,7 @@ def _nodes_axis(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
-    """A stacked bar a layout, and the limit."""
+    """One stacked bar for each layout, with the limit."""
     axes: Axes = figure.subplots()
     labels, uses = list(layouts), list(layouts.values())
     left = [0.0] * len(uses)
@@ -159,7 +159,7 @@ def draw(answers: Sequence[RecipePlan]) -> Figure:
 
 def _curve(found: RecipePlan) -> Curve:
     points = found.points()
-    fit = [(p.nodes, p.candidate, p.prospects.usd) for p in points if p.candidate and p.prospects]
+    fit = [(p.nodes, p.candidate, p.forecast.usd) for p in points if p.candidate and p.forecast]
     dollars = [usd for _, _, usd in fit if usd is not None]
     return Curve(
         label=found.config.recipe.name,
@@ -170,10 +170,10 @@ def _curve(found: RecipePlan) -> Curve:
 
 
 def _bars(answers: Sequence[RecipePlan]) -> dict[str, MemoryUse]:
-    """Label → memory: of one node count its best layouts, of several the best on each."""
-    every = [planned for found in answers for planned in found.planned]
+    """Label → memory: the best layouts of one node count, or the best of each."""
+    every = [planned for found in answers for planned in found.node_plans]
     if len(every) == 1:
-        return {f"{rank}: {_label(one)}": one.memory for rank, one in table_rows(every[0], _BARS)}
+        return {f"{rank}: {_label(one)}": one.memory for rank, one in every[0].top(_BARS)}
     labelled = {}
     for one in (planned.best for planned in every):
         if one is not None:

@@ -1,4 +1,4 @@
-"""What `slurmllm plan` works out before it prints: layouts, the recipe's own, costs, scaling."""
+"""The result of `slurmllm plan`: all layouts of a recipe on each node count, with time and cost."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, scaling
 from slurmllm.plan.estimate import LayoutEstimate
-from slurmllm.plan.explain import describe, differs, why_too_large
+from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.loss_assumptions import losses
 from slurmllm.plan.losses import Losses
 from slurmllm.plan.mesh import make_mesh
@@ -24,8 +23,8 @@ class RecipeLayout:
     """The recipe's own layout on a number of nodes.
 
     Attributes:
-        candidate: What is predicted of it; None where it cannot be made of these nodes.
-        fault: Why it cannot.
+        candidate: Its estimate; None if it is impossible on these nodes.
+        fault: Why it is impossible.
     """
 
     candidate: LayoutEstimate | None
@@ -34,42 +33,59 @@ class RecipeLayout:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """A recipe on a number of nodes.
+    """All layouts of a recipe on one number of nodes.
 
     Attributes:
-        plan: What the search found.
-        written: The recipe's own layout; None where the recipe leaves it to the planner.
-        fitting: All layouts that fit, the recipe's own among them, fastest first.
-        too_large: Those that do not, the least memory first.
+        search: The result of the search.
+        recipe_layout: The recipe's own layout; None if the recipe leaves it to the planner.
+        fitting: All layouts that fit into memory, the recipe's own included, fastest first.
+        too_large: All that do not, smallest first.
     """
 
-    plan: SearchResult
-    written: RecipeLayout | None
+    search: SearchResult
+    recipe_layout: RecipeLayout | None
     fitting: tuple[LayoutEstimate, ...]
     too_large: tuple[LayoutEstimate, ...]
 
     @property
+    def nodes(self) -> int:
+        return self.search.nodes
+
+    @property
     def best(self) -> LayoutEstimate | None:
-        """The fastest that fits."""
+        """The fastest layout that fits."""
         return self.fitting[0] if self.fitting else None
 
     def rank(self, candidate: LayoutEstimate) -> int:
-        """Of a layout that fits; 1 is the fastest."""
+        """Position among the fitting layouts; 1 is the fastest."""
         return 1 + next(i for i, one in enumerate(self.fitting) if one is candidate)
 
-    def is_written(self, candidate: LayoutEstimate) -> bool:
-        """Whether a layout is the recipe's own."""
-        return self.written is not None and candidate is self.written.candidate
+    def is_recipe_layout(self, candidate: LayoutEstimate) -> bool:
+        return self.recipe_layout is not None and candidate is self.recipe_layout.candidate
+
+    def top(self, count: int) -> list[tuple[int, LayoutEstimate]]:
+        """(rank, layout) of the rows of a table, by rank.
+
+        The best layout of each mesh comes before a second one of the same mesh. The recipe's own
+        layout is always included, as an additional row if need be.
+        """
+        ranked = list(enumerate(self.fitting, 1))
+        firsts: dict[tuple[int, int], int] = {}
+        for rank, candidate in ranked:
+            firsts.setdefault((candidate.mesh.tensor, candidate.mesh.pipeline), rank)
+        order = sorted(ranked, key=lambda row: row[0] not in firsts.values())
+        rows = order[:count] + [row for row in order[count:] if self.is_recipe_layout(row[1])]
+        return sorted(rows, key=lambda row: row[0])
 
 
 @dataclass(frozen=True)
 class TrainingForecast:
-    """What the training costs on a layout.
+    """Time and cost of the whole training on one layout.
 
     Attributes:
-        cost: Time and dollars to the end; without losses where it never comes to one.
-        losses: Of node hours, to failures, saves and start-ups; None where nothing is left of them.
-        fault: Why nothing is.
+        cost: Time and dollars to the end; without losses if the end is never reached.
+        losses: Node hours lost to failures, saves and start-ups; None if no progress is possible.
+        fault: Why no progress is possible.
     """
 
     cost: Cost
@@ -78,22 +94,22 @@ class TrainingForecast:
 
     @property
     def hours(self) -> float | None:
-        """Wall time to the end, losses included; None where it never comes."""
+        """Wall time to the end, losses included, h; None if the end is never reached."""
         return self.cost.hours if self.losses else None
 
     @property
     def usd(self) -> float | None:
-        """Dollars to the end; None where it never comes, or no price is known."""
+        """Dollars to the end; None if it is never reached, or without a price."""
         return self.cost.usd if self.losses else None
 
 
 class Forecaster:
-    """Time, dollars and losses of layouts of one recipe.
+    """Forecasts time, dollars and losses for layouts of one recipe.
 
     Args:
-        config: The recipe's.
-        price: Which of the profile's prices counts.
-        tokens: To train on; None: the recipe's own steps.
+        config: The recipe's configuration.
+        price: Which of the profile's prices to use.
+        tokens: Tokens to train on; None: the recipe's own steps.
 
     Raises:
         ConfigError: the profile does not have that price.
@@ -103,30 +119,173 @@ class Forecaster:
         self.usd_per_node_hour = node_price(config.cluster, price)
         self.tokens = tokens
 
-    def of(self, candidate: LayoutEstimate) -> TrainingForecast:
-        """To the end of the training."""
+    def forecast(self, candidate: LayoutEstimate) -> TrainingForecast:
         price = self.usd_per_node_hour
-        found = cost(candidate, self.tokens, price)
+        ideal = cost(candidate, self.tokens, price)
         try:
-            lost = losses(candidate.config, candidate.mesh.nodes, candidate.step.total, found.steps)
+            lost = losses(candidate.config, candidate.mesh.nodes, candidate.step.total, ideal.steps)
         except ConfigError as error:
-            return TrainingForecast(found, None, "; ".join(error.faults))
-        return TrainingForecast(
-            cost(candidate, self.tokens, price, lost.effective, lost.goodput), lost
-        )
+            return TrainingForecast(ideal, None, "; ".join(error.faults))
+        real = cost(candidate, self.tokens, price, lost.effective, lost.goodput)
+        return TrainingForecast(real, lost)
 
-    def auto_steps(self, candidate: LayoutEstimate) -> int:
-        """Steps between two checkpoints that `checkpoint.every_steps: auto` would choose."""
+    def auto_interval_steps(self, candidate: LayoutEstimate) -> int:
+        """Steps between two checkpoints with `checkpoint.every_steps: auto`."""
         config, nodes = candidate.config, candidate.mesh.nodes
         auto = config.recipe.checkpoint.model_copy(update={"every_steps": "auto"})
         changed = replace(config, recipe=config.recipe.model_copy(update={"checkpoint": auto}))
         return losses(changed, nodes, candidate.step.total).interval_steps
 
 
-def fixed_settings(config: RunConfig) -> tuple[str, ...]:
-    """Of what the planner varies, what --set fixes, or a recipe that says `parallel: auto`.
+@dataclass(frozen=True)
+class ScalingPoint:
+    """A recipe's best layout on a number of nodes.
 
-    A micro batch of `auto` is none: it is varied all the same.
+    Attributes:
+        recipe: Name of the recipe.
+        nodes: Number of nodes.
+        candidate: The best layout; None if nothing fits.
+        forecast: Its forecast; None if nothing fits.
+        efficiency: Throughput per node, relative to that on the fewest nodes that hold the model.
+    """
+
+    recipe: str
+    nodes: int
+    candidate: LayoutEstimate | None
+    forecast: TrainingForecast | None
+    efficiency: float | None
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """The plans of one recipe.
+
+    Attributes:
+        config: The recipe's configuration.
+        unsupported: Returns why the backend cannot train a configuration.
+        forecaster: Forecasts time and dollars.
+        node_plans: One for each node count, ascending.
+    """
+
+    config: RunConfig
+    unsupported: Unsupported
+    forecaster: Forecaster
+    node_plans: tuple[NodePlan, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any layout fits, on any node count."""
+        return any(one.fitting for one in self.node_plans)
+
+    @property
+    def warnings(self) -> list[str]:
+        hardware, name = self.config.cluster.hardware, self.config.cluster.name
+        if hardware is None or not hardware.rough:
+            return []
+        return [
+            f"the figures of profile {name} are a guess: `slurmllm plan --calibrate --cluster "
+            f"{name} --out FILE.yaml` measures them, --cluster FILE.yaml plans with them"
+        ]
+
+    def points(self) -> list[ScalingPoint]:
+        """The best layout on each node count."""
+        fit = [(one.nodes, one.best.seq_per_s) for one in self.node_plans if one.best]
+        efficiency = dict(zip((nodes for nodes, _ in fit), scaling(fit), strict=True))
+        return [
+            ScalingPoint(
+                self.config.recipe.name,
+                one.nodes,
+                one.best,
+                self.forecaster.forecast(one.best) if one.best else None,
+                efficiency.get(one.nodes),
+            )
+            for one in self.node_plans
+        ]
+
+    def nothing_fits(self) -> ConfigError:
+        """The error for a plan in which no layout fits on any node count."""
+        config, fixed = self.config, fixed_settings(self.config)
+        counts = [one.nodes for one in self.node_plans]
+        title = (
+            f"no layout of {config.recipe.name} fits on {', '.join(map(str, counts))} "
+            f"node{'s' * (counts != [1])} of {config.cluster.name}"
+        )
+        smallest = [one.too_large[0] for one in self.node_plans if one.too_large]
+        if smallest:
+            closest = min(smallest, key=lambda one: one.memory.peak)
+            faults = [f"the nearest: {describe(closest)}: {why_too_large(closest.memory)}"]
+        else:
+            faults = _impossible(self.node_plans[-1])
+        enough = smallest_nodes(config, counts[-1], self.unsupported, fixed)
+        if enough is None:
+            fixes = [f"leave {path} to the planner" for path in fixed]
+            fix = "; or ".join([*fixes, "choose another --cluster"])
+            faults.append(f"no number of nodes up to {LARGEST} is enough: {fix}")
+        else:
+            # If memory is too small, fewer nodes cannot help: more are the minimum.
+            how = "is the minimum" if smallest and enough > counts[-1] else "would fit"
+            faults.append(f"--nodes: {enough} {how}")
+        return ConfigError(title, faults)
+
+
+def plan_recipe(
+    config: RunConfig,
+    counts: Sequence[int],
+    unsupported: Unsupported,
+    price: PriceKind,
+    tokens: int | None,
+) -> RecipePlan:
+    """Plan a recipe on each of several node counts.
+
+    Args:
+        config: The recipe's configuration.
+        counts: Node counts, ascending.
+        unsupported: Returns why the backend cannot train a configuration.
+        price: Which of the profile's prices to use.
+        tokens: Tokens to train on; None: the recipe's own steps.
+
+    Raises:
+        ConfigError: the profile lacks hardware figures or that price.
+    """
+    forecaster = Forecaster(config, price, tokens)
+    node_plans = tuple(_plan_nodes(config, count, unsupported) for count in counts)
+    return RecipePlan(config, unsupported, forecaster, node_plans)
+
+
+def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported) -> NodePlan:
+    found = search(config, nodes, unsupported, fixed_settings(config))
+    layout = None if config.recipe.parallel.auto else _recipe_layout(found, unsupported)
+    fitting, too_large = [*found.fitting], [*found.too_large]
+    own = None if layout is None else layout.candidate
+    if own is not None and not any(one is own for one in (*fitting, *too_large)):
+        (fitting if own.fits else too_large).append(own)
+        fitting.sort(key=lambda one: (-one.seq_per_s, one.memory.peak))
+        too_large.sort(key=lambda one: one.memory.peak)
+    return NodePlan(found, layout, tuple(fitting), tuple(too_large))
+
+
+def _recipe_layout(found: SearchResult, unsupported: Unsupported) -> RecipeLayout:
+    config = found.config
+    try:
+        mesh = make_mesh(config, found.nodes)
+    except ConfigError as error:
+        return RecipeLayout(None, "; ".join(error.faults) or error.title)
+    reasons = unsupported(config)
+    if reasons:
+        return RecipeLayout(None, reasons[0])
+    own = predict(config, mesh)
+    open_settings = {"micro_batch"} if mesh.unmeasured else set()
+    everything = (*found.fitting, *found.too_large)
+    same = [one for one in everything if differing_settings(one, own) <= open_settings]
+    # A micro batch of `auto` is measured later: the fastest one that fits will be chosen.
+    fitting = [one for one in same if one.fits]
+    return RecipeLayout(max(fitting or same or [own], key=lambda one: one.seq_per_s))
+
+
+def fixed_settings(config: RunConfig) -> tuple[str, ...]:
+    """Those of `VARIED` that --set fixes, or that a recipe with `parallel: auto` sets.
+
+    A micro batch of `auto` is never fixed.
     """
     recipe, auto = config.recipe, config.recipe.parallel.auto
     return tuple(
@@ -140,190 +299,34 @@ def fixed_settings(config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def _unsupported(config: RunConfig) -> Unsupported:
-    return load_environment(config.backend).unsupported
-
-
-def plan_nodes(config: RunConfig, nodes: int) -> NodePlan:
-    """Predict every layout of a recipe on a number of nodes, and its own.
-
-    Raises:
-        ConfigError: no hardware figures.
-    """
-    found = search(config, nodes, _unsupported(config), fixed_settings(config))
-    written = None if config.recipe.parallel.auto else _written(config, nodes, found)
-    fitting, too_large = [*found.fitting], [*found.too_large]
-    own = None if written is None else written.candidate
-    if own is not None and not any(one is own for one in (*fitting, *too_large)):
-        (fitting if own.fits else too_large).append(own)
-        fitting.sort(key=lambda one: (-one.seq_per_s, one.memory.peak))
-        too_large.sort(key=lambda one: one.memory.peak)
-    return NodePlan(found, written, tuple(fitting), tuple(too_large))
-
-
-def _written(config: RunConfig, nodes: int, found: SearchResult) -> RecipeLayout:
-    try:
-        mesh = make_mesh(config, nodes)
-    except ConfigError as error:
-        return RecipeLayout(None, "; ".join(error.faults) or error.title)
-    reasons = _unsupported(config)(config)
-    if reasons:
-        return RecipeLayout(None, reasons[0])
-    own = predict(config, mesh)
-    leaves = {"micro_batch"} if mesh.unmeasured else set()
-    alike = [one for one in (*found.fitting, *found.too_large) if differs(one, own) <= leaves]
-    fits = [one for one in alike if one.fits]
-    # The measurement chooses the fastest micro batch that fits.
-    return RecipeLayout(max(fits or alike or [own], key=lambda one: one.seq_per_s))
-
-
-def table_rows(planned: NodePlan, top: int) -> list[tuple[int, LayoutEstimate]]:
-    """(rank, layout) of the rows of a table: the best of each mesh before others of the same mesh.
-
-    Args:
-        planned: With layouts that fit.
-        top: Rows at most; the recipe's own layout comes on top of them.
-    """
-    ranked = list(enumerate(planned.fitting, 1))
-    firsts: dict[tuple[int, int], int] = {}
-    for rank, candidate in ranked:
-        firsts.setdefault((candidate.mesh.tensor, candidate.mesh.pipeline), rank)
-    order = sorted(ranked, key=lambda row: row[0] not in firsts.values())
-    rows = order[:top] + [row for row in order[top:] if planned.is_written(row[1])]
-    return sorted(rows, key=lambda row: row[0])
-
-
-def nothing_fits(found: RecipePlan) -> ConfigError:
-    """What to say where no layout fits on any of the node counts."""
-    config, fixed = found.config, fixed_settings(found.config)
-    counts = [one.plan.nodes for one in found.planned]
-    title = (
-        f"no layout of {config.recipe.name} fits on {', '.join(map(str, counts))} "
-        f"node{'s' * (counts != [1])} of {config.cluster.name}"
-    )
-    nearest = [one.too_large[0] for one in found.planned if one.too_large]
-    if nearest:
-        closest = min(nearest, key=lambda one: one.memory.peak)
-        faults = [f"the nearest: {describe(closest)}: {why_too_large(closest.memory)}"]
-    else:
-        faults = _impossible(found.planned[-1])
-    enough = smallest_nodes(config, counts[-1], _unsupported(config), fixed)
-    if enough is not None:
-        # Where it is memory that lacks, fewer nodes lack more.
-        least = "is the fewest that do" if nearest and enough > counts[-1] else "would do"
-        return ConfigError(title, [*faults, f"--nodes: {enough} {least}"])
-    freed = [f"leave {path} to the planner" for path in fixed]
-    remedy = "; or ".join([*freed, "choose another --cluster"])
-    return ConfigError(title, [*faults, f"no number of nodes up to {LARGEST} would do: {remedy}"])
-
-
-def _impossible(planned: NodePlan) -> list[str]:
-    """Why there is no layout to look at."""
-    config = planned.plan.config
+def _impossible(plan: NodePlan) -> list[str]:
+    """Why there is no layout at all, neither fitting nor too large."""
+    config = plan.search.config
     if {"parallel.tensor", "parallel.pipeline"} <= set(fixed_settings(config)):
         try:
-            make_mesh(config, planned.plan.nodes)
+            make_mesh(config, plan.nodes)
         except ConfigError as error:
             return list(error.faults)
-    refused = most_refused(planned.plan.refused)
+    refused = most_refused(plan.search.refused)
     return [f"{count} layout{'s' * (count != 1)}: {reason}" for reason, count in refused]
 
 
 def most_refused(refused: Mapping[str, int], most: int = 4) -> list[tuple[str, int]]:
-    """(reason, layouts) of the reasons that ruled out the most; alike but for numbers they are one.
+    """The most frequent reasons for refused layouts, as (reason, number of layouts).
+
+    Reasons that differ only in numbers are counted together.
 
     Args:
         refused: Reason → layouts.
-        most: Rows, before one for all others.
+        most: Maximum number of reasons; the others are summed up in one more.
     """
-    alike: dict[str, list[tuple[str, int]]] = {}
+    groups: dict[str, list[tuple[str, int]]] = {}
     for reason, count in refused.items():
-        alike.setdefault(re.sub(r"\d+", "#", reason), []).append((reason, count))
+        groups.setdefault(re.sub(r"\d+", "#", reason), []).append((reason, count))
     rows = []
-    for group in alike.values():
+    for group in groups.values():
         more = f" (and {len(group) - 1} more like this)" if len(group) > 1 else ""
         rows.append((group[0][0] + more, sum(count for _, count in group)))
     rows.sort(key=lambda row: -row[1])
-    rest = rows[most:]
-    return rows[:most] + ([("other reasons", sum(count for _, count in rest))] if rest else [])
-
-
-@dataclass(frozen=True)
-class ScalingPoint:
-    """A recipe's best layout on a number of nodes.
-
-    Attributes:
-        candidate: None where nothing fits.
-        prospects: Likewise.
-        efficiency: Throughput of a node, relative to that on the fewest nodes that hold the model.
-    """
-
-    recipe: str
-    nodes: int
-    candidate: LayoutEstimate | None
-    prospects: TrainingForecast | None
-    efficiency: float | None
-
-
-@dataclass(frozen=True)
-class RecipePlan:
-    """One recipe on the node counts that were asked for.
-
-    Attributes:
-        config: The recipe's.
-        foresight: Of its time and dollars.
-        planned: By node count, ascending.
-    """
-
-    config: RunConfig
-    foresight: Forecaster
-    planned: tuple[NodePlan, ...]
-
-    @property
-    def fits(self) -> bool:
-        """Whether some layout does, on some node count."""
-        return any(one.fitting for one in self.planned)
-
-    @property
-    def warnings(self) -> list[str]:
-        """What the figures are not to be trusted with."""
-        hardware, name = self.config.cluster.hardware, self.config.cluster.name
-        if hardware is None or not hardware.rough:
-            return []
-        return [
-            f"the figures of profile {name} are a guess: `slurmllm plan --calibrate --cluster "
-            f"{name} --out FILE.yaml` measures them, --cluster FILE.yaml plans with them"
-        ]
-
-    def points(self) -> list[ScalingPoint]:
-        """The best layout on each node count."""
-        fit = [(one.plan.nodes, one.best.seq_per_s) for one in self.planned if one.best]
-        efficiency = dict(zip((nodes for nodes, _ in fit), scaling(fit), strict=True))
-        return [
-            ScalingPoint(
-                self.config.recipe.name,
-                one.plan.nodes,
-                one.best,
-                self.foresight.of(one.best) if one.best else None,
-                efficiency.get(one.plan.nodes),
-            )
-            for one in self.planned
-        ]
-
-
-def plan_recipe(
-    config: RunConfig, counts: Sequence[int], price: PriceKind, tokens: int | None
-) -> RecipePlan:
-    """Plan a recipe on each of some node counts.
-
-    Args:
-        config: The recipe's.
-        counts: Ascending.
-        price: Which of the profile's prices counts.
-        tokens: To train on; None: the recipe's own steps.
-
-    Raises:
-        ConfigError: no hardware figures, or not that price.
-    """
-    foresight = Forecaster(config, price, tokens)
-    return RecipePlan(config, foresight, tuple(plan_nodes(config, count) for count in counts))
+    rest = sum(count for _, count in rows[most:])
+    return rows[:most] + ([("other reasons", rest)] if rest else [])

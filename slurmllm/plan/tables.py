@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.config.cluster import GIB
+from slurmllm.format import format_count, format_number, format_plural
 from slurmllm.plan.explain import describe, explain, why_too_large
 from slurmllm.plan.recipe_plan import (
     Forecaster,
@@ -16,54 +17,66 @@ from slurmllm.plan.recipe_plan import (
     ScalingPoint,
     fixed_settings,
     most_refused,
-    table_rows,
 )
 from slurmllm.tables import print_table
 
 if TYPE_CHECKING:
     from slurmllm.plan.estimate import LayoutEstimate
 
-_NEAREST = 3
+_NEAREST = 3  # layouts that do not fit, at most
 
 
-def print_plan(found: RecipePlan, top: int) -> None:
-    """All that is to say of one recipe on one number of nodes; some layout fits."""
-    (planned,), foresight = found.planned, found.foresight
-    rows = table_rows(planned, top)
+def print_plan(plan: RecipePlan, top: int) -> None:
+    """Print one recipe on one number of nodes; at least one layout fits."""
+    (node_plan,), forecaster = plan.node_plans, plan.forecaster
+    rows = node_plan.top(top)
     best = rows[0][1]
-    click.echo(_title(best))
-    if fixed := fixed_settings(found.config):
+    recipe, mesh = best.config.recipe, best.mesh
+    click.echo(
+        f"{recipe.name} on {format_plural(mesh.nodes, 'node')} of {best.config.cluster.name}, "
+        f"{mesh.world_size:,} devices; {mesh.global_batch:,} × {recipe.model.seq_len:,} tokens a "
+        f"step, {recipe.train.precision}"
+    )
+    if fixed := fixed_settings(plan.config):
         click.echo(f"fixed: {', '.join(fixed)}")
     print_table(
         ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO",
          f"of {best.memory.limit / GIB:.4g} GiB", "s/step", "seq/s", "MFU", "tokens/$"),
-        [_row(planned, rank, candidate, foresight) for rank, candidate in rows],
+        [_row(node_plan, rank, candidate, forecaster) for rank, candidate in rows],
     )  # fmt: skip
     click.echo("\nwhere a step goes, %")
-    parts = list(best.step.parts())
-    print_table(("#", "TP", "PP", *parts), [_parts(rank, one) for rank, one in rows])
+    shares = [
+        (
+            str(rank),
+            str(one.mesh.tensor),
+            _stages(one),
+            *(f"{100 * part / one.step.total:.1f}" for part in one.step.parts().values()),
+        )
+        for rank, one in rows
+    ]
+    print_table(("#", "TP", "PP", *best.step.parts()), shares)
     click.echo("")
-    print_written(planned)
-    _print_rest(planned)
+    print_recipe_layout(node_plan)
+    if node_plan.too_large:
+        click.echo(f"does not fit: {format_plural(len(node_plan.too_large), 'layout')}")
+        for line in _meshes_too_large(node_plan)[:_NEAREST]:
+            click.echo(f"  {line}")
+    if node_plan.search.refused:
+        click.echo(
+            f"not considered: {format_plural(sum(node_plan.search.refused.values()), 'layout')}"
+        )
+        for reason, count in most_refused(node_plan.search.refused):
+            click.echo(f"  {count:>4}  {reason}")
     click.echo("")
-    print_end(best, foresight)
-
-
-def _title(best: LayoutEstimate) -> str:
-    recipe, mesh = best.config.recipe, best.mesh
-    return (
-        f"{recipe.name} on {_nodes(mesh.nodes)} of {best.config.cluster.name}, "
-        f"{mesh.world_size:,} devices; {mesh.global_batch:,} × {recipe.model.seq_len:,} tokens a "
-        f"step, {recipe.train.precision}"
-    )
+    print_forecast(best, forecaster)
 
 
 def _row(
-    planned: NodePlan, rank: int, candidate: LayoutEstimate, foresight: Forecaster
+    node_plan: NodePlan, rank: int, candidate: LayoutEstimate, forecaster: Forecaster
 ) -> tuple[str, ...]:
     mesh, recipe = candidate.mesh, candidate.config.recipe
     return (
-        f"{rank}{' *' if planned.is_written(candidate) else ''}",
+        f"{rank}{' *' if node_plan.is_recipe_layout(candidate) else ''}",
         str(mesh.tensor),
         _stages(candidate),
         str(mesh.data),
@@ -72,17 +85,11 @@ def _row(
         recipe.train.activation_checkpointing,
         str(recipe.parallel.zero),
         f"{candidate.memory.peak / GIB:.2f}",
-        figure(candidate.step.total),
-        figure(candidate.seq_per_s),
+        format_number(candidate.step.total),
+        format_number(candidate.seq_per_s),
         f"{100 * candidate.mfu:.1f} %",
-        _count(foresight.of(candidate).cost.tokens_per_usd),
+        format_count(forecaster.forecast(candidate).cost.tokens_per_usd),
     )
-
-
-def _parts(rank: int, candidate: LayoutEstimate) -> tuple[str, ...]:
-    total = candidate.step.total
-    shares = (f"{100 * part / total:.1f}" for part in candidate.step.parts().values())
-    return (str(rank), str(candidate.mesh.tensor), _stages(candidate), *shares)
 
 
 def _stages(candidate: LayoutEstimate) -> str:
@@ -90,76 +97,67 @@ def _stages(candidate: LayoutEstimate) -> str:
     return f"{candidate.mesh.pipeline}{f' × {virtual}' if virtual > 1 else ''}"
 
 
-def print_written(planned: NodePlan) -> None:
-    """Where the recipe's own layout stands."""
-    written = planned.written
-    if written is None:
+def print_recipe_layout(node_plan: NodePlan) -> None:
+    """Print the rank of the recipe's own layout, or why it is impossible."""
+    layout = node_plan.recipe_layout
+    if layout is None:
         click.echo("the recipe leaves the layout to the planner")
-    elif written.candidate is None:
-        click.echo(f"the recipe's own layout (*) cannot be: {written.fault}")
-    elif not written.candidate.fits:
-        own = written.candidate
+    elif layout.candidate is None:
+        click.echo(f"the recipe's own layout (*) is impossible: {layout.fault}")
+    elif not layout.candidate.fits:
+        own = layout.candidate
         click.echo(
             f"the recipe's own layout (*) does not fit: {describe(own)}: "
             f"{why_too_large(own.memory)}"
         )
     else:
-        own, best = written.candidate, planned.fitting[0]
+        own, best = layout.candidate, node_plan.fitting[0]
         click.echo(
-            f"the recipe's own layout (*) is {planned.rank(own)} of {len(planned.fitting)} that "
-            f"fit, with {100 * own.seq_per_s / best.seq_per_s:.1f} % of the best one's seq/s"
+            f"the recipe's own layout (*) is {node_plan.rank(own)} of {len(node_plan.fitting)} "
+            f"that fit, with {100 * own.seq_per_s / best.seq_per_s:.1f} % of the best one's seq/s"
         )
 
 
-def _print_rest(planned: NodePlan) -> None:
-    """What does not fit, and what was not considered, in a few lines."""
-    if planned.too_large:
-        click.echo(f"does not fit: {_layouts(len(planned.too_large))}")
-        for line in _hopeless(planned)[:_NEAREST]:
-            click.echo(f"  {line}")
-    if planned.plan.refused:
-        click.echo(f"not considered: {_layouts(sum(planned.plan.refused.values()))}")
-        for reason, count in most_refused(planned.plan.refused):
-            click.echo(f"  {count:>4}  {reason}")
-
-
-def _hopeless(planned: NodePlan) -> list[str]:
-    """The meshes of which no layout fits, those that lack the least first."""
-    fitting = {(one.mesh.tensor, one.mesh.pipeline) for one in planned.fitting}
+def _meshes_too_large(node_plan: NodePlan) -> list[str]:
+    """The meshes of which no layout fits, one line each, those closest to fitting first."""
+    fitting = {(one.mesh.tensor, one.mesh.pipeline) for one in node_plan.fitting}
     found: dict[tuple[int, int], LayoutEstimate] = {}
-    for one in planned.too_large:
+    for one in node_plan.too_large:
         if (mesh := (one.mesh.tensor, one.mesh.pipeline)) not in fitting:
             found.setdefault(mesh, one)
     return [f"{describe(one)}: {why_too_large(one.memory)}" for one in found.values()]
 
 
-def _why_nothing_fits(planned: NodePlan) -> str:
-    """The layout that lacks the least; without one, what rules most of them out."""
-    if planned.too_large:
-        return _hopeless(planned)[0]
-    reasons = most_refused(planned.plan.refused, most=1)
+def _why_nothing_fits(node_plan: NodePlan) -> str:
+    """The layout closest to fitting, or the most frequent reason against layouts."""
+    if node_plan.too_large:
+        return _meshes_too_large(node_plan)[0]
+    reasons = most_refused(node_plan.search.refused, most=1)
     return f"no layout is possible: {reasons[0][0]}" if reasons else "no layout is possible"
 
 
-def print_explanation(planned: NodePlan) -> None:
-    """Why the best layout is the best."""
-    if planned.fitting:
-        click.echo(f"\nwhy, on {_nodes(planned.plan.nodes)}")
-        for line in explain(planned.fitting, planned.too_large):
+def print_explanation(node_plan: NodePlan) -> None:
+    """Print why the best layout is the best."""
+    if node_plan.fitting:
+        click.echo(f"\nwhy, on {format_plural(node_plan.nodes, 'node')}")
+        for line in explain(node_plan.fitting, node_plan.too_large):
             click.echo(line)
 
 
-def print_end(best: LayoutEstimate, foresight: Forecaster) -> None:
-    """Time and cost to the end of the training on the best layout, and what is lost on the way."""
-    prospects = foresight.of(best)
-    cost, losses = prospects.cost, prospects.losses
-    end = f"to the end     {cost.steps:,} steps, {_count(cost.tokens)} tokens: "
+def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
+    """Print time, cost and expected losses of the training on the best layout."""
+    forecast = forecaster.forecast(best)
+    cost, losses = forecast.cost, forecast.losses
+    end = f"to the end     {cost.steps:,} steps, {format_count(cost.tokens)} tokens: "
     if losses is None:
-        click.echo(f"{end}never; {prospects.fault}")
+        click.echo(f"{end}never; {forecast.fault}")
         return
+    dollars = "; no dollars: the cluster profile has no price"
+    if cost.usd is not None:
+        dollars = f", ${cost.usd:,.0f} at ${forecaster.usd_per_node_hour:,.2f} a node and hour"
     click.echo(
-        f"{end}{figure(cost.days)} days, {figure(cost.node_hours)} node hours"
-        f"{_dollars(foresight, cost.usd)}"
+        f"{end}{format_number(cost.days)} days, {format_number(cost.node_hours)} node hours"
+        f"{dollars}"
     )
     lost = sorted(
         ((part, share) for part, share in losses.shares.items() if part != "productive"),
@@ -168,25 +166,19 @@ def print_end(best: LayoutEstimate, foresight: Forecaster) -> None:
     parts = ", ".join(f"{part.replace('_', ' ')} {100 * s:.2f} %" for part, s in lost if s >= 5e-5)
     click.echo(f"utilization    {100 * losses.effective:.2f} % of the node hours train; {parts}")
     click.echo(
-        f"failures       one in {figure(losses.mtbf_s / 3600)} h (a node: one in "
+        f"failures       one in {format_number(losses.mtbf_s / 3600)} h (a node: one in "
         f"{best.config.cluster.node_mtbf_hours:,.0f} h)"
     )
-    said = f"every {losses.interval_steps} steps"
+    interval = f"every {losses.interval_steps} steps"
     if best.config.recipe.checkpoint.every_steps != "auto":
-        auto = foresight.auto_steps(best)
-        chosen = str(auto) if auto < prospects.cost.steps else "none before the end"
-        said += f"; checkpoint.every_steps: auto would choose {chosen}"
-    click.echo(f"checkpoints    {said}")
-
-
-def _dollars(foresight: Forecaster, usd: float | None) -> str:
-    if usd is None:
-        return "; no dollars: the cluster profile has no price"
-    return f", ${usd:,.0f} at ${foresight.usd_per_node_hour:,.2f} a node and hour"
+        auto = forecaster.auto_interval_steps(best)
+        chosen = str(auto) if auto < forecast.cost.steps else "none before the end"
+        interval += f"; checkpoint.every_steps: auto would choose {chosen}"
+    click.echo(f"checkpoints    {interval}")
 
 
 def print_points(answers: Sequence[RecipePlan]) -> None:
-    """A row a recipe and node count."""
+    """Print a row for each recipe and node count."""
     several = len(answers) > 1
     points = [point for found in answers for point in found.points()]
     headings = ("recipe",) * several + (
@@ -196,21 +188,24 @@ def print_points(answers: Sequence[RecipePlan]) -> None:
     print_table(headings, [(point.recipe,) * several + _point(point) for point in points])
     for found in answers:
         name = f"{found.config.recipe.name} on " if several else ""
-        for planned in found.planned:
-            if not planned.fitting:
-                click.echo(f"{name}{_nodes(planned.plan.nodes)}: {_why_nothing_fits(planned)}")
+        for node_plan in found.node_plans:
+            if not node_plan.fitting:
+                nodes = format_plural(node_plan.nodes, "node")
+                click.echo(f"{name}{nodes}: {_why_nothing_fits(node_plan)}")
         for point in found.points():
-            if point.prospects is not None and point.prospects.losses is None:
-                click.echo(f"{name}{_nodes(point.nodes)}: no end; {point.prospects.fault}")
-        if found.foresight.usd_per_node_hour is None:
+            if point.forecast is not None and point.forecast.losses is None:
+                click.echo(
+                    f"{name}{format_plural(point.nodes, 'node')}: no end; {point.forecast.fault}"
+                )
+        if found.forecaster.usd_per_node_hour is None:
             click.echo(f"no dollars: cluster profile {found.config.cluster.name} has no price")
 
 
 def _point(point: ScalingPoint) -> tuple[str, ...]:
-    candidate, prospects = point.candidate, point.prospects
-    if candidate is None or prospects is None or point.efficiency is None:
+    candidate, forecast = point.candidate, point.forecast
+    if candidate is None or forecast is None or point.efficiency is None:
         return (str(point.nodes), *["-"] * 5, "nothing fits", *["-"] * 8)
-    mesh, cost = candidate.mesh, prospects.cost
+    mesh, cost = candidate.mesh, forecast.cost
     return (
         str(point.nodes),
         str(mesh.tensor),
@@ -218,36 +213,13 @@ def _point(point: ScalingPoint) -> tuple[str, ...]:
         str(mesh.data),
         str(mesh.micro_batch),
         candidate.config.recipe.train.activation_checkpointing,
-        figure(candidate.seq_per_s),
+        format_number(candidate.seq_per_s),
         f"{candidate.tokens_per_s:,.0f}",
         f"{100 * candidate.mfu:.1f} %",
         "-" if cost.usd_per_hour is None else f"{cost.usd_per_hour:,.2f}",
-        _count(cost.tokens_per_usd),
+        format_count(cost.tokens_per_usd),
         f"{100 * point.efficiency:.1f} %",
-        _count(cost.tokens),
-        "never" if prospects.hours is None else figure(prospects.hours / 24),
-        "-" if prospects.usd is None else f"{prospects.usd:,.0f}",
+        format_count(cost.tokens),
+        "never" if forecast.hours is None else format_number(forecast.hours / 24),
+        "-" if forecast.usd is None else f"{forecast.usd:,.0f}",
     )
-
-
-def figure(value: float) -> str:
-    """`0.0213`, `14.2`, `1,234`: three or four digits that count."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 1 else f"{value:.3g}"
-
-
-def _count(number: float | None) -> str:
-    """`1.23B`."""
-    if number is None:
-        return "-"
-    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= unit:
-            return f"{number / unit:.3g}{letter}"
-    return f"{number:.3g}"
-
-
-def _nodes(count: int) -> str:
-    return f"{count:,} node{'s' * (count != 1)}"
-
-
-def _layouts(count: int) -> str:
-    return f"{count:,} layout{'s' * (count != 1)}"

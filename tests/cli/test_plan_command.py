@@ -68,9 +68,9 @@ def test_json_is_ranked_and_adds_up() -> None:
         trained_h = one["tokens"] / one["tokens_per_s"] / 3600
         assert one["usd"] == pytest.approx(trained_h * one["usd_per_hour"] / one["utilization"])
         assert one["hours"] >= trained_h / one["utilization"]
-    (written,) = (one for one in found["candidates"] if one["written"])
+    (written,) = (one for one in found["candidates"] if one["recipe_layout"])
     assert (written["tensor"], written["pipeline"], written["data"]) == (8, 4, 4)
-    assert found["written"][0]["rank"] == found["candidates"].index(written) + 1
+    assert found["recipe_layouts"][0]["rank"] == found["candidates"].index(written) + 1
     assert found["explanation"][0].startswith("best: TP ")
     assert found["warnings"] == []
 
@@ -88,7 +88,7 @@ def test_what_set_names_is_fixed_and_the_rest_is_free() -> None:
         "neox_20b", "--nodes", "4", "--set", "parallel=auto", "--set", "parallel.tensor=8"
     )
     assert {one["tensor"] for one in auto["candidates"]} == {8}
-    assert not any(one["written"] for one in auto["candidates"])
+    assert not any(one["recipe_layout"] for one in auto["candidates"])
 
 
 def test_table_has_the_best_of_each_mesh_first_and_marks_the_recipes_own() -> None:
@@ -169,7 +169,7 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
     assert not any(one["fits"] for one in json.loads(done.stdout)["candidates"])
     assert "too much" in done.stderr
     words = done.stderr.split("--nodes: ")[1].split()
-    assert words[1:] == ["is", "the", "fewest", "that", "do"]
+    assert words[1:] == ["is", "the", "minimum"]
     enough = int(words[0])
     assert call("llama2_70b", "--nodes", str(enough)).exit_code == 0
     assert call("llama2_70b", "--nodes", str(enough - 1)).exit_code == 2
@@ -316,7 +316,7 @@ def test_a_run_is_held_against_the_prediction(tmp_path: Path) -> None:
     where = ("--against", "measured", "--runs-dir", str(tmp_path))
     found = {row["name"]: row for row in answer(*where)["rows"]}
     candidates = answer("pythia_160m", "--nodes", "1")["candidates"]
-    (own,) = (one for one in candidates if one["written"])
+    (own,) = (one for one in candidates if one["recipe_layout"])
     assert found["step"]["predicted"] == pytest.approx(own["step_s"])
     assert found["step"]["measured"] == 0.5
     table = call(*where).stdout

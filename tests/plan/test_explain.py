@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import resolve
 from slurmllm.plan.collectives import data_group, rate, tensor_group
-from slurmllm.plan.explain import describe, differs, explain, settings, traffic, why_too_large
+from slurmllm.plan.explain import (
+    describe,
+    differing_settings,
+    explain,
+    settings,
+    traffic,
+    why_too_large,
+)
 from slurmllm.plan.search import SearchResult, search
 
 PLANS = (
@@ -81,7 +88,9 @@ def test_what_would_need_more_memory_is_said() -> None:
     text = "\n".join(explain(found.fitting, found.too_large))
     best = found.fitting[0]
     larger = [
-        one for one in (*found.fitting, *found.too_large) if differs(one, best) == {"micro_batch"}
+        one
+        for one in (*found.fitting, *found.too_large)
+        if differing_settings(one, best) == {"micro_batch"}
     ]
     assert larger
     assert f"micro batch {min(one.mesh.micro_batch for one in larger)} would" in text
