@@ -56,7 +56,7 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
 
     from slurmllm.backends.base import Worker
     from slurmllm.backends.native import dcp_state
-    from slurmllm.backends.native.dcp_save import Shards
+    from slurmllm.backends.native.dcp_save import DcpSaver
 
     model = build_model(recipe.model)
     initialize(model, recipe.model, seed=step)
@@ -71,7 +71,7 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
             def save_shards(self, directory: Path) -> ShardWrite:
                 optimizer = AdamW(model.parameters())
                 held = dcp_state.state_of(model, optimizer, worker)
-                shards = Shards(worker, group, torch.device("cpu"))
+                shards = DcpSaver(worker, group, torch.device("cpu"))
                 return shards.begin(held, directory, asynchronous=False)
 
         held = TrainState(

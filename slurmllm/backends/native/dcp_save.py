@@ -46,7 +46,7 @@ _ALIGNMENT = 64
 _BACKGROUND_NICENESS = 5
 
 
-class Shards:
+class DcpSaver:
     """What one worker writes of every checkpoint; keeps plan and host memory between saves.
 
     Args:
@@ -61,11 +61,9 @@ class Shards:
         self._metadata: Metadata | None = None
         self._names: frozenset[str] = frozenset()
         self._copies: dict[MetadataIndex, Tensor] = {}
-        self._saving: ShardSaving | None = None
+        self._saving: DcpSave | None = None
 
-    def begin(
-        self, state: Mapping[str, Any], directory: Path, *, asynchronous: bool
-    ) -> ShardSaving:
+    def begin(self, state: Mapping[str, Any], directory: Path, *, asynchronous: bool) -> DcpSave:
         """Begin to write a state into an existing folder (collective).
 
         Args:
@@ -89,7 +87,7 @@ class Shards:
         plan = planner.finish_plan(self._plan)  # type: ignore[arg-type]
         if asynchronous:
             planner.copies = self._room(planner, plan)
-        self._saving = ShardSaving(
+        self._saving = DcpSave(
             planner, plan, writer, workers, self._metadata, self._worker, self._device
         )
         self._saving.start(asynchronous)
@@ -132,7 +130,7 @@ class Shards:
         return self._copies
 
 
-class ShardSaving(ShardWrite):
+class DcpSave(ShardWrite):
     """One save of a worker's shards; made by `Shards.begin`."""
 
     def __init__(

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, loss_weight
 from slurmllm.backends.native import compiling, dcp_state, precision
 from slurmllm.backends.native.compiling import alike_everywhere
-from slurmllm.backends.native.dcp_save import Shards
+from slurmllm.backends.native.dcp_save import DcpSaver
 from slurmllm.backends.native.environment import unsupported
 from slurmllm.backends.native.norms import copies_of, local_part, scale_, total_norm
 from slurmllm.backends.native.pipeline import Pipeline, as_one, chunks_of, make_chunk
@@ -63,7 +63,7 @@ class NativeBackend(Backend):
     pipeline: Pipeline | None
     tied_group: dist.ProcessGroup | None = None
     optimizer: torch.optim.Optimizer
-    shards: Shards
+    shards: DcpSaver
 
     def start(self) -> None:
         """Open process groups and the device mesh (collective)."""
@@ -158,7 +158,7 @@ class NativeBackend(Backend):
         self.optimizer = precision.make_optimizer(
             self.model.named_parameters(), recipe.optim, recipe.train
         )
-        self.shards = Shards(self.worker, self.control, self.device)
+        self.shards = DcpSaver(self.worker, self.control, self.device)
 
     def fill_weights(self, read: WeightReader) -> None:
         """Set the weights of this worker's shard, before the first step."""
