@@ -19,8 +19,8 @@ from slurmllm.backends.native import compiling, dcp_state, precision
 from slurmllm.backends.native.compiling import alike_everywhere
 from slurmllm.backends.native.dcp_save import DcpSaver
 from slurmllm.backends.native.environment import unsupported
-from slurmllm.backends.native.norms import copies_of, local_part, scale_, total_norm
 from slurmllm.backends.native.pipeline import Pipeline, as_one, chunks_of, make_chunk
+from slurmllm.backends.native.sharded_tensors import copies_of, local_part, scale_, total_norm
 from slurmllm.backends.native.tensor_parallel import share_out
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError

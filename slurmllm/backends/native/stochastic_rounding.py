@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from slurmllm.backends.native.norms import local_part
+from slurmllm.backends.native.sharded_tensors import local_part
 
 # Elements updated at a time where nothing is compiled: temporaries (about 30 bytes an element)
 # stay in a CPU's cache, and below a gigabyte on a GPU.

@@ -33,8 +33,8 @@ from slurmllm.backends.nxd import saving
 from slurmllm.backends.nxd.arguments import arguments, dtype, model_inputs, optimizer_dtype
 from slurmllm.backends.nxd.environment import unsupported_settings
 from slurmllm.backends.nxd.gradients import Norm, add_up_repeated, clip_
-from slurmllm.backends.nxd.placing import Placing
 from slurmllm.backends.nxd.saving import NxdSaving
+from slurmllm.backends.nxd.shards import Placing
 from slurmllm.checkpoint.formats.nxd_layout import NxdLayout, read_layout
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import CodeError, ConfigError
