@@ -19,7 +19,7 @@ from torch import Tensor
 from slurmllm.plan.mesh import Mesh
 
 
-class Counted(NamedTuple):
+class CopyCounts(NamedTuple):
     """How often the elements of a parameter lie on the workers of one data-parallel replica.
 
     Attributes:
@@ -48,7 +48,7 @@ class Norm:
 
     def __init__(
         self,
-        counted: Sequence[Counted],
+        counted: Sequence[CopyCounts],
         rows: Sequence[int],
         mesh: Mesh,
         device: torch.device,
@@ -58,7 +58,7 @@ class Norm:
         self._mesh, self._sharded = mesh, sharded
         self._weights = [self._weight(c, n, device) for c, n in zip(counted, rows, strict=True)]
 
-    def _weight(self, counted: Counted, rows: int, device: torch.device) -> float | Tensor:
+    def _weight(self, counted: CopyCounts, rows: int, device: torch.device) -> float | Tensor:
         """What a square counts: one over its copies; a number, or one for each row."""
         if counted.rows is None:
             return 1 / counted.copies
@@ -106,7 +106,7 @@ def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
             gradient.mul_(factor.to(gradient.dtype))
 
 
-def add_up_repeated(gradients: Sequence[tuple[Tensor, int]]) -> None:
+def sum_replicated_kv(gradients: Sequence[tuple[Tensor, int]]) -> None:
     """Add up the gradients of keys and values over the workers that hold the same head.
 
     Each has the gradients of its own queries alone; afterwards all have the sum, and the copies

@@ -32,9 +32,9 @@ from slurmllm.backends.nxd import model as parallel_model
 from slurmllm.backends.nxd import saving
 from slurmllm.backends.nxd.arguments import arguments, dtype, model_inputs, optimizer_dtype
 from slurmllm.backends.nxd.environment import unsupported_settings
-from slurmllm.backends.nxd.gradients import Norm, add_up_repeated, clip_
+from slurmllm.backends.nxd.gradients import Norm, clip_, sum_replicated_kv
 from slurmllm.backends.nxd.saving import NxdSaving
-from slurmllm.backends.nxd.shards import Placing
+from slurmllm.backends.nxd.shards import ParameterShards
 from slurmllm.checkpoint.formats.nxd_layout import NxdLayout, read_layout
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import CodeError, ConfigError
@@ -122,7 +122,7 @@ class NxdBackend(Backend):
     def build(self, model_factory: ModelFactory) -> None:
         """Build this worker's shard of the model; weights depend on the seed alone (collective)."""
         recipe, mesh = self.config.recipe, self.mesh
-        self._placing = Placing(recipe.model, mesh.tensor)
+        self._placing = ParameterShards(recipe.model, mesh.tensor)
         self._initialize = self._placing.initializer(recipe.train.seed)
         layers = parallel_model.Layers(
             recipe.model,
@@ -287,7 +287,7 @@ class NxdBackend(Backend):
         self._set_learning_rate(
             torch.tensor(lr, dtype=torch.float32).to(self.device) if self._on_device else lr
         )
-        add_up_repeated(self._repeated())
+        sum_replicated_kv(self._repeated())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._param_norm = self._norm.of(self._updated())

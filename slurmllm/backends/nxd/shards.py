@@ -9,7 +9,7 @@ from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from slurmllm.backends.nxd.gradients import Counted
+from slurmllm.backends.nxd.gradients import CopyCounts
 from slurmllm.checkpoint.shards import WeightReader
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.model.init import normal, standard_deviation
@@ -19,7 +19,7 @@ _NAME = "slurmllm_name"
 _WRAPPED = "_checkpoint_wrapped_module."
 
 
-class Placing:
+class ParameterShards:
     """Where this worker's parameters lie in the whole model.
 
     Args:
@@ -102,7 +102,7 @@ class Placing:
             elif not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1, self.tensor)
 
-    def counted(self, name: str, stages: int) -> Counted:
+    def counted(self, name: str, stages: int) -> CopyCounts:
         """How often a parameter's elements lie on the workers of a replica.
 
         Args:
@@ -111,12 +111,12 @@ class Placing:
         """
         share = self.share(name)
         if share.dim is None:
-            return Counted(self.tensor)
+            return CopyCounts(self.tensor)
         row = self.first_key(name)
         if row is not None:
-            return Counted(1, row, kv_copies(self.config, self.tensor))
+            return CopyCounts(1, row, kv_copies(self.config, self.tensor))
         tied = self.config.tied_embeddings and stages > 1 and name == "embed.weight"
-        return Counted(2 if tied else 1)
+        return CopyCounts(2 if tied else 1)
 
     def first_key(self, name: str) -> int | None:
         """The first row of the key in a coalesced matrix or bias whose keys are repeated."""
