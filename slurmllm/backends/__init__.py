@@ -1,7 +1,6 @@
-"""What a model trains through: `native` (PyTorch) and `nxd` (neuronx-distributed).
+"""The backends that train a model: `native` (PyTorch), `nxd` (neuronx-distributed), `rehearsal`.
 
-`rehearsal` does everything but the training.
-
-`base.py` is the seam. Each backend has a torch-free `environment.py`, read on the login node and
-by the supervisor, and a `runtime.py`, loaded in the workers alone.
+`rehearsal` does everything except the computation. `base.py` is the interface. Each backend has a
+torch-free `environment.py`, used on the login node and by the supervisor, and a `runtime.py`,
+imported in the workers alone.
 """

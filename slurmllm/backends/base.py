@@ -1,8 +1,8 @@
-"""The seam between the training loop and what computes.
+"""The interface between the training loop and the backends.
 
-The height is the one at which neuronx-distributed itself cuts: whole forward-backward passes
-and whole optimizer steps, so that a pipeline schedule or a sharded optimizer stays inside.
-The training loop and the checkpoints know this file and never a backend's name.
+Its operations are whole forward-backward passes and whole optimizer steps, as in
+neuronx-distributed, so that a pipeline schedule or a sharded optimizer stays inside a backend. The
+training loop and the checkpoints use this interface and never a backend's name.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ModelFactory = Callable[[], "nn.Module"]
 
 @dataclass(frozen=True)
 class Worker:
-    """Who this process is among the workers, as its launcher told it (torchrun's variables).
+    """This process among the workers of an attempt, from the launcher's variables (torchrun's).
 
     Attributes:
-        sharing: Workers that share this one's machine, itself included: the node's, and with
-            --local those of all nodes.
+        sharing: Number of workers on this machine, this one included: the node's, with --local
+            those of all nodes.
     """
 
     rank: int
@@ -51,12 +51,12 @@ class MicroBatch:
     """Sequences of one forward pass.
 
     Attributes:
-        tokens: int64 [micro_batch, seq], what the model reads.
-        labels: int64 [micro_batch, seq], what it is to predict: the tokens moved by one; IGNORED
-            where nothing is learnt.
-        positions: int64 [micro_batch, seq], each token's place in its document, counted from the
-            sequence's begin for the document that the sequence begins in. Attention stays within
-            documents. None: documents do not matter.
+        tokens: int64 [micro_batch, seq], the input.
+        labels: int64 [micro_batch, seq], the tokens shifted by one; IGNORED for tokens that are no
+            targets.
+        positions: int64 [micro_batch, seq], the position of each token in its document; counted
+            from the start of the sequence in the sequence's first document. Attention stays within
+            documents. None: documents are not separated.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -64,33 +64,34 @@ class MicroBatch:
     positions: npt.NDArray[np.int64] | None = None
 
 
-def loss_weight(micro_batches: Sequence[MicroBatch], counted: int, data: int) -> float:
-    """Turns a mean in which IGNORED labels count as 0 into the mean over those that count.
+def loss_weight(micro_batches: Sequence[MicroBatch], num_targets: int, data: int) -> float:
+    """Return the factor from a mean over all labels to the mean over target tokens.
 
-    The same for all micro batches and workers. So the mean is that of the global batch however its
-    labels are spread, and every part of it may divide by the number of all its labels.
+    In the mean over all labels, IGNORED ones count as 0. The factor is the same for all micro
+    batches and workers, so that each may divide by the number of all its labels and the result is
+    the mean of the global batch, however its targets are distributed.
 
     Args:
-        micro_batches: A worker's, of one step.
-        counted: Labels of the global batch that are not IGNORED.
+        micro_batches: This worker's, of one step.
+        num_targets: Labels of the global batch that are not IGNORED.
         data: Data-parallel degree.
 
     Returns:
-        All labels of the global batch over those that count: exactly 1 where all do.
+        All labels of the global batch over the target tokens: exactly 1 without IGNORED labels.
     """
-    return sum(m.labels.size for m in micro_batches) * data / max(counted, 1)
+    return sum(m.labels.size for m in micro_batches) * data / max(num_targets, 1)
 
 
 class Backend(ABC):
     """One worker's share of the computation.
 
-    The verbs are called in this order: start, build, build_optimizer, (load_shards), then
-    forward_backward and optimizer_step for each step with save_shards in between, then stop.
-    Every worker calls every verb; those with communication in them are marked collective.
+    The order of calls: start, build, build_optimizer, (load_shards), then forward_backward and
+    optimizer_step for each step with save_shards in between, then stop. Every worker makes every
+    call; calls with communication are marked collective.
     """
 
-    # Whether a step's figures are better read when the next step is under way: before that,
-    # reading makes the device wait for the host.
+    # Whether the metrics of a step are read while the next step runs: reading them earlier would
+    # make the host wait for the device.
     deferred_metrics: bool = False
 
     def __init__(self, config: RunConfig, mesh: Mesh, worker: Worker) -> None:
@@ -104,7 +105,10 @@ class Backend(ABC):
 
     @abstractmethod
     def build(self, model_factory: ModelFactory) -> None:
-        """Build this worker's shard of the model; weights depend on the seed alone (collective)."""
+        """Build this worker's shard of the model (collective).
+
+        Weights depend only on the seed, not on the mesh.
+        """
 
     @abstractmethod
     def build_optimizer(self) -> None:
@@ -112,28 +116,30 @@ class Backend(ABC):
 
     @abstractmethod
     def fill_weights(self, read: WeightReader) -> None:
-        """Set the weights of this worker's shard, before the first step.
+        """Set the weights of this worker's shard before the first step.
 
         Args:
-            read: Is asked for no more than this worker's share of each parameter.
+            read: Called for no more than this worker's share of each parameter.
         """
 
     @abstractmethod
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], counted: int) -> SupportsFloat:
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], num_targets: int
+    ) -> SupportsFloat:
         """Accumulate the gradients of one step (collective).
 
         Args:
-            micro_batches: This worker's, equally many and equally large on all workers.
-            counted: Labels of the global batch that are not IGNORED.
+            micro_batches: This worker's; the same number and size on all workers.
+            num_targets: Labels of the global batch that are not IGNORED.
 
         Returns:
-            The mean loss over these labels, in nats, equal on all workers; 0 where there are none.
-            It may not be computed yet: float() waits for it, here and below.
+            The mean loss over the targets, in nats, equal on all workers; 0 without targets. It may
+            still be computing: float() waits for it, as for the other results.
         """
 
     @abstractmethod
     def optimizer_step(self, lr: float) -> SupportsFloat:
-        """Clip, update, clear the gradients (collective).
+        """Clip gradients, update weights, clear gradients (collective).
 
         Returns:
             The 2-norm of the gradient over all parameters before clipping.
@@ -141,49 +147,45 @@ class Backend(ABC):
 
     @abstractmethod
     def param_norm(self) -> SupportsFloat:
-        """The 2-norm over all parameters (collective)."""
+        """Return the 2-norm over all parameters (collective)."""
 
     @abstractmethod
     def save_shards(self, directory: Path) -> ShardWrite:
         """Begin to write model, optimizer and random state into an existing folder (collective).
 
-        Training may go on when this returns. One save at a time.
+        Training may continue when this returns. One save at a time.
 
         Raises:
-            StorageError: on all workers, where the file system refused one of them.
+            StorageError: On all workers if the file system refused one of them.
         """
 
     @abstractmethod
     def load_shards(self, directory: Path) -> None:
-        """Read back what `save_shards` wrote, on the same mesh or another one (collective)."""
+        """Load what `save_shards` wrote, on the same mesh or another one (collective)."""
 
-    def precompile_resume(self) -> None:  # noqa: B027  most have no graphs of it
-        """Let the precompile stage meet the graphs of a resume, after its steps (collective)."""
+    def precompile_resume(self) -> None:  # noqa: B027  most backends have no such graphs
+        """In the precompile stage, compile the graphs of a resume, after its steps (collective)."""
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
-        """Every worker's small picklable value, by rank, on all workers (collective).
+        """Return the small picklable values of all workers, by rank, on every one (collective).
 
-        Runs over the host's network and never waits for the device.
+        Uses the host's network and never waits for the device.
         """
 
     @abstractmethod
     def graph_cache_counts(self) -> tuple[int, int]:
-        """Compiled graphs found in the cache and graphs that had to be compiled, so far."""
+        """Return the numbers of graphs found in the cache and of graphs compiled, so far."""
 
     def change_batch(self, mesh: Mesh) -> None:
-        """Go on with another micro batch or accumulation (collective).
-
-        Args:
-            mesh: Of the same degrees.
-        """
+        """Continue with another micro batch or accumulation, on the same degrees (collective)."""
         self.mesh = mesh
 
     @abstractmethod
     def memory(self) -> Memory:
-        """What this worker used at most since the last call, and what it may use.
+        """Return this worker's peak since the last call, and its limit; resets the peak.
 
-        After a second call at once the peak is what it uses now.
+        Called twice in a row, the second peak is the current use.
         """
 
     @abstractmethod
@@ -192,17 +194,17 @@ class Backend(ABC):
 
 
 def load_backend(name: str) -> type[Backend]:
-    """The runtime class of a backend, imported now.
+    """Import the runtime class of a backend.
 
     Raises:
-        ConfigError: this installation lacks what the backend needs.
+        ConfigError: This installation lacks a package of the backend.
     """
     try:
         module = importlib.import_module(f"slurmllm.backends.{name}.runtime")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"backend {name!r} cannot be loaded here: {error}; "
-            "install what it needs, or set backend=native"
+            f"backend {name!r} cannot be imported: {error}; "
+            "install the missing package, or set backend=native"
         ) from error
     backend: type[Backend] = module.BACKEND
     return backend

@@ -1,6 +1,6 @@
-"""What a backend says of its surroundings, without torch: the other half of the seam.
+"""The torch-free part of a backend: environment variables, compile cache, unsupported settings.
 
-Read on the login node (`submit`, `--dry-run`) and by the supervisor and the launchers.
+Used on the login node (`submit`, `--dry-run`) and by the supervisor and the launchers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Variable(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A graph in a compiler's cache folder.
+    """A graph in the cache folder of a compiler.
 
     Attributes:
-        folder: Inside the cache; it says which graph this is, and holds the graph's own files.
-        state: `missing` where the compiler left neither an artifact nor a reason.
+        folder: Path inside the cache; identifies the graph and has its files.
+        state: `missing` if the compiler left neither an artifact nor an error.
         compiler: Name and version.
-        log: What the compiler wrote of a failed one.
+        log: The compiler's log of a failed graph.
     """
 
     name: str
@@ -46,73 +46,74 @@ class BackendEnvironment(Protocol):
 
     @staticmethod
     def variables(config: RunConfig) -> dict[str, Variable]:
-        """The workers' environment, each value with its source."""
+        """Return the workers' environment variables, each with its source."""
 
     @staticmethod
     def cache_variables(cache: str) -> dict[str, Variable]:
-        """Where the compiler keeps its graphs, inside the node-local folder `cache`."""
+        """Return the variables that place the compiler's cache in the node-local folder `cache`."""
 
     @staticmethod
     def precompile_nodes(config: RunConfig, nodes: int) -> int:
-        """Nodes that the precompile stage needs for a run on `nodes`, which its mesh fits."""
+        """Return the number of nodes of the precompile stage for a run on `nodes`."""
 
     @staticmethod
     def precompile_commands(
         config: RunConfig, workers: Sequence[str], work: Path
     ) -> list[list[str]]:
-        """The commands that fill a node's cache, in order; the first one runs the workers.
+        """Return the commands that fill a node's cache, in order; the first runs the workers.
 
         Args:
-            config: The run's.
             workers: The command that starts the node's workers and waits for them.
-            work: A folder on the node's own disk that the commands may use and nobody keeps.
+            work: A temporary folder on the node's own disk.
         """
 
     @staticmethod
     def graphs_depend_on_accumulation(config: RunConfig) -> bool:
-        """Whether graphs depend on a step's micro batches, so that precompile makes whole steps."""
+        """Return whether graphs depend on the number of micro batches in a step.
+
+        If so, the precompile stage runs steps of the run's own global batch.
+        """
 
     @staticmethod
     def expects_graphs(config: RunConfig) -> bool:
-        """Whether the run has graphs to compile."""
+        """Return whether the run compiles graphs."""
 
     @staticmethod
     def graphs(cache: Path) -> list[Graph]:
-        """The graphs in a cache folder, by name."""
+        """Return the graphs in a cache folder, by name."""
 
     @staticmethod
     def count_graphs(cache: Path) -> int:
-        """Compiled graphs in a cache folder."""
+        """Return the number of compiled graphs in a cache folder."""
 
     @staticmethod
     def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
-        """What changes the graphs of a run, versions aside: plain values with names.
+        """Return the settings that the graphs of a run depend on, except versions; JSON types.
 
         Args:
-            config: The run's.
             mesh: Of the train stage; its micro batch is the one that precompile uses.
-            threads: CPU threads of a worker, None where nobody can say before the nodes are known.
+            threads: CPU threads of a worker; None before the nodes are known.
         """
 
     @staticmethod
     def versions() -> dict[str, str]:
-        """Versions that decide whether a compiled graph still serves."""
+        """Return the versions that a compiled graph depends on."""
 
     @staticmethod
     def node_versions() -> dict[str, str]:
-        """Those, and what else the attempt's record should say of a node: driver, runtime."""
+        """Return `versions` and those of driver and runtime, for the attempt's record of a node."""
 
     @staticmethod
     def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-        """What goes into the library's functions, as `submit --dry-run` shows it; JSON's types."""
+        """Return the arguments of the library's functions, for `submit --dry-run`; JSON types."""
 
     @staticmethod
     def unsupported(config: RunConfig) -> list[str]:
-        """What this backend cannot train, one line a reason; empty where it can."""
+        """Return why this backend cannot train the run, one line for each reason."""
 
 
 def load_environment(backend: str) -> BackendEnvironment:
-    """A backend's `environment.py`, by the backend's name."""
+    """Import the `environment.py` of a backend."""
     module = importlib.import_module(f"slurmllm.backends.{backend}.environment")
     return cast(BackendEnvironment, module)
 

@@ -10,7 +10,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from slurmllm.backends.native.compiling import GraphPass, slow_bf16, widen_products
+from slurmllm.backends.native.compiling import slow_bf16
+from slurmllm.backends.native.graph_passes import GraphPass, widen_products
 
 MM = torch.ops.aten.mm.default
 ADDMM = torch.ops.aten.addmm.default

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from backends.conftest import Reference, decayed
 from slurmllm.backends.native.pipeline import Pipeline
 from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.backends.native.sharded_tensors import copies_of, local_part
+from slurmllm.backends.native.sharded_tensors import local_part, num_copies
 from slurmllm.plan.parameters import parameter_shapes
 
 TOLERANCE = 1e-5
@@ -109,7 +109,7 @@ def shares(backend: NativeBackend) -> dict[str, float]:
     """How many elements of each parameter are this worker's, shared ones in part."""
     workers = backend.mesh.data * backend.mesh.tensor
     return {
-        name: local_part(p).numel() / copies_of(p, workers)
+        name: local_part(p).numel() / num_copies(p, workers)
         for name, p in backend.model.named_parameters()
     }
 

@@ -84,11 +84,11 @@ def test_hash_is_the_one_it_is_named_after() -> None:
 
 def test_random_bits_are_even_and_unrelated() -> None:
     weights = [torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2)]
-    noise = optimizer(*weights, seed=5)._noise
+    random_keys = optimizer(*weights, seed=5)._keys
     halves = []
     for step in range(1, 201):
         for weight in weights:
-            keys, columns = noise.of(weight, step)
+            keys, columns = random_keys.get(weight, step)
             bits = scramble(keys ^ columns).long() % 2**32
             halves.append(torch.stack([bits >> 16, bits & 0xFFFF]).double() / 2**16 - 0.5)
     # [steps, weights, halves, rows, columns], each in [-0.5, 0.5), variance 1/12
@@ -108,8 +108,8 @@ def test_random_bits_are_even_and_unrelated() -> None:
         (drawn[..., 1:], drawn[..., :-1]),  # columns
     ):
         assert abs(sigmas(a * b)) < 4
-    other = optimizer(*weights, seed=6)._noise
-    assert not torch.equal(other.of(weights[0], 1)[0], noise.of(weights[0], 1)[0])
+    other = optimizer(*weights, seed=6)._keys
+    assert not torch.equal(other.get(weights[0], 1)[0], random_keys.get(weights[0], 1)[0])
 
 
 # The optimizer

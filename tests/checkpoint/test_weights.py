@@ -161,7 +161,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from slurmllm.backends.base import Worker, load_backend
-from slurmllm.backends.native.tensor_parallel import share_out
+from slurmllm.backends.native.tensor_parallel import apply_tensor_parallel
 from slurmllm.checkpoint.origin import read_origin
 from slurmllm.checkpoint.save import save
 from slurmllm.checkpoint.state import TrainState, fingerprint
@@ -207,7 +207,7 @@ for shape in ((2, 2), (4, 1)):
         model = build_model(config)
         fill(model, weight_reader(folder, config))
         if shape[1] > 1:
-            share_out(model, mesh["tensor"], sequence=False)
+            apply_tensor_parallel(model, mesh["tensor"], sequence=False)
         for block in model.blocks():
             fully_shard(block, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])

@@ -1,22 +1,23 @@
-"""Writing a worker's shards by torch.distributed.checkpoint, while training goes on or not.
+"""DCP save: writing a worker's shards with torch.distributed.checkpoint, also during training.
 
-Why not DCP's own `async_save`: its planning and its end are collectives, which it makes from a
-background thread and so on a group that nobody else may use; its copy holds up training from its
-begin to its end; and it cannot say what it wrote. Here its parts are used one by one:
+Why not DCP's own `async_save`: its planning and its end are collectives from a background thread,
+on a group that nothing else may use then; its copy blocks training from start to end; and it does
+not report the files that it wrote. This module uses its parts one by one:
 
-1. `begin` (collective): the plan, made once, for names and shapes never change.
-2. In a thread: the copy into host memory. It goes on during the next forward and backward passes,
-   which only read weights; `Shards.settle` holds up the optimizer until it is complete. On CUDA a
-   stream of its own copies into pinned memory.
+1. `begin` (collective): the plan, made once, because names and shapes never change.
+2. In a thread: the copy into host memory. It continues during the next forward and backward passes,
+   which only read weights; `DcpSaver.wait_for_copy` blocks the optimizer until it is complete. On
+   CUDA, a stream of its own copies into pinned memory.
 3. In that thread, at a lower priority: files, checksums and fsync.
 4. `finish` (collective): `.metadata`.
 
-A thread and not a process, for the long parts (copying, writing, sha256) let go of the GIL.
+A thread and not a process, because the long parts (copy, write, sha256) release the GIL.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import math
 import mmap
 import os
@@ -42,15 +43,17 @@ from slurmllm.checkpoint.formats.dcp_writer import DcpWriter, dcp_error
 from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.errors import StorageError
 
-_ALIGNMENT = 64
-_BACKGROUND_NICENESS = 5
+log = logging.getLogger(__name__)
+
+_ALIGNMENT = 64  # bytes, of a copy in host memory
+_BACKGROUND_NICENESS = 5  # of the writing threads: training has the cores first
+_BYTES = WriteItemType.BYTE_IO
 
 
 class DcpSaver:
-    """What one worker writes of every checkpoint; keeps plan and host memory between saves.
+    """Writes one worker's part of every checkpoint; keeps plan and host memory between saves.
 
     Args:
-        worker: This one.
         group: All workers, over the host's network.
         device: Of the state.
     """
@@ -61,23 +64,22 @@ class DcpSaver:
         self._metadata: Metadata | None = None
         self._names: frozenset[str] = frozenset()
         self._copies: dict[MetadataIndex, Tensor] = {}
-        self._saving: DcpSave | None = None
+        self._save: DcpSave | None = None
 
     def begin(self, state: Mapping[str, Any], directory: Path, *, asynchronous: bool) -> DcpSave:
         """Begin to write a state into an existing folder (collective).
 
         Args:
             state: Tensors, DTensors and nested dicts of them.
-            directory: The folder.
-            asynchronous: Whether training may go on at once; else all is written on return.
+            asynchronous: Whether training may continue at once; else all is written on return.
 
         Raises:
-            StorageError: on all workers, where the file system refused one of them.
+            StorageError: On all workers if the file system refused one of them.
         """
         # Two files at once keep two cores busy with checksums; from a GPU one stream is faster.
         threads = 2 if asynchronous or self._device.type == "cpu" else 1
         writer = DcpWriter(directory, threads)
-        planner = _Planner()
+        planner = _SavePlanner()
         planner.set_up_planner(dict(state), is_coordinator=self._worker.rank == 0)
         workers = _DistWrapper(self._group, True, 0)
         writer.set_up_storage_writer(self._worker.rank == 0, rank=self._worker.rank)
@@ -86,33 +88,33 @@ class DcpSaver:
         assert self._names == planner.state_dict.keys(), "the names of a state never change"
         plan = planner.finish_plan(self._plan)  # type: ignore[arg-type]
         if asynchronous:
-            planner.copies = self._room(planner, plan)
-        self._saving = DcpSave(
+            if not self._copies:
+                self._allocate_copies(planner, plan)
+            planner.copies = self._copies
+        self._save = DcpSave(
             planner, plan, writer, workers, self._metadata, self._worker, self._device
         )
-        self._saving.start(asynchronous)
-        return self._saving
+        self._save.start(asynchronous)
+        return self._save
 
-    def settle(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the state may be changed; before every optimizer step."""
-        if self._saving is not None:
-            self._saving.settle()
+        if self._save is not None:
+            self._save.wait_for_copy()
 
-    def _make_plan(self, planner: _Planner, writer: DcpWriter, workers: _DistWrapper) -> None:
-        def everyone(plans: list[SavePlan]) -> list[SavePlan]:
+    def _make_plan(self, planner: _SavePlanner, writer: DcpWriter, workers: _DistWrapper) -> None:
+        def make_global_plan(plans: list[SavePlan]) -> list[SavePlan]:
             plans, self._metadata = planner.create_global_plan(plans)
             return writer.prepare_global_plan(plans)
 
         try:
-            self._plan = workers.reduce_scatter("plan", planner.create_local_plan, everyone)
+            self._plan = workers.reduce_scatter("plan", planner.create_local_plan, make_global_plan)
         except CheckpointException as error:
             raise dcp_error(error, "cannot plan a checkpoint") from error
         self._names = frozenset(planner.state_dict)
 
-    def _room(self, planner: _Planner, plan: SavePlan) -> dict[MetadataIndex, Tensor]:
-        """Host memory for the tensors that this worker writes: the same at every save."""
-        if self._copies:
-            return self._copies
+    def _allocate_copies(self, planner: _SavePlanner, plan: SavePlan) -> None:
+        """Allocate host memory for the tensors that this worker writes, the same at every save."""
         tensors = {i.index: planner.tensor(i) for i in plan.items if i.type != _BYTES}
         sizes = {
             index: math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
@@ -123,19 +125,29 @@ class DcpSaver:
             memory.madvise(mmap.MADV_HUGEPAGE)
         offset = 0
         for index, tensor in tensors.items():
-            self._copies[index] = _piece_of(memory, offset, tensor)
+            # Each copy has a storage of its own, because torch.save writes the whole storage.
+            if tensor.numel():
+                flat = torch.frombuffer(
+                    memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset
+                )
+                self._copies[index] = flat.view(tensor.shape)
+            else:
+                self._copies[index] = torch.empty(tensor.shape, dtype=tensor.dtype)
             offset += sizes[index]
         if self._device.type == "cuda":
-            _pin(memory)
-        return self._copies
+            # Pinned, so that copies run during computation; it stays registered until the end.
+            start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            if error := int(runtime.cudaHostRegister(start, len(memory), 0)):
+                log.warning("slow copies at saves: cudaHostRegister returned %d", error)
 
 
 class DcpSave(ShardWrite):
-    """One save of a worker's shards; made by `Shards.begin`."""
+    """One save of a worker's shards; made by `DcpSaver.begin`."""
 
     def __init__(
         self,
-        planner: _Planner,
+        planner: _SavePlanner,
         plan: SavePlan,
         writer: DcpWriter,
         workers: _DistWrapper,
@@ -155,9 +167,9 @@ class DcpSave(ShardWrite):
         """Write now, or copy and write in a thread."""
         if not asynchronous:
             self._copied.set()
-            self._run()
+            self._write()
             written = sorted(self._writer.fs.written)
-            self._names = [*written, *self._complete()]
+            self._names = [*written, *self._write_metadata()]
             return
         self._planner.keep_bytes(self._plan)
         ready = None
@@ -165,17 +177,16 @@ class DcpSave(ShardWrite):
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         executor = ThreadPoolExecutor(1, thread_name_prefix="shards")
-        executor.submit(self._copy_and_run, ready)
+        executor.submit(self._copy_and_write, ready)
         executor.shutdown(wait=False)
 
-    def settle(self) -> None:
-        """Wait until the copy is complete."""
+    def wait_for_copy(self) -> None:
         if not self._copied.is_set():
             began = time.monotonic()
             self._copied.wait()
             self.waited_s += time.monotonic() - began
 
-    def _copy_and_run(self, ready: torch.cuda.Event | None) -> None:
+    def _copy_and_write(self, ready: torch.cuda.Event | None) -> None:
         try:
             self._planner.copy(ready, self._device)
         except BaseException as error:
@@ -183,49 +194,48 @@ class DcpSave(ShardWrite):
             return
         finally:
             self._copied.set()
-        # On Linux of this thread and those that it starts alone.
+        # On Linux this changes only this thread and the threads that it starts.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
-        self._run()
+        self._write()
 
-    def _run(self) -> None:
+    def _write(self) -> None:
         try:
             self._results.set_result(self._writer.write_data(self._plan, self._planner).wait())
-        except BaseException as error:  # told to all workers, not to this thread
+        except BaseException as error:  # raised by `wait` and `finish`, on all workers
             self._results.set_exception(error)
 
     def wait(self) -> list[str]:
-        """Wait for this worker's files; names those that it wrote."""
         if self._names is not None:
             return self._names
         try:
             self._results.result()
         except OSError as error:
-            told = f"cannot write shards: {error.strerror or error}"
-            raise StorageError(f"{told} (rank {self._worker.rank})") from error
+            message = f"cannot write shards: {error.strerror or error}"
+            raise StorageError(f"{message} (rank {self._worker.rank})") from error
         return sorted(self._writer.fs.written)
 
     def finish(self) -> list[str]:
-        """Write `.metadata`, where that is not done yet (collective)."""
-        return self._complete() if self._names is None else []
+        return self._write_metadata() if self._names is None else []
 
-    def _complete(self) -> list[str]:
-        def write_metadata(results: list[list[WriteResult]]) -> None:
+    def _write_metadata(self) -> list[str]:
+        """Write `.metadata` on rank 0 (collective)."""
+
+        def write(results: list[list[WriteResult]]) -> None:
             assert self._metadata is not None
             self._writer.finish(self._metadata, results)
 
         try:
-            self._workers.all_reduce("metadata", self._results.result, write_metadata)
+            self._workers.all_reduce("metadata", self._results.result, write)
         except CheckpointException as error:  # on all workers alike
             raise dcp_error(error, "cannot write shards") from error
         return [".metadata"] if self._worker.rank == 0 else []
 
     def sha256(self, name: str) -> str | None:
-        """The checksum of a file, made of the bytes that were written."""
         return self._writer.fs.written.get(name)
 
 
-class _Planner(DefaultSavePlanner):
-    """Gives the writer the copies, where there are any, in place of the tensors themselves."""
+class _SavePlanner(DefaultSavePlanner):
+    """Passes the copies, if there are any, to the writer in place of the tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,13 +243,13 @@ class _Planner(DefaultSavePlanner):
         self._bytes: dict[MetadataIndex, bytes] = {}
 
     def tensor(self, item: WriteItem) -> Tensor:
-        """The tensor itself: this worker's part of it."""
+        """Return this worker's part of the tensor itself."""
         found = super().resolve_data(item)
         assert isinstance(found, Tensor)
         return found.detach()
 
     def keep_bytes(self, plan: SavePlan) -> None:
-        """Keep what is no tensor as it is now."""
+        """Keep the current values of everything that is not a tensor."""
         for item in plan.items:
             if item.type == _BYTES:
                 found = super().resolve_data(item)
@@ -247,7 +257,7 @@ class _Planner(DefaultSavePlanner):
                 self._bytes[item.index] = found.getvalue()
 
     def copy(self, ready: torch.cuda.Event | None, device: torch.device) -> None:
-        """Copy all tensors; on CUDA when what was enqueued before `ready` is done."""
+        """Copy all tensors; on CUDA after the work that was enqueued before `ready`."""
         stream = torch.cuda.Stream(device) if ready else None  # type: ignore[no-untyped-call]
         if stream is not None and ready is not None:
             stream.wait_event(ready)
@@ -259,29 +269,9 @@ class _Planner(DefaultSavePlanner):
             stream.synchronize()
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """What to write."""
         index = write_item.index
         if index in self._bytes:
             return io.BytesIO(self._bytes[index])
         if index in self.copies:
             return self.copies[index]
         return super().resolve_data(write_item)
-
-
-_BYTES = WriteItemType.BYTE_IO
-
-
-def _piece_of(memory: mmap.mmap, offset: int, like: Tensor) -> Tensor:
-    """A tensor in a part of the memory, with a storage of its own: torch.save writes it whole."""
-    if not like.numel():
-        return torch.empty(like.shape, dtype=like.dtype)
-    flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=offset)
-    return flat.view(like.shape)
-
-
-def _pin(memory: mmap.mmap) -> None:
-    """Register memory with CUDA, so that copies run beside the computation; it is never freed."""
-    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if error := int(runtime.cudaHostRegister(start, len(memory), 0)):
-        print(f"warning: saves are copied slowly: cudaHostRegister says {error}", flush=True)

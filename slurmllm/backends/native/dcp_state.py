@@ -1,4 +1,4 @@
-"""Model, optimizer and random state to files and back, by torch.distributed.checkpoint.
+"""The state that DCP saves, and DCP load: model, optimizer and random state.
 
 Every worker writes its own shards into one file; `.metadata` maps parameter names to pieces, so
 that another number of workers can read them.
@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slurmllm.backends.base import Worker
+from slurmllm.backends.native.sharded_tensors import local_part, local_region
 from slurmllm.checkpoint.formats.dcp_writer import dcp_error
 from slurmllm.checkpoint.formats.nxd_layout import read_layout
 from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training
@@ -30,11 +29,11 @@ from slurmllm.errors import StorageError
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) -> dict[str, Any]:
-    """What a checkpoint holds of a worker: the tensors themselves, no copies."""
+    """Return a worker's state for a checkpoint: the tensors themselves, no copies."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {
         "model": model_state,
-        # Not its param_groups: learning rate and the like come from the recipe.
+        # Without param_groups: learning rate and the like come from the recipe.
         "optimizer": optimizer_state["state"],
         "random": {_random_key(worker.rank): _random_state()},
     }
@@ -48,59 +47,64 @@ def load(
     group: dist.ProcessGroup,
     config: ModelConfig | None = None,
 ) -> None:
-    """Read what any number of workers wrote, by `shard_saving` or by NxD (collective).
+    """Load a checkpoint of any number of workers, by `dcp_save` or by NxD (collective).
 
-    The random state comes back where the number of workers is the same; else it stays as the
-    start-up seeded it.
+    The random state is restored if the number of workers is the same; else it stays as seeded at
+    the start.
 
     Args:
-        model: This worker's.
-        optimizer: Likewise.
-        directory: The folder.
-        worker: This one.
         group: All workers, over the host's network.
-        config: The whole model's; None: as `train_state.json` says.
+        config: Of the whole model; None to read it from `train_state.json`.
 
     Raises:
-        StorageError: on all workers, where one of them cannot read its shares.
+        StorageError: On all workers if one of them cannot read its shards.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
     if read_layout(directory) is None:
-        _load_own(state, directory, worker, group)
+        _load_dcp(state, directory, worker, group)
     else:
-        _fill(state, directory, group, config)
+        _load_nxd(state, directory, group, config)
     set_state_dict(
         model,
         optimizer,
         model_state_dict=model_state,
         optim_state_dict=optimizer_state,
     )
-    _set_random_state(state.get("random", {}).get(_random_key(worker.rank), {}))
+    random_state = state.get("random", {}).get(_random_key(worker.rank), {})
+    if "cpu" in random_state:
+        torch.set_rng_state(random_state["cpu"])
+    if "cuda" in random_state:
+        torch.cuda.set_rng_state(random_state["cuda"])
 
 
-def _load_own(
+def _load_dcp(
     state: dict[str, Any], directory: Path, worker: Worker, group: dist.ProcessGroup
 ) -> None:
     reader = FileSystemReader(directory)
-    random_state = _saved_random_state(reader, worker)
-    if random_state:
-        state["random"] = {_random_key(worker.rank): random_state}
+    saved = reader.read_metadata().state_dict_metadata
+    ranks = {key.split(".")[1] for key in saved if key.startswith("random.")}
+    if len(ranks) == worker.world_size:
+        own = _random_key(worker.rank)
+        now = _random_state().items()
+        random_state = {kind: value for kind, value in now if f"random.{own}.{kind}" in saved}
+        if random_state:
+            state["random"] = {own: random_state}
     try:
         load_state(state, storage_reader=reader, process_group=group)
     except CheckpointException as error:
         raise dcp_error(error, f"cannot read shards from {directory}") from error
 
 
-def _fill(
+def _load_nxd(
     state: dict[str, Any], directory: Path, group: dist.ProcessGroup, config: ModelConfig | None
 ) -> None:
-    """Set this worker's shares from another backend's checkpoint (collective)."""
     fault: str | None = None
     try:
-        _read_shares(state, open_training(directory, config or read_origin(directory).model))
+        _read_shards(state, open_training(directory, config or read_origin(directory).model))
     except StorageError as error:
         fault = str(error)
+    # Exchanged, so that no worker waits in a later collective for one that failed here.
     faults: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(faults, fault, group=group)
     for rank, found in enumerate(faults):
@@ -109,26 +113,14 @@ def _fill(
 
 
 @torch.no_grad()
-def _read_shares(state: dict[str, Any], files: TrainingFiles) -> None:
+def _read_shards(state: dict[str, Any], files: TrainingFiles) -> None:
     for name, parameter in state["model"].items():
-        local, region = _share(parameter)
-        local.copy_(files.read(name, region))
-    for name, held in state["optimizer"].items():
-        held["step"].fill_(files.step(name))
+        local_part(parameter).copy_(files.read(name, local_region(parameter)))
+    for name, moments in state["optimizer"].items():
+        moments["step"].fill_(files.step(name))
         for kind in MOMENTS:
-            local, region = _share(held[kind])
-            local.copy_(files.read_moment(kind, name, region))
-
-
-def _share(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This worker's part of a tensor, and which it is."""
-    local, size, offset = tensor, tuple(tensor.shape), (0,) * tensor.ndim
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local()
-        size, offset = compute_local_shape_and_global_offset(
-            size, tensor.device_mesh, tensor.placements
-        )
-    return local, tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+            region = local_region(moments[kind])
+            local_part(moments[kind]).copy_(files.read_moment(kind, name, region))
 
 
 def _random_key(rank: int) -> str:
@@ -140,20 +132,3 @@ def _random_state() -> dict[str, Tensor]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-def _saved_random_state(reader: FileSystemReader, worker: Worker) -> dict[str, Tensor]:
-    """Tensors to read this worker's random state into; none if another number of them saved."""
-    saved = reader.read_metadata().state_dict_metadata
-    savers = {key.split(".")[1] for key in saved if key.startswith("random.")}
-    if len(savers) != worker.world_size:
-        return {}
-    mine = f"random.{_random_key(worker.rank)}"
-    return {device: now for device, now in _random_state().items() if f"{mine}.{device}" in saved}
-
-
-def _set_random_state(state: dict[str, Tensor]) -> None:
-    if "cpu" in state:
-        torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

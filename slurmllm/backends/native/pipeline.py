@@ -1,8 +1,8 @@
-"""Pipeline parallelism: which layers a worker holds, and the order of its passes.
+"""Pipeline parallelism: the layers of a worker and the schedule of its passes.
 
-torch.distributed.pipelining runs the passes. A worker holds `virtual_pipeline` chunks of layers:
-with one, the schedule is 1F1B (Narayanan et al. 2019, arXiv 1806.03377); with more, interleaved
-1F1B (Narayanan et al. 2021, arXiv 2104.04473), where worker p of P holds chunks p, p + P, ….
+torch.distributed.pipelining runs the passes. A worker has `virtual_pipeline` chunks of layers: with
+one, the schedule is 1F1B (Narayanan et al. 2019, arXiv 1806.03377); with more, interleaved 1F1B
+(Narayanan et al. 2021, arXiv 2104.04473), where worker p of P has chunks p, p + P, ….
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from slurmllm.plan.mesh import Mesh
 
 
 def chunks_of(pipeline_rank: int, mesh: Mesh) -> list[int]:
-    """The chunks that a pipeline worker holds, of `mesh.chunks` in all."""
+    """Return the numbers of a pipeline worker's chunks, of `mesh.chunks` in all."""
     return list(range(pipeline_rank, mesh.chunks, mesh.pipeline))
 
 
 def make_chunk(model_factory: ModelFactory, chunk: int, mesh: Mesh) -> Decoder:
-    """One chunk of the model; names of its parameters are those of the whole model."""
+    """Make one chunk of the model; its parameters have their names in the whole model."""
     model = model_factory()
     assert isinstance(model, Decoder)
     each = model.config.num_layers // mesh.chunks
@@ -34,8 +34,8 @@ def make_chunk(model_factory: ModelFactory, chunk: int, mesh: Mesh) -> Decoder:
     return model
 
 
-def as_one(chunks: Sequence[Decoder]) -> nn.Module:
-    """The chunks of a worker under one module, for whoever walks through parameters by name."""
+def combine_chunks(chunks: Sequence[Decoder]) -> nn.Module:
+    """Return one module with the parameters of all chunks, under their names."""
     if len(chunks) == 1:
         return chunks[0]
     whole = nn.Module()
@@ -52,11 +52,8 @@ class Pipeline:
 
     Args:
         chunks: This worker's, in order.
-        mesh: The run's.
         group: The pipeline workers, a one-dimensional mesh.
-        device: Where they compute.
-        hidden: What passes between chunks: [micro_batch, seq or a share of it, hidden], on meta.
-        seq_len: Of the tokens.
+        hidden: Activations between chunks: [micro_batch, seq or a shard of it, hidden], on meta.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class Pipeline:
         hidden: Tensor,
         seq_len: int,
     ) -> None:
-        # Here and not above: torch's pipelining takes half a second to import.
+        # Imported here, because it takes half a second.
         from torch.distributed.pipelining import PipelineStage
 
         numbers = chunks_of(group.get_local_rank(), mesh)
@@ -98,13 +95,12 @@ class Pipeline:
         """Accumulate the gradients of all micro batches.
 
         Args:
-            tokens: [accumulation · micro_batch, seq].
-            labels: Likewise.
-            positions: Likewise; every stage reads them.
-            weight: What every loss is multiplied by.
+            tokens: [accumulation · micro_batch, seq], as labels and positions.
+            positions: Read by every stage.
+            weight: Factor of every loss.
 
         Returns:
-            The mean loss; None where this worker has not the last chunk.
+            The mean loss; None if this worker does not have the last chunk.
         """
         self._weight = weight
         losses: list[Tensor] = []
@@ -115,8 +111,8 @@ class Pipeline:
         try:
             self._schedule.step(*inputs, return_outputs=False, **more)
         except RuntimeError as error:
-            # Whatever a stage's forward pass raises comes wrapped into a word on its arguments; out
-            # of memory or a lost peer is to be seen as such.
+            # Errors of a stage's forward pass are wrapped into one about its arguments; the cause
+            # (out of memory, a lost peer) decides on the exit code.
             raise error.__cause__ or error from None
         return torch.stack(losses).sum().detach() if self.last else None
 
@@ -128,10 +124,10 @@ def _schedule(stages: list[Any], count: int, scaled: Any) -> Any:
         ScheduleInterleaved1F1B,
     )
 
-    # The model's output is the loss itself; the gradients are scaled through it and not again.
+    # The model's output is the loss; gradients are scaled through it, not a second time.
     options: dict[str, Any] = {"loss_fn": lambda loss, labels: scaled(loss), "scale_grads": False}
     if len(stages) > 1:
         return ScheduleInterleaved1F1B(stages, count, **options)
-    if count < stages[0].num_stages:  # 1F1B wants at least one micro batch a stage
+    if count < stages[0].num_stages:  # 1F1B needs at least one micro batch for each stage
         return ScheduleGPipe(stages[0], count, **options)
     return Schedule1F1B(stages[0], count, **options)

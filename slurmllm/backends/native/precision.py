@@ -1,4 +1,4 @@
-"""What each precision mode keeps in which format, and its optimizer.
+"""The formats of each precision mode, and its optimizer.
 
 | mode | weights and optimizer state | products | gradient sums |
 |---|---|---|---|
@@ -7,10 +7,10 @@
 | bf16_sr | bf16, each update rounded stochastically | bf16 | fp32, then bf16 |
 | bf16 | bf16, each update rounded to nearest | bf16 | fp32, then bf16 |
 
-bf16_sr and bf16 take 8 bytes a parameter, 2 each for weight, gradient and the two moments; the
-others take 16. All compute an update in fp32. Stochastic rounding is our own
-(`stochastic_rounding.py`), not torchao's optimizer (0.18), which draws from each worker's global
-generator, so that copies of a parameter drift apart, and is always compiled, anew for each shape.
+bf16_sr and bf16 use 8 bytes a parameter, 2 each for weight, gradient and the two moments; the
+others use 16. All compute an update in fp32. Stochastic rounding is our own
+(`stochastic_rounding.py`), not torchao's optimizer (0.18), which draws from the global generator of
+each worker, so that copies of a parameter diverge, and is compiled again for each shape.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _PURE = ("bf16_sr", "bf16")
 
 
 def store_weights(model: nn.Module, precision: str) -> None:
-    """Give the parameters of a model on the meta device the format they are kept in."""
+    """Convert the parameters of a model on the meta device to their storage format."""
     if precision not in _PURE:
         return
-    # Not model.to(): the rotary table stays fp32, for in bf16 far positions blur.
+    # Not model.to(): the rotary table stays fp32, because bf16 cannot separate far positions.
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.to(torch.bfloat16)))
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """The format of activations."""
+    """Return the format of activations."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def sharding_policy(precision: str) -> MixedPrecisionPolicy:
-    """What FSDP casts weights and gradients to."""
+    """Return the formats that FSDP casts weights and gradients to."""
     if precision == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -55,15 +55,9 @@ def sharding_policy(precision: str) -> MixedPrecisionPolicy:
 def make_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig, train: TrainConfig
 ) -> torch.optim.Optimizer:
-    """AdamW over this worker's shards.
-
-    Args:
-        named_parameters: Under their names in the whole model.
-        optim: The recipe's.
-        train: The recipe's; gives precision, seed and whether to compile.
-    """
-    # Matrices and embeddings have two dimensions; norms and biases have one. Tensors of one group
-    # lie on one mesh, as the fused kernel asks.
+    """Make AdamW over this worker's shards, under their names in the whole model."""
+    # Matrices and embeddings have two dimensions; norms and biases have one. The fused kernel needs
+    # all tensors of a group on one mesh.
     groups: dict[tuple[bool, Any], list[Tensor]] = {}
     names: dict[Tensor, str] = {}
     for name, parameter in named_parameters:
@@ -80,9 +74,3 @@ def make_optimizer(
             param_groups, names, **options, seed=train.seed, compiled=train.compile
         )
     return torch.optim.AdamW(param_groups, **options, fused=True)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the next step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr

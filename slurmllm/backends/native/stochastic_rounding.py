@@ -1,14 +1,14 @@
-"""AdamW for weights and state in bf16, rounded up or down at random in proportion to the distance.
+"""AdamW for weights and state in bf16, with stochastic rounding.
 
-An update far below the spacing of bf16 (2⁻⁸ of the value) is lost in rounding to nearest, each
-time; rounded stochastically it arrives on average (Gupta et al. 2015, arXiv 1502.02551; Zamirai
-et al. 2020, arXiv 2010.06192). Both moments are rounded so too: under rounding to nearest a second
-moment with a beta2 of 0.999 would never fall again.
+Rounding to nearest loses an update far below the spacing of bf16 (2⁻⁸ of the value) at every step;
+stochastic rounding keeps it on average (Gupta et al. 2015, arXiv 1502.02551; Zamirai et al. 2020,
+arXiv 2010.06192). Both moments are rounded so too: rounded to nearest, a second moment with a beta2
+of 0.999 would never decrease.
 
-The random bits are a hash of (seed, step, parameter's name, row, column), the place being that in
+The random bits are a hash of (seed, step, parameter's name, row, column), with row and column in
 the whole parameter. So all copies of an element, on tensor-parallel workers or at both ends of a
-pipeline, round alike and stay equal; every mesh rounds alike; a resumed run rounds as an unbroken
-one without any saved state; and no random generator that others use is touched.
+pipeline, are rounded alike and stay equal; every mesh rounds alike; a resumed run rounds as an
+uninterrupted one without any saved state; and no global random generator is used.
 """
 
 from __future__ import annotations
@@ -19,29 +19,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from slurmllm.backends.native.sharded_tensors import local_part
+from slurmllm.backends.native.sharded_tensors import local_part, local_region
 
-# Elements updated at a time where nothing is compiled: temporaries (about 30 bytes an element)
-# stay in a CPU's cache, and below a gigabyte on a GPU.
+# Elements updated at a time without compilation: temporaries (about 30 bytes an element) stay in a
+# CPU's cache, and below a gigabyte on a GPU.
 _SLICE = {"cpu": 2**16, "cuda": 2**25}
 
 
 class StochasticAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW, computed in fp32 from bf16 and rounded back stochastically.
 
-    The state has the names and shapes of AdamW's, so checkpoints of all precisions can be read
-    into each other.
+    The state has the names and shapes of AdamW's, so a run of any precision can load it.
 
     Args:
         groups: Parameter groups, each with its weight_decay; plain tensors or DTensors.
-        names: Of each parameter. Copies of a parameter must have the same.
-        lr: Learning rate.
-        betas: Averaging constants.
-        eps: Added to the root of the second moment.
-        seed: Of the run.
+        names: Of the parameters. Copies of a parameter must have the same name.
         compiled: Whether to compile the update, one graph for all shapes of matrices and one for
             vectors; on CPUs the results have the same bits.
     """
@@ -58,7 +51,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         compiled: bool,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._noise = _Noise(
+        self._keys = _RandomKeys(
             [(names[p], p) for group in self.param_groups for p in group["params"]], seed
         )
         self._update: Callable[..., None] = _update_in_slices
@@ -70,35 +63,30 @@ class StochasticAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         assert closure is None, "the loss is computed before"
         for group in self.param_groups:
-            coefficients: dict[int, Tensor] = {}  # by step, which is the same for all as a rule
+            coefficients: dict[int, Tensor] = {}  # by step, usually one for all parameters
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                step = self._advance(parameter)
-                keys, columns = self._noise.of(parameter, step)
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU: read below
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                step = int(state["step"].item())
+                keys, columns = self._keys.get(parameter, step)
                 if step not in coefficients:
                     coefficients[step] = _coefficients(group, step, keys.device)
-                state = self.state[parameter]
-                shares = [
+                shards = [
                     local_part(tensor).view(len(keys), len(columns))
                     for tensor in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
                 ]
-                if shares[0].numel():
-                    self._update(*shares, keys, columns, coefficients[step])
-
-    def _advance(self, parameter: Tensor) -> int:
-        """Count the step, from 1."""
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)  # not on a GPU: read below
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        return int(state["step"].item())
+                if shards[0].numel():
+                    self._update(*shards, keys, columns, coefficients[step])
 
 
 def _coefficients(group: Mapping[str, Any], step: int, device: torch.device) -> Tensor:
-    """What `update_` multiplies with, fp32 [7]; a tensor, or each step would compile anew."""
+    """Return the factors of `update_`, fp32 [7]; a tensor, or each step would compile again."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     return torch.tensor(
         [
@@ -127,11 +115,8 @@ def update_(
     """One step of AdamW in place (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2).
 
     Args:
-        weight: bf16 [rows, columns].
-        gradient: Likewise.
-        exp_avg: Likewise.
-        exp_avg_sq: Likewise.
-        keys: int32 [rows, 1], which choose the random bits.
+        weight: bf16 [rows, columns], as gradient, exp_avg and exp_avg_sq.
+        keys: int32 [rows, 1], hashed with the column to the random bits.
         columns: int32 [columns], the columns' numbers in the whole parameter.
         coefficients: See `_coefficients`.
     """
@@ -142,7 +127,7 @@ def update_(
     m = m + (g - m) * one_minus_beta1
     v = v * beta2 + g * g * one_minus_beta2
     w = weight.float() * keep - size * m / (v.sqrt() * root + eps)
-    # The moments share their bits: each is unbiased, and what their errors do together is of the
+    # The moments share their bits: each is unbiased, and the effect of their correlation is of the
     # order of 2⁻¹⁶. The weight has bits of its own.
     weight.copy_(round_to_bf16(w, second))
     exp_avg.copy_(round_to_bf16(m, first))
@@ -168,10 +153,10 @@ def _update_in_slices(
 
 
 def round_to_bf16(x: Tensor, random: Tensor) -> Tensor:
-    """fp32 values that bf16 holds: the one above or the one below, on average x.
+    """Round to one of the two neighbours in bf16, on average x; returned as fp32.
 
-    bf16 is the upper half of fp32. Adding 16 random bits to the lower half carries over in just
-    that share of cases; what bf16 holds already never moves.
+    bf16 is the upper half of fp32. Adding 16 random bits to the lower half carries into the upper
+    half with the right probability; values exact in bf16 never change.
 
     Args:
         x: fp32.
@@ -181,7 +166,7 @@ def round_to_bf16(x: Tensor, random: Tensor) -> Tensor:
 
 
 def scramble(x: Tensor) -> Tensor:
-    """Hash int32 to int32, one to one; all bits of the result serve.
+    """Hash int32 to int32, one to one; all bits of the result are usable.
 
     Shifts and multipliers of Wellons, "Prospecting for hash functions" (2018), lowbias32. int32
     products wrap around on every device, and its right shifts keep the sign, hence the masks.
@@ -193,11 +178,11 @@ def scramble(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-class _Noise:
-    """What the random bits of each element are hashed from.
+class _RandomKeys:
+    """The keys that the random bits of each element are hashed from.
 
-    A share of a parameter is rows and columns of the whole, a vector being one row. All rows of a
-    worker lie in one tensor, so that a step costs a few small operations, not a few a parameter.
+    A shard of a parameter is rows and columns of the whole; a vector is one row. All rows of a
+    worker are in one tensor, so that a step takes a few small operations, not a few a parameter.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], seed: int) -> None:
@@ -206,21 +191,22 @@ class _Noise:
         self._count: dict[Tensor, int] = {}
         rows = []
         for name, parameter in named_parameters:
-            size, offset = _share(parameter)
+            region = local_region(parameter)
+            row, column = region if len(region) == 2 else (slice(0, 1), region[0])
             options: dict[str, Any] = {
                 "dtype": torch.int32,
                 "device": local_part(parameter).device,
             }
-            numbers = torch.arange(offset[0], offset[0] + size[0], **options)
+            numbers = torch.arange(row.start, row.stop, **options)
             rows.append(scramble(numbers ^ _hash_of(seed, name)))
-            self._count[parameter] = size[0]
-            self._columns[parameter] = torch.arange(offset[1], offset[1] + size[1], **options)
+            self._count[parameter] = len(numbers)
+            self._columns[parameter] = torch.arange(column.start, column.stop, **options)
         self._rows = torch.cat(rows).unsqueeze(1)
         self._step = -1
         self._keys: dict[Tensor, Tensor] = {}
 
-    def of(self, parameter: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Keys of the rows, int32 [rows, 1], other ones in each step, and int32 [columns]."""
+    def get(self, parameter: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return the keys of the rows in a step, int32 [rows, 1], and the columns, int32."""
         if step != self._step:
             keys = scramble(self._rows ^ _hash_of(self._seed, step))
             counts = list(self._count.values())
@@ -229,20 +215,7 @@ class _Noise:
         return self._keys[parameter], self._columns[parameter]
 
 
-def _share(parameter: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns of this worker's share, and the first of each."""
-    size, offset = tuple(parameter.shape), (0,) * parameter.ndim
-    if isinstance(parameter, DTensor):
-        size, offset = compute_local_shape_and_global_offset(
-            size, parameter.device_mesh, parameter.placements
-        )
-    if len(size) == 1:
-        return (1, size[0]), (0, offset[0])
-    rows, columns = size
-    return (rows, columns), (offset[0], offset[1])
-
-
 def _hash_of(*values: object) -> int:
-    """An int32 from a few values."""
+    """Hash a few values to an int32."""
     digest = hashlib.sha256("/".join(map(str, values)).encode()).digest()
     return int.from_bytes(digest[:4], "little", signed=True)

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: the family's sharding plan as DTensor layouts.
 
-Between the shared modules activations are plain local tensors: whole, or under sequence
-parallelism each worker's share of the sequence.
+Between the sharded modules activations are plain local tensors: whole, or under sequence
+parallelism each worker's shard of the sequence.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from slurmllm.model.output import Output, VocabularyShare
 _SEQUENCE_DIM = 1
 
 
-def share_out(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -> None:
+def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -> None:
     """Make a decoder, or a stage of one, tensor-parallel in place.
 
     Args:
         model: On the meta device or with weights that are equal on all workers.
         mesh: One-dimensional, the tensor-parallel workers.
-        sequence: Whether the stretches between the matrices share the sequence.
+        sequence: Whether activations between the matrices are sharded by sequence.
     """
     config = model.config
     plan = sharding_plan(config.family, config.tied_embeddings)
@@ -71,11 +71,11 @@ def _styles(
 
 
 class ParallelEmbedding(nn.Embedding):
-    """An embedding of which each worker has a share of the entries.
+    """An embedding of which each worker has a shard of the entries.
 
-    Not RowwiseParallel, whose backward pass makes the gradient of the whole vocabulary on every
-    worker and adds these up (torch 2.13). Nor does this one hand on a result that is still on its
-    way: to such an input a compiled function, the first block, sends no gradient.
+    Not RowwiseParallel, whose backward pass computes the gradient of the whole vocabulary on every
+    worker and sums these (torch 2.13). The result must not be asynchronous either: a compiled
+    function, the first block, returns no gradient to such an input.
     """
 
     def __init__(self, entries: int, width: int, mesh: DeviceMesh, stream: Placement) -> None:
@@ -83,7 +83,7 @@ class ParallelEmbedding(nn.Embedding):
         self.mesh, self.stream = mesh, stream
 
     def forward(self, entries: Tensor) -> Tensor:
-        """[batch, seq] → [batch, seq or a share of it, hidden]; entries equal on all workers."""
+        """[batch, seq] → [batch, seq or a shard of it, hidden]; entries equal on all workers."""
         assert isinstance(self.weight, DTensor)
         local = self.weight.to_local()
         own = entries - self.mesh.get_local_rank() * local.shape[0]
@@ -94,23 +94,23 @@ class ParallelEmbedding(nn.Embedding):
 
 
 class ParallelOutput(Output):
-    """`Output` where each worker has a share of the vocabulary; logits are never gathered."""
+    """`Output` with a shard of the vocabulary on each worker; logits are never gathered."""
 
     def __init__(self, vocab_size: int, mesh: DeviceMesh, stream: Placement) -> None:
         super().__init__(vocab_size)
         self.mesh, self.stream = mesh, stream
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-        """This worker's logits [batch, seq, its share], or the mean loss.
+        """Return this worker's logits [batch, seq, its shard], or the mean loss.
 
         Args:
-            x: Local, [batch, seq or its share, hidden].
-            weight: DTensor [padded vocabulary, hidden], shared by rows.
+            x: Local, [batch, seq or a shard of it, hidden].
+            weight: DTensor [padded vocabulary, hidden], sharded by rows.
             labels: [batch, seq], equal on all workers.
         """
         assert isinstance(weight, DTensor)
         whole = DTensor.from_local(x, self.mesh, [self.stream], run_check=False)
-        # Each worker's gradient comes from its share of the vocabulary alone.
+        # Each worker's gradient is a partial sum, over its shard of the vocabulary.
         x = whole.redistribute(self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
         local = weight.to_local()
         if labels is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 _USERS = {
     f"slurmllm.backends.nxd.{name}"
-    for name in ("gradients", "model", "placing", "runtime", "saving")
+    for name in ("gradients", "model", "runtime", "saving", "shards")
 }
 
 
