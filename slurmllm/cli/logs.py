@@ -1,11 +1,14 @@
-"""`slurmllm logs RUN [-f]`: what a run printed, and the first of its workers that failed."""
+"""`slurmllm logs RUN [-f]`: the logs of a run, and its first failing worker."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from itertools import chain
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,28 +21,40 @@ if TYPE_CHECKING:
     from slurmllm.status.logs import RankLine
     from slurmllm.supervise.first_failure import Culprit
 
-_LOOK_S = 0.5  # between two looks at the files
-_ASK_S = 5.0  # between two questions whether the run goes on: Slurm answers them
+_LOOK_S = 0.5  # between two reads of the files
+_ASK_S = 5.0  # between two checks whether the run is active: they query slurmctld
 _BLOCK_BYTES = 1024 * 1024
 _FAILED_LINES = 30
-_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
+_COLOURS = ("cyan", "green", "magenta", "blue")  # of ranks; yellow and red are levels
+_LEVELS: dict[str, dict[str, Any]] = {
+    "DEBUG": {"dim": True}, "WARNING": {"fg": "yellow"}, "ERROR": {"fg": "red"},
+    "CRITICAL": {"fg": "red", "bold": True},
+}  # fmt: skip
 
 
 @click.command()
 @click.argument("run")
-@click.option("-f", "--follow", is_flag=True, help="Go on printing until the run ends.")
-@click.option("--stage", type=click.Choice(["precompile", "train"]), help="One stage alone.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines until the run ends.")
+@click.option("--stage", type=click.Choice(["precompile", "train"]), help="Only one stage.")
 @click.option("--attempt", type=click.IntRange(min=0), help="One attempt, of train or of --stage.")
-@click.option("--rank", type=click.IntRange(min=0), help="One worker's log of the last attempt.")
-@click.option("--ranks", metavar="LIST", help="Several workers' as one, such as 0,3,8-11.")
-@click.option("--all-ranks", is_flag=True, help="All workers' as one, each line with its rank.")
-@click.option("--failed", is_flag=True, help="The first worker that failed in the last failure.")
-@click.option("--stacks", is_flag=True, help="Where the workers stood when the run last hung.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), help="The log of one worker of the last attempt."
+)
+@click.option(
+    "--ranks", metavar="LIST", help="Merge the logs of several workers, such as 0,3,8-11."
+)
+@click.option(
+    "--all-ranks", is_flag=True, help="Merge the logs of all workers; each line has its rank."
+)
+@click.option(
+    "--failed", is_flag=True, help="The first worker that failed in the last failed attempt."
+)
+@click.option("--stacks", is_flag=True, help="The stacks of the workers when the run last hung.")
 @click.option(
     "-n",
     "--lines",
     type=click.IntRange(min=1),
-    help="Only the last LINES lines so far, of every log.",
+    help="Only the last LINES lines of every log.",
 )
 @options.runs_dir
 def logs(
@@ -58,10 +73,10 @@ def logs(
 ) -> None:
     """Print the logs of RUN: the precompile stage's, then the train stage's.
 
-    A stage's log has what the batch script, the supervisor and rank 0 print. With several ranks,
-    what lies there comes attempt by attempt and of each attempt rank by rank, for the lines bear no
-    time; -f prints what is added in the order in which it comes, of further attempts too, of all
-    ranks unless some are named.
+    A stage's log holds the output of the batch script, the supervisor and rank 0. The logs of
+    several ranks are merged by time, attempt by attempt; a line without a time follows the previous
+    line of its file. -f prints what is added, also by later attempts, of all ranks unless some are
+    given.
     """
     from slurmllm.errors import EXIT_INTERRUPTED, UserError
     from slurmllm.rundir import find_run, runs_root
@@ -69,14 +84,16 @@ def logs(
     chosen = {"--rank": rank is not None, "--ranks": ranks is not None, "--all-ranks": all_ranks,
               "--failed": failed}  # fmt: skip
     if sum(chosen.values()) > 1:
-        words = " and ".join(name for name, given in chosen.items() if given)
-        raise UserError(f"{words}: each chooses the workers; give one of them")
+        given_options = " and ".join(name for name, given in chosen.items() if given)
+        raise UserError(f"{given_options}: each selects workers; give one of them")
     others = {"--ranks": ranks, "--all-ranks": all_ranks or None, "--failed": failed or None,
               "-f": follow or None, "--stage": stage, "--attempt": attempt,
               "-n": lines}  # fmt: skip
     if stacks and (given := [name for name, value in others.items() if value is not None]):
-        words = " and ".join(given)
-        raise UserError(f"--stacks is of the last hang and takes --rank alone; leave out {words}")
+        raise UserError(
+            f"--stacks shows the last hang and combines only with --rank; leave out "
+            f"{' and '.join(given)}"
+        )
     found = find_run(run, runs_root(runs_dir))
     stages: tuple[Stage, ...] = ("precompile", "train") if stage is None else (stage,)
     try:
@@ -108,8 +125,9 @@ def logs(
 def _none_yet(run: RunDir) -> Exception:
     from slurmllm.errors import RunError
 
-    words = f"{run.name} has no logs yet: its jobs wait; see `slurmllm status {run.name}`"
-    return RunError(words)
+    return RunError(
+        f"{run.name} has no logs yet: its jobs are pending; see `slurmllm status {run.name}`"
+    )
 
 
 def _among(ranks: str) -> frozenset[int]:
@@ -120,7 +138,7 @@ def _among(ranks: str) -> frozenset[int]:
     for part in ranks.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"--ranks {ranks}: {part!r} is no rank; list them such as 0,3,8-11")
+            raise UserError(f"--ranks {ranks}: {part!r} is not a rank; write such as 0,3,8-11")
         if dash and int(last) < int(first):
             raise UserError(
                 f"--ranks {ranks}: {part!r} ends before it begins; write {last}-{first}"
@@ -132,7 +150,7 @@ def _among(ranks: str) -> frozenset[int]:
 
 
 def _require_log(run: RunDir, stage: Stage, attempt: int | None, rank: int, follow: bool) -> None:
-    """That a worker has a log, of an attempt or of the last one."""
+    """Raise if a worker has no log in an attempt, by default in the last one."""
     from slurmllm.errors import RunError
     from slurmllm.status.logs import ranks_with_logs
 
@@ -171,11 +189,11 @@ def _merge(
     if lines is not None:
         merged.begin_with_last(lines)
     shown = list(_last_of_each(merged.poll(last=not follow), lines)) if lines else None
-    printer = _Prefixes(run, prefix)
+    printer = _Printer(run, prefix)
     if not follow and not merged.any_file():
         raise RunError(
             f"none of these workers of {run.name} wrote a log; see {run.logs}, and "
-            f"`slurmllm status {run.name}` for whether it has begun"
+            f"`slurmllm status {run.name}` for whether it has started"
         )
     printer.print(merged.poll(last=not follow) if shown is None else shown)
     if follow:
@@ -184,16 +202,25 @@ def _merge(
 
 
 def _last_of_each(found: Iterable[RankLine], lines: int) -> Iterator[RankLine]:
-    """Of every worker's lines the last ones, in the same order."""
-    kept: dict[tuple[Stage, int, int], deque[RankLine]] = {}
-    for line in found:
-        kept.setdefault(line[:3], deque(maxlen=lines)).append(line)
-    for several in kept.values():
-        yield from several
+    """The last lines of every worker, in the order of all lines."""
+    kept: dict[tuple[Stage, int, int], deque[tuple[int, RankLine]]] = {}
+    for place, line in enumerate(found):
+        kept.setdefault(line[:3], deque(maxlen=lines)).append((place, line))
+    for _, line in sorted((one for several in kept.values() for one in several), key=itemgetter(0)):
+        yield line
 
 
-class _Prefixes:
-    """Prints lines behind `[rank 3 node-b]`, under a heading for each attempt."""
+def _coloured(text: str) -> str:
+    """A line in the colour of its level; click removes colours where the output has none."""
+    from slurmllm.log import parse_line
+
+    record = parse_line(text)
+    style = _LEVELS.get(record.level) if record is not None else None
+    return text if style is None else click.style(text, **style)
+
+
+class _Printer:
+    """Prints lines, if wanted with `[rank 3 node-b]` and a heading for each attempt."""
 
     def __init__(self, run: RunDir, prefix: bool) -> None:
         self.run, self.prefix = run, prefix
@@ -204,14 +231,15 @@ class _Prefixes:
     def print(self, lines: Iterable[RankLine]) -> None:
         for line in lines:
             if not self.prefix:
-                click.echo(line.text)
+                click.echo(_coloured(line.text))
                 continue
             if self.attempt != line[:2]:
                 self.attempt = line[:2]
                 click.secho(f"── {line.stage} attempt {line.attempt}", bold=True)
             label = self._label(line)
             colour = _COLOURS[line.rank % len(_COLOURS)]
-            click.echo(f"{click.style(label.ljust(self.width), fg=colour)} {line.text}".rstrip())
+            text = _coloured(line.text)
+            click.echo(f"{click.style(label.ljust(self.width), fg=colour)} {text}".rstrip())
 
     def _label(self, line: RankLine) -> str:
         from slurmllm.supervise.log_files import node_of
@@ -220,14 +248,14 @@ class _Prefixes:
         if label is None:
             node = node_of(self.run, *line[:3])
             label = f"[rank {line.rank}{' ' + node if node else ''}]"
-            if node:  # of an attempt that is just beginning it is not known yet
+            if node:  # unknown until the record of a new attempt is written
                 self.known[line[:3]] = label
             self.width = max(self.width, len(label))
         return label
 
 
 def _stacks(run: RunDir, rank: int | None) -> str:
-    """The stacks of the last attempt that hung: those of workers that stand apart come first."""
+    """The stacks of the last attempt that hung, those that differ from the others first."""
     from slurmllm.errors import RunError
     from slurmllm.supervise.first_failure import read_places, standing_apart
 
@@ -243,14 +271,14 @@ def _stacks(run: RunDir, rank: int | None) -> str:
     ranks = [rank] if rank is not None else [*apart, *sorted(set(places) - set(apart))]
     parts = []
     for shown in ranks:
-        mark = ", apart from the others" if shown in apart else ""
+        mark = ", differs from the others" if shown in apart else ""
         dump = attempt.stacks(shown).read_text(encoding="utf-8", errors="replace")
         parts.append(f"attempt {attempt.number}, rank {shown}{mark}\n{dump.rstrip()}\n")
     return "\n".join(parts)
 
 
 class _Failures:
-    """Prints the worker that an attempt failed by; when following, of every attempt that fails."""
+    """Prints the first failing worker of an attempt; when following, of every failed attempt."""
 
     def __init__(
         self, run: RunDir, stages: tuple[Stage, ...], attempt: int | None, lines: int
@@ -265,15 +293,15 @@ class _Failures:
 
         if not self._print_last(open_too=not follow) and not follow:
             of = f"attempt {self.attempt}" if self.attempt is not None else "no attempt"
-            words = "has not failed" if self.attempt is not None else "has failed"
-            raise RunError(f"{of} of {self.found.name} {words}; `slurmllm status` shows how it is")
+            verb = "has not failed" if self.attempt is not None else "has failed"
+            raise RunError(f"{of} of {self.found.name} {verb}; see `slurmllm status`")
         for ended in _until_ended(self.found) if follow else ():
             self._print_last(open_too=ended)
         if follow and not self.printed:
             click.echo(f"no attempt of {self.found.name} has failed")
 
     def _print_last(self, open_too: bool) -> bool:
-        """Of an attempt that is failing, more may be written until it has ended."""
+        # More may be written about an attempt that is failing until it has ended: --follow waits.
         from slurmllm.supervise.first_failure import culprit, failed_attempts
 
         failed = [
@@ -297,7 +325,7 @@ class _Failures:
         for line in record.evidence:
             click.echo(f"  {line}")
         if found.rank is None:
-            click.echo(f"no worker stands out; see `slurmllm logs {name} --all-ranks`")
+            click.echo(f"no single worker failed first; see `slurmllm logs {name} --all-ranks`")
             return
         who = f"rank {found.rank}" + (f" on {found.node}" if found.node else "")
         click.secho(f"first failing worker: {who}", fg="red", bold=True)
@@ -312,31 +340,32 @@ class _Failures:
             if failure.traceback.strip():
                 click.echo(failure.traceback.rstrip())
         if found.stacks:
-            click.echo(f"  where all workers stood: `slurmllm logs {name} --stacks`")
-        said = last_lines(self.found, record, found.rank, self.lines)
+            click.echo(f"  stacks of all workers: `slurmllm logs {name} --stacks`")
+        lines = last_lines(self.found, record, found.rank, self.lines)
         log = log_of(self.found, record, found.rank)
-        click.secho(f"last {len(said)} lines of {log}" if said else f"nothing in {log}", bold=True)
-        for line in said:
-            click.echo(line)
+        heading = f"last {len(lines)} lines of {log}" if lines else f"nothing in {log}"
+        click.secho(heading, bold=True)
+        for line in lines:
+            click.echo(_coloured(line))
 
 
 def _until_ended(run: RunDir) -> Iterator[bool]:
-    """Again and again whether the run has ended, which is asked before the files are looked at."""
+    """Yields whether the run has ended, checked before each read of the files."""
     from slurmllm.errors import SlurmError
     from slurmllm.slurm.client import SlurmCommands
     from slurmllm.status.runs import is_active
 
-    client, asked_at, silent = SlurmCommands(), float("-inf"), False
+    client, asked_at, unreachable = SlurmCommands(), float("-inf"), False
     while True:
         ended = False
         if time.monotonic() >= asked_at + _ASK_S:
             asked_at = time.monotonic()
             try:
-                ended, silent = not is_active(run, client), False
-            except SlurmError as error:  # slurmctld may be started again
-                if not silent:
-                    click.echo(f"Slurm does not answer, asked again: {error}", err=True)
-                silent = True
+                ended, unreachable = not is_active(run, client), False
+            except SlurmError as error:  # slurmctld may be restarting
+                if not unreachable:
+                    click.echo(f"slurmctld is unreachable; retrying: {error}", err=True)
+                unreachable = True
         yield ended
         if ended:
             return
@@ -344,16 +373,22 @@ def _until_ended(run: RunDir) -> Iterator[bool]:
 
 
 def _print(path: Path, lines: int | None) -> None:
-    """Print a file, or its last lines; nothing where it is not there."""
+    """Print a file, or its last lines; on a terminal in the colours of the levels."""
     from codecs import getincrementaldecoder
 
-    from slurmllm.supervise.log_files import start_of_last
+    from slurmllm.supervise.log_files import GrowingLog, start_of_last
 
     if not path.is_file():
         return
+    begin = start_of_last(path, lines) if lines is not None else 0
+    if sys.stdout.isatty():
+        log = GrowingLog(path, begin)
+        for line in chain(log.lines(), log.flush()):
+            click.echo(_coloured(line))
+        return
     decoder = getincrementaldecoder("utf-8")(errors="replace")
     with path.open("rb") as stream:
-        stream.seek(start_of_last(path, lines) if lines is not None else 0)
+        stream.seek(begin)
         while block := stream.read(_BLOCK_BYTES):
             click.echo(decoder.decode(block), nl=False)
         click.echo(decoder.decode(b"", final=True), nl=False)

@@ -1,9 +1,9 @@
-"""The logs of a run's workers as one, each line with its stage, attempt and rank.
+"""The logs of a run's workers, merged: each line with its stage, attempt and rank.
 
-What workers print bears no time, so of what lies there the order is: attempt by attempt; of an
-attempt rank 0 (the stage's log, with the supervisor's words) up to the line that names its ending,
-then the other ranks, each as a block, then the ending. What is added later comes in the order in
-which it is found.
+Lines of an attempt are merged by the time of their log records; a line without a time, such as a
+library's output or a traceback, follows the previous line of its file. In files without any times
+rank 0 (the stage's log, with the supervisor's records) comes first, then the other ranks. The
+record of an attempt's ending follows all its lines.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from heapq import merge
+from math import inf
 from typing import NamedTuple
 
-from slurmllm.log import message_of
+from slurmllm.log import message_of, parse_line
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.supervise.log_files import GrowingLog
 
@@ -22,7 +24,7 @@ _RANK = re.compile(r"^rank_(\d+)\.log$")
 
 
 class RankLine(NamedTuple):
-    """A line of a log, without its end."""
+    """A line of a log, without its newline."""
 
     stage: Stage
     attempt: int
@@ -30,16 +32,19 @@ class RankLine(NamedTuple):
     text: str
 
 
+_Worker = tuple[Stage, int, int]  # stage, attempt, rank
+
+
 @dataclass
 class MergedLogs:
-    """The logs of some ranks of a run.
+    """The merged logs of some ranks of a run.
 
     Args:
         run: The run.
-        stages: Of these stages, in this order.
-        wanted: Whether a rank is among them.
-        first: Stage → the attempt to begin with; a stage that is absent begins with its first.
-        attempt: The one attempt to show; None: all from there on.
+        stages: The stages, in this order.
+        wanted: Whether a rank is included.
+        first: Stage → first attempt to show; by default all attempts of a stage.
+        attempt: The only attempt to show; None: all from the first on.
     """
 
     run: RunDir
@@ -48,16 +53,17 @@ class MergedLogs:
     first: Mapping[Stage, int] = field(default_factory=dict)
     attempt: int | None = None
     _stage_logs: dict[Stage, GrowingLog] = field(default_factory=dict, init=False)
-    _logs: dict[tuple[Stage, int, int], GrowingLog] = field(default_factory=dict, init=False)
-    _now: dict[Stage, int] = field(default_factory=dict, init=False)
+    _logs: dict[_Worker, GrowingLog] = field(default_factory=dict, init=False)
+    _current: dict[Stage, int] = field(default_factory=dict, init=False)
+    _times: dict[_Worker, float] = field(default_factory=dict, init=False)
 
     def begin_with_last(self, lines: int) -> None:
-        """Leave out of every log all but its last so many lines."""
+        """Skip all but the last `lines` lines of every log."""
         for stage in self.stages:
             log = self._stage_log(stage)
             if self.attempt is None:
                 log.skip_to_last(lines)
-                self._now[stage] = self._attempt_at(stage, log)
+                self._current[stage] = self._attempt_at(stage, log)
             for _, worker in self._workers(stage, None):
                 worker.skip_to_last(lines)
 
@@ -70,38 +76,77 @@ class MergedLogs:
         )
 
     def poll(self, last: bool = False) -> Iterator[RankLine]:
-        """What has come since the last call.
+        """The lines added since the last call.
 
         Args:
-            last: Whether nothing more will come: lines without an end are handed out too.
+            last: Whether no more will be added: lines without a newline are included.
         """
         for stage in self.stages:
-            begins = re.compile(rf"{stage} attempt (\d+)\b.*?: (\d+ node|\S+ → )?")
             log = self._stage_log(stage)
-            yield from self._stage(stage, log.lines(), begins)
-            if last:
-                yield from self._stage(stage, log.flush(), begins)
-            yield from self._others(stage, None, last)
+            yield from self._merge_attempts(stage, log.lines(), last=False)
+            yield from self._merge_attempts(stage, log.flush() if last else iter(()), last)
+            # Attempts that the stage's log does not name: it may be written later than theirs.
+            for number in worker_log_attempts(self.run, stage):
+                yield from merge_by_time(self._streams(stage, number, last))
 
-    def _stage(
-        self, stage: Stage, texts: Iterator[str], begins: re.Pattern[str]
-    ) -> Iterator[RankLine]:
-        for text in texts:
-            if found := begins.match(message_of(text)):
-                now = int(found[1])
-                if now != self._now.get(stage, 0) or "→" in (found[2] or ""):
-                    yield from self._others(stage, self._now.get(stage, 0))
-                self._now[stage] = now
-            now = self._now.get(stage, 0)
-            if self._shown(stage, now) and self.wanted(0):
-                yield RankLine(stage, now, 0, text)
+    def _merge_attempts(self, stage: Stage, texts: Iterator[str], last: bool) -> Iterator[RankLine]:
+        """Merge the stage's log, one attempt after the other, with those of the other ranks."""
+        begins = re.compile(rf"{stage} attempt (\d+)\b.*?: (\d+ node|\S+ → )?")
+        boundary: list[str] = []  # the line that ended the current part of the stage's log
 
-    def _others(self, stage: Stage, attempt: int | None, last: bool = False) -> Iterator[RankLine]:
-        for (number, rank), log in self._workers(stage, attempt):
+        def lines_of_part() -> Iterator[RankLine]:
+            for text in texts:
+                found = begins.match(message_of(text))
+                current = self._current.get(stage, 0)
+                if found and (int(found[1]) != current or "→" in (found[2] or "")):
+                    boundary.append(text)
+                    return
+                yield RankLine(stage, current, 0, text)
+
+        while True:
+            current = self._current.get(stage, 0)
+            own = self._timed((stage, current, 0), lines_of_part())
+            parts = [own, *self._streams(stage, current, last)]
+            for line in merge_by_time(parts):
+                if line.rank or (self._shown(stage, line.attempt) and self.wanted(0)):
+                    yield line
+            if not boundary:
+                return
+            text = boundary.pop()
+            found = begins.match(message_of(text))
+            assert found is not None
+            self._current[stage] = current = int(found[1])
+            if self._shown(stage, current) and self.wanted(0):
+                yield RankLine(stage, current, 0, text)
+
+    def _streams(
+        self, stage: Stage, attempt: int, last: bool
+    ) -> list[Iterator[tuple[float, RankLine]]]:
+        """The lines of the ranks other than 0 of an attempt, with their times."""
+
+        def lines(number: int, rank: int, log: GrowingLog) -> Iterator[RankLine]:
             for text in log.lines():
                 yield RankLine(stage, number, rank, text)
             for text in log.flush() if last else ():
                 yield RankLine(stage, number, rank, text)
+
+        return [
+            self._timed((stage, number, rank), lines(number, rank, log))
+            for (number, rank), log in self._workers(stage, attempt)
+        ]
+
+    def _timed(
+        self, worker: _Worker, lines: Iterator[RankLine]
+    ) -> Iterator[tuple[float, RankLine]]:
+        """Lines with the time of the last record of their file, which never goes back.
+
+        A clock that is set back must not move the lines that follow before those already shown.
+        """
+        for line in lines:
+            record = parse_line(line.text)
+            if record is not None:
+                self._times[worker] = max(record.time, self._times.get(worker, -inf))
+            yield self._times.get(worker, -inf), line
 
     def _workers(
         self, stage: Stage, attempt: int | None
@@ -125,13 +170,19 @@ class MergedLogs:
         return self._stage_logs.setdefault(stage, GrowingLog(self.run.stage_log(stage)))
 
     def _attempt_at(self, stage: Stage, log: GrowingLog) -> int:
-        """Which attempt a stage's log tells of from where it will be read on."""
+        """The attempt of the line at the current position of a stage's log."""
         following = GrowingLog(log.path, log.position)
         begins = re.compile(rf"{stage} attempt (\d+)\b.*?: \d+ node")
         for text in following.lines():
             if found := begins.match(message_of(text)):
                 return max(int(found[1]) - 1, 0)
         return max((attempt.number for attempt in self.run.attempts(stage)), default=0)
+
+
+def merge_by_time(streams: Sequence[Iterator[tuple[float, RankLine]]]) -> Iterator[RankLine]:
+    """Merge lines by time; lines of one time stay in the order of the streams."""
+    for _, line in merge(*streams, key=lambda timed: timed[0]):
+        yield line
 
 
 def worker_log_attempts(run: RunDir, stage: Stage) -> list[int]:

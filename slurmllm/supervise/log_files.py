@@ -31,18 +31,26 @@ class GrowingLog:
     rest: bytes = b""
 
     def lines(self) -> Iterator[str]:
-        """The lines appended since the last call; none if the file is absent or unreadable."""
+        """The lines appended since the last call; none if the file is absent or unreadable.
+
+        The file is opened for every block: a merge reads the logs of thousands of ranks at a time,
+        more than the limit of open files.
+        """
+        while block := self._read_block():
+            self.position += len(block)
+            *whole, self.rest = (self.rest + block).split(b"\n")
+            for line in whole:
+                yield text_of(line)
+            if len(self.rest) > _LONGEST_BYTES:
+                yield from self.flush()
+
+    def _read_block(self) -> bytes:
         with suppress(OSError), self.path.open("rb") as stream:
             if stream.seek(0, 2) < self.position:  # the file was truncated
                 self.position, self.rest = 0, b""
             stream.seek(self.position)
-            while block := stream.read(_BLOCK_BYTES):
-                self.position += len(block)
-                *whole, self.rest = (self.rest + block).split(b"\n")
-                for line in whole:
-                    yield text_of(line)
-                if len(self.rest) > _LONGEST_BYTES:
-                    yield from self.flush()
+            return stream.read(_BLOCK_BYTES)
+        return b""
 
     def flush(self) -> Iterator[str]:
         """The text after the last newline, if any."""

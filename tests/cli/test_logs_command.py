@@ -61,13 +61,24 @@ def test_all_ranks_have_a_prefix(run: RunDir) -> None:
     assert call("-n", "1").stdout == "precompile attempt 0: 1 node(s): a\nzero\n"
 
 
+def test_records_have_the_colour_of_their_level(run: RunDir) -> None:
+    record = "2026-11-23T08:31:05.123+00:00 {} b rank 1 slurmllm.train: m"
+    lines = [record.format(level) for level in ("INFO", "WARNING", "ERROR")]
+    write(run.worker_log("train", 0, 1), "".join(f"{line}\n" for line in lines).encode())
+    result = CliRunner().invoke(cli, ("logs", "r", "--rank", "1", "-n", "3"), color=True)
+    assert result.stdout.splitlines() == [
+        lines[0], f"\x1b[33m{lines[1]}\x1b[0m", f"\x1b[31m{lines[2]}\x1b[0m",
+    ]  # fmt: skip
+    assert call("--rank", "1", "-n", "3").stdout.splitlines() == lines
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--rank", "9"), "those with one are 1–1"),
         (("--ranks", "7-9"), "none of these workers"),
         (("--ranks", "9-7"), "write 7-9"),
-        (("--ranks", "1,x"), "'x' is no rank"),
+        (("--ranks", "1,x"), "'x' is not a rank"),
         (("--attempt", "4"), "there are 0–0"),
         (("--rank", "1", "--all-ranks"), "give one of them"),
         (("--failed", "--stage", "precompile"), "no attempt of r has failed"),

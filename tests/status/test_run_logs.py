@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.rundir import RunDir
 from slurmllm.status.logs import MergedLogs
@@ -88,6 +89,31 @@ def test_the_last_lines_of_every_log(run: RunDir) -> None:
         (1, 1, "2"),
         (1, 1, "3"),
     ]
+
+
+def test_ranks_are_merged_by_time(run: RunDir) -> None:
+    def record(second: int, rank: int, message: str) -> bytes:
+        time = f"2026-11-23T08:31:{second:02d}.000+00:00"
+        return f"{time} ERROR n{rank} rank {rank} slurmllm.train: {message}\n".encode()
+
+    begin = b"2026-11-23T08:31:00.000+00:00 INFO n0 slurmllm.x: train attempt 0: 2 node(s): a b\n"
+    end = (
+        b"2026-11-23T08:31:09.000+00:00 INFO n0 slurmllm.x: train attempt 0: hang \xe2\x86\x92 x\n"
+    )
+    write(
+        run.stage_log("train"), begin + record(2, 0, "b") + b"after b\n" + record(5, 0, "d") + end
+    )
+    # A clock that is set back does not reorder the lines of a file.
+    rank_1 = b"no time\n" + record(1, 1, "a") + record(3, 1, "c") + record(2, 1, "later")
+    write(run.worker_log("train", 0, 1), rank_1 + record(12, 1, "e"))
+    merged = MergedLogs(run, ("train",), lambda _: True)
+    lines = [(line.rank, message_of(line.text)) for line in merged.poll(last=True)]
+    assert lines == [
+        (1, "no time"), (0, "train attempt 0: 2 node(s): a b"), (1, "a"), (0, "b"), (0, "after b"),
+        (1, "c"), (1, "later"), (0, "d"), (1, "e"), (0, "train attempt 0: hang → x"),
+    ]  # fmt: skip
+    write(run.worker_log("train", 0, 1), b"more\n")
+    assert [line.text for line in merged.poll()] == ["more"]
 
 
 @given(st.binary(max_size=300), st.integers(1, 8))

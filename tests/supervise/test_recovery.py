@@ -70,7 +70,7 @@ def test_a_stopped_worker_is_found_and_the_run_goes_on(
     assert hung["steps_lost"] == hung["last_step"] - 20 >= 3
     assert bench.compare_exactly(unbroken, "stopped")["overlaps"]["b"]["identical"]
     text = bench.call("logs", "stopped", "--stacks")
-    assert text.startswith("attempt 0, rank 1, apart from the others\nno answer")
+    assert text.startswith("attempt 0, rank 1, differs from the others\nno answer")
     assert "in gather" in bench.call("logs", "stopped", "--stacks", "--rank=0")
     assert "leave out -f" in bench.call("logs", "stopped", "--stacks", "-f", code=2)
     assert "has no stacks" in bench.call("logs", unbroken, "--stacks", code=2)
