@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.csv
 
 from slurmllm.metrics.column_cache import keep, load_kept
-from slurmllm.metrics.curve_table import Part
 from slurmllm.metrics.curves import COLUMNS
+from slurmllm.metrics.merge import RowBlock
 from slurmllm.metrics.row_reader import (
     CUT_LINE,
     Row,
@@ -56,7 +56,7 @@ class _Block:
         even: Whether `uniform` read it.
     """
 
-    part: Part | None = None
+    part: RowBlock | None = None
     torn: Fault | None = None
     faults: list[Fault] = field(default_factory=list)
     newer: list[Fault] = field(default_factory=list)
@@ -64,7 +64,7 @@ class _Block:
     even: bool = False
 
 
-def read_attempts(files: list[Path], lenient: bool) -> tuple[list[Part], list[str]]:
+def read_attempts(files: list[Path], lenient: bool) -> tuple[list[RowBlock], list[str]]:
     """Read metrics files, each of an attempt.
 
     Args:
@@ -77,7 +77,7 @@ def read_attempts(files: list[Path], lenient: bool) -> tuple[list[Part], list[st
     Raises:
         RunError: a file cannot be read; or, if not lenient, a line before the last is broken.
     """
-    parts: list[Part] = []
+    parts: list[RowBlock] = []
     warnings: list[str] = []
     try:
         large = sum(path.stat().st_size for path in files) >= _SMALL_BYTES
@@ -258,7 +258,7 @@ class _Rows:
         self._attempts.append(number)
         return None, newer
 
-    def part(self) -> Part | None:
+    def part(self) -> RowBlock | None:
         """The rows; None where there are none."""
         count = len(self._steps)
         present = [name for name in COLUMNS if len(self._absent[name]) < count]
@@ -268,7 +268,7 @@ class _Rows:
                 absent[name] = np.zeros(count, dtype=bool)
                 absent[name][self._absent[name]] = True
         return (
-            Part(
+            RowBlock(
                 np.frombuffer(self._steps, dtype=np.int64),
                 np.frombuffer(self._attempts, dtype=np.int64),
                 {name: np.frombuffer(self._columns[name]) for name in present},
@@ -304,7 +304,7 @@ _PIECE_BYTES = 1 << 20
 _SMALL_PIECE_BYTES = 1 << 18
 
 
-def read_uniform(block: bytes, attempt: int) -> Part | None:
+def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
     """Read whole lines of a metrics file.
 
     Args:
@@ -339,7 +339,7 @@ def read_uniform(block: bytes, attempt: int) -> Part | None:
     attempts = columns.get("attempt", np.full(len(steps), attempt, dtype=np.int64))
     if min(steps.min(), attempts.min()) < 0 or max(steps.max(), attempts.max()) >= 2**53:
         return None
-    return Part(steps, attempts, {key: columns[key] for key in COLUMNS if key in columns})
+    return RowBlock(steps, attempts, {key: columns[key] for key in COLUMNS if key in columns})
 
 
 def _keys(line: bytes) -> list[str] | None:

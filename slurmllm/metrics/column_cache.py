@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.metrics.curve_table import Part
 from slurmllm.metrics.curves import COLUMNS
+from slurmllm.metrics.merge import RowBlock
 
 # Below this a file is read in a tenth of a second.
 LEAST_BYTES = 16 << 20
@@ -31,7 +31,7 @@ _VERSION = 2
 _CHECKSUM = b"crc32"
 
 
-def load_kept(path: Path, order: int, status: os.stat_result) -> list[Part] | None:
+def load_kept(path: Path, order: int, status: os.stat_result) -> list[RowBlock] | None:
     """The rows of a metrics file from the columns beside it.
 
     Args:
@@ -64,13 +64,13 @@ def load_kept(path: Path, order: int, status: os.stat_result) -> list[Part] | No
             steps, attempts = (np.frombuffer(each, np.int64, len(batch)) for each in buffers[:2])
             values = (np.frombuffer(each, np.float64, len(batch)) for each in buffers[2:])
             parts.append(
-                Part(steps, attempts, dict(zip(batch.schema.names[2:], values, strict=True)))
+                RowBlock(steps, attempts, dict(zip(batch.schema.names[2:], values, strict=True)))
             )
         return parts if checksum == _checksum(parts) else None
     return None
 
 
-def keep(path: Path, order: int, status: os.stat_result, parts: Sequence[Part]) -> None:
+def keep(path: Path, order: int, status: os.stat_result, parts: Sequence[RowBlock]) -> None:
     """Keep the rows of a metrics file, where that is of use and allowed.
 
     Args:
@@ -124,11 +124,11 @@ def _metadata(order: int, status: os.stat_result) -> dict[bytes, bytes]:
     return {name.encode(): str(value).encode() for name, value in known.items()}
 
 
-def _values(part: Part) -> Iterable[npt.NDArray[Any]]:
+def _values(part: RowBlock) -> Iterable[npt.NDArray[Any]]:
     return part.steps, part.attempts, *part.columns.values()
 
 
-def _checksum(parts: Sequence[Part]) -> bytes:
+def _checksum(parts: Sequence[RowBlock]) -> bytes:
     """Over names and values: a disk that was full or lost power leaves zeros within a file."""
     found = 0
     for part in parts:

@@ -27,7 +27,7 @@ from slurmllm.metrics.event_format import (
     read_layout,
     read_varint,
 )
-from slurmllm.metrics.log_series import Series
+from slurmllm.metrics.log_series import TagSeries
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
@@ -55,7 +55,7 @@ class EventFile:
 
     events: int = 0
     starts: list[int] = field(default_factory=list)
-    series: dict[str, Series] = field(default_factory=dict)
+    series: dict[str, TagSeries] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -67,7 +67,7 @@ def read_event_file(path: Path) -> EventFile:
     """
     found = EventFile()
     known = _Layouts()
-    parts: dict[str, list[Series]] = {}
+    parts: dict[str, list[TagSeries]] = {}
     with path.open("rb") as stream:
         try:
             for text, offsets, sizes in _pieces(stream):
@@ -84,7 +84,7 @@ def read_event_file(path: Path) -> EventFile:
         except _BrokenRecordError as error:
             found.warnings.append(f"{path}: {error}; read as far as that")
     for tag, of_tag in parts.items():
-        found.series[tag] = Series(
+        found.series[tag] = TagSeries(
             np.concatenate([part.order for part in of_tag]),
             np.concatenate([part.steps for part in of_tag]),
             np.concatenate([part.values for part in of_tag]),
@@ -173,7 +173,7 @@ class _Piece:
         """Take down that a process began to write."""
         self.starts.append(self._before + index)
 
-    def series(self) -> dict[str, Series]:
+    def series(self) -> dict[str, TagSeries]:
         """What was found, in the order of the file."""
         series = {}
         for tag, found in self._found.items():
@@ -181,7 +181,7 @@ class _Piece:
             indices, steps, values, times = (
                 c[np.argsort(columns[0], kind="stable")] for c in columns
             )
-            series[tag] = Series(indices + self._before, steps, values, times)
+            series[tag] = TagSeries(indices + self._before, steps, values, times)
         return series
 
 

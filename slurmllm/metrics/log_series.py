@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import numpy as np
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.curve_table import Part, curve_of, overlap, standing
 from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, SourceKind
+from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
 from slurmllm.metrics.tags import STEPS, Choice, choose, listed, per_device, step_keys
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class _Unpacked(io.RawIOBase):
             yield rest
 
 
-class Gather:
+class RowCollector:
     """Rows of numbers; every row may have other keys."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Gather:
             known = rows[where] == mine if len(rows) else np.zeros(len(mine), dtype=bool)
             if name != key and known.any():
                 values = np.frombuffer(self._values[name])
-                series[name] = Series(mine[known], at[where[known]], values[known])
+                series[name] = TagSeries(mine[known], at[where[known]], values[known])
         return Log(path, kind, series, warnings=warnings)
 
     def _step_key(self, path: Path, tags: Mapping[str, str]) -> str:
@@ -183,7 +183,7 @@ _MOST_RESTARTS = 1000
 
 
 @dataclass(frozen=True)
-class Series:
+class TagSeries:
     """The values of one tag, in the order in which they were written.
 
     Attributes:
@@ -213,7 +213,7 @@ class Log:
 
     path: Path
     kind: SourceKind
-    series: Mapping[str, Series]
+    series: Mapping[str, TagSeries]
     starts: Sequence[int] = ()
     warnings: tuple[str, ...] = ()
 
@@ -234,10 +234,10 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
     chosen = {metric: log.series[tag] for metric, tag in choice.tags.items()}
     loss = chosen["loss"]
     if "time" not in chosen and loss.times is not None:
-        chosen["time"] = Series(loss.order, loss.steps, loss.times)
+        chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
     starts = _starts(loss, log.starts)
     part, replaced = _part(chosen, starts)
-    curve = curve_of(
+    curve = merge_rows(
         [part],
         name=name,
         path=log.path,
@@ -253,7 +253,7 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
     )
 
 
-def _starts(loss: Series, known: Sequence[int]) -> Ints:
+def _starts(loss: TagSeries, known: Sequence[int]) -> Ints:
     """Places from which on the loss is of another attempt: where a process began, or steps go back.
 
     Processes that wrote no loss are no attempts. Where steps go back as a rule the rows are in no
@@ -270,17 +270,19 @@ def _starts(loss: Series, known: Sequence[int]) -> Ints:
     return np.asarray(places[inside][which], dtype=np.int64)
 
 
-def _part(chosen: Mapping[str, Series], starts: Ints) -> tuple[Part, tuple[int, bool, float]]:
+def _part(
+    chosen: Mapping[str, TagSeries], starts: Ints
+) -> tuple[RowBlock, tuple[int, bool, float]]:
     """One row a step, and what restarts made a second time: rows, identical, largest difference."""
     lasting: dict[str, tuple[Ints, Ints, Floats]] = {}
     rows, identical, largest = 0, True, 0.0
     for metric, series in chosen.items():
         attempts: Ints = np.searchsorted(starts, series.order, side="right")
         live = ~_passed_over(series.steps, attempts)
-        stands, replaced, winners = standing(series.steps, attempts)
+        stands, replaced, winners = select_latest(series.steps, attempts)
         again = attempts[replaced] < attempts[winners]
         replaced, winners = replaced[again], winners[again]
-        same, difference = overlap({metric: series.values}, replaced, winners)
+        same, difference = compare_overlap({metric: series.values}, replaced, winners)
         identical, largest = identical and same, max(largest, difference)
         rows = len(replaced) if metric == "loss" else rows
         stands = stands[live[stands]]
@@ -296,7 +298,7 @@ def _part(chosen: Mapping[str, Series], starts: Ints) -> tuple[Part, tuple[int, 
         absent[metric] = np.ones(len(steps), dtype=bool)
         absent[metric][where] = False
         latest[where] = np.maximum(latest[where], attempts)
-    return Part(steps, latest, columns, absent), (rows, identical, largest)
+    return RowBlock(steps, latest, columns, absent), (rows, identical, largest)
 
 
 def _passed_over(steps: Ints, attempts: Ints) -> Flags:
@@ -322,7 +324,7 @@ def _ambiguous(log: Log, choice: Choice) -> list[str]:
     return found
 
 
-def _agree(a: Series, b: Series) -> bool:
+def _agree(a: TagSeries, b: TagSeries) -> bool:
     """Whether two tags hold the same where both have a value."""
     _, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
     return at_a.size > 0 and bool(

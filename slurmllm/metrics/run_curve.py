@@ -10,8 +10,8 @@ from typing import Any
 
 from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics.attempt_metrics import read_attempts
-from slurmllm.metrics.curve_table import curve_of
 from slurmllm.metrics.curves import Curve, Setting
+from slurmllm.metrics.merge import merge_rows
 from slurmllm.metrics.row_reader import read_error
 from slurmllm.records import DataRecord, SkipsRecord
 from slurmllm.rundir import RunDir
@@ -59,7 +59,7 @@ def read_run(source: Path, lenient: bool = False) -> Curve:
         skips = SkipsRecord.load(run.skips) if run.skips.is_file() else skips
     except StorageError as error:
         warnings.append(str(error))
-    curve = curve_of(
+    curve = merge_rows(
         parts,
         name=name,
         path=source,

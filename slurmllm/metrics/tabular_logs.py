@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.log_series import Gather, Log, open_log, plain_suffix
+from slurmllm.metrics.log_series import Log, RowCollector, open_log, plain_suffix
 from slurmllm.metrics.row_reader import parse_row
 from slurmllm.metrics.tags import step_keys
 
@@ -29,7 +29,7 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         RunError: it has no header or no rows, or no column is the step.
         OSError: the file cannot be read.
     """
-    rows, warnings = Gather(), list[str]()
+    rows, warnings = RowCollector(), list[str]()
     with open_log(path, warnings) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline="")
         # A node that crashed may leave NUL bytes, which csv refuses.
@@ -101,7 +101,7 @@ def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
         RunError: it holds no rows, or no key is the step.
         OSError: the file cannot be read.
     """
-    rows, broken, first, last = Gather(), 0, 0, 0
+    rows, broken, first, last = RowCollector(), 0, 0, 0
     warnings: list[str] = []
     with open_log(path, warnings) as stream:
         for number, line in enumerate(stream, start=1):
@@ -139,7 +139,7 @@ def read_json(path: Path, tags: Mapping[str, str]) -> Log:
         raise RunError(
             f"{path} is no whole JSON document: {error!s:.100}; restore it, or give another log"
         ) from error
-    rows = Gather()
+    rows = RowCollector()
     for row in _rows(document):
         rows.add(_jsonlines_numbers(row))
     return rows.log(path, "jsonl", tags, tuple(warnings))

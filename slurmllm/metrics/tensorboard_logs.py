@@ -12,7 +12,7 @@ import numpy as np
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.event_files import EventFile, read_event_file
-from slurmllm.metrics.log_series import Log, Series, curve_of_log
+from slurmllm.metrics.log_series import Log, TagSeries, curve_of_log
 
 _LEVELS = 3
 _EVENT_FILE = re.compile(r".*tfevents\.(?P<seconds>\d+)\..*")
@@ -62,7 +62,7 @@ def read_tensorboard(source: Path, name: str, tags: Mapping[str, str]) -> Curve:
         OSError: a file cannot be read.
     """
     files = [source] if source.is_file() else event_files(source) or _only_folder(source)
-    series: dict[str, list[Series]] = {}
+    series: dict[str, list[TagSeries]] = {}
     starts: list[int] = []
     warnings: list[str] = []
     before = 0
@@ -106,7 +106,7 @@ def _only_folder(source: Path) -> list[Path]:
     )
 
 
-def _by_our_step(read: EventFile, tags: Mapping[str, str]) -> dict[str, Series]:
+def _by_our_step(read: EventFile, tags: Mapping[str, str]) -> dict[str, TagSeries]:
     """The series of a file; by the values of another tag where that was said to be the step."""
     key = tags.get("step")
     if key is None or key not in read.series:
@@ -122,16 +122,16 @@ def _by_our_step(read: EventFile, tags: Mapping[str, str]) -> dict[str, Series]:
         where = np.minimum(np.searchsorted(at, series.steps), len(at) - 1)
         same = at[where] == series.steps
         times = None if series.times is None else series.times[same]
-        found[tag] = Series(series.order[same], steps[where[same]], series.values[same], times)
+        found[tag] = TagSeries(series.order[same], steps[where[same]], series.values[same], times)
     return found
 
 
-def _moved(series: Series, before: int) -> Series:
-    return Series(series.order + before, series.steps, series.values, series.times)
+def _moved(series: TagSeries, before: int) -> TagSeries:
+    return TagSeries(series.order + before, series.steps, series.values, series.times)
 
 
-def _joined(parts: list[Series]) -> Series:
-    return Series(
+def _joined(parts: list[TagSeries]) -> TagSeries:
+    return TagSeries(
         np.concatenate([part.order for part in parts]),
         np.concatenate([part.steps for part in parts]),
         np.concatenate([part.values for part in parts]),

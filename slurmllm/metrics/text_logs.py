@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.log_series import Gather, Log, open_log
+from slurmllm.metrics.log_series import Log, RowCollector, open_log
 
 Row = dict[str, float]
 
@@ -44,7 +44,7 @@ def read_text(path: Path, tags: Mapping[str, str]) -> Log:
         OSError: the file cannot be read.
     """
     formats = _formats()
-    found = [Gather() for _ in formats]
+    found = [RowCollector() for _ in formats]
     warnings: list[str] = []
     with open_log(path, warnings) as stream:
         for line in _lines(stream):

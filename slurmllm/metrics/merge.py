@@ -30,7 +30,7 @@ from slurmllm.records import SkippedBatches
 
 
 @dataclass(frozen=True)
-class Part:
+class RowBlock:
     """Some rows, in the order in which they were read.
 
     Attributes:
@@ -46,8 +46,8 @@ class Part:
     absent: Mapping[str, Flags] = field(default_factory=dict)
 
 
-def curve_of(
-    parts: Iterable[Part],
+def merge_rows(
+    parts: Iterable[RowBlock],
     *,
     name: str,
     path: Path,
@@ -66,13 +66,13 @@ def curve_of(
         skips: Roll-backs; rows that one of them undid are no overlap.
     """
     rows = _joined(list(parts))
-    stands, replaced, winners = standing(rows.steps, rows.attempts)
+    stands, replaced, winners = select_latest(rows.steps, rows.attempts)
     steps, attempts = rows.steps[stands], rows.attempts[stands]
     if replaced.size:
         later = rows.attempts[winners]
         again = ~_undone(rows.steps[replaced], rows.attempts[replaced], later, skips)
         replaced, winners = replaced[again], winners[again]
-    identical, largest = overlap(rows.columns, replaced, winners)
+    identical, largest = compare_overlap(rows.columns, replaced, winners)
     whole = len(stands) == len(rows.steps) and bool(np.all(stands[1:] > stands[:-1]))
     absent = {key: flags[stands] for key, flags in rows.absent.items()}
     return Curve(
@@ -92,7 +92,7 @@ def curve_of(
     )
 
 
-def standing(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
+def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
     """Which row of each step stands.
 
     Returns:
@@ -112,7 +112,7 @@ def standing(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
     return stands, replaced, stands[np.searchsorted(steps[stands], steps[replaced])]
 
 
-def overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tuple[bool, float]:
+def compare_overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tuple[bool, float]:
     """Whether rows equal those that replaced them bit for bit, and how far they differ at most.
 
     Args:
@@ -131,7 +131,7 @@ def overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tuple[bool, 
     return identical, largest
 
 
-def _joined(parts: list[Part]) -> Part:
+def _joined(parts: list[RowBlock]) -> RowBlock:
     """All rows as one part."""
     columns: dict[str, Floats] = {}
     absent: dict[str, Flags] = {}
@@ -141,7 +141,7 @@ def _joined(parts: list[Part]) -> Part:
         columns[key] = np.concatenate([_column(part, key) for part in parts])
         if any(key not in part.columns or key in part.absent for part in parts):
             absent[key] = np.concatenate([_absent(part, key) for part in parts])
-    return Part(
+    return RowBlock(
         steps=np.concatenate([part.steps for part in parts]),
         attempts=np.concatenate([part.attempts for part in parts]),
         columns=columns,
@@ -149,11 +149,11 @@ def _joined(parts: list[Part]) -> Part:
     )
 
 
-def _column(part: Part, key: str) -> Floats:
+def _column(part: RowBlock, key: str) -> Floats:
     return part.columns[key] if key in part.columns else np.full(len(part.steps), np.nan)
 
 
-def _absent(part: Part, key: str) -> Flags:
+def _absent(part: RowBlock, key: str) -> Flags:
     if key not in part.columns:
         return np.ones(len(part.steps), dtype=bool)
     return part.absent.get(key, np.zeros(len(part.steps), dtype=bool))
