@@ -145,7 +145,7 @@ def _holds_metrics(path: Path) -> bool:
 
     if not path.is_dir():
         return False
-    return (path / "metrics").is_dir() or bool(event_files(path) or event_folders(path, most=1))
+    return (path / "metrics").is_dir() or bool(event_files(path) or event_folders(path, limit=1))
 
 
 def _is_ours(path: Path, tags: Mapping[str, str]) -> bool:

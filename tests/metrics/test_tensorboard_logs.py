@@ -1,4 +1,4 @@
-"""Our reader of TensorBoard event files against TensorBoard's own."""
+"""TensorBoard event files: the same scalars as `EventAccumulator`, damage, restarts, folders."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as their_crc
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 from training_rows import make_rows, write_rows
 
 from slurmllm.errors import RunError
-from slurmllm.metrics import event_files
-from slurmllm.metrics.event_files import read_event_file
-from slurmllm.metrics.event_format import masked_crc32c
+from slurmllm.metrics import tensorboard_logs
 from slurmllm.metrics.source import read_curve
+from slurmllm.metrics.tensorboard_logs import read_event_file
 
 tags = st.sampled_from(["loss", "lr", "norm", "train/loss", "ü", "a_rather_long_tag/of_something"])
 float32s = st.floats(width=32)
@@ -89,7 +87,7 @@ def test_scalars_equal_tensorboards(events: list[tuple[Any, ...]], cut: int) -> 
             start = SessionLog(status=SessionLog.START)
             written.append(Event(wall_time=wall_time, step=step, session_log=start))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(event_files, "_PIECE_BYTES", 300)
+        patch.setattr(tensorboard_logs, "_PIECE_BYTES", 300)
         path = write_events(Path(folder) / "events.out.tfevents.1.h", written)
         path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])
         assert_equal_to_tensorboard(path)
@@ -207,8 +205,8 @@ def test_folders_below(tmp_path: Path) -> None:
 def test_an_event_too_large_to_hold_scalars_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_files, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(event_files, "_MOST_EVENT_BYTES", 3000)
+    monkeypatch.setattr(tensorboard_logs, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(tensorboard_logs, "_MAX_EVENT_BYTES", 3000)
     image = event(5, Summary.Value(tag="i", image=Summary.Image(encoded_image_string=b"x" * 9000)))
     events = [*loss_events(1, 9), image, *loss_events(10, 20)]
     curve = read_curve(write_events(tmp_path / "x.tfevents.1.h", events))
@@ -216,9 +214,16 @@ def test_an_event_too_large_to_hold_scalars_is_passed_over(
     assert not curve.warnings
 
 
-@given(st.binary(max_size=40))
-def test_checksum(text: bytes) -> None:
-    assert masked_crc32c(text) == their_crc(text)
+def test_records_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "x.tfevents.1.h"
+    with path.open("wb") as stream:
+        writer = RecordWriter(stream)
+        for one in loss_events(1, 3):
+            writer.write(one.SerializeToString())
+            writer.write(b"\xff" * 9)
+    curve = read_curve(path)
+    assert curve.steps.tolist() == [1, 2, 3]
+    assert curve.warnings == (f"{path}: 3 records are no TensorBoard events and left out",)
 
 
 def test_a_tag_as_the_step(tmp_path: Path) -> None:
