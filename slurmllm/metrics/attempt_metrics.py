@@ -1,7 +1,8 @@
-"""One metrics file of ours as parts of a table, a block of lines at a time.
+"""Reads metrics files, one an attempt, into columns; blocks of lines are read by several threads.
 
-Even blocks go through `uniform`, on several threads; others through the exact reader here, line
-by line. Both read the same.
+Rows of the trainer are uniform: the same keys in the same order, all numbers. Such blocks are
+parsed by pyarrow's CSV reader, at about 150 MB/s a core. Other blocks are read line by line, with
+the same result.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import json
 import math
 import os
 import re
-from array import array
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,53 +23,49 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 
-from slurmllm.metrics.column_cache import keep, load_kept
+from slurmllm.metrics.column_cache import load_columns, store_columns
 from slurmllm.metrics.curves import COLUMNS
 from slurmllm.metrics.merge import RowBlock
-from slurmllm.metrics.row_reader import (
-    CUT_LINE,
-    Row,
-    line_error,
-    parse_row,
-    read_error,
-    row_fault,
-)
+from slurmllm.metrics.row_reader import CUT_LINE, line_error, parse_row, read_error, row_fault
 
 _BLOCK_BYTES = 4 << 20
-# Below this the exact reader is done before pyarrow is imported.
+# Smaller runs are read line by line in less time than the import of pyarrow's reader takes.
 _SMALL_BYTES = 256 << 10
-_SPELT = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# pydantic's names of the numbers that JSON does not have
+_NAMED_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-Fault = tuple[int, str]  # line in its block, from 0, and what is wrong with it
+LineFault = tuple[int, str]  # line, from 0 in its block, and what is wrong with it
 
 
 @dataclass
 class _Block:
-    """Lines of a file as they are read.
+    """Result of reading a block of lines.
 
     Attributes:
-        part: The rows; None where there are none.
-        torn: The last line of all, where it is not whole: cut, if nothing follows in the file.
-        faults: Lines that are no rows.
-        newer: Values of a kind that this version does not know, left out.
-        empty: Whether there are blank lines alone.
-        even: Whether `uniform` read it.
+        lines: Number of line ends.
+        rows: The rows; None if there are none.
+        cut: The last line, if it is not whole: cut, unless something follows in the file.
+        faults: Lines that are not rows.
+        unknown_values: Values of an unknown type, skipped.
+        empty: Whether all lines are blank.
+        uniform: Whether the fast reader read it.
     """
 
-    part: RowBlock | None = None
-    torn: Fault | None = None
-    faults: list[Fault] = field(default_factory=list)
-    newer: list[Fault] = field(default_factory=list)
+    lines: int
+    rows: RowBlock | None = None
+    cut: LineFault | None = None
+    faults: list[LineFault] = field(default_factory=list)
+    unknown_values: list[LineFault] = field(default_factory=list)
     empty: bool = False
-    even: bool = False
+    uniform: bool = False
 
 
 def read_attempts(files: list[Path], lenient: bool) -> tuple[list[RowBlock], list[str]]:
     """Read metrics files, each of an attempt.
 
     Args:
-        files: The files; rows that do not name their attempt are of their file's place here.
-        lenient: Leave broken lines out with a warning.
+        files: The files. Rows without an attempt get their file's index.
+        lenient: Skip broken lines with a warning.
 
     Returns:
         The rows in the order read, and warnings that name file and line.
@@ -77,260 +73,213 @@ def read_attempts(files: list[Path], lenient: bool) -> tuple[list[RowBlock], lis
     Raises:
         RunError: a file cannot be read; or, if not lenient, a line before the last is broken.
     """
-    parts: list[RowBlock] = []
+    rows: list[RowBlock] = []
     warnings: list[str] = []
     try:
         large = sum(path.stat().st_size for path in files) >= _SMALL_BYTES
         with ThreadPoolExecutor(max_workers=min(4, (os.cpu_count() or 1) + 1)) as pool:
-            for order, path in enumerate(files):
+            for index, path in enumerate(files):
+                # Before reading: of a file that changes meanwhile no columns are loaded later.
                 status = path.stat()
-                if (kept := load_kept(path, order, status)) is not None:
-                    parts += kept
+                if (cached := load_columns(path, index, status)) is not None:
+                    rows += cached
                     continue
-                file = _File(path, order, lenient)
-                blocks = list(file.blocks(pool if large else None))
-                rows = [block.part for block in blocks if block.part is not None]
-                if all(block.even for block in blocks):
-                    keep(path, order, status, rows)
-                parts += rows
-                warnings += file.warnings()
+                with path.open("rb") as stream:
+                    read = partial(_read_block, stream.fileno(), index, lenient, large)
+                    spans = _block_spans(stream)
+                    blocks = pool.map(read, spans) if large else map(read, spans)
+                    whole, of_file = _collect(path, blocks, lenient)
+                of_rows = [block.rows for block in whole if block.rows is not None]
+                if all(block.uniform for block in whole):
+                    store_columns(path, index, status, of_rows)
+                rows += of_rows
+                warnings += of_file
     except OSError as error:
         raise read_error(Path(error.filename or files[0]), error) from error
-    return parts, warnings
+    return rows, warnings
 
 
-class _File:
-    """A metrics file, and what was found wrong with it so far."""
+def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[_Block], list[str]]:
+    """Returns the blocks of a file, with warnings about what was skipped.
 
-    def __init__(self, path: Path, order: int, lenient: bool) -> None:
-        self._path, self._order, self._lenient = path, order, lenient
-        self._torn: Fault | None = None
-        self._faults: list[Fault] = []
-        self._newer: list[Fault] = []
-
-    def blocks(self, pool: ThreadPoolExecutor | None) -> Iterator[_Block]:
-        """The blocks in their order; a few are read ahead of the one that is yielded.
-
-        Raises:
-            RunError: a line is no row, and this is not lenient.
-            OSError: the file cannot be read.
-        """
-        ahead: deque[tuple[int, Future[_Block]]] = deque()
-        with self._path.open("rb") as stream:
-            for begin, end in _spans(stream):
-                if pool is None:
-                    text = os.pread(stream.fileno(), end - begin, begin)
-                    yield self._checked(read_exact(text, self._order, self._lenient), begin)
-                    continue
-                work = pool.submit(_read, stream.fileno(), begin, end, self._order, self._lenient)
-                ahead.append((begin, work))
-                if len(ahead) > 6:
-                    first, done = ahead.popleft()
-                    yield self._checked(done.result(), first)
-            for first, done in ahead:
-                yield self._checked(done.result(), first)
-
-    def warnings(self) -> list[str]:
-        """What was left out."""
-        found = []
-        if self._faults:
-            line, what = self._faults[0]
-            count = len(self._faults)
-            lines = "the line is" if count == 1 else f"it and {count - 1} more such are"
-            found.append(f"{self._path}:{line}: {what}; {lines} left out")
-        if self._newer:
-            line, what = self._newer[0]
-            found.append(
-                f"{self._path}:{line}: {what}; such values count as absent: the file may be of a "
-                "newer version of slurmllm"
-            )
-        if self._torn is not None:
-            found.append(f"{self._path}:{self._torn[0]}: the last line is cut and left out")
-        return found
-
-    def _checked(self, block: _Block, offset: int) -> _Block:
-        """Take the faults of a block down, or raise the first of them."""
-        if self._torn is not None and not block.empty:
-            self._faults.append(self._torn)
-            self._torn = None
-        if block.faults or block.newer or block.torn:
-            first = self._lines_before(offset) + 1
-            self._faults += [(first + line, what) for line, what in block.faults]
-            self._newer += [(first + line, what) for line, what in block.newer]
-            if block.torn is not None:
-                self._torn = (first + block.torn[0], block.torn[1])
-        if self._faults and not self._lenient:
-            raise line_error(self._path, *self._faults[0])
-        return block
-
-    def _lines_before(self, offset: int) -> int:
-        count, left = 0, offset
-        with self._path.open("rb") as stream:
-            while left > 0 and (text := stream.read(min(left, _BLOCK_BYTES))):
-                count += text.count(b"\n")
-                left -= len(text)
-        return count
+    Raises:
+        RunError: a line is not a row, and this is not lenient.
+    """
+    found = []
+    faults: list[LineFault] = []
+    unknown_values: list[LineFault] = []
+    cut: LineFault | None = None
+    first = 1  # the block's first line
+    for block in blocks:
+        if cut is not None and not block.empty:
+            faults.append(cut)
+            cut = None
+        faults += [(first + line, what) for line, what in block.faults]
+        unknown_values += [(first + line, what) for line, what in block.unknown_values]
+        if block.cut is not None:
+            cut = (first + block.cut[0], block.cut[1])
+        if faults and not lenient:
+            raise line_error(path, *faults[0])
+        first += block.lines
+        found.append(block)
+    warnings = []
+    if faults:
+        lines = "the line is" if len(faults) == 1 else f"it and {len(faults) - 1} more such are"
+        warnings.append(f"{path}:{faults[0][0]}: {faults[0][1]}; {lines} left out")
+    if unknown_values:
+        line, what = unknown_values[0]
+        warnings.append(
+            f"{path}:{line}: {what}; such values count as absent: the file may be of a "
+            "newer version of slurmllm"
+        )
+    if cut is not None:
+        warnings.append(f"{path}:{cut[0]}: the last line is cut and left out")
+    return found, warnings
 
 
-def _spans(stream: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Begin and end, in bytes, of blocks of whole lines; the last one ends with the file."""
+def _block_spans(stream: BinaryIO) -> list[tuple[int, int]]:
+    """Returns begin and end, in bytes, of blocks of whole lines."""
+    spans = []
     begin, size = 0, os.fstat(stream.fileno()).st_size
     while begin < size:
         stream.seek(begin + _BLOCK_BYTES)
         stream.readline()
         end = min(stream.tell(), size)
-        yield begin, end
+        spans.append((begin, end))
         begin = end
+    return spans
 
 
-def _read(descriptor: int, begin: int, end: int, attempt: int, lenient: bool) -> _Block:
-    """Read a block by the fast reader, or by the exact one where that gives up."""
+def _read_block(
+    descriptor: int, attempt: int, lenient: bool, fast: bool, span: tuple[int, int]
+) -> _Block:
+    """Read a block by the fast reader, or else line by line."""
+    # pread has no shared file position: several threads read from one descriptor.
+    text = os.pread(descriptor, span[1] - span[0], span[0])
+    rows = read_uniform(text, attempt) if fast else None
+    if rows is not None:
+        return _Block(text.count(b"\n"), rows, uniform=True)
+    return _read_lines(text, attempt, lenient)
 
-    text = os.pread(descriptor, end - begin, begin)
-    part = read_uniform(text, attempt)
-    return _Block(part, even=True) if part is not None else read_exact(text, attempt, lenient)
 
-
-def read_exact(text: bytes, attempt: int, lenient: bool) -> _Block:
-    """Read a block line by line.
-
-    Args:
-        text: Lines of a metrics file.
-        attempt: Of rows that do not name theirs.
-        lenient: Read on after a line that is no row.
-    """
-    block, rows = _Block(empty=True), _Rows()
+def _read_lines(text: bytes, attempt: int, lenient: bool) -> _Block:
+    """Read a block line by line, up to the first broken line if not lenient."""
+    block = _Block(text.count(b"\n"), empty=True)
+    rows: list[tuple[int, int, dict[str, float]]] = []
     for number, line in enumerate(text.split(b"\n")):
         if not line.strip():
             continue
         block.empty = False
-        if block.torn is not None:
-            block.faults.append(block.torn)
-            block.torn = None
+        if block.cut is not None:
+            block.faults.append(block.cut)
+            block.cut = None
         row = parse_row(line)
-        wrong = row_fault(row) if row is not None else None
         if row is None:
-            block.torn = (number, CUT_LINE)
-        elif wrong is None:
-            wrong, newer = rows.append(row, attempt, lenient)
-            block.newer += [(number, what) for what in newer]
-        if wrong is not None:
-            block.faults.append((number, wrong))
+            block.cut = (number, CUT_LINE)
+        elif (fault := row_fault(row)) is not None:
+            block.faults.append((number, fault))
+        else:
+            of_row = row.get("attempt", attempt)
+            values = {name: _to_float(row[name]) for name in COLUMNS if name in row}
+            unknown = [
+                f"{name} is {row[name]!r:.40}, not a number"
+                for name, value in values.items()
+                if value is None
+            ]
+            if type(of_row) is not int or not 0 <= of_row < 2**53:
+                what = f"attempt is {of_row!r:.40}, not a whole number from 0"
+                block.faults.append((number, what))
+            elif unknown and not lenient:
+                block.faults.append((number, unknown[0]))
+            else:
+                block.unknown_values += [(number, what) for what in unknown]
+                known = {name: value for name, value in values.items() if value is not None}
+                rows.append((row["step"], of_row, known))
         if block.faults and not lenient:
             break
-    block.part = rows.part()
+    if rows:
+        steps, attempts, by_row = zip(*rows, strict=True)
+        columns, absent = {}, {}
+        for name in COLUMNS:
+            missing = np.array([name not in values for values in by_row])
+            if not missing.all():
+                columns[name] = np.array([values.get(name, math.nan) for values in by_row])
+                if missing.any():
+                    absent[name] = missing
+        block.rows = RowBlock(np.array(steps), np.array(attempts), columns, absent)
     return block
 
 
-class _Rows:
-    """Rows of a block, column by column."""
-
-    def __init__(self) -> None:
-        self._steps, self._attempts = array("q"), array("q")
-        self._columns = {name: array("d") for name in COLUMNS}
-        self._absent: dict[str, list[int]] = {name: [] for name in COLUMNS}
-
-    def append(self, row: Row, attempt: int, lenient: bool) -> tuple[str | None, list[str]]:
-        """Append a row.
-
-        Returns:
-            What is wrong with it, where it was not appended; and values that were left out.
-        """
-        number = row.get("attempt", attempt)
-        if type(number) is not int or not 0 <= number < 2**53:
-            return f"attempt is {number!r:.40}, not a whole number from 0", []
-        values: dict[str, float] = {}
-        newer: list[str] = []
-        for name in COLUMNS:
-            if name in row:
-                value = _number(row[name])
-                if value is None:
-                    newer.append(f"{name} is {row[name]!r:.40}, not a number")
-                else:
-                    values[name] = value
-        if newer and not lenient:
-            return newer[0], []
-        for name, column in self._columns.items():
-            if name not in values:
-                self._absent[name].append(len(self._steps))
-            column.append(values.get(name, math.nan))
-        self._steps.append(row["step"])
-        self._attempts.append(number)
-        return None, newer
-
-    def part(self) -> RowBlock | None:
-        """The rows; None where there are none."""
-        count = len(self._steps)
-        present = [name for name in COLUMNS if len(self._absent[name]) < count]
-        absent = {}
-        for name in present:
-            if self._absent[name]:
-                absent[name] = np.zeros(count, dtype=bool)
-                absent[name][self._absent[name]] = True
-        return (
-            RowBlock(
-                np.frombuffer(self._steps, dtype=np.int64),
-                np.frombuffer(self._attempts, dtype=np.int64),
-                {name: np.frombuffer(self._columns[name]) for name in present},
-                absent,
-            )
-            if count
-            else None
-        )
-
-
-def _number(value: object) -> float | None:
-    """A value as a float; pydantic writes NaN as null or as its name."""
-    if type(value) is float:
-        return value
+def _to_float(value: object) -> float | None:
+    """Convert a JSON value; None if it is no number. pydantic writes NaN as null or as its name."""
     if value is None:
         return math.nan
     if isinstance(value, str):
-        return _SPELT.get(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf
-    return None
+        return _NAMED_NUMBERS.get(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 _COMMA, _OTHER_SEPARATORS = ord(","), (ord(":"), ord("}"))
 _PLAIN_KEY = re.compile(r"\w+", re.ASCII)
 _INTEGERS = ("step", "attempt")
 _END = "end"
-# The parser works through pieces of this size: they and their cells stay in a core's cache.
-_PIECE_BYTES = 1 << 20
-_SMALL_PIECE_BYTES = 1 << 18
+# Sizes of the pieces that are parsed and translated at once: they stay in a core's cache.
+_PARSE_BYTES = 1 << 20
+_TRANSLATE_BYTES = 1 << 18
 
 
 def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
-    """Read whole lines of a metrics file.
+    """Read whole lines of a metrics file as CSV, in which keys and values alternate.
 
     Args:
         block: The lines.
-        attempt: Of rows that do not name theirs.
+        attempt: Attempt of rows that do not have one.
 
     Returns:
-        The rows; None where they are not as even as this reader needs.
+        The rows; None if they are not uniform.
     """
+    # pyarrow takes a carriage return for the end of a line, JSON for a space.
     if b"\r" in block:
         return None
-    keys = _keys(block[: block.find(b"\n") + 1])
+    keys = _uniform_keys(block[: block.find(b"\n") + 1])
     if keys is None:
         return None
+    # What follows on the last value, an empty cell, shows that no row has more cells.
+    types = {_END: pa.binary()}
+    for key in keys:
+        types[f"key {key}"] = pa.binary()
+        types[key] = pa.int64() if key in _INTEGERS else pa.float64()
+    names = [column for key in keys for column in (f"key {key}", key)]
     try:
-        table = _parse(block, keys)
-    except pa.ArrowException:
+        table = pyarrow.csv.read_csv(
+            pa.BufferReader(pa.py_buffer(_with_commas(block))),
+            read_options=pyarrow.csv.ReadOptions(
+                column_names=[*names, _END], block_size=_PARSE_BYTES, use_threads=False
+            ),
+            parse_options=pyarrow.csv.ParseOptions(quote_char=False),
+            convert_options=pyarrow.csv.ConvertOptions(
+                check_utf8=False,
+                column_types=types,
+                null_values=["null"],
+                strings_can_be_null=False,
+            ),
+        )
+    except pa.ArrowException:  # another number of cells, or a value that is no number
         return None
     cells = [b'"%s"' % key.encode() for key in keys] + [b""]
     cells[0] = b"{" + cells[0]
-    names = [*(f"key {key}" for key in keys), _END]
-    if not all(_holds(table[name], cell) for name, cell in zip(names, cells, strict=True)):
+    cell_names = [*(f"key {key}" for key in keys), _END]
+    if not all(_is_constant(table[n], cell) for n, cell in zip(cell_names, cells, strict=True)):
         return None
     columns = {}
     for key in keys:
-        values = _numbers(table[key])
+        values = _to_numpy(table[key])
+        # pyarrow reads names of numbers ("inf", "nan") that JSON does not have.
         odd = np.count_nonzero(~np.isfinite(values))
         if odd != table[key].null_count or (odd and key in _INTEGERS):
             return None
@@ -342,8 +291,8 @@ def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
     return RowBlock(steps, attempts, {key: columns[key] for key in COLUMNS if key in columns})
 
 
-def _keys(line: bytes) -> list[str] | None:
-    """The keys of a row of numbers, in their order; None where it is something else."""
+def _uniform_keys(line: bytes) -> list[str] | None:
+    """Returns the keys of a row of numbers in their order; None if it is something else."""
     try:
         pairs: Any = json.loads(line, object_pairs_hook=tuple)
     except (ValueError, RecursionError):
@@ -357,64 +306,41 @@ def _keys(line: bytes) -> list[str] | None:
     return keys if "step" in keys and numbers and plain and unique else None
 
 
-def _parse(block: bytes, keys: list[str]) -> pa.Table:
-    """Keys and values of every row, a column each, and what follows on the last value.
-
-    Raises:
-        pa.ArrowException: a row has more or fewer cells, or a value that is no number.
-    """
-    types = {_END: pa.binary()}
-    for key in keys:
-        types[f"key {key}"] = pa.binary()
-        types[key] = pa.int64() if key in _INTEGERS else pa.float64()
-    names = [column for key in keys for column in (f"key {key}", key)]
-    return pyarrow.csv.read_csv(
-        pa.BufferReader(pa.py_buffer(_with_commas(block))),
-        read_options=pyarrow.csv.ReadOptions(
-            column_names=[*names, _END], block_size=_PIECE_BYTES, use_threads=False
-        ),
-        parse_options=pyarrow.csv.ParseOptions(quote_char=False),
-        convert_options=pyarrow.csv.ConvertOptions(
-            check_utf8=False, column_types=types, null_values=["null"], strings_can_be_null=False
-        ),
-    )
-
-
 def _with_commas(block: bytes) -> npt.NDArray[np.uint8]:
-    """The block with commas for `:` and `}`: arithmetic, which lets go of Python's lock."""
+    """Replace `:` and `}` by commas; numpy's arithmetic releases the GIL, bytes.translate not."""
     text = np.frombuffer(block, dtype=np.uint8)
     found = np.empty_like(text)
-    for begin in range(0, len(text), _SMALL_PIECE_BYTES):
-        piece = text[begin : begin + _SMALL_PIECE_BYTES]
-        commas = found[begin : begin + _SMALL_PIECE_BYTES]
+    for begin in range(0, len(text), _TRANSLATE_BYTES):
+        piece = text[begin : begin + _TRANSLATE_BYTES]
+        commas = found[begin : begin + _TRANSLATE_BYTES]
         commas[:] = piece
         for separator in _OTHER_SEPARATORS:
             commas -= (piece == separator).view(np.uint8) * np.uint8(separator - _COMMA)
     return found
 
 
-def _numbers(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    """The values of a column; NaN where a number with a fraction is null.
+def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    """Returns the values of a column; NaN for nulls among floats.
 
-    Not by pyarrow's own `to_numpy`, which imports pandas where it is installed, half a second.
+    pyarrow's own `to_numpy` imports pandas if it is installed, which takes half a second.
     """
     kind = np.int64 if pa.types.is_integer(column.type) else np.float64
-    parts = []
+    chunks = []
     for chunk in column.chunks:
         if chunk.null_count and kind is np.float64:
             chunk = chunk.fill_null(np.nan)
         begin = chunk.offset * np.dtype(kind).itemsize
-        parts.append(np.frombuffer(chunk.buffers()[1], kind, len(chunk), begin))
-    return np.concatenate(parts)
+        chunks.append(np.frombuffer(chunk.buffers()[1], kind, len(chunk), begin))
+    return np.concatenate(chunks)
 
 
-def _holds(column: pa.ChunkedArray, cell: bytes) -> bool:
-    """Whether every row of a column is this cell, spaces around it aside."""
+def _is_constant(column: pa.ChunkedArray, cell: bytes) -> bool:
+    """Whether every row of a column is this cell, with the same spaces around it."""
     for chunk in column.chunks:
-        found = chunk[0].as_py()
+        first = chunk[0].as_py()
         ends = np.frombuffer(chunk.buffers()[1], dtype=np.int32, count=len(chunk) + 1)
-        if found.strip() != cell or ends[-1] != len(found) * len(chunk):
+        if first.strip() != cell or ends[-1] != len(first) * len(chunk):
             return False
-        if found and not chunk.buffers()[2][: ends[-1]].equals(pa.py_buffer(found * len(chunk))):
+        if first and not chunk.buffers()[2][: ends[-1]].equals(pa.py_buffer(first * len(chunk))):
             return False
     return True

@@ -1,10 +1,10 @@
-"""Long metrics files as columns, kept beside them: the second reading takes a tenth of the first.
+"""Cache of long metrics files as columns, which read ten times as fast.
 
-Kept is what was read of a file that is even throughout and that nobody has written to for a
-while, as an Arrow file `.<name>.arrow`. It counts as long as the file's size and times are what
-they were; the time of change of its inode, which nobody sets, tells a copy from the original, and a
-file that was edited and dated back. Else, and where a checksum finds it damaged, the file is read
-again. A folder that may not be written to is none's fault: nothing is kept there.
+A file that is uniform throughout, and that nobody has written to for a while, is stored next to it
+as an Arrow file `.<name>.arrow`. The cache is valid as long as the file's size and times are the
+same; the change time of the inode, which no user can set, detects a copy, and a file that was
+edited and dated back. If it is not valid, or a checksum finds it damaged, the file is read again.
+If the folder is not writable, nothing is stored.
 """
 
 from __future__ import annotations
@@ -24,99 +24,100 @@ import numpy.typing as npt
 from slurmllm.metrics.curves import COLUMNS
 from slurmllm.metrics.merge import RowBlock
 
-# Below this a file is read in a tenth of a second.
-LEAST_BYTES = 16 << 20
+# A shorter file is read in a tenth of a second.
+MIN_BYTES = 16 << 20
 _QUIET_S = 60.0
 _VERSION = 2
 _CHECKSUM = b"crc32"
 
 
-def load_kept(path: Path, order: int, status: os.stat_result) -> list[RowBlock] | None:
-    """The rows of a metrics file from the columns beside it.
+def load_columns(path: Path, index: int, status: os.stat_result) -> list[RowBlock] | None:
+    """Load the rows of a metrics file from its cache.
 
     Args:
         path: The metrics file.
-        order: Its place among the run's: the attempt of rows that do not name theirs.
-        status: The file's, now.
+        index: Its index among the run's: the attempt of rows that do not have one.
+        status: The file's status now.
 
     Returns:
-        The rows; None where nothing is kept that counts.
+        The rows; None without a valid cache.
     """
-    if status.st_size < LEAST_BYTES:
+    if status.st_size < MIN_BYTES:
         return None
-    # Not mapped into memory: a process dies of a map whose file another one cuts short.
+    # Not memory-mapped: the kernel kills a process (SIGBUS) if another one truncates the file.
     try:
-        content = _beside(path).read_bytes()
+        content = _cache_path(path).read_bytes()
     except OSError:
         return None
     import pyarrow as pa
 
-    parts = []
+    blocks = []
     with contextlib.suppress(OSError, ValueError, pa.ArrowException):
         reader = pa.ipc.open_file(pa.py_buffer(content))
-        known = dict(reader.schema.metadata or {})
-        checksum = known.pop(_CHECKSUM, b"")
-        if known != _metadata(order, status):
+        metadata = dict(reader.schema.metadata or {})
+        checksum = metadata.pop(_CHECKSUM, b"")
+        if metadata != _metadata(index, status):
             return None
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             buffers = [column.buffers()[1] for column in batch.columns]
             steps, attempts = (np.frombuffer(each, np.int64, len(batch)) for each in buffers[:2])
             values = (np.frombuffer(each, np.float64, len(batch)) for each in buffers[2:])
-            parts.append(
-                RowBlock(steps, attempts, dict(zip(batch.schema.names[2:], values, strict=True)))
-            )
-        return parts if checksum == _checksum(parts) else None
+            columns = dict(zip(batch.schema.names[2:], values, strict=True))
+            blocks.append(RowBlock(steps, attempts, columns))
+        return blocks if checksum == _checksum(blocks) else None
     return None
 
 
-def keep(path: Path, order: int, status: os.stat_result, parts: Sequence[RowBlock]) -> None:
-    """Keep the rows of a metrics file, where that is of use and allowed.
+def store_columns(
+    path: Path, index: int, status: os.stat_result, blocks: Sequence[RowBlock]
+) -> None:
+    """Store the rows of a metrics file in its cache, if it is long and no longer written to.
 
     Args:
         path: The metrics file.
-        order: As for `load_kept`.
-        status: The file's before it was read.
-        parts: All its rows, none of them without one of the metrics.
+        index: As for `load_columns`.
+        status: The file's status before it was read.
+        blocks: All its rows, each with all metrics.
     """
-    if status.st_size < LEAST_BYTES or time.time() - status.st_mtime < _QUIET_S or not parts:
+    if status.st_size < MIN_BYTES or time.time() - status.st_mtime < _QUIET_S or not blocks:
         return
-    names = list(parts[0].columns)
-    if any(part.absent or list(part.columns) != names for part in parts):
+    names = list(blocks[0].columns)
+    if any(block.absent or list(block.columns) != names for block in blocks):
         return
     import pyarrow as pa
 
     fields = [("step", pa.int64()), ("attempt", pa.int64()), *((n, pa.float64()) for n in names)]
-    metadata = _metadata(order, status) | {_CHECKSUM: _checksum(parts)}
+    metadata = _metadata(index, status) | {_CHECKSUM: _checksum(blocks)}
     schema = pa.schema(fields, metadata=metadata)
     with contextlib.suppress(OSError):
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         temporary = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as stream, pa.ipc.new_file(stream, schema) as writer:
-                for part in parts:
+                for block in blocks:
                     # `pa.array` would import pandas.
                     arrays = [
-                        pa.Array.from_buffers(kind, len(part.steps), [None, pa.py_buffer(column)])
-                        for kind, column in zip(schema.types, _values(part), strict=True)
+                        pa.Array.from_buffers(kind, len(block.steps), [None, pa.py_buffer(column)])
+                        for kind, column in zip(schema.types, _columns(block), strict=True)
                     ]
                     writer.write_batch(pa.record_batch(arrays, schema=schema))
             temporary.chmod(status.st_mode & 0o666)
-            temporary.replace(_beside(path))
+            temporary.replace(_cache_path(path))
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def _beside(path: Path) -> Path:
+def _cache_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.arrow")
 
 
-def _metadata(order: int, status: os.stat_result) -> dict[bytes, bytes]:
-    """What must be the same for kept rows to count."""
+def _metadata(index: int, status: os.stat_result) -> dict[bytes, bytes]:
+    """Returns what must be the same for a cache to be valid."""
     known = {
         "version": _VERSION,
         "metrics": ",".join(COLUMNS),
-        "order": order,
+        "order": index,
         "size": status.st_size,
         "written_ns": status.st_mtime_ns,
         "changed_ns": status.st_ctime_ns,
@@ -124,15 +125,15 @@ def _metadata(order: int, status: os.stat_result) -> dict[bytes, bytes]:
     return {name.encode(): str(value).encode() for name, value in known.items()}
 
 
-def _values(part: RowBlock) -> Iterable[npt.NDArray[Any]]:
-    return part.steps, part.attempts, *part.columns.values()
+def _columns(block: RowBlock) -> Iterable[npt.NDArray[Any]]:
+    return block.steps, block.attempts, *block.columns.values()
 
 
-def _checksum(parts: Sequence[RowBlock]) -> bytes:
-    """Over names and values: a disk that was full or lost power leaves zeros within a file."""
+def _checksum(blocks: Sequence[RowBlock]) -> bytes:
+    """CRC-32 of names and values: after a full disk or a power cut a file may contain zeros."""
     found = 0
-    for part in parts:
-        found = zlib.crc32(",".join(part.columns).encode(), found)
-        for values in _values(part):
+    for block in blocks:
+        found = zlib.crc32(",".join(block.columns).encode(), found)
+        for values in _columns(block):
             found = zlib.crc32(values.data, found)
     return b"%d" % found

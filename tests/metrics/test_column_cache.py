@@ -23,7 +23,7 @@ HOUR = 3600.0
 
 @pytest.fixture(autouse=True)
 def _short_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(column_cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr(column_cache, "MIN_BYTES", 1)
     monkeypatch.setattr(reader, "_SMALL_BYTES", 0)
     monkeypatch.setattr(reader, "_BLOCK_BYTES", 700)
 
@@ -54,7 +54,7 @@ def test_the_second_reading_is_the_first(run: Path, monkeypatch: pytest.MonkeyPa
     first = read_curve(run)
     assert beside(run) == [".attempt_000.jsonl.arrow", ".attempt_001.jsonl.arrow"]
     with monkeypatch.context() as patch:
-        patch.setattr(reader, "_read", None)  # no block may be read
+        patch.setattr(reader, "_read_block", None)  # no block may be read
         second = read_curve(run)
     assert list(second.columns) == list(first.columns)
     for name, column in first.columns.items():
@@ -107,7 +107,7 @@ def test_damaged_columns_are_no_columns(
     at = data.draw(st.integers(0, len(text) - 1))
     more = data.draw(st.binary(max_size=9))
     columns.write_bytes(text[:at] + more + text[at + data.draw(st.sampled_from([0, len(more)])) :])
-    rows = column_cache.load_kept(file, 0, file.stat())
+    rows = column_cache.load_columns(file, 0, file.stat())
     if rows is not None:
         found = [loss for part in rows for loss in part.columns["loss"].tolist()]
         assert found == [row["loss"] for row in make_rows(1, 9)]
@@ -119,7 +119,7 @@ def test_columns_of_a_version_that_knew_fewer_metrics(
     with monkeypatch.context() as patch:
         patch.setattr(column_cache, "COLUMNS", ("loss",))
         read_curve(run)
-    monkeypatch.setattr(reader, "_read", None)
+    monkeypatch.setattr(reader, "_read_block", None)
     with pytest.raises(TypeError):  # it is read again
         read_curve(run)
 
