@@ -150,7 +150,7 @@ def _positive(value: Setting) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def extremes(values: Floats, most: int) -> Ints:
+def thin_rows(values: Floats, most: int) -> Ints:
     """The rows to draw: of each of equally long pieces the first, lowest and highest.
 
     The first row that is not finite is there as well, so that a gap stays one, and the last row of
@@ -175,7 +175,7 @@ def extremes(values: Floats, most: int) -> Ints:
     return np.unique(found[found < rows])
 
 
-def means(values: Floats, most: int) -> Floats:
+def piece_means(values: Floats, most: int) -> Floats:
     """The mean of each of equally long pieces, without what is not finite.
 
     Args:

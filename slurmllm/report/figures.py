@@ -20,7 +20,7 @@ from slurmllm.format import (
     format_names,
     format_number,
 )
-from slurmllm.metrics.curves import Curve, Floats, Ints, extremes, means
+from slurmllm.metrics.curves import Curve, Floats, Ints, piece_means, thin_rows
 from slurmllm.report.blocks import (
     RUN_COLORS,
     Json,
@@ -63,7 +63,7 @@ class _Positions:
         return {name: _packed(values[rows]) for name, values in self.axes.items()}
 
     def pieces(self, most: int) -> Json:
-        return {name: _packed(means(values, most)) for name, values in self.axes.items()}
+        return {name: _packed(piece_means(values, most)) for name, values in self.axes.items()}
 
 
 def figures(runs: Sequence[RunFacts]) -> list[PlotData]:
@@ -167,11 +167,11 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
 
 
 def _line(number: int, values: Floats, where: _Positions, most: int) -> Json:
-    rows = extremes(values, most)
+    rows = thin_rows(values, most)
     line: Json = {"run": number, "x": where.at(rows), "y": _packed(values[rows], "f4")}
     if len(rows) < len(values):
         pieces = max(1, most // 3)
-        line["mean"] = {"x": where.pieces(pieces), "y": _packed(means(values, pieces), "f4")}
+        line["mean"] = {"x": where.pieces(pieces), "y": _packed(piece_means(values, pieces), "f4")}
     return line
 
 
@@ -201,7 +201,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
     told = [(i, parts) for i, f in enumerate(runs) if f.curve and (parts := step_parts(f.curve))]
     for number, parts in told[:_MOST_STACKS]:
         layers = [
-            {"name": name, "color": color, "y": _packed(means(part, _MOST_PIECES), "f4")}
+            {"name": name, "color": color, "y": _packed(piece_means(part, _MOST_PIECES), "f4")}
             for (name, color), part in zip(STEP_PARTS, parts, strict=True)
             if part.any()
         ]

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from slurmllm.evaluate.plot import draw as draw_scores
-from slurmllm.metrics.curves import extremes, means
+from slurmllm.metrics.curves import piece_means, thin_rows
 from slurmllm.picture import write_picture
 from slurmllm.records import TIME_PARTS
 from slurmllm.report.blocks import (
@@ -157,7 +157,7 @@ def _panel(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
             axes.plot([], [], color=color, label=_label(facts.name))
             continue
         rows = np.flatnonzero(np.isfinite(values))
-        rows = rows[extremes(values[rows], _ROWS)]
+        rows = rows[thin_rows(values[rows], _ROWS)]
         axes.plot(curve.steps[rows], values[rows], color=color, linewidth=0.9,
                   label=_label(facts.name))  # fmt: skip
         for step in curve.restarts[-60:]:
@@ -172,10 +172,10 @@ def _label(name: str) -> str:
 def _parts(axes: Axes, facts: RunFacts) -> None:
     assert facts.curve is not None
     parts = step_parts(facts.curve) or []
-    steps = means(facts.curve.steps.astype(np.float64), _ROWS)
+    steps = piece_means(facts.curve.steps.astype(np.float64), _ROWS)
     axes.stackplot(
         steps,
-        *(means(part, _ROWS) for part in parts),
+        *(piece_means(part, _ROWS) for part in parts),
         labels=[name for name, _ in STEP_PARTS],
         colors=[color for _, color in STEP_PARTS],
     )

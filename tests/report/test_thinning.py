@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm.metrics.curves import extremes, means
+from slurmllm.metrics.curves import piece_means, thin_rows
 
 _VALUES = st.lists(
     st.floats(-1e9, 1e9) | st.sampled_from([math.nan, math.inf]), min_size=1, max_size=300
@@ -18,7 +18,7 @@ _VALUES = st.lists(
 
 @given(_VALUES, st.integers(4, 60))
 def test_extremes_are_kept(values: np.ndarray, most: int) -> None:
-    rows = extremes(values, most)
+    rows = thin_rows(values, most)
     assert np.all(np.diff(rows) > 0)
     assert rows[0] == 0
     assert rows[-1] == len(values) - 1
@@ -32,7 +32,7 @@ def test_extremes_are_kept(values: np.ndarray, most: int) -> None:
 
 @given(_VALUES, st.integers(1, 60))
 def test_means_are_of_all_rows(values: np.ndarray, most: int) -> None:
-    found = means(values, most)
+    found = piece_means(values, most)
     assert len(found) <= max(most, 1) or len(found) == len(values)
     finite = values[np.isfinite(values)]
     if len(finite) == len(values) and len(values) % len(found) == 0:
