@@ -19,7 +19,7 @@ from slurmllm.compare.alignment import Alignment
 from slurmllm.compare.comparison import Comparison, letter_of
 from slurmllm.compare.seed_runs import Seeds
 from slurmllm.compare.verdict import figure as in_figures
-from slurmllm.metrics.curves import MOST, Axis, Curve, Floats, relative_difference, thin
+from slurmllm.metrics.curves import Axis, Curve, Floats, relative_difference, thin_rows
 from slurmllm.picture import write_picture
 
 # A wide light line beneath narrow dark ones: both are seen where they coincide. They also differ
@@ -27,6 +27,7 @@ from slurmllm.picture import write_picture
 _COLOR_A = "#f2a65a"
 _COLORS = ("#12466b", "#a3195b", "#2a8c6e", "#6b5b95", "#8a6d1f", "#4a4a4a")
 _METRIC_COLORS = {"loss": "#7a1f5c", "grad_norm": "#2a8c6e"}
+_MAX_POINTS = 1200  # of a line: one for each column of the picture
 _METRIC_STYLES = {"loss": "-", "grad_norm": ":"}
 _LABELS = {"loss": "loss (nats)", "grad_norm": "gradient norm"}
 
@@ -166,7 +167,12 @@ def _line(
     if metric in curve.absent:
         there &= ~curve.absent[metric]
     values = values[there]
-    return thin(positions[there], np.where(np.isfinite(values), values, np.nan))
+    return _thin(positions[there], np.where(np.isfinite(values), values, np.nan))
+
+
+def _thin(positions: Floats, values: Floats) -> tuple[Floats, Floats]:
+    rows = thin_rows(values, _MAX_POINTS, keep_short_gaps=False)
+    return positions[rows], values[rows]
 
 
 def _draw_curves(
@@ -213,7 +219,7 @@ def _draw_band(axes: Axes, one: Drawn, metric: str, band: Seeds) -> list[Line2D]
         return []
     within = band.judge(metric, points)
     positions = points.positions[np.isin(points.steps, within.steps)]
-    every = max(1, len(positions) // MOST)
+    every = max(1, len(positions) // _MAX_POINTS)
     low, high = within.mean - within.half_width, within.mean + within.half_width
     axes.fill_between(
         positions[::every], low[::every], high[::every], color="#9a9a9a", alpha=0.35, linewidth=0
@@ -280,7 +286,7 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
             alone = len(drawn) == 1
             label = _LABELS[metric].split(" (")[0]
             axes.plot(
-                *thin(points.positions, shown),
+                *_thin(points.positions, shown),
                 color=_METRIC_COLORS[metric] if alone else each.color,
                 linestyle="-" if alone else _METRIC_STYLES[metric],
                 linewidth=0.9,

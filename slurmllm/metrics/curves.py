@@ -1,7 +1,7 @@
 """Curves: the metrics of a training by step, whatever wrote them.
 
-`analysis.reading` makes them of run directories and of other frameworks' logs; everything that
-compares, counts or draws takes them from here.
+`source.read_curve` reads them from run directories and from logs of other frameworks; compare,
+spikes and report work on them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,13 @@ Axis = Literal["step", "tokens", "samples"]
 SourceKind = Literal["run", "tensorboard", "jsonl", "csv", "text"]
 Setting = str | int | float | bool | None
 
-# `samples` and `val_loss` are in other frameworks' logs alone.
+# Only logs of other frameworks have `samples` and `val_loss`.
 COLUMNS = (
     *(name for name in MetricsRow.model_fields if name not in ("step", "attempt")),
     *("samples", "val_loss"),
 )
-REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")  # the rest are times and rates
+# What an exact resume reproduces bit by bit; the other metrics are times and rates.
+REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")
 
 
 @dataclass(frozen=True)
@@ -37,24 +38,24 @@ class Curve:
     """The metrics of a run, by step.
 
     Attributes:
-        name: What to call it: the run's name, or the file's.
-        path: What was read.
+        name: The run's name, or the file's.
+        path: The directory or file that was read.
         steps: The steps, ascending, each once. [rows]
-        attempts: The attempt that each row is of. [rows]
-        columns: Values by metric name; only metrics that at least one row has. [rows]
+        attempts: The attempt of each row. [rows]
+        columns: Values by metric name, of metrics that at least one row has. [rows]
         absent: For a metric that some rows lack, which rows those are. [rows]
-        overlap_rows: Rows that a later attempt replaced.
-        overlap_identical: Whether these were bit-identical to the rows that replaced them;
+        overlap_rows: Number of recomputed rows: those that a later attempt replaced.
+        overlap_identical: Whether these are bit-identical to the rows that replaced them;
             None without overlap.
         overlap_max_rel_diff: Largest relative difference between them; None without overlap.
         gaps: Ranges of steps that are missing between the first and the last.
-        warnings: What a reader of the curve should know.
-        data: What the run read; None where that is not known.
-        kind: What it was read from.
+        warnings: Warnings for the user.
+        kind: Kind of the source.
+        data: The data that the run read; None if not recorded.
         skips: Its roll-backs; rows that one of them undid are no overlap.
-        settings: What is known of how it was trained: dotted path in the recipe (`optim.lr`,
-            `train.precision`) → value; empty where nothing is.
-        nodes: Attempt → the nodes that it ran on, where that is known.
+        settings: Known settings of the training: dotted path in the recipe (`optim.lr`,
+            `train.precision`) → value.
+        nodes: Attempt → its nodes, if recorded.
     """
 
     name: str
@@ -75,48 +76,51 @@ class Curve:
     nodes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def series(self, metric: str) -> tuple[Ints, Floats]:
-        """The steps that have a metric, and its values there; both empty where none has it."""
+        """Returns the steps that have a metric, and its values; both empty if no row has it."""
         if metric not in self.columns:
             return self.steps[:0], np.empty(0)
         if metric not in self.absent:
             return self.steps, self.columns[metric]
-        there = ~self.absent[metric]
-        return self.steps[there], self.columns[metric][there]
+        present = ~self.absent[metric]
+        return self.steps[present], self.columns[metric][present]
 
     def positions(self, axis: Axis) -> Floats:
-        """Where each row lies on an axis. [rows]
+        """Returns the position of each row on an axis. [rows]
 
         Tokens and samples (sequences) are those trained on so far, the row's step included. They
-        are taken from what was logged, else samples from the tokens and `model.seq_len`, else from
-        the steps and `train.global_batch`.
-
-        Returns:
-            Positions; NaN for rows that lack the figure, for all of them where nothing tells.
+        are taken from the log; else samples from the tokens and `model.seq_len`; else both from
+        the steps and `train.global_batch`. NaN if a row lacks the figure, or if nothing has it.
         """
         if axis == "step":
             return self.steps.astype(np.float64)
         if axis in self.columns:
             return self.columns[axis]
-        seq_len, batch = (self.settings.get(key) for key in ("model.seq_len", "train.global_batch"))
-        if axis == "samples" and "tokens" in self.columns and _positive(seq_len):
-            return np.divide(self.columns["tokens"], float(cast(float, seq_len)))
-        if _positive(batch) and (axis == "samples" or _positive(seq_len)):
-            each = float(cast(float, batch))
-            each *= 1.0 if axis == "samples" else float(cast(float, seq_len))
-            return self.steps.astype(np.float64) * each
-        return np.full(len(self.steps), np.nan)
+        seq_len = self._positive_setting("model.seq_len")
+        batch = self._positive_setting("train.global_batch")
+        if axis == "samples" and "tokens" in self.columns and seq_len is not None:
+            return np.divide(self.columns["tokens"], seq_len)
+        per_sample = 1.0 if axis == "samples" else seq_len
+        if batch is None or per_sample is None:
+            return np.full(len(self.steps), np.nan)
+        return self.steps.astype(np.float64) * (batch * per_sample)
+
+    def _positive_setting(self, key: str) -> float | None:
+        value = self.settings.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return float(value) if value > 0 else None
 
     @property
     def restarts(self) -> Ints:
-        """The steps at which another attempt takes over."""
+        """The first step of each attempt after the first."""
         steps: Ints = self.steps[1:][np.diff(self.attempts) != 0]
         return steps
 
 
 def relative_difference(a: Floats, b: Floats) -> Floats:
-    """|a - b| / max(|a|, |b|), elementwise; 0 where both are 0, never more than 2.
+    """|a - b| / max(|a|, |b|), elementwise; 0 if both are 0, at most 2.
 
-    NaN where either is not a finite number.
+    NaN if either is not a finite number.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         scale = np.maximum(np.maximum(np.abs(a), np.abs(b)), np.finfo(np.float64).tiny)
@@ -125,13 +129,13 @@ def relative_difference(a: Floats, b: Floats) -> Floats:
 
 
 def bit_identical(a: Floats, b: Floats) -> Flags:
-    """Where two columns hold the same 64 bits; 0.0 and -0.0 are not the same, NaN and NaN are."""
+    """Whether two columns have the same 64 bits; 0.0 and -0.0 differ, NaN and NaN do not. [rows]"""
     same: Flags = a.view(np.int64) == b.view(np.int64)
     return same
 
 
 def align(a: Curve, b: Curve, metric: str, first: int, last: int) -> tuple[Ints, Floats, Floats]:
-    """The steps from `first` to `last` that both curves have a metric at, and its values."""
+    """Returns the steps from `first` to `last` at which both have a metric, and its values."""
     steps_a, values_a = a.series(metric)
     steps_b, values_b = b.series(metric)
     steps, at_a, at_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
@@ -139,55 +143,57 @@ def align(a: Curve, b: Curve, metric: str, first: int, last: int) -> tuple[Ints,
     return steps[inside], values_a[at_a][inside], values_b[at_b][inside]
 
 
-def describe_ranges(ranges: tuple[Range, ...], most: int = 3) -> str:
-    """Ranges of steps in words: "12, 40–43, 50–60 and 7 more ranges"."""
-    shown = [f"{first}–{last}" if first < last else f"{first}" for first, last in ranges[:most]]
-    more = len(ranges) - most
+def describe_ranges(ranges: tuple[Range, ...], limit: int = 3) -> str:
+    """Format ranges of steps: "12, 40–43, 50–60 and 7 more ranges"."""
+    shown = [f"{first}–{last}" if first < last else f"{first}" for first, last in ranges[:limit]]
+    more = len(ranges) - limit
     return ", ".join(shown) + (f" and {more} more ranges" if more > 0 else "")
 
 
-def _positive(value: Setting) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def thin_rows(values: Floats, limit: int, *, keep_short_gaps: bool = True) -> Ints:
+    """Select the rows to draw: of each of equally long pieces the first, lowest and highest.
 
-
-def thin_rows(values: Floats, most: int) -> Ints:
-    """The rows to draw: of each of equally long pieces the first, lowest and highest.
-
-    The first row that is not finite is there as well, so that a gap stays one, and the last row of
-    all.
+    So no spike is lost. The last row is selected too, and the first of each gap (values that are
+    not finite), so that it stays a gap.
 
     Args:
-        values: Of the curve. [rows]
-        most: Rows at most, but for those that are not finite.
+        values: Values of a curve. [rows]
+        limit: Maximum number of rows with finite values.
+        keep_short_gaps: Also keep gaps in pieces that have finite values; they interrupt a line.
 
     Returns:
-        Rows, ascending. [at most `most` + pieces with a gap]
+        Rows, ascending. [at most `limit` + number of pieces with a gap]
     """
-    rows = len(values)
-    if rows <= most:
-        return np.arange(rows, dtype=np.int64)
-    table, begins = _pieces(values, max(1, (most - 1) // 3))
+    if len(values) <= limit:
+        return np.arange(len(values), dtype=np.int64)
+    table = _split(values, max(1, (limit - 1) // 3))
+    begins = np.arange(len(table), dtype=np.int64) * table.shape[1]
     bad = ~np.isfinite(table)
     lowest = np.argmin(np.where(bad, np.inf, table), axis=1) + begins
     highest = np.argmax(np.where(bad, -np.inf, table), axis=1) + begins
     gaps = (np.argmax(bad, axis=1) + begins)[bad.any(axis=1)]
-    found = np.concatenate([begins, lowest, highest, gaps, [rows - 1]])
-    return np.unique(found[found < rows])
+    found = np.concatenate([begins, lowest, highest, gaps, [len(values) - 1]])
+    rows = np.unique(found[found < len(values)])
+    if keep_short_gaps:
+        return rows
+    all_bad: Flags = np.all(bad, axis=1)
+    kept: Ints = rows[np.isfinite(values[rows]) | all_bad[rows // table.shape[1]]]
+    return kept
 
 
-def piece_means(values: Floats, most: int) -> Floats:
-    """The mean of each of equally long pieces, without what is not finite.
+def piece_means(values: Floats, limit: int) -> Floats:
+    """Returns the mean of each of equally long pieces, without values that are not finite.
 
     Args:
-        values: Of the curve. [rows]
-        most: Pieces at most; shorter curves stay as they are.
+        values: Values of a curve. [rows]
+        limit: Maximum number of pieces; shorter curves are returned as they are.
 
     Returns:
-        Means; NaN where a piece has nothing finite. [pieces]
+        Means; NaN if a piece has no finite value. [pieces]
     """
-    if len(values) <= most:
+    if len(values) <= limit:
         return values
-    table, _ = _pieces(values, most)
+    table = _split(values, limit)
     good = np.isfinite(table)
     count = good.sum(axis=1)
     total = np.where(good, table, 0.0).sum(axis=1)
@@ -195,35 +201,10 @@ def piece_means(values: Floats, most: int) -> Floats:
     return found
 
 
-def _pieces(values: Floats, most: int) -> tuple[Floats, Ints]:
-    """Rows as a table of pieces, the last one filled up with NaN, and where each begins."""
-    length = -(-len(values) // most)
+def _split(values: Floats, limit: int) -> Floats:
+    """Split values into at most `limit` equally long pieces, the last one padded with NaN."""
+    length = -(-len(values) // limit)
     pieces = -(-len(values) // length)
     table = np.full(pieces * length, np.nan)
     table[: len(values)] = values
-    return table.reshape(pieces, length), np.arange(pieces, dtype=np.int64) * length
-
-
-MOST = 1200  # points of a line: one for each column of the picture
-
-
-def thin(x: Floats, y: Floats, most: int = MOST) -> tuple[Floats, Floats]:
-    """Keep the lowest and the highest value of each of many equal parts, so that no spike is lost.
-
-    Args:
-        x: Ascending. [points]
-        y: Values; those that are no number are gaps, kept where a whole part is one. [points]
-        most: Points to keep, about.
-    """
-    if len(y) <= most:
-        return x, y
-    width = -(-len(y) // (most // 2))
-    whole = len(y) // width * width
-    parts = y[:whole].reshape(-1, width)
-    gaps = np.isnan(parts)
-    low = np.argmin(np.where(gaps, np.inf, parts), axis=1)
-    high = np.argmax(np.where(gaps, -np.inf, parts), axis=1)
-    begins = np.arange(len(parts)) * width
-    picked = np.stack([np.minimum(low, high), np.maximum(low, high)]) + begins
-    places = np.concatenate((picked.T.ravel(), np.arange(whole, len(y))))
-    return x[places], y[places]
+    return table.reshape(pieces, length)

@@ -1,14 +1,14 @@
-"""Rows of several attempts, put together into one curve with one row a step.
+"""Merges the rows of several attempts into one curve with one row a step.
 
-An attempt that resumes from a checkpoint makes the steps after it a second time; of a step's rows
-the one of the latest attempt stands, since that attempt's weights are the ones the run went on
-with. The rows that it replaces are counted, and compared with those that stand: a resume is exact
-when they are bit-identical.
+An attempt that resumes from a checkpoint recomputes the steps after it. Of a step's rows that of
+the latest attempt is used, since the run continued with that attempt's weights. The rows that it
+replaces are counted, and compared with those that replaced them: a resume is exact if they are
+bit-identical. Logs of other frameworks, which name no attempts, are merged by the same functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,11 +31,11 @@ from slurmllm.records import SkippedBatches
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Some rows, in the order in which they were read.
+    """Rows as columns, in the order in which they were read.
 
     Attributes:
-        steps: Of each row. [rows]
-        attempts: Of each row. [rows]
+        steps: Step of each row. [rows]
+        attempts: Attempt of each row. [rows]
         columns: Values of the metrics that at least one of the rows has. [rows]
         absent: For a metric that some of them lack, which rows those are. [rows]
     """
@@ -45,9 +45,13 @@ class RowBlock:
     columns: Mapping[str, Floats]
     absent: Mapping[str, Flags] = field(default_factory=dict)
 
+    def column(self, name: str) -> Floats:
+        """Returns the values of a metric, NaN if no row has it. [rows]"""
+        return self.columns[name] if name in self.columns else np.full(len(self.steps), np.nan)
+
 
 def merge_rows(
-    parts: Iterable[RowBlock],
+    blocks: Sequence[RowBlock],
     *,
     name: str,
     path: Path,
@@ -55,70 +59,77 @@ def merge_rows(
     warnings: Iterable[str] = (),
     skips: tuple[SkippedBatches, ...] = (),
 ) -> Curve:
-    """One row a step: of a step's rows that of the latest attempt, read last.
+    """Merge rows to one a step: that of the latest attempt, and of its rows the last one read.
 
     Args:
-        parts: The rows; at least one.
-        name: What to call the curve.
-        path: What was read.
-        kind: What it was read from.
-        warnings: What a reader of the curve should know already.
+        blocks: The rows; at least one.
+        name: Name of the curve.
+        path: The directory or file that was read.
+        kind: Kind of the source.
+        warnings: Warnings so far.
         skips: Roll-backs; rows that one of them undid are no overlap.
     """
-    rows = _joined(list(parts))
-    stands, replaced, winners = select_latest(rows.steps, rows.attempts)
-    steps, attempts = rows.steps[stands], rows.attempts[stands]
-    if replaced.size:
-        later = rows.attempts[winners]
-        again = ~_undone(rows.steps[replaced], rows.attempts[replaced], later, skips)
-        replaced, winners = replaced[again], winners[again]
+    rows = _concatenate(blocks)
+    used, replaced, winners = select_latest(rows.steps, rows.attempts)
+    steps, attempts = rows.steps[used], rows.attempts[used]
+    # Steps that were undone by a roll-back are computed again with other data: they must differ.
+    for skip in skips if replaced.size else ():
+        undone = rows.steps[replaced] > (skip.roll_back_to or 0)
+        undone &= (rows.attempts[replaced] <= skip.attempt) & (
+            rows.attempts[winners] > skip.attempt
+        )
+        replaced, winners = replaced[~undone], winners[~undone]
     identical, largest = compare_overlap(rows.columns, replaced, winners)
-    whole = len(stands) == len(rows.steps) and bool(np.all(stands[1:] > stands[:-1]))
-    absent = {key: flags[stands] for key, flags in rows.absent.items()}
+    # Without a copy if no row was replaced or out of order: columns of long runs are 100 MB.
+    in_order = len(used) == len(rows.steps) and bool(np.all(used[1:] > used[:-1]))
+    absent = {key: flags[used] for key, flags in rows.absent.items()}
     return Curve(
         name=name,
         path=path,
         steps=steps,
         attempts=attempts,
-        columns={key: c if whole else c[stands] for key, c in rows.columns.items()},
+        columns={key: c if in_order else c[used] for key, c in rows.columns.items()},
         absent={key: flags for key, flags in absent.items() if flags.any()},
         overlap_rows=int(replaced.size),
         overlap_identical=identical if replaced.size else None,
         overlap_max_rel_diff=largest if replaced.size else None,
-        gaps=_gaps(steps),
-        warnings=(*warnings, *_stale(steps, attempts)),
+        gaps=_find_gaps(steps),
+        warnings=(*warnings, *_stale_warnings(steps, attempts)),
         kind=kind,
         skips=skips,
     )
 
 
 def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
-    """Which row of each step stands.
+    """Select the row of each step that is used.
 
     Returns:
-        Indices of the rows that stand, by step; of the rows that were replaced; and of the rows
-        that replaced these.
+        Indices of the used rows, by step; of the replaced rows; and of the rows that replaced
+        these.
     """
     if np.all(steps[1:] > steps[:-1]):
         none: Ints = np.empty(0, dtype=np.int64)
         return np.arange(len(steps)), none, none
-    # Stable, so that equal keys stay in the order read; by attempt first where that is not in order
+    # Stable sorts, so that rows of one step and attempt stay in the order in which they were read.
     order: Ints = np.arange(len(steps))
     if np.any(attempts[1:] < attempts[:-1]):
         order = np.argsort(attempts, kind="stable")
     order = order[np.argsort(steps[order], kind="stable")]
     is_last = np.append(np.diff(steps[order]) != 0, True)
-    stands, replaced = order[is_last], order[~is_last]
-    return stands, replaced, stands[np.searchsorted(steps[stands], steps[replaced])]
+    used, replaced = order[is_last], order[~is_last]
+    return used, replaced, used[np.searchsorted(steps[used], steps[replaced])]
 
 
 def compare_overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tuple[bool, float]:
-    """Whether rows equal those that replaced them bit for bit, and how far they differ at most.
+    """Compare rows with those that replaced them.
 
     Args:
         columns: Values by metric. [rows]
-        old: Indices of the rows that were replaced.
+        old: Indices of the replaced rows.
         new: Indices of the rows that replaced them.
+
+    Returns:
+        Whether they are bit-identical, and their largest relative difference.
     """
     identical, largest = True, 0.0
     for key in REPRODUCED if old.size else ():
@@ -131,69 +142,47 @@ def compare_overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tupl
     return identical, largest
 
 
-def _joined(parts: list[RowBlock]) -> RowBlock:
-    """All rows as one part."""
+def _concatenate(blocks: Sequence[RowBlock]) -> RowBlock:
     columns: dict[str, Floats] = {}
     absent: dict[str, Flags] = {}
     for key in COLUMNS:
-        if not any(key in part.columns for part in parts):
+        if not any(key in block.columns for block in blocks):
             continue
-        columns[key] = np.concatenate([_column(part, key) for part in parts])
-        if any(key not in part.columns or key in part.absent for part in parts):
-            absent[key] = np.concatenate([_absent(part, key) for part in parts])
+        columns[key] = np.concatenate([block.column(key) for block in blocks])
+        if any(key not in block.columns or key in block.absent for block in blocks):
+            absent[key] = np.concatenate(
+                [
+                    block.absent.get(key, np.full(len(block.steps), key not in block.columns))
+                    for block in blocks
+                ]
+            )
     return RowBlock(
-        steps=np.concatenate([part.steps for part in parts]),
-        attempts=np.concatenate([part.attempts for part in parts]),
+        steps=np.concatenate([block.steps for block in blocks]),
+        attempts=np.concatenate([block.attempts for block in blocks]),
         columns=columns,
         absent=absent,
     )
 
 
-def _column(part: RowBlock, key: str) -> Floats:
-    return part.columns[key] if key in part.columns else np.full(len(part.steps), np.nan)
-
-
-def _absent(part: RowBlock, key: str) -> Flags:
-    if key not in part.columns:
-        return np.ones(len(part.steps), dtype=bool)
-    return part.absent.get(key, np.zeros(len(part.steps), dtype=bool))
-
-
-def _undone(steps: Ints, attempts: Ints, later: Ints, skips: Iterable[SkippedBatches]) -> Flags:
-    """Rows of steps that were made again with other data, after a roll-back.
-
-    Args:
-        steps: Of the replaced rows. [rows]
-        attempts: Likewise. [rows]
-        later: The attempts whose rows replaced them. [rows]
-        skips: The roll-backs.
-    """
-    undone: Flags = np.zeros(len(steps), dtype=bool)
-    for skip in skips:
-        after = steps > (skip.roll_back_to or 0)
-        undone |= after & (attempts <= skip.attempt) & (later > skip.attempt)
-    return undone
-
-
-def _gaps(steps: Ints) -> tuple[Range, ...]:
-    """Missing ranges; the interval between rows is the most frequent one."""
+def _find_gaps(steps: Ints) -> tuple[Range, ...]:
+    """Find missing ranges; the most frequent interval between rows is the regular one."""
     if len(steps) < 3:
         return ()
     intervals = np.diff(steps)
     if np.all(intervals == intervals[0]):
         return ()
     values, counts = np.unique(intervals, return_counts=True)
-    usual = int(values[np.argmax(counts)])
+    regular = int(values[np.argmax(counts)])
     return tuple(
-        (int(steps[i]) + usual, max(int(steps[i + 1]) - usual, int(steps[i]) + usual))
-        for i in np.flatnonzero(intervals > usual)
+        (int(steps[i]) + regular, max(int(steps[i + 1]) - regular, int(steps[i]) + regular))
+        for i in np.flatnonzero(intervals > regular)
     )
 
 
-def _stale(steps: Ints, attempts: Ints) -> list[str]:
-    """A warning where rows of an attempt follow on rows of a later one.
+def _stale_warnings(steps: Ints, attempts: Ints) -> list[str]:
+    """Warn if rows of an attempt follow rows of a later one.
 
-    This is how a run looks that fell back to an old checkpoint and has not caught up again.
+    This is so if a run fell back to an old checkpoint and has not caught up again.
     """
     back = np.flatnonzero(np.diff(attempts) < 0)
     if not back.size:
@@ -201,5 +190,5 @@ def _stale(steps: Ints, attempts: Ints) -> list[str]:
     i = int(back[-1])
     return [
         f"steps from {steps[i + 1]} are of attempt {attempts[i + 1]}; the later attempt "
-        f"{attempts[i]} has come to step {steps[i]} only"
+        f"{attempts[i]} has only reached step {steps[i]}"
     ]

@@ -1,4 +1,4 @@
-"""Whatever holds metrics, as a curve."""
+"""Reads whatever holds metrics as a curve, by what it is."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["locate", "parse_tags", "read_curve"]
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _TABLES = (".csv", ".tsv")
-# Of the Hugging Face Trainer's checkpoints, and of Lightning's CSVLogger
-_LOG_OF_FOLDER = ("trainer_state.json", "metrics.csv")
 _TEXTS = (".log", ".txt", ".out", ".err")
+# Of the Hugging Face Trainer's checkpoints, and of Lightning's CSVLogger
+_LOGS_IN_FOLDERS = ("trainer_state.json", "metrics.csv")
 _KINDS = (
     "a run's name or directory, a TensorBoard event file or a folder of them, or a .jsonl, .json, "
     ".csv, .tsv, .log, .txt or .out file"
@@ -24,9 +24,9 @@ _KINDS = (
 
 
 def locate(source: str, root: Path) -> Path:
-    """What an argument of the command line means: a run's name, or any file or folder of metrics.
+    """Resolve an argument of the command line: a run's name, or any file or folder of metrics.
 
-    A folder with metrics but without config.yaml will do: a run copied in part.
+    A folder with metrics but without config.yaml is accepted: a run copied in part.
 
     Args:
         source: The argument.
@@ -35,22 +35,31 @@ def locate(source: str, root: Path) -> Path:
     Raises:
         RunError: it is none of these.
     """
+    from slurmllm.metrics.log_series import log_suffix
+    from slurmllm.metrics.tensorboard_logs import event_files, event_folders, is_event_file
+
     if not source.strip():  # an unset variable of a script; as a path it is the folder itself
         raise RunError(f"an empty name is no run; give {_KINDS}")
     path = Path(source)
     try:
         if path.is_file():
             return path
-        looks_like_a_file = bool(path.suffix) and _is_log(path)
-        if looks_like_a_file and not (root / path).exists() and not path.exists():
+        is_log = is_event_file(path) or (
+            log_suffix(path) in (*_JSON_LINES, ".json", *_TABLES, *_TEXTS)
+        )
+        if path.suffix and is_log and not (root / path).exists() and not path.exists():
             raise RunError(f"no metrics file {path.absolute()}; give a {path.suffix} file or a run")
-        for candidate in (root / source, path):
-            if (candidate / "config.yaml").is_file():
+        for folder in (root / source, path):
+            if (folder / "config.yaml").is_file():
                 return find_run(source, root).path
-        for candidate in (root / source, path):
-            if _holds_metrics(candidate):
-                return candidate
-        for name in _LOG_OF_FOLDER:
+        for folder in (root / source, path):
+            if folder.is_dir() and (
+                (folder / "metrics").is_dir()
+                or event_files(folder)
+                or event_folders(folder, limit=1)
+            ):
+                return folder
+        for name in _LOGS_IN_FOLDERS:
             if (path / name).is_file():
                 return path / name
         if path.is_dir():
@@ -68,19 +77,21 @@ def locate(source: str, root: Path) -> Path:
 def read_curve(
     source: Path, tags: Mapping[str, str] | None = None, *, lenient: bool = False
 ) -> Curve:
-    """Read the metrics of a run, or of another framework's log.
+    """Read the metrics of a run, or the log of another framework.
 
     Args:
         source: A run directory, an event file, a folder of these, or a file of rows or lines.
-        tags: Metric → the tag, column or key that holds it, over the table of known names.
-        lenient: In our own files, leave broken lines out with a warning.
+        tags: Metric → the tag, column or key that holds it, in preference to the known names.
+        lenient: In our own files, skip broken lines with a warning.
 
     Raises:
         RunError: there are no metrics, none of them is the loss, a file cannot be read, or a
             line of one of our files that is not its last is broken (if not lenient).
     """
     try:
-        return _read(source, tags or {}, lenient)
+        if source.is_file():
+            return _read_file(source, tags or {}, lenient)
+        return _read_folder(source, tags or {}, lenient)
     except OSError as error:
         raise RunError(
             f"cannot read {error.filename or source}: {error.strerror or error}; a log must be "
@@ -88,70 +99,50 @@ def read_curve(
         ) from error
 
 
-def _read(source: Path, tags: Mapping[str, str], lenient: bool) -> Curve:
-    """Read by what the source is."""
-    from slurmllm.metrics import run_curve as own
+def _read_folder(source: Path, tags: Mapping[str, str], lenient: bool) -> Curve:
+    """Read a run's metrics; its event files if it has no metrics; or another's event files."""
+    from slurmllm.metrics.run_curve import read_run, run_name
+    from slurmllm.metrics.tensorboard_logs import event_files, read_tensorboard
 
-    if not source.is_file():
-        if RunDir(source).metrics_files() or not source.is_dir():
-            return own.read_run(source, lenient)
-        from slurmllm.metrics import tensorboard_logs
+    run = RunDir(source)
+    if run.metrics_files() or not source.is_dir():
+        return read_run(source, lenient)
+    own_events = run.tensorboard.is_dir()
+    # NeMo and Hydra write a config.yaml next to their event files too.
+    foreign = not own_events and event_files(source)
+    is_run = not foreign and ((source / "config.yaml").is_file() or (source / "metrics").is_dir())
+    if is_run and not (own_events and event_files(run.tensorboard)):
+        return read_run(source, lenient)  # raises: there are no metrics yet
+    return read_tensorboard(run.tensorboard if is_run else source, run_name(source, False), tags)
 
-        folder = RunDir(source).tensorboard
-        # NeMo and Hydra leave a config.yaml beside their event files too.
-        foreign = not folder.is_dir() and tensorboard_logs.event_files(source)
-        if not foreign and ((source / "config.yaml").is_file() or (source / "metrics").is_dir()):
-            if not folder.is_dir() or not tensorboard_logs.event_files(folder):
-                return own.read_run(source, lenient)
-            return tensorboard_logs.read_tensorboard(folder, own.run_name(source, False), tags)
-        return tensorboard_logs.read_tensorboard(source, own.run_name(source, False), tags)
-    from slurmllm.metrics.log_series import curve_of_log, plain_suffix
 
-    name = own.run_name(source, True)
-    suffix = plain_suffix(source)
-    if "tfevents" in source.name:
-        from slurmllm.metrics import tensorboard_logs
+def _read_file(source: Path, tags: Mapping[str, str], lenient: bool) -> Curve:
+    from slurmllm.metrics import tabular_logs, tensorboard_logs, text_logs
+    from slurmllm.metrics.log_series import curve_of_log, log_suffix
+    from slurmllm.metrics.run_curve import read_run, run_name
 
+    suffix = log_suffix(source)
+    if tensorboard_logs.is_event_file(source):
         return tensorboard_logs.read_tensorboard(source, source.absolute().parent.name, tags)
-    if suffix in _JSON_LINES and source.suffix != ".gz" and _is_ours(source, tags):
-        return own.read_run(source, lenient)
-    if suffix in (*_JSON_LINES, ".json"):
-        from slurmllm.metrics import tabular_logs
-
-        reader = tabular_logs.read_json if suffix == ".json" else tabular_logs.read_json_lines
-        return curve_of_log(reader(source, tags), name, tags)
-    if suffix in _TABLES:
-        from slurmllm.metrics import tabular_logs
-
-        return curve_of_log(tabular_logs.read_table(source, tags), name, tags)
-    if suffix in _TEXTS:
-        from slurmllm.metrics import text_logs
-
-        return curve_of_log(text_logs.read_text(source, tags), name, tags)
-    raise RunError(f"{source} is of no kind that we read ({suffix or 'no suffix'}); give {_KINDS}")
+    if suffix in _JSON_LINES and source.suffix != ".gz" and _is_own_file(source, tags):
+        return read_run(source, lenient)
+    if suffix in _JSON_LINES:
+        log = tabular_logs.read_json_lines(source, tags)
+    elif suffix == ".json":
+        log = tabular_logs.read_json(source, tags)
+    elif suffix in _TABLES:
+        log = tabular_logs.read_table(source, tags)
+    elif suffix in _TEXTS:
+        log = text_logs.read_text(source, tags)
+    else:
+        raise RunError(f"{source} is of an unknown kind ({suffix or 'no suffix'}); give {_KINDS}")
+    return curve_of_log(log, run_name(source, True), tags)
 
 
-def _is_log(path: Path) -> bool:
-    from slurmllm.metrics.log_series import plain_suffix
-
-    return plain_suffix(path) in (*_JSON_LINES, ".json", *_TABLES, *_TEXTS) or (
-        "tfevents" in path.name
-    )
-
-
-def _holds_metrics(path: Path) -> bool:
-    """Whether a folder is a run's that was copied in part, or TensorBoard's."""
-    from slurmllm.metrics.tensorboard_logs import event_files, event_folders
-
-    if not path.is_dir():
-        return False
-    return (path / "metrics").is_dir() or bool(event_files(path) or event_folders(path, limit=1))
-
-
-def _is_ours(path: Path, tags: Mapping[str, str]) -> bool:
-    """Whether a file's rows are ours: by its place, else by the keys of its first whole row."""
+def _is_own_file(path: Path, tags: Mapping[str, str]) -> bool:
+    """Whether slurmllm wrote a file: by its folder, else by the keys of its first whole row."""
     from slurmllm.metrics.row_reader import parse_row
-    from slurmllm.metrics.tags import choose
+    from slurmllm.metrics.tags import choose_tags
 
     if path.absolute().parent.name == "metrics":
         return True
@@ -165,6 +156,6 @@ def _is_ours(path: Path, tags: Mapping[str, str]) -> bool:
                     return False
                 if any(tag in row for tag in tags.values()):
                     return False
-                chosen = choose(dict.fromkeys(row, 1), {}, path).tags
+                chosen = choose_tags(dict.fromkeys(row, 1), {}, path).tags
                 return all(metric == tag for metric, tag in chosen.items())
     return True

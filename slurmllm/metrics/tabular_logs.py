@@ -1,4 +1,4 @@
-"""Metrics in tables: CSV and TSV with a header, such as Lightning's CSVLogger or wandb write."""
+"""Logs as tables (CSV, TSV) and as JSON, such as Lightning's CSVLogger and wandb write them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.log_series import Log, RowCollector, open_log, plain_suffix
+from slurmllm.metrics.log_series import Log, RowCollector, log_suffix, open_log
 from slurmllm.metrics.row_reader import parse_row
 from slurmllm.metrics.tags import step_keys
 
-# wandb's table of a chart: `<run> - <metric>`, and the range that was averaged
-_OF_RUN = re.compile(r"(?P<run>.+?) - (?P<metric>.+)")
-_RANGE = ("__MIN", "__MAX")
+# wandb's table of a chart: `<run> - <metric>`, and the range over the runs that were averaged
+_WANDB_COLUMN = re.compile(r"(?P<run>.+?) - (?P<metric>.+)")
+_WANDB_RANGE = ("__MIN", "__MAX")
+# Keys of a JSON document that may hold the rows, preferred first
+_ROW_KEYS = ("log_history", "history", "metrics", "logs", "rows", "data")
+_NAMED_NUMBERS = {"NaN": math.nan, "nan": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def read_table(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read a table; a blank cell is an absent value, and a cell that is no number too.
+    """Read a table; a cell that is blank or no number is an absent value.
 
     Raises:
         RunError: it has no header or no rows, or no column is the step.
@@ -35,18 +38,19 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         # A node that crashed may leave NUL bytes, which csv refuses.
         lines = (line.replace("\0", "") for line in text)
         header_line = next(lines, "")
-        delimiter = "\t" if plain_suffix(path) == ".tsv" else _delimiter(header_line)
+        tab = log_suffix(path) == ".tsv"
+        delimiter = "\t" if tab else max(",;\t", key=header_line.count)
         header: list[str] = []
         with contextlib.suppress(csv.Error):  # a line of 128 KiB without a separator
             cells = next(csv.reader([header_line], delimiter=delimiter), [])
             header = [name.strip() for name in cells]
         if not any(header):
             raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
-        names = _names(header)
+        names = _metric_names(header)
         if any(tag in header and tag not in names for tag in tags.values()):
             names = header
         reader = csv.reader(lines, delimiter=delimiter)
-        short: list[int] = []  # lines, the header's being 1
+        short: list[int] = []  # line numbers; the header is line 1
         last = 0
         try:
             for cells in reader:
@@ -56,7 +60,7 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                 if len(cells) < len(names):
                     short.append(last)
                 else:
-                    rows.add(_numbers(names, cells))
+                    rows.add(_cell_numbers(names, cells))
         except csv.Error as error:
             warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
     if short == [last]:
@@ -66,16 +70,12 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
             f"{path}:{short[0]}: {len(short)} rows have fewer than the header's {len(names)} "
             "columns and are left out"
         )
-    return rows.log(path, "csv", tags, tuple(warnings))
+    return rows.log(path, "csv", tags, warnings)
 
 
-def _delimiter(header: str) -> str:
-    return max(",;\t", key=header.count)
-
-
-def _names(header: list[str]) -> list[str]:
-    """The columns' names, without the run's where all are of one run."""
-    matches = [_OF_RUN.fullmatch(name) for name in header]
+def _metric_names(header: list[str]) -> list[str]:
+    """Returns the columns' names, without the run's name if all are of one run."""
+    matches = [_WANDB_COLUMN.fullmatch(name) for name in header]
     runs = {match["run"] for match in matches if match}
     unmatched = [name for name, match in zip(header, matches, strict=True) if not match]
     if len(runs) != 1 or not all(step_keys([name], {}) or not name for name in unmatched):
@@ -83,25 +83,21 @@ def _names(header: list[str]) -> list[str]:
     return [match["metric"] if match else name for name, match in zip(header, matches, strict=True)]
 
 
-def _numbers(names: list[str], cells: list[str]) -> Iterator[tuple[str, float]]:
+def _cell_numbers(names: list[str], cells: list[str]) -> Iterator[tuple[str, float]]:
     for name, cell in zip(names, cells, strict=False):
-        if cell and name and not name.endswith(_RANGE):
+        if cell and name and not name.endswith(_WANDB_RANGE):
             with contextlib.suppress(ValueError):
                 yield name, float(cell)
 
 
-_LISTS = ("log_history", "history", "metrics", "logs", "rows", "data")
-_SPELT = {"NaN": math.nan, "nan": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
 def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read JSON lines; those that are none are left out with a warning.
+    """Read JSON lines; other lines are skipped with a warning.
 
     Raises:
         RunError: it holds no rows, or no key is the step.
         OSError: the file cannot be read.
     """
-    rows, broken, first, last = RowCollector(), 0, 0, 0
+    rows, broken, last = RowCollector(), list[int](), 0
     warnings: list[str] = []
     with open_log(path, warnings) as stream:
         for number, line in enumerate(stream, start=1):
@@ -110,15 +106,15 @@ def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
             last = number
             row = parse_row(line)
             if isinstance(row, dict):
-                rows.add(_jsonlines_numbers(row))
+                rows.add(_json_numbers(row))
             else:
-                broken, first = broken + 1, first or number
-    if broken == 1 and first == last:
-        warnings.append(f"{path}:{first}: the last line is cut and left out")
+                broken.append(number)
+    if broken == [last]:
+        warnings.append(f"{path}:{last}: the last line is cut and left out")
     elif broken:
-        lines = "1 line is" if broken == 1 else f"{broken} lines are"
-        warnings.append(f"{path}:{first}: {lines} no JSON object and left out")
-    return rows.log(path, "jsonl", tags, tuple(warnings))
+        lines = "1 line is" if len(broken) == 1 else f"{len(broken)} lines are"
+        warnings.append(f"{path}:{broken[0]}: {lines} no JSON object and left out")
+    return rows.log(path, "jsonl", tags, warnings)
 
 
 def read_json(path: Path, tags: Mapping[str, str]) -> Log:
@@ -134,41 +130,41 @@ def read_json(path: Path, tags: Mapping[str, str]) -> Log:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
+        # JSON lines in a file that is called .json
         if text.lstrip().startswith(b"{") and text.strip().count(b"\n"):
             return read_json_lines(path, tags)
         raise RunError(
             f"{path} is no whole JSON document: {error!s:.100}; restore it, or give another log"
         ) from error
     rows = RowCollector()
-    for row in _rows(document):
-        rows.add(_jsonlines_numbers(row))
-    return rows.log(path, "jsonl", tags, tuple(warnings))
+    for row in _document_rows(document):
+        rows.add(_json_numbers(row))
+    return rows.log(path, "jsonl", tags, warnings)
 
 
-def _rows(document: Any) -> list[dict[str, Any]]:
-    """The rows of a document; none where it is something else."""
+def _document_rows(document: Any) -> list[dict[str, Any]]:
+    """Returns the rows of a JSON document; none if it has another form."""
     if isinstance(document, dict):
         lists = {key: value for key, value in document.items() if isinstance(value, list)}
-        for key in _LISTS:
+        for key in _ROW_KEYS:
             if any(isinstance(row, dict) for row in lists.get(key, ())):
                 return [row for row in lists[key] if isinstance(row, dict)]
-        keys = [key for key, values in lists.items() if values]
+        columns = {key: values for key, values in lists.items() if values}
         return [
-            dict(zip(keys, row, strict=False))
-            for row in zip(*(lists[k] for k in keys), strict=False)
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)
         ]
     return [row for row in document if isinstance(row, dict)] if isinstance(document, list) else []
 
 
-def _jsonlines_numbers(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a row, by dotted path; null counts as absent."""
+def _json_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a row by dotted path; null counts as absent."""
     for key, value in row.items():
         kind = type(value)
         if kind is float:
-            yield before + key, value
+            yield prefix + key, value
         elif kind is int:
-            yield before + key, float(value) if abs(value) < 2**1023 else math.inf
+            yield prefix + key, float(value) if abs(value) < 2**1023 else math.inf
         elif kind is dict:
-            yield from _jsonlines_numbers(value, f"{before}{key}.")
-        elif kind is str and value in _SPELT:
-            yield before + key, _SPELT[value]
+            yield from _json_numbers(value, f"{prefix}{key}.")
+        elif kind is str and value in _NAMED_NUMBERS:
+            yield prefix + key, _NAMED_NUMBERS[value]

@@ -1,8 +1,8 @@
 """The names that frameworks give to what we call loss, gradient norm, learning rate, …
 
-Each framework is a small table, with the file in its sources that the names are of. The framework
-is told by the loss that a log holds; its names come first, then those that mean the same wherever
-they are found (`throughput` does not: in Megatron-LM it is TFLOP/s).
+Each framework is a small table, with the source file that defines the names. The framework
+is recognized by the name of its loss; its names come first, then those that mean the same in all
+frameworks (`throughput` does not: in Megatron-LM it is TFLOP/s).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ Names = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Framework:
-    """What a framework calls its metrics: metric → names, the one to prefer first.
+    """Names of a framework's metrics: metric → names, the preferred one first.
 
-    A name that ends in `*` stands for all that begin so. Names are compared without regard to
-    case, and with `_`, `-` and space alike.
+    A name that ends in `*` matches all names with that prefix. Names are compared ignoring case,
+    with `_`, `-` and space as equal.
     """
 
     name: str
     names: Names
-    mark: str = ""  # a further tag that must be there
+    mark: str = ""  # another tag that must be present
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What holds which metric.
+class TagChoice:
+    """The tags that hold the metrics of a log.
 
     Attributes:
         tags: Metric → tag, column or key.
-        others: Metric → further tags that would fit.
-        missing: What the user named and this log has not, where the table knows another.
+        others: Metric → other tags that match.
+        missing: Warnings for tags that the user named and this log lacks, if another matches.
     """
 
     tags: Mapping[str, str]
@@ -217,8 +217,8 @@ FRAMEWORKS = (
     ),
 )
 
-# What means the same whoever wrote it.
-_ANYWHERE: Names = {
+# Names that mean the same in all frameworks
+_COMMON: Names = {
     "loss": ("loss", "train/loss", "train_loss", "training/loss", "step_loss", "lm_loss"),
     "grad_norm": (
         *("grad_norm", "gradient_norm", "global_grad_norm", "global_norm", "norm"),
@@ -261,7 +261,7 @@ _PER_DEVICE = ("throughput(tps)", "tps")
 
 
 def parse_tags(values: Sequence[str]) -> dict[str, str]:
-    """What `--tag METRIC=TAG`, given any number of times, says.
+    """Parse the values of `--tag METRIC=TAG`.
 
     Returns:
         Metric (or `step`) → the tag, column or key that holds it.
@@ -284,20 +284,19 @@ def parse_tags(values: Sequence[str]) -> dict[str, str]:
     return tags
 
 
-def choose(there: Mapping[str, int], wanted: Mapping[str, str], source: Path) -> Choice:
-    """Decide which of the tags in a log hold which metric.
+def choose_tags(counts: Mapping[str, int], requested: Mapping[str, str], source: Path) -> TagChoice:
+    """Choose the tags of a log that hold the metrics.
 
     Args:
-        there: All tags, and how many values each has.
-        wanted: What the user said, perhaps of another of several logs: metric → tag.
+        counts: All tags → number of their values.
+        requested: Metric → tag that the user named; it may be of another of several logs.
         source: The log, for messages.
 
     Raises:
-        RunError: nothing is the loss, or a tag that was asked for is not there and the table
-            knows no other.
+        RunError: no tag is the loss, or a requested tag is missing and no other matches.
     """
-    names = _Normal(there)
-    chosen = {m: tag for m, tag in wanted.items() if tag in there and m != "step"}
+    names = _NormalizedTags(counts)
+    chosen = {m: tag for m, tag in requested.items() if tag in counts and m != "step"}
     framework = None
     for candidate in FRAMEWORKS:
         marked = not candidate.mark or names.find(candidate.mark)
@@ -311,33 +310,33 @@ def choose(there: Mapping[str, int], wanted: Mapping[str, str], source: Path) ->
             continue
         own = framework.names.get(metric, ()) if framework is not None else ()
         fitting = dict.fromkeys(
-            tag for name in (*own, *_ANYWHERE.get(metric, ())) for tag in names.find(name)
+            tag for name in (*own, *_COMMON.get(metric, ())) for tag in names.find(name)
         )
         free = [tag for tag in fitting if tag not in chosen.values()]
-        # A mean at the end, or by epoch, is no rival of what is there step by step.
-        most = max((there[tag] for tag in free), default=0)
-        free = [tag for tag in free if 2 * there[tag] > most]
+        # A mean at the end, or by epoch, is no alternative to values of every step.
+        most = max((counts[tag] for tag in free), default=0)
+        free = [tag for tag in free if 2 * counts[tag] > most]
         if free:
             chosen[metric] = free[0]
             others[metric] = tuple(free[1:])
-        if metric in wanted:
-            what = f"{source} has no {wanted[metric]!r} (--tag {metric}={wanted[metric]})"
+        if metric in requested:
+            what = f"{source} has no {requested[metric]!r} (--tag {metric}={requested[metric]})"
             if not free:
-                raise RunError(f"{what}; there are {listed(there)}")
+                raise RunError(f"{what}; there are {list_tags(counts)}")
             missing.append(f"{what}; {metric} is taken from {free[0]!r}")
     if "loss" not in chosen:
         raise RunError(
-            f"no loss in {source}: none of its tags is one that we know; there are "
-            f"{listed(there)}; name it with --tag loss=TAG"
+            f"no loss in {source}: none of its tags is known; there are "
+            f"{list_tags(counts)}; name it with --tag loss=TAG"
         )
-    return Choice(chosen, others, tuple(missing))
+    return TagChoice(chosen, others, tuple(missing))
 
 
-def step_keys(there: Collection[str], wanted: Mapping[str, str]) -> list[str]:
-    """The keys or columns that may hold the step, the likeliest first."""
-    if wanted.get("step") in there:
-        return [wanted["step"]]
-    names = _Normal(there)
+def step_keys(tags: Collection[str], requested: Mapping[str, str]) -> list[str]:
+    """Returns the keys or columns that may hold the step, the likeliest first."""
+    if requested.get("step") in tags:
+        return [requested["step"]]
+    names = _NormalizedTags(tags)
     return list(dict.fromkeys(tag for name in STEPS for tag in names.find(name)))
 
 
@@ -346,29 +345,30 @@ def per_device(tag: str) -> bool:
     return tag in _PER_DEVICE or "/device/" in tag
 
 
-def listed(tags: Collection[str], most: int = 20) -> str:
-    """Tags for a message."""
+def list_tags(tags: Collection[str], limit: int = 20) -> str:
+    """Format tags for a message."""
     if not tags:
         return "none at all"
-    shown = ", ".join(repr(tag)[1:-1] for tag in sorted(tags)[:most])
-    return shown + (f" and {len(tags) - most} more" if len(tags) > most else "")
+    shown = ", ".join(repr(tag)[1:-1] for tag in sorted(tags)[:limit])
+    return shown + (f" and {len(tags) - limit} more" if len(tags) > limit else "")
 
 
-class _Normal:
-    """Tags by their names as they are compared."""
+class _NormalizedTags:
+    """Tags by their names in the form in which these are compared."""
 
-    def __init__(self, there: Collection[str]) -> None:
+    def __init__(self, tags: Collection[str]) -> None:
         self._by_name: dict[str, list[str]] = {}
-        for tag in there:
-            self._by_name.setdefault(_normal(tag), []).append(tag)
+        for tag in tags:
+            self._by_name.setdefault(_normalize(tag), []).append(tag)
 
     def find(self, name: str) -> list[str]:
-        """The tags of a name."""
         if not name.endswith("*"):
-            return self._by_name.get(_normal(name), [])
-        begin = _normal(name[:-1])
-        return [tag for key, tags in self._by_name.items() if key.startswith(begin) for tag in tags]
+            return self._by_name.get(_normalize(name), [])
+        prefix = _normalize(name[:-1])
+        return [
+            tag for key, tags in self._by_name.items() if key.startswith(prefix) for tag in tags
+        ]
 
 
-def _normal(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub(r"[\s_-]+", "_", name.strip().lower())

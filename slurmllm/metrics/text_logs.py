@@ -1,7 +1,7 @@
-"""Metrics in what a training prints: the formats of NxD's examples and of others, line by line.
+"""Metrics in the text output of a training: the lines of NxD's examples and other frameworks.
 
-A log of gigabytes is streamed. Bytes that are no text are replaced, terminal colours dropped, and
-a carriage return, with which a progress bar overwrites itself, ends a line as well.
+A log may have gigabytes and is streamed. Bytes that are not UTF-8 are replaced, terminal colours
+removed, and a carriage return, with which a progress bar overwrites itself, ends a line too.
 """
 
 from __future__ import annotations
@@ -11,135 +11,80 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from slurmllm.errors import RunError
 from slurmllm.metrics.log_series import Log, RowCollector, open_log
 
-Row = dict[str, float]
+Numbers = dict[str, float]
+LineParser = Callable[[str], Numbers | None]  # None: a line of another format
 
 _CHUNK_BYTES = 1 << 20
 # A line without an end (a core dump in a log) is cut here.
-_MOST_LINE_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 _VALUE = rf"(?:tensor\(\[?)?(?P<%s>{_NUMBER})"
-
-
-@dataclass(frozen=True)
-class _Format:
-    """A format of lines: what it is, and how a line becomes a row (None: another format's line)."""
-
-    name: str
-    row: Callable[[str], Row | None]
 
 
 def read_text(path: Path, tags: Mapping[str, str]) -> Log:
     """Read a text log.
 
     Raises:
-        RunError: no line is of a format that we know.
+        RunError: no line has a known format.
         OSError: the file cannot be read.
     """
-    formats = _formats()
+    formats = [(name, parser()) for name, parser in _FORMATS]
     found = [RowCollector() for _ in formats]
     warnings: list[str] = []
     with open_log(path, warnings) as stream:
-        for line in _lines(stream):
-            for format_, rows in zip(formats, found, strict=True):
-                row = format_.row(line)
+        for line in _lines_with_loss(stream):
+            for (_, parse), rows in zip(formats, found, strict=True):
+                row = parse(line)
                 if row is not None:
                     rows.add(row.items())
                     break
     for rows in found:
         if len(rows):
-            return rows.log(path, "text", tags, tuple(warnings))
+            return rows.log(path, "text", tags, warnings)
     raise RunError(
-        f"no metrics in {path}: no line is one of {', '.join(each.name for each in formats)}; "
+        f"no metrics in {path}: no line is one of {', '.join(name for name, _ in formats)}; "
         "give such a log, or a table (.csv, .jsonl) of the metrics"
     )
 
 
-def _lines(stream: BinaryIO) -> Iterator[str]:
-    """The lines that name a loss."""
+def _lines_with_loss(stream: BinaryIO) -> Iterator[str]:
+    def decode(line: bytes) -> str:
+        return _COLOURS.sub("", line.decode("utf-8", errors="replace"))
+
     rest = b""
     while chunk := stream.read(_CHUNK_BYTES):
         *whole, rest = re.split(rb"[\r\n]+", rest + chunk)
-        rest = rest[-_MOST_LINE_BYTES:]
-        yield from (_text(line) for line in whole if b"loss" in line)
+        rest = rest[-_MAX_LINE_BYTES:]
+        yield from (decode(line) for line in whole if b"loss" in line)
     if b"loss" in rest:
-        yield _text(rest)
+        yield decode(rest)
 
 
-def _text(line: bytes) -> str:
-    return _COLOURS.sub("", line.decode("utf-8", errors="replace"))
+def _to_float(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
-def _formats() -> tuple[_Format, ...]:
-    return (
-        # slurmllm/train/hooks/monitoring.py
-        _Format(
-            "ours",
-            _by_pattern(
-                r"step %step/\d+  loss %loss  grad norm %grad_norm  lr %lr  %seq_per_s seq/s  "
-                r"%tokens_per_s tokens/s"
-            ),
-        ),
-        # aws-neuron/neuronx-distributed v2.28.0 examples/training/llama/
-        # tp_zero1_llama_hf_pretrain/logger.py and tp_dp_gpt_neox_hf_pretrain/*/*.py
-        _Format(
-            "NxD's examples",
-            _by_pattern(
-                r"LOG (?P<asctime>.+?) - \(\d+, %step\) step_loss : %loss learning_rate : %lr "
-                r"throughput : %seq_per_s seq/s(?:\s+grad-norm : %grad_norm)?"
-            ),
-        ),
-        # v2.28.0 examples/training/llama/tp_pp_llama_hf_pretrain/logger.py
-        _Format(
-            "NxD's pipeline example",
-            _by_pattern(
-                r"step %step step_time %step_time_ss throughput %seq_per_s seq/s step loss %loss"
-                r"(?: grad norm (?:%grad_norm|None))?"
-            ),
-        ),
-        # v2.28.0 examples/training/llama/lightning/module_llama.py, dbrx and mixtral likewise
-        _Format(
-            "NxD's Lightning examples",
-            _by_pattern(
-                r"step %step loss is %loss, lr is \[?%lr\]?,(?: throughput %seq_per_s seq/s,)?"
-                r"\s+input_ids -?\d+, norm (?:%grad_norm|None)"
-            ),
-        ),
-        # NVIDIA/Megatron-LM megatron/training/training.py, EleutherAI/gpt-neox megatron/logging.py
-        _Format("Megatron-LM or gpt-neox", _megatron),
-        # pytorch/torchtitan torchtitan/components/metrics.py
-        _Format(
-            "torchtitan",
-            _by_pattern(r"step:\s+%step\s+loss:\s+%loss(?:\s+grad_norm:\s+%grad_norm)?"),
-        ),
-        # karpathy/nanoGPT train.py
-        _Format("nanoGPT", _by_pattern(r"iter %step: loss %loss(?:, time %ms_per_stepms)?")),
-        # tqdm behind NVIDIA/NeMo, aws-neuron/neuronx-distributed-training and Lightning
-        _Format("progress bars of Lightning, NeMo and NxD Training", _ProgressBar().row),
-    )
-
-
-def _by_pattern(pattern: str) -> Callable[[str], Row | None]:
-    """A reader of lines by a pattern in which `%name` stands for a number."""
+def _pattern(pattern: str) -> Callable[[], LineParser]:
+    """Returns a parser of lines by a pattern in which `%name` matches a number."""
     names = r"step_time_s|seq_per_s|tokens_per_s|ms_per_step|grad_norm|step|loss|lr"
     expression = re.compile(
         re.sub(rf"%({names})", lambda found: _VALUE % found[1], pattern), re.IGNORECASE
     )
 
-    def row(line: str) -> Row | None:
+    def parse(line: str) -> Numbers | None:
         found = expression.search(line)
         if found is None:
             return None
         groups = {name: text for name, text in found.groupdict().items() if text is not None}
         asctime = groups.pop("asctime", None)
-        values = {name: _number(text) for name, text in groups.items()}
+        values = {name: _to_float(text) for name, text in groups.items()}
         if "ms_per_step" in values:
             values["step_time_s"] = values.pop("ms_per_step") / 1e3
         if asctime is not None:
@@ -147,7 +92,7 @@ def _by_pattern(pattern: str) -> Callable[[str], Row | None]:
                 values["time"] = float(calendar.timegm(time.strptime(asctime)))
         return values
 
-    return row
+    return lambda: parse
 
 
 _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*\d+ \|")
@@ -155,10 +100,10 @@ _VALIDATION = re.compile(
     r"validation loss at iteration (\d+)[^|]*\|\s*lm[ _]loss(?: value)?: (\S+)"
 )
 _FIELD = re.compile(rf"\|?\s*([A-Za-z][^|:]*?)\s*:\s*({_NUMBER})\s*\|", re.IGNORECASE)
-_STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?\]")
+_TIMESTAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?\]")
 
 
-def _megatron(line: str) -> Row | None:
+def _parse_megatron(line: str) -> Numbers | None:
     """`iteration 10/ 100 | consumed samples: 80 | … | lm loss: 6.9E+00 | grad norm: 1.2 | …`."""
     if validation := _VALIDATION.search(line):
         with suppress(ValueError):
@@ -168,39 +113,83 @@ def _megatron(line: str) -> Row | None:
         return None
     row = {"step": float(iteration[1])}
     for name, value in _FIELD.findall(line):
-        row[name.strip().lower()] = _number(value)
+        row[name.strip().lower()] = _to_float(value)
     if "elapsed time per iteration (ms)" in row:
         row["iteration-time"] = row.pop("elapsed time per iteration (ms)") / 1e3
-    if stamp := _STAMP.search(line):
+    if stamp := _TIMESTAMP.search(line):
         moment = calendar.timegm(time.strptime(stamp[1], "%Y-%m-%d %H:%M:%S"))
         row["time"] = moment + float(stamp[2] or 0)
     return row
 
 
-class _ProgressBar:
-    """`Epoch 0:  22%|██▏ | 4499/20101 [22:26:14<77:48:37, …, loss=2.43, global_step=4512.0]`."""
+_BAR = re.compile(r"\|\s*(\d+)/(?:\d+|\?) \[(.*)\]?")
+_PAIR = re.compile(rf"([A-Za-z][\w./ -]*)=({_NUMBER})(?=[,\]\s]|$)", re.IGNORECASE)
 
-    _BAR = re.compile(r"\|\s*(\d+)/(?:\d+|\?) \[(.*)\]?")
-    _PAIR = re.compile(rf"([A-Za-z][\w./ -]*)=({_NUMBER})(?=[,\]\s]|$)", re.IGNORECASE)
 
-    def __init__(self) -> None:
-        self._before = 0.0  # steps that were made before the bar's first
+def _progress_bar() -> LineParser:
+    """`Epoch 0:  22%|██▏ | 4499/20101 [22:26:14<77:48:37, …, loss=2.43, global_step=4512.0]`.
 
-    def row(self, line: str) -> Row | None:
-        """The figures behind the bar.
+    The bar prints three digits of a large number: from 100,000 the step is its own count, plus the
+    steps before the bar's first, which a restart begins with.
+    """
+    before = 0.0
 
-        The bar writes three digits of a large number: from 100,000 on its own count tells the step.
-        """
-        bar = self._BAR.search(line)
+    def parse(line: str) -> Numbers | None:
+        nonlocal before
+        bar = _BAR.search(line)
         if bar is None or "loss" not in bar[2]:
             return None
-        row = {name.strip(): _number(value) for name, value in self._PAIR.findall(bar[2])}
+        row = {name.strip(): _to_float(value) for name, value in _PAIR.findall(bar[2])}
         step = row.pop("global_step", row.pop("step", None))
         if step is not None and step < 1e5:
-            self._before = step - float(bar[1])
-        row["step"] = float(bar[1]) + self._before
+            before = step - float(bar[1])
+        row["step"] = float(bar[1]) + before
         return row
 
+    return parse
 
-def _number(text: str) -> float:
-    return float(text.replace(",", ""))
+
+# Name of a format → maker of its parser, which may have state (one for each log)
+_FORMATS: tuple[tuple[str, Callable[[], LineParser]], ...] = (
+    # slurmllm/train/hooks/monitoring.py
+    (
+        "ours",
+        _pattern(
+            r"step %step/\d+  loss %loss  grad norm %grad_norm  lr %lr  %seq_per_s seq/s  "
+            r"%tokens_per_s tokens/s"
+        ),
+    ),
+    # aws-neuron/neuronx-distributed v2.28.0 examples/training/llama/
+    # tp_zero1_llama_hf_pretrain/logger.py and tp_dp_gpt_neox_hf_pretrain/*/*.py
+    (
+        "NxD's examples",
+        _pattern(
+            r"LOG (?P<asctime>.+?) - \(\d+, %step\) step_loss : %loss learning_rate : %lr "
+            r"throughput : %seq_per_s seq/s(?:\s+grad-norm : %grad_norm)?"
+        ),
+    ),
+    # v2.28.0 examples/training/llama/tp_pp_llama_hf_pretrain/logger.py
+    (
+        "NxD's pipeline example",
+        _pattern(
+            r"step %step step_time %step_time_ss throughput %seq_per_s seq/s step loss %loss"
+            r"(?: grad norm (?:%grad_norm|None))?"
+        ),
+    ),
+    # v2.28.0 examples/training/llama/lightning/module_llama.py, dbrx and mixtral likewise
+    (
+        "NxD's Lightning examples",
+        _pattern(
+            r"step %step loss is %loss, lr is \[?%lr\]?,(?: throughput %seq_per_s seq/s,)?"
+            r"\s+input_ids -?\d+, norm (?:%grad_norm|None)"
+        ),
+    ),
+    # NVIDIA/Megatron-LM megatron/training/training.py, EleutherAI/gpt-neox megatron/logging.py
+    ("Megatron-LM or gpt-neox", lambda: _parse_megatron),
+    # pytorch/torchtitan torchtitan/components/metrics.py
+    ("torchtitan", _pattern(r"step:\s+%step\s+loss:\s+%loss(?:\s+grad_norm:\s+%grad_norm)?")),
+    # karpathy/nanoGPT train.py
+    ("nanoGPT", _pattern(r"iter %step: loss %loss(?:, time %ms_per_stepms)?")),
+    # tqdm behind NVIDIA/NeMo, aws-neuron/neuronx-distributed-training and Lightning
+    ("progress bars of Lightning, NeMo and NxD Training", _progress_bar),
+)

@@ -81,7 +81,7 @@ def test_a_run_that_fell_back_and_has_not_caught_up(make_run: MakeRun) -> None:
     curve = read_curve(make_run("r", make_rows(1, 20), make_rows(6, 10, 1)).path)
     assert curve.attempts.tolist() == [0] * 5 + [1] * 5 + [0] * 10
     assert curve.warnings == (
-        "steps from 11 are of attempt 0; the later attempt 1 has come to step 10 only",
+        "steps from 11 are of attempt 0; the later attempt 1 has only reached step 10",
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.source import locate, parse_tags, read_curve
-from slurmllm.metrics.tags import FRAMEWORKS, METRICS, choose
+from slurmllm.metrics.tags import FRAMEWORKS, METRICS, choose_tags
 
 
 def first_row(curve: Curve) -> dict[str, float]:
@@ -211,13 +211,13 @@ def test_a_restart_that_appends_to_the_log(tmp_path: Path) -> None:
 def test_every_framework_is_known_by_its_tags(framework: Any) -> None:
     there = [names[0].replace("*", "AdamW") for names in framework.names.values()]
     assert set(framework.names) < set(METRICS)
-    found = choose(dict.fromkeys([*there, framework.mark or "other"], 9), {}, Path("log"))
+    found = choose_tags(dict.fromkeys([*there, framework.mark or "other"], 9), {}, Path("log"))
     assert dict(zip(framework.names, there, strict=True)).items() <= found.tags.items()
 
 
 def test_megatrons_throughput_is_none_of_ours() -> None:
     tags = {"lm loss": 9, "throughput": 9, "lm loss vs samples": 9}
-    assert choose(tags, {}, Path("log")).tags == {"loss": "lm loss"}
+    assert choose_tags(tags, {}, Path("log")).tags == {"loss": "lm loss"}
 
 
 def test_tags_that_differ_are_named(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_locate(tmp_path: Path) -> None:
 
 def test_files_of_no_use(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_text("")
-    with pytest.raises(RunError, match="of no kind that we read"):
+    with pytest.raises(RunError, match="of an unknown kind"):
         read_curve(tmp_path / "x.bin")
     (tmp_path / "x.csv.gz").write_bytes(b"step,loss\n1,2.5\n")
     with pytest.raises(RunError, match=r"x\.csv\.gz is no gzip file.*name it x\.csv if"):

@@ -191,7 +191,7 @@ def test_a_restart_in_one_file_that_logs_other_steps(tmp_path: Path) -> None:
     curve = read_curve(write_events(tmp_path / "r" / "x.tfevents.1.h", events))
     assert curve.name == "r"
     assert curve.steps.tolist() == [10, 20, 30, 40, 50, 55, 65, 75, 85, 90, 100]
-    assert "the later attempt 1 has come to step 85 only" in curve.warnings[0]
+    assert "the later attempt 1 has only reached step 85" in curve.warnings[0]
 
 
 def test_folders_below(tmp_path: Path) -> None:

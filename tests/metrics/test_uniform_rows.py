@@ -128,7 +128,7 @@ def test_lenient_reading_leaves_damage_out(tmp_path: Path) -> None:
     assert curve.steps.tolist() == [step for step in range(1, 21) if step not in (5, 10)]
     assert np.flatnonzero(curve.absent["loss"]).tolist() == [5]
     unknown, broken, newer, cut = curve.warnings
-    assert "metrics.v2.jsonl passed over" in unknown
+    assert "ignoring metrics.v2.jsonl" in unknown
     assert broken.startswith(f"{path}:5: ")
     assert "it and 1 more such are left out" in broken
     assert newer.startswith(f"{path}:7: loss is ")
