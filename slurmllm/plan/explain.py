@@ -1,9 +1,9 @@
-"""Why a layout was chosen and others were not, in words; every word follows from the figures.
+"""Explanations of why a layout is the best and others are not, from the predicted figures.
 
 The reasoning is that of HLAT (arXiv 2404.10630) and of Narayanan et al. 2021 (arXiv 2104.04473):
 tensor parallelism on the fastest links, pipeline stages on groups of nodes, data parallelism over
-what is left. What the links of a layout carry and what its memory holds is said; where the figures
-speak against that order, so does the text.
+the rest. The text states the traffic of each kind of link and the memory of a layout; if the
+figures contradict that order, so does the text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from slurmllm.config.cluster import GIB
+from slurmllm.format import format_bytes, format_gib, format_seconds
 from slurmllm.plan.collectives import Group, data_group, group, rate, tensor_group
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.predict import known_hardware
@@ -24,16 +24,16 @@ _CHECKPOINTING = ("none", "selective", "full")  # the more of it, the less memor
 def describe(candidate: LayoutEstimate) -> str:
     """`TP 32 × PP 8 × DP 4, micro batch 1, selective checkpointing, ZeRO 1, sequence parallel`."""
     recipe = candidate.config.recipe
-    words = [degrees(candidate), f"micro batch {candidate.mesh.micro_batch}"]
-    words.append(_checkpointing(recipe.train.activation_checkpointing))
-    words.append(f"ZeRO {recipe.parallel.zero}")
+    texts = [degrees(candidate), f"micro batch {candidate.mesh.micro_batch}"]
+    texts.append(_checkpointing(recipe.train.activation_checkpointing))
+    texts.append(f"ZeRO {recipe.parallel.zero}")
     if recipe.parallel.sequence:
-        words.append("sequence parallel")
-    return ", ".join(words)
+        texts.append("sequence parallel")
+    return ", ".join(texts)
 
 
 def degrees(candidate: LayoutEstimate) -> str:
-    """`TP 32 × PP 8 × DP 4`; `PP 8 (2 chunks)` where interleaved."""
+    """`TP 32 × PP 8 × DP 4`; `PP 8 (2 chunks)` if interleaved."""
     mesh = candidate.mesh
     chunks = f" ({mesh.virtual_pipeline} chunks)" if mesh.virtual_pipeline > 1 else ""
     return f"TP {mesh.tensor} × PP {mesh.pipeline}{chunks} × DP {mesh.data}"
@@ -42,39 +42,40 @@ def degrees(candidate: LayoutEstimate) -> str:
 def describe_memory(memory: MemoryUse, most: int | None = 3) -> str:
     """`14.1 of 15.75 GiB: activations 6.02, weights 4.11, optimizer 3.05, …`; None: all parts."""
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
-    named = [f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts[:most] if size]
+    named = [f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in parts[:most] if size]
     rest = ["…"] if sum(size > 0 for _, size in parts) > len(named) else []
-    whole = f"{gib(memory.peak)} of {gib(memory.limit)} GiB"
+    whole = f"{format_gib(memory.peak)} of {format_gib(memory.limit)} GiB"
     return f"{whole}: {', '.join([*named, *rest])}"
 
 
 def why_too_large(memory: MemoryUse, most: int | None = 3) -> str:
-    """The same, with what is too much."""
-    return f"{describe_memory(memory, most)}; {gib(memory.peak - memory.limit)} GiB too much"
+    """`describe_memory`, with the excess."""
+    return f"{describe_memory(memory, most)}; {format_gib(memory.peak - memory.limit)} GiB too much"
 
 
 def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]) -> list[str]:
-    """Why the first layout is the best: its links, its bubble, its memory, and the runners-up.
+    """Explain why the first layout is the best: links, bubble, memory, and the runners-up.
 
     Args:
         fitting: Layouts that fit, the best first; at least one.
         too_large: Those that do not.
 
     Returns:
-        Lines; those that belong to one before them are indented.
+        Lines; details are indented.
     """
     best = fitting[0]
     lines = [f"best: {describe(best)}: {_speed(best)}"]
-    lines += [f"  {line}" for line in _of_one(best)]
+    lines += [f"  {line}" for line in _links(best)]
     lines += [f"  {line}" for line in _memory_limits(best, fitting, too_large)]
     for other in _runners_up(fitting):
         lines.append(f"runner-up: {describe(other)}: {_speed(other)}")
-        lines += [f"  {line}" for line in (_slower(best, other), *_of_one(other))]
-    said = {"micro_batch"}, {"activation_checkpointing"}  # among what limits the best one's memory
+        lines += [f"  {line}" for line in (_slower(best, other), *_links(other))]
+    # These are in `_memory_limits` already.
+    explained = {"micro_batch"}, {"activation_checkpointing"}
     faster = [
         one
         for one in too_large
-        if one.seq_per_s > best.seq_per_s and differing_settings(one, best) not in said
+        if one.seq_per_s > best.seq_per_s and differing_settings(one, best) not in explained
     ]
     if faster:
         nearest = min(faster, key=lambda one: one.memory.peak)
@@ -86,7 +87,7 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
 
 
 def _runners_up(fitting: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:
-    """The best of other tensor and pipeline degrees; where there are none, the next in order."""
+    """The best layouts of other tensor and pipeline degrees, else the next in order."""
     found = {(fitting[0].mesh.tensor, fitting[0].mesh.pipeline): fitting[0]}
     for candidate in fitting[1:]:
         found.setdefault((candidate.mesh.tensor, candidate.mesh.pipeline), candidate)
@@ -95,8 +96,8 @@ def _runners_up(fitting: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:
     return others[:_RUNNERS_UP]
 
 
-def _of_one(candidate: LayoutEstimate) -> Iterator[str]:
-    """What the links of a layout carry, and its bubble."""
+def _links(candidate: LayoutEstimate) -> Iterator[str]:
+    """Lines on the traffic of a layout's links, and on its bubble."""
     yield _tensor(candidate)
     yield from _pipeline(candidate)
     yield _data(candidate)
@@ -109,7 +110,7 @@ def _tensor(candidate: LayoutEstimate) -> str:
     hardware = known_hardware(candidate.config)
     carried, seconds = traffic(candidate).tensor, candidate.step.tensor
     line = (
-        f"tensor parallel {_where(members)}: a device passes on {_bytes(carried)} a step at "
+        f"tensor parallel {_where(members)}: a device sends {format_bytes(carried)} a step at "
         f"{rate(members, hardware) / 1e9:.3g} GB/s, {_part(candidate, seconds)}"
     )
     if members.within_node and mesh.nodes > 1:
@@ -130,14 +131,14 @@ def _pipeline(candidate: LayoutEstimate) -> Iterator[str]:
     else:
         where = f"{mesh.pipeline} stages of {devices} device{'s' * (devices != 1)} each"
     yield (
-        f"pipeline over {where}: a device hands {_bytes(traffic(candidate).stages)} a step to its "
-        f"neighbours, {_part(candidate, step.transfer)}"
+        f"pipeline over {where}: a device sends {format_bytes(traffic(candidate).stages)} a step "
+        f"to its neighbours, {_part(candidate, step.transfer)}"
     )
     waits = (mesh.pipeline - 1) / mesh.virtual_pipeline
     turns = "turn" if waits == 1 else "turns"
     chunks = f" / {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
     yield (
-        f"bubble: ({mesh.pipeline} stages - 1){chunks} = {waits:g} {turns} beside those of the "
+        f"bubble: ({mesh.pipeline} stages - 1){chunks} = {waits:g} {turns} in addition to the "
         f"{mesh.accumulation} micro batches of a step, {_part(candidate, step.bubble)}"
     )
 
@@ -149,17 +150,17 @@ def _data(candidate: LayoutEstimate) -> str:
     carried, left = traffic(candidate), candidate.step.data
     speed = rate(members, known_hardware(candidate.config)) / 1e9
     hidden = carried.data_s - left
-    also = f", another {_seconds(hidden)} while it computes" if hidden > 0 else ""
+    also = f", another {format_seconds(hidden)} while it computes" if hidden > 0 else ""
     return (
-        f"data parallel {_where(members)}: a device passes on {_bytes(carried.data)} of gradients "
-        f"and weights a step at {speed:.3g} GB/s, {_part(candidate, left)}{also}"
+        f"data parallel {_where(members)}: a device sends {format_bytes(carried.data)} of "
+        f"gradients and weights a step at {speed:.3g} GB/s, {_part(candidate, left)}{also}"
     )
 
 
 def _memory_limits(
     best: LayoutEstimate, fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]
 ) -> Iterator[str]:
-    """What the device holds, and what a larger micro batch or less checkpointing would need."""
+    """Memory of the layout, and of a larger micro batch or less checkpointing."""
     yield f"memory: {describe_memory(best.memory)}"
     everything = (*fitting, *too_large)
     larger = [c for c in everything if differing_settings(c, best) == {"micro_batch"}]
@@ -179,11 +180,11 @@ def _memory_limits(
 def _compared(other: LayoutEstimate, best: LayoutEstimate) -> str:
     if not other.fits:
         return f"would need {why_too_large(other.memory)}"
-    return f"would fit ({gib(other.memory.peak)} GiB): {_slower(best, other)}"
+    return f"would fit ({format_gib(other.memory.peak)} GiB): {_slower(best, other)}"
 
 
 def _slower(best: LayoutEstimate, other: LayoutEstimate) -> str:
-    """`8 % slower: tensor +3.1 s, bubble +1.2 s, data -0.4 s a step`, the largest first."""
+    """`8 % fewer seq/s: tensor +3.1 s, bubble +1.2 s a step`, the largest difference first."""
     mine, theirs = best.step.parts(), other.step.parts()
     apart = {name: theirs[name] - mine[name] for name in mine}
     threshold = 0.001 * best.step.total
@@ -191,14 +192,16 @@ def _slower(best: LayoutEstimate, other: LayoutEstimate) -> str:
         (part for part in apart.items() if abs(part[1]) >= threshold),
         key=lambda part: -abs(part[1]),
     )
-    parts = ", ".join(f"{name} {'+' if s > 0 else '-'}{_seconds(abs(s))}" for name, s in named)
+    parts = ", ".join(
+        f"{name} {'+' if s > 0 else '-'}{format_seconds(abs(s))}" for name, s in named
+    )
     less = 1 - other.seq_per_s / best.seq_per_s
     speed = f"{100 * less:.1f} % fewer seq/s" if round(100 * less, 1) else "as fast"
     return f"{speed}: {parts} a step" if parts else speed
 
 
 def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str]:
-    """A layout's settings, by the names that `plan --json` gives them."""
+    """A layout's settings, named as in `plan --json`."""
     mesh, recipe = candidate.mesh, candidate.config.recipe
     return {
         "tensor": mesh.tensor,
@@ -223,7 +226,7 @@ def _speed(candidate: LayoutEstimate) -> str:
     shares = ", ".join(f"{name} {100 * s / total:.0f} %" for name, s in parts if s >= 0.005 * total)
     return (
         f"{candidate.seq_per_s:.4g} seq/s, MFU {100 * candidate.mfu:.1f} %, "
-        f"{_seconds(total)} a step: {shares}"
+        f"{format_seconds(total)} a step: {shares}"
     )
 
 
@@ -234,41 +237,22 @@ def _where(members: Group) -> str:
 
 
 def _part(candidate: LayoutEstimate, seconds: float) -> str:
-    return f"{_seconds(seconds)}, {100 * seconds / candidate.step.total:.1f} % of the step"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds == 0 or seconds >= 0.9995:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{format_seconds(seconds)}, {100 * seconds / candidate.step.total:.1f} % of the step"
 
 
 def _checkpointing(how: str) -> str:
     return f"{'no' if how == 'none' else how} checkpointing"
 
 
-def _bytes(count: float) -> str:
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count / 1e3:.3g} kB"
-
-
-def gib(size: int) -> str:
-    """`14.12`: bytes in GiB."""
-    count = size / GIB
-    return f"{count:.2f}" if count >= 0.1 else f"{count:.2g}"
-
-
 @dataclass(frozen=True)
 class Traffic:
-    """What one worker passes on in a step.
+    """What one worker sends in a step.
 
     Attributes:
         tensor: Bytes within its tensor-parallel group.
-        stages: Bytes to the stages before and after it.
-        data: Bytes between data-parallel workers.
-        data_s: Seconds that those take, hidden or not.
+        stages: Bytes to the pipeline stages before and after it.
+        data: Bytes to other data-parallel workers.
+        data_s: Time of the data-parallel communication, hidden or not, s.
     """
 
     tensor: float
@@ -278,9 +262,11 @@ class Traffic:
 
 
 def traffic(candidate: LayoutEstimate) -> Traffic:
-    """The bytes of a layout, of a worker in a middle stage of its pipeline."""
+    """The traffic of a worker in a middle stage of the pipeline."""
     config, mesh = candidate.config, candidate.mesh
     hardware = known_hardware(config)
+    # Bytes are recovered from times: without overlap nothing is hidden, and without latency time is
+    # proportional to bytes.
     shown = hardware.model_copy(update={"overlap": 0.0})
     swift = shown.model_copy(update={"node_link_latency_us": 0.0, "network_latency_us": 0.0})
 

@@ -1,4 +1,4 @@
-"""What the planner says of a run about to be submitted, its layout known; torch-free."""
+"""The fit check before a submit: does the run's layout fit, and is it close to the best?"""
 
 from __future__ import annotations
 
@@ -6,39 +6,41 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slurmllm.config.resolve import RunConfig
+from slurmllm.format import format_gib
 from slurmllm.plan.auto_parallel import fixed_training
 from slurmllm.plan.estimate import LayoutEstimate
-from slurmllm.plan.explain import gib, why_too_large
+from slurmllm.plan.explain import why_too_large
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.predict import predict
 from slurmllm.plan.search import VARIED, Unsupported, search
 from slurmllm.plan.suggestions import (
     best_layout,
     layout_text,
-    rate,
+    rate_text,
     set_options,
+    setting,
     suggest_fixes,
-    value,
+    suggest_layout,
 )
 
-# A layout is warned of below this share of the best one's throughput: about as far apart as two
-# predictions that are 12 % off into opposite directions.
-FAR = 0.8
+# A layout below this share of the best one's throughput gets a warning. Two predictions that are
+# 12 % off in opposite directions differ by as much.
+SLOW = 0.8
 
 
 @dataclass(frozen=True)
 class FitCheck:
-    """The prediction for a run, and what follows from it.
+    """The prediction for a run, with refusals and warnings.
 
     Attributes:
-        candidate: The run's own layout. Where its micro batch is to be measured, with the fastest
-            that fits.
-        chosen: Whether the planner chose it.
-        best: The fastest layout on the same nodes with the same training settings, where it was
-            looked for and something fits.
-        refusals: That it does not fit into memory, and what would. None where the figures are too
-            rough to tell.
-        warnings: That it is far from the best, or does not fit and is to be run all the same.
+        candidate: The run's own layout. If its micro batch is measured later, the fastest that
+            fits is assumed.
+        chosen: Whether the planner chose the layout.
+        best: The fastest layout on the same nodes with the same training settings; None if it was
+            not searched for or nothing fits.
+        refusals: That the layout does not fit into memory, and what would fit. Empty if the
+            hardware figures are too rough to decide.
+        warnings: That the layout is much slower than the best, or is forced although too large.
     """
 
     candidate: LayoutEstimate
@@ -48,7 +50,7 @@ class FitCheck:
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The `planner` part of what `submit --json` prints."""
+        """The `planner` part of the JSON of `submit`."""
         return {
             "chosen": self.chosen,
             "rough": self.rough,
@@ -59,11 +61,11 @@ class FitCheck:
         }
 
     def line(self) -> str:
-        """The layout and why, in a line."""
+        """The layout, its throughput and its memory, in one line."""
         found, memory = self.candidate, self.candidate.memory
         return (
-            f"{layout_text(found)}: {rate(found)}, MFU {100 * found.mfu:.0f} %, "
-            f"{gib(memory.peak)} of {gib(memory.limit)} GiB a worker"
+            f"{layout_text(found)}: {rate_text(found)}, MFU {100 * found.mfu:.0f} %, "
+            f"{format_gib(memory.peak)} of {format_gib(memory.limit)} GiB a worker"
             f"{', by rough figures' * self.rough}"
         )
 
@@ -83,44 +85,53 @@ def check_fit(
     chosen: bool = False,
     force: bool = False,
 ) -> FitCheck | None:
-    """Predict a run whose layout is known, and hold it against the others.
+    """Predict a run whose layout is known, and compare it with other layouts.
 
     Args:
-        config: The run's, `parallel.auto` settled.
-        nodes: Of the train stage; the mesh fits them.
+        config: The run's configuration, `parallel.auto` resolved.
+        nodes: Nodes of the train stage, which the mesh fits.
         unsupported: As for `search`.
         measured: The micro batch that was measured, as for `make_mesh`.
         chosen: Whether the planner has just chosen the layout.
-        force: Whether to warn, and not to refuse, where it does not fit.
+        force: Whether a layout that does not fit is a warning, not a refusal.
 
     Returns:
-        None where there is nothing to predict: the profile says nothing of its hardware, or the
-        backend cannot train the run.
+        None if nothing can be predicted: the profile has no hardware figures, or the backend cannot
+        train the run.
     """
     if config.cluster.hardware is None or unsupported(config):
         return None
-    candidate = _own(config, nodes, unsupported, measured)
+    candidate = _predict_own(config, nodes, unsupported, measured)
     found = FitCheck(candidate, chosen)
-    # A rehearsal holds no model.
+    # A rehearsal computes nothing and so holds no model.
     if chosen or found.rough or config.backend == "rehearsal":
         return found
     fixed = fixed_training(config)
     best = best_layout(config, nodes, unsupported, fixed)
+    found = replace(found, best=best)
     if not candidate.fits:
-        too_large = _too_large(candidate)
+        needs = why_too_large(candidate.memory, most=None)
+        too_large = f"{layout_text(candidate)} is predicted to need {needs}"
         if force:
-            return replace(found, best=best, warnings=(too_large,))
-        instead = _instead(config, nodes, unsupported, best, fixed)
-        return replace(found, best=best, refusals=(too_large, *instead))
-    if best is not None and candidate.seq_per_s < FAR * best.seq_per_s:
-        return replace(found, best=best, warnings=(_far(config, candidate, best),))
-    return replace(found, best=best)
+            return replace(found, warnings=(too_large,))
+        if best is not None:
+            return replace(found, refusals=(too_large, suggest_layout(config, best)))
+        fixes = suggest_fixes(config, nodes, unsupported, fixed)
+        return replace(found, refusals=(too_large, *fixes))
+    if best is not None and candidate.seq_per_s < SLOW * best.seq_per_s:
+        share = 100 * candidate.seq_per_s / best.seq_per_s
+        slow = (
+            f"{layout_text(candidate)}: {rate_text(candidate)}, {share:.0f} % of the best on these "
+            f"nodes: {set_options(config, best)} ({rate_text(best)})"
+        )
+        return replace(found, warnings=(slow,))
+    return found
 
 
-def _own(
+def _predict_own(
     config: RunConfig, nodes: int, unsupported: Unsupported, measured: int | None
 ) -> LayoutEstimate:
-    """The run's own layout; with the fastest micro batch where it is to be measured."""
+    """The run's own layout, with the fastest micro batch that fits if it is measured later."""
     mesh = make_mesh(config, nodes, measured)
     if mesh.unmeasured:
         others = [path for path in VARIED if path != "train.micro_batch"]
@@ -130,37 +141,9 @@ def _own(
     return predict(config, mesh)
 
 
-def _too_large(candidate: LayoutEstimate) -> str:
-    return (
-        f"{layout_text(candidate)} is predicted to need "
-        f"{why_too_large(candidate.memory, most=None)}"
-    )
-
-
-def _instead(
-    config: RunConfig,
-    nodes: int,
-    unsupported: Unsupported,
-    best: LayoutEstimate | None,
-    fixed: list[str],
-) -> list[str]:
-    """What would fit."""
-    if best is None:
-        return suggest_fixes(config, nodes, unsupported, fixed)
-    return [f"this would fit: {set_options(config, best)} ({rate(best)})"]
-
-
-def _far(config: RunConfig, candidate: LayoutEstimate, best: LayoutEstimate) -> str:
-    share = 100 * candidate.seq_per_s / best.seq_per_s
-    return (
-        f"{layout_text(candidate)}: {rate(candidate)}, {share:.0f} % of the best on these nodes: "
-        f"{set_options(config, best)} ({rate(best)})"
-    )
-
-
 def _figures(candidate: LayoutEstimate) -> dict[str, Any]:
     mesh, memory = candidate.mesh, candidate.memory
-    layout = {path.partition(".")[2]: value(candidate.config, path) for path in VARIED}
+    layout = {path.partition(".")[2]: setting(candidate.config, path) for path in VARIED}
     return {
         **layout,
         "data": mesh.data,

@@ -83,7 +83,7 @@ def test_sources_tell_what_the_planner_chose(tmp_path: Path) -> None:
         )
     assert found.origins["train.micro_batch"].startswith("planner: ")
     assert found.origins["parallel.tensor"] == "--set parallel.tensor=8"
-    assert found.origins["parallel.auto"] == "planner: settled; auto by --set parallel=auto"
+    assert found.origins["parallel.auto"] == "planner: resolved; auto by --set parallel=auto"
     assert found.open_degrees() == []
     anew = settled(change(found, None, [AUTO, TIGHT.replace("=1", "=16")]), 64)
     assert anew.recipe.parallel.tensor in (1, 2, 8, 32)
