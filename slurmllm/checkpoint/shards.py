@@ -15,8 +15,9 @@ from slurmllm.config.resolve import RunConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+Region = tuple[slice, ...]  # one slice per dimension, with start and stop
 # Name of a parameter and a region of the whole parameter → its values.
-WeightReader = Callable[[str, tuple[slice, ...]], "Tensor"]
+WeightReader = Callable[[str, Region], "Tensor"]
 
 
 class ShardWrite(ABC):

@@ -195,7 +195,7 @@ def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("import", "nowhere", "--out", "x"), 2, "config.json: not there"),
+        (("import", "nowhere", "--out", "x"), 2, "config.json: is missing"),
         (("export", "nowhere", "--out", "x"), 2, "no checkpoint folder 'nowhere'"),
         (("export", "latest", "--out", "x"), 2, "a step or latest needs --run RUN"),
         (("export", ".", "--out", "x"), 2, "is no checkpoint: it holds neither"),

@@ -328,7 +328,7 @@ def test_a_file_larger_than_memory_is_refused(
     plan_conversion(first, None)
     result = run("first", "--to", "nxd", "--out", "refused", "--tensor", 2)
     assert result.exit_code == 2
-    assert "GB are free; cut it up for more workers with --tensor, --pipeline" in result.output
+    assert "GB are free; split it over more workers with --tensor, --pipeline" in result.output
     assert not (tmp_path / "refused").exists()
 
 

@@ -131,7 +131,7 @@ def test_all_faults_at_once(copy: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "config.json: not there"),
+        (None, "config.json: is missing"),
         ("{", "config.json: is not JSON"),
         ("[1]", "config.json: holds no mapping"),
         ("\udcff", "config.json: is not JSON"),
@@ -210,7 +210,7 @@ def test_a_tied_head_that_is_another(copy: Callable[[str], Path]) -> None:
 def test_a_tensor_under_two_names(copy: Callable[[str], Path]) -> None:
     source = copy("gpt3")
     tensors(source, lambda held: held.update({"wpe.weight": torch.ones(24, 32)}))
-    assert "is there as" in refused(source)
+    assert "is also stored as" in refused(source)
 
 
 def cut(path: Path, size: int) -> None:
@@ -221,7 +221,7 @@ def cut(path: Path, size: int) -> None:
     ("damage", "words"),
     [
         (lambda path: cut(path, path.stat().st_size - 1), "is cut short: "),
-        (lambda path: cut(path, 100), "is cut short: 100 bytes, where its header alone takes"),
+        (lambda path: cut(path, 100), "is cut short: 100 bytes, but its header alone takes"),
         (lambda path: cut(path, 3), "is cut short: 3 bytes"),
         (lambda path: cut(path, 0), "is cut short: 0 bytes"),
         (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "is too long: "),
@@ -229,7 +229,7 @@ def cut(path: Path, size: int) -> None:
         (lambda path: path.write_bytes(b"\x04" + bytes(7) + b"[13]"), "is not a safetensors file"),
         (
             lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid 1\n"),
-            "is a pointer of Git LFS",
+            "is a Git LFS pointer",
         ),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"F32", b"F99")), "is damaged"),
     ],
@@ -267,7 +267,7 @@ def test_no_weights_and_pickled_ones(copy: Callable[[str], Path]) -> None:
     assert "neither model.safetensors nor" in refused(source, StorageError)
     (source / "pytorch_model.bin").write_bytes(b"x")
     assert "pytorch_model.bin: pickled weights are not read" in refused(source, StorageError)
-    assert "config.json: not there" in refused(source / "nowhere")
+    assert "config.json: is missing" in refused(source / "nowhere")
 
 
 def test_nothing_is_left_of_an_import_that_fails(

@@ -12,10 +12,10 @@ from train.gang import Gang, make_data, make_run
 
 from checkpoint.nxd_folders import Layout, Whole, random_whole, write_nxd
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
-from slurmllm.checkpoint.formats.safetensors_files import Region
 from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training, weight_reader
 from slurmllm.checkpoint.origin import read_origin
+from slurmllm.checkpoint.shards import Region
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.config.load import load
 from slurmllm.errors import RunError, StorageError
@@ -151,7 +151,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         for i, t in held["sharded_master_weights"].items()
     }
     torch.save(held, shard)
-    fails(rf"{shard.name}: sharded_master_weights.\d+ is \[3, 5\] where")
+    fails(rf"{shard.name}: sharded_master_weights.\d+ is \[3, 5\], but")
     del held["sharded_master_weights"]
     torch.save(held, shard)
     fails(rf"{shard.name} holds no sharded_master_weights.\d+; restore it")

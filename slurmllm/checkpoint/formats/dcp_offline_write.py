@@ -1,4 +1,4 @@
-"""Writing the native backend's format from one process, without the tensors in memory."""
+"""Offline write of the native backend's format: one process, one piece of a tensor at a time."""
 
 from __future__ import annotations
 
@@ -31,58 +31,62 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from slurmllm.checkpoint.formats.dcp_writer import DcpWriter, dcp_error, write_item
-from slurmllm.checkpoint.formats.safetensors_files import Region
+from slurmllm.checkpoint.shards import Region
 
 if TYPE_CHECKING:
     from slurmllm.progress import OnProgress
 
-PIECE_BYTES = 64 * 2**20  # of a tensor; a multiple of its rows, and at least one
+PIECE_BYTES = 64 * 2**20  # rounded to rows of the tensor, at least one
 FILE_BYTES = 4 * 10**9
 
-Way = tuple[str, ...]
-Read = Callable[[Way, Region], Tensor]
+Keys = tuple[str, ...]
+PieceReader = Callable[[Keys, Region], Tensor]
 
 
 def write_dcp(
     folder: Path,
     shapes: Mapping[str, Any],
     dtype: torch.dtype,
-    read: Read,
+    read: PieceReader,
     on_progress: OnProgress = lambda _: None,
 ) -> None:
-    """Write `.metadata` and the files beside it.
+    """Writes `.metadata` and the shard files into an existing folder.
 
     Args:
-        folder: An existing one.
-        shapes: The state, nested as the backend's, with shapes for tensors.
-        dtype: Of the tensors; scalars are fp32.
-        read: A tensor's values, by its way through `shapes` and a region.
-        on_progress: Told the bytes written so far.
+        shapes: The state, nested as in the backend, with shapes in place of tensors.
+        dtype: Type of the tensors; scalars are fp32.
+        read: Returns a region of a tensor, given the keys that lead to it in `shapes`.
+        on_progress: Receives the bytes written so far.
 
     Raises:
-        StorageError: the file system refused, or `read` raised it.
+        StorageError: The file system failed a write, or `read` raised it.
     """
-    state = _on_meta(shapes, dtype)
     planner = _OfflinePlanner(read, on_progress)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is to be
-            save_state(state, storage_writer=_OneByOne(folder), planner=planner, no_dist=True)
+            # There is no process group, on purpose.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            save_state(
+                _meta_tensors(shapes, dtype),
+                storage_writer=_SequentialWriter(folder),
+                planner=planner,
+                no_dist=True,
+            )
     except CheckpointException as error:
         raise dcp_error(error, "cannot write shards") from error
 
 
-def _on_meta(shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _meta_tensors(shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {
-        key: _on_meta(value, dtype)
+        key: _meta_tensors(value, dtype)
         if isinstance(value, Mapping)
         else torch.empty(value, dtype=dtype if value else torch.float32, device="meta")
         for key, value in shapes.items()
     }
 
 
-class _OneByOne(DcpWriter):
-    """Forgets each piece when it is written; DCP's own keeps all of a file (torch 2.13)."""
+class _SequentialWriter(DcpWriter):
+    """Releases each piece once it is written; DCP's own writer holds a whole file (torch 2.13)."""
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -103,11 +107,11 @@ class _OneByOne(DcpWriter):
 
 
 class _OfflinePlanner(DefaultSavePlanner):
-    """Cuts tensors into pieces and makes the values of each when it is written."""
+    """Splits tensors into pieces and reads the values of each when it is written."""
 
-    def __init__(self, read: Read, on_progress: OnProgress) -> None:
+    def __init__(self, read: PieceReader, on_progress: OnProgress) -> None:
         super().__init__()
-        self._read, self._on_progress, self._done = read, on_progress, 0
+        self._read, self._on_progress, self._done_bytes = read, on_progress, 0
 
     def create_local_plan(self) -> SavePlan:
         items = [item for key, value in self.state_dict.items() for item in _pieces(key, value)]
@@ -120,15 +124,15 @@ class _OfflinePlanner(DefaultSavePlanner):
         region = tuple(
             slice(o, o + n) for o, n in zip(data.chunk.offsets, data.chunk.sizes, strict=True)
         )
-        way = tuple(str(key) for key in self.mappings[write_item.index.fqn])
-        values = self._read(way, region)
-        self._done += values.nbytes
-        self._on_progress(self._done)
+        keys = tuple(str(key) for key in self.mappings[write_item.index.fqn])
+        values = self._read(keys, region)
+        self._done_bytes += values.nbytes
+        self._on_progress(self._done_bytes)
         return values
 
 
 def _pieces(key: str, tensor: Tensor) -> Iterator[WriteItem]:
-    """A tensor's rows, so many at a time."""
+    """Splits a tensor into groups of rows of at most PIECE_BYTES."""
     rows = tensor.shape[0] if tensor.ndim else 1
     each = max(1, PIECE_BYTES // (tensor.nbytes // rows or 1))
     for start in range(0, rows, each):

@@ -1,7 +1,7 @@
-"""A checkpoint of the native backend, whatever the mesh that wrote it: a tensor or a part of one.
+"""Reading the native backend's checkpoints without a process group: tensors or regions of them.
 
-`torch.distributed.checkpoint` says in `.metadata` which piece of which tensor lies where. Only the
-pieces asked for are read, one at a time.
+DCP's `.metadata` lists which chunk of which tensor is in which file, for any mesh that wrote it.
+Only the chunks that overlap a region are read, one at a time.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from slurmllm.checkpoint.formats.safetensors_files import DTYPES, Region, StoredTensor
+from slurmllm.checkpoint.formats.safetensors_files import StoredTensor
+from slurmllm.checkpoint.shards import Region
 from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.errors import StorageError
 
-# As the backend's state names weights, and the optimizer's state of each: moments and step.
+# Prefixes in the backend's state: weights, and the optimizer's moments and step of each.
 MODEL, OPTIMIZER = "model.", "optimizer."
 METADATA = ".metadata"
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class DcpFiles:
-    """One checkpoint folder.
+    """One checkpoint folder in DCP's format; see `weights.TrainingFiles`.
 
     Attributes:
         tensors: The weights.
-        moments: The optimizer's, by kind and parameter; empty where weights alone were saved.
+        moments: The optimizer's, by kind and parameter; empty if only weights were saved.
 
     Raises:
-        StorageError: it is damaged or holds no weights.
+        StorageError: The folder is damaged or holds no weights; every read raises it too.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -44,51 +44,36 @@ class DcpFiles:
         except Exception as error:  # unpickling damaged bytes may raise anything
             raise StorageError(f"cannot read {directory / METADATA}: {error}") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self._held = {
+        self._chunks = {
             key: stored
             for key, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
         }
         self.tensors = {
-            key.removeprefix(MODEL): _described(stored)
-            for key, stored in self._held.items()
+            key.removeprefix(MODEL): StoredTensor.of(stored.size, stored.properties.dtype)
+            for key, stored in self._chunks.items()
             if key.startswith(MODEL)
         }
         if not self.tensors:
-            raise StorageError(f"{directory} holds no weights: nothing there begins with {MODEL}")
+            raise StorageError(f"{directory} holds no weights: no tensor begins with {MODEL}")
         self.moments = {
-            (kind, name): _described(self._held[_key(name, kind)])
+            (kind, name): StoredTensor.of(stored.size, stored.properties.dtype)
             for kind in MOMENTS
             for name in self.tensors
-            if _key(name, kind) in self._held
+            if (stored := self._chunks.get(_key(name, kind))) is not None
         }
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A weight or a part of it.
-
-        Raises:
-            StorageError: a shard is missing or damaged.
-        """
         return self._read(MODEL + name, name, region)
 
     def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
-        """One of a parameter's moments or a part of it.
-
-        Raises:
-            StorageError: a shard is missing or damaged.
-        """
         return self._read(_key(name, kind), f"{kind} of {name}", region)
 
     def step(self, name: str) -> float:
-        """How often a parameter was updated.
-
-        Raises:
-            StorageError: a shard is missing or damaged.
-        """
         return float(self._read(_key(name, "step"), f"step of {name}", None))
 
     def _read(self, key: str, what: str, region: Region | None) -> Tensor:
-        stored = self._held.get(key)
+        stored = self._chunks.get(key)
         if stored is None:
             raise StorageError(f"{self.directory} holds no {what}; restore it")
         if region:
@@ -99,13 +84,14 @@ class DcpFiles:
         out = torch.empty(sizes, dtype=stored.properties.dtype)
         wanted = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
         items = create_read_items_for_chunk_list(key, stored, [wanted])
+        # A gap between the chunks would leave uninitialized values in `out`.
         found = sum(item.lengths.numel() for item in items)
         if found < out.numel():
             raise StorageError(
                 f"{self.directory} holds {found} of {out.numel()} values of {what}; restore it"
             )
         try:
-            self._reader.read_data(LoadPlan(items), _Into(out)).wait()
+            self._reader.read_data(LoadPlan(items), _TensorLoadPlanner(out)).wait()
         except Exception as error:  # as above
             raise StorageError(f"cannot read {what} from {self.directory}: {error}") from error
         return out
@@ -115,13 +101,8 @@ def _key(name: str, kind: str) -> str:
     return f"{OPTIMIZER}{name}.{kind}"
 
 
-def _described(stored: TensorStorageMetadata) -> StoredTensor:
-    dtype = stored.properties.dtype
-    return StoredTensor(tuple(stored.size), dtype, _CODES[dtype])
-
-
-class _Into(LoadPlanner):
-    """Puts what is read into one tensor."""
+class _TensorLoadPlanner(LoadPlanner):
+    """Loads every item into one tensor."""
 
     def __init__(self, target: Tensor) -> None:
         self._target = target
@@ -134,10 +115,9 @@ class _Into(LoadPlanner):
             out = out.narrow(dim, start, length)
         return out
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
 
-    # The reader calls the two above; these make the class whole.
+    # Abstract in the base class; the reader calls only the two above.
     def set_up_planner(self, *_: object, **__: object) -> None: ...
     def create_local_plan(self) -> LoadPlan:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Writing by torch.distributed.checkpoint: with checksums, and the refusals of the file system."""
+"""A writer for torch.distributed.checkpoint (DCP): checksums, and the file system's own errors."""
 
 from __future__ import annotations
 
@@ -32,40 +32,39 @@ from slurmllm.errors import CodeError, SlurmllmError, StorageError
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
-_SPLIT_BYTES = 64 * 2**20  # from here on several files
-_CHUNK_BYTES = 8 * 2**20  # written and then added to the checksum while it is in the cache
-_SEND_BYTES = 32 * 2**20
+_SPLIT_BYTES = 64 * 2**20  # size of a worker's state from which on it takes several files
+_CHUNK_BYTES = 8 * 2**20  # hashed right after the write, while it is in the CPU's cache
+_FLUSH_BYTES = 32 * 2**20
 
 
 class ChecksumFileSystem(FileSystem):
-    """Files for torch.save, with their checksums, and the refusals of the file system kept.
+    """Files for torch.save that hash what they write and keep the errors of failed writes.
 
-    torch.save swallows what its stream raises ("unexpected pos 704 vs 598").
+    torch.save hides what its stream raises behind "unexpected pos 704 vs 598".
 
     Attributes:
-        refusals: What the file system refused.
-        written: sha256 of each file, by name, of the bytes as they were written.
+        errors: Errors of failed writes.
+        written: sha256 of each file's bytes as they were written, by name.
     """
 
     def __init__(self) -> None:
-        self.refusals: list[OSError] = []
+        self.errors: list[OSError] = []
         self.written: dict[str, str] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
-        """Open a file."""
-        file = _WatchedFile(path, mode, self.refusals)
+        file = _ChecksumFile(path, mode, self.errors)
         with BufferedWriter(file) as stream:
             yield stream
         self.written[Path(path).name] = file.checksum.hexdigest()
 
 
-class _WatchedFile(FileIO):
-    def __init__(self, path: str | os.PathLike[str], mode: str, refusals: list[OSError]) -> None:
+class _ChecksumFile(FileIO):
+    def __init__(self, path: str | os.PathLike[str], mode: str, errors: list[OSError]) -> None:
         super().__init__(os.fspath(path), mode)
-        self._refusals = refusals
+        self._errors = errors
         self.checksum = hashlib.sha256()
-        self._unsent = 0
+        self._unflushed = 0
 
     def write(self, data: Buffer) -> int:
         view = memoryview(data).cast("B")
@@ -76,27 +75,24 @@ class _WatchedFile(FileIO):
                 written = super().write(chunk)
                 self.checksum.update(chunk[:written])
                 done += written
-                self._send(written)
+                self._unflushed += written
+                if self._unflushed >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
+                    # Starts the write-back: otherwise the kernel waits until the fsync at the end.
+                    start = self.tell() - self._unflushed
+                    os.posix_fadvise(self.fileno(), start, self._unflushed, os.POSIX_FADV_DONTNEED)
+                    self._unflushed = 0
         except OSError as error:
-            self._refusals.append(error)
+            self._errors.append(error)
             raise
         return done
 
-    def _send(self, written: int) -> None:
-        """Let the disk begin: left alone, the kernel waits until the fsync at the end."""
-        self._unsent += written
-        if self._unsent >= _SEND_BYTES and hasattr(os, "posix_fadvise"):
-            start = self.tell() - self._unsent
-            os.posix_fadvise(self.fileno(), start, self._unsent, os.POSIX_FADV_DONTNEED)
-            self._unsent = 0
-
 
 class DcpWriter(FileSystemWriter):
-    """DCP's writer, raising the file system's own error where there is one.
+    """DCP's writer, but raising the file system's own error.
 
     Args:
         directory: An existing folder.
-        threads: Files that a worker writes at once, where there is enough to write.
+        threads: Number of files that a worker writes at once if its state is large.
     """
 
     def __init__(self, directory: Path, threads: int = 1) -> None:
@@ -105,24 +101,20 @@ class DcpWriter(FileSystemWriter):
         self._threads = threads
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the planned pieces."""
-        # torch.load reads them without, and the manifest has sha256: a fifth of the CPU's time.
+        # CRC32 would take a fifth of the CPU time; the manifest has sha256, torch.load needs none.
         torch.serialization.set_crc32_options(False)
         try:
             return self._write(plan, planner)
         except Exception as error:
-            if self.fs.refusals:
-                raise self.fs.refusals[0] from error
+            if self.fs.errors:
+                raise self.fs.errors[0] from error
             raise
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         num_bytes = sum(_item_size(i) for i in plan.items if i.tensor_data is not None)
         if self._threads == 1 or num_bytes < _SPLIT_BYTES:
             return super().write_data(plan, planner)
-        return self._write_at_once(plan, planner)
-
-    def _write_at_once(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """By several threads; DCP's own lose what is raised in any but the first."""
+        # Our own threads: DCP's lose what is raised in any but the first.
         buckets = [b for b in _split_by_size_and_type(self._threads, plan.items) if b]
         names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
         with ThreadPoolExecutor(self._threads) as pool:
@@ -144,14 +136,7 @@ class DcpWriter(FileSystemWriter):
 def write_item(
     stream: IOBase, name: str, item: WriteItem, values: torch.Tensor | BytesIO
 ) -> WriteResult:
-    """Write one piece as DCP does.
-
-    Args:
-        stream: The file.
-        name: Its name.
-        item: What is written.
-        values: Its content.
-    """
+    """Writes one item to the file `name` in DCP's form."""
     offset = stream.tell()
     if isinstance(values, torch.Tensor):
         torch.save(own_storage(values.detach().cpu()), cast(IO[bytes], stream))
@@ -162,10 +147,10 @@ def write_item(
 
 
 def dcp_error(error: CheckpointException, what: str) -> SlurmllmError:
-    """The file system's refusals told from faults of the code."""
+    """Returns a StorageError for an error of the file system, a CodeError for any other."""
     rank, (cause, _) = next(iter(error.failures.items()))
     if isinstance(cause, SlurmllmError):
         return cause
-    told = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+    reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
     kind = StorageError if isinstance(cause, OSError) else CodeError
-    return kind(f"{what}: {told} (rank {rank})")
+    return kind(f"{what}: {reason} (rank {rank})")

@@ -1,7 +1,6 @@
-"""A checkpoint folder, a run's or an imported one → a Hugging Face model folder.
+"""Exports a checkpoint folder, a run's of any mesh or an imported one, to a Hugging Face folder.
 
-A run's checkpoint may come from any mesh. Weights pass through memory one output file at a time;
-the optimizer's are never read.
+Memory holds one output file at a time; the optimizer's state is never read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from slurmllm.checkpoint.folder import atomic_folder
-from slurmllm.checkpoint.formats import tokenizer_files
 from slurmllm.checkpoint.formats.huggingface import (
     SHARDS,
     WHOLE,
@@ -32,7 +30,13 @@ from slurmllm.checkpoint.formats.safetensors_files import (
     write_index,
     write_shard,
 )
-from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
+from slurmllm.checkpoint.formats.tokenizer_files import (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    TokenizerFiles,
+    copy_files,
+    write_tokenizer_config,
+)
 from slurmllm.checkpoint.formats.weights import VOCABULARY, open_weights
 from slurmllm.checkpoint.origin import Origin, read_origin
 from slurmllm.config.recipe import ModelConfig
@@ -44,15 +48,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """An export that nothing stands against.
+    """An export whose inputs have been checked.
 
     Attributes:
-        origin: The checkpoint.
-        model: Its model, with the biases that transformers' has.
-        weights: Its tensors.
-        pieces: Ours, to be taken apart.
-        dtype: Of the weights to write; None keeps each as it is.
-        tokenizer: Files to put beside the weights.
+        model: The checkpoint's model, with the biases that transformers' model has.
+        weights: The checkpoint's tensors.
+        dtype: Type of the weights to write; None keeps each tensor's own.
+        tokenizer: Files to write with the weights.
     """
 
     origin: Origin
@@ -62,37 +64,37 @@ class ExportPlan:
     dtype: torch.dtype | None
     tokenizer: TokenizerFiles
 
-    def dtype_of(self, piece: TensorMapping) -> torch.dtype:
-        """The type that a piece is to have."""
-        stored = self.weights.tensors.get(piece.ours, self.weights.tensors["embed.weight"])
+    def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
+        """Returns the type that a tensor is written in."""
+        stored = self.weights.tensors.get(mapping.ours, self.weights.tensors["embed.weight"])
         assert stored.dtype is not None
         return self.dtype or stored.dtype
 
     @property
     def sizes_bytes(self) -> list[int]:
-        """What each piece will take."""
-        return [torch.Size(p.shape).numel() * self.dtype_of(p).itemsize for p in self.mappings]
+        """Size of each tensor when written."""
+        return [torch.Size(m.shape).numel() * self.dtype_of(m).itemsize for m in self.mappings]
 
-    def read(self, piece: TensorMapping) -> Tensor:
-        """One of our tensors, without padding rows; zeros for a bias that only theirs has."""
-        stored = self.weights.tensors.get(piece.ours)
+    def read(self, mapping: TensorMapping) -> Tensor:
+        """Reads one of our tensors without padding rows; zeros for a bias that only theirs has."""
+        stored = self.weights.tensors.get(mapping.ours)
         if stored is None:
-            return torch.zeros(piece.shape, dtype=self.dtype_of(piece))
-        whole = stored.shape == piece.shape
-        region = None if whole else tuple(slice(0, size) for size in piece.shape)
-        return self.weights.read(piece.ours, region).to(self.dtype_of(piece))
+            return torch.zeros(mapping.shape, dtype=self.dtype_of(mapping))
+        whole = stored.shape == mapping.shape
+        region = None if whole else tuple(slice(0, size) for size in mapping.shape)
+        return self.weights.read(mapping.ours, region).to(self.dtype_of(mapping))
 
 
 def plan_export(
     directory: Path, tokenizer: TokenizerFiles, dtype: torch.dtype | None = None
 ) -> ExportPlan:
-    """Look at a checkpoint that is to be exported.
+    """Checks a checkpoint that is to be exported.
 
     Raises:
-        RunError: it is no checkpoint.
+        RunError: The folder is no checkpoint.
         ConfigError: transformers has no such model.
-        DataError: the tokenizer has more entries than the model.
-        StorageError: it is damaged.
+        DataError: The tokenizer has more entries than the model.
+        StorageError: The folder is damaged.
     """
     origin = read_origin(directory)
     faults = config_faults(origin.model)
@@ -106,57 +108,52 @@ def plan_export(
     weights = open_weights(origin)
     model = with_their_biases(unpadded(origin.model))
     plan = ExportPlan(origin, model, weights, tensor_mappings(model), dtype, tokenizer)
-    faults = _unlike(plan)
+    faults = _shape_faults(plan)
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
         raise StorageError(f"{directory} is damaged; restore it:\n{lines}")
     return plan
 
 
-def _unlike(plan: ExportPlan) -> list[str]:
-    """Every tensor of the checkpoint that is not as its model says."""
+def _shape_faults(plan: ExportPlan) -> list[str]:
+    """Compares the checkpoint's tensors with its model; returns one line per fault."""
     faults = []
-    own_names = {piece.ours for piece in tensor_mappings(plan.origin.model)}
-    for piece in plan.mappings:
-        stored = plan.weights.tensors.get(piece.ours)
+    own_names = {mapping.ours for mapping in tensor_mappings(plan.origin.model)}
+    for mapping in plan.mappings:
+        name, shape = mapping.ours, mapping.shape
+        stored = plan.weights.tensors.get(name)
         if stored is None:
-            if piece.ours in own_names:
-                faults.append(f"{piece.ours}: is missing; {list(piece.shape)} was expected")
+            if name in own_names:
+                faults.append(f"{name}: is missing; {list(shape)} was expected")
             continue
-        padded = piece.ours in VOCABULARY and len(stored.shape) == 2
-        fits = stored.shape[1:] == piece.shape[1:] and stored.shape[0] >= piece.shape[0]
-        if not (fits if padded else stored.shape == piece.shape):
-            faults.append(
-                f"{piece.ours}: is {list(stored.shape)}; {list(piece.shape)} was expected"
-            )
-    faults += [
-        f"{name}: is no tensor of this model"
-        for name in sorted(plan.weights.tensors)
-        if name not in own_names
-    ]
-    return faults
+        # The vocabulary may have padding rows, whose number depends on the mesh.
+        padded = name in VOCABULARY and len(stored.shape) == 2
+        fits = stored.shape[1:] == shape[1:] and stored.shape[0] >= shape[0]
+        if not (fits if padded else stored.shape == shape):
+            faults.append(f"{name}: is {list(stored.shape)}; {list(shape)} was expected")
+    unknown = sorted(name for name in plan.weights.tensors if name not in own_names)
+    return faults + [f"{name}: is no tensor of this model" for name in unknown]
 
 
 def run_export(
     plan: ExportPlan, out: Path, shard_bytes: int, on_progress: OnProgress = lambda _: None
 ) -> list[str]:
-    """Write the Hugging Face folder, whole or not at all.
+    """Writes the Hugging Face folder, complete or not at all.
 
     Args:
-        plan: What to export.
-        out: The folder to make.
-        shard_bytes: Largest output file, and about what is held in memory.
-        on_progress: Told the bytes of weights converted so far.
+        out: The folder to create.
+        shard_bytes: Largest output file, and about the memory needed.
+        on_progress: Receives the bytes of weights converted so far.
 
     Returns:
         Names of the files.
 
     Raises:
-        RunError: there is something at `out` already.
-        StorageError: a file cannot be read or written.
+        RunError: `out` exists already.
+        StorageError: A file cannot be read or written.
     """
     imported, end = plan.origin.imported, plan.tokenizer.end_of_document
-    bos: int | None = end  # documents are packed one after the other: the end is the beginning too
+    bos: int | None = end  # documents are packed back to back: the end token also begins the next
     eos: int | tuple[int, ...] | None = end
     if imported is not None and end is None:
         bos, eos = imported.bos_token_id, imported.eos_token_id
@@ -170,9 +167,9 @@ def run_export(
             eos_token_id=list(eos) if isinstance(eos, tuple) else eos,
         )
         files = plan.tokenizer.files
-        tokenizer_files.copy_files(files, folder)
-        if tokenizer_files.TOKENIZER in files and tokenizer_files.TOKENIZER_CONFIG not in files:
-            tokenizer_files.write_tokenizer_config(
+        copy_files(files, folder)
+        if TOKENIZER in files and TOKENIZER_CONFIG not in files:
+            write_tokenizer_config(
                 folder, seq_len=plan.model.seq_len, end_token=plan.tokenizer.end_token
             )
         for path in folder.glob("*.json"):
@@ -190,9 +187,9 @@ def _write_weights(
     for shard in shards:
         tensors: dict[str, Tensor] = {}
         for index in shard.parts:
-            piece = plan.mappings[index]
-            parts = piece.layout.split(plan.model, plan.read(piece))
-            for name, part in zip(piece.theirs, parts, strict=True):
+            mapping = plan.mappings[index]
+            parts = mapping.layout.split(plan.model, plan.read(mapping))
+            for name, part in zip(mapping.theirs, parts, strict=True):
                 tensors[name] = own_storage(part)
             done_bytes += sizes[index]
             on_progress(done_bytes)

@@ -1,8 +1,7 @@
-"""Names and layouts of Hugging Face's models against ours, one table a family, read both ways.
+"""Names and layouts of Hugging Face's models, one table per family, read in both directions.
 
-A row says which of their modules make one of ours. `join` puts their tensors together as ours,
-`split` takes ours apart as theirs; both serve weights and biases, and tensors on the meta device,
-from which the shapes to expect are taken.
+A row maps one of our modules to theirs. `join` combines their tensors into ours, `split` divides
+ours into theirs. Both serve weights, biases and meta tensors, which give the expected shapes.
 """
 
 from __future__ import annotations
@@ -19,10 +18,15 @@ from slurmllm.config.recipe import ModelConfig
 from slurmllm.model.attention import slice_order
 from slurmllm.model.decoder import build_model
 
+# Files of weights: a single one, or several with an index.
+WHOLE = "model.safetensors"
+SHARDS = "model.safetensors.index.json"
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How their tensors lie in one of ours.
+    """How several of their tensors are laid out in one of ours.
 
     Attributes:
         join: (config, theirs) → ours.
@@ -33,62 +37,63 @@ class TensorLayout:
     split: Callable[[ModelConfig, Tensor], Sequence[Tensor]]
 
 
-def _rows(tensor: Tensor, *sizes: int) -> Tensor:
-    """The first dimension as several."""
+def _unflatten_rows(tensor: Tensor, *sizes: int) -> Tensor:
     return tensor.reshape(*sizes, *tensor.shape[1:])
 
 
-def _turn_heads(config: ModelConfig, qkv: Tensor, *, back: bool) -> Tensor:
-    """The query and key dimensions of every head in our order, or back in theirs."""
+def _reorder_heads(config: ModelConfig, qkv: Tensor, *, inverse: bool) -> Tensor:
+    """Permutes the query and key dimensions of every head to our rotary order, or back."""
     order = torch.tensor(slice_order(config.head_dim, config.rotary_pct), device=qkv.device)
-    if back:
+    if inverse:
         order = order.argsort()
-    heads = _rows(qkv, config.num_heads, 3, config.head_dim)
-    turned = heads[:, :2].index_select(2, order)
-    return torch.cat([turned, heads[:, 2:]], dim=1).flatten(0, 2)
+    heads = _unflatten_rows(qkv, config.num_heads, 3, config.head_dim)
+    reordered = heads[:, :2].index_select(2, order)
+    return torch.cat([reordered, heads[:, 2:]], dim=1).flatten(0, 2)
 
 
-def _group(config: ModelConfig, qkv: Sequence[Tensor]) -> Tensor:
-    """Queries, keys, values → rows grouped by key-value head."""
-    parts = [_rows(part, config.kv_heads, -1) for part in qkv]
+def _group_qkv(config: ModelConfig, qkv: Sequence[Tensor]) -> Tensor:
+    """Queries, keys and values → rows grouped by key-value head."""
+    parts = [_unflatten_rows(part, config.kv_heads, -1) for part in qkv]
     return torch.cat(parts, dim=1).flatten(0, 1)
 
 
-def _ungroup(config: ModelConfig, ours: Tensor) -> Sequence[Tensor]:
+def _ungroup_qkv(config: ModelConfig, ours: Tensor) -> Sequence[Tensor]:
     queries = config.num_heads // config.kv_heads * config.head_dim
-    groups = _rows(ours, config.kv_heads, -1)
+    groups = _unflatten_rows(ours, config.kv_heads, -1)
     parts = groups.tensor_split((queries, queries + config.head_dim), dim=1)
     return [part.flatten(0, 1) for part in parts]
 
 
 def _interleave(config: ModelConfig, gate_up: Sequence[Tensor]) -> Tensor:
     """Gate and up → alternating blocks of `gate_block` rows."""
-    blocks = [_rows(part, -1, config.gate_block) for part in gate_up]
+    blocks = [_unflatten_rows(part, -1, config.gate_block) for part in gate_up]
     return torch.stack(blocks, dim=1).flatten(0, 2)
 
 
 def _deinterleave(config: ModelConfig, ours: Tensor) -> Sequence[Tensor]:
-    blocks = _rows(ours, -1, 2, config.gate_block)
+    blocks = _unflatten_rows(ours, -1, 2, config.gate_block)
     return [blocks[:, half].flatten(0, 1) for half in (0, 1)]
 
 
-def _turned(tensor: Tensor) -> Tensor:
-    """GPT-2's Conv1D keeps its weight as [in, out]; biases are biases."""
+def _transposed(tensor: Tensor) -> Tensor:
+    """GPT-2's Conv1D stores its weight as [in, out]; biases stay."""
     return tensor.t() if tensor.ndim == 2 else tensor
 
 
 _SAME = TensorLayout(lambda _, theirs: theirs[0], lambda _, ours: [ours])
-_QKV = TensorLayout(_group, _ungroup)
+_QKV = TensorLayout(_group_qkv, _ungroup_qkv)
 _GATE_UP = TensorLayout(_interleave, _deinterleave)
-# GPT-NeoX groups queries, keys and values by head, as we do; the order inside a head differs.
+# GPT-NeoX groups queries, keys and values by head, as we do; the order within a head differs.
 _NEOX_QKV = TensorLayout(
-    lambda config, theirs: _turn_heads(config, theirs[0], back=False),
-    lambda config, ours: [_turn_heads(config, ours, back=True)],
+    lambda config, theirs: _reorder_heads(config, theirs[0], inverse=False),
+    lambda config, ours: [_reorder_heads(config, ours, inverse=True)],
 )
-_CONV1D = TensorLayout(lambda _, theirs: _turned(theirs[0]), lambda _, ours: [_turned(ours)])
+_CONV1D = TensorLayout(
+    lambda _, theirs: _transposed(theirs[0]), lambda _, ours: [_transposed(ours)]
+)
 _CONV1D_QKV = TensorLayout(
-    lambda config, theirs: _group(config, _turned(theirs[0]).chunk(3)),
-    lambda config, ours: [_turned(torch.cat(list(_ungroup(config, ours))))],
+    lambda config, theirs: _group_qkv(config, _transposed(theirs[0]).chunk(3)),
+    lambda config, ours: [_transposed(torch.cat(list(_ungroup_qkv(config, ours))))],
 )
 
 
@@ -105,24 +110,24 @@ class FamilyMapping:
     """A family's names and layouts in transformers.
 
     Attributes:
-        rows: One of our modules each.
-        prefix: What a file of the model without its head leaves out.
-        older: Names of older versions → today's.
-        buffers: Names of what older versions saved though it is computed, not trained.
-        always_biased: Fields of `ModelConfig` whose biases transformers' model always has; where
-            ours has none, zeros are exported.
+        modules: One row per module of ours.
+        prefix: Prefix that files of the model without its head omit.
+        renamed: Pattern of an older version's name → replacement.
+        buffers: Pattern of computed tensors that older versions saved.
+        always_biased: Fields of `ModelConfig` whose biases transformers' model always has; zeros
+            are exported if ours has none.
     """
 
-    rows: tuple[ModuleMapping, ...]
+    modules: tuple[ModuleMapping, ...]
     prefix: str
-    older: tuple[tuple[str, str], ...] = ()
-    buffers: str = r"(?!)"
+    renamed: tuple[tuple[str, str], ...] = ()
+    buffers: str = r"(?!)"  # matches nothing
     always_biased: tuple[str, ...] = ()
 
-    def todays_name(self, name: str) -> str | None:
-        """The name that the table knows; None for a buffer."""
-        for old, new in self.older:
-            name = re.sub(old, new, name)
+    def current_name(self, name: str) -> str | None:
+        """Returns the name that the table knows, None for a buffer."""
+        for pattern, replacement in self.renamed:
+            name = re.sub(pattern, replacement, name)
         return None if re.search(self.buffers, name) else name
 
 
@@ -130,7 +135,7 @@ FAMILY_MAPPINGS: dict[str, FamilyMapping] = {
     # transformers/models/gpt_neox. Its head was renamed lm_head in version 5, which reads the
     # older name too; version 4 reads no other.
     "neox": FamilyMapping(
-        rows=(
+        modules=(
             ModuleMapping("embed", ("gpt_neox.embed_in",)),
             ModuleMapping("layers.{}.attention_norm", ("gpt_neox.layers.{}.input_layernorm",)),
             ModuleMapping(
@@ -146,13 +151,13 @@ FAMILY_MAPPINGS: dict[str, FamilyMapping] = {
             ModuleMapping("head", ("embed_out",)),
         ),
         prefix="gpt_neox.",
-        older=((r"^lm_head\.", "embed_out."),),
+        renamed=((r"^lm_head\.", "embed_out."),),
         buffers=r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$|rotary_emb\.inv_freq$",
         always_biased=("mlp_bias",),
     ),
     # transformers/models/llama
     "llama": FamilyMapping(
-        rows=(
+        modules=(
             ModuleMapping("embed", ("model.embed_tokens",)),
             ModuleMapping("layers.{}.attention_norm", ("model.layers.{}.input_layernorm",)),
             ModuleMapping(
@@ -180,7 +185,7 @@ FAMILY_MAPPINGS: dict[str, FamilyMapping] = {
     ),
     # transformers/models/gpt2
     "gpt3": FamilyMapping(
-        rows=(
+        modules=(
             ModuleMapping("embed", ("transformer.wte",)),
             ModuleMapping("positions", ("transformer.wpe",)),
             ModuleMapping("layers.{}.attention_norm", ("transformer.h.{}.ln_1",)),
@@ -199,21 +204,15 @@ FAMILY_MAPPINGS: dict[str, FamilyMapping] = {
         always_biased=("attention_bias", "mlp_bias"),
     ),
 }
-# Files of weights: all in one, or several with an index.
-WHOLE = "model.safetensors"
-SHARDS = "model.safetensors.index.json"
-_LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One of our tensors and those of theirs that make it.
+    """One of our tensors and those of theirs that it is converted from or to.
 
     Attributes:
-        ours: Its name.
-        shape: Its shape, the vocabulary not padded.
-        theirs: Their names → shapes, in the order that the layout takes them.
-        layout: From the one to the others.
+        shape: Of ours, without padding rows of the vocabulary.
+        theirs: Names → shapes, in the order of the layout.
     """
 
     ours: str
@@ -223,37 +222,29 @@ class TensorMapping:
 
 
 def tensor_mappings(config: ModelConfig) -> list[TensorMapping]:
-    """Every tensor of a model, in the model's order.
-
-    Args:
-        config: The model; its vocabulary counts without padding rows, which no file holds.
-    """
-    rows = {row.ours: row for row in FAMILY_MAPPINGS[config.family].rows}
+    """Returns the mapping of every tensor of a model, in the model's order."""
+    modules = {module.ours: module for module in FAMILY_MAPPINGS[config.family].modules}
     with torch.device("meta"):
-        model = build_model(unpadded(config))
+        model = build_model(unpadded(config))  # no file holds padding rows
     found = []
     for name, parameter in model.named_parameters():
         leaf = name.rpartition(".")[2]
         layer = _LAYER.match(name)
         number = layer.group(1) if layer else ""
-        row = rows[_LAYER.sub("layers.{}.", name).removesuffix(f".{leaf}")]
-        parts = row.layout.split(config, parameter.detach())
-        theirs = [f"{module.format(number)}.{leaf}" for module in row.theirs]
-        shapes = [tuple(part.shape) for part in parts]
-        found.append(
-            TensorMapping(
-                name, tuple(parameter.shape), dict(zip(theirs, shapes, strict=True)), row.layout
-            )
-        )
+        module = modules[_LAYER.sub("layers.{}.", name).removesuffix(f".{leaf}")]
+        names = [f"{theirs.format(number)}.{leaf}" for theirs in module.theirs]
+        shapes = [tuple(part.shape) for part in module.layout.split(config, parameter.detach())]
+        theirs = dict(zip(names, shapes, strict=True))
+        found.append(TensorMapping(name, tuple(parameter.shape), theirs, module.layout))
     return found
 
 
 def unpadded(config: ModelConfig) -> ModelConfig:
-    """The same model without padding rows in its vocabulary."""
+    """Returns the model without padding rows in its vocabulary."""
     return config.model_copy(update={"vocab_pad_multiple": 1})
 
 
 def with_their_biases(config: ModelConfig) -> ModelConfig:
-    """The model with the biases that transformers' model of the family always has."""
+    """Returns the model with the biases that transformers' model of the family always has."""
     biased = dict.fromkeys(FAMILY_MAPPINGS[config.family].always_biased, True)
     return config.model_copy(update=biased)

@@ -1,15 +1,15 @@
-"""A Hugging Face config.json as our `ModelConfig`, and back; torch-free.
+"""Converts a Hugging Face config.json to our `ModelConfig` and back; no torch.
 
-What our decoder cannot do, or transformers' model of the family cannot, is refused by name, all
-faults at once. Keys of transformers 4 (rotary_pct, rope_theta, rope_scaling) and of 5
-(rope_parameters) are both read and both written.
+Settings that our decoder or transformers' model of the family lacks are refused by name, all faults
+at once. Keys of transformers 4 (rotary_pct, rope_theta, rope_scaling) and of 5 (rope_parameters)
+are both read and both written.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +25,29 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class Dialect:
-    """How transformers writes a family's configuration.
+    """transformers' configuration of a family.
 
     Attributes:
-        model_type: Its name there.
         causal: The class with a head.
-        base: The class without one, whose weights may do where the head is tied.
-        keys: Our field → (their key, what transformers takes where it is absent).
-        settled: Their key → (the only value that we can do, what it takes where it is absent).
+        base: The class without a head; its weights are complete if the head is tied.
+        keys: Our field → (their key, transformers' default).
+        fixed: Their key → the only supported value, which is also transformers' default.
     """
 
     model_type: str
     causal: str
     base: str
     keys: Mapping[str, tuple[str, Any]]
-    settled: Mapping[str, tuple[Any, Any]]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-_COMMON = {
+_SHARED_KEYS = {
     "vocab_size": ("vocab_size", _REQUIRED),
     "init_std": ("initializer_range", 0.02),
 }
-_LATER = {
-    **_COMMON,
+# GPT-2 has names of its own, later models agree on these.
+_LATER_KEYS = {
+    **_SHARED_KEYS,
     "num_layers": ("num_hidden_layers", _REQUIRED),
     "hidden_size": ("hidden_size", _REQUIRED),
     "num_heads": ("num_attention_heads", _REQUIRED),
@@ -58,38 +58,36 @@ _LATER = {
 # Defaults: the configuration classes of transformers 4.45 and 5.23, which agree.
 DIALECTS: dict[str, Dialect] = {
     "neox": Dialect(
-        model_type="gpt_neox",
-        causal="GPTNeoXForCausalLM",
-        base="GPTNeoXModel",
-        keys={
-            **_LATER,
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        "GPTNeoXModel",
+        _LATER_KEYS
+        | {
             "activation": ("hidden_act", "gelu"),
             "attention_bias": ("attention_bias", True),
             "parallel_residual": ("use_parallel_residual", True),
             "norm_eps": ("layer_norm_eps", 1e-5),
         },
-        settled={},
     ),
     "llama": Dialect(
-        model_type="llama",
-        causal="LlamaForCausalLM",
-        base="LlamaModel",
-        keys={
-            **_LATER,
+        "llama",
+        "LlamaForCausalLM",
+        "LlamaModel",
+        _LATER_KEYS
+        | {
             "num_kv_heads": ("num_key_value_heads", None),
             "activation": ("hidden_act", "silu"),
             "attention_bias": ("attention_bias", False),
             "mlp_bias": ("mlp_bias", False),
             "norm_eps": ("rms_norm_eps", 1e-6),
         },
-        settled={},
     ),
     "gpt3": Dialect(
-        model_type="gpt2",
-        causal="GPT2LMHeadModel",
-        base="GPT2Model",
-        keys={
-            **_COMMON,
+        "gpt2",
+        "GPT2LMHeadModel",
+        "GPT2Model",
+        _SHARED_KEYS
+        | {
             "num_layers": ("n_layer", _REQUIRED),
             "hidden_size": ("n_embd", _REQUIRED),
             "num_heads": ("n_head", _REQUIRED),
@@ -99,14 +97,14 @@ DIALECTS: dict[str, Dialect] = {
             "tied_embeddings": ("tie_word_embeddings", True),
             "norm_eps": ("layer_norm_epsilon", 1e-5),
         },
-        settled={
-            "scale_attn_weights": (True, True),
-            "scale_attn_by_inverse_layer_idx": (False, False),
-            "add_cross_attention": (False, False),
+        {
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
         },
     ),
 }
-# transformers has three spellings of GELU by tanh, which differ in speed alone.
+# transformers has three names for GELU by tanh, which differ only in speed.
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -120,13 +118,12 @@ _THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """What a config.json says.
+    """A config.json that we can represent.
 
     Attributes:
-        model: The model, as ours.
-        architecture: Its class in transformers.
-        bos_token_id: Of the text's beginning, if known.
-        eos_token_id: Of its end; some models have several.
+        architecture: The model's class in transformers.
+        bos_token_id: Token at the beginning of a text, if known.
+        eos_token_id: Token at its end; some models have several.
     """
 
     model: ModelConfig
@@ -136,25 +133,31 @@ class SourceConfig:
 
 
 def read_config(directory: Path) -> tuple[SourceConfig | None, list[str]]:
-    """Read the config.json of a Hugging Face model.
+    """Reads the config.json of a Hugging Face model.
 
     Returns:
-        What it says, None where something is wrong, and the faults: one line each.
+        The configuration, None if there are faults; and one line per fault.
     """
     values, fault = _read_json(directory / CONFIG)
     if fault is not None:
         return None, [fault]
-    family, faults = _family(values)
+    family, faults = _find_family(values)
     if family is None:
         return None, faults
     dialect = DIALECTS[family]
-    faults += _unsettled(values, dialect)
-    fields, found = _fields(values, family)
+    faults += _unsupported(values, dialect)
+    fields, found = _model_fields(values, family)
     faults += found
     model: ModelConfig | None = None
     if not found:
-        model, found = _validated(fields, dialect)
-        faults += found
+        try:
+            model = ModelConfig.model_validate(fields)
+            faults += config_faults(model)
+        except ValidationError as error:
+            for one in error.errors():
+                name = str(one["loc"][0]) if one["loc"] else "family"
+                key = dialect.keys.get(name, (name, None))[0]
+                faults.append(f"{key}: {one['input']!r}: {one['msg']}")
     bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
     for key, value in (("bos_token_id", bos), ("eos_token_id", eos)):
         several = value if isinstance(value, list) and key == "eos_token_id" else [value]
@@ -170,7 +173,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
-        return {}, f"{path.name}: not there; is this the folder of a Hugging Face model?"
+        return {}, f"{path.name}: is missing; is this the folder of a Hugging Face model?"
     except OSError as error:
         return {}, f"{path.name}: cannot be read: {error.strerror or error}"
     except (ValueError, RecursionError) as error:
@@ -180,8 +183,8 @@ def _read_json(path: Path) -> tuple[dict[str, Any], str | None]:
     return values, None
 
 
-def _family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-    """The family that architectures and model_type name together."""
+def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
+    """Returns the family that architectures and model_type agree on, and one line per fault."""
     model_type, architectures = values.get("model_type"), values.get("architectures") or []
     known = ", ".join(dialect.causal for dialect in DIALECTS.values())
     if not isinstance(architectures, list) or not (architectures or model_type):
@@ -206,31 +209,32 @@ def _family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     return (None if faults else (by_class or by_type)[0]), faults
 
 
-def _unsettled(values: Mapping[str, Any], dialect: Dialect) -> list[str]:
-    """What changes the function in a way that our decoder does not know."""
-    faults = []
-    for key, (only, absent) in dialect.settled.items():
-        if values.get(key, absent) != only:
-            faults.append(f"{key}: {values[key]!r} is not supported; it must be {only!r}")
+def _unsupported(values: Mapping[str, Any], dialect: Dialect) -> list[str]:
+    """Returns one line for each setting that changes the model in a way our decoder lacks."""
+    faults = [
+        f"{key}: {values[key]!r} is not supported; it must be {only!r}"
+        for key, only in dialect.fixed.items()
+        if values.get(key, only) != only
+    ]
     if values.get("quantization_config") is not None:
         method = values["quantization_config"]
         method = method.get("quant_method") if isinstance(method, Mapping) else method
         faults.append(
             f"quantization_config: quantized weights ({method}) cannot be trained; import the "
-            "model that they were made of"
+            "model that they were quantized from"
         )
     return faults
 
 
-def _fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
-    """The fields of our model section, not yet validated, and what is wrong."""
+def _model_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields of our model section, not yet validated, and one line per fault."""
     dialect = DIALECTS[family]
     fields: dict[str, Any] = {"family": family}
     faults = []
-    for field, (key, absent) in dialect.keys.items():
-        if key not in values and absent is _REQUIRED:
+    for name, (key, default) in dialect.keys.items():
+        if key not in values and default is _REQUIRED:
             faults.append(f"{key}: is missing")
-        fields[field] = values.get(key, absent)
+        fields[name] = values.get(key, default)
     activation = fields["activation"]
     fields["activation"] = _ACTIVATIONS.get(str(activation))
     if fields["activation"] is None:
@@ -247,57 +251,41 @@ def _fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], lis
                 f"only {hidden / heads:g} is supported"
             )
     if FAMILIES[family].positions == "rotary":
-        rotary, found = _rotary(values, family)
+        rotary, found = _rotary_fields(values, family)
         fields.update(rotary)
         faults += found
     return fields, faults
 
 
-def _rotary(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
+def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
     faults = []
-    found: dict[str, Any] = {}
+    rope: dict[str, Any] = {}  # version 5 has the settings in rope_parameters, 4 at the top level
     for key in ("rope_scaling", "rope_parameters"):
-        rope = values.get(key) or {}
-        if not isinstance(rope, Mapping):
-            faults.append(f"{key}: must be a mapping, not {rope!r}")
+        inner = values.get(key) or {}
+        if not isinstance(inner, Mapping):
+            faults.append(f"{key}: must be a mapping, not {inner!r}")
             continue
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = inner.get("rope_type", inner.get("type", "default"))
         if kind != "default":
             faults.append(
                 f"{key}: positions scaled by {kind!r} are not supported; only 'default' is"
             )
-        found.update({name: value for name, value in rope.items() if value is not None})
+        rope.update({name: value for name, value in inner.items() if value is not None})
+
+    def first(keys: tuple[str, ...], default: Any) -> Any:
+        found = (source.get(key) for source in (rope, values) for key in keys)
+        return next((value for value in found if value is not None), default)
+
     default_pct = FAMILIES[family].defaults["rotary_pct"]
-    pct = _first(found, values, ("partial_rotary_factor", "rotary_pct"), default_pct)
-    base = _first(found, values, ("rope_theta", "rotary_emb_base"), 10000.0)
-    return {"rotary_pct": pct, "rotary_base": base}, faults
-
-
-def _first(
-    inner: Mapping[str, Any], outer: Mapping[str, Any], keys: tuple[str, ...], absent: Any
-) -> Any:
-    for values in (inner, outer):
-        for key in keys:
-            if values.get(key) is not None:
-                return values[key]
-    return absent
-
-
-def _validated(fields: Mapping[str, Any], dialect: Dialect) -> tuple[ModelConfig | None, list[str]]:
-    try:
-        model = ModelConfig.model_validate(fields)
-    except ValidationError as error:
-        faults = []
-        for one in error.errors():
-            field = str(one["loc"][0]) if one["loc"] else "family"
-            key = dialect.keys.get(field, (field, None))[0]
-            faults.append(f"{key}: {one['input']!r}: {one['msg']}")
-        return None, faults
-    return model, config_faults(model)
+    fields = {
+        "rotary_pct": first(("partial_rotary_factor", "rotary_pct"), default_pct),
+        "rotary_base": first(("rope_theta", "rotary_emb_base"), 10000.0),
+    }
+    return fields, faults
 
 
 def config_faults(model: ModelConfig) -> list[str]:
-    """Why a model cannot be one of its family in transformers: one line each."""
+    """Returns one line for each reason why transformers' model of the family cannot be this one."""
     return list(broken_rules({f"model.{k}": v for k, v in model.model_dump().items()}))
 
 
@@ -309,18 +297,15 @@ def write_config(
     bos_token_id: int | None,
     eos_token_id: int | list[int] | None,
 ) -> None:
-    """Write a config.json.
+    """Writes a config.json.
 
     Args:
-        model: What it describes; its biases must be those that transformers' model has.
-        path: The file.
-        dtype: Of the weights, as torch calls it (`bfloat16`).
-        bos_token_id: Of the text's beginning, if known.
-        eos_token_id: Of its end, if known.
+        model: Its biases must be those that transformers' model has.
+        dtype: Type of the weights by torch's name (`bfloat16`).
     """
     dialect = DIALECTS[model.family]
     values: dict[str, Any] = {"architectures": [dialect.causal], "model_type": dialect.model_type}
-    values.update({key: getattr(model, field) for field, (key, _) in dialect.keys.items()})
+    values.update({key: getattr(model, name) for name, (key, _) in dialect.keys.items()})
     values[dialect.keys["activation"][0]] = _THEIR_ACTIVATIONS[model.activation]
     if model.family == "neox":
         values.update(rotary_pct=model.rotary_pct, rotary_emb_base=model.rotary_base)
@@ -334,9 +319,9 @@ def write_config(
             "rope_theta": model.rotary_base,
             "partial_rotary_factor": model.rotary_pct,
         }
-    if model.family == "gpt3":  # its dropouts are 0.1 where nothing is said
+    if model.family == "gpt3":  # GPT2Config's dropouts default to 0.1
         values.update(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-    # Written where unknown too: transformers would take ids of its own tokenizers.
+    # Written even if None: otherwise transformers takes the ids of its own tokenizers.
     values.update(bos_token_id=bos_token_id, eos_token_id=eos_token_id)
     values.update(torch_dtype=dtype, use_cache=True)
     path.write_text(json.dumps(dict(sorted(values.items())), indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Folders of safetensors files: what they hold, a tensor or a part of one, and writing them.
+"""Folders of safetensors files: their headers, whole tensors or regions of them, and writing them.
 
-The headers of all files are read first and every fault is told at once. A tensor is then mapped
-for as long as it is used, so that memory follows what is held and not the size of the model.
+The headers of all files are read first, so that every fault is reported at once. A tensor is mapped
+into memory only while it is used: memory depends on what is held, not on the size of the model.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slurmllm.checkpoint.shards import Region
 from slurmllm.errors import StorageError
 
-# Codes of the format's header (huggingface/safetensors, README, "Format") → what torch calls it.
+# Type codes of the header (huggingface/safetensors, README, "Format").
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -37,22 +38,20 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _LFS_POINTER = b"version https://git-lfs"
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
-Region = tuple[slice, ...]
-
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file says of a tensor.
+    """Shape and type of a tensor in a file.
 
     Attributes:
-        shape: Its dimensions.
-        dtype: None where torch has no such type.
-        code: The type as the file names it.
-        file: Name of the file that holds it.
+        dtype: None if torch has no such type.
+        code: The type as the safetensors format names it.
+        file: Name of the file that holds it, if it is only in one.
     """
 
     shape: tuple[int, ...]
@@ -60,22 +59,28 @@ class StoredTensor:
     code: str
     file: str = ""
 
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
+        return cls(tuple(shape), dtype, _CODES[dtype])
+
     @property
     def num_bytes(self) -> int:
-        """Its size, 0 where the type is unknown."""
+        """Size, 0 if the type is unknown."""
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype else 0)
 
 
 class TensorFiles(Protocol):
-    """Tensors by name, however they are stored."""
+    """Tensors by name, in any storage format."""
 
     @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """All that are there."""
-        ...
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """One of them, or a part of it, in its own type; for reading only."""
+        """Returns a tensor or a region of it in its stored type; the caller must not modify it.
+
+        Raises:
+            StorageError: A file is missing or damaged.
+        """
         ...
 
 
@@ -87,17 +92,11 @@ class SafetensorsFiles:
         self.tensors = tensors
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A tensor or a part of it, mapped from its file; for reading only.
-
-        Raises:
-            StorageError: the file cannot be read any more.
-        """
         path = self.directory / self.tensors[name].file
         try:
             # Opened for each tensor: the mapping, and with it the memory, ends with the tensor.
             with safe_open(path, framework="pt") as file:
-                whole = region is None or not region
-                out: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[region]
+                out: Tensor = file.get_slice(name)[region] if region else file.get_tensor(name)
                 return out
         except (OSError, SafetensorError) as error:
             raise StorageError(f"cannot read {name} from {path}: {error}") from error
@@ -106,19 +105,17 @@ class SafetensorsFiles:
 def open_safetensors(
     directory: Path, names: Sequence[str], weight_map: Mapping[str, str] | None = None
 ) -> tuple[SafetensorsFiles, list[str]]:
-    """Read the headers of files.
+    """Reads the headers of files.
 
     Args:
-        directory: Where they are.
-        names: The files.
-        weight_map: An index's idea of what lies where, which must hold.
+        weight_map: An index's tensor → file name, which the headers must confirm.
 
     Returns:
-        The tensors, and the faults: one line each.
+        The tensors, and one line per fault.
     """
     tensors: dict[str, StoredTensor] = {}
     faults: list[str] = []
-    sound = set()
+    readable = set()
     for name in names:
         try:
             for key, stored in _read_header(directory / name).items():
@@ -127,20 +124,19 @@ def open_safetensors(
                         f"{key} is in {tensors[key].file} and in {name}; keep one of them"
                     )
                 tensors[key] = stored
-            sound.add(name)
+            readable.add(name)
         except StorageError as error:
             faults.append(str(error))
     for key, name in (weight_map or {}).items():
-        if name in sound and (key not in tensors or tensors[key].file != name):
+        if name in readable and (key not in tensors or tensors[key].file != name):
             faults.append(f"the index places {key} in {name}, which does not hold it")
     return SafetensorsFiles(directory, tensors), faults
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Names, types and shapes of a file's tensors.
+    """Returns types and shapes of a file's tensors; StorageError if the file is not complete.
 
-    Raises:
-        StorageError: it is no whole safetensors file.
+    Git LFS pointers and interrupted copies are the usual faults, hence their own messages.
     """
     try:
         size = path.stat().st_size
@@ -149,12 +145,12 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(start, "little")
             if (start + stream.read(64)).startswith(_LFS_POINTER):
                 raise StorageError(
-                    f"{path.name} is a pointer of Git LFS, not the weights; fetch them with "
+                    f"{path.name} is a Git LFS pointer, not the weights; fetch them with "
                     "`git lfs pull`"
                 )
             if size < 8 or (length <= _MAX_HEADER_BYTES and 8 + length > size):
                 raise StorageError(
-                    f"{path.name} is cut short: {size} bytes, where its header alone takes "
+                    f"{path.name} is cut short: {size} bytes, but its header alone takes "
                     f"{8 + length if size >= 8 else 'more'}; copy it again"
                 )
             stream.seek(8)
@@ -162,40 +158,35 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise StorageError(f"{path.name} cannot be read: {error.strerror or error}") from error
     try:
-        entries = json.loads(header)
+        entries: dict[str, Any] = json.loads(header)
         entries.pop("__metadata__", None)
-        found = {key: _stored(entry, path.name) for key, entry in entries.items()}
-        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        tensors = {}
+        end = 0
+        for key, entry in entries.items():
+            code, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
+            tensors[key] = StoredTensor(shape, DTYPES.get(code), code, path.name)
+            end = max(end, int(entry["data_offsets"][1]))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise StorageError(
             f"{path.name} is not a safetensors file: its header is damaged; copy it again"
         ) from None
-    if size != 8 + length + end:
-        word = "is cut short" if size < 8 + length + end else "is too long"
+    expected = 8 + length + end
+    if size != expected:
+        fault = "is cut short" if size < expected else "is too long"
         raise StorageError(
-            f"{path.name} {word}: {size} bytes, where its header asks for {8 + length + end}; "
-            "copy it again"
+            f"{path.name} {fault}: {size} bytes instead of the {expected} of its header; copy it "
+            "again"
         )
     try:
         with safe_open(path, framework="pt"):  # the library's own checks of offsets and types
-            return found
+            return tensors
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{path.name} is damaged: {error}; copy it again") from error
 
 
-def _stored(entry: Mapping[str, Any], file: str) -> StoredTensor:
-    code = str(entry["dtype"])
-    return StoredTensor(tuple(int(size) for size in entry["shape"]), DTYPES.get(code), code, file)
-
-
 @dataclass(frozen=True)
 class OutputShard:
-    """A file to be written.
-
-    Attributes:
-        file: Its name.
-        parts: Indices of what goes into it, in order.
-    """
+    """A file to write: its name, and the indices of the parts in it."""
 
     file: str
     parts: tuple[int, ...]
@@ -204,13 +195,11 @@ class OutputShard:
 def plan_shards(
     sizes_bytes: Sequence[int], limit_bytes: int, stem: str, whole: str
 ) -> list[OutputShard]:
-    """Share parts out among files, in order, none above the limit unless one part alone is.
+    """Distributes parts over files in order; a file exceeds the limit only for a single large part.
 
     Args:
-        sizes_bytes: Of the parts.
-        limit_bytes: Of a file.
         stem: Files are named `<stem>-00001-of-00003.safetensors`.
-        whole: Name of the file where there is only one.
+        whole: Name of the file if one is enough.
     """
     groups: list[list[int]] = [[]]
     filled = 0
@@ -229,51 +218,42 @@ def plan_shards(
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """The tensor on storage of its own, as the format wants it."""
+    """Returns the tensor contiguous and without shared storage, which would be written whole."""
     tensor = tensor.contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     return tensor if whole else tensor.clone()
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file, on disk for good (fsync).
-
-    Args:
-        path: The file.
-        tensors: Each as `own` returns it.
+    """Writes one file durably (fsync); each tensor must be as `own_storage` returns it.
 
     Raises:
-        OSError: the file system refused.
+        OSError: The file system failed the write.
     """
     try:
-        # The metadata is what transformers looks for before it reads a file.
+        # transformers refuses a file without this metadata.
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
         number = _OS_ERROR.search(str(error))
         code = int(number.group(1)) if number else 0
         raise OSError(code, os.strerror(code) if number else str(error), str(path)) from error
-    # The library makes files that only their owner may read.
-    path.chmod(0o666 & ~_umask())
+    # The library creates files that only their owner may read. The umask is read by setting it.
+    mask = os.umask(0o022)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
     fsync_file(path)
 
 
 def fsync_file(path: Path) -> None:
-    """Put a file's content on disk for good."""
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
 
 
 def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """Write which tensor is in which file, as transformers does."""
+    """Writes tensor → file, in transformers' form."""
     index = {
         "metadata": {"total_size": total_bytes},
         "weight_map": dict(sorted(weight_map.items())),
     }
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     fsync_file(path)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

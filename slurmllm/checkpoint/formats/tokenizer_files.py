@@ -1,4 +1,4 @@
-"""The files that make a tokenizer, into a checkpoint and out of it; torch-free."""
+"""A tokenizer's files, copied into a checkpoint and out of it; no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
 from slurmllm.rundir import RunDir, is_run
 
-# In an imported checkpoint.
-TOKENIZER_FOLDER = "tokenizer"
+TOKENIZER_FOLDER = "tokenizer"  # in an imported checkpoint
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# What transformers reads a tokenizer from.
+# All files that transformers reads a tokenizer from.
 FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -37,10 +36,10 @@ class TokenizerFiles(NamedTuple):
     """Files of a tokenizer.
 
     Attributes:
-        files: Name to have → where it is.
-        end_of_document: Id of the token that ends a document, where no config.json says it.
+        files: File name → path.
+        end_of_document: Id of the token that ends a document, None if config.json has it.
         end_token: That token.
-        num_ids: Largest id + 1, 0 where not looked at.
+        num_ids: Largest id + 1, 0 if the tokenizer was not loaded.
     """
 
     files: Mapping[str, Path]
@@ -50,15 +49,15 @@ class TokenizerFiles(NamedTuple):
 
 
 def tokenizer_in(folder: Path) -> TokenizerFiles:
-    """The tokenizer files of a folder."""
+    """Returns the tokenizer files of a folder, without loading them."""
     return TokenizerFiles({name: folder / name for name in FILES if (folder / name).is_file()})
 
 
 def tokenizer_from_file(path: Path) -> TokenizerFiles:
-    """The tokenizer of a tokenizer.json, with what lies beside it.
+    """Loads a tokenizer.json; its folder's other tokenizer files belong to it.
 
     Raises:
-        DataError: it is none, or it has no token that ends a document.
+        DataError: The file is no tokenizer, or has no token that ends a document.
     """
     encoder = TokenEncoder(path)
     end = encoder.end_of_document
@@ -69,27 +68,27 @@ def tokenizer_from_file(path: Path) -> TokenizerFiles:
 
 
 def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
-    """The named tokenizer, else the imported one, else that of the run around a checkpoint.
+    """Finds the tokenizer of a checkpoint: `named`, else the imported one, else its run's.
 
     Args:
-        directory: The checkpoint folder.
-        named: A tokenizer.json to take instead.
+        named: A tokenizer.json.
 
     Returns:
-        Its files; none of them where nobody knows one.
+        The files; none if no tokenizer is known.
 
     Raises:
-        DataError: the file is no tokenizer, or is not there.
-        ConfigError: the run's configuration cannot be read.
+        DataError: The file is missing or no tokenizer.
+        ConfigError: The run's configuration cannot be read.
     """
     if named is not None:
         return tokenizer_from_file(named)
     if (directory / TOKENIZER_FOLDER).is_dir():
         return tokenizer_in(directory / TOKENIZER_FOLDER)
-    around = directory.absolute().parent.parent
-    if not is_run(around):
+    run = RunDir(directory.absolute().parent.parent)
+    if not is_run(run.path):
         return TokenizerFiles({})
-    values, _ = read_yaml(RunDir(around).config)
+    # Not validated: the run may be of another version.
+    values, _ = read_yaml(run.config)
     path = (values.get("data") or {}).get("tokenizer")
     if not path:
         return TokenizerFiles({})
@@ -100,10 +99,10 @@ def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
-    """Copy files into a folder, on disk for good (fsync).
+    """Copies files into a folder durably (fsync).
 
     Raises:
-        StorageError: one of them cannot be read.
+        StorageError: A file cannot be read.
     """
     for name, path in files.items():
         try:
@@ -117,7 +116,7 @@ def copy_files(files: Mapping[str, Path], folder: Path) -> None:
 
 
 def write_tokenizer_config(folder: Path, *, seq_len: int, end_token: str | None) -> None:
-    """Write the tokenizer_config.json of a bare tokenizer.json, so that AutoTokenizer loads it."""
+    """Writes the tokenizer_config.json that AutoTokenizer needs to load a bare tokenizer.json."""
     values: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": seq_len,

@@ -1,4 +1,4 @@
-"""Parameters with a row for each entry of the vocabulary, and padding rows after them."""
+"""Weights and optimizer state of a checkpoint folder, whatever its format, mesh and padding."""
 
 from __future__ import annotations
 
@@ -15,64 +15,42 @@ from slurmllm.checkpoint.formats.dcp_read import METADATA, DcpFiles
 from slurmllm.checkpoint.formats.nxd_files import NxdFiles
 from slurmllm.checkpoint.formats.nxd_layout import LAYOUT, read_layout
 from slurmllm.checkpoint.formats.safetensors_files import (
-    Region,
     StoredTensor,
     TensorFiles,
     open_safetensors,
 )
 from slurmllm.checkpoint.origin import INDEX, MODEL, Origin, require_model
-from slurmllm.checkpoint.shards import WeightReader
+from slurmllm.checkpoint.shards import Region, WeightReader
 from slurmllm.checkpoint.state import TRAIN_STATE
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError
 
+# Parameters with one row per vocabulary entry, and possibly padding rows after them.
 VOCABULARY = ("embed.weight", "head.weight")
 
 
-def read_padded(
-    name: str,
-    region: Region,
-    stored: StoredTensor,
-    read: Callable[[str, Region | None], Tensor],
-    filled: int,
-) -> Tensor:
-    """A part of a parameter, or of a moment of it; rows of the vocabulary not read are 0.
+class TrainingFiles(TensorFiles, Protocol):
+    """Weights (`tensors` and `read`) and AdamW's state."""
 
-    Args:
-        name: The parameter's.
-        region: Of the parameter with as many padding rows as the reader wants.
-        stored: What the files have.
-        read: Reads from them, by the parameter's name and a region; None: all of it.
-        filled: Rows of the vocabulary that are read; those after them are 0.
+    @property
+    def moments(self) -> Mapping[tuple[str, str], StoredTensor]:
+        """By kind (`exp_avg` or `exp_avg_sq`) and parameter; empty without optimizer state."""
+        ...
 
-    Raises:
-        StorageError: the region lies outside of what is stored.
-    """
-    size = [part.stop - part.start for part in region]
-    rows = size[0]
-    if name in VOCABULARY:
-        rows = min(max(filled - region[0].start, 0), rows)
-        region = (slice(region[0].start, region[0].start + rows), *region[1:])
-    if rows == 0 or 0 in size:  # nothing but padding; more workers than rows
-        return torch.zeros(size, dtype=stored.dtype)
-    shape = stored.shape
-    if len(shape) != len(region) or any(r.stop > s for r, s in zip(region, shape, strict=True)):
-        raise StorageError(
-            f"{name} is {list(shape)} in the checkpoint, too small for "
-            f"{[r.stop for r in region]}; restore the checkpoint, or import the model again"
-        )
-    whole = tuple(slice(0, length) for length in shape)
-    values = read(name, None if region == whole else region)
-    if rows == size[0]:
-        return values
-    return torch.cat([values, values.new_zeros(size[0] - rows, *size[1:])])
+    def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
+        """Returns a moment of a parameter or a region of it; the caller must not modify it."""
+        ...
+
+    def step(self, name: str) -> float:
+        """Returns the number of updates of a parameter."""
+        ...
 
 
 def open_weights(origin: Origin) -> TensorFiles:
-    """The tensors of a checkpoint folder, under our names and in our layout.
+    """Opens the weights of a checkpoint folder, under our names and in our layout.
 
     Raises:
-        StorageError: files are missing or damaged.
+        StorageError: Files are missing or damaged.
     """
     directory = origin.directory
     if origin.imported is None or is_backend_format(directory):
@@ -89,57 +67,15 @@ def open_weights(origin: Origin) -> TensorFiles:
     return files
 
 
-def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
-    """Reads parts of a model's parameters from a checkpoint folder.
-
-    Every worker does it for itself; nothing is sent. Padding rows of the vocabulary are 0.
-
-    Args:
-        directory: What `checkpoint import` made, or a run's checkpoint, of any mesh.
-        config: The model's.
-
-    Raises:
-        RunError: it is no checkpoint, or another model's.
-        StorageError: it is damaged; so does the reader.
-    """
-    weights = open_weights(require_model(directory, config))
-
-    def read(name: str, region: Region) -> Tensor:
-        if name not in weights.tensors:
-            raise StorageError(f"{directory} holds no {name}; restore it, or import it again")
-        stored = weights.tensors[name]
-        return read_padded(name, region, stored, weights.read, config.vocab_size)
-
-    return read
-
-
-class TrainingFiles(TensorFiles, Protocol):
-    """Weights as `tensors` and `read` have them, and AdamW's state."""
-
-    @property
-    def moments(self) -> Mapping[tuple[str, str], StoredTensor]:
-        """By kind, `exp_avg` or `exp_avg_sq`, and parameter; empty where there are none."""
-        ...
-
-    def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
-        """One of a parameter's moments, or a part of it; for reading only."""
-        ...
-
-    def step(self, name: str) -> float:
-        """How often a parameter was updated."""
-        ...
-
-
 def is_backend_format(directory: Path) -> bool:
-    """Whether a folder is in a backend's format."""
     return any((directory / name).is_file() for name in (LAYOUT, METADATA))
 
 
 def backend_files(origin: Origin) -> TrainingFiles:
-    """The files of a folder in a backend's format, as they are.
+    """Opens a folder in a backend's format.
 
     Raises:
-        StorageError: they are missing or damaged.
+        StorageError: Files are missing or damaged.
     """
     layout = read_layout(origin.directory)
     if layout is not None:
@@ -147,19 +83,65 @@ def backend_files(origin: Origin) -> TrainingFiles:
     return DcpFiles(origin.directory)
 
 
-class _Fitted:
-    """Files of a checkpoint with as many padding rows as a run has: those stored, then 0."""
+def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
+    """Returns a reader of regions of a model's parameters.
+
+    Every worker reads on its own, without communication. Padding rows of the vocabulary are 0.
+
+    Args:
+        directory: An imported checkpoint, or a run's, of any mesh.
+
+    Raises:
+        RunError: The folder is no checkpoint, or its model differs.
+        StorageError: The folder is damaged; the reader raises it too.
+    """
+    weights = open_weights(require_model(directory, config))
+
+    def read(name: str, region: Region) -> Tensor:
+        if name not in weights.tensors:
+            raise StorageError(f"{directory} holds no {name}; restore it, or import it again")
+        return read_padded(name, region, weights.tensors[name], weights.read, config.vocab_size)
+
+    return read
+
+
+def open_training(directory: Path, config: ModelConfig) -> TrainingFiles:
+    """Opens weights and optimizer state for a run to resume from, padded as the run needs.
+
+    Every worker reads on its own, without communication.
+
+    Args:
+        directory: A run's checkpoint, of any backend and mesh.
+        config: The run's model. A folder with shards alone is assumed to be of this model.
+
+    Raises:
+        RunError: The folder is no checkpoint, or its model differs.
+        StorageError: The folder is damaged or has no optimizer state; every read raises it too.
+    """
+    named = any((directory / name).is_file() for name in (TRAIN_STATE, MODEL))
+    files = backend_files(
+        require_model(directory, config) if named else Origin(directory, config, None)
+    )
+    if not files.moments:
+        raise StorageError(
+            f"{directory} holds weights and no optimizer state; a run starts from it by "
+            "train.init_from"
+        )
+    return _PaddedFiles(files)
+
+
+class _PaddedFiles:
+    """Files of a checkpoint, with as many padding rows as the reader asks for."""
 
     def __init__(self, files: TrainingFiles) -> None:
         self._files = files
         self.tensors, self.moments = files.tensors, files.moments
+        self.step = files.step
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A weight or a part of it."""
         return self._read(name, region, name, self.tensors.get(name), self._files.read)
 
     def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
-        """One of a parameter's moments or a part of it."""
         read = partial(self._files.read_moment, kind)
         return self._read(name, region, f"{kind} of {name}", self.moments.get((kind, name)), read)
 
@@ -176,31 +158,40 @@ class _Fitted:
         region = region or tuple(slice(0, size) for size in stored.shape)
         return read_padded(name, region, stored, read, stored.shape[0])
 
-    def step(self, name: str) -> float:
-        """How often a parameter was updated."""
-        return self._files.step(name)
 
-
-def open_training(directory: Path, config: ModelConfig) -> TrainingFiles:
-    """What a run continues from: parts of weights and moments.
-
-    Every worker reads for itself; nothing is sent.
+def read_padded(
+    name: str,
+    region: Region,
+    stored: StoredTensor,
+    read: Callable[[str, Region | None], Tensor],
+    vocabulary_rows: int,
+) -> Tensor:
+    """Reads a region of a parameter, or of one of its moments; padding rows are 0.
 
     Args:
-        directory: A run's checkpoint, of any backend and mesh.
-        config: The model of the run that continues; a folder of shards alone is taken to be its.
+        region: Of the parameter with the reader's padding, which may differ from the file's.
+        stored: Shape and type in the file.
+        read: Reads a parameter's region from the file; None means all of it.
+        vocabulary_rows: Number of rows to read of a parameter in VOCABULARY.
 
     Raises:
-        RunError: it is no checkpoint, or another model's.
-        StorageError: it is damaged, or has no optimizer state; so do the readings.
+        StorageError: The region exceeds what is stored.
     """
-    named = any((directory / name).is_file() for name in (TRAIN_STATE, MODEL))
-    files = backend_files(
-        require_model(directory, config) if named else Origin(directory, config, None)
-    )
-    if not files.moments:
+    size = [part.stop - part.start for part in region]
+    rows = size[0]
+    if name in VOCABULARY:
+        rows = min(max(vocabulary_rows - region[0].start, 0), rows)
+        region = (slice(region[0].start, region[0].start + rows), *region[1:])
+    if rows == 0 or 0 in size:  # nothing but padding, or more workers than rows
+        return torch.zeros(size, dtype=stored.dtype)
+    shape = stored.shape
+    if len(shape) != len(region) or any(r.stop > s for r, s in zip(region, shape, strict=True)):
         raise StorageError(
-            f"{directory} holds weights and no optimizer state; a run starts from it by "
-            "train.init_from"
+            f"{name} is {list(shape)} in the checkpoint, too small for "
+            f"{[r.stop for r in region]}; restore the checkpoint, or import the model again"
         )
-    return _Fitted(files)
+    whole = tuple(slice(0, length) for length in shape)
+    values = read(name, None if region == whole else region)
+    if rows == size[0]:
+        return values
+    return torch.cat([values, values.new_zeros(size[0] - rows, *size[1:])])

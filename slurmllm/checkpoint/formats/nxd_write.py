@@ -1,0 +1,208 @@
+"""Offline write of NxD's checkpoint format: one process, one worker's file in memory at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from slurmllm.checkpoint.formats.dcp_writer import ChecksumFileSystem
+from slurmllm.checkpoint.formats.nxd_files import MASTERS
+from slurmllm.checkpoint.formats.nxd_layout import (
+    LAYOUT,
+    TAG,
+    NxdLayout,
+    StoredPart,
+    model_file,
+    optimizer_file,
+    part_of_worker,
+    shard_of_replica,
+)
+from slurmllm.checkpoint.formats.safetensors_files import TensorFiles, fsync_file
+from slurmllm.checkpoint.formats.weights import TrainingFiles
+from slurmllm.checkpoint.shards import Region
+from slurmllm.checkpoint.state import MOMENTS
+from slurmllm.config.recipe import ModelConfig, OptimConfig
+from slurmllm.plan.parameters import parameter_shapes
+
+if TYPE_CHECKING:
+    from slurmllm.progress import OnProgress
+
+_RegionReader = Callable[[Region], Tensor]
+
+
+@dataclass(frozen=True)
+class NxdContent:
+    """What NxD's files are to hold.
+
+    Attributes:
+        training: Weights and optimizer state; None writes the weights only.
+        optim: Hyperparameters for the optimizer's parameter groups.
+        kept_dtype: Type of the weights that the optimizer updates, and of its state.
+    """
+
+    layout: NxdLayout
+    model: ModelConfig
+    weights: TensorFiles
+    training: TrainingFiles | None
+    optim: OptimConfig
+    kept_dtype: torch.dtype
+
+    @property
+    def replicas(self) -> int:
+        """Number of optimizer files per tensor-parallel worker and stage."""
+        return self.layout.data if self.layout.zero else 1
+
+    @property
+    def written_dtype(self) -> torch.dtype:
+        """Type of the weights in the files."""
+        dtype: torch.dtype = getattr(torch, self.layout.dtype)
+        return dtype
+
+    @property
+    def masters(self) -> bool:
+        """Whether the optimizer's files hold master weights."""
+        return self.layout.zero and self.written_dtype != self.kept_dtype
+
+    def file_sizes(self) -> Iterator[tuple[int, int]]:
+        """Yields the bytes of each worker's weights, and of its optimizer state in one replica."""
+        shapes = parameter_shapes(self.model)
+        layout = self.layout
+        state_bytes = self.kept_dtype.itemsize * (len(MOMENTS) + self.masters) * layout.trained
+        for names in layout.names:
+            for rank in range(layout.tensor):
+                parts = [
+                    part_of_worker(name, shapes[name], self.model, layout.tensor, rank)
+                    for name in names
+                ]
+                shards = (shard_of_replica(part, self.replicas, 0) for part in parts)
+                yield (
+                    sum(math.prod(part.shape) for part in parts) * self.written_dtype.itemsize,
+                    sum(math.prod(shard.shape) for shard in shards) * state_bytes,
+                )
+
+
+class NxdWriter:
+    """Writes NxD's files into an existing folder.
+
+    Args:
+        on_progress: Receives the bytes of tensors read so far.
+    """
+
+    def __init__(self, content: NxdContent, folder: Path, on_progress: OnProgress) -> None:
+        self._content, self._layout, self._folder = content, content.layout, folder
+        self._shapes = parameter_shapes(content.model)
+        self._on_progress, self._done_bytes = on_progress, 0
+
+    def write(self) -> None:
+        layout, folder = self._layout, self._folder
+        for sub in ("model", "optim") if layout.trained else ("model",):
+            (folder / TAG / sub).mkdir(parents=True)
+        for stage in range(layout.pipeline):
+            for rank in range(layout.tensor):
+                self._save(model_file(rank, stage), self._weights(stage, rank))
+                for replica in range(self._content.replicas if layout.trained else 0):
+                    state = self._optimizer_state(stage, rank, replica)
+                    self._save(optimizer_file(replica, rank, stage), state)
+        for mark in ("checkpoint", "done"):
+            (folder / TAG / mark).write_text("1", encoding="utf-8")
+            fsync_file(folder / TAG / mark)
+        layout.save(folder / LAYOUT)
+
+    def _save(self, name: str, content: Mapping[Any, Any]) -> None:
+        files = ChecksumFileSystem()
+        try:
+            with files.create_stream(self._folder / name, "wb") as stream:
+                torch.save(content, cast(IO[bytes], stream))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except Exception as error:
+            if files.errors:
+                raise files.errors[0] from error
+            raise
+
+    def _weights(self, stage: int, rank: int) -> dict[str, Tensor]:
+        layout, dtype = self._layout, self._content.written_dtype
+        of_stage = set(layout.names[stage])
+        weights = {
+            name: self._fill(self._part(name, rank), dtype, self._weight(name))
+            for name in self._shapes  # in the model's order, not the optimizer's
+            if name in of_stage
+        }
+        if self._content.model.tied_embeddings and stage == layout.pipeline - 1:
+            weights["head.weight"] = weights["embed.weight"]
+            if layout.pipeline > 1:
+                del weights["embed.weight"]
+        return weights
+
+    def _optimizer_state(self, stage: int, rank: int, replica: int) -> dict[str, Any]:
+        training, layout, dtype = self._content.training, self._layout, self._content.kept_dtype
+        assert training is not None
+        names = layout.names[stage]
+        parts = [self._part(name, rank) for name in names]
+        shards = parts
+        if layout.zero:
+            shards = [shard_of_replica(part, layout.data, replica) for part in parts]
+
+        def moment(kind: str, name: str) -> _RegionReader:
+            return lambda region: training.read_moment(kind, name, region)
+
+        state = {
+            number: {
+                "step": torch.tensor(training.step(name), dtype=torch.float32),
+                **{kind: self._fill(shard, dtype, moment(kind, name)) for kind in MOMENTS},
+            }
+            for number, (name, shard) in enumerate(zip(names, shards, strict=True))
+        }
+        groups = self._param_groups(names)
+        if not layout.zero:
+            return {"state": state, "param_groups": groups}
+        found: dict[str, Any] = {
+            "state": {},
+            "param_groups": groups,
+            "base_state": state,
+            "shape_info": {i: torch.Size(part.shape) for i, part in enumerate(parts)},
+        }
+        if self._content.masters:
+            found[MASTERS] = {
+                number: self._fill(shard, dtype, self._weight(name))
+                for number, (name, shard) in enumerate(zip(names, shards, strict=True))
+            }
+        return found
+
+    def _param_groups(self, names: tuple[str, ...]) -> list[dict[str, Any]]:
+        """Returns the groups as torch's own AdamW writes them: matrices, then all others."""
+        optim = self._content.optim
+        matrices = [len(self._shapes[name]) > 1 for name in names]
+        of_others = optim.weight_decay if optim.decay_norms_and_biases else 0.0
+        groups = [
+            {
+                "params": [torch.nn.Parameter(torch.empty(0)) for m in matrices if m is which],
+                "weight_decay": optim.weight_decay if which else of_others,
+            }
+            for which in (True, False)
+        ]
+        adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+        written: list[dict[str, Any]] = adamw.state_dict()["param_groups"]
+        return written
+
+    def _part(self, name: str, rank: int) -> StoredPart:
+        model = self._content.model
+        return part_of_worker(name, self._shapes[name], model, self._layout.tensor, rank)
+
+    def _weight(self, name: str) -> _RegionReader:
+        return lambda region: self._content.weights.read(name, region)
+
+    def _fill(self, stored: StoredPart, dtype: torch.dtype, read: _RegionReader) -> Tensor:
+        out = torch.zeros(stored.shape, dtype=dtype)
+        for part in stored.parts:
+            out[part.local] = read(part.whole)
+        self._done_bytes += out.nbytes
+        self._on_progress(self._done_bytes)
+        return out
