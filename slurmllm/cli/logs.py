@@ -257,17 +257,17 @@ class _Printer:
 def _stacks(run: RunDir, rank: int | None) -> str:
     """The stacks of the last attempt that hung, those that differ from the others first."""
     from slurmllm.errors import RunError
-    from slurmllm.supervise.first_failure import read_places, standing_apart
+    from slurmllm.supervise.first_failure import outliers, read_locations
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
     if not hung:
         raise RunError(f"{run.name} has no stacks: no attempt of it has hung")
     attempt = hung[-1]
-    places = read_places(attempt)
+    places = read_locations(attempt)
     if rank is not None and rank not in places:
         known = ", ".join(map(str, sorted(places)))
         raise RunError(f"rank {rank}: no stacks in attempt {attempt.number}; there are {known}")
-    apart = standing_apart(places)
+    apart = outliers(places)
     ranks = [rank] if rank is not None else [*apart, *sorted(set(places) - set(apart))]
     parts = []
     for shown in ranks:

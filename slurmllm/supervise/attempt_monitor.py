@@ -1,15 +1,12 @@
-"""From the launchers' start to their end: signals passed on, deadlines kept, hangs found.
-
-What it sees on the way, the supervisor needs to name the ending.
-"""
+"""Monitoring of an attempt's launchers: signals passed on, deadlines, hangs, newer attempts."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -18,26 +15,28 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.records import AttemptRecord, HangRecord
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempts
 from slurmllm.supervise.classify import reported_all
 from slurmllm.supervise.watchdog import LOOK_S, Watchdog
 
 POLL_S = 0.1
 REPEAT_SIGNAL_S = 5.0
-# From the first failure to the end of launchers that have not left: where the cause is known,
-# where all nodes but one that gives no sign have reported, and where neither is so.
+# From the first failure to the end of the remaining launchers: if the cause is known, if all nodes
+# but one unresponsive one have reported, and otherwise.
 CLEAR_GRACE_S, REPORTED_GRACE_S, LAUNCHER_GRACE_S = 3.0, 2.5, 20.0
 GRACE_LOOK_S = 0.5
-HANG_GRACE_S = 60.0  # for launchers to see that they are to take stacks: NFS caches directories
+HANG_GRACE_S = 60.0  # for launchers to notice the hang and dump stacks: NFS caches directories
+
+log = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """The wish that the attempt ends: the first signal, and when it came.
+    """Records the first stop signal.
 
     Attributes:
-        name: The signal; None: nobody has asked.
-        at: time.monotonic() at which it came.
+        name: The signal, or None.
+        at: time.monotonic() of its arrival.
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,6 @@ class StopSignals:
         self.at = 0.0
 
     def install(self) -> None:
-        """Take signals as wishes, from now on."""
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -55,16 +53,16 @@ class StopSignals:
 
 
 @dataclass
-class Outcome:
-    """What was seen while the launchers ran.
+class Observations:
+    """What the monitor observed while the launchers ran.
 
     Attributes:
-        failed_first: Whether somebody failed before a stop was asked for: a signal after that is
+        failed_first: Whether a failure came before any stop signal: a signal after a failure is
             Slurm cleaning up.
-        overran_s: Seconds from the stop signal to the end, where the workers had to be ended.
-        hang: What the watchdog found.
+        overran_s: Seconds from the stop signal to the forced end of the workers, if it was forced.
+        hang: Found by the watchdog.
         superseded_by: The newer attempt of another supervisor.
-        unwritable: Why the run directory could not be written, when it was tried.
+        unwritable: Why the run directory could not be written.
         sign_at: Unix time of the first sign of the end.
     """
 
@@ -76,24 +74,15 @@ class Outcome:
     sign_at: float | None = None
 
 
-def newer_attempt(run: RunDir, stage: Stage, number: int) -> int | None:
-    """An attempt that another supervisor has begun since, if there is one."""
-    try:
-        newest = max((attempt.number for attempt in run.attempts(stage)), default=number)
-    except OSError:
-        return None
-    return newest if newest > number else None
-
-
 class AttemptMonitor:
-    """One attempt's launchers, until all of them have ended.
+    """Waits for one attempt's launchers.
 
     Args:
         run: The run.
         record: The attempt.
         config: The run's configuration.
         launchers: Their processes, or srun's.
-        stop: The wish to stop.
+        stop: The stop signals of this process.
         job_limited: Whether Slurm ends the job at its time limit.
     """
 
@@ -109,78 +98,80 @@ class AttemptMonitor:
         self._run, self._record, self._launchers, self._stop = run, record, launchers, stop
         self._lead_s = config.recipe.slurm.signal_lead_s
         self._job_limited = job_limited
-        watched = config.recipe.watchdog
+        limits = config.recipe.watchdog
         self._watchdog: Watchdog | None = None
-        if record.stage == "train" and watched.enabled:
-            self._watchdog = Watchdog(run, record, watched)
-        self._look_s = min(LOOK_S, max(watched.min_step_s / 4, 0.25))
+        if record.stage == "train" and limits.enabled:
+            self._watchdog = Watchdog(run, record, limits)
+        self._look_s = min(LOOK_S, max(limits.min_step_s / 4, 0.25))
         self._next_look = time.monotonic() + self._look_s
         self._failed_at: float | None = None
         self._grace_s, self._next_grace_look = LAUNCHER_GRACE_S, 0.0
         self._kill_at: float | None = None
-        self.outcome = Outcome()
+        self.observed = Observations()
 
-    def to_the_end(self) -> Outcome:
-        """Wait for the launchers."""
+    def wait(self) -> Observations:
+        """Wait until all launchers have ended."""
         signalled_at = -REPEAT_SIGNAL_S
         while any(launcher.poll() is None for launcher in self._launchers):
             now = time.monotonic()
             if self._stop.name is not None and now - signalled_at >= REPEAT_SIGNAL_S:
                 signalled_at = now
-                self._sign(now - self._stop.at)
-                send(self._launchers, signal.SIGUSR2)  # srun passes it on to the launchers
-            self._keep_grace(now)
+                self._note_sign(now - self._stop.at)
+                self._send(signal.SIGUSR2)  # srun forwards it to the launchers
+            self._check_failures(now)
             if self._past_deadline(now):
-                self.outcome.overran_s = now - self._stop.at
+                self.observed.overran_s = now - self._stop.at
                 self._kill_at = now
             if now >= self._next_look:
                 self._next_look = now + self._look_s
                 self._look(now)
             if self._kill_at is not None and now >= self._kill_at:
-                send(self._launchers, signal.SIGKILL)
+                self._send(signal.SIGKILL)
             time.sleep(POLL_S)
-        # The launchers may have seen another supervisor's attempt before this process looked.
+        # The launchers may have noticed a newer attempt before this process did.
         self._look_for_newer(time.monotonic())
-        return self.outcome
+        return self.observed
 
-    def _keep_grace(self, now: float) -> None:
-        """Give the others some time after the first failure."""
+    def _send(self, number: signal.Signals) -> None:
+        for launcher in self._launchers:
+            if launcher.poll() is None:
+                launcher.send_signal(number)
+
+    def _check_failures(self, now: float) -> None:
+        """After the first failure, give the other launchers a grace period."""
         if self._failed_at is None:
-            if not self._failed():
+            # The folder appears with the first failure record: one look at the shared file system
+            # for any number of nodes. The peers of a worker that was killed record failures too.
+            paths = self._run.attempt(self._record.stage, self._record.attempt)
+            failed = any(launcher.poll() for launcher in self._launchers)
+            if not failed and not paths.failure(0).parent.is_dir():
                 return
             self._failed_at = now
-            self._sign()
-            self.outcome.failed_first = self._stop.name is None
+            self._note_sign()
+            self.observed.failed_first = self._stop.name is None
         if now >= self._next_grace_look:
             self._next_grace_look = now + GRACE_LOOK_S
             self._grace_s = self._grace()
         if now - self._failed_at > self._grace_s:
             self._kill_at = min(now, self._kill_at or now)
 
-    def _failed(self) -> bool:
-        """Whether somebody has failed."""
-        # The folder appears with the first failure written: one look at the shared file system,
-        # however many nodes there are. A worker killed outright is told by its peers' failures.
-        failures = self._run.attempt(self._record.stage, self._record.attempt).failure(0).parent
-        return any(launcher.poll() for launcher in self._launchers) or failures.is_dir()
-
     def _grace(self) -> float:
         if self._record.stage == "precompile":
-            return LAUNCHER_GRACE_S  # the others hand in the graphs that they have
+            return LAUNCHER_GRACE_S  # the other nodes submit the graphs that they have
         try:
             nodes = attempts.node_records(self._run, self._record)
             failures = attempts.failure_records(self._run, self._record)
         except SlurmllmError:
             return LAUNCHER_GRACE_S
-        # A node whose workers have spoken lives: its launcher waits for the others of them.
-        heard = {failure.node for failure in failures}
-        heard |= {name for name, node in nodes.items() if node.exit_codes}
-        waited_for = [n for n in self._record.nodes if not reported_all(nodes.get(n))]
-        all_reported = not waited_for or (len(waited_for) == 1 and waited_for[0] not in heard)
-        if self.outcome.hang is not None:  # the cause is known, but stacks take their time
+        # A node with a failure record is alive: its launcher waits for its other workers.
+        alive = {failure.node for failure in failures}
+        alive |= {name for name, node in nodes.items() if node.exit_codes}
+        pending = [n for n in self._record.nodes if not reported_all(nodes.get(n))]
+        all_reported = not pending or (len(pending) == 1 and pending[0] not in alive)
+        if self.observed.hang is not None:  # the cause is known, but stacks take time
             return REPORTED_GRACE_S if all_reported else HANG_GRACE_S
         codes = [code for node in nodes.values() for code in node.exit_codes.values()]
-        if StorageError.exit_code in codes:  # the others' records may come late, or not at all
+        if StorageError.exit_code in codes:  # the others' records may be late or never written
             return LAUNCHER_GRACE_S
         killed = any(
             code < 0 and rank not in node.stopped_ranks
@@ -192,56 +183,42 @@ class AttemptMonitor:
         return REPORTED_GRACE_S if all_reported else LAUNCHER_GRACE_S
 
     def _past_deadline(self, now: float) -> bool:
-        """Whether a stop has taken so long that the time limit itself comes near."""
-        if self._stop.name is None or not self._job_limited or self.outcome.overran_s is not None:
+        """Whether a stop has taken so long that the time limit is near."""
+        if self._stop.name is None or not self._job_limited or self.observed.overran_s is not None:
             return False
         return now - self._stop.at > leaving_s(self._lead_s)
 
     def _look_for_newer(self, now: float) -> None:
-        newer = newer_attempt(self._run, self._record.stage, self._record.attempt)
-        if newer is not None and self.outcome.superseded_by is None:
-            self.outcome.superseded_by = newer
-            self._sign()
+        newer = attempts.newer_attempt(self._run, self._record.stage, self._record.attempt)
+        if newer is not None and self.observed.superseded_by is None:
+            self.observed.superseded_by = newer
+            self._note_sign()
             self._kill_at = now
 
     def _look(self, now: float) -> None:
-        """Look for another supervisor, and whether the workers get on."""
+        """Look for a newer attempt and for a hang."""
         self._look_for_newer(now)
-        over = self._failed_at is not None or self._kill_at is not None
-        if self._watchdog is None or over:
-            return
-        hang = self._watchdog.look()
+        ending = self._failed_at is not None or self._kill_at is not None
+        hang = None if self._watchdog is None or ending else self._watchdog.look()
         if hang is None:
             return
-        self._sign(hang.waited_s)
+        self._note_sign(hang.waited_s)
         try:
             hang.save(self._run.attempt("train", self._record.attempt).hang)
         except StorageError as error:
-            # Then nobody could tell of progress, or of what went wrong: no wonder.
-            self.outcome.unwritable = str(error)
+            # A full disk stops heartbeats and failure records too: it is the cause, not a hang.
+            self.observed.unwritable = str(error)
             self._kill_at = now + LAUNCHER_GRACE_S
-            say(f"train attempt {self._record.attempt}: {error}")
+            log.error("train attempt %d: %s", self._record.attempt, error)
             return
-        self.outcome.hang = hang
+        self.observed.hang = hang
         self._kill_at = now + HANG_GRACE_S
-        say(
-            f"train attempt {self._record.attempt}: no progress for {hang.waited_s:.0f} s after "
-            f"step {hang.step} (limit {hang.limit_s:.0f} s): taking stacks, then ending it"
-        )
+        log.warning(
+            "train attempt %d: no progress for %.0f s after step %d (limit %.0f s): dumping "
+            "stacks, then ending it",
+            self._record.attempt, hang.waited_s, hang.step, hang.limit_s,
+        )  # fmt: skip
 
-    def _sign(self, ago_s: float = 0.0) -> None:
-        if self.outcome.sign_at is None:
-            self.outcome.sign_at = time.time() - ago_s
-
-
-def send(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    """Send a signal to those that still run."""
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(number)
-
-
-def say(line: str) -> None:
-    """Print a line at once; a log that cannot be written ends nothing."""
-    with suppress(OSError):
-        print(line, flush=True)
+    def _note_sign(self, ago_s: float = 0.0) -> None:
+        if self.observed.sign_at is None:
+            self.observed.sign_at = time.time() - ago_s

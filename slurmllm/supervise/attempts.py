@@ -1,4 +1,4 @@
-"""An attempt whose supervisor is gone: whether another one may close it, and as what."""
+"""The attempt records: opened, closed, and the records of nodes and workers that belong to them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from slurmllm.records import (
     SkipsRecord,
     WorkerRecord,
 )
-from slurmllm.rundir import AttemptDir, RunDir, Stage
+from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.classify import Ending, device_fault, reported_all
 from slurmllm.supervise.phases import Timeline, queue_s, timeline
-from slurmllm.supervise.policy import ACTIONS, decide
+from slurmllm.supervise.policy import decide
 
 
 def still_runs(record: AttemptRecord, allocation: Allocation) -> str | None:
-    """Why an open attempt may have a supervisor that lives; None where it has none.
+    """Why an open attempt may still have a supervisor; None if it has none.
 
-    An earlier start of the same job has none: Slurm starts a job again only after it has ended
-    it. Of another job, Slurm says so; where it does not answer, the attempt is left alone.
+    An earlier start of the same job has none: Slurm starts a job again only after it has ended.
+    For another job Slurm is asked; while it does not respond, the attempt stays open.
     """
     if record.job_id is None:
         return _process_runs(record)
@@ -45,7 +45,7 @@ def still_runs(record: AttemptRecord, allocation: Allocation) -> str | None:
     try:
         job = allocation.client.queue([record.job_id]).get(record.job_id)
     except SlurmError as error:
-        return f"Slurm does not say whether job {record.job_id} runs: {error}"
+        return f"the state of job {record.job_id} is unknown: {error}"
     if job is not None and job.state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED"):
         return f"job {record.job_id} is {job.state}"
     return None
@@ -55,6 +55,7 @@ def _process_runs(record: AttemptRecord) -> str | None:
     if record.pid is None or record.host != socket.gethostname() or record.pid == os.getpid():
         return None
     try:
+        # Process ids are reused: the command line must be a supervisor's.
         alive = b"supervise" in Path(f"/proc/{record.pid}/cmdline").read_bytes()
     except OSError:
         return None
@@ -62,13 +63,13 @@ def _process_runs(record: AttemptRecord) -> str | None:
 
 
 def incarnation(record: AttemptRecord, rows: Sequence[AccountingRow]) -> AccountingRow | None:
-    """The row of the job's start that an attempt belongs to, of all rows that sacct has."""
+    """The accounting row of the job's start to which an attempt belongs."""
     of_job = [row for row in rows if row.job_id == record.job_id]
     return of_job[record.restart_count] if record.restart_count < len(of_job) else None
 
 
 def ended_at(row: AccountingRow | None) -> float | None:
-    """Unix time of an incarnation's end; None where Slurm knows none."""
+    """Unix time of an incarnation's end, if Slurm knows it."""
     try:
         return datetime.fromisoformat(row.end).timestamp() if row is not None else None
     except ValueError:  # "Unknown", "None"
@@ -78,25 +79,25 @@ def ended_at(row: AccountingRow | None) -> float | None:
 def ending_of_orphaned(
     record: AttemptRecord, reported: Mapping[str, NodeRecord], row: AccountingRow | None
 ) -> Ending:
-    """How an attempt ended whose supervisor died with its node, by Slurm's accounting.
+    """The ending of an attempt whose supervisor died with its node, by Slurm's accounting.
 
     Args:
         record: The attempt, still open.
-        reported: What its launchers wrote before the end.
-        row: sacct's row of its incarnation of the job, where there is accounting.
+        reported: The records of its launchers.
+        row: The accounting row of its incarnation, if there is accounting.
     """
     state = row.state if row is not None else "UNKNOWN"
     evidence = (
-        f"Slurm: {state}; the supervisor on {record.nodes[0]} ended without a word"
+        f"Slurm: {state}; the supervisor on {record.nodes[0]} ended without a record"
         if record.job_id is not None
-        else "the supervisor ended without a word",
+        else "the supervisor ended without a record",
     )
     if state == "CANCELLED":
         return Ending("cancelled", evidence)
     if state in ("TIMEOUT", "PREEMPTED"):
         return Ending("advance_signal", evidence)
     silent = tuple(name for name in record.nodes if not reported_all(reported.get(name)))
-    # With Slurm's word for it one of the silent nodes is to blame; which one is not known.
+    # Of several nodes without a report, the one that failed is unknown.
     return Ending("node_failure", evidence, silent if len(silent) == 1 else ())
 
 
@@ -108,17 +109,14 @@ def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:
 def open_attempt(
     run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation
 ) -> AttemptRecord:
-    """Begin the next attempt on the nodes at hand and write its record.
-
-    Its folder is made by one supervisor alone, so that of two at once each has a number of its
-    own; the newest counts (see `fencing`).
+    """Begin the next attempt on the allocation's nodes and write its record.
 
     Raises:
-        StorageError: the run directory cannot be written.
+        StorageError: The run directory cannot be written.
     """
     steps = run.checkpoint_steps()
     record = AttemptRecord(
-        attempt=_next_number(run, stage),
+        attempt=_make_folder(run, stage),
         stage=stage,
         job_id=allocation.job_id,
         restart_count=allocation.restart_count,
@@ -135,7 +133,8 @@ def open_attempt(
     return record
 
 
-def _next_number(run: RunDir, stage: Stage) -> int:
+def _make_folder(run: RunDir, stage: Stage) -> int:
+    """Make the next attempt's folder. mkdir is atomic: two supervisors get different numbers."""
     while True:
         number = max((attempt.number for attempt in run.attempts(stage)), default=-1) + 1
         folder = run.attempt(stage, number).path
@@ -143,7 +142,7 @@ def _next_number(run: RunDir, stage: Stage) -> int:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir()
         except FileExistsError:
-            continue  # another supervisor was quicker
+            continue  # another supervisor was faster
         except OSError as error:
             raise StorageError(f"cannot make {folder}: {error.strerror or error}") from error
         return number
@@ -158,40 +157,40 @@ def close_attempt(
     sign_at: float | None = None,
     row: AccountingRow | None = None,
 ) -> AttemptRecord:
-    """Write down how an attempt ended and what follows.
+    """Record how an attempt ended and the action that follows.
 
     Args:
         run: The run.
         record: The attempt, open.
         ending: How it ended.
-        phases_s: What the supervisor measured; the rest comes from what the workers wrote.
+        phases_s: The supervisor's own measurements; the others follow from the workers' files.
         ended_at: Unix time of the end; None: now.
-        sign_at: Unix time of the first sign of it.
-        row: sacct's row of its incarnation of the job, where there is accounting.
+        sign_at: Unix time of the first sign of the end.
+        row: The accounting row of its incarnation, if there is accounting.
 
     Returns:
-        The closed record; its class is `no_progress` where this attempt was one too many.
+        The closed record.
 
     Raises:
-        StorageError: the run directory cannot be read or written.
+        StorageError: The run directory cannot be read or written.
     """
     paths = run.attempt(record.stage, record.attempt)
     end = ended_at or time.time()
     found = timeline(run, record, end, sign_at) if record.stage == "train" else Timeline()
-    worker = _first_worker(paths)
     phases = {**record.phases_s, **(phases_s or {})}
-    if worker is not None:
+    if paths.worker(0).is_file():
+        worker = WorkerRecord.load(paths.worker(0))
         phases |= {"start_up": worker.start_up_s, "first_step": worker.first_step_s}
     phases |= found.phases_s
     earlier = load_attempts(run, record.stage)
     waited_s = queue_s(record, earlier, row)
     if waited_s is not None:
         phases = {"queue": waited_s, **phases}
+    nodes = node_records(run, record).values()
     closed = record.model_copy(
         update={
             "ended_at": end,
             "ending": ending.ending,
-            "action": ACTIONS[ending.ending],
             "evidence": ending.evidence,
             "blamed_nodes": ending.blamed_nodes,
             "first_step": found.first_step,
@@ -200,57 +199,62 @@ def close_attempt(
             "steps_gained": found.steps_gained,
             "steps_lost": found.steps_lost,
             "phases_s": {name: round(seconds, 3) for name, seconds in phases.items()},
-            "new_graphs": tuple(
-                sorted({g for n in node_records(run, record).values() for g in n.new_graphs})
-            ),
+            "new_graphs": tuple(sorted({name for node in nodes for name in node.new_graphs})),
         }
     )
-    config = load(run.config)
-    if closed.ending == "compile_failure" and record.stage == "precompile":
-        closed = _in_spite_of(closed, config)
-    elif record.stage == "precompile" and ending.started:
-        if closed.action == "requeue":
-            closed = closed.model_copy(update={"action": "stop"})  # train waits for its success
-    else:
-        begin = first_attempt(run)
-        counting = [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending]
-        closed = decide(closed, counting, config.recipe, rolled_back=_rolled_back(run, closed))
+    begin = first_attempt(run)
+    closed = decide(
+        closed,
+        [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending],
+        load(run.config).recipe,
+        rolled_back=_rolled_back(run, closed),
+        started=ending.started,
+    )
     closed.save(paths.record)
-    for half in paths.heartbeat("any").parent.glob(".*.tmp"):  # its launcher was killed
+    # A launcher that was killed may have left the temporary file of a heartbeat.
+    for temporary in paths.heartbeat("any").parent.glob(".*.tmp"):
         with suppress(OSError):
-            half.unlink()
+            temporary.unlink()
     return closed
 
 
 def first_attempt(run: RunDir) -> int:
-    """The train attempt that the last submission began with: budgets count from there."""
+    """The first train attempt of the last submission: budgets count from there."""
     return JobsRecord.load(run.jobs).submissions[-1].first_attempt if run.jobs.is_file() else 0
 
 
 def _rolled_back(run: RunDir, closed: AttemptRecord) -> bool:
-    """Whether the workers wrote down which data the run passes over next."""
+    """Whether the workers recorded which batches the run skips next."""
     if closed.ending != "divergence" or not run.skips.is_file():
         return False
     return any(skip.attempt == closed.attempt for skip in SkipsRecord.load(run.skips).skips)
 
 
-def _in_spite_of(closed: AttemptRecord, config: RunConfig) -> AttemptRecord:
-    """Let the train stage start on incomplete graphs, where the recipe says so."""
-    if config.recipe.train.incomplete_graphs != "compile":
-        return closed
-    words = "train.incomplete_graphs: compile: the train stage starts all the same"
-    return closed.model_copy(update={"action": "finish", "evidence": (*closed.evidence, words)})
+def newer_attempt(run: RunDir, stage: Stage, number: int) -> int | None:
+    """The number of an attempt that another supervisor has begun since, if any."""
+    try:
+        newest = max((attempt.number for attempt in run.attempts(stage)), default=number)
+    except OSError:
+        return None
+    return newest if newest > number else None
 
 
 def node_records(run: RunDir, record: AttemptRecord) -> dict[str, NodeRecord]:
-    """What the launchers reported, by node."""
+    """The launchers' records, by node."""
     paths = run.attempt(record.stage, record.attempt)
     found = ((name, paths.node(name)) for name in record.nodes)
     return {name: NodeRecord.load(path) for name, path in found if path.is_file()}
 
 
+def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecord]:
+    """The failures that workers recorded, by rank."""
+    folder = run.attempt(record.stage, record.attempt).failure(0).parent
+    paths = sorted(folder.glob("rank_*.json")) if folder.is_dir() else []
+    return [FailureRecord.load(path) for path in paths]
+
+
 def lost_nodes(run: RunDir, record: AttemptRecord) -> list[str]:
-    """The nodes that an attempt blames and that did not live to report, or whose device broke."""
+    """The blamed nodes of an attempt that did not report, or whose device broke."""
     reported = node_records(run, record)
     broken = {f.node for f in failure_records(run, record) if device_fault(f)}
     return [
@@ -261,26 +265,14 @@ def lost_nodes(run: RunDir, record: AttemptRecord) -> list[str]:
 
 
 def unequal_versions(by_node: Mapping[str, Mapping[str, str]]) -> str:
-    """The versions that nodes do not share, by node; empty where they share all."""
+    """The versions that differ between nodes, with the nodes; empty if none do."""
     reported = {name: versions for name, versions in by_node.items() if versions}
     lines = []
-    for what in sorted({what for versions in reported.values() for what in versions}):
+    for component in sorted({key for versions in reported.values() for key in versions}):
         by_version: dict[str, list[str]] = {}
         for name, versions in reported.items():
-            by_version.setdefault(versions.get(what, "none"), []).append(name)
+            by_version.setdefault(versions.get(component, "none"), []).append(name)
         if len(by_version) > 1:
-            said = (f"{version} on {' '.join(names)}" for version, names in by_version.items())
-            lines.append(f"{what} {', '.join(said)}")
+            items = (f"{version} on {' '.join(names)}" for version, names in by_version.items())
+            lines.append(f"{component} {', '.join(items)}")
     return f"the nodes have unequal versions: {'; '.join(lines)}" if lines else ""
-
-
-def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecord]:
-    """What the workers that failed wrote down."""
-    folder = run.attempt(record.stage, record.attempt).failure(0).parent
-    paths = sorted(folder.glob("rank_*.json")) if folder.is_dir() else []
-    return [FailureRecord.load(path) for path in paths]
-
-
-def _first_worker(paths: AttemptDir) -> WorkerRecord | None:
-    path = paths.worker(0)
-    return WorkerRecord.load(path) if path.is_file() else None

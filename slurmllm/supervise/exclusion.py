@@ -1,12 +1,12 @@
-"""The nodes that a run keeps off: written down with a reason, until their time is over.
+"""Excluded nodes: recorded with a reason and an end, kept out of requeued and new jobs.
 
-A node gets there at once where it failed its checks, fell silent or has a broken device, and
-where two attempts were put down to it otherwise: workers on it that failed for reasons of the
-machine.
+A node is excluded at once if it failed its checks, stopped responding or has a broken device, and
+after two attempts that failed because of it otherwise.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -18,9 +18,15 @@ from slurmllm.slurm.client import SlurmClient, patiently
 from slurmllm.supervise.attempts import load_attempts, lost_nodes
 from slurmllm.supervise.policy import HOUR_S, failing_nodes
 
+POLL_S = 2.0
+SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
+_UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
+
+log = logging.getLogger(__name__)
+
 
 def excluded(run: RunDir) -> list[ExcludedNode]:
-    """The nodes that the run keeps off now."""
+    """The nodes that the run excludes now."""
     if not run.excluded.is_file():
         return []
     now = time.time()
@@ -28,12 +34,12 @@ def excluded(run: RunDir) -> list[ExcludedNode]:
 
 
 def exclude_failed(run: RunDir, closed: AttemptRecord, config: RunConfig) -> list[ExcludedNode]:
-    """Write down the nodes that an attempt has lost; returns those that are new.
+    """Record the nodes that an attempt lost; returns those that are new.
 
-    Of --local none: there is one machine.
+    A local run excludes none: there is one machine.
 
     Raises:
-        StorageError: the run directory cannot be read or written.
+        StorageError: The run directory cannot be read or written.
     """
     if closed.job_id is None or not closed.blamed_nodes:
         return []
@@ -52,35 +58,30 @@ def exclude_failed(run: RunDir, closed: AttemptRecord, config: RunConfig) -> lis
     ]
     if new:
         names = {node.node for node in new}
-        kept = [node for node in excluded(run) if node.node not in names]
-        ExcludedNodes(nodes=(*kept, *new)).save(run.excluded)
+        others = [node for node in excluded(run) if node.node not in names]
+        ExcludedNodes(nodes=(*others, *new)).save(run.excluded)
     return new
 
 
 def drain(client: SlurmClient, nodes: Sequence[ExcludedNode]) -> None:
-    """Have Slurm start nothing more on nodes; a refusal is printed and does no harm."""
+    """Drain nodes; a refusal by Slurm is only logged."""
     for node in nodes:
         try:
             client.drain(node.node, f"slurmllm: {node.reason}"[:200])
-            print(f"{node.node} is drained: {node.reason}", flush=True)
+            log.info("%s is drained: %s", node.node, node.reason)
         except SlurmError as error:
-            print(f"{node.node} is not drained (slurm.drain): {error}", flush=True)
+            log.warning("%s is not drained (slurm.drain): %s", node.node, error)
 
 
 def to_avoid(client: SlurmClient, run: RunDir, config: RunConfig, wanted: int) -> list[str]:
-    """The excluded nodes that a new job of the run can do without.
+    """The excluded nodes, if a new job of the run can start without them.
 
     Raises:
-        SlurmError: Slurm does not answer.
+        SlurmError: Slurm does not respond.
     """
     names = sorted(node.node for node in excluded(run))
     partition = config.recipe.slurm.partition or config.cluster.partition
     return names if names and enough_others(client, wanted, names, partition) else []
-
-
-POLL_S = 2.0
-NOTICE_S = 330.0  # Slurm's default SlurmdTimeout and a little
-_UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
 
 
 def usable(state: str) -> bool:
@@ -91,13 +92,13 @@ def usable(state: str) -> bool:
 def enough_others(
     client: SlurmClient, wanted: int, avoid: Sequence[str], partition: str | None
 ) -> bool:
-    """Whether a job finds its nodes without some of them.
+    """Whether enough usable nodes remain without some of them.
 
     Args:
         client: Slurm.
         wanted: Nodes of the job.
-        avoid: Nodes to do without.
-        partition: The job's, or several with commas between; None: Slurm's default.
+        avoid: Nodes to leave out.
+        partition: The job's, or several separated by commas; None: Slurm's default.
     """
     names = partition.split(",") if partition else None
     spare = {
@@ -112,34 +113,35 @@ def nodes_to_avoid(
     client: SlurmClient,
     wanted: int,
     lost: Sequence[str],
-    lost_before: Sequence[str],
+    excluded_before: Sequence[str],
     partition: str | None = None,
     job_id: str | None = None,
 ) -> list[str]:
-    """The nodes to exclude: those lost, where others can take their place.
+    """The nodes to exclude from a requeued job: those lost, if there are spare nodes.
 
-    Where none can, exclude nothing, and wait until Slurm itself has noticed; but not for nodes that
-    answer: there the launcher alone was lost.
+    Without spare nodes none is excluded; the function then waits until Slurm itself has noticed
+    the loss, or returns at once if the nodes respond: then only the launcher was lost.
 
     Args:
         client: Slurm.
         wanted: Nodes of the job.
-        lost: Nodes that failed their checks, fell silent, or whose device broke, in the attempt
-            that just ended.
-        lost_before: Those that the run keeps off; taken again where there are no others.
+        lost: Nodes that failed their checks, stopped responding, or whose device broke, in the
+            attempt that has just ended.
+        excluded_before: Nodes that the run excludes; used again if there are no others.
         partition: See enough_others.
-        job_id: This process's own job, which holds the nodes; None: nobody is asked.
+        job_id: This process's own job, which holds the nodes; None: they are not asked.
     """
-    for avoid in (sorted({*lost, *lost_before}), sorted(lost)):
+    for avoid in (sorted({*lost, *excluded_before}), sorted(lost)):
         if avoid and enough_others(client, wanted, avoid, partition):
             return avoid
     if not lost:
         return []
+    names = " ".join(lost)
     if job_id is not None and all(client.answers(job_id, name) for name in lost):
-        print(f"no node to take the place of {' '.join(lost)}, and they answer", flush=True)
+        log.info("no spare node for %s, which still responds: not excluded", names)
         return []
-    print(f"no node to take the place of {' '.join(lost)}: waiting for Slurm", flush=True)
-    deadline = time.monotonic() + NOTICE_S
+    log.info("no spare node for %s: waiting until Slurm notices the loss", names)
+    deadline = time.monotonic() + SLURM_NOTICE_S
     while time.monotonic() < deadline:
         if any(not usable(patiently(client.node_states).get(name, "unknown")) for name in lost):
             break
@@ -155,33 +157,33 @@ def requeue(
     avoided_before: bool = False,
     backoff_s: float = 0.0,
 ) -> None:
-    """Put this process's own job back into the queue, away from nodes.
+    """Requeue this process's own job, away from some nodes.
 
-    Slurm refuses a new ExcNodeList or start time while the job runs and takes them once the
+    Slurm refuses a new ExcNodeList or start time while the job runs and accepts them once the
     requeue has begun; the caller must ignore the SIGTERM that comes with it.
 
     Args:
         client: Slurm.
         job_id: The job.
-        avoid: Nodes to keep it off.
-        excluded: What the recipe excludes anyway; the new list replaces it.
-        avoided_before: Whether the job may have a list that is to go.
-        backoff_s: Seconds that it waits, at least.
+        avoid: Nodes to exclude.
+        excluded: The recipe's own exclusion, which the new list replaces.
+        avoided_before: Whether the job may have an exclusion list that is to be replaced.
+        backoff_s: Minimum wait, s.
 
     Raises:
-        SlurmError: Slurm refuses, or does not answer for some minutes.
+        SlurmError: Slurm refuses, or does not respond for some minutes.
     """
     try:
         patiently(lambda: client.requeue(job_id))
     except SlurmError as error:
         if "pending" not in str(error):
             raise
-        print(f"job {job_id}: Slurm requeues it already", flush=True)
+        log.info("job %s: Slurm has already requeued it", job_id)
     if avoid or avoided_before:
         names = [*([excluded] if excluded else []), *avoid]
         patiently(lambda: client.exclude(job_id, names))
     if avoid:
-        print(f"job {job_id} keeps off {' '.join(avoid)} from now on", flush=True)
+        log.info("job %s excludes %s from now on", job_id, " ".join(avoid))
     if backoff_s:
         patiently(lambda: client.delay(job_id, backoff_s))
-        print(f"job {job_id} waits {backoff_s:.0f} s at least", flush=True)
+        log.info("job %s waits at least %.0f s", job_id, backoff_s)

@@ -1,43 +1,49 @@
-"""Which worker an attempt failed by: the first whose failure is its own, and what tells of it.
+"""The worker that made an attempt fail, and the lines that show why.
 
-The order is that of `classify`: a hang that no failure came before, then what workers wrote down
-before they failed, then how processes ended, then nodes that said nothing. What workers say who
-only lost a peer is an echo, and taken where there is nothing else.
+The order is that of `classify`: a hang without an earlier failure, then failure records, then exit
+codes, then nodes without a report. Failures of workers that only lost a peer are echoes, used if
+there is nothing else.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import NamedTuple
 
 from slurmllm.error_patterns import meaning_of, telling_line
-from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
 from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.rundir import AttemptDir, RunDir, Stage
 from slurmllm.supervise.attempts import failure_records, load_attempts, node_records
-from slurmllm.supervise.classify import reported_all
+from slurmllm.supervise.classify import (
+    FailedWorker,
+    failed_workers,
+    hang_text,
+    reported_all,
+    without_record,
+)
 from slurmllm.supervise.log_files import GrowingLog, node_of
 
 _NO_FAILURES = ("done", "advance_signal", "cancelled", "superseded")
-_LAST_WORDS = 200  # lines in which a cause is looked for
+_SEARCHED_LINES = 200  # of a log, for the line that names a cause
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """The worker that an attempt failed by, as far as that is known.
+    """The worker that made an attempt fail, as far as known.
 
     Attributes:
         record: The attempt's.
-        rank: None where nothing tells which.
-        node: Empty likewise.
-        how: What is known of it, a line each.
-        failure: What the worker wrote down.
-        stacks: Whether the attempt left stacks, having hung.
+        rank: None if unknown.
+        node: Empty if unknown.
+        how: The facts, one line each.
+        failure: The worker's failure record.
+        stacks: Whether the attempt hung and left stacks.
     """
 
     record: AttemptRecord
@@ -49,7 +55,7 @@ class Culprit:
 
 
 def failed_attempts(run: RunDir, stages: Sequence[Stage]) -> list[AttemptRecord]:
-    """The attempts that failed or are failing, in the order of their starts."""
+    """The attempts that failed or are failing, by start time."""
     found = [record for stage in stages for record in load_attempts(run, stage)]
     return sorted((one for one in found if _has_failed(run, one)), key=lambda r: r.started_at)
 
@@ -60,14 +66,14 @@ def _has_failed(run: RunDir, record: AttemptRecord) -> bool:
     paths = run.attempt(record.stage, record.attempt)
     if paths.hang.is_file() or failure_records(run, record):
         return True
-    return any(_bad(node_records(run, record)))
+    return bool(failed_workers(node_records(run, record)))
 
 
 def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
-    """Who an attempt failed by.
+    """Find the worker that made an attempt fail.
 
     Raises:
-        StorageError: one of its records is damaged.
+        StorageError: A record of the attempt is damaged.
     """
     nodes, failures = node_records(run, record), failure_records(run, record)
     own = [f for f in failures if meaning_of(f"{f.error} {f.message}") != "lost_peer"]
@@ -80,32 +86,31 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     silent = [name for name in record.nodes if not reported_all(nodes.get(name))]
     lost = [name for name in silent if name in record.blamed_nodes]
     if lost and record.ending is not None:
-        return _silent(run, record, lost)
+        return _lost(record, lost)
     if first is not None:
         return Culprit(record, first.rank, first.node, _exit(nodes, first.rank), first)
-    spoken = {failure.rank for failure in failures}
-    unspoken = [one for one in _bad(nodes) if one[0] not in spoken]
-    if unspoken:
-        rank, _, node = _most_telling(run, record, unspoken)
+    unrecorded = without_record(failed_workers(nodes), failures)
+    if unrecorded:
+        rank, _, node = _most_likely(run, record, unrecorded)
         return Culprit(record, rank, node, _exit(nodes, rank))
     if silent and record.ending is not None:
-        return _silent(run, record, silent)
+        return _lost(record, silent)
     echo = min(failures, key=lambda failure: failure.time, default=None)
     if echo is not None:
-        how = ("it only lost a peer, and no other worker wrote down why",)
+        how = ("it only lost a peer, and no other worker recorded a failure",)
         return Culprit(record, echo.rank, echo.node, how, echo)
     return Culprit(record, None, "", ())
 
 
 def log_of(run: RunDir, record: AttemptRecord, rank: int) -> Path:
-    """The log that a worker of an attempt writes into."""
+    """The log that a worker of an attempt writes to."""
     if rank == 0:
         return run.stage_log(record.stage)
     return run.worker_log(record.stage, record.attempt, rank)
 
 
 def last_lines(run: RunDir, record: AttemptRecord, rank: int, lines: int) -> list[str]:
-    """The end of what a worker of an attempt printed; of rank 0, with the supervisor's words."""
+    """The last lines of a worker in an attempt; for rank 0 mixed with the supervisor's."""
     log = GrowingLog(log_of(run, record, rank))
     if rank != 0:
         log.skip_to_last(lines)
@@ -122,134 +127,112 @@ def last_lines(run: RunDir, record: AttemptRecord, rank: int, lines: int) -> lis
     return found[-lines:]
 
 
-def _bad(nodes: Mapping[str, NodeRecord]) -> list[tuple[int, int, str]]:
-    """Rank, exit code and node of the workers that failed by themselves."""
-    return [
-        (rank, code, name)
-        for name, node in nodes.items()
-        for rank, code in sorted(node.exit_codes.items())
-        if code not in (EXIT_OK, EXIT_REQUEUE) and rank not in node.stopped_ranks
-    ]
-
-
-def _most_telling(
-    run: RunDir, record: AttemptRecord, bad: Sequence[tuple[int, int, str]]
-) -> tuple[int, int, str]:
-    """The one whose log names a cause; else the first that a signal ended, else the first."""
-    for one in bad:
-        told = telling_line(last_lines(run, record, one[0], _LAST_WORDS))
-        if told is not None and told[1] != "lost_peer":
-            return one
-    return next((one for one in bad if one[1] < 0), bad[0])
+def _most_likely(
+    run: RunDir, record: AttemptRecord, failed: Sequence[FailedWorker]
+) -> FailedWorker:
+    """The worker whose log names a cause; else the first ended by a signal, else the first."""
+    for worker in failed:
+        line = telling_line(last_lines(run, record, worker.rank, _SEARCHED_LINES))
+        if line is not None and line[1] != "lost_peer":
+            return worker
+    return next((worker for worker in failed if worker.code < 0), failed[0])
 
 
 def _exit(nodes: Mapping[str, NodeRecord], rank: int) -> tuple[str, ...]:
-    for node in nodes.values():
-        code = node.exit_codes.get(rank)
-        if code is not None and code < 0:
-            return (f"ended by {_signal(-code)}",)
-        if code is not None:
-            return (f"ended with exit code {code}",)
-    return ()
-
-
-def _signal(number: int) -> str:
-    try:
-        return Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    code = next((n.exit_codes[rank] for n in nodes.values() if rank in n.exit_codes), None)
+    if code is None:
+        return ()
+    if code >= 0:
+        return (f"ended with exit code {code}",)
+    with suppress(ValueError):
+        return (f"ended by {Signals(-code).name}",)
+    return (f"ended by signal {-code}",)  # a real-time signal
 
 
 def _hung(run: RunDir, record: AttemptRecord, hang: HangRecord) -> Culprit:
-    places = read_places(run.attempt(record.stage, record.attempt))
-    apart = standing_apart(places)
-    rank = next(iter((*apart, *hang.behind)), None)
-    how = [
-        f"no progress for {hang.waited_s:.0f} s in phase {hang.phase} after step {hang.step} "
-        f"(limit {hang.limit_s:.0f} s)"
-    ]
-    if hang.unresponsive_nodes:
-        how.append(f"no sign of life from {', '.join(hang.unresponsive_nodes)}")
-    if rank in places:
-        how.append(f"it stood in {places[rank].words}")
+    locations = read_locations(run.attempt(record.stage, record.attempt))
+    rank = next(iter((*outliers(locations), *hang.behind)), None)
+    how = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
+    if rank in locations:
+        how.append(f"its stack was in {locations[rank].text}")
     node = node_of(run, record.stage, record.attempt, rank) if rank is not None else ""
-    return Culprit(record, rank, node, tuple(how), stacks=bool(places))
+    return Culprit(record, rank, node, tuple(how), stacks=bool(locations))
 
 
-def _silent(run: RunDir, record: AttemptRecord, silent: Sequence[str]) -> Culprit:
-    """A node that was lost: of its workers the first stands for all."""
+def _lost(record: AttemptRecord, nodes: Sequence[str]) -> Culprit:
+    """A node that stopped responding, represented by its first worker."""
     per_node = record.world_size // max(len(record.nodes), 1)
-    rank = record.nodes.index(silent[0]) * per_node
-    how = (f"no word from {', '.join(silent)}: its launcher did not live to report",)
-    return Culprit(record, rank, silent[0], how)
+    rank = record.nodes.index(nodes[0]) * per_node
+    how = (f"{', '.join(nodes)} stopped responding: its launcher left no report",)
+    return Culprit(record, rank, nodes[0], how)
 
 
-# The frames of faulthandler and of py-spy.
+# Frames as faulthandler and py-spy print them.
 _FAULTHANDLER = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
 _PY_SPY = re.compile(r"^\s+(?P<name>\S+) \((?P<path>[^:)]+):(?P<line>\d+)\)$")
-# Where a worker stands that computes or waits for the others.
-_TOGETHER = re.compile(r"/torch/|/torch_xla/|/neuronx_distributed/|slurmllm/backends/")
+# Frames of a worker that computes or waits for the others.
+_COLLECTIVE = re.compile(r"/torch/|/torch_xla/|/neuronx_distributed/|slurmllm/backends/")
 _MAX_LINES = 4
 
 
-class Place(NamedTuple):
-    """Where a worker's main thread stood.
+class StackLocation(NamedTuple):
+    """Where a worker's main thread was.
 
     Attributes:
-        words: For people.
+        text: Function, file and line.
         apart: Whether it neither computed nor waited for the others.
     """
 
-    words: str
+    text: str
     apart: bool
 
 
-def read_places(attempt: AttemptDir) -> dict[int, Place]:
-    """Where the workers of a hung attempt stood, by rank."""
+def read_locations(attempt: AttemptDir) -> dict[int, StackLocation]:
+    """The locations of the workers of an attempt that hung, by rank."""
     folder = attempt.stacks(0).parent
     found = {}
     for path in sorted(folder.glob("rank_*.txt")) if folder.is_dir() else []:
         try:
-            found[int(path.stem.removeprefix("rank_"))] = place(path.read_text(errors="replace"))
+            rank = int(path.stem.removeprefix("rank_"))
+            found[rank] = stack_location(path.read_text(errors="replace"))
         except (OSError, ValueError):
             continue
     return found
 
 
-def place(dump: str) -> Place:
-    """Where the main thread of a worker stood, by its dump."""
+def stack_location(dump: str) -> StackLocation:
+    """The location of a worker's main thread in a dump of its stacks."""
     if dump.startswith("no answer"):
-        return Place(dump.splitlines()[0], apart=True)
-    # faulthandler puts the thread that took the signal, the main one, under "Current thread", and
-    # the innermost frame first.
+        return StackLocation(dump.splitlines()[0], apart=True)
+    # faulthandler prints the thread that took the signal, the main one, under "Current thread",
+    # and the innermost frame first.
     main = dump.rpartition("Current thread")[2]
     frames = list(_FAULTHANDLER.finditer(main)) or list(_PY_SPY.finditer(main))
     if not frames:
-        return Place("no Python frames", apart=False)
+        return StackLocation("no Python frames", apart=False)
     inner = frames[0]
-    words = f"{inner['name']} ({_short(inner['path'])}:{inner['line']})"
+    text = f"{inner['name']} ({_short(inner['path'])}:{inner['line']})"
     own = next((frame for frame in frames if "slurmllm/" in frame["path"]), None)
     if own is not None and own is not inner:
-        words += f" from {own['name']} ({_short(own['path'])}:{own['line']})"
-    # With some frames of a library or a backend it is in the step that all make together.
-    apart = not any(_TOGETHER.search(frame["path"]) for frame in frames)
-    return Place(words, apart)
+        text += f" from {own['name']} ({_short(own['path'])}:{own['line']})"
+    # A frame of a library or a backend: it is in the step that all workers take together.
+    return StackLocation(text, not any(_COLLECTIVE.search(frame["path"]) for frame in frames))
 
 
-def standing_apart(places: Mapping[int, Place]) -> tuple[int, ...]:
-    """The ranks that the others wait for; none where all or none stand apart."""
-    apart = tuple(sorted(rank for rank, found in places.items() if found.apart))
-    return apart if len(apart) < len(places) else ()
+def outliers(locations: Mapping[int, StackLocation]) -> tuple[int, ...]:
+    """The ranks for which the others wait; empty if all or none are apart."""
+    apart = tuple(sorted(rank for rank, found in locations.items() if found.apart))
+    return apart if len(apart) < len(locations) else ()
 
 
-def evidence(places: Mapping[int, Place]) -> tuple[str, ...]:
-    """A line for each worker that stands apart, else one of where most stand."""
-    apart = standing_apart(places)
-    lines = [f"rank {rank}: {places[rank].words}" for rank in apart[:_MAX_LINES]]
-    if not apart and places:
-        words = [found.words for found in places.values()]
-        most = max(set(words), key=words.count)
-        lines = [f"{words.count(most)} of {len(words)} workers: {most}"]
+def stack_lines(locations: Mapping[int, StackLocation]) -> tuple[str, ...]:
+    """A line for each outlier; without outliers, one line with the most common location."""
+    apart = outliers(locations)
+    lines = [f"rank {rank}: {locations[rank].text}" for rank in apart[:_MAX_LINES]]
+    if not apart and locations:
+        texts = [found.text for found in locations.values()]
+        most = max(set(texts), key=texts.count)
+        lines = [f"{texts.count(most)} of {len(texts)} workers: {most}"]
     return tuple(lines)
 
 

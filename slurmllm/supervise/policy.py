@@ -1,6 +1,6 @@
-"""What follows on an ending: requeue, stop or finish, after how long, and without which nodes.
+"""The action after an ending: requeue, stop or finish, after which wait, and without which nodes.
 
-Pure functions of records, so that the simulator runs the policy that the supervisor runs.
+Pure functions of records, so that a simulation of months runs the supervisor's own policy.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ACTIONS: Mapping[EndingClass, Action] = {
     "out_of_memory": "stop",
     "compile_failure": "stop",
     "bad_configuration": "stop",
-    "storage_failure": "requeue",  # where the fault may pass
+    "storage_failure": "requeue",  # if the failure is transient
     "code_error": "stop",
     "divergence": "stop",  # requeued after a roll-back
     "no_progress": "stop",
     "cancelled": "stop",
     "superseded": "stop",
 }
-# The endings that have a budget, its field in the recipe, and their name for people.
+# The classes with a budget: its field in the recipe, and the name of the class in messages.
 BUDGETS: Mapping[EndingClass, tuple[str, str]] = {
     "node_failure": ("failure_budget", "node failures"),
     "hang": ("hang_budget", "hangs"),
@@ -42,53 +42,72 @@ def decide(
     recipe: Recipe,
     *,
     rolled_back: bool = False,
+    started: bool = True,
 ) -> AttemptRecord:
-    """Settle what follows on an attempt.
+    """Decide the action after an attempt; the only place that does, for both stages.
 
     Args:
-        closed: The attempt, with class, evidence, end and checkpoints, of the train stage.
-        earlier: Those before it that count (since the last submission), oldest first.
-        recipe: Limits, budgets and backoff are under `slurm`.
-        rolled_back: After a divergence: whether the run goes back and passes over the data.
+        closed: The attempt, with class, evidence, end and checkpoints.
+        earlier: The attempts of the stage since the last submission, oldest first.
+        recipe: Limits, budgets and backoff are in its slurm section.
+        rolled_back: After a divergence: whether the workers chose a checkpoint to go back to.
+        started: Whether launchers were started.
 
     Returns:
-        The record with action and backoff; where a limit is reached with that as evidence, and
-        with class `no_progress` where this attempt was one too many without a checkpoint.
+        The record with action and backoff. If a limit is reached, the evidence names it; the class
+        becomes `no_progress` after too many attempts without a new checkpoint.
     """
     assert closed.ending is not None
     action = ACTIONS[closed.ending]
-    if closed.ending == "divergence" and rolled_back:
+    if closed.stage == "precompile" and closed.ending == "compile_failure":
+        if recipe.train.incomplete_graphs == "compile":
+            text = "train.incomplete_graphs: compile: the train stage starts all the same"
+            return _with_action(closed, "finish", (*closed.evidence, text))
+    elif closed.stage == "precompile" and started and action == "requeue":
+        action = "stop"  # the train job depends on the success of this one: Slurm's afterok
+    elif closed.ending == "divergence" and rolled_back:
         action = "requeue"
-    if closed.ending == "storage_failure" and not may_pass(closed.evidence):
+    elif closed.ending == "storage_failure" and not is_transient(closed.evidence):
         action = "stop"
     if action != "requeue":
-        return closed.model_copy(update={"action": action, "backoff_s": 0.0})
+        return _with_action(closed, action)
     limits = recipe.slurm
-    idle = _idle(closed, earlier)
-    if idle >= limits.no_progress_limit and not _went_back(closed):
-        words = f"{idle} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
-        evidence = (words, f"the last one: {closed.ending}", *closed.evidence)
-        return _stopped(closed, evidence).model_copy(update={"ending": "no_progress"})
+    idle = _idle_attempts(closed, earlier)
+    if idle >= limits.no_progress_limit and closed.ending != "divergence":
+        text = f"{idle} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
+        evidence = (text, f"the last one: {closed.ending}", *closed.evidence)
+        return _with_action(closed, "stop", evidence).model_copy(update={"ending": "no_progress"})
+    backoff = 0.0
     if closed.ending in BUDGETS:
         field, name = BUDGETS[closed.ending]
         budget, hours = int(getattr(limits, field)), limits.budget_hours
-        spent = 1 + sum(a.ending == closed.ending for a in _within(closed, earlier, hours))
-        if spent > budget:
-            words = f"{spent} {name} within {hours:g} h, slurm.{field} is {budget}"
-            return _stopped(closed, (*closed.evidence, words))
-    backoff_s = 0.0
-    if idle and closed.ending in BUDGETS:
-        # Not 2.0 ** idle: with a high limit of attempts that is more than a float holds.
-        backoff_s = min(limits.backoff_s * 2.0 ** min(idle - 1, 20), MAX_BACKOFF_S)
-    return closed.model_copy(update={"action": "requeue", "backoff_s": backoff_s})
+        used = 1 + sum(a.ending == closed.ending for a in _within(closed, earlier, hours))
+        if used > budget:
+            text = f"{used} {name} within {hours:g} h, slurm.{field} is {budget}"
+            return _with_action(closed, "stop", (*closed.evidence, text))
+        backoff = backoff_s(limits.backoff_s, idle) if idle else 0.0
+    return closed.model_copy(update={"action": "requeue", "backoff_s": backoff})
 
 
-def may_pass(evidence: Sequence[str]) -> bool:
-    """Whether a fault of the storage may be gone when the job starts again.
+def _with_action(
+    closed: AttemptRecord, action: Action, evidence: tuple[str, ...] | None = None
+) -> AttemptRecord:
+    evidence = closed.evidence if evidence is None else evidence
+    return closed.model_copy(update={"action": action, "backoff_s": 0.0, "evidence": evidence})
 
-    A file system that is read-only, stale or full for the moment is mended by others, or by the
-    run's own retention. A damaged file, a checkpoint that does not verify, a used-up quota and a
-    limit on file sizes stay until the user does something.
+
+def backoff_s(first_s: float, failures: int) -> float:
+    """The wait before the next start after some failures in a row, doubled with each."""
+    # Not 2.0 ** failures: with a high limit of attempts a float overflows.
+    return min(first_s * 2.0 ** min(failures - 1, 20), MAX_BACKOFF_S)
+
+
+def is_transient(evidence: Sequence[str]) -> bool:
+    """Whether a storage failure may be over when the job starts again.
+
+    A file system that is read-only, stale or full is fixed by its administrators, or by the run's
+    own retention. A damaged file, a checkpoint that does not verify, an exceeded quota and a limit
+    on file sizes persist until the user acts.
     """
     lasting = any(LASTING_FAULT.search(line) for line in evidence)
     return not lasting and any(PASSING_FAULT.search(line) for line in evidence)
@@ -100,14 +119,14 @@ def failing_nodes(
     lost: Collection[str],
     hours: float,
 ) -> dict[str, str]:
-    """The nodes to keep off after an attempt, and why.
+    """The nodes to exclude after an attempt, with the reasons.
 
     Args:
         closed: The attempt.
-        earlier: All before it, of both stages.
-        lost: The blamed nodes that fell silent, failed their checks or have a broken device: one
-            such ending is enough. Of the others it takes two.
-        hours: How far back endings count.
+        earlier: All attempts before it, of both stages.
+        lost: The blamed nodes that stopped responding, failed their checks or have a broken
+            device: one such ending is enough. Other nodes are excluded after two.
+        hours: Age limit of the endings that count.
     """
     found = {}
     for name in closed.blamed_nodes:
@@ -119,33 +138,26 @@ def failing_nodes(
         recent = [a for a in blaming if _end(a) >= _end(closed) - hours * HOUR_S]
         if len(recent) > 1:
             which = ", ".join(f"{a.stage} {a.attempt}" for a in recent)
-            found[name] = f"{len(recent)} attempts were put down to it: {which}"
+            found[name] = f"blamed for {len(recent)} attempts: {which}"
     return found
 
 
 def gained(attempt: AttemptRecord) -> bool:
-    """Whether an attempt left a checkpoint newer than it found."""
+    """Whether an attempt left a newer checkpoint than it found."""
     if attempt.steps_gained is not None:
         return attempt.steps_gained > 0
     before, after = attempt.checkpoint_before, attempt.checkpoint_after
     return after is not None and (before is None or after > before)
 
 
-def _idle(closed: AttemptRecord, earlier: Sequence[AttemptRecord]) -> int:
-    """How many attempts in a row, this one included, left no new checkpoint.
-
-    Roll-backs have a limit of their own (guard.max_roll_backs) and are passed over.
-    """
+def _idle_attempts(closed: AttemptRecord, earlier: Sequence[AttemptRecord]) -> int:
+    """Number of attempts in a row, this one included, without a new checkpoint."""
     idle = 0
     for attempt in (closed, *reversed(earlier)):
         if gained(attempt):
             break
-        idle += not _went_back(attempt)
+        idle += attempt.ending != "divergence"  # roll-backs have a limit: guard.max_roll_backs
     return idle
-
-
-def _went_back(attempt: AttemptRecord) -> bool:
-    return attempt.ending == "divergence"
 
 
 def _within(
@@ -160,7 +172,3 @@ def _within(
 
 def _end(attempt: AttemptRecord) -> float:
     return attempt.ended_at if attempt.ended_at is not None else attempt.started_at
-
-
-def _stopped(closed: AttemptRecord, evidence: tuple[str, ...]) -> AttemptRecord:
-    return closed.model_copy(update={"action": "stop", "backoff_s": 0.0, "evidence": evidence})

@@ -1,17 +1,16 @@
-"""The batch script's own process: one attempt of one stage, from the nodes to the verdict.
+"""The batch script's own process: one attempt of one stage, from the nodes to the action.
 
-    close what the last attempt left open → open this one → check the nodes → graphs onto them →
+    close orphaned attempts → open this one → check the nodes → broadcast the graphs →
     launchers → wait (signals, deadlines) → classify → record → requeue, stop or finish
 
-It lives on the first node of the attempt. When that node dies it writes nothing, so the next
-attempt closes this one's record from Slurm's accounting.
+It runs on the first node of the attempt. If that node dies, the next attempt closes this one's
+record by Slurm's accounting.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -39,16 +38,14 @@ from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
 from slurmllm.supervise.attempt_monitor import (
     AttemptMonitor,
-    Outcome,
+    Observations,
     StopSignals,
-    newer_attempt,
-    say,
 )
 from slurmllm.supervise.attempts import ended_at, ending_of_orphaned, incarnation, still_runs
-from slurmllm.supervise.classify import Ending, Evidence, classify
+from slurmllm.supervise.classify import Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import drain, exclude_failed, excluded, nodes_to_avoid, requeue
-from slurmllm.supervise.policy import MAX_BACKOFF_S, may_pass
+from slurmllm.supervise.policy import backoff_s, is_transient
 from slurmllm.supervise.preflight import preflight
 
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
@@ -56,6 +53,8 @@ EXIT_FAILED = {
     "bad_configuration": 2, "storage_failure": 4, "divergence": 71, "cancelled": EXIT_NEGATIVE,
     "superseded": EXIT_NEGATIVE,
 }  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 
 class Supervisor:
@@ -70,20 +69,19 @@ class Supervisor:
         """Run the attempt.
 
         Returns:
-            0 finished, 75 to be started again, another code of errors.py where it stopped.
+            0 finished, 75 to be started again, another code of errors.py if it stopped.
 
         Raises:
-            StorageError: the run directory can no longer be written; the attempt's record is
-                open.
+            StorageError: The run directory is no longer writable; the attempt's record is open.
         """
         self.stop.install()
-        stopped = self._close_unfinished()
+        stopped = self._close_orphaned()
         if stopped is not None:
             return self._exit_code(stopped)
         record = attempts.open_attempt(self.run, self.stage, self.config, self.allocation)
-        self._say(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
+        self._log(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
         phases: dict[str, float] = {}
-        outcome = Outcome()
+        observed = Observations()
         try:
             self._merge_new_graphs()
             ending = self._preflight(record, phases)
@@ -93,49 +91,53 @@ class Supervisor:
                 record.save(self.run.attempt(self.stage, record.attempt).record)
                 launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
         except SlurmllmError as error:
-            closed = self._close(record, ending_of_error(error, record.nodes[0]), phases, outcome)
+            closed = self._close(record, ending_of_error(error, record.nodes[0]), phases, observed)
             if closed.action == "requeue":
                 return self._act(closed)
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            log.error("%s", error)
             return error.exit_code
         if ending is None:
             started = time.monotonic()
-            outcome = self._wait(launchers, record)
+            limited = self.allocation.job_id is not None
+            monitor = AttemptMonitor(
+                self.run, record, self.config, launchers, self.stop, limited
+            )  # fmt: skip
+            observed = monitor.wait()
             phases["workers"] = time.monotonic() - started
-            ending = classify(self._observe(record, outcome))
-        return self._act(self._close(record, ending, phases, outcome))
-
-    def _wait(self, launchers: list[subprocess.Popen[bytes]], record: AttemptRecord) -> Outcome:
-        limited = self.allocation.job_id is not None
-        return AttemptMonitor(
-            self.run, record, self.config, launchers, self.stop, limited
-        ).to_the_end()
+            stop_signal = None if observed.failed_first else self.stop.name
+            ending = classify(
+                gather_evidence(
+                    self.run, record, self.allocation, observed, stop_signal, self._uncompiled()
+                )
+            )
+        return self._act(self._close(record, ending, phases, observed))
 
     def _close(
-        self, record: AttemptRecord, ending: Ending, phases: dict[str, float], outcome: Outcome
+        self, record: AttemptRecord, ending: Ending, phases: dict[str, float], seen: Observations
     ) -> AttemptRecord:
-        """Write down the ending and what follows, unless another supervisor has done so."""
+        """Record the ending and the action, unless another supervisor has done so."""
         on_disk = AttemptRecord.load(self.run.attempt(self.stage, record.attempt).record)
         if on_disk.ended_at is not None:
-            self._say(on_disk, "another supervisor has closed this attempt and goes on")
+            self._log(on_disk, "another supervisor has closed this attempt and continues the run")
             return on_disk.model_copy(update={"ending": "superseded", "action": "stop"})
-        first = record.restart_count == 0  # what a requeued one waited, the records say
+        # The queue time of a requeued attempt follows from the records.
+        first = record.restart_count == 0
         row = incarnation(record, self._accounting(record.job_id)) if first else None
         closed = attempts.close_attempt(
-            self.run, record, ending, phases, sign_at=outcome.sign_at, row=row
+            self.run, record, ending, phases, sign_at=seen.sign_at, row=row
         )
         self._exclude_failed(closed)
-        self._say(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
+        self._log(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
         nodes = attempts.node_records(self.run, record)
         if line := attempts.unequal_versions({name: n.versions for name, n in nodes.items()}):
-            self._say(closed, f"warning: {line}")
-        # A requeue must not wait; the next attempt begins with it.
+            self._log(closed, f"warning: {line}")
+        # A requeue must not wait for the merge: the next attempt begins with it.
         if closed.action != "requeue" and closed.ending != "superseded":
             self._merge_new_graphs()
         return closed
 
     def _preflight(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
-        """Have every node check itself; the ending where one fails."""
+        """Have every node check itself; returns the ending if a node fails."""
         if not self.config.cluster.health.enabled:
             return None
         started = time.monotonic()
@@ -144,15 +146,15 @@ class Supervisor:
         )
         phases["preflight"] = time.monotonic() - started
         for line in found.warnings:
-            say(f"preflight: warning: {line}")
+            log.warning("preflight: warning: %s", line)
         return found.ending
 
     def _broadcast_graphs(self) -> float:
-        """Send the archive to every node's own disk; returns the seconds it took.
+        """Copy the archive to every node's own disk; returns the duration, s.
 
         Raises:
-            StorageError: precompile left no manifest.
-            IncompleteGraphsError: graphs are not compiled, and the recipe says to refuse.
+            StorageError: The precompile stage left no manifest.
+            IncompleteGraphsError: Graphs are not compiled, and the recipe refuses to go on.
         """
         if self.stage == "precompile":
             return 0.0
@@ -168,37 +170,30 @@ class Supervisor:
         archive = self.run.graphs_archive(manifest.archive)
         fault = self.allocation.broadcast(archive, target)
         if fault is not None:
-            say(f"sbcast: {fault}; the nodes read {archive}")
+            log.warning("sbcast: %s; the nodes read %s", fault, archive)
         seconds = time.monotonic() - started
-        say(f"graph cache: {manifest.graphs} graphs to all nodes in {seconds:.1f} s")
+        log.info("graph cache: %d graphs to all nodes in %.1f s", manifest.graphs, seconds)
         return seconds
 
     def _merge_new_graphs(self) -> None:
-        """Put graphs that were compiled while training into the archive."""
         if self.stage == "precompile":
             return
         try:
             names = merge_new_graphs(self.run)
         except StorageError as error:
-            say(f"warning: {error}")  # they can be compiled again
+            log.warning("%s", error)  # the graphs can be compiled again
             return
         if names:
             shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
-            say(f"graph cache: {len(names)} new graphs in the archive: {shown}")
+            log.info("graph cache: %d new graphs in the archive: %s", len(names), shown)
 
     def _uncompiled(self) -> tuple[str, ...]:
-        """Why the archive that this precompile attempt left is not complete."""
+        """Why the archive of this precompile attempt is incomplete."""
         if self.stage == "train":
             return ()
         if not self.run.graphs_manifest.is_file():
             return ("no archive of compiled graphs was written",)
         return faults(GraphManifest.load(self.run.graphs_manifest), self.run)
-
-    def _observe(self, record: AttemptRecord, outcome: Outcome) -> Evidence:
-        stop_signal = None if outcome.failed_first else self.stop.name
-        return gather_evidence(
-            self.run, record, self.allocation, outcome, stop_signal, self._uncompiled()
-        )
 
     def _accounting(self, job_id: str | None) -> list[AccountingRow]:
         if job_id is None or not isinstance(self.allocation, SlurmAllocation):
@@ -206,17 +201,18 @@ class Supervisor:
         return self.allocation.client.accounting(job_id)
 
     def _act(self, closed: AttemptRecord) -> int:
-        newer = newer_attempt(self.run, self.stage, closed.attempt)
-        if closed.action == "requeue" and newer is not None:
-            self._say(closed, f"attempt {newer} has taken the run over: it is not requeued")
+        """Carry out the action of a closed attempt; returns the exit code."""
+        if closed.action != "requeue":
+            return self._exit_code(closed)
+        newer = attempts.newer_attempt(self.run, self.stage, closed.attempt)
+        if newer is not None:
+            self._log(closed, f"superseded by attempt {newer}: not requeued")
             return EXIT_NEGATIVE
-        if closed.action == "requeue":
-            if isinstance(self.allocation, SlurmAllocation):
-                self._requeue(self.allocation, closed)
-            else:
-                wait_out(closed.backoff_s, self.stop)
-            return EXIT_REQUEUE
-        return self._exit_code(closed)
+        if isinstance(self.allocation, SlurmAllocation):
+            self._requeue(self.allocation, closed)
+        else:
+            wait_backoff(closed.backoff_s, self.stop)
+        return EXIT_REQUEUE
 
     def _exit_code(self, closed: AttemptRecord) -> int:
         if closed.action == "finish":
@@ -228,7 +224,7 @@ class Supervisor:
         partition = os.environ.get("SLURM_JOB_PARTITION")
         try:
             if started_again(allocation):
-                self._say(closed, "Slurm has started the job again: it is not requeued")
+                self._log(closed, "Slurm has started the job again: not requeued")
                 return
             lost = attempts.lost_nodes(self.run, closed)
             before = [node.node for node in excluded(self.run)]
@@ -236,45 +232,45 @@ class Supervisor:
                 client, len(closed.nodes), lost, before, partition, allocation.job_id
             )
             if self.stage == "precompile" and avoid:
-                self._keep_train_off(client, partition)
+                self._exclude_from_train(client, partition)
             listed = self.run.excluded.is_file()
             requeue(client, allocation.job_id, avoid, slurm.exclude, listed, closed.backoff_s)
         except SlurmError as error:
-            # The record says requeue and the job may be lost to it: say so where it is looked for.
-            say(f"{error}; if the job ends here, `slurmllm resume {self.run.name}`")
+            # The record says requeue, but the job may end here: tell the reader of its log.
+            log.error("%s; if the job ends here, `slurmllm resume %s`", error, self.run.name)
 
-    def _keep_train_off(self, client: SlurmClient, partition: str | None) -> None:
-        """Have the train job, which waits for this one, keep off the same nodes."""
-        sent = JobsRecord.load(self.run.jobs).submissions[-1]
+    def _exclude_from_train(self, client: SlurmClient, partition: str | None) -> None:
+        """Exclude the same nodes from the train job that depends on this one."""
+        submission = JobsRecord.load(self.run.jobs).submissions[-1]
         avoid = nodes_to_avoid(
-            client, sent.nodes, [], [node.node for node in excluded(self.run)], partition
+            client, submission.nodes, [], [node.node for node in excluded(self.run)], partition
         )
-        if sent.train_job is not None and avoid:
+        if submission.train_job is not None and avoid:
             given = self.config.recipe.slurm.exclude
-            client.exclude(sent.train_job, [*([given] if given else []), *avoid])
+            client.exclude(submission.train_job, [*([given] if given else []), *avoid])
 
     def _exclude_failed(self, closed: AttemptRecord) -> None:
-        """Write down the nodes that the attempt lost, and drain them where that is wished."""
+        """Record the nodes that the attempt lost, and drain them if the recipe says so."""
         try:
             new = exclude_failed(self.run, closed, self.config)
         except StorageError as error:
-            say(f"warning: {error}")  # Slurm's own list still keeps off them
+            log.warning("%s", error)  # the requeued job's own list still excludes them
             return
         if self.config.recipe.slurm.drain and isinstance(self.allocation, SlurmAllocation):
             drain(self.allocation.client, new)
 
-    def _close_unfinished(self) -> AttemptRecord | None:
-        """Close attempts before this one where their supervisors could not.
+    def _close_orphaned(self) -> AttemptRecord | None:
+        """Close earlier attempts whose supervisors died.
 
         Returns:
-            The last one where it ended the run: a limit of the recipe is reached.
+            The last one if it ended the run because a limit of the recipe is reached.
         """
         closed: AttemptRecord | None = None
         for record in attempts.load_attempts(self.run, self.stage):
             if record.ended_at is not None:
                 continue
-            if words := still_runs(record, self.allocation):
-                self._say(record, f"is still open, and this attempt takes over from it: {words}")
+            if reason := still_runs(record, self.allocation):
+                self._log(record, f"is still open and is superseded by this attempt: {reason}")
                 continue
             reported = attempts.node_records(self.run, record)
             row = incarnation(record, self._accounting(record.job_id))
@@ -282,19 +278,20 @@ class Supervisor:
             closed = attempts.close_attempt(
                 self.run, record, ending, ended_at=ended_at(row), row=row
             )
-            self._say(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
+            self._log(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
             self._exclude_failed(closed)
         if closed is None or self.stage == "precompile" or closed.action != "stop":
             return None
         return closed if closed.attempt >= attempts.first_attempt(self.run) else None
 
-    def _say(self, record: AttemptRecord, words: str) -> None:
+    def _log(self, record: AttemptRecord, message: str) -> None:
+        # `logs` finds the attempts of a stage's log by this form of line.
         job = f" of job {record.job_id}" if record.job_id else ""
-        say(f"{self.stage} attempt {record.attempt}{job}: {words}")
+        log.info("%s attempt %d%s: %s", self.stage, record.attempt, job, message)
 
 
 def ending_of_error(error: SlurmllmError, node: str) -> Ending:
-    """How an attempt ended that the supervisor could not even start."""
+    """The ending of an attempt that the supervisor could not start."""
     if isinstance(error, IncompleteGraphsError):
         return Ending("compile_failure", tuple(line.strip() for line in str(error).splitlines()))
     if error.blame == "user":
@@ -307,7 +304,7 @@ def ending_of_error(error: SlurmllmError, node: str) -> Ending:
 
 
 def started_again(allocation: SlurmAllocation) -> bool:
-    """Whether the job runs as another incarnation than this one, which Slurm had lost."""
+    """Whether the job runs as a later incarnation: Slurm had lost contact with this one."""
     client, job_id = allocation.client, allocation.job_id
     if patiently(lambda: client.restarts(job_id)) <= allocation.restart_count:
         return False
@@ -315,19 +312,19 @@ def started_again(allocation: SlurmAllocation) -> bool:
     return job is not None and job.state == "RUNNING"
 
 
-def wait_out(seconds: float, stop: StopSignals) -> None:
-    """What a requeued job waits in Slurm's queue, a local one waits here."""
+def wait_backoff(seconds: float, stop: StopSignals) -> None:
+    """Wait before the next local attempt; a requeued job waits in Slurm's queue."""
     deadline = time.monotonic() + seconds
     if seconds:
-        say(f"waiting {seconds:.0f} s before the next attempt")
+        log.info("waiting %.0f s before the next attempt", seconds)
     while stop.name is None and time.monotonic() < deadline:
         time.sleep(0.2)
 
 
 def wait_writable(run: RunDir, patience_s: float) -> None:
-    """Until a file can be written where the job's log lies, some minutes at most.
+    """Wait until the folder of the job's log is writable, for `patience_s` at most.
 
-    Slurm fails a job for good whose log it cannot open.
+    Slurm fails a job for good if it cannot open the job's log.
     """
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
@@ -338,38 +335,39 @@ def wait_writable(run: RunDir, patience_s: float) -> None:
         time.sleep(1.0)
 
 
-def requeue_blindly(run: RunDir, stage: Stage, allocation: Allocation, error: StorageError) -> int:
-    """Go on with a run whose directory cannot be written just now; the next attempt closes the
-    record that stays open.
+def requeue_unrecorded(
+    run: RunDir, stage: Stage, allocation: Allocation, error: StorageError
+) -> int:
+    """Requeue a run whose directory is not writable; the next attempt closes the open record.
 
     Returns:
         The exit code for another start.
 
     Raises:
-        StorageError: the fault is not one that passes, or there were as many such starts in a row
-            as slurm.storage_budget allows.
+        StorageError: The fault is not transient, or as many starts in a row failed with it as
+            slurm.storage_budget allows.
     """
-    if not may_pass([str(error)]):
+    if not is_transient([str(error)]):
         raise error
     limits, recorded = SlurmConfig(), -1
     with suppress(SlurmllmError):
         limits = load(run.config).recipe.slurm
         of_job = [a for a in attempts.load_attempts(run, stage) if a.job_id == allocation.job_id]
         recorded = max((a.restart_count for a in of_job), default=-1)
-    starts = max(allocation.restart_count - recorded, 1)  # those that left no record, or this one
+    starts = max(allocation.restart_count - recorded, 1)  # those without a record, or this one
     if starts > limits.storage_budget:
         raise StorageError(
-            f"{error}; {starts} starts in a row found it so (slurm.storage_budget "
-            f"{limits.storage_budget}): mend the file system, then `slurmllm resume {run.name}`"
+            f"{error}; {starts} starts in a row failed with it (slurm.storage_budget "
+            f"{limits.storage_budget}): fix the file system, then `slurmllm resume {run.name}`"
         ) from error
-    backoff_s = min(limits.backoff_s * 2.0 ** min(starts - 1, 20), MAX_BACKOFF_S)
-    say(f"{error}; trying again in {backoff_s:.0f} s")
+    wait_s = backoff_s(limits.backoff_s, starts)
+    log.warning("%s; trying again in %.0f s", error, wait_s)
     if isinstance(allocation, SlurmAllocation):
         wait_writable(run, WRITABLE_S)
         if not started_again(allocation):
-            requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=backoff_s)
+            requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=wait_s)
     else:
-        time.sleep(backoff_s)
+        time.sleep(wait_s)
     return EXIT_REQUEUE
 
 
@@ -379,4 +377,4 @@ def supervise(run: RunDir, stage: Stage) -> int:
     try:
         return Supervisor(run, stage, allocation).main()
     except StorageError as error:
-        return requeue_blindly(run, stage, allocation, error)
+        return requeue_unrecorded(run, stage, allocation, error)

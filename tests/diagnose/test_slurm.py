@@ -64,5 +64,5 @@ def test_a_node_that_fails_its_preflight_is_excluded(tmp_path: Path) -> None:
         (SICK, first["evidence"][0])
     ]
     log = (bench.runs / "r" / "logs" / "train.log").read_text()
-    assert f"keeps off {SICK} from now on" in log
+    assert f"excludes {SICK} from now on" in log
     assert f"{SICK} is drained: preflight: {SICK}: 0.0 GB free" in log

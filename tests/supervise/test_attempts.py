@@ -41,7 +41,7 @@ from slurmllm.supervise.phases import queue_s, timeline
 from slurmllm.supervise.supervisor import started_again, wait_writable
 from slurmllm.train.run_records import EventLog
 
-LOST = Ending("node_failure", ("no word from local0",), ("local0",))
+LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_attempts_without_a_new_checkpoint_come_to_an_end(run: RunDir) -> None:
     assert [a.action for a in endings] == ["requeue", "requeue", "stop"]
     assert endings[-1].ending == "no_progress"
     assert "3 attempts in a row" in endings[-1].evidence[0]
-    assert "no word from local0" in endings[-1].evidence
+    assert "local0 stopped responding" in endings[-1].evidence
 
 
 def test_a_new_checkpoint_starts_the_count_again(run: RunDir) -> None:
@@ -119,7 +119,7 @@ def test_a_code_error_stops_at_once(run: RunDir) -> None:
     assert attempt(run, Ending("code_error", ("KeyError",))).action == "stop"
 
 
-def test_graphs_added_by_the_nodes_come_into_the_record(run: RunDir) -> None:
+def test_new_graphs_of_the_nodes_are_in_the_record(run: RunDir) -> None:
     record = open_attempt(run, "train", resolve("tiny_neox"), LocalAllocation())
     for name, graphs in (("local0", ("b", "a")), ("local1", ("a",))):
         NodeRecord(node=name, new_graphs=graphs).save(run.attempt("train", 0).node(name))

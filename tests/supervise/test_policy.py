@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
 from slurmllm.records import AttemptRecord, EndingClass
-from slurmllm.supervise.policy import decide, failing_nodes, may_pass
+from slurmllm.supervise.policy import decide, failing_nodes, is_transient
 
 HOUR_S = 3600.0
 FULL = "cannot save /r: No space left on device; 0.0 MB are free there"
@@ -108,7 +108,7 @@ def test_a_roll_back_goes_on_and_is_no_idle_attempt() -> None:
     ],
 )
 def test_storage_that_may_mend_itself(evidence: str, passes: bool) -> None:
-    assert may_pass([evidence]) is passes
+    assert is_transient([evidence]) is passes
     closed = decide(attempt(0, "storage_failure", evidence=(evidence,)), [], RECIPE)
     assert closed.action == ("requeue" if passes else "stop")
 

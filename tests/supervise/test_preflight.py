@@ -137,7 +137,7 @@ def allocation(
 
 
 def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slurm = FakeSlurm(("n1", "n2", "n3", "n4"))
     asked = allocation(run, slurm, monkeypatch)
@@ -154,7 +154,7 @@ def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
     (node,) = excluded(run)
     assert (node.node, round((node.until - node.since) / 3600)) == ("n2", 24)
     assert slurm.jobs[asked.job_id].excluded == ("n2",)
-    assert "n2 is not drained (slurm.drain): scontrol failed" in capsys.readouterr().out
+    assert "n2 is not drained (slurm.drain): scontrol failed" in caplog.text
 
 
 def test_a_precompile_job_is_requeued_too_and_the_train_job_keeps_off(
@@ -193,7 +193,7 @@ def test_a_node_that_two_attempts_are_put_down_to(run: RunDir) -> None:
     assert exclude_failed(run, closed(run, "n2"), config) == []
     (node,) = exclude_failed(run, closed(run, "n3"), config)
     assert node.node == "n3"
-    assert node.reason == "2 attempts were put down to it: train 0, train 2"
+    assert node.reason == "blamed for 2 attempts: train 0, train 2"
     assert [n.node for n in excluded(run)] == ["n3"]
 
 

@@ -18,7 +18,7 @@ from slurmllm.errors import StorageError
 from slurmllm.rundir import RunDir
 from slurmllm.supervise.allocation import LocalAllocation
 from slurmllm.supervise.attempts import open_attempt
-from slurmllm.supervise.supervisor import requeue_blindly
+from slurmllm.supervise.supervisor import requeue_unrecorded
 
 HANGING = Path(__file__).with_name("hanging")
 STEPS = 40
@@ -103,10 +103,10 @@ def test_of_two_supervisors_the_newer_one_has_the_run(
     old_pids = [bench.node("split", 0, f"local{n}")["pids"][str(n)] for n in (0, 1)]
     output, _ = first.communicate(timeout=400)
     assert first.returncode == 1, output
-    assert "attempt 1 of another supervisor has taken the run over" in output
+    assert "superseded by attempt 1 of another supervisor" in output
     words, _ = second.communicate(timeout=400)
     assert second.returncode == 0, words
-    assert "attempt 0: is still open, and this attempt takes over from it: process" in words
+    assert "attempt 0: is still open and is superseded by this attempt: process" in words
     assert bench.endings("split") == [("superseded", "stop"), ("done", "finish")]
     assert not any(Path(f"/proc/{pid}").exists() for pid in old_pids)
     bench.compare_exactly(unbroken, "split")
@@ -119,11 +119,11 @@ def test_a_directory_that_cannot_be_written_costs_a_start_and_not_the_run(tmp_pa
     run.path.mkdir()
     run.config.write_text(config.to_yaml())
     refused = StorageError("cannot write x: Read-only file system")
-    assert requeue_blindly(run, "train", allocation, refused) == 75
+    assert requeue_unrecorded(run, "train", allocation, refused) == 75
     allocation.restart_count = 3
     with pytest.raises(StorageError, match=r"4 starts in a row.*storage_budget 3.*resume r"):
-        requeue_blindly(run, "train", allocation, refused)
+        requeue_unrecorded(run, "train", allocation, refused)
     open_attempt(run, "train", config, allocation)  # a start that could write counts anew
-    assert requeue_blindly(run, "train", allocation, refused) == 75
+    assert requeue_unrecorded(run, "train", allocation, refused) == 75
     with pytest.raises(StorageError, match="quota"):
-        requeue_blindly(run, "train", allocation, StorageError("x: Disk quota exceeded"))
+        requeue_unrecorded(run, "train", allocation, StorageError("x: Disk quota exceeded"))

@@ -14,7 +14,7 @@ import pytest
 from slurmllm.config.recipe import WatchdogConfig
 from slurmllm.records import AttemptRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.rundir import RunDir
-from slurmllm.supervise.first_failure import evidence, place, standing_apart
+from slurmllm.supervise.first_failure import outliers, stack_lines, stack_location
 from slurmllm.supervise.heartbeat import Heartbeats
 from slurmllm.supervise.watchdog import (
     AttemptProgress as Progress,
@@ -207,14 +207,15 @@ Thread 4711 (idle): "MainThread"
 """
 
 
-def test_who_stands_apart() -> None:
-    places = {0: place(WAITS), 1: place(READS), 2: place(WAITS)}
-    assert standing_apart(places) == (1,)
-    assert evidence(places) == (
+def test_outliers() -> None:
+    places = {0: stack_location(WAITS), 1: stack_location(READS), 2: stack_location(WAITS)}
+    assert outliers(places) == (1,)
+    assert stack_lines(places) == (
         "rank 1: readinto (python3.11/socket.py:706) from next_batch (data/stream.py:70)",
     )
-    assert standing_apart({0: place(WAITS), 1: place(SPIED)}) == (1,)
-    assert standing_apart({0: place(READS), 1: place(READS)}) == ()
-    assert standing_apart({0: place(WAITS)}) == standing_apart({}) == ()
-    assert evidence({0: place(WAITS), 1: place(WAITS)})[0].startswith("2 of 2 workers: all_gather")
-    assert place("").words == "no Python frames"
+    assert outliers({0: stack_location(WAITS), 1: stack_location(SPIED)}) == (1,)
+    assert outliers({0: stack_location(READS), 1: stack_location(READS)}) == ()
+    assert outliers({0: stack_location(WAITS)}) == outliers({}) == ()
+    alike = {0: stack_location(WAITS), 1: stack_location(WAITS)}
+    assert stack_lines(alike)[0].startswith("2 of 2 workers: all_gather")
+    assert stack_location("").text == "no Python frames"
