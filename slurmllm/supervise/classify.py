@@ -120,8 +120,8 @@ def classify(evidence: Evidence) -> Ending:
     if not silent and EXIT_REQUEUE in ended and ended <= {EXIT_OK, EXIT_REQUEUE}:
         return Ending("advance_signal", (f"{stop_signal or 'a stop signal'}: saved and left",))
     if evidence.hang is not None and not _failed_before(evidence, evidence.hang):
-        text = hang_text(evidence.hang)
-        return Ending("hang", (*text, *evidence.stacks), evidence.hang.suspects)
+        reasons = (*hang_text(evidence.hang), *evidence.stacks)
+        return Ending("hang", reasons, evidence.hang.suspects)
     return (
         _by_slurm(evidence, silent)
         or _by_failure(evidence)

@@ -50,7 +50,7 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
     "ended at the deadline": (
         seen(both(-9, -9), stop_signal="SIGUSR1", overran_s=30.0),
         "advance_signal",
-        "after 30 s",
+        "not saved within 30 s",
     ),
     "a graph did not compile": (
         seen(both(0, 0), uncompiled=["MODULE_1 failed: too large; graphs/failed/MODULE_1.log"]),
@@ -96,8 +96,12 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
     "killed from outside": (seen(both(70, -9), LOST), "node_failure", "rank 1 on n2"),
     "killed, no echo": (seen(both(0, -9)), "node_failure", "SIGKILL"),
     "crashed": (seen(both(70, -signal.SIGSEGV), LOST), "code_error", "SIGSEGV"),
-    "a node fell silent": (seen({"n1": node("n1", {0: 70})}, LOST), "node_failure", "no word"),
-    "a node fell silent while its workers ran": (
+    "a node stopped responding": (
+        seen({"n1": node("n1", {0: 70})}, LOST),
+        "node_failure",
+        "n2 stopped responding",
+    ),
+    "a node stopped responding while its workers ran": (
         seen({"n1": node("n1", {0: 70}), "n2": NodeRecord(node="n2", pids={1: 7})}, LOST),
         "node_failure",
         "from n2",
@@ -255,7 +259,7 @@ def test_row(row: str) -> None:
 
 
 def test_the_silent_node_is_blamed_and_not_its_peers() -> None:
-    assert classify(ROWS["a node fell silent"][0]).blamed_nodes == ("n2",)
+    assert classify(ROWS["a node stopped responding"][0]).blamed_nodes == ("n2",)
     assert classify(ROWS["killed from outside"][0]).blamed_nodes == ("n2",)
     assert classify(ROWS["only echoes"][0]).blamed_nodes == ()
     assert classify(ROWS["a Neuron device is broken"][0]).blamed_nodes == ("n2",)
