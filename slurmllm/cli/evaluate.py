@@ -1,4 +1,4 @@
-"""`slurmllm evaluate`: what do a run's checkpoints know and can?"""
+"""`slurmllm evaluate`: scores of a run's checkpoints in tasks, and their validation loss."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.checkpoints import Target
-    from slurmllm.evaluate.evaluate import Question
-    from slurmllm.evaluate.request import Outcome, Work
-    from slurmllm.evaluate.suites import Placed
+    from slurmllm.evaluate.evaluate import EvaluationPlan
+    from slurmllm.evaluate.request import JobOutcome, JobRequest
+    from slurmllm.evaluate.suites import LocatedSuite
+    from slurmllm.rundir import RunDir
 
 _DEFAULT_JOBS = 16
 
@@ -34,7 +34,7 @@ _DEFAULT_JOBS = 16
     multiple=True,
     metavar="TASK",
     help="Task of the harness, or validation: loss on held-out text; repeatable. With --suite: "
-    "of the suite, these alone.",
+    "only these tasks of the suite.",
 )
 @click.option(
     "--checkpoint",
@@ -43,12 +43,14 @@ _DEFAULT_JOBS = 16
     metavar="STEP|latest|all",
     help="Which checkpoints; repeatable.  [default: latest]",
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Questions (sequences) a task at most.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), help="Maximum questions (sequences) of a task."
+)
 @click.option("--shots", type=click.IntRange(min=0), help="Examples before each question.")
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
-    help="Sequences at a time.  [default: 1 on a CPU, what fits on a CUDA device]",
+    help="Sequences in a batch.  [default: 1 on a CPU, as many as fit on a CUDA device]",
 )
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
@@ -57,9 +59,11 @@ _DEFAULT_JOBS = 16
     "--jobs",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"Checkpoints at a time.  [default: 1; {_DEFAULT_JOBS} with --slurm]",
+    help=f"Checkpoints at the same time.  [default: 1; {_DEFAULT_JOBS} with --slurm]",
 )
-@click.option("--slurm", is_flag=True, help="In the jobs of a Slurm array, not in processes here.")
+@click.option(
+    "--slurm", is_flag=True, help="Run in a Slurm array instead of processes on this machine."
+)
 @click.option("--partition", help="Slurm partition.")
 @click.option("--account", help="Slurm account.")
 @click.option("--qos", help="Slurm quality of service.")
@@ -84,16 +88,16 @@ _DEFAULT_JOBS = 16
     "--export-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Keep the exported models here, and use those that are there.  [default: they go]",
+    help="Keep the exported models here, and reuse existing ones.  [default: removed]",
 )
 @click.option(
     "--allow-code-execution",
     "allow_code",
     is_flag=True,
-    help="Let tasks run the programs that the model writes, as your user, without a sandbox.",
+    help="Allow tasks to run programs that the model writes, as your user, without a sandbox.",
 )
-@click.option("--force", is_flag=True, help="Evaluate again what is known.")
-@click.option("--fetch", "fetching", is_flag=True, help="Fetch the tasks' questions, and stop.")
+@click.option("--force", is_flag=True, help="Evaluate again what is cached.")
+@click.option("--fetch", "fetching", is_flag=True, help="Only download the tasks' questions.")
 @click.option(
     "--plot",
     metavar="FILE.png",
@@ -126,16 +130,16 @@ def evaluate(
     no_plot: bool,
     runs_dir: str | None,
     as_json: bool,
-    **for_slurm: Any,
+    **slurm_options: Any,
 ) -> None:
-    """Judge checkpoints of RUN by tasks of lm-evaluation-harness, and by loss on held-out text.
+    """Evaluate checkpoints of RUN with lm-evaluation-harness tasks and validation loss.
 
-    RUN is a run's name or directory; a checkpoint or a Hugging Face model folder will do too.
-    What is known is not done again, and what was interrupted goes on. The harness is an extra:
+    RUN is a run's name or directory, a checkpoint, or a Hugging Face model folder. Scores are
+    cached, and an interrupted evaluation continues after its last score. The harness is an extra:
     pip install 'slurmllm[eval]'.
 
-    Exit codes: 0 every task was scored, 1 some were not (they are listed), 2 something you can put
-    right, 3 Slurm, 4 storage or a checkpoint.
+    Exit codes: 0 every task has a score, 1 some have none (they are listed), 2 invalid input or
+    configuration, 3 a Slurm failure, 4 storage or a damaged checkpoint.
     """
     from dataclasses import replace
     from secrets import token_hex
@@ -144,108 +148,102 @@ def evaluate(
     from slurmllm.checkpoint.formats.tokenizer_files import tokenizer_from_file
     from slurmllm.cli.evaluate_output import report
     from slurmllm.errors import EXIT_NEGATIVE, CheckpointError, UserError
-    from slurmllm.evaluate.checkpoints import choose, find_target
+    from slurmllm.evaluate.checkpoints import find_target, select_models
     from slurmllm.evaluate.evaluate import (
-        Answer,
-        asked_of,
-        count_known,
-        is_known,
-        permitted,
-        settle,
-        without_figure,
-        works,
+        EvaluationResult,
+        is_cached,
+        missing_metrics,
+        plan_evaluation,
+        plan_jobs,
+        run_jobs,
     )
-    from slurmllm.evaluate.evaluate import run as do
-    from slurmllm.evaluate.request import Settings, Work
-    from slurmllm.evaluate.suites import record_suite
+    from slurmllm.evaluate.harness import resolve_device
+    from slurmllm.evaluate.request import EvaluationSettings, ModelRef
+    from slurmllm.evaluate.suites import save_suite
     from slurmllm.rundir import runs_root
 
-    begun = monotonic()
-    _require_slurm(slurm, for_slurm)
+    started = monotonic()
+    for option, value in slurm_options.items():
+        if value is not None and not slurm:
+            raise click.UsageError(f"--{option} is an option of Slurm jobs; add --slurm")
     if plot is not None and (no_plot or len(suites) > 1):
-        raise UserError("--plot names the picture of one suite; leave out --no-plot, other --suite")
+        raise UserError("--plot names the picture of one suite; omit --no-plot, other --suite")
     options.check_picture(plot)
-    placed = _placed(suites, tasks, shots)
+    located = _locate_suites(suites, tasks, shots)
     if fetching:
-        _fetch(ctx, placed)
+        _fetch(ctx, located)
         return
     target = find_target(run, runs_root(runs_dir))
     if tokenizer is not None:
-        tokenizer_from_file(tokenizer)  # says what is wrong with it before any job does
-    settings = Settings(
+        tokenizer_from_file(tokenizer)  # raises its error before any job does
+    settings = EvaluationSettings(
         limit, batch_size, device, allow_code,
         export_dir and export_dir.absolute(), tokenizer and tokenizer.absolute(),
         token_hex(4),
     )  # fmt: skip
-    question = settle(target, placed, named=tasks, corpus=validation_corpus)
-    asked = asked_of(question, settings)
-    may = permitted(asked, settings)
+    plan = plan_evaluation(target, located, settings, named=tasks, corpus=validation_corpus)
+    permitted = plan.permitted()
 
-    def known(candidate: Any) -> bool:
-        whole = Work(target.store.path, candidate, may, question.held_out, settings)
-        return not force and all(is_known(whole, one) for one in may)
+    def all_cached(model: ModelRef) -> bool:
+        job = plan.job(target.store, model, permitted)
+        return not force and all(is_cached(job, task) for task in permitted)
 
-    chosen = choose(target, steps, known)
-    todo, forbidden = works(target, chosen.candidates, question, settings, again=force)
+    selection = select_models(target, steps, all_cached)
+    jobs_to_run, forbidden, cached = plan_jobs(target, selection.models, plan, force=force)
     for task in set(tasks) & set(forbidden):
         raise UserError(f"{task} {forbidden[task]}")
-    question = replace(question, skipped={**question.skipped, **forbidden})
-    known_before = count_known(target, chosen.candidates, question, settings, todo)
-    for task, why in question.skipped.items():
-        click.echo(f"warning: {task} is left out: {why}", err=True)
-    for line in chosen.warnings:
+    plan = replace(plan, skipped={**plan.skipped, **forbidden})
+    for task, why in plan.skipped.items():
+        click.echo(f"warning: skipping {task}: {why}", err=True)
+    for line in selection.warnings:
         click.echo(f"warning: {line}", err=True)
-    answer = Answer()
-    if todo:
-        _require_harness(todo, question)
+    result = EvaluationResult()
+    if jobs_to_run:
+        _require_harness(jobs_to_run, plan)
         if device == "cuda" and not slurm:
-            _require_cuda()
-        for one in question.placed:
-            if not one.shipped and validation_corpus is None:
-                record_suite(target.store, one, whole=not (suites and tasks))
+            resolve_device("cuda")
+        for suite in plan.suites:
+            if not suite.shipped and validation_corpus is None:
+                save_suite(target.store, suite, complete=not (suites and tasks))
         at_once = jobs or (_DEFAULT_JOBS if slurm else 1)
+        runner = _runner(target.store, at_once, slurm, slurm_options, jobs_to_run)
         try:
-            answer = do(todo, _runner(target, at_once, slurm, for_slurm, todo), _say_end)
+            result = run_jobs(jobs_to_run, runner, _echo_end)
         except KeyboardInterrupt:
-            click.echo("what has a score keeps it; the same command goes on", err=True)
+            click.echo("scores are saved; repeat the command to continue", err=True)
             raise
-    answer.cached = known_before
-    without = without_figure(target, chosen.candidates, question, settings)
-    for failure in without:
-        click.echo(f"failed: step {failure.step}, {failure.task}: {failure.why}", err=True)
-    answer.failed += without
+    result.cached = cached
+    without_metric = missing_metrics(target, selection.models, plan)
+    for failure in without_metric:
+        click.echo(f"failed: step {failure.step}, {failure.task}: {failure.reason}", err=True)
+    result.failed += without_metric
     report(
-        target, chosen, question, settings, answer,
-        plot=None if no_plot else (plot or ""), as_json=as_json, seconds=monotonic() - begun,
+        target, selection, plan, result,
+        plot=None if no_plot else (plot or ""), as_json=as_json, seconds=monotonic() - started,
     )  # fmt: skip
-    unsound = answer.unsound
-    if len(unsound) < len(chosen.candidates):  # of `all`, the others have been judged
-        unsound = {step: faults for step, faults in unsound.items() if step in chosen.named}
-    if unsound:
-        lines = "\n".join(f"  step {step}: {'; '.join(it)}" for step, it in unsound.items())
-        raise CheckpointError(f"checkpoints that do not verify; restore them:\n{lines}")
-    ctx.exit(EXIT_NEGATIVE if answer.failed else 0)
+    damaged = result.damaged
+    # With --checkpoint all, a damaged checkpoint among good ones is only a warning.
+    if len(damaged) < len(selection.models):
+        damaged = {step: it for step, it in damaged.items() if step in selection.named_steps}
+    if damaged:
+        lines = "\n".join(f"  step {step}: {'; '.join(it)}" for step, it in damaged.items())
+        raise CheckpointError(f"damaged checkpoints; restore them:\n{lines}")
+    ctx.exit(EXIT_NEGATIVE if result.failed else 0)
 
 
-def _require_slurm(slurm: bool, given: dict[str, Any]) -> None:
-    for option, value in given.items():
-        if value is not None and not slurm:
-            raise click.UsageError(f"--{option} is of Slurm jobs; add --slurm")
-
-
-def _placed(
+def _locate_suites(
     suites: tuple[str, ...], tasks: tuple[str, ...], shots: int | None
-) -> tuple[Placed, ...]:
-    """The suites that the options ask for."""
+) -> tuple[LocatedSuite, ...]:
+    """The suites of --suite, --task and --shots."""
     from dataclasses import replace
 
     from slurmllm.errors import UserError
     from slurmllm.evaluate.suites import (
-        Placed,
+        LocatedSuite,
         find_suite,
         suite_names,
+        suite_of_tasks,
         suites_dir,
-        tasks_alone,
     )
 
     if not all(tasks):
@@ -253,56 +251,52 @@ def _placed(
     if not suites:
         if not tasks:
             raise UserError(
-                f"say what to evaluate: --suite NAME ({', '.join(suite_names())}, or a .yaml "
+                f"no task is given: --suite NAME ({', '.join(suite_names())}, or a .yaml "
                 "file), --task TASK of the harness, or --task validation"
             )
-        return (Placed(tasks_alone(tasks, shots), suites_dir()),)
-    placed = [find_suite(name) for name in dict.fromkeys(suites)]
+        return (LocatedSuite(suite_of_tasks(tasks, shots), suites_dir()),)
+    located = [find_suite(name) for name in dict.fromkeys(suites)]
     if tasks:
-        placed = [replace(one, suite=one.suite.only(tasks)) for one in placed]
+        located = [replace(one, suite=one.suite.only(tasks)) for one in located]
     if shots is not None:
-        placed = [replace(one, suite=one.suite.with_shots(shots), shipped=False) for one in placed]
-    return tuple(placed)
+        located = [
+            replace(one, suite=one.suite.with_shots(shots), shipped=False) for one in located
+        ]
+    return tuple(located)
 
 
-def _require_harness(todo: Sequence[Work], question: Question) -> None:
-    """The harness must be there if one of its tasks is to be done, and know those of no suite."""
+def _require_harness(jobs: Sequence[JobRequest], plan: EvaluationPlan) -> None:
+    """Check before any job that the harness is installed and can run its tasks."""
     from slurmllm.errors import UserError
-    from slurmllm.evaluate.harness import fault_of, require_harness
+    from slurmllm.evaluate.harness import require_harness, task_fault
 
-    held_out = question.held_out and question.held_out.name
-    theirs = {one.key: one for work in todo for one in work.asked if one.task.task != held_out}
-    if not theirs:
+    text = plan.validation and plan.validation.name
+    tasks = {task.key: task for job in jobs for task in job.tasks if task.task.task != text}
+    if not tasks:
         return
     require_harness()
-    if all(one.shipped for one in question.placed):
-        return
-    allow_code = todo[0].settings.allow_code
-    faults = [fault for one in theirs.values() if (fault := fault_of(one, allow_code))]
+    if all(suite.shipped for suite in plan.suites):
+        return  # the tests check the tasks of shipped suites, and the index takes seconds
+    allow_code = plan.settings.allow_code
+    faults = [fault for task in tasks.values() if (fault := task_fault(task, allow_code))]
     if faults:
         raise UserError("\n  ".join(dict.fromkeys(faults)))
 
 
-def _require_cuda() -> None:
-    from slurmllm.evaluate.harness import torch_device
-
-    torch_device("cuda")
-
-
-def _fetch(ctx: click.Context, placed: Sequence[Placed]) -> None:
+def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite]) -> None:
     from slurmllm.errors import EXIT_NEGATIVE, DataError
     from slurmllm.evaluate.harness import fetch, require_harness
-    from slurmllm.evaluate.request import Asked
+    from slurmllm.evaluate.request import TaskRequest
     from slurmllm.evaluate.suites import VALIDATION
 
     require_harness()
     failed = False
-    for one in placed:
-        for row in {row.task: row for row in one.suite.rows()}.values():
+    for located in suites:
+        for row in {row.task: row for row in located.suite.rows()}.values():
             if row.task == VALIDATION:
                 continue
             try:
-                fetch(Asked(row, one.folder, ""))
+                fetch(TaskRequest(row, located.folder, ""))
                 click.echo(f"{row.task}: fetched")
             except DataError as error:
                 failed = True
@@ -311,65 +305,71 @@ def _fetch(ctx: click.Context, placed: Sequence[Placed]) -> None:
 
 
 def _runner(
-    target: Target, at_once: int, slurm: bool, for_slurm: dict[str, Any], todo: Sequence[Work]
+    store: RunDir,
+    at_once: int,
+    slurm: bool,
+    slurm_options: dict[str, Any],
+    jobs: Sequence[JobRequest],
 ) -> Any:
-    """What runs the jobs; it says on stderr what is done."""
+    """The function that runs jobs; it reports new scores on stderr."""
     from functools import partial
 
-    from slurmllm.evaluate.executor import Listeners, logs_of, run_here, run_on_slurm
+    from slurmllm.evaluate.executor import run_local, run_on_slurm
     from slurmllm.slurm.arrays import Resources, SlurmOptions
 
-    logs = logs_of(target.store)
-    tell = Listeners(_Progress(todo), lambda note: click.echo(note, err=True))
+    common: dict[str, Any] = {
+        "at_once": at_once,
+        "logs": store.logs / "evaluate",
+        "on_poll": _ScoreProgress(jobs),
+    }
     if not slurm:
-        return partial(run_here, at_once=at_once, logs=logs, tell=tell)
-    cpus, gpus = for_slurm.pop("cpus"), for_slurm.pop("gpus")
-    given = {name: value for name, value in for_slurm.items() if value is not None}
+        return partial(run_local, **common)
+    cpus, gpus = slurm_options.pop("cpus"), slurm_options.pop("gpus")
+    given = {name: value for name, value in slurm_options.items() if value is not None}
     return partial(
         run_on_slurm,
-        at_once=at_once,
-        logs=logs,
-        tell=tell,
+        **common,
         options=SlurmOptions(**{"time": "24:00:00", **given}),
         resources=Resources(cpus, gpus),
+        on_submit=partial(click.echo, err=True),
     )
 
 
-class _Progress:
-    """A line on stderr for each score that is new on disk."""
+class _ScoreProgress:
+    """Prints a line on stderr for each new or changed score file."""
 
-    def __init__(self, todo: Sequence[Work]) -> None:
-        self._waiting = [(work, one) for work in todo for one in work.asked]
-        self._total = len(self._waiting)
-        self._before = {work.file(one): _changed(work.file(one)) for work, one in self._waiting}
+    def __init__(self, jobs: Sequence[JobRequest]) -> None:
+        self._pending = [(job, task) for job in jobs for task in job.tasks]
+        self._total = len(self._pending)
+        self._previous = {
+            path: _mtime(path) for path in (j.score_file(t) for j, t in self._pending)
+        }
 
     def __call__(self) -> None:
-        for work, one in list(self._waiting):
-            path = work.file(one)
-            if _changed(path) != self._before[path]:
-                self._waiting.remove((work, one))
-                done = self._total - len(self._waiting)
-                click.echo(
-                    f"{done} of {self._total}: step {work.candidate.step}, {work.name(one)}",
-                    err=True,
-                )
+        for job, task in list(self._pending):
+            path = job.score_file(task)
+            if _mtime(path) != self._previous[path]:
+                self._pending.remove((job, task))
+                done = self._total - len(self._pending)
+                title = f"step {job.model.step}, {job.title(task)}"
+                click.echo(f"{done} of {self._total}: {title}", err=True)
 
 
-def _changed(path: Path) -> int:
+def _mtime(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
 
 
-def _say_end(work: Work, outcome: Outcome) -> None:
-    step = work.candidate.step
-    if outcome.unsound:
-        faults = "; ".join(outcome.unsound)
-        click.echo(f"warning: step {step} does not verify and is passed over: {faults}", err=True)
-    for one in work.asked:
-        if one.key in outcome.failed:
-            why = outcome.failed[one.key]
-            click.echo(f"failed: step {step}, {work.name(one)}: {why}", err=True)
-    if outcome.lost is not None:
-        click.echo(f"failed: step {step}: {outcome.lost}", err=True)
+def _echo_end(job: JobRequest, outcome: JobOutcome) -> None:
+    step = job.model.step
+    if outcome.damaged:
+        faults = "; ".join(outcome.damaged)
+        click.echo(f"warning: skipping step {step}, which does not verify: {faults}", err=True)
+    for task in job.tasks:
+        if task.key in outcome.failed:
+            reason = outcome.failed[task.key]
+            click.echo(f"failed: step {step}, {job.title(task)}: {reason}", err=True)
+    if outcome.error is not None:
+        click.echo(f"failed: step {step}: {outcome.error}", err=True)

@@ -1,4 +1,4 @@
-"""What `slurmllm evaluate` prints: tables for people, JSON for programs, pictures."""
+"""Output of `slurmllm evaluate`: tables, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -10,40 +10,38 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.checkpoints import Chosen, Target
-    from slurmllm.evaluate.evaluate import Answer, Question
-    from slurmllm.evaluate.request import Settings
+    from slurmllm.evaluate.checkpoints import EvaluationTarget, Selection
+    from slurmllm.evaluate.evaluate import EvaluationPlan, EvaluationResult
     from slurmllm.evaluate.scores import ScoreRow, ScoreTable
 
-_MOST_COLUMNS = 8
+_MAX_COLUMNS = 8
 
 
 def report(
-    target: Target,
-    chosen: Chosen,
-    question: Question,
-    settings: Settings,
-    answer: Answer,
+    target: EvaluationTarget,
+    selection: Selection,
+    plan: EvaluationPlan,
+    result: EvaluationResult,
     *,
     plot: str | None,
     as_json: bool,
     seconds: float,
 ) -> None:
     """Draw the pictures; print the tables or the JSON."""
-    from slurmllm.evaluate.evaluate import of_steps, tables
+    from slurmllm.evaluate.evaluate import select_steps, suite_tables
 
-    found, warnings = tables(target, chosen.candidates, question, settings)
+    tables, warnings = suite_tables(target, selection.models, plan)
     plots: dict[str, str] = {}
-    for table in found:
+    for table in tables:
         if plot is not None and table.steps:
             path, warning = _draw(target, table, plot)
             plots |= {table.suite: path} if path else {}
             warnings += [warning] if warning else []
-    steps = [candidate.step for candidate in chosen.candidates]
-    shown = [of_steps(table, steps) for table in found]
+    steps = [model.step for model in selection.models]
+    shown = [select_steps(table, steps) for table in tables]
     if as_json:
-        values = _values(target, chosen, question, shown, plots, answer)
-        values |= {"limit": settings.limit, "warnings": [*chosen.warnings, *warnings]}
+        values = _values(target, selection, plan, shown, plots, result)
+        values |= {"limit": plan.settings.limit, "warnings": [*selection.warnings, *warnings]}
         click.echo(json.dumps({**values, "seconds": round(seconds, 3)}, indent=2))
         return
     for table in shown:
@@ -51,15 +49,14 @@ def report(
         if table.suite in plots:
             click.echo(f"picture: {plots[table.suite]}")
     click.echo(
-        f"{answer.evaluated} task(s) evaluated, {answer.cached} known before, "
-        f"{len(answer.failed)} failed"
+        f"{result.evaluated} task(s) evaluated, {result.cached} cached, {len(result.failed)} failed"
     )
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
 
 
-def _draw(target: Target, table: ScoreTable, plot: str) -> tuple[str | None, str | None]:
-    """The picture, or why there is none; one that was asked for must succeed."""
+def _draw(target: EvaluationTarget, table: ScoreTable, plot: str) -> tuple[str | None, str | None]:
+    """(path, None), or (None, warning) if the default picture cannot be written."""
     from slurmllm.errors import StorageError
     from slurmllm.evaluate.plot import default_path, draw
 
@@ -74,30 +71,30 @@ def _draw(target: Target, table: ScoreTable, plot: str) -> tuple[str | None, str
 
 
 def _values(
-    target: Target,
-    chosen: Chosen,
-    question: Question,
-    shown: Sequence[ScoreTable],
+    target: EvaluationTarget,
+    selection: Selection,
+    plan: EvaluationPlan,
+    tables: Sequence[ScoreTable],
     plots: dict[str, str],
-    answer: Answer,
+    result: EvaluationResult,
 ) -> dict[str, Any]:
     tasks = {
         (group.name, row.title): row.task
-        for one in question.placed
-        for group in one.suite.groups
+        for located in plan.suites
+        for group in located.suite.groups
         for row in group.tasks
     }
     return {
         "run": target.store.name,
         "checkpoints": [
             {
-                "step": one.step,
-                "tokens": one.tokens,
-                "checksum": one.checksum,
-                "path": str(one.directory),
+                "step": model.step,
+                "tokens": model.tokens,
+                "checksum": model.checksum,
+                "path": str(model.directory),
             }
-            for one in chosen.candidates
-            if one.step not in answer.unsound
+            for model in selection.models
+            if model.step not in result.damaged
         ],
         "suites": [
             {
@@ -118,29 +115,29 @@ def _values(
                 "sources": dict(table.sources),
                 "plot": plots.get(table.suite),
             }
-            for table in shown
+            for table in tables
         ],
-        "evaluated": answer.evaluated,
-        "cached": answer.cached,
+        "evaluated": result.evaluated,
+        "cached": result.cached,
         "failed": [
-            {"step": one.step, "task": one.task, "shots": one.shots, "error": one.why}
-            for one in answer.failed
+            {"step": f.step, "task": f.task, "shots": f.shots, "error": f.reason}
+            for f in result.failed
         ],
-        "unsound": [{"step": s, "faults": list(f)} for s, f in answer.unsound.items()],
-        "skipped": [{"task": t, "reason": why} for t, why in question.skipped.items()],
-        "harness": question.version,
+        "damaged": [{"step": s, "faults": list(f)} for s, f in result.damaged.items()],
+        "skipped": [{"task": t, "reason": why} for t, why in plan.skipped.items()],
+        "harness": plan.harness,
         "plot": next(iter(plots.values()), None),
     }
 
 
 def _print(table: ScoreTable) -> None:
-    """The newest checkpoints, and the published models that have a figure."""
+    """Print the newest checkpoints, and the published models that have a score."""
     from slurmllm.tables import print_table
 
-    steps = table.steps[-_MOST_COLUMNS:]
+    steps = table.steps[-_MAX_COLUMNS:]
     models = [m for m in table.sources if any(m in row.references for row in table.rows)]
-    left_out = len(table.steps) - len(steps)
-    more = f"; {left_out} older checkpoint(s) in --json" if left_out else ""
+    omitted = len(table.steps) - len(steps)
+    more = f"; {omitted} older checkpoint(s) in --json" if omitted else ""
     click.echo(f"suite {table.suite}{more}")
     if not table.rows:
         click.echo("no score yet")
@@ -167,7 +164,7 @@ def _cells(
             *(_figure(row.scores.get(step), row.errors.get(step)) for step in steps),
             *(_figure(row.references.get(model), None) for model in models),
         )
-        group = row.group
+        group = row.group  # the heading is printed only in its first row
 
 
 def _figure(value: float | None, error: float | None) -> str:

@@ -1,1 +1,1 @@
-"""Checkpoints judged: suites of tasks, held-out loss, and what they scored."""
+"""`slurmllm evaluate`: scores of checkpoints in suites of tasks, and their validation loss."""

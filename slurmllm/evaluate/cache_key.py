@@ -1,4 +1,4 @@
-"""Names under which scores are kept: what a checkpoint and a task's set-up come to."""
+"""Cache keys of scores: digests of a checkpoint's contents and of a task's definition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HARNESS = "lm_eval"
 
 @cache
 def harness_version() -> str | None:
-    """What judges, such as `lm_eval 0.4.13`; None where it is not installed."""
+    """Such as `lm_eval 0.4.13`; None if the harness is not installed."""
     try:
         return f"{HARNESS} {metadata.version(HARNESS)}"
     except metadata.PackageNotFoundError:
@@ -28,15 +28,15 @@ def harness_version() -> str | None:
 
 
 def checkpoint_checksum(manifest: CheckpointManifest) -> str:
-    """One word for a checkpoint's contents: names and checksums of its files.
+    """Digest of the names and checksums of a checkpoint's files.
 
-    The bookkeeping beside them is left out: a checkpoint copied or saved again is the same.
+    Without times and attempts: a checkpoint that is copied or saved again has the same digest.
     """
     return _digest({file.path: file.sha256 for file in manifest.files})
 
 
 def folder_checksum(folder: Path) -> str:
-    """One word for the contents of a model folder."""
+    """Digest of the files of a Hugging Face model folder."""
     contents = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name != MODEL:
@@ -50,16 +50,16 @@ def task_key(
     folder: Path,
     limit: int | None,
     version: str,
-    of: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> str:
-    """One word for a task as it is set up.
+    """Digest of a task's definition, with the task's name in front.
 
     Args:
-        task: What is asked.
-        folder: From which the task's own folder is seen.
-        limit: Questions at most.
-        version: Of what judges; it settles what the tasks that it ships are.
-        of: Whatever else settles the answer.
+        task: The task.
+        folder: The task's own folder is relative to it.
+        limit: Maximum questions.
+        version: Of the harness, which also identifies the tasks that it ships.
+        extra: Whatever else changes the scores.
     """
     parts = {
         "task": task.task,
@@ -68,7 +68,8 @@ def task_key(
         "limit": limit,
         "version": version,
         "files": None if task.folder is None else _files_digest(folder / task.folder),
-        "of": dict(of or {}),
+        # A key of the digest: renaming it would invalidate all cached scores.
+        "of": dict(extra or {}),
     }
     name = re.sub(r"[^A-Za-z0-9._-]", "_", task.task)[:80]
     return f"{name}-{_digest(parts)[:12]}"
@@ -76,15 +77,14 @@ def task_key(
 
 @cache
 def _files_digest(folder: Path) -> str:
-    """One word for the files of a folder of tasks."""
+    """Digest of the files of a folder of tasks."""
     if not folder.is_dir():
         return ""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return _digest(
         {
             str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in files
-            if "__pycache__" not in path.parts
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and "__pycache__" not in path.parts
         }
     )
 

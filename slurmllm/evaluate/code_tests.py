@@ -1,8 +1,8 @@
-"""Programs that a model wrote, run against their tests; pass@k as HumanEval has it.
+"""Runs programs that a model wrote against their tests; pass@k as in HumanEval.
 
-The harness has a metric for it, fetched from a hub at run time. This one needs no network. Each
-program runs in a process of its own, in an empty folder, with limits on time and memory. That
-stops mishaps and is no sandbox: a program can read and write whatever its user can.
+The harness downloads its own metric from a hub at run time; this one needs no network. Each program
+runs in a process of its own, in an empty folder, with limits on time and memory. This prevents
+accidents but is not a sandbox: a program can read and write whatever its user can.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIMITS = {resource.RLIMIT_AS: 4 << 30, resource.RLIMIT_FSIZE: 64 << 20}
 def programs(
     responses: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]
 ) -> list[list[str]]:
-    """A filter of the harness: prompts with what the model wrote behind them."""
+    """A filter of the harness: prompts followed by what the model wrote."""
     return [
         [doc["prompt"] + response for response in samples]
         for samples, doc in zip(responses, docs, strict=True)
@@ -37,10 +37,10 @@ def programs(
 def pass_at_k(
     references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1,)
 ) -> dict[str, float]:
-    """A metric of the harness: the chance that one of k samples passes, unbiased.
+    """A metric of the harness: unbiased probability that at least one of k samples passes.
 
-    1 - C(n - c, k) / C(n, k) for c passing ones of n (Chen et al. 2021, arXiv 2107.03374,
-    section 2.1). A k above n is left out.
+    1 - C(n - c, k) / C(n, k) for c of n samples that pass (Chen et al. 2021, arXiv 2107.03374,
+    section 2.1). A k above n is omitted.
 
     Args:
         references: The tests, of one problem.
@@ -56,11 +56,11 @@ def pass_at_k(
 
 
 def passes(program: str, limit_s: float = TIME_LIMIT_S) -> bool:
-    """Whether a program runs to its last line, in time."""
-    word = secrets.token_hex(16)  # an early exit does not print it
+    """Whether a program completes its last line in time."""
+    marker = secrets.token_hex(16)  # not printed if the program exits early, even with code 0
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", f"{program}\nprint({word!r})"],
+            [sys.executable, "-I", "-c", f"{program}\nprint({marker!r})"],
             cwd=folder,
             env={"PATH": os.defpath, "HOME": folder},
             stdin=subprocess.DEVNULL,
@@ -69,16 +69,16 @@ def passes(program: str, limit_s: float = TIME_LIMIT_S) -> bool:
             start_new_session=True,
         )
         with contextlib.suppress(ProcessLookupError):
-            for kind, most in _LIMITS.items():
-                resource.prlimit(process.pid, kind, (most, most))
+            for kind, limit in _LIMITS.items():
+                resource.prlimit(process.pid, kind, (limit, limit))
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return False
         finally:
-            # Also what the program started itself and left behind.
+            # Also processes that the program has started and not ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
-        return output.read().rstrip().endswith(word.encode())
+        return output.read().rstrip().endswith(marker.encode())

@@ -1,320 +1,312 @@
-"""From what is asked for to what is known: cached scores, jobs for the rest, tables."""
+"""From the suites to their tables: which scores are cached, jobs for the others, the results."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmllm.errors import StorageError, UserError
 from slurmllm.evaluate.cache_key import harness_version, task_key
-from slurmllm.evaluate.request import EXPORT, Asked, Candidate, HeldOut, Outcome, Settings, Work
-from slurmllm.evaluate.scores import ScoreTable, of_metric, read_scores, suite_table
-from slurmllm.evaluate.suites import VALIDATION, Placed, SuiteTask
-from slurmllm.evaluate.validation_text import LOOP, held_out_text, settled_by
+from slurmllm.evaluate.request import (
+    EXPORT_PREFIX,
+    EvaluationSettings,
+    JobOutcome,
+    JobRequest,
+    ModelRef,
+    TaskRequest,
+    ValidationText,
+)
+from slurmllm.evaluate.scores import ScoreTable, match_metric, read_scores, suite_table
+from slurmllm.evaluate.suites import VALIDATION, LocatedSuite, SuiteTask
+from slurmllm.evaluate.validation_text import LOOP, cache_key_parts, validation_text
 from slurmllm.records import EvaluationRecord
 from slurmllm.rundir import RunDir
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.checkpoints import Target
+    from slurmllm.evaluate.checkpoints import EvaluationTarget
 
-# How a set of jobs is run: works in, what became of each out.
-Runner = Callable[[Sequence[Work]], Iterator[tuple[Work, Outcome]]]
+# Runs jobs, and yields their outcomes in the order in which they end.
+JobRunner = Callable[[Sequence[JobRequest]], Iterator[tuple[JobRequest, JobOutcome]]]
 
-# Nothing is evaluated for so long.
-_OLD_S = 30 * 24 * 3600.0
+# Longer than any evaluation: an older temporary folder belongs to no active job.
+_STALE_EXPORT_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked of every model.
+class EvaluationPlan:
+    """The tasks for every model.
 
     Attributes:
-        placed: The suites, without what is left out.
-        held_out: Text of `validation`, where that is asked for.
-        skipped: Task → why it is left out.
-        version: Of the harness, or the newest that has judged; None where there is neither.
+        suites: Without the tasks that are skipped.
+        validation: Text of `validation`, if requested.
+        skipped: Task → reason.
+        harness: Version of the harness, or the newest that scored here; None without either.
+        settings: Settings of all tasks.
     """
 
-    placed: tuple[Placed, ...]
-    held_out: HeldOut | None
+    suites: tuple[LocatedSuite, ...]
+    validation: ValidationText | None
     skipped: dict[str, str]
-    version: str | None
+    harness: str | None
+    settings: EvaluationSettings
+
+    def request(self, row: SuiteTask, folder: Path) -> TaskRequest:
+        """The request of a suite's row, with the cache key of its scores."""
+        settings = self.settings
+        if self.validation is not None and row.task == self.validation.name:
+            bare = SuiteTask(task=row.task)
+            parts = cache_key_parts(self.validation, settings.tokenizer)
+            return TaskRequest(bare, folder, task_key(bare, folder, settings.limit, LOOP, parts))
+        return TaskRequest(row, folder, task_key(row, folder, settings.limit, self.harness or ""))
+
+    def tasks(self) -> tuple[TaskRequest, ...]:
+        """All tasks, each once."""
+        found: dict[str, TaskRequest] = {}
+        for located in self.suites:
+            for row in located.suite.rows():
+                task = self.request(row, located.folder)
+                found.setdefault(task.key, task)
+        return tuple(found.values())
+
+    def permitted(self) -> tuple[TaskRequest, ...]:
+        """The tasks that may run: without permission, none that executes a model's programs."""
+        allow_code = self.settings.allow_code
+        return tuple(task for task in self.tasks() if allow_code or not task.task.runs_code)
+
+    def job(self, store: RunDir, model: ModelRef, tasks: tuple[TaskRequest, ...]) -> JobRequest:
+        return JobRequest(store.path, model, tasks, self.validation, self.settings)
 
 
 @dataclass(frozen=True)
-class Failure:
+class TaskFailure:
     """A task without a score.
 
     Attributes:
         step: Of the checkpoint.
         task: Its name.
-        shots: As they are asked for.
-        why: In a line.
+        shots: As requested.
+        reason: One line.
     """
 
     step: int
     task: str
     shots: int | None
-    why: str
+    reason: str
 
 
 @dataclass
-class Answer:
-    """What became of it.
+class EvaluationResult:
+    """The result of a call.
 
     Attributes:
-        evaluated: Tasks done now, over all models.
-        cached: Tasks that were known.
-        failed: What has no score.
-        unsound: Step → what is wrong with the checkpoint's files.
+        evaluated: Number of new scores, over all models.
+        cached: Number of scores that were cached.
+        failed: Tasks without a score.
+        damaged: Step → faults of the checkpoint's files.
     """
 
     evaluated: int = 0
     cached: int = 0
-    failed: list[Failure] = field(default_factory=list)
-    unsound: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    failed: list[TaskFailure] = field(default_factory=list)
+    damaged: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
-def settle(
-    target: Target,
-    placed: Sequence[Placed],
+def plan_evaluation(
+    target: EvaluationTarget,
+    suites: Sequence[LocatedSuite],
+    settings: EvaluationSettings,
     *,
     named: Sequence[str],
     corpus: Path | None,
-) -> Question:
-    """Leave out what cannot be done here; what is named one by one must be possible.
+) -> EvaluationPlan:
+    """Resolve the text of `validation`, or skip it if there is none and it was not named.
 
     Args:
-        target: What is to be judged.
-        placed: The suites.
-        named: Tasks named one by one.
+        target: The run or model.
+        suites: The suites.
+        settings: Settings of all tasks.
+        named: Tasks of --task.
         corpus: Text for `validation`.
 
     Raises:
-        UserError: a named task cannot be done.
+        UserError: a named task cannot be evaluated.
     """
     skipped: dict[str, str] = {}
-    held_out: HeldOut | None = None
-    rows = [row for one in placed for row in one.suite.rows()]
-    if any(row.task == VALIDATION for row in rows):
+    text: ValidationText | None = None
+    if any(row.task == VALIDATION for located in suites for row in located.suite.rows()):
         try:
-            held_out = held_out_text(target.run, corpus)
+            text = validation_text(target.run, corpus)
         except UserError as error:
             if VALIDATION in named or corpus is not None:
                 raise
             skipped[VALIDATION] = str(error)
     elif corpus is not None:
         raise UserError("--validation-corpus is the text of --task validation; add it")
-    kept = tuple(_kept(one, skipped, held_out) for one in placed)
-    if all(not tuple(one.suite.rows()) for one in kept):
+    remaining = tuple(_resolve_validation(located, skipped, text) for located in suites)
+    if all(not tuple(located.suite.rows()) for located in remaining):
         reasons = "; ".join(f"{task} {why}" for task, why in skipped.items())
-        raise UserError(f"nothing is left to evaluate: {reasons}")
+        raise UserError(f"no task is left to evaluate: {reasons}")
     version = harness_version()
     if version is None:
-        judged = [one.record for one in read_scores(target.store)[0] if one.record.version != LOOP]
-        newest = max(judged, key=lambda record: record.evaluated_at, default=None)
+        records = [stored.record for stored in read_scores(target.store)[0]]
+        of_harness = [record for record in records if record.version != LOOP]
+        newest = max(of_harness, key=lambda record: record.evaluated_at, default=None)
         version = None if newest is None else newest.version
-    return Question(kept, held_out, skipped, version)
+    return EvaluationPlan(remaining, text, skipped, version, settings)
 
 
-def _kept(placed: Placed, skipped: Iterable[str], held_out: HeldOut | None) -> Placed:
-    """The suite without some tasks, and with the name that `validation` has for this text."""
+def _resolve_validation(
+    located: LocatedSuite, skipped: Collection[str], text: ValidationText | None
+) -> LocatedSuite:
+    """The suite without skipped tasks, and with the name of the text in `validation`'s row."""
     groups = []
-    for group in placed.suite.groups:
+    for group in located.suite.groups:
         rows = tuple(
-            row.model_copy(update={"task": held_out.name, "name": row.title})
-            if row.task == VALIDATION and held_out is not None
+            row.model_copy(update={"task": text.name, "name": row.title})
+            if row.task == VALIDATION and text is not None
             else row
             for row in group.tasks
             if row.task not in skipped
         )
         if rows:
             groups.append(group.model_copy(update={"tasks": rows}))
-    suite = placed.suite.model_copy(update={"groups": tuple(groups)})
-    return replace(placed, suite=suite)
+    return replace(located, suite=located.suite.model_copy(update={"groups": tuple(groups)}))
 
 
-def asked_of(question: Question, settings: Settings) -> tuple[Asked, ...]:
-    """The tasks to do, each once, under the keys of their scores."""
-    found: dict[str, Asked] = {}
-    for placed in question.placed:
-        for row in placed.suite.rows():
-            one = _asked(row, placed.folder, question, settings)
-            found.setdefault(one.key, one)
-    return tuple(found.values())
+def plan_jobs(
+    target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan, *, force: bool
+) -> tuple[list[JobRequest], dict[str, str], int]:
+    """The jobs for the scores that are not cached.
 
-
-def _asked(row: SuiteTask, folder: Path, question: Question, settings: Settings) -> Asked:
-    if question.held_out is not None and row.task == question.held_out.name:
-        bare = SuiteTask(task=row.task)
-        parts = settled_by(question.held_out, settings.tokenizer)
-        return Asked(bare, folder, task_key(bare, folder, settings.limit, LOOP, parts))
-    version = question.version or ""
-    return Asked(row, folder, task_key(row, folder, settings.limit, version))
-
-
-def permitted(asked: Sequence[Asked], settings: Settings) -> tuple[Asked, ...]:
-    """Of the tasks, those that may be done: without leave, none that runs a model's programs."""
-    return tuple(one for one in asked if settings.allow_code or not one.task.runs_code)
-
-
-def works(
-    target: Target,
-    candidates: Sequence[Candidate],
-    question: Question,
-    settings: Settings,
-    *,
-    again: bool,
-) -> tuple[list[Work], dict[str, str]]:
-    """What is not known yet.
+    Args:
+        target: The run or model.
+        models: The models.
+        plan: The tasks for each of them.
+        force: Whether cached scores are computed again.
 
     Returns:
-        A job a model, and task → why it is left out for what may not be done.
+        A job for each model with missing scores; task → reason for those that may not run; the
+        number of cached scores that are used.
     """
-    asked = asked_of(question, settings)
-    may = permitted(asked, settings)
-    jobs: list[Work] = []
-    left_out: dict[str, str] = {}
-    for candidate in candidates:
-        whole = Work(target.store.path, candidate, asked, question.held_out, settings)
-        missing = [one for one in asked if again or not is_known(whole, one)]
-        left_out |= {
-            one.task.task: "runs programs that the model writes; allow it: --allow-code-execution"
-            for one in missing
-            if one not in may
+    tasks, permitted = plan.tasks(), plan.permitted()
+    jobs: list[JobRequest] = []
+    forbidden: dict[str, str] = {}
+    cached = 0
+    for model in models:
+        job = plan.job(target.store, model, tasks)
+        missing = [task for task in tasks if force or not is_cached(job, task)]
+        forbidden |= {
+            task.task.task: "runs programs that the model writes; allow it: --allow-code-execution"
+            for task in missing
+            if task not in permitted
         }
-        if todo := tuple(one for one in missing if one in may):
-            jobs.append(replace(whole, asked=todo))
-    return jobs, left_out
+        if todo := tuple(task for task in missing if task in permitted):
+            jobs.append(replace(job, tasks=todo))
+        cached += sum(is_cached(job, task) and task not in todo for task in tasks)
+    return jobs, forbidden, cached
 
 
-def count_known(
-    target: Target,
-    candidates: Sequence[Candidate],
-    question: Question,
-    settings: Settings,
-    todo: Sequence[Work],
-) -> int:
-    """Tasks that are known and are not done again, over all models."""
-    asked = asked_of(question, settings)
-    again = {work.file(one) for work in todo for one in work.asked}
-    wholes = [
-        Work(target.store.path, one, asked, question.held_out, settings) for one in candidates
-    ]
-    return sum(
-        is_known(work, one) and work.file(one) not in again for work in wholes for one in asked
-    )
-
-
-def is_known(work: Work, asked: Asked) -> bool:
-    """Whether a task's scores are kept and can be read."""
+def is_cached(job: JobRequest, task: TaskRequest) -> bool:
+    """Whether a task's scores exist and are readable."""
     try:
-        EvaluationRecord.load(work.file(asked))
+        EvaluationRecord.load(job.score_file(task))
     except StorageError:
         return False
     return True
 
 
-def run(jobs: Sequence[Work], runner: Runner, on_end: Callable[[Work, Outcome], None]) -> Answer:
-    """Do what is not known.
+def run_jobs(
+    jobs: Sequence[JobRequest], runner: JobRunner, on_end: Callable[[JobRequest, JobOutcome], None]
+) -> EvaluationResult:
+    """Run jobs.
 
     Args:
-        jobs: From `works`.
+        jobs: From `plan_jobs`.
         runner: Runs them.
-        on_end: Told what became of each.
+        on_end: Called with each job and its outcome.
     """
-    answer = Answer()
+    result = EvaluationResult()
     try:
-        _run(jobs, runner, on_end, answer)
+        for job, outcome in runner(jobs):
+            on_end(job, outcome)
+            step = job.model.step
+            failed = dict(outcome.failed)
+            if outcome.damaged:
+                result.damaged[step] = outcome.damaged
+                continue
+            if outcome.error is not None:
+                # The job ended early: the scores that it had saved count.
+                failed = {t.key: outcome.error for t in job.tasks if not is_cached(job, t)}
+            result.failed += [
+                TaskFailure(step, task.task.task, task.task.shots, failed[task.key])
+                for task in job.tasks
+                if task.key in failed
+            ]
+            result.evaluated += len(job.tasks) - len(failed)
     finally:
-        for work in jobs:
-            _remove_exports(RunDir(work.store).evaluations, work.settings.word)
-    return answer
+        # Jobs that were killed have left their exports.
+        for job in jobs:
+            own = f"{EXPORT_PREFIX}{job.settings.call_id}-"
+            for folder in RunDir(job.store).evaluations.glob(f"{EXPORT_PREFIX}*"):
+                with contextlib.suppress(OSError):
+                    stale = time.time() - folder.stat().st_mtime > _STALE_EXPORT_S
+                    if stale or folder.name.startswith(own):
+                        shutil.rmtree(folder, ignore_errors=True)
+    return result
 
 
-def _remove_exports(folder: Path, word: str) -> None:
-    """Remove what jobs of this call, or of one long ago, left when they were killed."""
-    for one in folder.glob(f"{EXPORT}*"):
-        with contextlib.suppress(OSError):
-            old = time.time() - one.stat().st_mtime > _OLD_S
-            if old or one.name.startswith(f"{EXPORT}{word}-"):
-                shutil.rmtree(one, ignore_errors=True)
-
-
-def _run(
-    jobs: Sequence[Work],
-    runner: Runner,
-    on_end: Callable[[Work, Outcome], None],
-    answer: Answer,
-) -> None:
-    for work, outcome in runner(jobs):
-        on_end(work, outcome)
-        step = work.candidate.step
-        failed = dict(outcome.failed)
-        if outcome.unsound:
-            answer.unsound[step] = outcome.unsound
-            continue
-        if outcome.lost is not None:
-            failed = {one.key: outcome.lost for one in work.asked if not is_known(work, one)}
-        answer.failed += [
-            Failure(step, one.task.task, one.task.shots, failed[one.key])
-            for one in work.asked
-            if one.key in failed
-        ]
-        answer.evaluated += len(work.asked) - len(failed)
-
-
-def without_figure(
-    target: Target, candidates: Sequence[Candidate], question: Question, settings: Settings
-) -> list[Failure]:
-    """The rows whose metric a task's scores do not have."""
-    found = []
-    for candidate in candidates:
-        for placed in question.placed:
-            for row in placed.suite.rows():
-                key = _asked(row, placed.folder, question, settings).key
-                path = target.store.evaluation(candidate.checksum, key)
+def missing_metrics(
+    target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan
+) -> list[TaskFailure]:
+    """The rows whose metric is not among a task's scores."""
+    failures = []
+    for model in models:
+        for located in plan.suites:
+            for row in located.suite.rows():
+                key = plan.request(row, located.folder).key
+                path = target.store.evaluation(model.checksum, key)
                 if row.metric is None or not path.is_file():
                     continue
                 scores = EvaluationRecord.load(path).scores
-                if of_metric(row.metric, scores) is None:
-                    why = f"no finite figure named {row.metric!r}; it gave {', '.join(scores)}"
-                    found.append(Failure(candidate.step, row.task, row.shots, why))
-    return found
+                if match_metric(row.metric, scores) is None:
+                    reason = f"no finite metric {row.metric!r}; the task has {', '.join(scores)}"
+                    failures.append(TaskFailure(model.step, row.task, row.shots, reason))
+    return failures
 
 
-def tables(
-    target: Target, candidates: Sequence[Candidate], question: Question, settings: Settings
+def suite_tables(
+    target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan
 ) -> tuple[list[ScoreTable], list[str]]:
-    """The tables of the suites, and a line for each file that could not be used.
+    """The tables of the suites, and a warning for each unreadable file.
 
-    Scores of another text under the same name are left out, and those of other weights that a
-    candidate's step once had.
+    Without scores of another text of the same name, and without those of other weights that a
+    selected step once had.
     """
-    found, warnings = read_scores(target.store)
-    checksums = {one.step: one.checksum for one in candidates}
-    found = [
+    stored, warnings = read_scores(target.store)
+    checksums = {model.step: model.checksum for model in models}
+    stored = [
         one
-        for one in found
+        for one in stored
         if checksums.get(one.record.step, one.record.checkpoint) == one.record.checkpoint
     ]
-    if question.held_out is not None:
-        row = SuiteTask(task=question.held_out.name)
-        limits = {None if one.record.limit is None else int(one.record.limit) for one in found}
-        keys = {
-            _asked(row, Path(), question, replace(settings, limit=limit)).key for limit in limits
-        }
-        found = [one for one in found if one.record.task != row.task or one.key in keys]
-    return [suite_table(one, found, settings.limit) for one in question.placed], warnings
+    if plan.validation is not None:
+        row = SuiteTask(task=plan.validation.name)
+        limits = {None if one.record.limit is None else int(one.record.limit) for one in stored}
+        keys = set()
+        for limit in limits:
+            settings = replace(plan.settings, limit=limit)
+            keys.add(replace(plan, settings=settings).request(row, Path()).key)
+        stored = [one for one in stored if one.record.task != row.task or one.key in keys]
+    return [suite_table(one, stored, plan.settings.limit) for one in plan.suites], warnings
 
 
-def of_steps(table: ScoreTable, steps: Sequence[int]) -> ScoreTable:
-    """A table with some steps alone."""
+def select_steps(table: ScoreTable, steps: Sequence[int]) -> ScoreTable:
+    """A table with only some steps."""
     rows = [
         replace(
             row,

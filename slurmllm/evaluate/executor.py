@@ -1,16 +1,26 @@
-"""Jobs, a checkpoint each: processes of this machine, or an array on Slurm."""
+"""Runs jobs, one for each checkpoint: as processes of this machine, or as a Slurm array.
+
+A local job is a process of its own rather than one of submitit's LocalExecutor, whose controller
+discards the exit status, hides the CUDA devices and kills a job one second after SIGINT.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmllm.evaluate.process import JobProcess, cuda_devices
-from slurmllm.evaluate.request import Outcome, Work
-from slurmllm.rundir import RunDir
+from slurmllm.errors import StorageError
+from slurmllm.evaluate.job import run_job
+from slurmllm.evaluate.request import JobOutcome, JobRequest
 from slurmllm.slurm.arrays import (
     MOST_TASKS,
     Resources,
@@ -21,128 +31,197 @@ from slurmllm.slurm.arrays import (
 )
 
 _POLL_S = 0.2
-_POLL_SLURM_S = 1.0
+_SLURM_POLL_S = 1.0
+# Between SIGTERM and SIGKILL: a job removes the model that it has exported.
+_TERMINATE_S = 5.0
 
 
-@dataclass(frozen=True)
-class Listeners:
-    """Whom to tell.
-
-    Attributes:
-        on_poll: Called again and again while jobs run.
-        on_note: Called with what happened.
-    """
-
-    on_poll: Callable[[], None]
-    on_note: Callable[[str], None]
-
-
-def logs_of(store: RunDir) -> Path:
-    """The folder of the jobs' logs."""
-    return store.logs / "evaluate"
-
-
-def run_here(
-    works: Sequence[Work], at_once: int, logs: Path, tell: Listeners
-) -> Iterator[tuple[Work, Outcome]]:
-    """Do the work in processes of this machine.
+class JobProcess:
+    """A job in a process of its own; its output is in STEM.log.
 
     Args:
-        works: A process each.
-        at_once: Processes at a time.
-        logs: Folder for what they print.
-        tell: Whom to tell.
+        job: The job.
+        logs: Folder for its files.
+        device: The CUDA device that it sees; None: all that this process sees.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+
+    def __init__(self, job: JobRequest, logs: Path, device: str | None) -> None:
+        stem = logs / f"step_{job.model.step:08d}-{secrets.token_hex(4)}"
+        self.log = stem.with_suffix(".log")
+        self._request, self._outcome = stem.with_suffix(".request"), stem.with_suffix(".outcome")
+        variables = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            self._request.write_bytes(pickle.dumps(job))
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "slurmllm.evaluate.executor", str(stem)],
+                    env={**os.environ, **variables},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # Ctrl-C reaches only the parent, which then terminates all of the session.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise StorageError(f"cannot write {logs}: {error.strerror or error}") from error
+
+    def done(self) -> bool:
+        return self._process.poll() is not None
+
+    def outcome(self) -> JobOutcome:
+        """What the job returned, or how its process ended."""
+        try:
+            outcome = pickle.loads(self._outcome.read_bytes())
+            assert isinstance(outcome, JobOutcome)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            code = self._process.returncode
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return JobOutcome(error=f"its process {how}; its log is {self.log}")
+        finally:
+            self._remove_files()
+        return outcome
+
+    def terminate(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TERMINATE_S)
+        self._remove_files()
+
+    def _remove_files(self) -> None:
+        for path in (self._request, self._outcome):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def main(stem: str) -> None:
+    """Entry point of a job's process."""
+    # Raises SystemExit, so that the exported model is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    request, outcome = Path(f"{stem}.request"), Path(f"{stem}.outcome")
+    result = pickle.dumps(run_job(pickle.loads(request.read_bytes())))
+    partial = outcome.with_suffix(".partial")
+    partial.write_bytes(result)
+    partial.replace(outcome)
+
+
+def cuda_devices() -> list[str]:
+    """The CUDA devices that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    # Without torch, which would take seconds to import.
+    with contextlib.suppress(OSError):
+        return [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").iterdir())]
+    return []
+
+
+def run_local(
+    jobs: Sequence[JobRequest], at_once: int, logs: Path, on_poll: Callable[[], None]
+) -> Iterator[tuple[JobRequest, JobOutcome]]:
+    """Run jobs in processes of this machine, which end when this is closed.
+
+    Args:
+        jobs: The jobs.
+        at_once: Processes at the same time.
+        logs: Folder of their logs.
+        on_poll: Called regularly while jobs run.
 
     Yields:
-        What became of each, in the order they end.
+        Each job and its outcome, in the order in which they end.
     """
     devices = cuda_devices()
-    left = list(works)
-    # By slot: of several devices, each slot has one to itself.
-    running: dict[int, tuple[JobProcess, Work]] = {}
+    pending = list(jobs)
+    # By slot: of several devices, each slot uses one.
+    running: dict[int, tuple[JobProcess, JobRequest]] = {}
     try:
-        while left or running:
+        while pending or running:
             for slot in range(at_once):
-                if left and slot not in running:
+                if pending and slot not in running:
                     device = devices[slot % len(devices)] if at_once > 1 and devices else None
-                    work = left.pop(0)
-                    running[slot] = JobProcess(work, logs, device), work
+                    job = pending.pop(0)
+                    running[slot] = JobProcess(job, logs, device), job
             time.sleep(_POLL_S)
-            tell.on_poll()
-            for slot in [slot for slot, (job, _) in running.items() if job.done()]:
-                job, work = running.pop(slot)
-                yield work, job.outcome()
+            on_poll()
+            for slot in [slot for slot, (process, _) in running.items() if process.done()]:
+                process, job = running.pop(slot)
+                yield job, process.outcome()
     finally:
-        for job, _ in running.values():
-            job.end()
+        for process, _ in running.values():
+            process.terminate()
 
 
 def run_on_slurm(
-    works: Sequence[Work],
+    jobs: Sequence[JobRequest],
     at_once: int,
     logs: Path,
-    tell: Listeners,
+    on_poll: Callable[[], None],
     options: SlurmOptions,
     resources: Resources,
-) -> Iterator[tuple[Work, Outcome]]:
-    """Do the work in the jobs of one array; it is cancelled when this ends early.
+    on_submit: Callable[[str], None],
+) -> Iterator[tuple[JobRequest, JobOutcome]]:
+    """Run jobs in a Slurm array, which is cancelled when this is closed.
 
     Args:
-        works: A job each.
-        at_once: Jobs at a time.
-        logs: Folder for what they print, on a file system that the nodes share.
-        tell: Whom to tell.
-        options: How the jobs are submitted.
-        resources: What each takes.
+        jobs: The jobs.
+        at_once: Array tasks at the same time.
+        logs: Folder of their logs, on a file system that the nodes share.
+        on_poll: Called regularly while jobs run.
+        options: Options of the array.
+        resources: Of each array task.
+        on_submit: Called with a line about each array.
 
     Yields:
-        What became of each, in the order they end.
+        Each job and its outcome, in the order in which they end.
 
     Raises:
-        SlurmError: Slurm refused the jobs.
+        SlurmError: Slurm rejected the array.
     """
-    for begin in range(0, len(works), MOST_TASKS):
-        part = works[begin : begin + MOST_TASKS]
-        jobs = submit_array(
-            _evaluate,
-            [(work,) for work in part],
+    for begin in range(0, len(jobs), MOST_TASKS):
+        part = jobs[begin : begin + MOST_TASKS]
+        tasks = submit_array(
+            run_job,
+            [(job,) for job in part],
             logs=logs,
             name="slurmllm-evaluate",
             at_once=at_once,
             options=options,
             resources=resources,
-            what="the jobs that evaluate",
+            what="the evaluation jobs",
             instead="evaluate on this machine without --slurm",
         )
-        array = array_of(jobs)
-        tell.on_note(f"Slurm job {array}: {len(part):,} checkpoint(s), {at_once:,} at a time")
-        waiting = dict(zip(jobs, part, strict=True))
+        array = array_of(tasks)
+        on_submit(f"Slurm job {array}: {len(part):,} checkpoint(s), {at_once:,} at a time")
+        running = dict(zip(tasks, part, strict=True))
         try:
-            while waiting:
-                time.sleep(_POLL_SLURM_S)
-                tell.on_poll()
-                for job in [job for job in waiting if job.done()]:
-                    yield waiting.pop(job), _outcome(job)
+            while running:
+                time.sleep(_SLURM_POLL_S)
+                on_poll()
+                for task in [task for task in running if task.done()]:
+                    yield running.pop(task), _task_outcome(task)
         finally:
-            if waiting:
+            if running:
                 cancel(array)
 
 
-def _evaluate(work: Work) -> Outcome:
-    from slurmllm.evaluate.job import evaluate
-
-    return evaluate(work)
-
-
-def _outcome(job: Any) -> Outcome:
-    """What a job said; where it ended without a word, why all its tasks failed."""
+def _task_outcome(task: Any) -> JobOutcome:
+    """What an array task returned, or how it ended."""
     import submitit
 
     try:
-        outcome: Outcome = job.result()
+        outcome: JobOutcome = task.result()
     except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError) as error:
-        log = job.paths.stderr
-        said = f"its log is {log}" if log.exists() else "it never began"
-        first = " ".join(str(error).split())[:120]
-        return Outcome(lost=f"job {job.job_id} ended as {job.state} ({said}): {first}")
+        log = task.paths.stderr
+        hint = f"its log is {log}" if log.exists() else "it never started"
+        reason = " ".join(str(error).split())[:120]
+        return JobOutcome(error=f"job {task.job_id} ended as {task.state} ({hint}): {reason}")
     return outcome
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder for the time that the harness needs it; loads torch."""
+"""A checkpoint exported to a Hugging Face folder while the harness reads it; loads torch."""
 
 from __future__ import annotations
 
@@ -11,55 +11,54 @@ from pathlib import Path
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
 from slurmllm.errors import DataError, StorageError
-from slurmllm.evaluate.request import EXPORT, Candidate, Settings
+from slurmllm.evaluate.request import EXPORT_PREFIX, EvaluationSettings, ModelRef
 
 _SHARD_BYTES = 5 * 10**9
 
 
 @contextlib.contextmanager
-def exported(candidate: Candidate, store: Path, settings: Settings) -> Iterator[Path]:
-    """A model as the harness reads it.
+def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iterator[Path]:
+    """The Hugging Face folder of a model.
 
     Args:
-        candidate: The model; a Hugging Face folder is taken as it is.
-        store: Where a temporary folder may be made, on a disk that checkpoints fit on.
-        settings: Where it is kept, if it is, and with which tokenizer.
+        model: The model; a Hugging Face folder is used as it is.
+        store: Folder for a temporary export, on a disk with space for checkpoints.
+        settings: With the folder of kept exports, if any, and the tokenizer.
 
     Raises:
         ConfigError: transformers has no such model.
         DataError: the tokenizer is missing or does not fit.
         StorageError: a file cannot be read or written.
     """
-    if candidate.huggingface:
-        yield candidate.directory
+    if model.huggingface:
+        yield model.directory
         return
-    tokenizer = settings.tokenizer
     if settings.export_dir is not None:
-        folder = settings.export_dir / f"{candidate.directory.name}-{candidate.checksum[:12]}"
+        folder = settings.export_dir / f"{model.directory.name}-{model.checksum[:12]}"
         if not folder.is_dir():
-            _export(candidate.directory, folder, tokenizer)
+            _export(model.directory, folder, settings.tokenizer)
         yield folder
         return
     try:
         store.mkdir(parents=True, exist_ok=True)
-        above = Path(tempfile.mkdtemp(prefix=f"{EXPORT}{settings.word}-", dir=store))
+        prefix = f"{EXPORT_PREFIX}{settings.call_id}-"
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=store))
     except OSError as error:
         raise StorageError(
-            f"cannot make a folder for the exported model in {store}: {error.strerror or error}; "
-            "name another place: --export-dir DIR"
+            f"cannot create a folder for the exported model in {store}: "
+            f"{error.strerror or error}; choose another one: --export-dir DIR"
         ) from error
     try:
-        folder = above / candidate.directory.name
-        _export(candidate.directory, folder, tokenizer)
+        folder = temporary / model.directory.name
+        _export(model.directory, folder, settings.tokenizer)
         yield folder
     finally:
-        shutil.rmtree(above, ignore_errors=True)
+        # If the job is killed, the next call removes the folder (evaluate.py).
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _export(directory: Path, folder: Path, named: Path | None) -> None:
-    tokenizer = checkpoint_tokenizer(directory, named)
+def _export(directory: Path, folder: Path, tokenizer_file: Path | None) -> None:
+    tokenizer = checkpoint_tokenizer(directory, tokenizer_file)
     if not tokenizer.files:
-        raise DataError(
-            f"no tokenizer is known for {directory}, and tasks are texts; give --tokenizer FILE"
-        )
+        raise DataError(f"no tokenizer is known for {directory}; give --tokenizer FILE")
     run_export(plan_export(directory, tokenizer), folder, _SHARD_BYTES)

@@ -1,7 +1,7 @@
-"""EleutherAI's lm-evaluation-harness as a library: one model, task after task.
+"""EleutherAI's lm-evaluation-harness as a library: one model, one task at a time.
 
 Each task is a call of `lm_eval.simple_evaluate` with the harness's own defaults, so that its
-figures are those of `lm_eval run` for that task alone on the same folder.
+scores are those of `lm_eval run` with only that task on the same folder.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 from slurmllm.errors import DataError, SlurmllmError, UserError
 from slurmllm.evaluate.cache_key import harness_version
-from slurmllm.evaluate.request import Asked, Candidate, Settings
+from slurmllm.evaluate.request import EvaluationSettings, ModelRef, TaskRequest
 from slurmllm.records import EvaluationRecord
 
 REMEDY = "install it: pip install 'slurmllm[eval]'"
-# How errors of data that a hub should have given are recognised, through their causes.
+# Classes of errors, or of their causes, if data cannot be downloaded from the hub.
 _HUB = (
     "ConnectionError", "ConnectError", "OfflineModeIsEnabled", "LocalEntryNotFoundError",
     "DatasetNotFoundError", "MaxRetryError", "NameResolutionError", "DataFilesNotFoundError",
     "HfHubHTTPError", "ProxyError", "ReadTimeout", "ConnectTimeout",
 )  # fmt: skip
-# The harness, of a task that may generate more than the model's context holds.
+# The harness's message if a task may generate more tokens than the model's context holds.
 _TOO_LONG = re.compile(r"max tokens to generate \((\d+)\) must be less than .* length \((\d+)\)")
 
 
@@ -44,90 +44,90 @@ def require_harness() -> str:
 
 
 class Harness:
-    """A model folder under the harness; the model is loaded when the first task needs it.
+    """The tasks of the harness on a model, which is loaded for the first task.
 
     Args:
         folder: A Hugging Face model folder.
-        candidate: Whose it is.
-        settings: How tasks are done.
+        model: The model that was exported to it.
+        settings: Settings of all tasks.
     """
 
-    def __init__(self, folder: Path, candidate: Candidate, settings: Settings) -> None:
+    def __init__(self, folder: Path, model: ModelRef, settings: EvaluationSettings) -> None:
         self._folder = folder
-        self._candidate = candidate
+        self._model = model
         self._settings = settings
-        self._device = torch_device(settings.device)
-        self._model: Any = None
+        self._device = resolve_device(settings.device)
+        self._loaded_model: Any = None
 
-    def judge(self, asked: Asked) -> EvaluationRecord:
-        """Do a task.
+    def score(self, request: TaskRequest) -> EvaluationRecord:
+        """Evaluate a task.
 
         Raises:
-            UserError: there is no such task, or it runs code and may not.
-            DataError: its questions cannot be had here.
+            UserError: there is no such task, or it may not run programs.
+            DataError: its questions are not available here.
         """
-        begun = time.monotonic()
-        found = self._evaluate(asked)
-        name = asked.task.task
-        scores, errors = _figures(found["results"][name])
+        started = time.monotonic()
+        results = self._evaluate(request)
+        name = request.task.task
+        scores, errors = _finite_scores(results["results"][name])
         if not scores:
-            raise DataError(f"{name} has no figure that is a finite number")
-        shots = found.get("n-shot", {}).get(name, asked.task.shots)
+            raise DataError(f"{name} has no metric that is a finite number")
+        shots = results.get("n-shot", {}).get(name, request.task.shots)
         return EvaluationRecord(
-            step=self._candidate.step,
-            tokens=self._candidate.tokens,
-            checkpoint=self._candidate.checksum,
+            step=self._model.step,
+            tokens=self._model.tokens,
+            checkpoint=self._model.checksum,
             task=name,
-            shots=shots if isinstance(shots, int) else asked.task.shots,
+            shots=shots if isinstance(shots, int) else request.task.shots,
             limit=self._settings.limit,
             scores=scores,
             errors=errors,
-            num_samples=sum(int(n["effective"]) for n in found["n-samples"].values()),
+            num_samples=sum(int(n["effective"]) for n in results["n-samples"].values()),
             version=require_harness(),
-            seconds=time.monotonic() - begun,
+            seconds=time.monotonic() - started,
             evaluated_at=time.time(),
         )
 
-    def _evaluate(self, asked: Asked) -> Mapping[str, Any]:
-        task, settings = asked.task, self._settings
+    def _evaluate(self, request: TaskRequest) -> Mapping[str, Any]:
+        task, settings = request.task, self._settings
         if settings.allow_code:
-            os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # asked for by metrics that run programs
+            os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # required by metrics that run programs
         try:
-            if fault := fault_of(asked, settings.allow_code):
+            if fault := task_fault(request, settings.allow_code):
                 raise UserError(fault)
             import lm_eval
 
-            found = lm_eval.simple_evaluate(
-                model=self._loaded(),
-                tasks=[_set_up(asked)],
+            results = lm_eval.simple_evaluate(
+                model=self._load(),
+                tasks=[_harness_task(request)],
                 num_fewshot=task.shots,
                 limit=settings.limit,
-                task_manager=_manager_of(asked),
+                task_manager=_manager_of(request),
                 confirm_run_unsafe_code=settings.allow_code,
                 log_samples=False,
             )
         except SlurmllmError:
             raise
         except Exception as error:
-            raise _in_our_words(task.task, error) from error
-        assert found is not None, "only other ranks get nothing"
-        return dict(found)
+            raise _translate_error(task.task, error) from error
+        assert results is not None, "None on ranks other than 0"
+        return dict(results)
 
-    def _loaded(self) -> Any:
-        if self._model is None:
+    def _load(self) -> Any:
+        if self._loaded_model is None:
             from lm_eval.api.registry import get_model
 
             size = self._settings.batch_size or (1 if self._device == "cpu" else "auto")
-            self._model = get_model("hf").create_from_arg_obj(
+            self._loaded_model = get_model("hf").create_from_arg_obj(
                 {"pretrained": str(self._folder)},
                 {"batch_size": size, "max_batch_size": None, "device": self._device},
             )
-        return self._model
+        return self._loaded_model
 
 
 @cache
 def task_manager(folder: str | None) -> Any:
-    """The harness's list of tasks, with those of a folder.
+    """The harness's index of tasks, with those of a folder.
 
     Raises:
         UserError: there is no such folder, or the harness cannot be imported.
@@ -141,36 +141,36 @@ def task_manager(folder: str | None) -> Any:
     if folder is None:
         return TaskManager()
     if not Path(folder).is_dir():
-        raise UserError(f"no folder of tasks {folder}; see `folder` in the suite")
+        raise UserError(f"no folder of tasks {folder}; check `folder` in the suite")
     own = TaskManager(include_path=folder, include_defaults=False)
-    # Groups may name the harness's own tasks; to list those takes seconds.
+    # Only groups may refer to the harness's own tasks, whose index takes seconds.
     return TaskManager(include_path=folder) if own.all_groups or own.all_tags else own
 
 
-def _manager_of(asked: Asked) -> Any:
-    own = asked.task.folder
-    return task_manager(None if own is None else str(asked.folder / own))
+def _manager_of(request: TaskRequest) -> Any:
+    own = request.task.folder
+    return task_manager(None if own is None else str(request.folder / own))
 
 
-def _set_up(asked: Asked) -> Any:
-    """What the harness is told to do: a task's name, or the task with its options."""
-    task, manager = asked.task, _manager_of(asked)
+def _harness_task(request: TaskRequest) -> Any:
+    """A task's name, or the harness's task object with the options of the suite."""
+    task, manager = request.task, _manager_of(request)
     if not task.options:
         return task.task
-    # Given as {"task": name, **options}, harness 0.4.13 forgets the task's own file.
+    # If given as {"task": name, **options}, harness 0.4.13 ignores the task's own file.
     index = manager.task_index
     return manager._factory.build(index[task.task], overrides=task.options, registry=index)
 
 
-def fault_of(asked: Asked, allow_code: bool) -> str | None:
-    """Why the harness cannot do a task, as far as its name and file say.
+def task_fault(request: TaskRequest, allow_code: bool) -> str | None:
+    """Why the harness cannot run a task, by the task's name and file; None if it can.
 
     Raises:
         UserError: there is no such folder of tasks, or the harness cannot be imported.
     """
-    name, manager = asked.task.task, _manager_of(asked)
+    name, manager = request.task.task, _manager_of(request)
     if name not in manager.all_tasks:
-        return _unknown(name, manager.all_tasks)
+        return _unknown_task(name, manager.all_tasks)
     entry = manager.task_index[name]
     if name in manager.all_tags:
         return f"{name} is a tag of several tasks; name them: {', '.join(sorted(entry.tags))}"
@@ -178,13 +178,13 @@ def fault_of(asked: Asked, allow_code: bool) -> str | None:
     if name in manager.all_groups and not file.get("aggregate_metric_list"):
         children = [one if isinstance(one, str) else one.get("task") for one in file["task"]]
         tasks = ", ".join(str(one) for one in children if isinstance(one, str))
-        return f"{name} is a group without a figure of its own; name its tasks: {tasks}"
+        return f"{name} is a group without a metric of its own; name its tasks: {tasks}"
     if file.get("unsafe_code") and not allow_code:
         return f"{name} runs programs that the model writes; allow it: --allow-code-execution"
     return None
 
 
-def _unknown(name: str, known: Sequence[str]) -> str:
+def _unknown_task(name: str, known: Sequence[str]) -> str:
     import difflib
 
     close = difflib.get_close_matches(name, known, n=3)
@@ -192,38 +192,39 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     return f"the harness has no task {name!r}; {guess}`lm_eval ls tasks` lists all"
 
 
-def torch_device(device: str) -> str:
-    """`auto` resolved.
+def resolve_device(device: str) -> str:
+    """cpu or cuda, for `auto`.
 
     Raises:
-        UserError: cuda where there is none.
+        UserError: cuda without a CUDA device.
     """
     import torch
 
-    there = torch.cuda.is_available()
-    if device == "cuda" and not there:
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
         raise UserError("--device cuda: torch finds no CUDA device here; choose cpu or auto")
     if device == "auto":
-        return "cuda" if there else "cpu"
+        return "cuda" if available else "cpu"
     return device
 
 
-def _figures(result: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """Scores and standard errors by `metric,filter`; what is not a finite number is left out."""
+def _finite_scores(result: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Scores and standard errors by `metric,filter`, without those that are not finite."""
     scores: dict[str, float] = {}
     errors: dict[str, float] = {}
     for name, value in result.items():
-        metric, comma, chosen = name.partition(",")
+        metric, comma, filter_name = name.partition(",")
         if not comma or isinstance(value, str) or not math.isfinite(float(value)):
             continue
         if metric.endswith("_stderr"):
-            errors[f"{metric.removesuffix('_stderr')},{chosen}"] = float(value)
+            errors[f"{metric.removesuffix('_stderr')},{filter_name}"] = float(value)
         else:
             scores[name] = float(value)
     return scores, errors
 
 
-def _in_our_words(task: str, error: Exception) -> SlurmllmError:
+def _translate_error(task: str, error: Exception) -> SlurmllmError:
+    """The harness's error as one of ours, with what to do about it."""
     text = " ".join(str(error).split())[:300]
     if "marked as unsafe" in text:
         return UserError(
@@ -231,14 +232,14 @@ def _in_our_words(task: str, error: Exception) -> SlurmllmError:
         )
     if "Dataset scripts are no longer supported" in text:
         return DataError(
-            f"the questions of {task} are a program on the hub, which `datasets` refuses since its "
+            f"the questions of {task} are a program on the hub, which `datasets` rejects since its "
             f"version 4 ({text}); choose another task, or write one that reads them from files"
         )
     if too_long := _TOO_LONG.search(text):
         wanted, context = too_long.groups()
         return DataError(
-            f"{task} lets the model write {wanted} tokens, and its context holds {context}, prompt "
-            "and answer together; leave the task out, or in a suite of your own ask for fewer: "
+            f"{task} lets the model write {wanted} tokens, but its context holds {context}, prompt "
+            "and answer together; omit the task, or request fewer in a suite of your own: "
             f"options: {{generation_kwargs: {{max_gen_toks: N, until: [...]}}}}"
         )
     chain: list[str] = []
@@ -248,7 +249,7 @@ def _in_our_words(task: str, error: Exception) -> SlurmllmError:
         cause = cause.__cause__ or cause.__context__
     if any(name in _HUB for name in chain) or "Hugging Face Hub" in text:
         return DataError(
-            f"what {task} reads cannot be fetched here ({text}); fetch it where there is a "
+            f"the data of {task} cannot be fetched here ({text}); fetch it on a machine with a "
             "network, with the same command and --fetch, and HF_HOME set to a folder that the "
             "nodes share; set the same HF_HOME for the evaluation"
         )
@@ -257,20 +258,20 @@ def _in_our_words(task: str, error: Exception) -> SlurmllmError:
     return DataError(f"{type(error).__name__}: {text}")
 
 
-def fetch(asked: Asked) -> None:
-    """Fetch a task's questions into the cache of this machine (HF_HOME).
+def fetch(request: TaskRequest) -> None:
+    """Download a task's questions into the cache of this machine (HF_HOME).
 
     Raises:
         UserError: there is no such task.
-        DataError: they cannot be had here.
+        DataError: they are not available here.
     """
-    name = asked.task.task
+    name = request.task.task
     try:
-        manager = _manager_of(asked)
+        manager = _manager_of(request)
         if name not in manager.all_tasks:
-            raise UserError(_unknown(name, manager.all_tasks))
-        manager.load([_set_up(asked)])
+            raise UserError(_unknown_task(name, manager.all_tasks))
+        manager.load([_harness_task(request)])
     except SlurmllmError:
         raise
     except Exception as error:
-        raise _in_our_words(name, error) from error
+        raise _translate_error(name, error) from error

@@ -1,4 +1,4 @@
-"""One job: a checkpoint, verified, exported and judged; each score is kept once it is known."""
+"""One job: verify and export a checkpoint, evaluate its tasks, save each score at once."""
 
 from __future__ import annotations
 
@@ -8,86 +8,77 @@ from time import time
 
 from slurmllm.checkpoint.catalogue import read_entry, verify_entry
 from slurmllm.errors import SlurmllmError
-from slurmllm.evaluate.request import Asked, Outcome, Work
+from slurmllm.evaluate.request import JobOutcome, JobRequest, TaskRequest
 from slurmllm.records import EvaluationRecord
 from slurmllm.rundir import RunDir
 
 
-def evaluate(work: Work) -> Outcome:
-    """Do what a job is to do; what fails is said and does not keep the rest from being done."""
-    candidate = work.candidate
-    if not candidate.verified and not candidate.huggingface:
-        faults = verify_entry(read_entry(candidate.directory)).faults
+def run_job(request: JobRequest) -> JobOutcome:
+    """Evaluate the tasks of a job; a task that fails does not end the others."""
+    model, text = request.model, request.validation
+    if not model.verified and not model.huggingface:
+        faults = verify_entry(read_entry(model.directory)).faults
         if faults:
-            return Outcome(unsound=faults)
+            return JobOutcome(damaged=faults)
     failed: dict[str, str] = {}
-    ours = [one for one in work.asked if _is_ours(work, one)]
-    theirs = [one for one in work.asked if not _is_ours(work, one)]
-    for one in ours:
-        _attempt(work, one, failed, lambda _: validate(work))
-    if theirs:
+
+    def evaluate(task: TaskRequest, score: Callable[[TaskRequest], EvaluationRecord]) -> None:
         try:
-            _harness(work, theirs, failed)
+            # Saved at once: an interrupted job continues after its last score.
+            score(task).save(request.score_file(task))
         except Exception as error:
-            reason = _said(error)
-            failed |= {one.key: reason for one in theirs if not work.file(one).is_file()}
-    return Outcome(failed=failed)
+            failed[task.key] = _reason(error)
+
+    harness_tasks = []
+    for task in request.tasks:
+        if text is not None and task.task.task == text.name:
+            evaluate(task, lambda _: validation_record(request))
+        else:
+            harness_tasks.append(task)
+    if harness_tasks:
+        from slurmllm.evaluate.exported import exported
+        from slurmllm.evaluate.harness import Harness
+
+        try:
+            store = RunDir(request.store).evaluations
+            with exported(model, store, request.settings) as folder:
+                harness = Harness(folder, model, request.settings)
+                for task in harness_tasks:
+                    evaluate(task, harness.score)
+        except Exception as error:
+            reason = _reason(error)
+            failed |= {t.key: reason for t in harness_tasks if not request.score_file(t).is_file()}
+    return JobOutcome(failed=failed)
 
 
-def validate(work: Work) -> EvaluationRecord:
+def validation_record(request: JobRequest) -> EvaluationRecord:
     """The loss on held-out text."""
-    from slurmllm.evaluate.harness import torch_device
+    from slurmllm.evaluate.harness import resolve_device
     from slurmllm.evaluate.validation_loss import held_out_loss
     from slurmllm.evaluate.validation_text import LOOP, stream_spec
 
-    candidate, settings = work.candidate, work.settings
-    assert work.held_out is not None
-    device = torch_device(settings.device)
-    with stream_spec(work.held_out, candidate.directory, settings.tokenizer) as spec:
-        found = held_out_loss(
-            candidate.directory, spec, settings.limit, settings.batch_size, device
-        )
+    model, settings = request.model, request.settings
+    assert request.validation is not None
+    device = resolve_device(settings.device)
+    with stream_spec(request.validation, model.directory, settings.tokenizer) as spec:
+        loss = held_out_loss(model.directory, spec, settings.limit, settings.batch_size, device)
     return EvaluationRecord(
-        step=candidate.step,
-        tokens=candidate.tokens,
-        checkpoint=candidate.checksum,
-        task=work.held_out.name,
+        step=model.step,
+        tokens=model.tokens,
+        checkpoint=model.checksum,
+        task=request.validation.name,
         limit=settings.limit,
-        scores=found.scores,
-        errors=found.errors,
-        num_samples=found.sequences,
+        scores=loss.scores,
+        errors=loss.errors,
+        num_samples=loss.sequences,
         version=LOOP,
-        seconds=found.seconds,
+        seconds=loss.seconds,
         evaluated_at=time(),
     )
 
 
-def _harness(work: Work, theirs: list[Asked], failed: dict[str, str]) -> None:
-    from slurmllm.evaluate.exported import exported
-    from slurmllm.evaluate.harness import Harness
-
-    with exported(work.candidate, RunDir(work.store).evaluations, work.settings) as folder:
-        harness = Harness(folder, work.candidate, work.settings)
-        for one in theirs:
-            _attempt(work, one, failed, harness.judge)
-
-
-def _is_ours(work: Work, asked: Asked) -> bool:
-    return work.held_out is not None and asked.task.task == work.held_out.name
-
-
-def _attempt(
-    work: Work, asked: Asked, failed: dict[str, str], judge: Callable[[Asked], EvaluationRecord]
-) -> None:
-    """Do one task and keep what came of it."""
-    try:
-        judge(asked).save(work.file(asked))
-    except Exception as error:
-        failed[asked.key] = _said(error)
-
-
-def _said(error: Exception) -> str:
-    """An error in a line; where it is none of ours, the job's log has the rest."""
+def _reason(error: Exception) -> str:
+    """An error on one line; the traceback of an unexpected one goes to the job's log."""
     if isinstance(error, SlurmllmError):
         return str(error)
     traceback.print_exception(error)

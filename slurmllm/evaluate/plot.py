@@ -1,4 +1,4 @@
-"""Scores against training tokens: a panel a group, published models as dashed lines."""
+"""Scores over training tokens: a panel for each group, published models as dashed lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFERENCE_COLOURS = ("0.25", "tab:red", "tab:purple", "tab:brown", "tab:olive",
 
 
 def default_path(store: RunDir, suite: str) -> Path:
-    """Where the picture goes when nobody says."""
+    """Where the picture is stored by default."""
     return store.reports / f"evaluation-{suite}.png"
 
 
@@ -45,7 +45,7 @@ def draw(table: ScoreTable, name: str, path: Path) -> None:
 
 
 def _panels(table: ScoreTable) -> list[tuple[str, list[ScoreRow]]]:
-    """A panel a group; rows of other units, as perplexity beside loss, in panels of their own."""
+    """A panel for each group and unit: perplexity is not drawn on the axis of the loss."""
     panels: dict[tuple[str, str], list[ScoreRow]] = {}
     for row in table.rows:
         metric = row.metric.partition(",")[0]
@@ -73,11 +73,11 @@ def _panel(
                 ax.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
             else:
                 ax.errorbar(x, y, [row.errors[steps[0]]], color=line.get_color(), capsize=3)
-    # Of a group with an average, published averages alone: one line a model.
-    chief = next((row for row in rows if row.name.startswith(AVERAGE)), rows[0])
-    if len(rows) == 1 or chief.name.startswith(AVERAGE):
+    # In a group with an average, only published averages: one line for each model.
+    main = next((row for row in rows if row.name.startswith(AVERAGE)), rows[0])
+    if len(rows) == 1 or main.name.startswith(AVERAGE):
         models = list(table.sources)
-        for model, figure in chief.references.items():
+        for model, figure in main.references.items():
             colour = _REFERENCE_COLOURS[models.index(model) % len(_REFERENCE_COLOURS)]
             ax.axhline(figure, linestyle="--", linewidth=1, color=colour, label=model)
     ax.set_title(title, fontsize=10)

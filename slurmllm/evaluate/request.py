@@ -1,4 +1,4 @@
-"""What a job is to evaluate, and what it says of it; both go through files, so all is plain."""
+"""What a job evaluates, and its outcome; all of it is pickled, so it is plain data."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 from slurmllm.evaluate.suites import SuiteTask
 from slurmllm.rundir import RunDir
 
-# How the names of folders of exported models begin, in the folder of the scores.
-EXPORT = ".export-"
+# Prefix of the temporary folders of exported models, in the folder of the scores.
+EXPORT_PREFIX = ".export-"
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A model to judge.
+class ModelRef:
+    """A model to evaluate.
 
     Attributes:
         directory: A checkpoint folder, or a Hugging Face model folder.
-        step: Of the checkpoint; 0 where there is none.
-        tokens: That it was trained on; 0 where nobody knows.
+        step: Of the checkpoint; 0 for a Hugging Face model.
+        tokens: Tokens trained on; 0 if unknown.
         checksum: Of its contents.
-        huggingface: Whether it is a Hugging Face folder, to be judged as it is.
-        verified: Whether its files have been checked already.
+        huggingface: Whether it is a Hugging Face folder, which is evaluated without an export.
+        verified: Whether its files have been verified already.
     """
 
     directory: Path
@@ -34,13 +34,13 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """The text that `validation` reads.
+class ValidationText:
+    """The text of the task `validation`.
 
     Attributes:
-        run: The run whose held-out documents it is; None where a corpus is named.
-        corpus: The named one.
-        name: Of the task, as records have it.
+        run: The run whose held-out documents are read; None for a named corpus of a model folder.
+        corpus: The named corpus.
+        name: Of the task in the records.
     """
 
     run: Path | None
@@ -49,13 +49,13 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A task to do.
+class TaskRequest:
+    """One task to evaluate.
 
     Attributes:
-        task: As the suite has it.
-        folder: From which the task's own folder is seen.
-        key: Under which its scores are kept.
+        task: As the suite defines it.
+        folder: The task's own folder is relative to it.
+        key: Cache key of its scores.
     """
 
     task: SuiteTask
@@ -64,17 +64,17 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How all tasks are done.
+class EvaluationSettings:
+    """Settings of all tasks.
 
     Attributes:
-        limit: Questions (`validation`: sequences) at most; None: all (the first 1,000).
-        batch_size: Sequences at a time; None: one on a CPU, as many as fit on a CUDA device.
-        device: cpu, cuda, or auto: cuda where there is one.
-        allow_code: Whether programs that the model writes may be run.
-        export_dir: Where exported models are kept; None: nowhere.
+        limit: Maximum questions (`validation`: sequences); None: all (the first 1,000).
+        batch_size: Sequences in a batch; None: one on a CPU, as many as fit on a CUDA device.
+        device: cpu, cuda, or auto: cuda if available.
+        allow_code: Whether programs that the model writes may be executed.
+        export_dir: Where exported models are kept; None: they are removed.
         tokenizer: A tokenizer.json to use instead of the run's.
-        word: In the names of this call's temporary folders.
+        call_id: In the names of this call's temporary folders.
     """
 
     limit: int | None = None
@@ -83,48 +83,48 @@ class Settings:
     allow_code: bool = False
     export_dir: Path | None = None
     tokenizer: Path | None = None
-    word: str = ""
+    call_id: str = ""
 
 
 @dataclass(frozen=True)
-class Work:
-    """One job.
+class JobRequest:
+    """One job: some tasks on one model.
 
     Attributes:
-        store: Directory that keeps the scores: the run's.
-        candidate: The model.
-        asked: What to do.
-        held_out: Text of `validation`, where that is asked for.
-        settings: How.
+        store: Directory that holds the scores: the run's.
+        model: The model.
+        tasks: The tasks.
+        validation: Text of `validation`, if requested.
+        settings: Settings of all tasks.
     """
 
     store: Path
-    candidate: Candidate
-    asked: tuple[Asked, ...]
-    held_out: HeldOut | None
-    settings: Settings
+    model: ModelRef
+    tasks: tuple[TaskRequest, ...]
+    validation: ValidationText | None
+    settings: EvaluationSettings
 
-    def file(self, asked: Asked) -> Path:
-        """Where a task's scores are kept."""
-        return RunDir(self.store).evaluation(self.candidate.checksum, asked.key)
+    def score_file(self, task: TaskRequest) -> Path:
+        """Where a task's scores are stored."""
+        return RunDir(self.store).evaluation(self.model.checksum, task.key)
 
-    def name(self, asked: Asked) -> str:
-        """A task's name, with its shots where it is asked for in several ways."""
-        name, shots = asked.task.task, asked.task.shots
-        ways = sum(one.task.task == name for one in self.asked)
-        return name if ways == 1 or shots is None else f"{name} {shots}-shot"
+    def title(self, request: TaskRequest) -> str:
+        """A task's name, with its shots if it is requested with several numbers of shots."""
+        name, shots = request.task.task, request.task.shots
+        variants = sum(other.task.task == name for other in self.tasks)
+        return name if variants == 1 or shots is None else f"{name} {shots}-shot"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a job.
+class JobOutcome:
+    """The outcome of a job.
 
     Attributes:
-        failed: Key of a task → why.
-        unsound: What is wrong with the checkpoint's files, where it was passed over for that.
-        lost: Why the job ended without a word, where it did.
+        failed: Cache key of a task → reason.
+        damaged: Faults of the checkpoint's files, which was therefore skipped.
+        error: How the job ended, if it returned no outcome.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
-    unsound: tuple[str, ...] = ()
-    lost: str | None = None
+    damaged: tuple[str, ...] = ()
+    error: str | None = None

@@ -1,4 +1,4 @@
-"""What a run's checkpoints scored, by suite, beside published figures; without torch."""
+"""Tables of the scores of a run's checkpoints by suite, with published scores; without torch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from slurmllm.errors import SlurmllmError
 from slurmllm.rundir import RunDir
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.suites import Placed, SuiteTask
+    from slurmllm.evaluate.suites import LocatedSuite, SuiteTask
     from slurmllm.records import EvaluationRecord
 
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """One line of a suite's table.
+    """A row of a suite's table.
 
     Attributes:
-        group: Heading that it stands under, such as `common reasoning`.
+        group: Heading of its group, such as `common reasoning`.
         name: Of the task, or `average` for the mean of its group's tasks.
         shots: Examples before each question.
         metric: As the harness names it.
-        scores: Checkpoint's step → value; steps without one are absent.
-        errors: Checkpoint's step → standard error, where known.
-        references: Name of a published model → its figure, on the same scale.
+        scores: Checkpoint's step → value, for steps that have one.
+        errors: Checkpoint's step → standard error, if known.
+        references: Name of a published model → its score, on the same scale.
     """
 
     group: str
@@ -40,7 +40,7 @@ class ScoreRow:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """What a run scored in a suite.
+    """The scores of a run in a suite.
 
     Attributes:
         suite: Its name.
@@ -58,12 +58,12 @@ class ScoreTable:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A score on disk.
+class StoredScore:
+    """The scores of one file.
 
     Attributes:
-        key: The task's set-up (`keys.task_key`).
-        record: What was scored.
+        key: Cache key of the task (`cache_key.task_key`).
+        record: The scores.
     """
 
     key: str
@@ -74,93 +74,99 @@ def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
     """The tables of all suites in which a run has a score, shipped ones first.
 
     Returns:
-        The tables, and a line for each file that could not be used.
+        The tables, and a warning for each unreadable file.
     """
-    from slurmllm.evaluate.suites import (
-        Placed,
-        find_suite,
-        read_suite,
-        suite_names,
-    )
+    from slurmllm.evaluate.suites import LocatedSuite, find_suite, read_suite, suite_names
 
-    found, warnings = read_scores(run)
-    if not found:
+    stored, warnings = read_scores(run)
+    if not stored:
         return [], warnings
-    placed = [find_suite(name) for name in suite_names()]
+    suites = [find_suite(name) for name in suite_names()]
     for path in run.evaluation_suites():
         try:
-            placed.append(Placed(read_suite(path), path.parent))
+            suites.append(LocatedSuite(read_suite(path), path.parent))
         except SlurmllmError as error:
-            warnings.append(f"{path} is passed over: {error}")
-    tables = [suite_table(one, found) for one in placed]
-    # Loss on held-out text is part of every suite: alone, it makes no table but the first.
+            warnings.append(f"ignoring {path}: {error}")
+    tables = [suite_table(suite, stored) for suite in suites]
+    # Loss on held-out text is part of every suite: shown in the first one if nothing else is.
     scored = [table for table in tables if table.steps]
     own = [table for table in scored if any(row.group != HELD_OUT for row in table.rows)]
     return own or scored[:1], warnings
 
 
-# The group of the rows that our own loop makes, in all suites that ship.
+# The group of `validation` in all shipped suites.
 HELD_OUT = "held-out text"
 
 
-def read_scores(run: RunDir) -> tuple[list[Found], list[str]]:
-    """All scores of a run, and a line for each file that is none."""
+def read_scores(run: RunDir) -> tuple[list[StoredScore], list[str]]:
+    """All scores of a run, and a warning for each unreadable file."""
     from slurmllm.records import EvaluationRecord
 
-    found, warnings = [], []
+    stored, warnings = [], []
     for path in run.evaluation_files():
         try:
-            found.append(Found(path.stem, EvaluationRecord.load(path)))
+            stored.append(StoredScore(path.stem, EvaluationRecord.load(path)))
         except SlurmllmError as error:
-            warnings.append(f"{path} is passed over: {error}")
-    return found, warnings
+            warnings.append(f"ignoring {path}: {error}")
+    return stored, warnings
 
 
-def suite_table(placed: Placed, found: Sequence[Found], limit: int | None = None) -> ScoreTable:
-    """The table of a suite; rows without a score are left out.
+def suite_table(
+    located: LocatedSuite, stored: Sequence[StoredScore], limit: int | None = None
+) -> ScoreTable:
+    """The table of a suite, without rows that have no score.
 
     Args:
-        placed: The suite.
-        found: Scores of a run.
-        limit: Questions at most, where scores of so many are wanted; None: of all of them where
-            there are any, else of the most, and the row's name says so.
+        located: The suite.
+        stored: Scores of a run.
+        limit: Only scores of so many questions; None: of all questions if there are any, else of
+            the most, and the row's name has their number.
     """
     rows: list[ScoreRow] = []
     steps: dict[int, int] = {}
-    figures = {reference.model: reference.figures for reference in placed.suite.references}
-    for group in placed.suite.groups:
-        made: list[ScoreRow] = []
+    figures = {reference.model: reference.figures for reference in located.suite.references}
+    for group in located.suite.groups:
+        group_rows: list[ScoreRow] = []
         for task in group.tasks:
-            scores = _newest(_of_limit(_matching(placed.folder, task, found), limit))
+            matching = _matching(located.folder, task, stored)
+            # One record of each step: the newest.
+            by_time = sorted(_of_limit(matching, limit), key=lambda record: record.evaluated_at)
+            newest = {record.step: record for record in by_time}
+            scores = [newest[step] for step in sorted(newest)]
             steps |= {record.step: record.tokens for record in scores}
-            made += _rows(group.name, task, scores)
+            group_rows += _rows(group.name, task, scores)
         published = {model: of.get(group.name, {}) for model, of in figures.items()}
-        made = [replace(row, references=_of_row(published, _bare(row.name))) for row in made]
-        rows += made
+        for index, row in enumerate(group_rows):
+            name = row.name.partition(" (first ")[0]
+            own = {model: of[name] for model, of in published.items() if name in of}
+            group_rows[index] = replace(row, references=own)
+        rows += group_rows
         if group.average and len(group.tasks) > 1:
-            rows += _average(group.name, made, len(group.tasks), published)
+            rows += _average(group.name, group_rows, len(group.tasks), published)
     scored = tuple(sorted(steps))
-    sources = {r.model: r.source for r in placed.suite.references}
-    return ScoreTable(placed.suite.name, tuple(rows), scored, steps, sources)
+    sources = {r.model: r.source for r in located.suite.references}
+    return ScoreTable(located.suite.name, tuple(rows), scored, steps, sources)
 
 
-def _matching(folder: Path, task: SuiteTask, found: Iterable[Found]) -> list[EvaluationRecord]:
-    """The scores of a task as the suite sets it up, by whichever version of the harness."""
+def _matching(
+    folder: Path, task: SuiteTask, stored: Iterable[StoredScore]
+) -> list[EvaluationRecord]:
+    """The scores of a task as the suite defines it, of any version of the harness."""
     from slurmllm.evaluate.cache_key import task_key
     from slurmllm.evaluate.suites import VALIDATION
 
     return [
         one.record
-        for one in found
+        for one in stored
         if one.record.task == task.task
         and (
             task.task.partition(":")[0] == VALIDATION
-            or one.key == task_key(task, folder, _whole(one.record.limit), one.record.version)
+            or one.key == task_key(task, folder, _integer(one.record.limit), one.record.version)
         )
     ]
 
 
-def _whole(limit: float | None) -> int | None:
+def _integer(limit: float | None) -> int | None:
     return None if limit is None else int(limit)
 
 
@@ -172,18 +178,12 @@ def _of_limit(records: Sequence[EvaluationRecord], limit: int | None) -> list[Ev
     return [record for record in records if record.limit == best]
 
 
-def _newest(records: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
-    """One of each step: the one judged last."""
-    by_time = sorted(records, key=lambda record: record.evaluated_at)
-    return sorted({record.step: record for record in by_time}.values(), key=lambda r: r.step)
-
-
 def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> list[ScoreRow]:
     if not records:
         return []
     limit = records[-1].limit
     name = task.title if limit is None else f"{task.title} (first {limit:g})"
-    # The harness's word: some tasks allow no examples, whatever the suite asks for.
+    # As the harness reports them: some tasks allow no examples, whatever the suite sets.
     shots = records[-1].shots if records[-1].shots is not None else task.shots
     metrics = (
         [task.metric] if task.metric else list(dict.fromkeys(m for r in records for m in r.scores))
@@ -191,7 +191,7 @@ def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> l
     rows = []
     for metric in metrics:
         named = {
-            record.step: key for record in records if (key := of_metric(metric, record.scores))
+            record.step: key for record in records if (key := match_metric(metric, record.scores))
         }
         scores = {r.step: r.scores[named[r.step]] for r in records if r.step in named}
         errors = {
@@ -204,32 +204,24 @@ def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> l
     return rows
 
 
-def of_metric(metric: str, scores: Mapping[str, float]) -> str | None:
-    """The harness's name for a metric: with its filter, the first one where none is given."""
+def match_metric(metric: str, scores: Mapping[str, float]) -> str | None:
+    """The harness's name of a metric, with its filter: the first one if none is given."""
     if metric in scores:
         return metric
     return next((name for name in scores if name.partition(",")[0] == metric), None)
 
 
-def _bare(name: str) -> str:
-    return name.partition(" (first ")[0]
-
-
-def _of_row(published: Mapping[str, Mapping[str, float]], row: str) -> dict[str, float]:
-    return {model: figures[row] for model, figures in published.items() if row in figures}
-
-
 def _average(
     group: str, rows: Sequence[ScoreRow], tasks: int, published: Mapping[str, Mapping[str, float]]
 ) -> list[ScoreRow]:
-    """The mean of a group's rows, at the steps and for the models that have all of them."""
+    """The mean of a group's rows, for steps and published models that have all of them."""
     from slurmllm.evaluate.suites import AVERAGE
 
     if len(rows) != tasks:
         return []
     steps = set.intersection(*(set(row.scores) for row in rows))
     scores = {step: sum(row.scores[step] for row in rows) / tasks for step in sorted(steps)}
-    # Standard error of a mean of independent figures.
+    # Standard error of a mean of independent scores.
     errors = {
         step: sum(row.errors[step] ** 2 for row in rows) ** 0.5 / tasks
         for step in sorted(steps)

@@ -1,4 +1,4 @@
-"""Suites: which tasks a checkpoint is judged by, and what published models scored in them."""
+"""Suites: tasks of an evaluation, with the scores of published models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slurmllm.config.yaml_source import read_yaml, write_yaml
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.rundir import RunDir, write_atomic
 
-# The task that is no task of the harness: our own loop over held-out text.
+# Not a task of the harness: our own loop over held-out text.
 VALIDATION = "validation"
 AVERAGE = "average"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -25,13 +25,13 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class SuiteTask(Section):
-    """One row of a suite's table."""
+    """A row of a suite's table."""
 
     task: _Text = Field(
         description="Task or group of tasks, as the harness names it; `validation` is the loss on "
         "held-out text."
     )
-    name: str = Field(default="", description="Of the row; the task's where left out.")
+    name: str = Field(default="", description="Of the row; default: the task's.")
     shots: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Examples before each question; null leaves it to the task."
     )
@@ -46,8 +46,8 @@ class SuiteTask(Section):
     )
     folder: str | None = Field(
         default=None,
-        description="Folder of the task's own YAML file, seen from the suite's; null: the harness "
-        "ships it.",
+        description="Folder of the task's own YAML file, relative to the suite's; null: the "
+        "harness ships the task.",
     )
     runs_code: bool = Field(
         default=False, description="Whether it runs the programs that the model writes."
@@ -88,7 +88,7 @@ class Suite(Section):
         description="Its groups, in order."
     )
     references: Annotated[tuple[Reference, ...], Field(strict=False)] = Field(
-        default=(), description="Published models to stand beside the run."
+        default=(), description="Published models, shown next to the run."
     )
 
     @field_validator("groups")
@@ -115,21 +115,21 @@ class Suite(Section):
         return self
 
     def rows(self) -> Iterator[SuiteTask]:
-        """All rows."""
+        """The rows of all groups."""
         return (task for group in self.groups for task in group.tasks)
 
     def only(self, tasks: Sequence[str]) -> Suite:
-        """The suite with some tasks alone.
+        """The suite with only some tasks.
 
         Raises:
-            UserError: one of them is not in it.
+            UserError: a task is not in the suite.
         """
         known = list(dict.fromkeys(row.task for row in self.rows()))
         for task in tasks:
             if task not in known:
                 raise UserError(
-                    f"--task {task} is not in suite {self.name}; it has {', '.join(known)}; leave "
-                    "--suite out for other tasks of the harness"
+                    f"--task {task} is not in suite {self.name}; it has {', '.join(known)}; omit "
+                    "--suite for other tasks of the harness"
                 )
         kept = [
             group.model_copy(update={"tasks": rows})
@@ -139,7 +139,7 @@ class Suite(Section):
         return self.model_copy(update={"groups": tuple(kept)})
 
     def with_shots(self, shots: int) -> Suite:
-        """The suite with another number of examples, under a name that says so."""
+        """The suite with another number of examples, which becomes part of its name."""
         groups = tuple(
             group.model_copy(
                 update={
@@ -156,13 +156,13 @@ class Suite(Section):
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A suite and where it lies.
+class LocatedSuite:
+    """A suite and its folder.
 
     Attributes:
         suite: The suite.
-        folder: From which its tasks' folders are seen.
-        shipped: Whether it comes with slurmllm and is whole.
+        folder: Folders of tasks are relative to it.
+        shipped: Whether it comes with slurmllm, unchanged.
     """
 
     suite: Suite
@@ -180,17 +180,17 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in suites_dir().glob("*.yaml"))
 
 
-def find_suite(name: str) -> Placed:
+def find_suite(name: str) -> LocatedSuite:
     """A suite by its name or its YAML file.
 
     Raises:
-        ConfigError: there is none, or it has faults: all of them, by dotted path.
+        ConfigError: it does not exist, or has faults: all of them, by dotted path.
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise ConfigError(f"no suite file {name!r}; name one that is there")
-        return Placed(read_suite(path), path.absolute().parent)
+            raise ConfigError(f"no suite file {name!r}; choose an existing one")
+        return LocatedSuite(read_suite(path), path.absolute().parent)
     names = suite_names()
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
@@ -198,7 +198,7 @@ def find_suite(name: str) -> Placed:
         raise ConfigError(
             f"unknown suite {name!r}; {guess}choose one of {', '.join(names)}, or a .yaml file"
         )
-    return Placed(read_suite(suites_dir() / f"{name}.yaml"), suites_dir(), shipped=True)
+    return LocatedSuite(read_suite(suites_dir() / f"{name}.yaml"), suites_dir(), shipped=True)
 
 
 def read_suite(path: Path) -> Suite:
@@ -212,19 +212,19 @@ def read_suite(path: Path) -> Suite:
         return Suite.model_validate(values)
     except ValidationError as error:
         items = error.errors()
-        places = [item["loc"] for item in items]
+        locations = [item["loc"] for item in items]
         faults = [
             _fault(item["type"], item["loc"], item["msg"], item["input"])
             for item in items
-            # A list whose elements are all faulty counts as empty, too.
-            if not any(place != item["loc"] == place[: len(item["loc"])] for place in places)
+            # pydantic also reports a list as empty if all its elements are invalid.
+            if not any(loc != item["loc"] == loc[: len(item["loc"])] for loc in locations)
         ]
         raise ConfigError(f"{path}: {len(faults)} fault(s)", faults) from error
 
 
-# Rules of pydantic that speak of Python, in the words of a YAML file.
+# Messages of pydantic about Python types, as rules of a YAML file.
 _RULES = {
-    "missing": "missing; it must be there",
+    "missing": "missing, but required",
     "extra_forbidden": "unknown field",
     "tuple_type": "must be a list",
     "too_short": "must have at least one element",
@@ -233,17 +233,17 @@ _RULES = {
 }
 
 
-def _fault(kind: str, place: Sequence[int | str], message: str, given: Any) -> str:
-    where = ".".join(map(str, place)) or "the suite"
+def _fault(kind: str, location: Sequence[int | str], message: str, given: Any) -> str:
+    field = ".".join(map(str, location)) or "the suite"
     rule = _RULES.get(kind, message.removeprefix("Value error, "))
-    if kind.startswith("model_") and where.rpartition(".")[0].endswith("tasks"):
+    if kind.startswith("model_") and field.rpartition(".")[0].endswith("tasks"):
         rule += ", such as {task: piqa}"
     value = f" (is {given!r:.60})" if isinstance(given, str | int | float) else ""
-    return f"{where}: {rule.replace('Input should be', 'must be')}{value}"
+    return f"{field}: {rule.replace('Input should be', 'must be')}{value}"
 
 
-def tasks_alone(tasks: Sequence[str], shots: int | None) -> Suite:
-    """A suite of tasks named one by one."""
+def suite_of_tasks(tasks: Sequence[str], shots: int | None) -> Suite:
+    """A suite of the tasks of --task."""
     rows = tuple(
         SuiteTask(task=task, shots=None if task == VALIDATION else shots)
         for task in dict.fromkeys(tasks)
@@ -252,33 +252,38 @@ def tasks_alone(tasks: Sequence[str], shots: int | None) -> Suite:
     return Suite(name="tasks", description="Tasks named one by one.", groups=(group,))
 
 
-def record_suite(run: RunDir, placed: Placed, *, whole: bool = True) -> None:
-    """Keep a suite that is not shipped, so that its table can be made again.
+def save_suite(run: RunDir, located: LocatedSuite, *, complete: bool = True) -> None:
+    """Save a suite that is not shipped, for `report` and later tables.
 
-    Tasks named one by one join those named before.
+    Tasks of --task are added to those of earlier calls.
 
     Args:
         run: The run.
-        placed: The suite.
-        whole: Whether it has all its tasks; a part does not replace what is there.
+        located: The suite.
+        complete: Whether it has all its tasks; a part does not replace an existing file.
 
     Raises:
-        StorageError: the file system refused.
+        StorageError: the file cannot be written.
     """
-    suite, path = placed.suite, run.evaluation_suite(placed.suite.name)
-    if not whole and path.is_file():
+    suite, path = located.suite, run.evaluation_suite(located.suite.name)
+    if not complete and path.is_file():
         return
     if suite.name == "tasks" and path.is_file():
-        before = [row for row in read_suite(path).rows() if row not in tuple(suite.rows())]
-        group = suite.groups[0].model_copy(update={"tasks": _apart([*before, *suite.rows()])})
+        earlier = [row for row in read_suite(path).rows() if row not in tuple(suite.rows())]
+        group = suite.groups[0].model_copy(
+            update={"tasks": _distinct_names([*earlier, *suite.rows()])}
+        )
         suite = suite.model_copy(update={"groups": (group,)})
     values = suite.model_dump(mode="json")
-    values["groups"] = [_absolute(group, placed) for group in values["groups"]]
+    values["groups"] = [
+        {**group, "tasks": [_with_absolute_folder(row, located.folder) for row in group["tasks"]]}
+        for group in values["groups"]
+    ]
     write_atomic(path, write_yaml(values))
 
 
-def _apart(rows: Sequence[SuiteTask]) -> tuple[SuiteTask, ...]:
-    """The rows, with the shots in the names of those that are set up in several ways."""
+def _distinct_names(rows: Sequence[SuiteTask]) -> tuple[SuiteTask, ...]:
+    """The rows; those of one task with several numbers of shots have the shots in their names."""
     tasks = [row.task for row in rows]
     return tuple(
         row.model_copy(update={"name": f"{row.task} {row.shots}-shot"})
@@ -288,9 +293,5 @@ def _apart(rows: Sequence[SuiteTask]) -> tuple[SuiteTask, ...]:
     )
 
 
-def _absolute(group: dict[str, Any], placed: Placed) -> dict[str, Any]:
-    tasks = [
-        {**row, "folder": row["folder"] and str(placed.folder / row["folder"])}
-        for row in group["tasks"]
-    ]
-    return {**group, "tasks": tasks}
+def _with_absolute_folder(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return {**row, "folder": row["folder"] and str(folder / row["folder"])}

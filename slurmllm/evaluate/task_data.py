@@ -1,8 +1,8 @@
-"""LogiQA (Liu et al. 2020, arXiv 2007.08124) from its authors' own files.
+"""Data of tasks: LogiQA (Liu et al. 2020, arXiv 2007.08124), and the files of shipped tasks.
 
-A question is a block of lines: the letter of the answer, the passage, the question and four
-options, each with its letter. The columns, and the blanks put after full stops, are those of the
-data set that the harness's task was written for.
+A question of LogiQA is a block of lines: the letter of the answer, the passage, the question and
+four options, each with its letter. The columns, and the blanks inserted after full stops, are those
+of the data set that the harness's task was written for.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from slurmllm.evaluate.suites import suites_dir
 
 
 def questions(**files: Any) -> dict[str, Any]:
-    """The splits, as a task's `custom_dataset` gives them to the harness.
+    """The splits of LogiQA, for a task's `custom_dataset`.
 
     Args:
-        files: Split → address of a file, which is fetched once and then taken from the cache
-            (HF_HOME); the harness adds settings of its own, which are passed over.
+        files: Split → URL of a file, which is downloaded once and then read from the cache
+            (HF_HOME); the harness adds arguments of its own, which are ignored.
     """
     from datasets import Dataset, DownloadConfig, DownloadManager
 
-    wanted = {split: place for split, place in files.items() if isinstance(place, str)}
-    # Without asking for a newer one: a node without a network has the cache alone.
+    urls = {split: url for split, url in files.items() if isinstance(url, str)}
+    # use_etag=False: no request for a newer version, because a node may have no network.
     manager = DownloadManager(download_config=DownloadConfig(use_etag=False))
-    found: dict[str, str] = manager.download(wanted)
-    return {split: Dataset.from_list(_rows(Path(path))) for split, path in found.items()}
+    paths: dict[str, str] = manager.download(urls)
+    return {split: Dataset.from_list(_rows(Path(path))) for split, path in paths.items()}
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -49,11 +49,11 @@ def _spaced(text: str) -> str:
 
 
 def shipped_lines(**files: Any) -> dict[str, Any]:
-    """The splits of a task, as its YAML's `custom_dataset` gives them to the harness.
+    """The splits of a shipped task, for its YAML's `custom_dataset`.
 
     Args:
-        files: Split → a .jsonl file seen from the suites' folder; the harness adds settings of its
-            own, which are passed over.
+        files: Split → a .jsonl file, relative to the suites' folder; the harness adds arguments of
+            its own, which are ignored.
     """
     from datasets import Dataset
 

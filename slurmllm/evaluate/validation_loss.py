@@ -1,8 +1,8 @@
-"""Loss on text that training never saw, by our own decoder and data stream.
+"""Loss on held-out text, by our own decoder and data stream.
 
 The sequences are those that training would have packed of the held-out documents, in the order of
-the seed: the first of them, once through the documents at most. All checkpoints of a run meet the
-same ones. What does not fill a last sequence is left out.
+the seed, at most once through the documents: the same ones for all checkpoints of a run. Tokens
+that do not fill a last sequence are dropped.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from slurmllm.data.slots import POSITION
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import Batch, PackedStream
 from slurmllm.errors import DataError
-from slurmllm.evaluate.validation_text import MOST_SEQUENCES
+from slurmllm.evaluate.validation_text import MAX_SEQUENCES
 from slurmllm.model import IGNORED
 from slurmllm.model.decoder import Decoder, build_model
 from slurmllm.model.init import fill
 
-_TOKENS_AT_A_TIME = 2048
+_TOKENS_PER_BATCH = 2048
 
 
-class Loss(NamedTuple):
-    """What a model loses on a text.
+class ValidationLoss(NamedTuple):
+    """The loss of a model on a text.
 
     Attributes:
-        loss: Mean over the labels that count, nats.
-        error: Standard error of it, over the groups of sequences; None of a single one.
-        labels: That count.
-        sequences: Read.
-        seconds: That it took.
+        loss: Mean over the target tokens, nats.
+        error: Standard error over the batches; None for a single batch.
+        targets: Number of target tokens.
+        sequences: Number of sequences.
+        seconds: Duration.
     """
 
     loss: float
     error: float | None
-    labels: int
+    targets: int
     sequences: int
     seconds: float
 
     @property
     def scores(self) -> dict[str, float]:
-        """Loss in nats, perplexity, and bits a token."""
-        perplexity = math.exp(min(self.loss, 700.0))
+        """Loss in nats, perplexity, and bits per token."""
+        perplexity = math.exp(min(self.loss, 700.0))  # exp(710) overflows a double
         return {
             "loss": self.loss,
             "perplexity": perplexity,
@@ -64,7 +64,7 @@ class Loss(NamedTuple):
 
     @property
     def errors(self) -> dict[str, float]:
-        """Standard errors of these, to first order."""
+        """Standard errors of the scores, to first order."""
         if self.error is None:
             return {}
         return {
@@ -76,43 +76,43 @@ class Loss(NamedTuple):
 
 def held_out_loss(
     directory: Path, spec: StreamSpec, limit: int | None, batch_size: int | None, device: str
-) -> Loss:
+) -> ValidationLoss:
     """The loss of a checkpoint.
 
     Args:
         directory: The checkpoint folder.
-        spec: What to read; its global batch is one sequence.
-        limit: Sequences at most; None: MOST_SEQUENCES.
-        batch_size: Sequences at a time; None: as many as make some thousand tokens.
-        device: Of torch.
+        spec: The text; its global batch is one sequence.
+        limit: Maximum sequences; None: MAX_SEQUENCES.
+        batch_size: Sequences in a batch; None: as many as have _TOKENS_PER_BATCH tokens.
+        device: cpu or cuda.
 
     Raises:
-        DataError: the corpus or the tokenizer cannot serve.
+        DataError: the corpus or the tokenizer is invalid.
         StorageError: the checkpoint is damaged.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     model = load_model(directory, read_origin(directory).model, device)
-    rows = batches(spec, limit or MOST_SEQUENCES)
-    size = batch_size or max(1, _TOKENS_AT_A_TIME // spec.seq_len)
+    rows = batches(spec, limit or MAX_SEQUENCES)
+    size = batch_size or max(1, _TOKENS_PER_BATCH // spec.seq_len)
     sums: list[tuple[float, int]] = []
     sequences = 0
     with torch.inference_mode():
         while group := list(itertools.islice(rows, size)):
-            sums.append(_loss(model, group, device))
+            sums.append(_batch_loss(model, group, device))
             sequences += len(group)
-    labels = sum(count for _, count in sums)
-    if not labels:
-        raise DataError("the held-out text has no token to predict; name another corpus")
-    loss = sum(total for total, _ in sums) / labels
-    # Of a ratio of sums: the spread of what each group of sequences adds to it.
+    targets = sum(count for _, count in sums)
+    if not targets:
+        raise DataError("the held-out text has no target token; choose another corpus")
+    loss = sum(total for total, _ in sums) / targets
+    # Standard error of a ratio of sums, by linearization over the batches.
     spread = sum((total - loss * count) ** 2 for total, count in sums)
     n = len(sums)
-    error = math.sqrt(spread * n / (n - 1)) / labels if n > 1 else None
-    return Loss(loss, error, labels, sequences, time.monotonic() - begun)
+    error = math.sqrt(spread * n / (n - 1)) / targets if n > 1 else None
+    return ValidationLoss(loss, error, targets, sequences, time.monotonic() - started)
 
 
 def load_model(directory: Path, config: ModelConfig, device: str) -> Decoder:
-    """A checkpoint's model: in fp32 on a CPU, in bf16 elsewhere."""
+    """A checkpoint's model: in fp32 on a CPU, in bf16 on other devices."""
     with torch.device("meta"):
         model = build_model(config)
         if device != "cpu":
@@ -123,16 +123,16 @@ def load_model(directory: Path, config: ModelConfig, device: str) -> Decoder:
     return model.eval()
 
 
-def batches(spec: StreamSpec, most: int) -> Iterator[Batch]:
-    """Single sequences, once through the documents, `most` at most; one at least."""
+def batches(spec: StreamSpec, limit: int) -> Iterator[Batch]:
+    """Single sequences, at most once through the documents and at most `limit`; at least one."""
     assert spec.global_batch == 1
     with closing(PackedStream(spec, 0, 1)) as stream:
         documents = [corpus["documents"] for corpus in stream.identity["corpora"]]
-        for number in range(most):
+        for number in range(limit):
             batch = stream.next_batch()
             (slot,) = stream.state()["slots"]
-            # Visits begin anew at the number of documents: a sequence that reaches there has been
-            # filled up with documents read before.
+            # Past its last document a slot starts over: such a sequence has documents that were
+            # read before.
             if number and any(
                 slot[place * POSITION] >= count for place, count in enumerate(documents)
             ):
@@ -140,8 +140,8 @@ def batches(spec: StreamSpec, most: int) -> Iterator[Batch]:
             yield batch
 
 
-def _loss(model: Decoder, group: Sequence[Batch], device: str) -> tuple[float, int]:
-    """Sum of the losses of some sequences, nats, and the number of their labels that count."""
+def _batch_loss(model: Decoder, group: Sequence[Batch], device: str) -> tuple[float, int]:
+    """Sum of the losses of some sequences, nats, and the number of their target tokens."""
     labels = _tensor([batch.labels(IGNORED) for batch in group], device)
     places = [place for batch in group if (place := batch.positions) is not None]
     positions = _tensor(places, device) if places else None

@@ -1,4 +1,4 @@
-"""A run that has learnt the smoke suite by heart, more or less, judged once for all tests."""
+"""A run that has memorized the smoke suite, more or less, evaluated once for all tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slurmllm.corpus.build import build_corpus
 from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.options import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
-from slurmllm.evaluate.request import Outcome, Work
+from slurmllm.evaluate.request import JobOutcome, JobRequest
 from slurmllm.evaluate.suites import suites_dir
 from slurmllm.rundir import RunDir
 
@@ -48,10 +48,10 @@ def smoke_texts() -> list[str]:
 
 
 class Learnt(NamedTuple):
-    """A trained run, and what `evaluate` said of it."""
+    """A trained run, and the JSON of `evaluate`."""
 
     run: RunDir
-    said: dict[str, Any]
+    output: dict[str, Any]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -86,10 +86,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 class JobHere:
-    """A job done in this process, where the harness is imported once for all of them."""
+    """A job in this process, where the harness is imported once for all of them."""
 
-    def __init__(self, work: Work, logs: Path, device: str | None) -> None:
-        from slurmllm.evaluate.job import evaluate
+    def __init__(self, job: JobRequest, logs: Path, device: str | None) -> None:
+        from slurmllm.evaluate.job import run_job
 
         logs.mkdir(parents=True, exist_ok=True)
         with (
@@ -97,12 +97,12 @@ class JobHere:
             redirect_stdout(log), redirect_stderr(log), warnings.catch_warnings(),
         ):  # fmt: skip
             warnings.simplefilter("ignore")  # those of the harness and what it imports
-            self._outcome = evaluate(work)
+            self._outcome = run_job(job)
 
     def done(self) -> bool:
         return True
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> JobOutcome:
         return self._outcome
 
 
@@ -129,7 +129,7 @@ def learnt(run: RunDir) -> Learnt:
 
 
 def by_hand(folder: Path, out: Path, *arguments: str) -> dict[str, dict[str, float]]:
-    """What the harness's own command line says of a model folder: task → metric → figure."""
+    """Scores by the harness's own command line for a model folder: task → metric → value."""
     from lm_eval.__main__ import cli_evaluate
 
     model = ("--model", "hf", "--model_args", f"pretrained={folder}", "--device", "cpu")
@@ -141,7 +141,7 @@ def by_hand(folder: Path, out: Path, *arguments: str) -> dict[str, dict[str, flo
     return dict(json.loads(file.read_text())["results"])
 
 
-def scores(said: dict[str, Any], name: str) -> dict[str, float]:
+def scores(output: dict[str, Any], name: str) -> dict[str, float]:
     """A row of the only suite: step → value."""
-    (row,) = [row for row in said["suites"][0]["rows"] if row["name"] == name]
+    (row,) = [row for row in output["suites"][0]["rows"] if row["name"] == name]
     return dict(row["scores"])

@@ -1,4 +1,4 @@
-"""`slurmllm evaluate` on a run that has learnt the smoke suite, against the harness by hand."""
+"""`slurmllm evaluate` on a run that has memorized the smoke suite, compared with the harness."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evaluate.conftest import ALL, Learnt, by_hand, in_processes, needs_harness,
 from slurmllm.cli.main import cli
 from slurmllm.errors import UserError
 from slurmllm.evaluate.harness import Harness, task_manager
-from slurmllm.evaluate.request import Asked
+from slurmllm.evaluate.request import TaskRequest
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.evaluate.suites import VALIDATION, find_suite, suite_names, suites_dir
 from slurmllm.records import EvaluationRecord
@@ -34,29 +34,29 @@ def test_the_numbers_are_the_harness_s_own(learnt: Learnt, tmp_path: Path) -> No
         "--include_path", str(suites_dir() / "smoke"), "--confirm_run_unsafe_code",
         "--tasks", "smoke_choice,smoke_sums,smoke_code",
     )  # fmt: skip
-    ours = {name: scores(learnt.said, name)["180"] for name in ("smoke_choice", "smoke_sums")}
+    ours = {name: scores(learnt.output, name)["180"] for name in ("smoke_choice", "smoke_sums")}
     assert ours["smoke_choice"] == found["smoke_choice"]["acc,none"] > 0.25  # not by chance
     assert ours["smoke_sums"] == found["smoke_sums"]["exact_match,get-answer"] > 0
     for k in (1, 2, 4):
-        code = scores(learnt.said, f"smoke_code pass@{k}")["180"]
+        code = scores(learnt.output, f"smoke_code pass@{k}")["180"]
         assert code == found["smoke_code"][f"pass@{k},programs"] > 0
 
 
-def test_what_is_known_is_not_done_again(learnt: Learnt, evaluate: Evaluate) -> None:
-    assert (learnt.said["evaluated"], learnt.said["cached"]) == (8, 0)
+def test_cached_scores_are_not_computed_again(learnt: Learnt, evaluate: Evaluate) -> None:
+    assert (learnt.output["evaluated"], learnt.output["cached"]) == (8, 0)
     before = {path: path.stat().st_mtime_ns for path in learnt.run.evaluation_files()}
     again = json.loads(evaluate(learnt.run, *ALL).stdout)
     assert (again["evaluated"], again["cached"], again["failed"]) == (0, 8, [])
-    assert again["suites"] == learnt.said["suites"]
+    assert again["suites"] == learnt.output["suites"]
     assert {path: path.stat().st_mtime_ns for path in learnt.run.evaluation_files()} == before
     assert Path(again["plot"]).read_bytes().startswith(b"\x89PNG")
     assert not list((learnt.run.path / "evaluations").glob(".export-*"))
     table = evaluate(learnt.run, "--suite", "smoke", "--allow-code-execution", "--no-plot")
     assert "smoke_choice" in table.stdout
-    assert "0 task(s) evaluated, 4 known before, 0 failed" in table.stdout
+    assert "0 task(s) evaluated, 4 cached, 0 failed" in table.stdout
 
 
-def test_goes_on_past_damage_from_where_it_was(
+def test_a_damaged_checkpoint_is_skipped(
     learnt: Learnt, evaluate: Evaluate, tmp_path: Path
 ) -> None:
     copy = RunDir(tmp_path / "copy")
@@ -67,18 +67,18 @@ def test_goes_on_past_damage_from_where_it_was(
     weights = max(copy.checkpoint(90).iterdir(), key=lambda path: path.stat().st_size)
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     done = evaluate(copy, *ALL)
-    said = json.loads(done.stdout)
+    output = json.loads(done.stdout)
     assert done.exit_code == 0, done.output
-    assert [one["step"] for one in said["unsound"]] == [90]
-    assert "step 90 does not verify" in done.stderr
-    assert said["evaluated"] == 1
-    whole = scores(learnt.said, "smoke_choice")
-    assert scores(said, "smoke_choice") == {"180": whole["180"]}
+    assert [one["step"] for one in output["damaged"]] == [90]
+    assert "step 90, which does not verify" in done.stderr
+    assert output["evaluated"] == 1
+    whole = scores(learnt.output, "smoke_choice")
+    assert scores(output, "smoke_choice") == {"180": whole["180"]}
     named = evaluate(copy, "--suite", "smoke", "--task", "smoke_choice", "--checkpoint", 90)
     assert named.exit_code == 4, named.output
 
 
-def test_a_task_that_fails_does_not_keep_others(
+def test_a_task_that_fails_does_not_end_the_others(
     learnt: Learnt, evaluate: Evaluate, tmp_path: Path
 ) -> None:
     tasks = tmp_path / "tasks"
@@ -98,11 +98,11 @@ def test_a_task_that_fails_does_not_keep_others(
     )
     done = evaluate(learnt.run, "--suite", suite, "--limit", 4, "--json")
     assert done.exit_code == 1, done.output
-    said = json.loads(done.stdout)
-    (failed,) = said["failed"]
+    output = json.loads(done.stdout)
+    (failed,) = output["failed"]
     assert (failed["step"], failed["task"]) == (180, "bad")
     assert "cannot be fetched here" in failed["error"]
-    (row,) = said["suites"][0]["rows"]
+    (row,) = output["suites"][0]["rows"]
     assert row["name"] == "good (first 4)"
     # Recorded, so that the report finds it.
     tables, warnings = score_tables(learnt.run)
@@ -110,7 +110,7 @@ def test_a_task_that_fails_does_not_keep_others(
     assert warnings == []
 
 
-def test_a_job_that_is_killed_says_so(learnt: Learnt, tmp_path: Path) -> None:
+def test_a_job_that_is_killed_is_reported(learnt: Learnt, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     choice = (suites_dir() / "smoke" / "smoke_choice.yaml").read_text()
@@ -125,33 +125,33 @@ def test_a_job_that_is_killed_says_so(learnt: Learnt, tmp_path: Path) -> None:
     )
     done = in_processes(learnt.run, "--suite", suite, "--json", "--no-plot", "--limit", 2)
     assert done.exit_code == 1, done.output
-    said = json.loads(done.stdout)
-    assert [row["name"] for row in said["suites"][0]["rows"]] == ["good (first 2)"]
-    (failed,) = said["failed"]
+    output = json.loads(done.stdout)
+    assert [row["name"] for row in output["suites"][0]["rows"]] == ["good (first 2)"]
+    (failed,) = output["failed"]
     assert failed["task"] == "deadly"
     assert "killed by signal 9" in failed["error"]
     assert Path(failed["error"].rpartition(" ")[2]).is_file()
     assert not list((learnt.run.path / "evaluations").glob(".export-*"))
 
 
-def test_interrupted_it_goes_on(learnt: Learnt, evaluate: Evaluate) -> None:
+def test_an_interrupted_evaluation_continues(learnt: Learnt, evaluate: Evaluate) -> None:
     tasks = ("--task", "smoke_choice", "--task", "smoke_sums")
     asked = ("--suite", "smoke", *tasks, "--limit", 5, "--no-plot", "--json")
-    judge, begun = Harness.judge, []
+    score, started = Harness.score, []
 
-    def stopped_at_the_second(self: Harness, asked: Asked) -> EvaluationRecord:
-        begun.append(asked.task.task)
-        if len(begun) > 1:
+    def stopped_at_the_second(self: Harness, request: TaskRequest) -> EvaluationRecord:
+        started.append(request.task.task)
+        if len(started) > 1:
             raise KeyboardInterrupt
-        return judge(self, asked)
+        return score(self, request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Harness, "judge", stopped_at_the_second)
+        patch.setattr(Harness, "score", stopped_at_the_second)
         done = evaluate(learnt.run, *asked)
-    assert "the same command goes on" in done.output
+    assert "repeat the command to continue" in done.output
     assert not list((learnt.run.path / "evaluations").glob(".export-*"))
-    said = json.loads(evaluate(learnt.run, *asked).stdout)
-    assert (said["cached"], said["evaluated"]) == (1, 1)
+    output = json.loads(evaluate(learnt.run, *asked).stdout)
+    assert (output["cached"], output["evaluated"]) == (1, 1)
 
 
 def test_a_metric_that_a_task_does_not_have(
@@ -165,10 +165,10 @@ def test_a_metric_that_a_task_does_not_have(
     )
     done = evaluate(learnt.run, "--suite", suite, "--limit", 2, "--no-plot", "--json")
     assert done.exit_code == 1
-    said = json.loads(done.stdout)
-    assert len(said["suites"][0]["rows"]) == 1
-    (failed,) = said["failed"]
-    assert "no finite figure named 'accuracy'; it gave acc,none" in failed["error"]
+    output = json.loads(done.stdout)
+    assert len(output["suites"][0]["rows"]) == 1
+    (failed,) = output["failed"]
+    assert "no finite metric 'accuracy'; the task has acc,none" in failed["error"]
 
 
 def test_cuda_where_there_is_none(
@@ -188,8 +188,8 @@ def test_a_model_folder(learnt: Learnt, evaluate: Evaluate, tmp_path: Path) -> N
     assert CliRunner().invoke(cli, [*export, "--out", str(folder)]).exit_code == 0
     done = evaluate(folder, "--suite", "smoke", "--task", "smoke_choice", "--json")
     assert done.exit_code == 0, done.output
-    said = json.loads(done.stdout)
-    assert scores(said, "smoke_choice")["0"] == scores(learnt.said, "smoke_choice")["90"]
+    output = json.loads(done.stdout)
+    assert scores(output, "smoke_choice")["0"] == scores(learnt.output, "smoke_choice")["90"]
 
 
 def test_the_harness_knows_the_tasks_of_all_suites() -> None:
@@ -204,7 +204,7 @@ def test_the_harness_knows_the_tasks_of_all_suites() -> None:
 def test_without_the_harness(
     learnt: Learnt, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("evaluating", "harness"):
+    for module in ("evaluate", "harness"):
         monkeypatch.setattr(f"slurmllm.evaluate.{module}.harness_version", lambda: None)
     # What is known is shown, programs' scores too; nothing more can be had.
     known = evaluate(learnt.run, "--suite", "smoke", "--json")
@@ -223,14 +223,14 @@ def test_a_harness_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "say what to evaluate"),
+        ((), "no task is given"),
         (("--suite", "smok"), "did you mean 'smoke'"),
         (("--suite", "smoke", "--task", "piqa"), "is not in suite smoke"),
         (("--suite", "smoke", "--task", "smoke_code", "--limit", "1"), "--allow-code-execution"),
         (("--suite", "smoke", "--checkpoint", "61"), "it has: 90, 180"),
         (("--task", "pika"), "did you mean"),
         (("--task", "ai2_arc"), "is a tag of several tasks; name them: arc_challenge, arc_easy"),
-        (("--task", "openllm"), "is a group without a figure of its own; name its tasks: arc_"),
+        (("--task", "openllm"), "is a group without a metric of its own; name its tasks: arc_"),
         (("--task", "humaneval"), "allow it: --allow-code-execution"),
         (("--suite", "smoke", "--tokenizer", "no.json"), "cannot read tokenizer no.json"),
         (("--task", ""), "name a task of the harness"),

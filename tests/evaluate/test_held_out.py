@@ -17,7 +17,7 @@ from slurmllm.cli.main import cli
 from slurmllm.data.sources.opening import open_all
 from slurmllm.data.spec import Split
 from slurmllm.evaluate.validation_loss import batches, held_out_loss
-from slurmllm.evaluate.validation_text import held_out_text, stream_spec
+from slurmllm.evaluate.validation_text import stream_spec, validation_text
 from slurmllm.rundir import RunDir
 
 transformers = pytest.importorskip("transformers")
@@ -29,19 +29,19 @@ def test_the_loss_is_that_of_transformers(run: RunDir, tmp_path: Path) -> None:
     export = ["checkpoint", "export", "180", "--run", str(run.path), "--out", str(tmp_path / "hub")]
     assert CliRunner().invoke(cli, export).exit_code == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub").eval()
-    with stream_spec(held_out_text(run, None), directory, None) as spec:
+    with stream_spec(validation_text(run, None), directory, None) as spec:
         found = held_out_loss(directory, spec, None, None, "cpu")
         rows = torch.from_numpy(np.concatenate([batch.tokens for batch in batches(spec, 1000)]))
     with torch.no_grad():
         logits = model(rows[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
     assert found.loss == pytest.approx(float(expected), rel=1e-5)
-    assert found.labels == rows[:, 1:].numel()
+    assert found.targets == rows[:, 1:].numel()
     assert found.scores["perplexity"] == pytest.approx(np.exp(found.loss))
 
 
 def test_each_held_out_token_once_and_no_other(run: RunDir) -> None:
-    with stream_spec(held_out_text(run, None), run.checkpoint(180), None) as spec:
+    with stream_spec(validation_text(run, None), run.checkpoint(180), None) as spec:
         rows = [batch.tokens[0] for batch in batches(spec, 1000)]
         some = [batch.tokens[0] for batch in batches(spec, 2)]
     assert len(some) == 2

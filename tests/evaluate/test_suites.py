@@ -12,13 +12,13 @@ from slurmllm.evaluate.cache_key import task_key
 from slurmllm.evaluate.plot import draw
 from slurmllm.evaluate.scores import ScoreTable, score_tables
 from slurmllm.evaluate.suites import (
-    Placed,
+    LocatedSuite,
     SuiteTask,
     find_suite,
     read_suite,
-    record_suite,
+    save_suite,
     suite_names,
-    tasks_alone,
+    suite_of_tasks,
 )
 from slurmllm.records import EvaluationRecord
 from slurmllm.rundir import RunDir
@@ -164,8 +164,8 @@ def test_damaged_and_newer_files_are_passed_over(run: RunDir, keep: Keep) -> Non
 
 def test_tasks_named_one_by_one_are_recorded_together(run: RunDir) -> None:
     for shots in (0, 5):
-        record_suite(run, Placed(tasks_alone(["piqa"], shots), Path()))
-    record_suite(run, Placed(tasks_alone(["sciq"], None), Path()))
+        save_suite(run, LocatedSuite(suite_of_tasks(["piqa"], shots), Path()))
+    save_suite(run, LocatedSuite(suite_of_tasks(["sciq"], None), Path()))
     suite = read_suite(run.evaluation_suite("tasks"))
     assert [row.title for row in suite.rows()] == ["piqa 0-shot", "piqa 5-shot", "sciq"]
 
