@@ -294,4 +294,7 @@ def peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    _serve()
+    # Results are pickled: their class must be this module's, not that of `__main__`.
+    from slurmllm.corpus import workers
+
+    workers._serve()

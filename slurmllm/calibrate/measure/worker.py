@@ -114,10 +114,6 @@ def _progress(words: str, first: bool) -> None:
         Sample(kind="progress", of=words).write()
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
-
-
 LAYERS, MICRO_BATCHES = (2, 8), 4
 _STEPS = 8
 _TINY = (
@@ -158,3 +154,7 @@ def _step(backend: NativeBackend) -> float:
     backend.optimizer_step(1e-4)
     backend.param_norm()
     return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
