@@ -26,7 +26,7 @@ from slurmllm.errors import DataError
 HUGE = """
 import resource, sys
 from pathlib import Path
-from slurmllm.corpus import arrow_output, finished
+from slurmllm.corpus import arrow_output, finished_shard as finished
 from slurmllm.corpus.shard import ColumnRecord, ShardInput, ShardRecord
 from slurmllm.corpus.work_folder import WorkFolder
 

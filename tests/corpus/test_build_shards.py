@@ -29,8 +29,8 @@ FILES = 6
 # The command line with a shard a file, and slow enough to be killed in the middle.
 MAIN = """
 import sys, time
-from slurmllm.corpus import corpus, readers, shards
-shards._LEAST_BYTES = 1
+from slurmllm.corpus import build, readers, shard
+shard._LEAST_BYTES = 1
 from slurmllm.cli.main import main
 main()
 """

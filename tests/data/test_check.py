@@ -146,9 +146,9 @@ def test_a_corpus_with_damaged_text(tmp_path: Path) -> None:
 
 def test_fast_and_without_torch(corpus: Path, tokenizer: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from slurmllm.data.check import check_inputs;"
+        "import sys; from pathlib import Path; from slurmllm.data.check import check_corpora;"
         "import slurmllm.data.stream, slurmllm.corpus.builtin, slurmllm.data.worker;"
-        "check_inputs([(Path(sys.argv[1]), 1.0)], Path(sys.argv[2]), 320, 8, 8);"
+        "check_corpora([(Path(sys.argv[1]), 1.0)], Path(sys.argv[2]), 320, 8, 8);"
         "assert 'torch' not in sys.modules"
     )
     command = [sys.executable, "-c", script, str(corpus), str(tokenizer)]
