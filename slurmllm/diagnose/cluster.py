@@ -72,7 +72,7 @@ def _accounting(client: SlurmClient, storage: str) -> Finding:
         fix = "slurmdbd; without it, an orphaned attempt counts as a node failure"
         return warn("accounting", "none", fix=fix)
     try:
-        client.ask_accounting()
+        client.check_accounting()
     except SlurmError as error:
         fix = "is slurmdbd running? `sacctmgr show cluster`"
         return fail("accounting", str(error), fix=fix)

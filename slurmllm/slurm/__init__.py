@@ -1,1 +1,1 @@
-"""Slurm: `client.py` talks to it, `fake.py` stands in for it, `render.py` writes batch scripts."""
+"""Slurm: `client.py` runs its commands, `fake.py` imitates it, `arrays.py` submits job arrays."""

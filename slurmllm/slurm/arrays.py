@@ -1,4 +1,4 @@
-"""A Python function over a list of arguments, as the jobs of one Slurm array, by submitit."""
+"""Job arrays: a Python function over a list of arguments, submitted by submitit."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from slurmllm.errors import SlurmError
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Slurm's own limit (MaxArraySize) is 1001 unless a site has changed it.
+# Below Slurm's default MaxArraySize of 1001.
 MOST_TASKS = 1000
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """How the jobs are submitted; None leaves a choice to Slurm.
+    """Options of a submission; None leaves a choice to Slurm.
 
     Attributes:
-        time: Limit of a job: minutes, H:MM:SS or D-HH:MM:SS.
+        time: Time limit of a job: minutes, H:MM:SS or D-HH:MM:SS.
         partition: Slurm partition.
         account: Slurm account.
         qos: Slurm quality of service.
@@ -35,11 +35,11 @@ class SlurmOptions:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job of an array takes.
+    """Resources of one job of an array.
 
     Attributes:
-        cpus: CPUs; None leaves it to Slurm.
-        gpus: GPUs; None asks for none.
+        cpus: Number of CPUs; None leaves it to Slurm.
+        gpus: Number of GPUs; None requests none.
     """
 
     cpus: int | None = None
@@ -58,24 +58,24 @@ def submit_array(
     what: str,
     instead: str,
 ) -> list[Any]:
-    """Submit one call of a function a job.
+    """Submit one job for each call of a function.
 
     Args:
-        function: Importable on the nodes.
-        arguments: Of each call, at most MOST_TASKS.
+        function: A function that the nodes can import.
+        arguments: Arguments of each call, at most `MOST_TASKS`.
         logs: Folder for submitit's files, on a file system that the nodes share.
-        name: Of the jobs.
-        at_once: Jobs that may run at a time.
-        options: How they are submitted.
-        resources: What each takes.
-        what: Which jobs they are, for the message where Slurm refuses them.
-        instead: What to do then, for the same.
+        name: Name of the jobs.
+        at_once: Maximum number of jobs that run simultaneously.
+        options: Options of the submission.
+        resources: Resources of each job.
+        what: Description of the jobs, for the error message.
+        instead: The alternative to Slurm, for the error message.
 
     Returns:
         submitit's jobs, in the order of the arguments.
 
     Raises:
-        SlurmError: Slurm refused.
+        SlurmError: Slurm refused the array.
     """
     import submitit
 
@@ -105,12 +105,12 @@ def submit_array(
 
 
 def array_of(jobs: Sequence[Any]) -> str:
-    """The id of the array that jobs are of."""
+    """The id of the array that the jobs belong to."""
     return str(jobs[0].job_id).split("_")[0]
 
 
 def cancel(array: str) -> None:
-    """Cancel what is left of an array, if Slurm can be reached."""
+    """Cancel the unfinished jobs of an array; errors are ignored."""
     import subprocess
 
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
-"""Slurm in memory, with the verbs of `client.py`, for tests that need no cluster.
+"""Slurm in memory, with the methods of `client.py`, for tests without a cluster.
 
-Jobs wait until `start` and end with `finish`; dependencies, requeue and node states behave as
-Slurm's do, as far as slurmllm looks at them. Nothing is executed.
+Jobs are pending until `start` and end with `finish`; dependencies, requeue and node states behave
+as in Slurm, as far as slurmllm depends on them. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class _Job:
 
 
 class FakeSlurm(SlurmClient):
-    """A cluster that does what the test says.
+    """A cluster that a test controls.
 
     Attributes:
         states: Node → state.
-        refuse: What sbatch says instead of a job id.
-        missing: Commands that are not there.
-        config: What slurmctld runs with; None: it does not answer.
+        refuse: Error message of sbatch; None: it accepts jobs.
+        missing: Commands that are not installed.
+        config: The active configuration; None: slurmctld is unreachable.
         cpus: CPUs of every node.
         gres: Generic resources of every node.
         partition: The one partition, the default.
         may_drain: Whether this user may drain nodes.
-        reasons: Drained node → why.
+        reasons: Drained node → reason.
     """
 
     def __init__(self, nodes: Sequence[str] = ("n1", "n2", "n3", "n4")) -> None:
@@ -66,7 +66,6 @@ class FakeSlurm(SlurmClient):
         self._ids = itertools.count(1)
 
     def submit(self, script: Path, after_ok: str | None = None) -> str:
-        """See SlurmClient; refuses with the words in `refuse` where that is set."""
         if self.refuse is not None:
             raise SlurmError(f"sbatch failed with exit code 1: sbatch: error: {self.refuse}")
         job_id = str(next(self._ids))
@@ -74,7 +73,7 @@ class FakeSlurm(SlurmClient):
         return job_id
 
     def start(self, job_id: str) -> None:
-        """Let a waiting job run, on the first idle nodes that it may use."""
+        """Start a pending job on the first idle nodes that it may use."""
         job = self._job(job_id)
         if job.state != "PENDING":
             return
@@ -85,7 +84,7 @@ class FakeSlurm(SlurmClient):
             job.nodes, job.state = tuple(free[: job.wanted_nodes]), "RUNNING"
 
     def finish(self, job_id: str, state: str = "COMPLETED") -> None:
-        """End a job; jobs that waited for its success are cancelled where it failed."""
+        """End a job; if it failed, jobs that depend on its success are cancelled."""
         job = self._job(job_id)
         job.state = state
         job.incarnations.append(job.row(state))
@@ -95,7 +94,7 @@ class FakeSlurm(SlurmClient):
                     self.finish(other.job_id, "CANCELLED")
 
     def fail_node(self, node: str) -> None:
-        """Take a node down; its jobs go back into the queue, as with JobRequeue=1."""
+        """Take a node down; its jobs are requeued, as with JobRequeue=1."""
         self.states[node] = "down*"
         for job in self.jobs.values():
             if job.state == "RUNNING" and node in job.nodes:
@@ -103,7 +102,6 @@ class FakeSlurm(SlurmClient):
                 job.state, job.nodes = "PENDING", ()
 
     def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
-        """See SlurmClient."""
         found = (self.jobs[job_id] for job_id in job_ids if job_id in self.jobs)
         return {
             job.job_id: QueuedJob(
@@ -116,7 +114,6 @@ class FakeSlurm(SlurmClient):
         }
 
     def accounting(self, job_id: str) -> list[AccountingRow]:
-        """See SlurmClient."""
         job = self.jobs.get(job_id)
         if job is None:
             return []
@@ -124,7 +121,6 @@ class FakeSlurm(SlurmClient):
         return [*job.incarnations, *current]
 
     def requeue(self, job_id: str) -> None:
-        """See SlurmClient."""
         job = self._job(job_id)
         if job.state == "PENDING":
             raise SlurmError("scontrol failed with exit code 1: Job is pending execution")
@@ -132,44 +128,36 @@ class FakeSlurm(SlurmClient):
         job.state, job.nodes = "PENDING", ()
 
     def restarts(self, job_id: str) -> int:
-        """See SlurmClient."""
         return len(self._job(job_id).incarnations)
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """See SlurmClient."""
         for job_id in job_ids:
             if job_id in self.jobs and self.jobs[job_id].state in ("PENDING", "RUNNING"):
                 self.finish(job_id, "CANCELLED")
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        """See SlurmClient."""
         job = self._job(job_id)
         if job.state != "PENDING":
             raise SlurmError("scontrol failed with exit code 1: Job is no longer pending execution")
         job.excluded = tuple(nodes)
 
     def delay(self, job_id: str, seconds: float) -> None:
-        """See SlurmClient; the job's `delay_s` holds it, and `start` takes no heed."""
+        # `start` ignores it.
         job = self._job(job_id)
         if job.state != "PENDING":
             raise SlurmError("scontrol failed with exit code 1: Job is no longer pending execution")
         job.delay_s = max(job.delay_s, seconds)
 
-    def answers(self, job_id: str, node: str) -> bool:
-        """See SlurmClient; a node that is idle or allocated answers."""
+    def responds(self, job_id: str, node: str) -> bool:
         return node in self._job(job_id).nodes and self.states[node] in ("idle", "allocated")
 
     def drain(self, node: str, reason: str) -> None:
-        """See SlurmClient; refuses as to a user who is no administrator where `may_drain` is not.
-
-        A node with a job on it comes to a rest by and by; this one does at once.
-        """
+        # A real node is "draining" until its jobs have ended; this one is drained at once.
         if not self.may_drain or node not in self.states:
             raise SlurmError("scontrol failed with exit code 1: Invalid user id")
         self.states[node], self.reasons[node] = "drained", reason
 
     def hostnames(self, nodelist: str) -> list[str]:
-        """See SlurmClient."""
         names: list[str] = []
         for part in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", nodelist):
             found = re.fullmatch(r"(.+)\[(.+)\]", part)
@@ -184,26 +172,21 @@ class FakeSlurm(SlurmClient):
         return names
 
     def node_states(self) -> dict[str, str]:
-        """See SlurmClient."""
         return dict(self.states)
 
     def missing_commands(self) -> list[str]:
-        """See SlurmClient."""
         return list(self.missing)
 
     def settings(self) -> dict[str, str]:
-        """See SlurmClient."""
         if self.config is None:
             raise SlurmError("scontrol failed with exit code 1: Unable to contact slurm controller")
         return dict(self.config)
 
-    def ask_accounting(self) -> None:
-        """See SlurmClient."""
+    def check_accounting(self) -> None:
         if self.settings().get("AccountingStorageType") != "accounting_storage/slurmdbd":
             raise SlurmError("sacct failed with exit code 1: accounting storage is disabled")
 
     def partition_nodes(self) -> list[PartitionNode]:
-        """See SlurmClient."""
         return [
             PartitionNode(self.partition, True, True, name, state, self.cpus, self.gres)
             for name, state in self.states.items()

@@ -14,7 +14,7 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmError
 from slurmllm.records import AttemptRecord, ExcludedNode, ExcludedNodes
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import SlurmClient, patiently
+from slurmllm.slurm.client import SlurmClient, retry_unreachable
 from slurmllm.supervise.attempts import load_attempts, lost_nodes
 from slurmllm.supervise.policy import HOUR_S, failing_nodes
 
@@ -103,7 +103,7 @@ def enough_others(
     names = partition.split(",") if partition else None
     spare = {
         node.name
-        for node in patiently(client.partition_nodes)
+        for node in retry_unreachable(client.partition_nodes)
         if (node.partition in names if names else node.default) and usable(node.state)
     }
     return len(spare - set(avoid)) >= wanted
@@ -137,13 +137,15 @@ def nodes_to_avoid(
     if not lost:
         return []
     names = " ".join(lost)
-    if job_id is not None and all(client.answers(job_id, name) for name in lost):
+    if job_id is not None and all(client.responds(job_id, name) for name in lost):
         log.info("no spare node for %s, which still responds: not excluded", names)
         return []
     log.info("no spare node for %s: waiting until Slurm notices the loss", names)
     deadline = time.monotonic() + SLURM_NOTICE_S
     while time.monotonic() < deadline:
-        if any(not usable(patiently(client.node_states).get(name, "unknown")) for name in lost):
+        if any(
+            not usable(retry_unreachable(client.node_states).get(name, "unknown")) for name in lost
+        ):
             break
         time.sleep(POLL_S)
     return []
@@ -174,16 +176,16 @@ def requeue(
         SlurmError: Slurm refuses, or does not respond for some minutes.
     """
     try:
-        patiently(lambda: client.requeue(job_id))
+        retry_unreachable(lambda: client.requeue(job_id))
     except SlurmError as error:
         if "pending" not in str(error):
             raise
         log.info("job %s: Slurm has already requeued it", job_id)
     if avoid or avoided_before:
         names = [*([excluded] if excluded else []), *avoid]
-        patiently(lambda: client.exclude(job_id, names))
+        retry_unreachable(lambda: client.exclude(job_id, names))
     if avoid:
         log.info("job %s excludes %s from now on", job_id, " ".join(avoid))
     if backoff_s:
-        patiently(lambda: client.delay(job_id, backoff_s))
+        retry_unreachable(lambda: client.delay(job_id, backoff_s))
         log.info("job %s waits at least %.0f s", job_id, backoff_s)

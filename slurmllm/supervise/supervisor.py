@@ -33,7 +33,7 @@ from slurmllm.graphs.completeness import IncompleteGraphsError, faults, require_
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, GraphManifest, JobsRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import AccountingRow, SlurmClient, patiently
+from slurmllm.slurm.client import AccountingRow, SlurmClient, retry_unreachable
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
 from slurmllm.supervise.attempt_monitor import (
@@ -306,9 +306,9 @@ def ending_of_error(error: SlurmllmError, node: str) -> Ending:
 def started_again(allocation: SlurmAllocation) -> bool:
     """Whether the job runs as a later incarnation: Slurm had lost contact with this one."""
     client, job_id = allocation.client, allocation.job_id
-    if patiently(lambda: client.restarts(job_id)) <= allocation.restart_count:
+    if retry_unreachable(lambda: client.restarts(job_id)) <= allocation.restart_count:
         return False
-    job = patiently(lambda: client.queue([job_id])).get(job_id)
+    job = retry_unreachable(lambda: client.queue([job_id])).get(job_id)
     return job is not None and job.state == "RUNNING"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurmllm.errors import SlurmError
-from slurmllm.slurm.client import SlurmClient, SlurmCommands, patiently
+from slurmllm.slurm.client import SlurmClient, SlurmCommands, retry_unreachable
 from slurmllm.slurm.fake import FakeSlurm
 
 
@@ -104,8 +104,8 @@ def test_a_node_of_the_job_answers(bench: Bench) -> None:
     bench.wait(job, "RUNNING")
     own = bench.client.queue([job])[job].nodes
     other = next(name for name in ("n1", "n2") if name != own)
-    assert bench.client.answers(job, own)
-    assert not bench.client.answers(job, other)
+    assert bench.client.responds(job, own)
+    assert not bench.client.responds(job, other)
     bench.client.cancel([job])
 
 
@@ -172,13 +172,13 @@ def test_a_controller_that_is_away_is_asked_again(
             raise answer
         return answer
 
-    assert patiently(ask) == "4711"
+    assert retry_unreachable(ask) == "4711"
     answers[:] = [SlurmError(words)] * 99
     with pytest.raises(SlurmError):
-        patiently(ask, patience_s=0.05)
+        retry_unreachable(ask, patience_s=0.05)
     answers[:] = [SlurmError("Invalid job id specified"), "too late"]
     with pytest.raises(SlurmError, match="Invalid job id"):
-        patiently(ask)
+        retry_unreachable(ask)
     assert answers == ["too late"]
 
 
@@ -231,5 +231,5 @@ def test_what_slurmctld_runs_with(bench: Bench) -> None:
     settings = bench.client.settings()
     assert settings["JobRequeue"] == "1"
     assert re.match(r"\d\d\.\d\d", settings["SLURM_VERSION"])
-    bench.client.ask_accounting()
+    bench.client.check_accounting()
     assert bench.client.missing_commands() == []
