@@ -1,7 +1,8 @@
 """Where the copies of a drill run: on Slurm, or on this machine.
 
-They are started by `slurmllm resume`, as a user would, so that a drill tests the same code: checks,
-graphs of earlier runs, job scripts.
+They are started by the code of `slurmllm resume`, so that a drill tests what a user runs: checks,
+graphs of earlier runs, job scripts. A local run needs a process of its own, since the drill signals
+and kills it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from contextlib import suppress
 from typing import IO
 
 from slurmllm.backends.rendezvous import die_with_parent
+from slurmllm.config.load import load
 from slurmllm.errors import CodeError, RunError, SlurmError, SlurmllmError, StorageError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import is_active
+from slurmllm.submit.launch import submit_jobs
+from slurmllm.submit.prepare import RunRequest, prepare
 from slurmllm.supervise.allocation import SLURMLLM
 
 CANCEL_S = 60.0  # for a cancelled run to save and exit
@@ -65,13 +69,9 @@ class SlurmRunner(Runner):
         self.client = client
 
     def start(self, run: RunDir, nodes: int) -> None:
-        with tempfile.TemporaryFile() as stderr:
-            process = subprocess.Popen(
-                _resume(run, nodes), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=stderr,
-            )  # fmt: skip
-            if process.wait() != 0:
-                raise _error(process.returncode, stderr)
+        config, root = load(run.config), run.path.parent
+        request = RunRequest(config, nodes, root, run=run, check_weights=False)
+        submit_jobs(prepare(request), self.client)
 
     def start_on_node(
         self, run: RunDir, node: str, command: Sequence[str]
@@ -127,7 +127,10 @@ class LocalRunner(Runner):
         self._stderr.seek(0)
         self._stderr.truncate()
         self._process = subprocess.Popen(
-            [*_resume(run, nodes), "--local"],
+            [
+                *SLURMLLM, "resume", run.name, f"--nodes={nodes}",
+                f"--runs-dir={run.path.parent}", "--json", "--local",
+            ],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._stderr,
             start_new_session=True,  # Ctrl-C reaches only the drill, which then cancels the run
             preexec_fn=die_with_parent,
@@ -169,13 +172,6 @@ class LocalRunner(Runner):
                 self._process.send_signal(number)
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(CANCEL_S)
-
-
-def _resume(run: RunDir, nodes: int) -> list[str]:
-    return [
-        *SLURMLLM, "resume", run.name, f"--nodes={nodes}", f"--runs-dir={run.path.parent}",
-        "--json",
-    ]  # fmt: skip
 
 
 def _error(code: int, stderr: IO[bytes]) -> SlurmllmError:
