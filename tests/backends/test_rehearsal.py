@@ -102,7 +102,7 @@ def test_a_resume_on_another_mesh_is_exact(tmp_path: Path) -> None:
     assert again[0][0] == right[3][0]
     assert trained(8, TOKENS[3:], load=tmp_path) == again
     (tmp_path / "state_00001_of_00004.npy").unlink()
-    with pytest.raises(StorageError, match="3 shares"):
+    with pytest.raises(StorageError, match="3 shards"):
         trained(1, TOKENS, load=tmp_path)
 
 

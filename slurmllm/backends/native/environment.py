@@ -1,4 +1,4 @@
-"""What the native backend cannot do yet, told before anything is submitted; torch-free."""
+"""The environment of the native backend: variables, Inductor's cache, unsupported settings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,121 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import choose, divisors
 from slurmllm.plan.mesh import Mesh, replica_nodes
 
+_FX_GRAPHS = "inductor/fxgraph"  # two levels: first letters of the key, then the key
+
+
+def variables(config: RunConfig) -> dict[str, Variable]:
+    found = {
+        "MALLOC_ARENA_MAX": Variable("64", "glibc: fewer arenas, less memory held by threads"),
+    }
+    if config.cluster.device == "cpu":
+        # A step frees and allocates the same large tensors. From the system, each one is new pages
+        # that the kernel clears: about a tenth of the time of a 70-million-parameter step.
+        found |= {
+            "GLIBC_TUNABLES": Variable("glibc.malloc.hugetlb=1", "glibc: huge pages"),
+            "MALLOC_MMAP_MAX_": Variable("0", "glibc: large tensors from the heap, reused"),
+            "MALLOC_TRIM_THRESHOLD_": Variable(str(2**40), "glibc: the heap is kept"),
+        }
+    if config.cluster.device == "cuda":
+        found["PYTORCH_CUDA_ALLOC_CONF"] = Variable(
+            "expandable_segments:True", "PyTorch: less fragmentation"
+        )
+        found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = Variable(
+            "1", "PyTorch: a lost peer ends the collective with an error"
+        )
+    return found
+
+
+def cache_variables(cache: str) -> dict[str, Variable]:
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": Variable(f"{cache}/inductor", "PyTorch: compiled graphs"),
+        "TRITON_CACHE_DIR": Variable(f"{cache}/triton", "Triton: compiled GPU kernels"),
+    }
+
+
+def precompile_nodes(config: RunConfig, nodes: int) -> int:
+    """Return the nodes of one replica: graphs contain no collectives between replicas."""
+    return min(nodes, replica_nodes(config))
+
+
+def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -> list[list[str]]:
+    """Return the workers' command alone: Inductor compiles in the workers."""
+    return [list(workers)]
+
+
+def graphs_depend_on_accumulation(config: RunConfig) -> bool:
+    """Return False: each micro batch is computed by the same graphs."""
+    return False
+
+
+def expects_graphs(config: RunConfig) -> bool:
+    return config.recipe.train.compile
+
+
+def graphs(cache: Path) -> list[Graph]:
+    """Return the FX graphs in Inductor's cache, a folder each, named by the graph's key."""
+    compiler = f"inductor {importlib.metadata.version('torch')}"
+    entries = sorted((cache / _FX_GRAPHS).glob("*/*"))
+    return [
+        Graph(entry.name, str(entry.relative_to(cache)), "compiled", compiler)
+        for entry in entries
+        # Empty if a worker was killed when it began to write.
+        if entry.is_dir() and any(entry.iterdir())
+    ]
+
+
+def count_graphs(cache: Path) -> int:
+    return len(graphs(cache))
+
+
+def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
+    """Return the shapes and formats of a block, and the CPU threads that its code is compiled for.
+
+    Not the number of data-parallel workers: graphs contain no collectives between replicas.
+    """
+    recipe, cluster = config.recipe, config.cluster
+    # Before the nodes are known, the partition stands for their number of threads.
+    on = threads if threads is not None else (recipe.slurm.partition or cluster.partition)
+    return {
+        "model": recipe.model.model_dump(mode="json"),
+        "precision": recipe.train.precision,
+        "activation_checkpointing": recipe.train.activation_checkpointing,
+        "compile": recipe.train.compile,
+        "mask": recipe.data.mask,
+        "micro_batch": mesh.micro_batch,
+        "tensor": mesh.tensor,
+        "pipeline": mesh.pipeline,
+        "virtual_pipeline": mesh.virtual_pipeline,
+        "sequence": recipe.parallel.sequence,
+        "device": cluster.device,
+        "threads": on if cluster.device == "cpu" else None,
+        "variables": {
+            name: value
+            for name, value in {**cluster.env, **recipe.env}.items()
+            if name.startswith(("TORCH", "INDUCTOR", "TRITON", "CXX", "OMP"))
+        },
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions in Inductor's cache keys, and the processor that C++ kernels are for."""
+    return {
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def node_versions() -> dict[str, str]:
+    """Return `versions`: the driver of a GPU is in torch's own messages."""
+    return versions()
+
+
+def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    return {}  # the runtime reads the recipe itself
+
 
 def unsupported(config: RunConfig) -> list[str]:
-    """The settings of a run that this backend refuses: one line each with value, rule, remedy."""
     recipe = config.recipe
     tensor, model = recipe.parallel.tensor, recipe.model
     faults = []
@@ -44,123 +156,3 @@ def unsupported(config: RunConfig) -> list[str]:
             "--set backend=nxd, or choose another --cluster"
         )
     return faults
-
-
-_FX_GRAPHS = "inductor/fxgraph"  # two levels: first letters of the key, then the key
-
-
-def variables(config: RunConfig) -> dict[str, Variable]:
-    """The workers' environment, each value with its source."""
-    found = {
-        "MALLOC_ARENA_MAX": Variable("64", "glibc: fewer arenas, less memory held by threads"),
-    }
-    if config.cluster.device == "cpu":
-        # A step frees and takes back the same large tensors. From the system, each comes as pages
-        # to be cleared one by one: about a tenth of the time of a 70-million-parameter step.
-        found |= {
-            "GLIBC_TUNABLES": Variable("glibc.malloc.hugetlb=1", "glibc: huge pages"),
-            "MALLOC_MMAP_MAX_": Variable("0", "glibc: large tensors from the heap, reused"),
-            "MALLOC_TRIM_THRESHOLD_": Variable(str(2**40), "glibc: the heap is kept"),
-        }
-    if config.cluster.device == "cuda":
-        found["PYTORCH_CUDA_ALLOC_CONF"] = Variable(
-            "expandable_segments:True", "PyTorch: less fragmentation"
-        )
-        found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = Variable(
-            "1", "PyTorch: a lost peer ends the collective with an error"
-        )
-    return found
-
-
-def cache_variables(cache: str) -> dict[str, Variable]:
-    """Where torch.compile keeps its graphs."""
-    return {
-        "TORCHINDUCTOR_CACHE_DIR": Variable(f"{cache}/inductor", "PyTorch: compiled graphs"),
-        "TRITON_CACHE_DIR": Variable(f"{cache}/triton", "Triton: compiled GPU kernels"),
-    }
-
-
-def precompile_nodes(config: RunConfig, nodes: int) -> int:
-    """One replica of the model: graphs hold no collectives between replicas."""
-    return min(nodes, replica_nodes(config))
-
-
-def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -> list[list[str]]:
-    """The workers themselves: Inductor compiles as they go."""
-    return [list(workers)]
-
-
-def graphs_depend_on_accumulation(config: RunConfig) -> bool:
-    """No: each micro batch is computed by the same graphs."""
-    return False
-
-
-def expects_graphs(config: RunConfig) -> bool:
-    """Where anything is compiled at all."""
-    return config.recipe.train.compile
-
-
-def graphs(cache: Path) -> list[Graph]:
-    """FX graphs in Inductor's cache: a folder each, named by the graph's key.
-
-    An empty folder is that of a worker that was ended as it began to write.
-    """
-    compiler = f"inductor {importlib.metadata.version('torch')}"
-    entries = sorted((cache / _FX_GRAPHS).glob("*/*"))
-    return [
-        Graph(entry.name, str(entry.relative_to(cache)), "compiled", compiler)
-        for entry in entries
-        if entry.is_dir() and any(entry.iterdir())
-    ]
-
-
-def count_graphs(cache: Path) -> int:
-    """FX graphs in Inductor's cache."""
-    return len(graphs(cache))
-
-
-def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
-    """The shapes and formats of a block, and the CPU threads that its code is made for.
-
-    Not the number of data-parallel workers: graphs hold no collectives between replicas.
-    """
-    recipe, cluster = config.recipe, config.cluster
-    on = threads if threads is not None else (recipe.slurm.partition or cluster.partition)
-    return {
-        "model": recipe.model.model_dump(mode="json"),
-        "precision": recipe.train.precision,
-        "activation_checkpointing": recipe.train.activation_checkpointing,
-        "compile": recipe.train.compile,
-        "mask": recipe.data.mask,
-        "micro_batch": mesh.micro_batch,
-        "tensor": mesh.tensor,
-        "pipeline": mesh.pipeline,
-        "virtual_pipeline": mesh.virtual_pipeline,
-        "sequence": recipe.parallel.sequence,
-        "device": cluster.device,
-        "threads": on if cluster.device == "cpu" else None,
-        "variables": {
-            name: value
-            for name, value in {**cluster.env, **recipe.env}.items()
-            if name.startswith(("TORCH", "INDUCTOR", "TRITON", "CXX", "OMP"))
-        },
-    }
-
-
-def versions() -> dict[str, str]:
-    """Inductor's cache keys hold torch's version; C++ kernels are built for this processor."""
-    return {
-        "torch": importlib.metadata.version("torch"),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }
-
-
-def node_versions() -> dict[str, str]:
-    """The same: the driver of a GPU shows in torch's own messages."""
-    return versions()
-
-
-def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """Nothing to show: the runtime reads the recipe itself."""
-    return {}

@@ -1,6 +1,13 @@
-"""What neuronx-cc is asked for (NEURON_CC_FLAGS), by precision; torch-free.
+"""The environment of neuronx-distributed (NxD) on trn1: NEURON_*, FI_*, XLA_*, nodes, versions.
 
-Sources: as in `environment.py`.
+Only what the supported versions read (Neuron 2.28, PyTorch 2.9, NxD 0.17); docs/trn1.md compares it
+with the published scripts and says why the rest of theirs is left out. Sources:
+
+- neox_20b.sh (and pythia_6.9B_slurm.sh alike), train_setup.sh: neuronx-nemo-megatron
+- HLAT: awslabs/HLAT, 7b/ and 70b/
+- run_llama2_70B_tp_pp.sh: neuronx-distributed, whose source is "NxD"
+- NxDT: neuronx-distributed-training, train_setup.sh and training_orchestrator.py
+- Neuron: the AWS Neuron SDK's documentation; torch-xla: its source, version 2.9
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ from slurmllm.backends.environment import Variable
 from slurmllm.backends.nxd.arguments import arguments as arguments
 from slurmllm.backends.nxd.graphs import count_graphs as count_graphs
 from slurmllm.backends.nxd.graphs import expects_graphs as expects_graphs
-from slurmllm.backends.nxd.graphs import graph_inputs as graphs_of
+from slurmllm.backends.nxd.graphs import graph_inputs as inputs_of_graphs
 from slurmllm.backends.nxd.graphs import graphs as graphs
 from slurmllm.backends.nxd.graphs import precompile_commands as precompile_commands
 from slurmllm.config.cluster import Cluster
@@ -24,8 +31,69 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
 
 
+class _Published(NamedTuple):
+    """Values that the published scripts of a model found by measurement."""
+
+    script: str
+    in_flight: int
+    arenas: int
+
+
+_NEOX = _Published("neox_20b.sh", 5, 128)
+_GPT3 = _Published("train_setup.sh", 5, 128)
+_LLAMA = _Published("HLAT 7B", 3, 64)
+_LLAMA_PIPELINE = _Published("run_llama2_70B_tp_pp.sh", 7, 128)
+
+_CPU_MODE = {
+    "NXD_CPU_MODE": Variable("1", "NxD: cluster.device cpu, for tests"),
+    "PJRT_DEVICE": Variable("CPU", "torch-xla: cluster.device cpu"),
+}
+_EFA = {
+    "FI_PROVIDER": Variable("efa", "Neuron: collectives over EFA"),
+    "FI_EFA_USE_DEVICE_RDMA": Variable("1", "Neuron: device memory straight to the network"),
+    "FI_EFA_FORK_SAFE": Variable("1", "Neuron: data workers fork; kernels before 5.15"),
+}
+
+
+def variables(config: RunConfig) -> dict[str, Variable]:
+    recipe = config.recipe
+    precision, family = recipe.train.precision, recipe.model.family
+    if family == "llama":
+        published = _LLAMA_PIPELINE if recipe.parallel.pipeline > 1 else _LLAMA
+    else:
+        published = _NEOX if family == "neox" else _GPT3
+    network = _CPU_MODE
+    if config.cluster.device == "neuron":
+        network = _EFA if instance_of(config.cluster).efa_devices else {}
+    rounding = (
+        Variable("1", "train.precision bf16_sr (neox_20b.sh, HLAT 7B)")
+        if precision == "bf16_sr"
+        else Variable("0", f"train.precision {precision} (HLAT 70B, NxDT)")
+    )
+    return {
+        **network,
+        # Our launcher replaces torchrun. Only with this variable does torch-xla give each worker
+        # the core of its LOCAL_RANK and pass the world size to the runtime.
+        "TORCHELASTIC_RUN_ID": Variable("slurmllm", "torch-xla: workers as under torchrun"),
+        "NEURON_CC_FLAGS": Variable(" ".join(compiler_flags(config)), "neox_20b.sh, HLAT, NxDT"),
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding,
+        "NEURON_RT_EXEC_TIMEOUT": Variable("4000", "HLAT, s: outlasts a graph a peer compiles"),
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": Variable(
+            str(published.in_flight), published.script
+        ),
+        "NEURON_FUSE_SOFTMAX": Variable("1", "train_setup.sh, HLAT"),
+        "NEURON_TRANSFER_WITH_STATIC_RING_OPS": Variable("", "neox_20b.sh, HLAT 7B"),
+        "XLA_DISABLE_FUNCTIONALIZATION": Variable(
+            "0", "run_llama2_70B_tp_pp.sh; Neuron: else splits of 2D tensors go wrong"
+        ),
+        **_bucket_size(config),
+        "MALLOC_ARENA_MAX": Variable(str(published.arenas), published.script),
+        "XLA_THREAD_POOL_SIZE": Variable("4", "neox_20b.sh"),
+    }
+
+
 def compiler_flags(config: RunConfig) -> dict[str, str]:
-    """The compiler's flags in order, each with its source."""
+    """Return the flags of neuronx-cc (NEURON_CC_FLAGS) in order, each with its source."""
     flags = {
         "--model-type=transformer": "neox_20b.sh, HLAT, run_llama2_70B_tp_pp.sh",
         "--distribution-strategy=llm-training": "neox_20b.sh, HLAT",
@@ -33,19 +101,57 @@ def compiler_flags(config: RunConfig) -> dict[str, str]:
     if config.recipe.train.precision != "fp32":
         # Sums of bf16 values, such as softmax and norms, in fp32.
         flags["--enable-mixed-precision-accumulation"] = "neox_20b.sh, NxDT"
-    # Nothing is cast behind the model's back. AWS says so for fp32 (train_setup.sh) and autocast
-    # (NxDT); its other modes cast the whole model by XLA_USE_BF16, where we cast what shall be bf16
-    # ourselves. Said aloud, because releases differ in the default (matmult, later none).
+    # The compiler casts nothing. AWS sets this for fp32 (train_setup.sh) and autocast (NxDT); its
+    # other modes cast the whole model by XLA_USE_BF16, where our model casts by itself. Explicit,
+    # because releases differ in the default (matmult, later none).
     flags["--auto-cast=none"] = "train_setup.sh, NxDT"
     return flags
 
 
+def _bucket_size(config: RunConfig) -> dict[str, Variable]:
+    """Return the size of NxD's buckets, in the variable that this run's optimizer reads."""
+    recipe = config.recipe
+    if recipe.parallel.zero == 0:
+        size, source = "1024", "neox_20b.sh (there BUCKET_CAP_MB)"
+        if recipe.model.family == "llama":
+            size, source = "512", "HLAT 7B, NxD: its default"
+        return {"ALLREDUCE_BUCKET_CAP_MB": Variable(size, source)}
+    if recipe.train.precision == "fp32":
+        size, source = "130", "NxD: its default; NaN above 140"
+    else:  # NxD halves it only if XLA_DOWNCAST_BF16 is 0
+        size, source = "65", "NxD: half of 130 where tensors are bf16 to torch"
+    return {"ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB": Variable(size, source)}
+
+
+def cache_variables(cache: str) -> dict[str, Variable]:
+    return {
+        "NEURON_COMPILE_CACHE_URL": Variable(
+            f"{cache}/neuron", "HLAT: node-local; a shared one timed out at 128 nodes"
+        )
+    }
+
+
+def precompile_nodes(config: RunConfig, nodes: int) -> int:
+    """Return all nodes: the graphs contain the collectives and their replica groups."""
+    return nodes
+
+
+def graphs_depend_on_accumulation(config: RunConfig) -> bool:
+    """Return True: the graphs of a pipeline, and their order, follow from its micro batches."""
+    return True
+
+
+def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
+    """Return the settings that graphs depend on; CPU threads are none of them."""
+    return inputs_of_graphs(config, mesh, variables(config))
+
+
 class Instance(NamedTuple):
-    """One type of node.
+    """An EC2 instance type.
 
     Attributes:
-        cores: NeuronCores, each of which takes one worker.
-        efa_devices: Network devices that collectives between nodes need.
+        cores: NeuronCores; each takes one worker.
+        efa_devices: Network devices for collectives between nodes.
     """
 
     cores: int
@@ -62,12 +168,52 @@ DEFAULT = "trn1.32xlarge"
 
 
 def instance_of(cluster: Cluster) -> Instance:
-    """The type of a cluster's nodes; trn1.32xlarge where the profile names none."""
     return INSTANCES.get(cluster.instance_type or DEFAULT, INSTANCES[DEFAULT])
 
 
+def unsupported(config: RunConfig) -> list[str]:
+    return [*unsupported_settings(config), *instance_faults(config.cluster)]
+
+
+_TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
+
+
+def unsupported_settings(config: RunConfig) -> list[str]:
+    """Return the recipe's settings that NxD cannot train: value, rule and fix of each."""
+    recipe = config.recipe
+    parallel, train, model = recipe.parallel, recipe.train, recipe.model
+    faults = []
+    if config.cluster.device == "cuda":
+        faults.append(
+            "backend: nxd: neuronx-distributed computes on neuron devices (for tests, on cpu), not "
+            "on cuda; --set backend=native, or choose another --cluster"
+        )
+    if parallel.zero > 1:
+        faults.append(
+            f"parallel.zero: {parallel.zero}: neuronx-distributed shards only the optimizer state "
+            "(ZeRO-1); --set parallel.zero=1"
+        )
+    if train.precision == "bf16_mixed" and parallel.zero == 0:
+        faults.append(
+            "train.precision: bf16_mixed: neuronx-distributed keeps fp32 master weights in its "
+            "ZeRO-1 optimizer; --set parallel.zero=1, or train.precision=bf16_sr"
+        )
+    if parallel.sequence and model.seq_len % parallel.tensor:
+        faults.append(
+            f"model.seq_len: {model.seq_len} is not a multiple of parallel.tensor "
+            f"{parallel.tensor}, over which sequence parallelism shards it; "
+            "--set parallel.sequence=false, or change the length"
+        )
+    if config.cluster.device == "neuron" and parallel.tensor not in _TENSOR_SIZES:
+        faults.append(
+            f"parallel.tensor: {parallel.tensor}: the collectives of trn1 work on "
+            f"{', '.join(map(str, _TENSOR_SIZES))} cores"
+        )
+    return faults
+
+
 def instance_faults(cluster: Cluster) -> list[str]:
-    """What a profile of Neuron devices says that its nodes do not bear out, one line each."""
+    """Return the settings of a cluster profile that its instance type does not support."""
     if cluster.device != "neuron" or cluster.instance_type is None:
         return []
     name = cluster.instance_type
@@ -95,7 +241,6 @@ _LIMIT_S = 10.0
 
 
 def versions() -> dict[str, str]:
-    """The packages that make the graphs."""
     found = {}
     for package in _PACKAGES:
         try:
@@ -106,36 +251,31 @@ def versions() -> dict[str, str]:
 
 
 def node_versions() -> dict[str, str]:
-    """Those, and the driver, the runtime and its collectives on this node."""
+    try:
+        driver = _DRIVER.read_text(encoding="utf-8").strip()  # of the loaded kernel module
+    except OSError:
+        driver = _output_of(["modinfo", "--field", "version", "neuron"]) or NOT_INSTALLED
     return {
         **versions(),
-        "neuron-driver": _driver(),
-        "neuron-runtime": _library("libnrt.so.1", "aws-neuronx-runtime-lib"),
-        "neuron-collectives": _library("libnccom.so.2", "aws-neuronx-collectives"),
+        "neuron-driver": driver,
+        "neuron-runtime": _library_version("libnrt.so.1", "aws-neuronx-runtime-lib"),
+        "neuron-collectives": _library_version("libnccom.so.2", "aws-neuronx-collectives"),
     }
 
 
-def _driver() -> str:
-    """Of the kernel module that is loaded, else of the one that would be."""
-    try:
-        return _DRIVER.read_text(encoding="utf-8").strip()
-    except OSError:
-        return _said_by(["modinfo", "--field", "version", "neuron"]) or NOT_INSTALLED
-
-
-def _library(name: str, package: str) -> str:
-    """By the file that the library's name points to, else by the distribution's package."""
+def _library_version(name: str, package: str) -> str:
+    """Return the version from the file that the library links to, else from its package."""
     file = _LIBRARIES / name
     if file.exists() and (found := re.search(r"\.so\.(\d+\.\d[\w.+-]*)$", file.resolve().name)):
         return found.group(1)
     return (
-        _said_by(["dpkg-query", "--show", "--showformat=${Version}", package])
-        or _said_by(["rpm", "--query", "--queryformat", "%{VERSION}", package])
+        _output_of(["dpkg-query", "--show", "--showformat=${Version}", package])
+        or _output_of(["rpm", "--query", "--queryformat", "%{VERSION}", package])
         or NOT_INSTALLED
     )
 
 
-def _said_by(command: Sequence[str]) -> str | None:
+def _output_of(command: Sequence[str]) -> str | None:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False
@@ -143,166 +283,3 @@ def _said_by(command: Sequence[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-class _Published(NamedTuple):
-    """What the published scripts of a kind of model set by measurement, not by rule."""
-
-    script: str
-    in_flight: int
-    arenas: int
-
-
-_NEOX = _Published("neox_20b.sh", 5, 128)
-_GPT3 = _Published("train_setup.sh", 5, 128)
-_LLAMA = _Published("HLAT 7B", 3, 64)
-_LLAMA_PIPELINE = _Published("run_llama2_70B_tp_pp.sh", 7, 128)
-
-
-def variables(config: RunConfig) -> dict[str, Variable]:
-    """The workers' environment, each value with its source."""
-    on_device = config.cluster.device == "neuron"
-    return {
-        **(_network(config) if on_device else _CPU_MODE),
-        # Our launcher stands for torchrun. Only under that name does torch-xla give each worker
-        # the core of its LOCAL_RANK and tell the runtime the world's size.
-        "TORCHELASTIC_RUN_ID": Variable("slurmllm", "torch-xla: workers as under torchrun"),
-        "NEURON_CC_FLAGS": Variable(" ".join(compiler_flags(config)), "neox_20b.sh, HLAT, NxDT"),
-        **_runtime(config),
-        **_collectives(config),
-        **_host(config),
-    }
-
-
-_CPU_MODE = {
-    "NXD_CPU_MODE": Variable("1", "NxD: cluster.device cpu, for tests"),
-    "PJRT_DEVICE": Variable("CPU", "torch-xla: cluster.device cpu"),
-}
-
-
-def _network(config: RunConfig) -> dict[str, Variable]:
-    if instance_of(config.cluster).efa_devices == 0:
-        return {}
-    return {
-        "FI_PROVIDER": Variable("efa", "Neuron: collectives over EFA"),
-        "FI_EFA_USE_DEVICE_RDMA": Variable("1", "Neuron: device memory straight to the network"),
-        "FI_EFA_FORK_SAFE": Variable("1", "Neuron: data workers fork; kernels before 5.15"),
-    }
-
-
-def _runtime(config: RunConfig) -> dict[str, Variable]:
-    published = _published(config)
-    precision = config.recipe.train.precision
-    rounding = (
-        Variable("1", "train.precision bf16_sr (neox_20b.sh, HLAT 7B)")
-        if precision == "bf16_sr"
-        else Variable("0", f"train.precision {precision} (HLAT 70B, NxDT)")
-    )
-    return {
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding,
-        "NEURON_RT_EXEC_TIMEOUT": Variable("4000", "HLAT, s: outlasts a graph a peer compiles"),
-        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": Variable(
-            str(published.in_flight), published.script
-        ),
-        "NEURON_FUSE_SOFTMAX": Variable("1", "train_setup.sh, HLAT"),
-        "NEURON_TRANSFER_WITH_STATIC_RING_OPS": Variable("", "neox_20b.sh, HLAT 7B"),
-        "XLA_DISABLE_FUNCTIONALIZATION": Variable(
-            "0", "run_llama2_70B_tp_pp.sh; Neuron: else splits of 2D tensors go wrong"
-        ),
-    }
-
-
-def _collectives(config: RunConfig) -> dict[str, Variable]:
-    """The sizes of NxD's buckets: whichever of the two this run's optimizer reads."""
-    recipe = config.recipe
-    if recipe.parallel.zero == 0:
-        size, source = "1024", "neox_20b.sh (there BUCKET_CAP_MB)"
-        if recipe.model.family == "llama":
-            size, source = "512", "HLAT 7B, NxD: its default"
-        return {"ALLREDUCE_BUCKET_CAP_MB": Variable(size, source)}
-    if recipe.train.precision == "fp32":
-        size, source = "130", "NxD: its default; NaN above 140"
-    else:  # NxD halves it by itself only where it finds XLA_DOWNCAST_BF16=0
-        size, source = "65", "NxD: half of 130 where tensors are bf16 to torch"
-    return {"ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB": Variable(size, source)}
-
-
-def _host(config: RunConfig) -> dict[str, Variable]:
-    published = _published(config)
-    return {
-        "MALLOC_ARENA_MAX": Variable(str(published.arenas), published.script),
-        "XLA_THREAD_POOL_SIZE": Variable("4", "neox_20b.sh"),
-    }
-
-
-def _published(config: RunConfig) -> _Published:
-    recipe = config.recipe
-    if recipe.model.family == "llama":
-        return _LLAMA_PIPELINE if recipe.parallel.pipeline > 1 else _LLAMA
-    return _NEOX if recipe.model.family == "neox" else _GPT3
-
-
-def cache_variables(cache: str) -> dict[str, Variable]:
-    """Where neuronx-cc keeps its graphs."""
-    return {
-        "NEURON_COMPILE_CACHE_URL": Variable(
-            f"{cache}/neuron", "HLAT: node-local; a shared one timed out at 128 nodes"
-        )
-    }
-
-
-def precompile_nodes(config: RunConfig, nodes: int) -> int:
-    """All: the graphs hold the collectives and their replica groups."""
-    return nodes
-
-
-def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
-    """What changes the graphs of a run; CPU threads do not."""
-    return graphs_of(config, mesh, variables(config))
-
-
-def unsupported(config: RunConfig) -> list[str]:
-    """What this backend cannot train, and what does not fit the nodes; one line a reason."""
-    return [*unsupported_settings(config), *instance_faults(config.cluster)]
-
-
-def graphs_depend_on_accumulation(config: RunConfig) -> bool:
-    """Yes: a pipeline's graphs, and the order in which they come, follow from its micro batches."""
-    return True
-
-
-_SIZES = (1, 2, 4, 8, 16, 32)
-
-
-def unsupported_settings(config: RunConfig) -> list[str]:
-    """The settings of a run that this backend refuses: one line each with value, rule, remedy."""
-    recipe = config.recipe
-    parallel, train, model = recipe.parallel, recipe.train, recipe.model
-    faults = []
-    if config.cluster.device == "cuda":
-        faults.append(
-            "backend: nxd: neuronx-distributed computes on neuron devices (for tests, on cpu), not "
-            "on cuda; --set backend=native, or choose another --cluster"
-        )
-    if parallel.zero > 1:
-        faults.append(
-            f"parallel.zero: {parallel.zero}: neuronx-distributed shares out optimizer state alone "
-            "(ZeRO-1); --set parallel.zero=1"
-        )
-    if train.precision == "bf16_mixed" and parallel.zero == 0:
-        faults.append(
-            "train.precision: bf16_mixed: neuronx-distributed keeps fp32 master weights in its "
-            "ZeRO-1 optimizer; --set parallel.zero=1, or train.precision=bf16_sr"
-        )
-    if parallel.sequence and model.seq_len % parallel.tensor:
-        faults.append(
-            f"model.seq_len: {model.seq_len} is not a multiple of parallel.tensor "
-            f"{parallel.tensor}, which sequence parallelism shares it out over; "
-            "--set parallel.sequence=false, or change the length"
-        )
-    if config.cluster.device == "neuron" and parallel.tensor not in _SIZES:
-        faults.append(
-            f"parallel.tensor: {parallel.tensor}: the collectives of trn1 work on "
-            f"{', '.join(map(str, _SIZES))} cores"
-        )
-    return faults

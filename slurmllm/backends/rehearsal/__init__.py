@@ -1,7 +1,7 @@
-"""Everything of a run but the arithmetic: to rehearse a cluster's Slurm path without accelerators.
+"""A backend without the computation, to rehearse a cluster's Slurm path without accelerators.
 
 Launchers, rendezvous, data, checkpoints, metrics and signals are real; a worker needs 50 MB and no
-torch, so that hundreds fit where one model would not. The figures are made up, yet each is an exact
-function of what was read and of the state: a lost, doubled or misordered step shows in every later
-one.
+torch, so that hundreds of them fit on a machine. Losses and norms are made up, but each is an exact
+function of the batches read and of the state: a lost, repeated or misordered step changes all later
+ones.
 """

@@ -1,4 +1,4 @@
-"""The rehearsal backend's surroundings: nothing is compiled, and a worker has one thread."""
+"""The environment of the rehearsal backend: nothing is compiled, a worker has one thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from slurmllm.plan.mesh import Mesh, replica_nodes
 
 
 def variables(config: RunConfig) -> dict[str, Variable]:
-    """The workers' environment, each value with its source: many of them may share a machine."""
     return {
         "MALLOC_ARENA_MAX": Variable("1", "glibc: fewer arenas, less memory held by threads"),
         "OMP_NUM_THREADS": Variable("1", "rehearsal: nothing to compute"),
@@ -23,66 +22,56 @@ def variables(config: RunConfig) -> dict[str, Variable]:
 
 
 def cache_variables(cache: str) -> dict[str, Variable]:
-    """None: nothing is compiled."""
     return {}
 
 
 def precompile_nodes(config: RunConfig, nodes: int) -> int:
-    """One replica of the model."""
+    """Return the nodes of one replica of the model."""
     return min(nodes, replica_nodes(config))
 
 
 def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -> list[list[str]]:
-    """The workers themselves."""
     return [list(workers)]
 
 
 def graphs_depend_on_accumulation(config: RunConfig) -> bool:
-    """No: there are none."""
     return False
 
 
 def expects_graphs(config: RunConfig) -> bool:
-    """No."""
     return False
 
 
 def graphs(cache: Path) -> list[Graph]:
-    """None."""
     return []
 
 
 def count_graphs(cache: Path) -> int:
-    """None."""
     return 0
 
 
 def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
-    """Nothing changes graphs that do not exist: one precompile stage serves every rehearsal."""
+    """Return nothing: without graphs, one precompile stage serves every rehearsal."""
     return {}
 
 
 def versions() -> dict[str, str]:
-    """Python's alone."""
     return {"python": platform.python_version()}
 
 
 def node_versions() -> dict[str, str]:
-    """The same."""
     return versions()
 
 
 def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """Nothing to show."""
     return {}
 
 
 def unsupported(config: RunConfig) -> list[str]:
-    """What needs weights or a device."""
     faults = []
     if config.recipe.train.init_from is not None:
         faults.append(
-            "train.init_from: the rehearsal backend has no weights to fill; leave it out with "
+            "train.init_from: the rehearsal backend has no weights; leave it out with "
             "--set train.init_from=null"
         )
     if config.recipe.train.micro_batch == "auto" and config.cluster.device != "neuron":

@@ -1,7 +1,7 @@
 """The workers' network: a star of TCP connections around rank 0.
 
-A worker that ends takes its connection with it, and whoever waits for anything hears of it at
-once: rank 0 watches all connections while it waits for one, and everybody else watches rank 0's.
+When a worker ends, its connection closes and all workers that wait fail at once: rank 0 watches all
+connections while it waits for one of them, and the others watch their connection to rank 0.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from slurmllm.errors import NodeError
 
-RENDEZVOUS_S = 600.0  # until the last worker has come; nodes start minutes apart
-COLLECTIVE_S = 1800.0  # longer than a save of a peer may take
+RENDEZVOUS_S = 600.0  # until the last worker connects; nodes start minutes apart
+COLLECTIVE_S = 1800.0  # longer than the save of a peer
 RETRY_S = 0.1
 _LENGTH = struct.Struct("!Q")
 _HELLO = struct.Struct("!8sII")  # magic, rank, workers
 _MAGIC = b"slurmllm"
-# A machine that loses its power closes nothing: silence is noticed after about half a minute.
+# A machine that loses power closes no connection: keep-alive detects it after half a minute.
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
@@ -33,16 +33,14 @@ _KEEPALIVE = (
 
 
 class Star:
-    """One worker's end of it.
+    """The connections of one worker: to rank 0, or on rank 0 to all others.
 
     Args:
-        rank: This worker's.
-        world_size: Workers.
-        address: Where rank 0 is: host and port.
+        address: Host and port of rank 0.
 
     Raises:
-        NodeError: not all workers came, or one has gone again.
-        OSError: rank 0's port is taken.
+        NodeError: Not all workers connected, or one disconnected.
+        OSError: The port of rank 0 is in use.
     """
 
     def __init__(self, rank: int, world_size: int, address: tuple[str, int]) -> None:
@@ -63,16 +61,16 @@ class Star:
             peer.settimeout(COLLECTIVE_S)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every worker's picklable value, by rank, on all workers.
+        """Return the picklable values of all workers, by rank, on every one.
 
         Raises:
-            NodeError: a worker is gone, or silent for COLLECTIVE_S.
+            NodeError: A worker disconnected, or sent nothing for COLLECTIVE_S.
         """
         if self.rank:
             self._send(0, pickle.dumps(value))
             found: list[Any] = pickle.loads(self._receive(0))
             return found
-        values = {0: value, **self._from_all()}
+        values = {0: value, **self._receive_all()}
         found = [values[rank] for rank in range(self.world_size)]
         message = pickle.dumps(found)
         for rank in self._peers:
@@ -80,7 +78,6 @@ class Star:
         return found
 
     def close(self) -> None:
-        """Leave."""
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -98,13 +95,13 @@ class Star:
                         f"after {RENDEZVOUS_S:.0f} s: ranks {missing[:8]} …"
                     )
                 for key, _ in ready:
-                    if key.fileobj is not server:  # nobody speaks before all have come
-                        raise _gone(key.data)
-                    self._welcome(server, selector)
+                    if key.fileobj is not server:  # no worker sends before all are connected
+                        raise _disconnected(key.data)
+                    self._accept_one(server, selector)
         for rank in self._peers:
             self._send(rank, b"")
 
-    def _welcome(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
+    def _accept_one(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
         peer, _ = server.accept()
         peer.settimeout(5.0)
         with suppress(OSError, NodeError, struct.error):
@@ -114,14 +111,14 @@ class Star:
                 self._peers[rank] = peer
                 selector.register(peer, selectors.EVENT_READ, rank)
                 return
-        peer.close()  # somebody else's
+        peer.close()  # not a worker of this run
 
     def _connect(self, address: tuple[str, int], deadline: float) -> None:
         while True:
             try:
-                peer = _call(address)
+                peer = _connect(address)
                 peer.sendall(_HELLO.pack(_MAGIC, self.rank, self.world_size))
-            except OSError as error:  # rank 0 may come later
+            except OSError as error:  # rank 0 may start later
                 if time.monotonic() > deadline:
                     host, port = address
                     raise NodeError(
@@ -135,8 +132,8 @@ class Star:
         peer.settimeout(max(1.0, deadline - time.monotonic()))
         self._receive(0)
 
-    def _from_all(self) -> dict[int, Any]:
-        """What the other workers send, in whatever order they do."""
+    def _receive_all(self) -> dict[int, Any]:
+        """Receive a value from each other worker, in any order."""
         found: dict[int, Any] = {}
         with selectors.DefaultSelector() as selector:
             for rank, peer in self._peers.items():
@@ -144,13 +141,13 @@ class Star:
             while len(found) < len(self._peers):
                 ready = selector.select(COLLECTIVE_S)
                 if not ready:
-                    silent = sorted(self._peers.keys() - found.keys())
+                    missing = sorted(self._peers.keys() - found.keys())
                     raise NodeError(
-                        f"Timed out waiting for ranks {silent[:8]} … after {COLLECTIVE_S:.0f} s"
+                        f"Timed out waiting for ranks {missing[:8]} … after {COLLECTIVE_S:.0f} s"
                     )
                 for key, _ in ready:
-                    if key.data in found:  # it waits for the answer: this is its end
-                        raise _gone(key.data)
+                    if key.data in found:  # it waits for the answer, so the connection was closed
+                        raise _disconnected(key.data)
                     found[key.data] = pickle.loads(self._receive(key.data))
         return found
 
@@ -158,7 +155,7 @@ class Star:
         try:
             self._peers[rank].sendall(_LENGTH.pack(len(message)) + message)
         except OSError as error:
-            raise _gone(rank) from error
+            raise _disconnected(rank) from error
 
     def _receive(self, rank: int) -> bytes:
         peer = self._peers[rank]
@@ -166,10 +163,10 @@ class Star:
         return _read(peer, length, rank)
 
 
-def _call(address: tuple[str, int]) -> socket.socket:
+def _connect(address: tuple[str, int]) -> socket.socket:
     peer = socket.create_connection(address, timeout=5.0)
-    # Where nobody listens yet, TCP may connect a socket to itself, if the port is one that the
-    # kernel hands out; rank 0 could then never listen there.
+    # If rank 0 does not listen yet and the port is an ephemeral one, TCP may connect a socket to
+    # itself; rank 0 could then never listen there.
     if peer.getsockname() == peer.getpeername():
         peer.close()
         raise ConnectionRefusedError("connected to itself")
@@ -182,15 +179,16 @@ def _read(peer: socket.socket, length: int, rank: int) -> bytes:
         try:
             part = peer.recv(min(length - len(parts), 1 << 20))
         except TimeoutError as error:
-            words = f"Timed out waiting for rank {rank} after {peer.gettimeout():.0f} s"
-            raise NodeError(words) from error
+            raise NodeError(
+                f"Timed out waiting for rank {rank} after {peer.gettimeout():.0f} s"
+            ) from error
         except OSError as error:
-            raise _gone(rank) from error
+            raise _disconnected(rank) from error
         if not part:
-            raise _gone(rank)
+            raise _disconnected(rank)
         parts += part
     return bytes(parts)
 
 
-def _gone(rank: int) -> NodeError:
+def _disconnected(rank: int) -> NodeError:
     return NodeError(f"Connection closed by peer: rank {rank}")
