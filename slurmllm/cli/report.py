@@ -1,4 +1,4 @@
-"""`slurmllm report`: what runs did, how fast, at what cost, as tables and as a page."""
+"""`slurmllm report`: results, throughput and cost of runs, as tables and as a page."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 @click.option(
     "--out",
     metavar="FILE.html",
-    help="The page; the Markdown lies beside it.  [default: <first run>/reports/report.html]",
+    help="The HTML page; the Markdown is written next to it.  "
+    "[default: <first run>/reports/report.html]",
 )
-@click.option("--no-html", is_flag=True, help="Write the Markdown alone.")
-@click.option("--no-files", is_flag=True, help="Write neither; print the tables alone.")
+@click.option("--no-html", is_flag=True, help="Write only the Markdown.")
+@click.option("--no-files", is_flag=True, help="Write no files; only print the tables.")
 @options.tags
-@click.option("--plot", metavar="FILE.png", help="Picture: a stacked bar a run.")
+@click.option("--plot", metavar="FILE.png", help="Draw a stacked bar of node hours per run.")
 @options.runs_dir
 @options.as_json
 def report(
@@ -49,15 +50,15 @@ def report(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Report what runs did: curves, throughput, utilization, what failures cost.
+    """Report curves, throughput, utilization and the cost of failures of runs.
 
     SOURCE is a run's name or directory, also one copied in part, or another framework's log
     (TensorBoard, JSON lines, CSV, text). Writes a page that opens without a network, and the same
     as Markdown.
 
-    Node hours are Slurm's own (sacct) where it keeps accounts, else the attempts'.
+    Node hours are taken from Slurm's accounting (sacct), or without it from the attempts' records.
 
-    Exit codes: 0; 2 no such run, unusable options; 4 a file that was asked for cannot be written.
+    Exit codes: 0; 2 no such run, invalid options; 4 a requested file cannot be written.
     """
     import json
 
@@ -83,7 +84,9 @@ def report(
 
         used = {facts.name: facts.used for facts in runs if facts.used is not None}
         if not used:
-            raise UserError(f"--plot {plot}: none of the sources is a run; logs have no node hours")
+            raise UserError(
+                f"--plot {plot}: none of the sources is a run, and logs have no node hours"
+            )
         draw_utilization(used, Path(plot))
     written = None if no_files else _write(runs, out, not no_html)
     if as_json:
@@ -99,7 +102,7 @@ def report(
 
 
 def _price(price: str) -> float | PriceKind:
-    """A number of dollars, or the name of one of the cluster profile's prices."""
+    """Dollars, or the name of one of the cluster profile's prices."""
     from slurmllm.errors import UserError
 
     if price == "on_demand":
@@ -119,7 +122,7 @@ def _price(price: str) -> float | PriceKind:
 
 
 def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> ReportFiles | None:
-    """A report that nobody named a place for may fail to be written; the tables are there."""
+    """Write the files; without --out a failure is a warning, as the tables are printed anyway."""
     from slurmllm.errors import StorageError
     from slurmllm.report.blocks import default_path
     from slurmllm.report.write import write_report
@@ -138,6 +141,7 @@ def _print(runs: Sequence[RunFacts]) -> None:
     """The tables, and each run's warnings."""
     from slurmllm.report.scaling import scaling_rows, scaling_table
     from slurmllm.report.tables import (
+        RECOVERIES_CAPTION,
         SHOWN_RECOVERIES,
         endings_table,
         parts_table,
@@ -161,9 +165,7 @@ def _print(runs: Sequence[RunFacts]) -> None:
         _print_table(scaling_table(rows))
     for facts in runs:
         if facts.lost:
-            click.echo(
-                f"\n{facts.name}: from the last completed step before an ending to the next one, s"
-            )
+            click.echo(f"\n{facts.name}: {RECOVERIES_CAPTION}")
             _print_table(recoveries_table(facts.lost))
             if len(facts.lost) > SHOWN_RECOVERIES:
                 click.echo(f"… and {len(facts.lost) - SHOWN_RECOVERIES} before these")

@@ -1,5 +1,5 @@
-"""A report of runs: one page that opens anywhere, and the same as Markdown.
+"""A report of runs: one HTML page that opens without a network, and the same as Markdown.
 
-`gather.py` reads what runs are (`facts.py`), `document.py` says it in sections of sentences,
-tables and plots, `html.py` and `markdown.py` write these down.
+`sources.py` reads runs into `facts.py`; `document.py` arranges them in sections of sentences,
+tables and plots; `write.py` writes these as HTML and Markdown, `report_json.py` as JSON.
 """

@@ -1,4 +1,4 @@
-"""What a report is made of, before it is HTML or Markdown."""
+"""The content of a report, independent of HTML and Markdown: sections of blocks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any, Literal
 from slurmllm.records import TimePart
 from slurmllm.report.facts import RunFacts
 
+Json = dict[str, Any]
 _NUMBER = re.compile(r"^(-|[-+]?[\d.,]+(e[-+]?\d+)?( ?(%|[kMGT]?B|[KMBT]))?( ± [\d.e-]+)?)$")
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A paragraph; `strong`: what it begins with, in bold."""
+    """A paragraph; `strong` is its beginning, in bold."""
 
-    words: str
+    text: str
     strong: str = ""
 
 
@@ -31,7 +32,7 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a heading a column."""
+    """A table with one heading per column."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -39,7 +40,7 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Which columns hold numbers alone, and stand at the right."""
+        """Which columns hold only numbers and are right-aligned."""
         columns = zip(*self.rows, strict=True) if self.rows else [()] * len(self.headings)
         return [
             i > 0 and all(_NUMBER.match(cell.partition("  ")[0]) for cell in column)
@@ -49,7 +50,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of the page; its data are `figures.page_data`'s, under this name."""
+    """A plot of the HTML page; its data have the same name in `figures.page_data`."""
 
     name: str
     title: str
@@ -58,7 +59,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Picture:
-    """What stands for plots where nothing can be drawn: a PNG beside the Markdown."""
+    """A PNG file, which replaces plots in the Markdown."""
 
     name: str
     title: str
@@ -69,55 +70,36 @@ Block = Paragraph | Bullets | Table | Plot | Picture
 
 @dataclass(frozen=True)
 class ReportSection:
-    """A part of the report, with a heading that the table of contents lists."""
+    """A section with a heading, listed in the table of contents."""
 
     name: str
     title: str
     blocks: Sequence[Block] = field(default_factory=tuple)
 
 
-# The Markdown's pictures
-CURVES, SCALING, UTILIZATION = "curves", "scaling", "utilization"
-_MOST_NAMES = 4
-_LONGEST = 40
+@dataclass(frozen=True)
+class PlotData:
+    """The data of a plot.
 
-
-def default_path(runs: Sequence[RunFacts]) -> Path:
-    """`reports/report.html` of the first that is a run, else in this folder.
-
-    Of several runs it is `report-<A>-<B>.html`.
+    Attributes:
+        name: Name of the plot, unique in the page.
+        title: Its title.
+        section: The section that it belongs to.
+        content: Input of `report.js`.
+        note: Caption.
     """
-    own = "report"
-    if len(runs) > 1:
-        parts = [_file_part(facts.name) for facts in runs[:_MOST_NAMES]]
-        more = len(runs) - _MOST_NAMES
-        own = "-".join([own, *parts, *([f"and-{more}-more"] if more > 0 else [])])
-    for facts in runs:
-        if facts.kind == "run":
-            return facts.path / "reports" / f"{own}.html"
-    return Path(f"{own}.html")
+
+    name: str
+    title: str
+    section: Literal["curves", "throughput", "utilization", "evaluation"]
+    content: Json
+    note: str = ""
 
 
-def pictures_folder(page: Path) -> Path:
-    """Of the Markdown's pictures, beside it."""
-    return page.with_name(f"{page.stem}_files")
-
-
-def scores_name(run: int, suite: str) -> str:
-    """Of the picture of what a run scored in a suite; `run` is its place in the report."""
-    return f"scores-{run}-{_file_part(suite)}"
-
-
-def _file_part(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST]
-
-
-Json = dict[str, Any]
-
-# Okabe and Ito's, without black and yellow: told apart by most eyes.
+# Names of the Markdown's pictures
+CURVES, SCALING, UTILIZATION = "curves", "scaling", "utilization"
+# Okabe and Ito's palette for colour-blind readers, without black and yellow.
 RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-
-
 # The productive part is pale, so that losses stand out; neighbours differ in lightness.
 PART_COLORS: dict[TimePart, str] = {
     "productive": "#cfd8dc",
@@ -130,22 +112,35 @@ PART_COLORS: dict[TimePart, str] = {
     "precompile": "#8e7cc3",
     "idle": "#333333",
 }
+_MOST_NAMES = 4
+_LONGEST = 40  # characters of a name within a file's name
 
 
-@dataclass(frozen=True)
-class PlotData:
-    """A plot.
+def default_path(runs: Sequence[RunFacts]) -> Path:
+    """`reports/report.html` in the first run's directory, else `report.html`.
 
-    Attributes:
-        name: Of the plot, within the page.
-        title: For people.
-        section: That it stands in.
-        content: What `report.js` draws.
-        note: Below it.
+    The report of several runs is `report-<A>-<B>.html`.
     """
+    name = "report"
+    if len(runs) > 1:
+        parts = [_file_part(facts.name) for facts in runs[:_MOST_NAMES]]
+        more = len(runs) - _MOST_NAMES
+        name = "-".join([name, *parts, *([f"and-{more}-more"] if more > 0 else [])])
+    for facts in runs:
+        if facts.kind == "run":
+            return facts.path / "reports" / f"{name}.html"
+    return Path(f"{name}.html")
 
-    name: str
-    title: str
-    section: Literal["curves", "throughput", "utilization", "evaluation"]
-    content: Json
-    note: str = ""
+
+def pictures_folder(page: Path) -> Path:
+    """The folder of the Markdown's pictures."""
+    return page.with_name(f"{page.stem}_files")
+
+
+def scores_name(run: int, suite: str) -> str:
+    """Name of the picture of a suite's scores; `run` is the index of the run in the report."""
+    return f"scores-{run}-{_file_part(suite)}"
+
+
+def _file_part(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST]

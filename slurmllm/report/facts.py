@@ -1,4 +1,4 @@
-"""What a report says of a run: figures alone, however they are shown."""
+"""The facts of a run that a report shows, independent of their presentation."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from slurmllm.config.load import LenientConfig
 from slurmllm.evaluate.scores import ScoreTable
 from slurmllm.metrics.curves import Curve, SourceKind
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameters
 from slurmllm.records import AttemptRecord, DataRecord, Event
-from slurmllm.report.configuration import Configuration
 from slurmllm.report.throughput import Rate
 from slurmllm.spikes import SpikeAnalysis
 from slurmllm.status.recoveries import FailureRecovery
 from slurmllm.status.utilization import Utilization
 
 State = Literal["done", "stopped", "cancelled", "requeued", "open", "not started", "log"]
-CheckpointState = Literal["kept", "set aside", "damaged", "removed"]
+CheckpointState = Literal["kept", "invalidated", "damaged", "removed"]
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class CheckpointFacts:
 
     Attributes:
         step: Its step.
-        attempt: That saved it.
-        tokens: Trained on by then.
-        num_bytes: Of all its files.
+        attempt: The attempt that saved it.
+        tokens: Tokens trained by then.
+        num_bytes: Size of all its files.
         saved_at: Unix time, s.
-        seconds: From begin to end of the save.
-        waited_s: Of these, that training waited.
-        state: kept; set aside (by a roll-back); damaged (no readable manifest); removed.
+        seconds: Duration of the save.
+        waited_s: Part of it that training waited.
+        state: kept; invalidated (by a roll-back); damaged (no readable manifest); removed.
     """
 
     step: int
@@ -52,31 +52,31 @@ class RunFacts:
     """A run, or a log of another framework.
 
     Attributes:
-        name: What it is called here; no two of a report have one name.
-        path: What was read.
-        kind: What that is.
-        configuration: Of a run.
-        curve: Its metrics; None where there are none.
-        mesh: As it was planned last.
-        attempts: Of both stages, in the order of their starts.
-        cancelled: Whether somebody cancelled it, and nobody has resumed it since.
-        used: Its node hours; None of another framework's log.
-        lost: What its failures cost.
+        name: Its name, unique in the report.
+        path: The file or directory that was read.
+        kind: Kind of that source.
+        configuration: The configuration of a run.
+        curve: Its metrics; None if there are none.
+        mesh: The mesh of the last submission.
+        attempts: Attempts of both stages, in the order of their starts.
+        cancelled: Whether the last submission was cancelled.
+        used: Its node hours; None for a log of another framework.
+        lost: The recovery from each of its failures.
         rates: Its throughput by node count, the count with the most steps first.
-        saved: Its checkpoints, also those that are gone.
-        scores: What its checkpoints scored.
-        spikes: Of its loss.
-        data: What it read.
-        versions: Name → version on its nodes; several, where nodes differ, with commas.
-        events: Beside the steps, oldest first.
+        saved: Its checkpoints, removed ones included.
+        scores: Evaluation scores of its checkpoints.
+        spikes: Spikes of its loss.
+        data: The corpora that it read.
+        versions: Name → version on its nodes, with commas if nodes differ.
+        events: Its events, oldest first.
         usd_per_node_hour: Price of a node.
-        warnings: What a reader should know.
+        warnings: Unreadable files and other doubts.
     """
 
     name: str
     path: Path
     kind: SourceKind
-    configuration: Configuration = field(default_factory=Configuration)
+    configuration: LenientConfig = field(default_factory=LenientConfig)
     curve: Curve | None = None
     mesh: Mesh | None = None
     attempts: tuple[AttemptRecord, ...] = ()
@@ -95,16 +95,15 @@ class RunFacts:
 
     @property
     def train(self) -> tuple[AttemptRecord, ...]:
-        """The attempts of the train stage."""
         return tuple(attempt for attempt in self.attempts if attempt.stage == "train")
 
     @property
     def state(self) -> State:
-        """Where it stands, as far as its own records tell."""
+        """Its state by its own records, without Slurm."""
         if self.kind != "run":
             return "log"
         newest = -1 if self.curve is None else int(self.curve.attempts.max())
-        if not self.train or newest > self.train[-1].attempt:  # its record is not there
+        if not self.train or newest > self.train[-1].attempt:  # its record is missing
             if self.curve is None:
                 return "not started"
             return "done" if self.steps == self.planned_steps else "open"
@@ -119,28 +118,24 @@ class RunFacts:
 
     @property
     def recipe(self) -> str | None:
-        """The recipe's name."""
         return self.configuration.text("name")
 
     @property
     def parameters(self) -> int | None:
-        """Numbers that the model learns."""
         config = self.configuration.config
         return None if config is None else parameters(config.recipe.model)
 
     @property
     def steps(self) -> int:
-        """The last step that was made and stands."""
+        """The last step that the run kept."""
         return 0 if self.curve is None else int(self.curve.steps[-1])
 
     @property
     def planned_steps(self) -> int | None:
-        """Steps that the recipe asks for."""
         return self.configuration.count("train.steps")
 
     @property
     def tokens(self) -> int | None:
-        """Trained on up to the last step."""
         if self.curve is None:
             return None
         last = self.curve.positions("tokens")[-1]
@@ -148,22 +143,22 @@ class RunFacts:
 
     @property
     def loss(self) -> float | None:
-        """The last finite one."""
+        """The last finite loss."""
         return self._last("loss")
 
     @property
     def val_loss(self) -> float | None:
-        """Likewise on held-out text."""
+        """The last finite validation loss."""
         return self._last("val_loss")
 
     @property
     def rate(self) -> Rate | None:
-        """The throughput on the node count that most steps were made on."""
+        """The throughput on the node count with the most steps."""
         return self.rates[0] if self.rates else None
 
     @property
     def nodes(self) -> int | None:
-        """That most steps were made on, else those of the last attempt or of the plan."""
+        """Node count with the most steps, else of the last attempt or of the plan."""
         if self.rate is not None and self.rate.nodes is not None:
             return self.rate.nodes
         if self.train:
@@ -172,18 +167,17 @@ class RunFacts:
 
     @property
     def restarts(self) -> int:
-        """How often training began again."""
         made = set() if self.curve is None else {int(a) for a in set(self.curve.attempts.tolist())}
         return max(len(self.train), len(made), 1) - 1
 
     @property
     def usd(self) -> float | None:
-        """What its node hours cost; None without a price or without records of attempts."""
+        """Cost of its node hours; None without a price or without attempt records."""
         return self.used.usd if self.used is not None and self.attempts else None
 
     @property
     def tokens_per_usd_bought(self) -> float | None:
-        """Tokens trained on for each dollar spent, whatever was lost on the way."""
+        """Tokens trained per dollar of all node hours, lost ones included."""
         return self.tokens / self.usd if self.tokens and self.usd else None
 
     def _last(self, metric: str) -> float | None:

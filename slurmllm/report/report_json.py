@@ -16,11 +16,11 @@ from slurmllm.status.utilization import sum_utilization
 
 
 def to_json(runs: Sequence[RunFacts], written: ReportFiles | None) -> dict[str, Any]:
-    """All of it; what is not known is null.
+    """The whole document; unknown values are null.
 
     Args:
-        runs: What the report is of.
-        written: Its files; None where there are none.
+        runs: The runs of the report.
+        written: Its files; None if none were written.
     """
     used = [facts.used for facts in runs if facts.used is not None]
     html = None if written is None else written.html
@@ -85,7 +85,7 @@ def _saved(one: CheckpointFacts) -> dict[str, Any]:
         "saved_at": one.saved_at,
         "seconds": one.seconds,
         "waited_s": one.waited_s,
-        "kept": one.state in ("kept", "set aside"),
+        "kept": one.state in ("kept", "invalidated"),
         "state": one.state,
     }
 
@@ -101,7 +101,7 @@ def _scores(found: ScoreTable) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity."""
+    """JSON has no NaN and no infinity: they become null."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

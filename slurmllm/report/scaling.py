@@ -1,6 +1,6 @@
-"""Throughput over node counts: Table 1 of the AWS post, with the runs' own rows.
+"""Throughput over node counts, in the columns of Table 1 of the AWS post.
 
-(`throughput.py` has the source and the measure.)
+See `throughput.py` for the source and the measure.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ScalingRow(NamedTuple):
 
     Attributes:
         facts: The run.
-        rate: Its throughput on them.
-        efficiency: Throughput of a node relative to that on the fewest nodes of the same model,
-            hardware and sequence length; None where nodes or throughput are not known.
+        rate: Its throughput.
+        efficiency: Throughput per node relative to that on the fewest nodes, with the same model,
+            hardware and sequence length; None if nodes or throughput are unknown.
     """
 
     facts: RunFacts
@@ -52,9 +52,9 @@ class ScalingRow(NamedTuple):
 
 
 def scaling_rows(several: Sequence[RunFacts]) -> list[ScalingRow]:
-    """A row a run and node count, those of one model together, the fewest nodes first.
+    """One row per run and node count, grouped by model, the fewest nodes first.
 
-    Of a run whose throughput nobody logged there is none.
+    A run without logged throughput has no row.
     """
     groups: dict[object, list[tuple[RunFacts, Rate]]] = {}
     for facts in several:
@@ -79,7 +79,7 @@ def _speed(rate: Rate) -> float | None:
 
 
 def _comparable(facts: RunFacts) -> object:
-    """Equal for runs whose throughputs scale with the nodes alone."""
+    """A key that is equal for runs that differ only in their nodes."""
     config = facts.configuration.config
     if config is None:
         return facts.recipe or facts.name
@@ -87,7 +87,7 @@ def _comparable(facts: RunFacts) -> object:
 
 
 def scaling_table(rows: Sequence[ScalingRow]) -> Table:
-    """Of AWS's columns those that `slurmllm plan` has too, by the same names."""
+    """AWS's columns that `slurmllm plan` has too, with the same names."""
     return Table(
         ("run", "model", "parameters", "nodes", "workers", "TP", "PP", "DP", "seq len",
          "global batch", "seq/s", "tokens/s", "MFU", "$/h", "tokens/$", "scaling"),
@@ -114,7 +114,7 @@ def scaling_table(rows: Sequence[ScalingRow]) -> Table:
 
 
 def scaling_json(rows: Sequence[ScalingRow]) -> list[dict[str, Any]]:
-    """The same for `--json`."""
+    """The rows for `--json`."""
     found = []
     for row in rows:
         tensor, pipeline, data = row.degrees

@@ -1,4 +1,4 @@
-"""The checkpoints that a run saved: those on disk, and those that only its events remember."""
+"""Reads the facts of a report: of run directories, whole or in part, and of other logs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
+from slurmllm.config.load import LenientConfig, load_leniently
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, RunError, SlurmllmError
 from slurmllm.evaluate.scores import score_tables
@@ -20,7 +21,6 @@ from slurmllm.metrics.source import read_curve
 from slurmllm.plan.cost import PriceKind, node_price
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import AttemptRecord, DataRecord, Event, NodeRecord
-from slurmllm.report.configuration import Configuration, read_configuration
 from slurmllm.report.facts import CheckpointFacts, CheckpointState, RunFacts
 from slurmllm.report.throughput import Rate, throughput_by_nodes
 from slurmllm.rundir import RunDir
@@ -30,65 +30,22 @@ from slurmllm.status.history import RunHistory, read_history, read_incarnations,
 from slurmllm.status.recoveries import find_recoveries
 from slurmllm.status.utilization import account_node_hours
 
-
-def read_checkpoints(
-    run: RunDir, events: Sequence[Event], warnings: list[str]
-) -> Iterator[CheckpointFacts]:
-    """Every checkpoint of a run, by step; of one that was saved twice the later save.
-
-    Files are not checked: `slurmllm checkpoint verify` does that.
-
-    Args:
-        run: The run.
-        events: Beside its steps, oldest first.
-        warnings: What cannot be read is added.
-    """
-    told = {event.step: event for event in events if event.kind == "save"}
-    try:
-        on_disk = {int(one.directory.name[5:]): one for one in list_checkpoints(run)}
-        aside = invalidated_checkpoints(run)
-    except (SlurmllmError, OSError) as error:
-        warnings.append(f"checkpoints: {error}")
-        on_disk, aside = {}, {}
-    for step in sorted(told.keys() | on_disk.keys()):
-        entry, event = on_disk.get(step), told.get(step)
-        manifest = None if entry is None else entry.manifest
-        state: CheckpointState = "kept"
-        if entry is None:
-            state = "removed"
-        elif manifest is None:
-            state = "damaged"
-            warnings += [f"{entry.directory}: {fault}" for fault in entry.faults or ()]
-        elif step in aside:
-            state = "set aside"
-        if manifest is not None and event is not None and event.attempt != manifest.attempt:
-            event = None  # of another save than the one on disk
-        yield CheckpointFacts(
-            step=step,
-            attempt=manifest.attempt if manifest else event.attempt if event else None,
-            tokens=manifest.tokens if manifest else None,
-            num_bytes=entry.num_bytes if entry and manifest else event.bytes if event else None,
-            saved_at=manifest.saved_at if manifest else event.time if event else None,
-            seconds=event.seconds if event else manifest.save_s if manifest else None,
-            waited_s=event.waited_s if event else None,
-            state=state,
-        )
-
-
 T = TypeVar("T")
 
 _PARTS_OF_A_RUN = ("config.yaml", "jobs.json", "attempts", "metrics")
+# Files that several readers read, each with its own warning.
+_SHARED = r"/(config\.yaml|data\.json|skips\.json|attempts/\d+/attempt\.json)"
 
 
 def find_run_directory(source: str, root: Path) -> Path | None:
-    """The run directory that an argument names, whole or copied in part; None where it does not.
+    """The run directory, whole or copied in part, of an argument; None if it is something else.
 
     Args:
         source: A run's name or a directory.
         root: The folder of all runs.
 
     Raises:
-        RunError: a folder cannot be looked at.
+        RunError: a folder cannot be read.
     """
     if not source.strip():
         return None
@@ -98,15 +55,15 @@ def find_run_directory(source: str, root: Path) -> Path | None:
                 return path.resolve() if path.name in ("", "..") else path
         except OSError as error:
             raise RunError(
-                f"cannot look at {path}: {error.strerror or error}; give a run's name or a file "
-                "of metrics that you may read"
+                f"cannot read {path}: {error.strerror or error}; give a run's name or a readable "
+                "file of metrics"
             ) from error
     return None
 
 
 def _is_run_or_part(path: Path) -> bool:
-    """Other frameworks keep a config.yaml or a folder `metrics` beside their event files too."""
     there = {name for name in _PARTS_OF_A_RUN if (path / name).exists()}
+    # Other frameworks too keep a config.yaml or a folder `metrics` with their event files.
     foreign = there <= {"config.yaml", "metrics"} and any(path.glob("*tfevents*"))
     return path.is_dir() and bool(there) and not foreign
 
@@ -122,16 +79,16 @@ def read_run_facts(
     Args:
         source: A run directory, whole or in part, or whatever `read_curve` reads.
         tags: Metric → the tag that holds it, for logs.
-        price: Dollars for an hour of a node, or which one of the cluster profile's.
-        client: Slurm, for its accounts.
+        price: Dollars per node hour, or which price of the cluster profile.
+        client: Slurm, for its accounting.
 
     Raises:
-        RunError: the source is no run, and its metrics cannot be read.
+        RunError: the source is not a run, and its metrics cannot be read.
     """
     warnings: list[str] = []
     if _is_run_or_part(source):
         curve = _or_warn(lambda: read_curve(source, tags, lenient=True), warnings)
-        return _gather_run(RunDir(source), curve, warnings, price, client)
+        return _read_run(RunDir(source), curve, warnings, price, client)
     curve = read_curve(source, tags, lenient=True)
     usd = price if isinstance(price, float) else None
     return RunFacts(
@@ -139,38 +96,49 @@ def read_run_facts(
         path=source,
         kind="jsonl" if curve.kind == "run" else curve.kind,
         curve=curve,
-        rates=tuple(throughput_by_nodes(curve, _sizes(curve, (), None), None, usd)),
-        spikes=_spikes(curve, warnings),
+        rates=tuple(throughput_by_nodes(curve, {}, None, usd)),
+        spikes=_find_spikes(curve, warnings),
         usd_per_node_hour=usd,
         warnings=(*curve.warnings, *warnings),
     )
 
 
-def _gather_run(
+def _read_run(
     run: RunDir,
     curve: Curve | None,
     warnings: list[str],
     price: float | PriceKind,
     client: SlurmClient,
 ) -> RunFacts:
-    configuration = _or_warn(lambda: read_configuration(run), warnings) or Configuration()
+    configuration = _or_warn(lambda: load_leniently(run.config), warnings) or LenientConfig()
     warnings += configuration.warnings
     config = configuration.config
-    history = _or_warn(lambda: _history(run, client), warnings) or RunHistory(run.name, ())
+    submissions = read_submissions(run)
+    history = _or_warn(
+        lambda: read_history(run, read_incarnations(submissions, client)), warnings
+    ) or RunHistory(run.name, ())
     attempts = tuple(
         sorted(history.attempts, key=lambda a: (a.started_at, a.stage != "precompile"))
     )
-    warnings += _without_metrics(run, history)
-    usd = _price(price, config, warnings)
+    for one in history.attempts:
+        if one.stage == "train" and one.last_step is not None and one.attempt not in history.steps:
+            warnings.append(
+                f"train attempt {one.attempt} completed steps {one.first_step} to {one.last_step}, "
+                f"but {run.metrics(one.attempt)} lacks them: none of its time is productive"
+            )
+    usd = _find_price(price, config, warnings)
     used = account_node_hours(history, usd)
     mesh = _or_warn(lambda: load_mesh(run.plan) if run.plan.is_file() else None, warnings)
-    events = _or_warn(lambda: tuple(_events(run, history, warnings)), warnings) or ()
+    events = _or_warn(lambda: tuple(_read_events(run, history, warnings)), warnings) or ()
     scores = _or_warn(lambda: score_tables(run), warnings)
-    found: list[Rate] = []
+    rates: list[Rate] = []
     if curve is not None:
         warnings += curve.warnings
-        size = None if mesh is None else (mesh.nodes, mesh.world_size)
-        found = throughput_by_nodes(curve, _sizes(curve, attempts, size), config, usd)
+        sizes = {a.attempt: (len(a.nodes), a.world_size) for a in attempts if a.stage == "train"}
+        if not sizes and mesh is not None:  # metrics were copied without the records
+            planned = (mesh.nodes, mesh.world_size)
+            sizes = dict.fromkeys(set(curve.attempts.tolist()), planned)
+        rates = throughput_by_nodes(curve, sizes, config, usd)
     if scores is not None:
         warnings += scores[1]
     return RunFacts(
@@ -181,38 +149,78 @@ def _gather_run(
         curve=curve,
         mesh=mesh,
         attempts=attempts,
-        cancelled=any(sent.cancelled_at is not None for sent in read_submissions(run)[-1:]),
+        cancelled=any(sent.cancelled_at is not None for sent in submissions[-1:]),
         used=used,
         lost=tuple(find_recoveries(history)),
-        rates=tuple(found),
+        rates=tuple(rates),
         saved=tuple(read_checkpoints(run, events, warnings)),
         scores=tuple(scores[0]) if scores is not None else (),
-        spikes=None if curve is None else _spikes(curve, warnings),
+        spikes=None if curve is None else _find_spikes(curve, warnings),
         data=_or_warn(lambda: DataRecord.load(run.data) if run.data.is_file() else None, warnings),
-        versions=_or_warn(lambda: _versions(run, attempts, warnings), warnings) or {},
+        versions=_or_warn(lambda: _read_versions(run, attempts, warnings), warnings) or {},
         events=events,
         usd_per_node_hour=usd,
-        warnings=tuple(_once(run, [*warnings, *used.warnings])),
+        warnings=tuple(_without_repeats(run, [*warnings, *used.warnings])),
     )
 
 
-# Files that several readers look at, each with a warning of its own.
-_SHARED = r"/(config\.yaml|data\.json|skips\.json|attempts/\d+/attempt\.json)"
+def read_checkpoints(
+    run: RunDir, events: Sequence[Event], warnings: list[str]
+) -> Iterator[CheckpointFacts]:
+    """Every checkpoint of a run by step, on disk or only in its events; the later of two saves.
+
+    Files are not verified: `slurmllm checkpoint verify` does that.
+
+    Args:
+        run: The run.
+        events: Its events, oldest first.
+        warnings: Warnings about unreadable files are appended.
+    """
+    saves = {event.step: event for event in events if event.kind == "save"}
+    try:
+        on_disk = {int(one.directory.name[5:]): one for one in list_checkpoints(run)}
+        invalidated = invalidated_checkpoints(run)
+    except (SlurmllmError, OSError) as error:
+        warnings.append(f"checkpoints: {error}")
+        on_disk, invalidated = {}, {}
+    for step in sorted(saves.keys() | on_disk.keys()):
+        entry, event = on_disk.get(step), saves.get(step)
+        manifest = None if entry is None else entry.manifest
+        state: CheckpointState = "kept"
+        if entry is None:
+            state = "removed"
+        elif manifest is None:
+            state = "damaged"
+            warnings += [f"{entry.directory}: {fault}" for fault in entry.faults or ()]
+        elif step in invalidated:
+            state = "invalidated"
+        if manifest is not None and event is not None and event.attempt != manifest.attempt:
+            event = None  # of another save than the one on disk
+        yield CheckpointFacts(
+            step=step,
+            attempt=manifest.attempt if manifest else event.attempt if event else None,
+            tokens=manifest.tokens if manifest else None,
+            num_bytes=entry.num_bytes if entry and manifest else event.bytes if event else None,
+            saved_at=manifest.saved_at if manifest else event.time if event else None,
+            seconds=event.seconds if event else manifest.save_s if manifest else None,
+            waited_s=event.waited_s if event else None,
+            state=state,
+        )
 
 
-def _once(run: RunDir, warnings: Sequence[str]) -> Iterator[str]:
-    """Each warning once, and of a file that several readers met with one alone."""
-    told: set[str] = set()
+def _without_repeats(run: RunDir, warnings: Sequence[str]) -> Iterator[str]:
+    """Each warning once, and about a file that several readers read only the first one."""
+    files: set[str] = set()
     for warning in dict.fromkeys(warnings):
         about = re.search(re.escape(str(run.path)) + _SHARED, warning)
-        if about is None or about[0] not in told:
+        if about is None or about[0] not in files:
             yield warning
         if about is not None:
-            told.add(about[0])
+            files.add(about[0])
 
 
 def _or_warn(read: Callable[[], T], warnings: list[str]) -> T | None:
-    """What a part of a run holds; None, and a warning, where it cannot be read."""
+    """The result of a reader; None and a warning if its file cannot be read."""
     try:
         return read()
     except SlurmllmError as error:
@@ -222,21 +230,9 @@ def _or_warn(read: Callable[[], T], warnings: list[str]) -> T | None:
     return None
 
 
-def _history(run: RunDir, client: SlurmClient) -> RunHistory:
-    return read_history(run, read_incarnations(read_submissions(run), client))
-
-
-def _without_metrics(run: RunDir, history: RunHistory) -> Iterator[str]:
-    for one in history.attempts:
-        if one.stage == "train" and one.last_step is not None and one.attempt not in history.steps:
-            yield (
-                f"train attempt {one.attempt} made steps {one.first_step} to {one.last_step}, but "
-                f"{run.metrics(one.attempt)} does not have them: none of its time counts as "
-                "productive"
-            )
-
-
-def _price(price: float | PriceKind, config: RunConfig | None, warnings: list[str]) -> float | None:
+def _find_price(
+    price: float | PriceKind, config: RunConfig | None, warnings: list[str]
+) -> float | None:
     if isinstance(price, float):
         return price
     if config is None:
@@ -248,17 +244,7 @@ def _price(price: float | PriceKind, config: RunConfig | None, warnings: list[st
         return None
 
 
-def _sizes(
-    curve: Curve, attempts: Sequence[AttemptRecord], size: tuple[int, int] | None
-) -> dict[int, tuple[int, int]]:
-    """Attempt → its nodes and workers; those of the plan where no record tells."""
-    known = {a.attempt: (len(a.nodes), a.world_size) for a in attempts if a.stage == "train"}
-    if known or size is None:
-        return known
-    return dict.fromkeys(set(curve.attempts.tolist()), size)
-
-
-def _events(run: RunDir, history: RunHistory, warnings: list[str]) -> Iterator[Event]:
+def _read_events(run: RunDir, history: RunHistory, warnings: list[str]) -> Iterator[Event]:
     numbers = {attempt.attempt for attempt in history.attempts if attempt.stage == "train"}
     for number in sorted(numbers | set(history.steps)):
         left_out: list[int] = []
@@ -266,39 +252,36 @@ def _events(run: RunDir, history: RunHistory, warnings: list[str]) -> Iterator[E
         if left_out:
             more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
             warnings.append(
-                f"{run.events(number)}:{left_out[0]}: no event that this version knows; the line"
-                f"{more} left out: it is cut, or of a newer version of slurmllm"
+                f"{run.events(number)}:{left_out[0]}: ignoring the line{more}: not an event, cut "
+                "off, or of a newer version of slurmllm"
             )
 
 
-def _spikes(curve: Curve, warnings: list[str]) -> SpikeAnalysis | None:
-    if "loss" not in curve.columns:
-        return None
-    return _or_warn(lambda: find_spikes(curve), warnings)
+def _find_spikes(curve: Curve, warnings: list[str]) -> SpikeAnalysis | None:
+    return _or_warn(lambda: find_spikes(curve), warnings) if "loss" in curve.columns else None
 
 
-def _versions(
+def _read_versions(
     run: RunDir, attempts: Sequence[AttemptRecord], warnings: list[str]
 ) -> dict[str, str]:
-    """Of the nodes of the last attempt that wrote them down."""
+    """The versions on the nodes of the last attempt that recorded them."""
     for attempt in reversed(attempts):
         folder = run.attempt(attempt.stage, attempt.attempt).path / "nodes"
-        paths = sorted(folder.glob("*.json")) if folder.is_dir() else []
-        records = [_or_warn(partial(NodeRecord.load, path), warnings) for path in paths]
-        different: dict[str, set[str]] = defaultdict(set)
-        for record in records:
+        versions: dict[str, set[str]] = defaultdict(set)
+        for path in sorted(folder.glob("*.json")):
+            record = _or_warn(partial(NodeRecord.load, path), warnings)
             for name, version in ({} if record is None else record.versions).items():
-                different[name].add(version)
-        if different:
-            return {name: ", ".join(sorted(found)) for name, found in different.items()}
+                versions[name].add(version)
+        if versions:
+            return {name: ", ".join(sorted(found)) for name, found in versions.items()}
     return {}
 
 
-def make_names_unique(several: Sequence[RunFacts]) -> list[RunFacts]:
-    """Sources of one name are told apart by a number."""
+def make_names_unique(runs: Sequence[RunFacts]) -> list[RunFacts]:
+    """Append a number to the name of every later source of the same name."""
     given: dict[str, int] = {}
     found = []
-    for facts in several:
+    for facts in runs:
         given[facts.name] = given.get(facts.name, 0) + 1
         count = given[facts.name]
         found.append(facts if count == 1 else replace(facts, name=f"{facts.name} ({count})"))

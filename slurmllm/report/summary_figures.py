@@ -1,4 +1,4 @@
-"""The plots that are no curves over steps: throughput by nodes, node hours, scores."""
+"""The plots without a step axis: throughput by nodes, node hours, scores."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slurmllm.report.scaling import scaling_rows
 
 
 def summary_figures(runs: Sequence[RunFacts]) -> list[PlotData]:
-    """Those that there are data for; plotly's own data and layout."""
+    """The plots that have data, as plotly's data and layout."""
     return [*_scaling(runs), *_utilization(runs), *_evaluation(runs)]
 
 
 def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
-    """seq/s over nodes, where runs of one model had several node counts."""
+    """seq/s over nodes of models that ran on several node counts."""
     groups: dict[str, list[tuple[int, float, float]]] = {}
     for row in scaling_rows(runs):
         speed = row.rate.seq_per_s_first_500 or row.rate.seq_per_s
@@ -59,35 +59,35 @@ def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
 
 
 def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
-    """A stacked bar a run."""
-    told = [(f.name, f.used) for f in runs if f.used is not None and f.used.node_hours > 0]
-    if not told:
+    """One stacked bar per run."""
+    runs_used = [(f.name, f.used) for f in runs if f.used is not None and f.used.node_hours > 0]
+    if not runs_used:
         return
-    names = [escape(name) for name, _ in told]
+    names = [escape(name) for name, _ in runs_used]
     data = [
         {
             "type": "bar", "orientation": "h", "name": part.replace("_", " "), "y": names,
-            "x": [100.0 * used.shares[part] for _, used in told],
-            "customdata": [used.parts[part] for _, used in told],
+            "x": [100.0 * used.shares[part] for _, used in runs_used],
+            "customdata": [used.parts[part] for _, used in runs_used],
             "marker": {"color": PART_COLORS[part]},
             "hovertemplate": "%{fullData.name}: %{x:.2f} %, %{customdata:.4g} node hours"
             "<extra>%{y}</extra>",
         }
         for part in TIME_PARTS
-        if any(used.parts[part] for _, used in told)
+        if any(used.parts[part] for _, used in runs_used)
     ]  # fmt: skip
     layout = {
         "barmode": "stack",
         "xaxis": {"title": {"text": "% of the node hours"}, "range": [0, 100]},
         "yaxis": {"autorange": "reversed", "automargin": True, "type": "category"},
-        "height": 150 + 34 * len(told),
+        "height": 150 + 34 * len(runs_used),
     }
     content: Json = {"kind": "native", "data": data, "layout": layout}
     yield PlotData("utilization", "Where the node hours went", "utilization", content)
 
 
 def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
-    """Scores over tokens, a plot a suite, where several checkpoints have some."""
+    """Scores over tokens, one plot per suite with several evaluated checkpoints."""
     suites = dict.fromkeys(table.suite for facts in runs for table in facts.scores)
     for number, suite in enumerate(suites):
         data: list[Json] = []

@@ -1,4 +1,4 @@
-"""What a run is and how it went, as tables."""
+"""The tables of a report: summary, setting, attempts, node hours, checkpoints, scores."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from slurmllm.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_
 from slurmllm.status.utilization import Utilization, sum_utilization
 
 _SHOWN_REMOVED = 50
+_SHOWN_SPIKES = 10
+_SHOWN_CHECKPOINTS = 5
+SHOWN_RECOVERIES = 20
+RECOVERIES_CAPTION = "from the last completed step before an ending to the next one, s"
 
 Cell = Callable[[RunFacts], str | None]
 
 
 def verdict(facts: RunFacts) -> str:
-    """How a run went, in a sentence or two."""
-    said = [_progress(facts)]
+    """The outcome of a run, in a sentence or two."""
+    parts = [_progress(facts)]
     if facts.tokens is not None:
-        said.append(f"{format_count(facts.tokens)} tokens")
+        parts.append(f"{format_count(facts.tokens)} tokens")
     if facts.loss is not None:
-        said.append(f"loss {format_number(facts.loss)}")
+        parts.append(f"loss {format_number(facts.loss)}")
     if facts.rate is not None and facts.rate.seq_per_s is not None:
-        said.append(f"{format_number(facts.rate.seq_per_s)} seq/s")
-    sentence = f"{', '.join(said)}."
+        parts.append(f"{format_number(facts.rate.seq_per_s)} seq/s")
+    sentence = f"{', '.join(parts)}."
     if facts.kind == "run" and facts.train:
-        why = sorted({one.ending for one in facts.lost})
+        classes = sorted({one.ending.replace("_", " ") for one in facts.lost})
         sentence += f" {format_plural(facts.restarts, 'restart')}"
-        sentence += (
-            f" ({', '.join(word.replace('_', ' ') for word in why)})"
-            if why and facts.restarts
-            else ""
-        )
+        sentence += f" ({', '.join(classes)})" if classes and facts.restarts else ""
     if facts.used is not None and facts.used.node_hours:
         sentence += f"; {format_hours(facts.used.node_hours)} node hours"
         if facts.usd is not None:
@@ -68,26 +68,26 @@ def _progress(facts: RunFacts) -> str:
     if facts.planned_steps is not None:
         made = f"{format_integer(facts.steps)} of {format_integer(facts.planned_steps)} steps"
     last = facts.train[-1] if facts.train else None
-    words = {
+    texts = {
         "log": f"{made} in a {facts.kind} log",
         "not started": "no step yet",
-        "open": f"{made}; the last attempt has no end yet",
-        "requeued": f"{made}; it waits for its next attempt",
+        "open": f"{made}; the last attempt has no recorded end",
+        "requeued": f"{made}; requeued",
         "cancelled": f"cancelled at {made}",
     }
     if facts.state == "stopped" and last is not None:
-        why = last.ending or "why is not known"
-        return f"stopped at {made} ({why}: {'; '.join(last.evidence) or 'no evidence'})"
-    return words.get(facts.state, f"{facts.state}: {made}")
+        ending = last.ending or "unknown"
+        return f"stopped at {made} ({ending}: {'; '.join(last.evidence) or 'no evidence'})"
+    return texts.get(facts.state, f"{facts.state}: {made}")
 
 
 def throughput_table(runs: Sequence[RunFacts]) -> Table:
-    """How fast, and for how much, a column a run."""
+    """Throughput and cost, one column per run."""
     return _by_column(runs, _throughput())
 
 
 def summary_table(runs: Sequence[RunFacts]) -> Table:
-    """The figures that a reader looks for first, a column a run."""
+    """The most important figures, one column per run."""
     cells: dict[str, Cell] = {
         "state": lambda f: f.state,
         "steps": lambda f: format_integer(f.steps),
@@ -126,7 +126,7 @@ def _throughput() -> dict[str, Cell]:
 
 
 def _first_steps(facts: RunFacts) -> str | None:
-    """The mean, and over how many steps it is where these are fewer."""
+    """The mean, with the number of steps if there are fewer than `FIRST_STEPS`."""
     rate = facts.rate
     if rate is None or rate.seq_per_s_first_500 is None:
         return None
@@ -135,7 +135,7 @@ def _first_steps(facts: RunFacts) -> str | None:
 
 
 def setting_table(runs: Sequence[RunFacts]) -> Table:
-    """What ran where, a column a run."""
+    """What ran where, one column per run."""
     cells: dict[str, Cell] = {
         "read from": lambda f: str(f.path),
         "recipe": lambda f: f.recipe,
@@ -165,7 +165,7 @@ def setting_table(runs: Sequence[RunFacts]) -> Table:
 
 
 def _by_column(runs: Sequence[RunFacts], cells: dict[str, Cell]) -> Table:
-    """Only rows that at least one run has."""
+    """A table without rows that no run has a value for."""
     rows = []
     for heading, cell in cells.items():
         values = [cell(facts) for facts in runs]
@@ -219,7 +219,7 @@ def _corpus(corpus: CorpusRecord) -> str:
 
 
 def attempts_table(facts: RunFacts) -> Table:
-    """Every attempt: its nodes, its steps, how it ended and why."""
+    """Every attempt with its nodes, steps, ending and evidence."""
     return Table(
         ("attempt", "stage", "began", "nodes", "steps", "kept", "lost", "seconds", "ending",
          "action", "evidence"),
@@ -233,7 +233,7 @@ def attempts_table(facts: RunFacts) -> Table:
                 format_integer(one.steps_gained),
                 format_integer(one.steps_lost),
                 format_elapsed(None if one.ended_at is None else one.ended_at - one.started_at),
-                one.ending or ("no end yet" if one.ended_at is None else "not known"),
+                one.ending or ("open" if one.ended_at is None else "unknown"),
                 one.action or ABSENT,
                 "; ".join(one.evidence) or ABSENT,
             )
@@ -248,7 +248,7 @@ def _steps(attempt: AttemptRecord) -> str:
 
 
 def checkpoints_table(facts: RunFacts) -> Table:
-    """The checkpoints that are there, and of those that are gone the latest."""
+    """The checkpoints on disk, and the latest removed ones."""
     gone = [one for one in facts.saved if one.state == "removed"]
     left_out = set(gone[:-_SHOWN_REMOVED])
     return Table(
@@ -268,10 +268,6 @@ def checkpoints_table(facts: RunFacts) -> Table:
             if one not in left_out
         ],
     )
-
-
-_SHOWN_SPIKES = 10
-_SHOWN_CHECKPOINTS = 5
 
 
 def spikes_table(facts: RunFacts) -> Table:
@@ -294,7 +290,7 @@ def spikes_table(facts: RunFacts) -> Table:
 
 
 def scores_table(found: ScoreTable) -> Table:
-    """A suite: the newest checkpoints beside published models."""
+    """The scores of a suite: the newest checkpoints and published models."""
     steps = found.steps[-_SHOWN_CHECKPOINTS:]
     models = list(dict.fromkeys(name for row in found.rows for name in row.references))
     columns = [f"step {format_integer(step)}" for step in steps]
@@ -324,11 +320,8 @@ def _score_cells(row: ScoreRow, steps: Sequence[int], models: Sequence[str]) -> 
         yield format_number(row.references.get(model))
 
 
-SHOWN_RECOVERIES = 20
-
-
 def parts_table(used: Mapping[str, Utilization]) -> Table:
-    """A row a part, a column a run, and one of all of them where they are several."""
+    """Node hours: one row per part, one column per run, and their total."""
     columns = dict(used)
     if len(columns) > 1:
         columns["total"] = sum_utilization(list(used.values()))
@@ -346,7 +339,7 @@ def parts_table(used: Mapping[str, Utilization]) -> Table:
         ("uptime: steps and saves", *(format_percent(u.uptime) for u in every)),
         ("train attempts", *(str(u.attempts) for u in every)),
         ("steps", *(str(u.steps) for u in every)),
-        ("  made and lost", *(str(u.steps_lost) for u in every)),
+        ("  recomputed or lost", *(str(u.steps_lost) for u in every)),
     ]
     if any(u.usd is not None for u in every):
         rows.append(("dollars", *(format_dollars(u.usd) for u in every)))
@@ -355,7 +348,7 @@ def parts_table(used: Mapping[str, Utilization]) -> Table:
 
 
 def recoveries_table(lost: Sequence[FailureRecovery]) -> Table:
-    """What each ending cost, the newest last."""
+    """The recovery from each ending, the newest last."""
     names = (phase.replace("_", " ") for phase in RECOVERY_PHASES)
     rows = [
         (
@@ -374,7 +367,7 @@ def recoveries_table(lost: Sequence[FailureRecovery]) -> Table:
 
 
 def endings_table(lost: Sequence[FailureRecovery]) -> Table:
-    """All recoveries of a class together, the costliest first."""
+    """The recoveries summed by class, the costliest first."""
     rows = [
         (
             loss.ending,

@@ -1,9 +1,9 @@
-"""How fast a run was: seq/s, tokens/s, tokens for a dollar, MFU, by the nodes that it ran on.
+"""The throughput of a run by node count: seq/s, tokens/s, tokens per dollar, MFU.
 
 The measure is that of Table 1 in AWS's "Frugality meets Accuracy: Cost-efficient training of GPT
 NeoX and Pythia models with AWS Trainium" (2023-12-12): the mean of the steps' throughput over the
 first 500 steps, each step once, first steps after a start included; and the tokens of an hour at
-that rate for what the nodes cost in it. What failures and saves cost is not in it.
+that rate per dollar of the nodes' price. Failures and saves are not included.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Rate:
     """The throughput of a run's steps on one number of nodes.
 
     Attributes:
-        nodes: None where no record tells.
-        workers: Likewise.
-        steps: That were made on so many nodes and stand.
-        first_steps: Of them, those among the run's first 500.
-        seq_per_s: Mean over these steps.
-        tokens_per_s: Likewise.
-        seq_per_s_first_500: Mean over the first ones.
-        tokens_per_s_first_500: Likewise.
-        step_s: Median of a step, s.
-        mfu: Model-FLOPs utilization at the mean throughput; None where the peak is not known.
-        usd_per_hour: Of all nodes; None without a price.
+        nodes: Number of nodes; None if no record has it.
+        workers: Number of workers; None if no record has it.
+        steps: Steps on so many nodes that the run kept.
+        first_steps: Those among the run's first 500 steps.
+        seq_per_s: Mean over all steps.
+        tokens_per_s: Mean over all steps.
+        seq_per_s_first_500: Mean over the first steps.
+        tokens_per_s_first_500: Mean over the first steps.
+        step_s: Median step time, s.
+        mfu: Model-FLOPs utilization at the mean throughput; None if the peak is unknown.
+        usd_per_hour: Price of all nodes; None without a price.
     """
 
     nodes: int | None
@@ -54,7 +54,7 @@ class Rate:
 
     @property
     def tokens_per_usd(self) -> float | None:
-        """Tokens for a dollar while it trains, by the mean of the first 500 steps."""
+        """Tokens per dollar while training, at the mean of the first 500 steps."""
         rate = self.tokens_per_s_first_500 or self.tokens_per_s
         return rate * _HOUR_S / self.usd_per_hour if rate and self.usd_per_hour else None
 
@@ -69,18 +69,21 @@ def throughput_by_nodes(
 
     Args:
         curve: The run's metrics.
-        sizes: Attempt → its nodes and workers, where they are known.
-        config: What was trained.
+        sizes: Attempt → its nodes and workers, if known.
+        config: The run's configuration.
         usd_per_node_hour: Price of a node.
     """
     sequences, tokens = per_s(curve)
+    # A curve may begin later than step 1: the first 500 of the steps that it has.
+    begin = max(0, int(curve.steps[0]) - 1)
+    first_rows = int(np.searchsorted(curve.steps, begin + FIRST_STEPS, side="right"))
     groups: dict[tuple[int, int] | None, list[int]] = {}
     for attempt in np.unique(curve.attempts).tolist():
         groups.setdefault(sizes.get(attempt), []).append(attempt)
     found = []
     for size, attempts in groups.items():
         own: Flags = np.isin(curve.attempts, attempts)
-        first: Flags = own & (np.arange(len(own)) < _first_rows(curve))
+        first: Flags = own & (np.arange(len(own)) < first_rows)
         nodes, workers = size or (None, None)
         seq_per_s = _mean(sequences, own)
         found.append(
@@ -103,14 +106,8 @@ def throughput_by_nodes(
     return sorted(found, key=lambda rate: -rate.steps)
 
 
-def _first_rows(curve: Curve) -> int:
-    """How many rows lie within the first 500 steps, counted from the first there is."""
-    begin = max(0, int(curve.steps[0]) - 1)
-    return int(np.searchsorted(curve.steps, begin + FIRST_STEPS, side="right"))
-
-
 def per_s(curve: Curve) -> tuple[Floats | None, Floats | None]:
-    """Sequences and tokens in a second of each row; what is not logged follows from the other."""
+    """Sequences/s and tokens/s of each row; a missing one is computed from the other."""
     sequences, tokens = curve.columns.get("seq_per_s"), curve.columns.get("tokens_per_s")
     length, batch = (_number(curve, key) for key in ("model.seq_len", "train.global_batch"))
     taken = curve.columns.get("step_time_s")
@@ -149,7 +146,7 @@ def _finite(values: Floats | None, rows: Flags) -> Floats:
 
 
 def _mfu(config: RunConfig | None, workers: int | None, seq_per_s: float | None) -> float | None:
-    """None where the hardware's peak is a guess, or not known."""
+    # A peak that is only a guess would give a figure that looks measured.
     hardware = None if config is None else config.cluster.hardware
     if config is None or hardware is None or hardware.rough or not workers or not seq_per_s:
         return None

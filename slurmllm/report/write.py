@@ -1,6 +1,7 @@
-"""The report as one HTML file that opens without a network: script, style and data inside.
+"""Writes a report as HTML and Markdown.
 
-Texts are escaped by the template. The content security policy of the page forbids every request.
+The page is one file with script, style and data inside; it opens without a network, and its content
+security policy forbids every request. The template escapes all texts.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from slurmllm.rundir import write_atomic
 
 _HERE = Path(__file__).parent
 _AXES = ("step", "tokens", "hours")
-# What would end a script element, or a line within it.
+# Characters that would end a script element, or a line within it.
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A block of a section; of plots all that follow one another."""
+    """A block of a section, or consecutive plots."""
 
     block: Block | None = None
     plots: tuple[Plot, ...] = ()
@@ -58,12 +59,12 @@ def to_html(
     """The whole page.
 
     Args:
-        title: Of the page.
+        title: Title of the page.
         sections: Its content.
-        data: Of its plots (`figures.page_data`).
-        made_at: When, for people.
+        data: Data of its plots (`figures.page_data`).
+        made_at: Time of writing.
     """
-    # plotly's Python package brings plotly.js along; its figures are not needed.
+    # Only plotly.js is used, which plotly's Python package contains.
     from plotly.offline import (  # type: ignore[import-untyped]
         get_plotlyjs,
         get_plotlyjs_version,
@@ -97,7 +98,7 @@ def _environment() -> Environment:
 
 
 def _by_plots(blocks: Iterable[Block]) -> list[_Group]:
-    """Plots that follow one another stand side by side; pictures are Markdown's."""
+    """Group consecutive plots, which are placed side by side; pictures are for the Markdown."""
     found: list[_Group] = []
     for block in blocks:
         if isinstance(block, Picture):
@@ -131,7 +132,7 @@ def _text(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-# What Markdown or its HTML would take for more than the character.
+# Characters with a meaning in Markdown.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]|#~])")
 
 
@@ -158,7 +159,7 @@ def _blocks(section: ReportSection, pictures: Mapping[str, str]) -> Iterator[str
     for block in section.blocks:
         if isinstance(block, Paragraph):
             strong = f"**{_safe(block.strong)}:** " if block.strong else ""
-            yield f"{strong}{_safe(block.words)}\n"
+            yield f"{strong}{_safe(block.text)}\n"
         elif isinstance(block, Bullets):
             yield "\n".join(f"- {_safe(item)}" for item in block.items) + "\n"
         elif isinstance(block, Table):
@@ -181,7 +182,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Leading spaces, which indent a heading of a row, are kept."""
+    # Leading spaces indent the heading of a row.
     indent = len(text) - len(text.lstrip(" "))
     return "&nbsp;" * indent + _safe(text.lstrip(" "))
 
@@ -197,8 +198,8 @@ class ReportFiles:
     """The files of a report.
 
     Attributes:
-        html: The page; None where it was not asked for.
-        markdown: The same as Markdown.
+        html: The page; None if it was not requested.
+        markdown: The Markdown.
     """
 
     html: Path | None
@@ -206,12 +207,12 @@ class ReportFiles:
 
 
 def write_report(runs: Sequence[RunFacts], page: Path, html: bool = True) -> ReportFiles:
-    """Write a report: the page, the Markdown beside it, and its pictures.
+    """Write a report: the page, the Markdown next to it, and its pictures.
 
     Args:
-        runs: What it is of.
-        page: The .html file; the Markdown has its name with .md.
-        html: Whether the page itself is wanted.
+        runs: The runs of the report.
+        page: The .html file; the Markdown has the same name with .md.
+        html: Whether to write the page.
 
     Raises:
         StorageError: a file cannot be written.

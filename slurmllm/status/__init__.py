@@ -1,1 +1,1 @@
-"""What became of a run's node hours: read from its records, or simulated."""
+"""The status of runs: state, logs, node hours, recoveries; `report` and `drill` use them too."""
