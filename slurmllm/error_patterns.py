@@ -1,7 +1,7 @@
-"""What runtimes and libraries say when something breaks, and what that means for a run.
+"""The error messages of runtimes and libraries, and their meaning for a run.
 
-One table: a pattern, its meaning, where the words come from, and a line in which they occur. The
-worker that fails and the supervisor that classifies both read it; the tests go over its rows.
+One table: a pattern, its meaning, the source of the message, and an example. The failing worker and
+the supervisor that classifies the attempt both use it; the tests check every row.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from slurmllm.records import EndingClass
 
 Meaning = Literal[
     "memory",  # of the device or the host
-    "device",  # an accelerator is broken: its node is left out from then on
-    "code",  # the program asked for something wrong; another node changes nothing
+    "device",  # an accelerator is broken: its node is excluded
+    "code",  # an invalid request of the program, on any node
     "compiler",  # a graph that does not compile
-    "storage",  # the shared file system; may pass
-    "storage_lasting",  # likewise, until somebody does something
+    "storage",  # the shared file system; may be transient
+    "storage_lasting",  # likewise, until the user acts
     "node",  # this node: its driver, its network adapter, an installation
-    "port",  # another process was quicker; nobody's fault
+    "port",  # taken by another process; no node is to blame
     "lost_peer",  # another worker is gone: an echo, never the cause
 ]
-# What an ending with such words is, and whether the node of the worker that spoke is blamed.
+# The class of an ending with such a message, and whether the node of the worker is blamed.
 ENDINGS: Mapping[Meaning, tuple[EndingClass, bool]] = {
     "memory": ("out_of_memory", False),
     "device": ("node_failure", True),
@@ -39,7 +39,7 @@ ENDINGS: Mapping[Meaning, tuple[EndingClass, bool]] = {
 
 
 class Row(NamedTuple):
-    """One row of the table; `example` is a line that the pattern is found in."""
+    """One row of the table; the pattern matches the `example`."""
 
     pattern: str
     meaning: Meaning
@@ -47,8 +47,8 @@ class Row(NamedTuple):
     example: str
 
 
-# torch-neuronx words NRT_STATUS as `nrt_execute status=5 message="…"` (vllm issue 12443), the SDK's
-# documentation as `Failed to execute the model status=1003 message=…`.
+# torch-neuronx prints NRT_STATUS as `nrt_execute status=5 message="…"` (vllm issue 12443), the
+# SDK documentation as `Failed to execute the model status=1003 message=…`.
 def _status(codes: str) -> str:
     return rf"(?:\bnrt_\w+|[Ff]ailed to|Could not)\b[^\n]*?\bstatus[= ](?:{codes})\b"
 
@@ -156,9 +156,7 @@ TABLE: tuple[Row, ...] = (
         "[F137] neuronx-cc was forcibly killed - This most commonly occurs due to insufficient "
         "system memory.",
     ),
-    Row(
-        r"neuronx-cc.*(failed|error)", "compiler", _NCC, "neuronx-cc failed with exit code 70",
-    ),
+    Row(r"neuronx-cc.*(failed|error)", "compiler", _NCC, "neuronx-cc failed with exit code 70"),
     Row(
         r"[Ff]ailed compilation|cached failed neff", "compiler",
         "libneuronxla 2.2, neuron_cc_wrapper, neuron_cc_cache",
@@ -237,9 +235,7 @@ TABLE: tuple[Row, ...] = (
         r"Unresponsive re(?:ceiver|mote)", "lost_peer", _EFA,
         "Unresponsive receiver (reachable by EFA device but handshake failed)",
     ),
-    Row(
-        r"Unreachable remote", "lost_peer", _EFA, "Unreachable remote (never received a response)",
-    ),
+    Row(r"Unreachable remote", "lost_peer", _EFA, "Unreachable remote (never received a response)"),
     Row(
         r"Connection was reset by remote peer", "lost_peer", _EFA,
         "Connection was reset by remote peer",
@@ -252,9 +248,7 @@ TABLE: tuple[Row, ...] = (
         r"Destination resource not ready|Unexpected status returned by responder", "lost_peer",
         _EFA, "Destination resource not ready (no work queue entries posted on receive queue)",
     ),
-    Row(
-        r"Internal queue pair error \(local\)", "node", _EFA, "Internal queue pair error (local)",
-    ),
+    Row(r"Internal queue pair error \(local\)", "node", _EFA, "Internal queue pair error (local)"),
     # EFA: NCCL's plugin, which the Neuron collectives use too.
     Row(
         r"NET/OFI.*completed with error", "lost_peer", f"{_OFI}nccl_ofi_rdma.cpp; issue 161",
@@ -430,13 +424,9 @@ TABLE: tuple[Row, ...] = (
         "Unexpected bus error encountered in worker. This might be caused by insufficient shared "
         "memory (shm).",
     ),
-    # The shared file system, as the kernel and torch word it.
-    Row(
-        r"No space left on device", "storage", _ERRNO, "[Errno 28] No space left on device: '/x'",
-    ),
-    Row(
-        r"Read-only file system", "storage", _ERRNO, "[Errno 30] Read-only file system: '/x'",
-    ),
+    # The shared file system: messages of the kernel and of torch.
+    Row(r"No space left on device", "storage", _ERRNO, "[Errno 28] No space left on device: '/x'"),
+    Row(r"Read-only file system", "storage", _ERRNO, "[Errno 30] Read-only file system: '/x'"),
     Row(r"Stale (?:NFS )?file handle", "storage", _ERRNO, "[Errno 116] Stale file handle: '/x'"),
     Row(
         r"^(?!.*NET/OFI).*(?:Input/output error|Remote I/O error)", "storage", _ERRNO,
@@ -455,18 +445,16 @@ TABLE: tuple[Row, ...] = (
         r"a fsynced write to \S+ takes", "storage", "slurmllm, diagnose/storage.py",
         "preflight: all nodes: a fsynced write to /fsx/r takes 3.20 s; profile trn1 allows 1",
     ),
-    Row(  # a worker's exit code says storage, and not even its failure record is there
+    Row(  # a worker's exit code is storage's, and it could not write its failure record
         r"could not write why", "storage", "slurmllm, supervise/classify.py",
         "rank 0 on n1 ended with exit code 4 and could not write why",
     ),
-    Row(
-        r"Disk quota exceeded", "storage_lasting", _ERRNO, "[Errno 122] Disk quota exceeded: '/x'",
-    ),
+    Row(r"Disk quota exceeded", "storage_lasting", _ERRNO, "[Errno 122] Disk quota exceeded: '/x'"),
     Row(r"File too large", "storage_lasting", _ERRNO, "[Errno 27] File too large: '/x'"),
 )  # fmt: skip
 
-# What is looked for first, where words of several kinds are found. The device's before the
-# program's, for a broken device may well say both; echoes last.
+# The order of the search in a message that matches several rows. The device's before the program's,
+# because a broken device may cause both; echoes last.
 _ORDER: tuple[Meaning, ...] = (
     "memory", "device", "code", "compiler", "storage_lasting", "storage", "node", "port",
     "lost_peer",
@@ -474,7 +462,7 @@ _ORDER: tuple[Meaning, ...] = (
 
 
 def pattern(*meanings: Meaning) -> re.Pattern[str]:
-    """All patterns of some meanings in one."""
+    """One pattern that matches all messages of some meanings."""
     return re.compile("|".join(f"(?:{row.pattern})" for row in TABLE if row.meaning in meanings))
 
 
@@ -488,13 +476,13 @@ PASSING_FAULT = pattern("storage")
 LASTING_FAULT = pattern("storage_lasting")
 
 
-def meaning_of(words: str) -> Meaning | None:
-    """What a message means; None where no row of the table fits."""
-    return next((meaning for meaning in _ORDER if _pattern_of(meaning).search(words)), None)
+def meaning_of(message: str) -> Meaning | None:
+    """The meaning of a message; None if no row of the table matches."""
+    return next((meaning for meaning in _ORDER if _pattern_of(meaning).search(message)), None)
 
 
 def telling_line(lines: Iterable[str]) -> tuple[str, Meaning] | None:
-    """Of a log, the first line that names a cause, else the first that tells of a lost peer."""
+    """The first line of a log that names a cause, else the first that reports a lost peer."""
     echo: tuple[str, Meaning] | None = None
     for line in lines:
         meaning = meaning_of(line)

@@ -1,6 +1,6 @@
 """Every error that slurmllm raises on purpose, with its exit code and who is to blame.
 
-    SlurmllmError                   exit  blame            a remedy is part of the message
+    SlurmllmError                   exit  blame            the message names a fix
     ├── UserError                      2  user
     │   ├── ConfigError                2  user             recipe, --set, cluster profile, mesh
     │   ├── DataError                  2  user             corpus, tokenizer, input files
@@ -13,12 +13,12 @@
     └── CodeError                     70  code
         └── DivergenceError           71  code             a loss or norm that went wrong
 
-Two more exit codes are no errors: 1, the negative answer of a verb that compares or checks
-(`compare`: the runs differ; `evaluate`: some tasks were not scored), and 75, `EX_TEMPFAIL`: a stage
-stopped early, saved its work and wants to be started again. 130 is an interrupt from the keyboard
-and 141 a reader of the output that went away, as in every shell.
+Two more exit codes are not errors: 1, a check that failed (`compare`: the runs differ; `evaluate`:
+some tasks were not scored), and 75, `EX_TEMPFAIL`: a stage stopped early, saved its work and is to
+be started again. 130 is an interrupt from the keyboard and 141 a closed output pipe, as in every
+shell.
 
-A message says the value, the rule and the remedy:
+A message names the value, the rule and the fix:
 "parallel.tensor 6 does not divide 64 attention heads; choose 1, 2, 4, 8, 16, 32 or 64".
 """
 
@@ -43,7 +43,7 @@ class SlurmllmError(Exception):
 
 
 class UserError(SlurmllmError):
-    """Something that the person at the keyboard can put right."""
+    """Invalid input or configuration."""
 
     exit_code = 2
     blame = "user"
@@ -63,11 +63,11 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A corpus, a tokenizer or an input file that cannot serve."""
+    """A corpus, a tokenizer or an input file that is unusable."""
 
 
 class RunError(UserError):
-    """A run name or run directory that cannot serve, or a metrics file without readable rows."""
+    """An unusable run name or run directory, or a metrics file without readable rows."""
 
 
 class InfrastructureError(SlurmllmError):
@@ -78,7 +78,7 @@ class InfrastructureError(SlurmllmError):
 
 
 class SlurmError(InfrastructureError):
-    """A Slurm command is absent, failed or refused; the message holds Slurm's own words."""
+    """A Slurm command is absent, failed or refused; the message quotes Slurm."""
 
 
 class NodeError(InfrastructureError):
@@ -92,7 +92,7 @@ class StorageError(InfrastructureError):
 
 
 class CheckpointError(StorageError):
-    """A checkpoint could not be written, or none of those present verifies."""
+    """A checkpoint could not be written, or none of the existing ones verifies."""
 
 
 class CodeError(SlurmllmError):
@@ -103,6 +103,6 @@ class CodeError(SlurmllmError):
 
 
 class DivergenceError(CodeError):
-    """The loss or the gradient norm is not finite, or a spike of the norm did not return."""
+    """The loss or the gradient norm is not finite, or a spike of the norm persisted."""
 
     exit_code = 71

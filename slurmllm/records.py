@@ -1,7 +1,7 @@
 """The schemas of the files that stages exchange through the run directory.
 
 Every record is a small frozen model. `save` writes it whole or not at all; `load` raises a
-StorageError with the file's name where the file is damaged.
+StorageError with the file's name if the file is damaged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slurmllm.rundir import write_atomic
 
 EndingClass = Literal[
     "done",  # the final step was reached
-    "advance_signal",  # time limit or preemption: saved and left on the signal sent ahead
+    "advance_signal",  # time limit or preemption: saved and left on the advance signal
     "node_failure",  # a node, its hardware or the network between nodes
     "hang",  # no progress within the watchdog's limit
     "out_of_memory",  # host or device memory
@@ -27,8 +27,8 @@ EndingClass = Literal[
     "code_error",  # an exception in code
     "divergence",  # a loss that is not a number
     "no_progress",  # several attempts in a row without a new checkpoint
-    "cancelled",  # somebody cancelled the job
-    "superseded",  # another supervisor has taken the run over
+    "cancelled",  # the job was cancelled
+    "superseded",  # a later attempt took over
 ]
 Action = Literal["finish", "requeue", "stop"]
 # What the node hours of a run went to; each second of an allocation has one of these.
@@ -51,7 +51,7 @@ Phase = Literal["starting", "resuming", "first_step", "stepping", "saving", "sto
 class Record(BaseModel):
     """A file of the run directory."""
 
-    # Unknown fields are passed over: a run directory outlives the version that wrote it.
+    # Unknown fields are ignored: a run directory outlives the version that wrote it.
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
     def save(self, path: Path) -> None:
@@ -111,7 +111,7 @@ class Submission(Record):
     nodes: int
     local: bool = Field(description="ran on this machine without Slurm")
     first_attempt: int = Field(description="the train attempt that this submission begins with")
-    precompile_job: str | None = Field(default=None, description="job id, None where skipped")
+    precompile_job: str | None = Field(default=None, description="job id, None if skipped")
     train_job: str | None = None
     pid: int | None = Field(default=None, description="process of a local submission")
     host: str | None = Field(default=None, description="machine of a local submission")
@@ -125,7 +125,7 @@ class JobsRecord(Record):
 
 
 class AttemptRecord(Record):
-    """`attempts/NNN/attempt.json`: what a try ran on, how it ended and why."""
+    """`attempts/NNN/attempt.json`: the nodes of an attempt, how it ended and why."""
 
     attempt: int
     stage: Literal["precompile", "train"]
@@ -151,9 +151,9 @@ class AttemptRecord(Record):
         default=None, description="train: steps that a checkpoint of this attempt holds"
     )
     steps_lost: int | None = Field(
-        default=None, description="train: steps made and in no checkpoint, to be made again"
+        default=None, description="train: steps that no checkpoint holds, to be recomputed"
     )
-    backoff_s: float = Field(default=0.0, description="that the requeued job waits, at least")
+    backoff_s: float = Field(default=0.0, description="minimum wait of the requeued job")
     phases_s: dict[str, float] = Field(
         default_factory=dict,
         description="seconds by phase: queue, preflight, cache, start_up, first_step, training, "
@@ -183,7 +183,7 @@ class Heartbeat(Record):
 
 
 class HangRecord(Record):
-    """`attempts/NNN/hang.json`: what the watchdog found; launchers then take stacks and end."""
+    """`attempts/NNN/hang.json`: found by the watchdog; launchers then dump stacks and end."""
 
     found_at: float = Field(description="Unix time, s")
     phase: Phase = Field(description="of the workers that are furthest behind")
@@ -191,24 +191,24 @@ class HangRecord(Record):
     waited_s: float = Field(description="since they began that phase")
     limit_s: float
     behind: tuple[int, ...] = Field(
-        default=(), description="ranks behind the others; none where all stand alike"
+        default=(), description="ranks behind the others; empty if all are equal"
     )
     unresponsive_nodes: tuple[str, ...] = Field(
         default=(),
         validation_alias=AliasChoices("unresponsive_nodes", "silent_nodes"),
         description="nodes whose launchers stopped responding",
     )
-    suspects: tuple[str, ...] = Field(default=(), description="nodes that the hang is put down to")
+    suspects: tuple[str, ...] = Field(default=(), description="nodes blamed for the hang")
 
 
 class SkippedBatches(Record):
-    """A window of the data that a run passes over."""
+    """A range of batches that a run skips."""
 
     first: int = Field(description="global batch that the stream hands out, from 1")
     last: int
     roll_back_to: int | None = Field(description="checkpoint's step; None: start from step 0")
     onset: int = Field(description="first step of the divergence")
-    attempt: int = Field(description="whose checkpoints from the onset on count no more")
+    attempt: int = Field(description="whose checkpoints from the onset on are invalidated")
     reason: str
 
 
@@ -219,7 +219,7 @@ class SkipsRecord(Record):
 
 
 class Event(Record):
-    """One line of `events/attempt_NNN.jsonl`: something that happened beside the steps."""
+    """One line of `events/attempt_NNN.jsonl`: something that happened besides the steps."""
 
     kind: Literal[
         "save", "save_skipped", "copied", "spike", "spike_over", "not_finite", "interval", "memory"
@@ -235,7 +235,7 @@ class Event(Record):
 
 
 class NodeRecord(Record):
-    """`attempts/NNN/nodes/<node>.json`: how a node's launcher and its workers fared."""
+    """`attempts/NNN/nodes/<node>.json`: a node's launcher and its workers."""
 
     node: str
     cache: Literal["none", "present", "broadcast", "shared", "other_versions"] = Field(
@@ -250,7 +250,7 @@ class NodeRecord(Record):
     environment: dict[str, str] = Field(
         default_factory=dict,
         description="the workers' variables of backend, profile and recipe, as they were on the "
-        "node; what is not there was not set",
+        "node; a variable that is missing was not set",
     )
     versions: dict[str, str] = Field(
         default_factory=dict, description="of driver, runtime, compiler, … on this node"
@@ -265,7 +265,7 @@ class NodeRecord(Record):
     )
     pids: dict[int, int] = Field(default_factory=dict, description="rank → process id")
     exit_codes: dict[int, int] = Field(
-        default_factory=dict, description="rank → exit code, negative: ended by that signal"
+        default_factory=dict, description="rank → exit code; negative: ended by that signal"
     )
     stopped_ranks: tuple[int, ...] = Field(
         default=(), description="ranks that the launcher itself ended, after another's failure"
@@ -301,7 +301,7 @@ class NodeHealth(Record):
 
 
 class ExcludedNode(Record):
-    """A node that a run keeps off."""
+    """An excluded node."""
 
     node: str
     reason: str
@@ -316,7 +316,7 @@ class ExcludedNodes(Record):
 
 
 class FailureRecord(Record):
-    """`attempts/NNN/failures/rank_RRRRR.json`: why a worker failed, in its own words."""
+    """`attempts/NNN/failures/rank_RRRRR.json`: why a worker failed, as it reported."""
 
     rank: int
     node: str
@@ -340,7 +340,7 @@ class WorkerRecord(Record):
     cache_misses: int
     resumed_from: int | None = Field(default=None, description="checkpoint's step")
     skipped_checkpoints: tuple[str, ...] = Field(
-        default=(), description="newer checkpoints that were passed over, with the reason"
+        default=(), description="newer checkpoints that were skipped, with the reason"
     )
 
 
@@ -352,10 +352,10 @@ class GraphFile(Record):
 
 
 class GraphState(Record):
-    """One graph that a stage met, and whether it was compiled."""
+    """One graph of a stage, and whether it was compiled."""
 
     name: str
-    folder: str = Field(description="inside the cache: which graph it is")
+    folder: str = Field(description="inside the cache; identifies the graph")
     state: Literal["compiled", "failed", "missing"] = Field(
         description="missing: the compiler left neither an artifact nor a reason"
     )
@@ -368,24 +368,26 @@ class GraphState(Record):
 class GraphManifest(Record):
     """`graphs/manifest.json`: what the archive of compiled graphs holds."""
 
-    complete: bool = Field(description="every graph is compiled, and every node was heard")
+    complete: bool = Field(description="every graph is compiled, and no node is missing")
     backend: str
     versions: dict[str, str] = Field(description="of torch, the compiler, …")
     graphs: int = Field(description="number of compiled graphs")
-    archive: str = Field(default="graphs.tar", description="the archive's name, beside this file")
+    archive: str = Field(
+        default="graphs.tar", description="the archive's name, in the folder of this file"
+    )
     archive_bytes: int
     archive_sha256: str
     cold_first_step_s: float = Field(description="first step with an empty cache, s")
     compile_s: float = Field(default=0.0, description="seconds of the compiler after those steps")
     files: tuple[GraphFile, ...]
-    states: tuple[GraphState, ...] = Field(default=(), description="of every graph met")
+    states: tuple[GraphState, ...] = Field(default=(), description="of every graph")
     missing_nodes: tuple[str, ...] = Field(
         default=(),
         validation_alias=AliasChoices("missing_nodes", "absent_nodes"),
         description="precompile nodes that submitted no graphs",
     )
     fingerprint: str = Field(
-        default="", description="of model, mesh, precision, flags and versions; empty: not known"
+        default="", description="of model, mesh, precision, flags and versions; empty: unknown"
     )
     reused_from: str | None = Field(
         default=None,
@@ -395,7 +397,7 @@ class GraphManifest(Record):
 
 
 class NewGraphs(Record):
-    """`graphs/new/NNN_<node>.json`: what a node compiled while training, until it is merged."""
+    """`graphs/new/NNN_<node>.json`: what a node compiled in training, until it is merged."""
 
     node: str
     attempt: int
@@ -407,7 +409,7 @@ class NewGraphs(Record):
 
 
 class MicroBatchCandidate(Record):
-    """A micro batch that was tried."""
+    """A measured micro batch."""
 
     micro_batch: int
     seconds_per_sequence: float = Field(
@@ -419,10 +421,10 @@ class MicroBatchCandidate(Record):
 
 
 class MicroBatchRecord(Record):
-    """`graphs/micro_batch.json`: what `train.micro_batch: auto` was found to be."""
+    """`graphs/micro_batch.json`: the result of `train.micro_batch: auto`."""
 
-    micro_batch: int = Field(description="chosen; used where it divides a worker's share")
-    reason: str = Field(description="why no larger one was tried")
+    micro_batch: int = Field(description="chosen; used if it divides a worker's share")
+    reason: str = Field(description="why no larger one was measured")
     candidates: tuple[MicroBatchCandidate, ...] = Field(description="smallest first")
     limit_bytes: int = Field(description="memory that a worker may use, of the one with least")
     nodes: tuple[str, ...] = Field(description="on which it was measured")
@@ -442,11 +444,11 @@ class CorpusRecord(Record):
 class DataRecord(Record):
     """`data.json`: what a run reads and in which order; written when it first trains.
 
-    All but the paths settles which tokens are in which row of which step.
+    Everything but the paths decides which tokens are in which row of which step.
     """
 
     corpora: tuple[CorpusRecord, ...]
-    tokenizer: str | None = Field(description="fingerprint; None: corpora of token ids alone")
+    tokenizer: str | None = Field(description="fingerprint; None: only corpora of token ids")
     seed: int
     seq_len: int
     global_batch: int
@@ -454,7 +456,7 @@ class DataRecord(Record):
     validation: float = Field(description="data.validation")
 
     def differences(self, other: DataRecord) -> tuple[str, ...]:
-        """What makes the two read other tokens, a phrase each; empty where nothing does."""
+        """Why the two read different tokens, a phrase each; empty if they read the same."""
         found = []
         here, there = self._contents(), other._contents()
         if here != there:
@@ -500,7 +502,7 @@ class CheckpointManifest(Record):
 
 
 class ImportedModel(Record):
-    """`model.json` of an imported checkpoint: what its weights are of; it stands in for a run's."""
+    """`model.json` of an imported checkpoint: the model of its weights, instead of a run's."""
 
     source: str = Field(description="the folder that it was made from")
     architecture: str = Field(description="class of transformers")
@@ -527,7 +529,7 @@ class MetricsRow(Record):
     data_wait_s: float = Field(default=0.0, description="of it, until rank 0 had its sequences")
     forward_backward_s: float | None = Field(
         default=None,
-        description="of it, from there until rank 0 had the loss; None where the device works on",
+        description="of it, from there until rank 0 had the loss; None if the device runs ahead",
     )
     optimizer_s: float | None = Field(
         default=None, description="of it, from there until it had both norms; None likewise"
@@ -536,7 +538,7 @@ class MetricsRow(Record):
 
 
 class EvaluationRecord(Record):
-    """`evaluations/<checkpoint>/<task>.json`: what a checkpoint scored in one task."""
+    """`evaluations/<checkpoint>/<task>.json`: the scores of a checkpoint in one task."""
 
     step: int = Field(description="of the checkpoint")
     tokens: int = Field(description="that it was trained on")
@@ -551,6 +553,6 @@ class EvaluationRecord(Record):
     scores: dict[str, float] = Field(description="metric → value, as the harness names them")
     errors: dict[str, float] = Field(default_factory=dict, description="metric → standard error")
     num_samples: int | None = Field(default=None, description="questions")
-    version: str = Field(description="of what judged, such as lm_eval 0.4.13")
+    version: str = Field(description="of the evaluator, such as lm_eval 0.4.13")
     seconds: float
     evaluated_at: float = Field(description="Unix time, s")

@@ -5,22 +5,22 @@ Layout (`runs/<name>/`, on the shared file system):
     config.yaml                       the resolved recipe and cluster, each value with its origin
     plan.json                         mesh degrees and batch arithmetic
     jobs.json                         what was submitted, and when
-    excluded.json                     nodes that failed the run, and until when it keeps off them
-    skips.json                        windows of the data that it passes over after a divergence
+    excluded.json                     excluded nodes, why and until when
+    skips.json                        batches that it skips after a divergence
     drill.json                        what `slurmllm drill` did to a run that it made
     scripts/<stage>.sbatch            the scripts as submitted
     logs/<stage>.log                  what the batch script and rank 0 print
     logs/<stage>_NNN/rank_RRRRR.log   what the other workers of an attempt print
-    attempts/NNN/                     one try of the train stage (see AttemptDir)
+    attempts/NNN/                     one attempt of the train stage (see AttemptDir)
     graphs/                           manifest and archive of the compiled graphs, micro batch
     graphs/failed/<graph>.log         the compiler's log of a graph that failed
     graphs/new/                       graphs compiled in training, until they are merged
-    graphs/attempts/NNN/              one try of the precompile stage
+    graphs/attempts/NNN/              one attempt of the precompile stage
     checkpoints/step_XXXXXXXX/        one checkpoint, whole once manifest.json is there
-    metrics/attempt_NNN.jsonl         one line a step; a file an attempt, so nobody shares one
-    events/attempt_NNN.jsonl          saves, spikes and the like; a file an attempt
-    evaluations/<checkpoint>/         what a checkpoint scored, a file a task
-    evaluations/suites/<name>.yaml    suites of the user's that they were judged by
+    metrics/attempt_NNN.jsonl         one line per step; one writer per file: an attempt's rank 0
+    events/attempt_NNN.jsonl          saves, spikes and the like; a file per attempt
+    evaluations/<checkpoint>/         scores of a checkpoint, a file per task
+    evaluations/suites/<name>.yaml    the user's own suites
     tensorboard/  reports/
 """
 
@@ -45,7 +45,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file whole or not at all: temporary name, fsync, rename, fsync of the folder.
+    """Write a file atomically: temporary name, fsync, rename, fsync of the folder.
 
     Raises:
         StorageError: the file system refused (full, read-only, quota).
@@ -68,7 +68,7 @@ def write_atomic(path: Path, text: str) -> None:
                 temporary.unlink(missing_ok=True)
         raise StorageError(
             f"cannot write {path}: {error.strerror or error}; "
-            "free space or mend the file system and try again"
+            "free space or fix the file system and try again"
         ) from error
 
 
@@ -94,28 +94,28 @@ class AttemptDir:
 
     @property
     def record(self) -> Path:
-        """What this attempt ran on, how it ended and why (`records.AttemptRecord`)."""
+        """Nodes, ending and reasons of the attempt (`records.AttemptRecord`)."""
         return self.path / "attempt.json"
 
     def node(self, name: str) -> Path:
-        """What a node's launcher saw of its workers (`records.NodeRecord`)."""
+        """A node's launcher and its workers (`records.NodeRecord`)."""
         return self.path / "nodes" / f"{name}.json"
 
     def health(self, name: str) -> Path:
-        """What the checks of a node found before the start (`records.NodeHealth`)."""
+        """The preflight checks of a node (`records.NodeHealth`)."""
         return self.path / "health" / f"{name}.json"
 
     def failure(self, rank: int) -> Path:
-        """Why a worker failed, in its own words (`records.FailureRecord`)."""
+        """Why a worker failed (`records.FailureRecord`)."""
         return self.path / "failures" / f"rank_{rank:05d}.json"
 
     def heartbeat(self, name: str) -> Path:
-        """What a node's workers are doing (`records.Heartbeat`)."""
+        """The phases of a node's workers (`records.Heartbeat`)."""
         return self.path / "heartbeats" / f"{name}.json"
 
     @property
     def hang(self) -> Path:
-        """Written by the supervisor when it finds that the attempt hangs: launchers dump stacks."""
+        """Written by the supervisor when it finds a hang: launchers then dump stacks."""
         return self.path / "hang.json"
 
     def stacks(self, rank: int) -> Path:
@@ -135,7 +135,7 @@ class RunDir:
 
     @property
     def name(self) -> str:
-        """The run's name: the directory's."""
+        """The run's name, which is the directory's."""
         return self.path.name
 
     @property
@@ -150,22 +150,22 @@ class RunDir:
 
     @property
     def data(self) -> Path:
-        """What the run reads."""
+        """The corpora and their order (`records.DataRecord`)."""
         return self.path / "data.json"
 
     @property
     def jobs(self) -> Path:
-        """What was submitted (`records.JobsRecord`)."""
+        """The submissions (`records.JobsRecord`)."""
         return self.path / "jobs.json"
 
     @property
     def excluded(self) -> Path:
-        """The nodes that the run keeps off (`records.ExcludedNodes`)."""
+        """The excluded nodes (`records.ExcludedNodes`)."""
         return self.path / "excluded.json"
 
     @property
     def skips(self) -> Path:
-        """Windows of the data that the run passes over (`records.SkipsRecord`)."""
+        """The batches that the run skips (`records.SkipsRecord`)."""
         return self.path / "skips.json"
 
     @property
@@ -174,7 +174,7 @@ class RunDir:
         return self.path / "drill.json"
 
     def events(self, attempt: int) -> Path:
-        """What happened beside the steps of an attempt, a JSON line each (`records.Event`)."""
+        """Events of an attempt besides its steps, a JSON line each (`records.Event`)."""
         return self.path / "events" / f"attempt_{attempt:03d}.jsonl"
 
     def script(self, stage: Stage) -> Path:
@@ -187,11 +187,11 @@ class RunDir:
         return self.path / "logs"
 
     def stage_log(self, stage: Stage) -> Path:
-        """What the batch script and rank 0 print; every attempt appends in its turn."""
+        """Output of the batch script and of rank 0; every attempt appends to it."""
         return self.logs / f"{stage}.log"
 
     def worker_log(self, stage: Stage, attempt: int, rank: int) -> Path:
-        """What a worker other than rank 0 prints."""
+        """Output of a worker other than rank 0."""
         return self.logs / f"{stage}_{attempt:03d}" / f"rank_{rank:05d}.log"
 
     def attempts(self, stage: Stage) -> list[AttemptDir]:
@@ -216,11 +216,11 @@ class RunDir:
 
     @property
     def graphs_manifest(self) -> Path:
-        """What the archive holds (`records.GraphManifest`)."""
+        """Contents of the archive (`records.GraphManifest`)."""
         return self.graphs / "manifest.json"
 
     def graphs_archive(self, name: str = "graphs.tar") -> Path:
-        """The compiled graphs, packed; the manifest holds the name of the archive in force."""
+        """The archive of compiled graphs; the manifest names the current one."""
         return self.graphs / name
 
     def graph_log(self, graph: str) -> Path:
@@ -233,12 +233,12 @@ class RunDir:
         return self.graphs / "new"
 
     def graphs_of_node(self, name: str) -> Path:
-        """The compiled graphs of one of several precompile nodes, until the archive has them."""
+        """Compiled graphs of one of several precompile nodes, until they are archived."""
         return self.graphs / f"from_{name}.tar"
 
     @property
     def micro_batch(self) -> Path:
-        """The micro batch that was measured (`records.MicroBatchRecord`)."""
+        """The measured micro batch (`records.MicroBatchRecord`)."""
         return self.graphs / "micro_batch.json"
 
     @property
@@ -258,7 +258,7 @@ class RunDir:
         return sorted(int(match.group(1)) for match in matches if match)
 
     def metrics(self, attempt: int) -> Path:
-        """The metrics of one attempt, a JSON line a step (`records.MetricsRow`)."""
+        """The metrics of one attempt, a JSON line per step (`records.MetricsRow`)."""
         return self.path / "metrics" / f"attempt_{attempt:03d}.jsonl"
 
     def metrics_files(self) -> list[Path]:
@@ -276,11 +276,11 @@ class RunDir:
 
     @property
     def evaluations(self) -> Path:
-        """The folder of all that checkpoints scored."""
+        """The folder of all scores."""
         return self.path / "evaluations"
 
     def evaluation(self, checksum: str, key: str) -> Path:
-        """What a checkpoint scored in a task (`records.EvaluationRecord`).
+        """The scores of a checkpoint in a task (`records.EvaluationRecord`).
 
         Args:
             checksum: Of the checkpoint.
@@ -293,7 +293,7 @@ class RunDir:
         return sorted(self.evaluations.glob("*/*.json"))
 
     def evaluation_suite(self, name: str) -> Path:
-        """A suite of the user's that checkpoints were judged by (`evaluate.suites.Suite`)."""
+        """A suite of the user's (`evaluate.suites.Suite`)."""
         return self.evaluations / "suites" / f"{name}.yaml"
 
     def evaluation_suites(self) -> list[Path]:
@@ -320,7 +320,7 @@ def find_run(run: str, root: Path) -> RunDir:
     """Find a run by its name under `root` or by its directory.
 
     Raises:
-        RunError: there is none; the message lists those there are.
+        RunError: No such run; the message lists those that exist.
     """
     for candidate in (root / run, Path(run).absolute()):
         if is_run(candidate):

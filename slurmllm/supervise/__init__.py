@@ -1,11 +1,8 @@
-"""What runs on the allocation: from the batch script's process to the workers, and back.
+"""Supervision of a run on its allocation: from the batch script's process to the workers.
 
-1. `supervisor.py` is the batch script's own process: it opens an attempt, puts the graph cache
-   onto the nodes, starts a launcher on each of them, waits, classifies the ending and acts.
-2. `launcher.py` runs on every node: it starts the node's workers and records how they ended.
-3. `cache.py` packs and unpacks compiled graphs; `allocation.py` is the set of nodes, Slurm's or
-   this machine's; `attempts.py` keeps the records; `classify.py` is the table of endings.
-4. `local.py` plays Slurm for `submit --local`: it runs the same scripts, restarts included.
+`supervisor.py` is the batch script's process. It opens an attempt, broadcasts the graphs, starts a
+`launcher.py` per node, monitors them (`attempt_monitor.py`, `watchdog.py`), collects the
+`evidence.py`, classifies the ending (`classify.py`) and decides the action (`policy.py`).
 
 Nothing here imports torch.
 """

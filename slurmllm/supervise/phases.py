@@ -1,9 +1,9 @@
-"""Where the time of an attempt went, and what it gained, from what it left behind.
+"""The phases of an attempt and what it gained, from the files that it left.
 
     started ─ preflight ─ cache ─ start_up ─ first_step ─ training and saving ─ stopping ─ ended
 
-`queue` lies before, and is waiting for Slurm. `stopping` begins with the first sign of the end: of
-a hang, when the last worker came to a stand.
+`queue` is the wait in Slurm's queue before. `stopping` begins with the first sign of the end, in a
+hang when the last worker stopped advancing.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from slurmllm.slurm.client import AccountingRow
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a train attempt did, as its metrics, events and checkpoints tell.
+    """A train attempt by its metrics, events and checkpoints.
 
     Attributes:
-        phases_s: start_up, first_step, training, saving, stopping; none where it made no step.
-        first_step: The first step that it made.
+        phases_s: start_up, first_step, training, saving, stopping, s; empty without a step.
+        first_step: The first step of the attempt.
         last_step: The last one.
-        steps_gained: Steps that a checkpoint of this attempt holds beyond where it began.
-        steps_lost: Steps made and in no checkpoint.
+        steps_gained: Steps after its start that a checkpoint of this attempt holds.
+        steps_lost: Steps that no checkpoint holds.
     """
 
     phases_s: dict[str, float] = field(default_factory=dict)
@@ -43,13 +43,13 @@ class Timeline:
 def timeline(
     run: RunDir, record: AttemptRecord, ended_at: float, sign_at: float | None
 ) -> Timeline:
-    """Put together what a train attempt did.
+    """Reconstruct the timeline of a train attempt.
 
     Args:
         run: The run.
-        record: The attempt; its phases hold what came before the launchers' start.
+        record: The attempt; its phases are those before the launchers' start.
         ended_at: Unix time of its end.
-        sign_at: Unix time of the first sign of the end, where the supervisor saw one.
+        sign_at: Unix time of the first sign of the end, if the supervisor saw one.
     """
     first, last = _first_and_last(run.metrics(record.attempt))
     saves_of = saved_by(run, record.attempt)
@@ -63,7 +63,7 @@ def timeline(
     first_began = first["time"] - first["step_time_s"]
     saves = _waits(run, record.attempt)
     worked_until = max(last["time"], *(time for time, _ in saves), 0.0)
-    # A step that was under way when the first sign came was training too.
+    # A step in progress at the first sign counts as training.
     work_end = min(max(worked_until, sign_at or 0.0), ended_at)
     launched = record.started_at + sum(
         record.phases_s.get(name, 0.0) for name in ("preflight", "cache")
@@ -87,7 +87,7 @@ def timeline(
 
 
 def saved_by(run: RunDir, attempt: int) -> list[int]:
-    """The steps of the checkpoints that an attempt wrote and that are still there."""
+    """The steps of the existing checkpoints that an attempt wrote."""
     found = []
     for step in run.checkpoint_steps():
         with suppress(StorageError):
@@ -98,7 +98,7 @@ def saved_by(run: RunDir, attempt: int) -> list[int]:
 
 
 def _waits(run: RunDir, attempt: int) -> list[tuple[float, float]]:
-    """When the saves of an attempt ended, and for how many seconds training waited for each."""
+    """Unix time of the end of each save, and the seconds for which training waited."""
     with suppress(RunError):
         found = read_events(run, attempt)
         return [(event.time, event.waited_s or 0.0) for event in found if event.kind == "save"]
@@ -108,10 +108,10 @@ def _waits(run: RunDir, attempt: int) -> list[tuple[float, float]]:
 def queue_s(
     record: AttemptRecord, earlier: Sequence[AttemptRecord], row: AccountingRow | None
 ) -> float | None:
-    """Seconds that an attempt waited to be started; None where nothing tells.
+    """Seconds in the queue; None if unknown.
 
-    A requeued one since the end of the attempt before it, the first one since Slurm could have
-    started it.
+    A requeued attempt waits from the end of the one before it, the first one from the time at which
+    it was eligible to start.
     """
     of_job = [a for a in earlier if a.attempt < record.attempt and a.job_id == record.job_id]
     if of_job and of_job[-1].ended_at is not None:
@@ -125,7 +125,7 @@ def queue_s(
 
 
 def _first_and_last(path: Path) -> tuple[dict[str, float] | None, dict[str, float] | None]:
-    """The first and the last row of a metrics file, where both have their times."""
+    """The first and the last row of a metrics file, if both have all that is needed."""
     try:
         first = next(MetricsFile(path).rows(), None)
         last = last_row_of(path)

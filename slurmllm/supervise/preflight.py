@@ -1,4 +1,4 @@
-"""Before the start of an attempt: every node checks itself, and one that fails ends the attempt."""
+"""Preflight: every node checks itself before an attempt, and a failing one ends the attempt."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from slurmllm.supervise.allocation import SLURMLLM, Allocation
 from slurmllm.supervise.classify import Ending
 
 SHARED = "shared file system"
-WRITERS = 16  # of the nodes' records: a write takes as long as the file system's fsync
+WRITERS = 16  # threads that write the nodes' records: a write waits for the file system's fsync
 
 
 class Preflight(NamedTuple):
-    """What the checks came to.
+    """The result of the checks.
 
     Attributes:
-        ending: How the attempt ends, None where it can begin.
-        warnings: A line each.
+        ending: How the attempt ends; None if it can begin.
+        warnings: One line each.
     """
 
     ending: Ending | None
@@ -38,43 +38,42 @@ def preflight(
     allocation: Allocation,
     stop: Callable[[], bool],
 ) -> Preflight:
-    """Check the nodes of an attempt and write down what was found.
+    """Check the nodes of an attempt and record the findings.
 
     Raises:
-        StorageError: the run directory cannot be written from here.
-        SlurmError: srun is absent.
+        StorageError: The run directory cannot be written from here.
+        SlurmError: srun is missing.
     """
     found = check_nodes(allocation, config, run.path, SLURMLLM, stop)
     if found is not None and config.cluster.health.bandwidth == "always":
         found = with_bandwidth(
             found, allocation, allocation.job_id, config, SLURMLLM, free_port(), stop
         )
-    if found is None or stop():  # whoever has not answered by then was told to end
+    if found is None or stop():  # interrupted checks are incomplete: ignore them
         return Preflight(None, ())
     paths = run.attempt(record.stage, record.attempt)
     with ThreadPoolExecutor(WRITERS) as pool:
         list(pool.map(lambda health: health.save(paths.health(health.node)), found.values()))
-    return Preflight(verdict(found), tuple(lines(found, "warn")))
+    return Preflight(preflight_ending(found), tuple(lines(found, "warn")))
 
 
-def verdict(found: Mapping[str, NodeHealth]) -> Ending | None:
-    """The ending, where a node failed.
+def preflight_ending(found: Mapping[str, NodeHealth]) -> Ending | None:
+    """The ending if a node failed its checks.
 
-    What all nodes fail alike is no node's fault but the profile's: of two nodes and more, nobody is
-    blamed for that. The shared file system is never a node's where all nodes fail with it.
+    A check that fails on all of several nodes is a fault of the profile, and blames none of them.
+    The shared file system is never a node's fault if all nodes fail with it.
     """
     failed = {name: health.of("fail") for name, health in found.items() if health.of("fail")}
     if not failed:
         return None
     common = set.intersection(*({f.check for f in health.of("fail")} for health in found.values()))
+    of_first = next(iter(failed.values()))
     if SHARED in common:
-        of_first = next(iter(failed.values()))
-        words = next(f.message for f in of_first if f.check == SHARED)
-        who = "all nodes" if len(found) > 1 else next(iter(found))
-        return Ending("storage_failure", (f"preflight: {who}: {words}",), started=False)
+        message = next(f.message for f in of_first if f.check == SHARED)
+        nodes = "all nodes" if len(found) > 1 else next(iter(found))
+        return Ending("storage_failure", (f"preflight: {nodes}: {message}",), started=False)
     evidence = []
     if common and len(found) > 1:
-        of_first = next(iter(failed.values()))
         evidence += [f"preflight: all nodes: {f.message}" for f in of_first if f.check in common]
         failed = {
             name: own

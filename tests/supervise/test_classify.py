@@ -104,7 +104,7 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
     "a node stopped responding while its workers ran": (
         seen({"n1": node("n1", {0: 70}), "n2": NodeRecord(node="n2", pids={1: 7})}, LOST),
         "node_failure",
-        "from n2",
+        "n2 stopped responding",
     ),
     "Slurm took the node down and ended the job": (
         seen({"n1": node("n1", {0: -9})}, stop_signal="SIGTERM", down_nodes=["n2"]),

@@ -31,7 +31,7 @@ from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 from slurmllm.supervise.attempts import close_attempt, open_attempt
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import exclude_failed, excluded, to_avoid
-from slurmllm.supervise.preflight import lines, verdict
+from slurmllm.supervise.preflight import lines, preflight_ending
 from slurmllm.supervise.supervisor import Supervisor
 
 OVERRIDES = ("slurm.partition=main", "slurm.drain=true", "cluster.health.min_node_local_gb=0")
@@ -46,12 +46,14 @@ def health(node: str, *findings: object) -> NodeHealth:
 def test_nodes_that_are_fit() -> None:
     slow = warn("shared file system", 0.4, 0.25, "a fsynced write to /fsx takes 0.40 s")
     found = {"n1": health("n1", ok("devices", 32)), "n2": health("n2", slow)}
-    assert verdict(found) is None
+    assert preflight_ending(found) is None
     assert lines(found, "warn") == ["n2: a fsynced write to /fsx takes 0.40 s"]
 
 
 def test_a_node_that_fails_is_named_and_blamed() -> None:
-    ending = verdict({"n1": health("n1"), "n2": health("n2"), "n3": health("n3", CHIP, DISK)})
+    ending = preflight_ending(
+        {"n1": health("n1"), "n2": health("n2"), "n3": health("n3", CHIP, DISK)}
+    )
     assert ending == Ending(
         "node_failure",
         (f"preflight: n3: {CHIP.message}", f"preflight: n3: {DISK.message}"),
@@ -62,13 +64,13 @@ def test_a_node_that_fails_is_named_and_blamed() -> None:
 
 def test_what_all_nodes_fail_is_no_nodes_fault() -> None:
     both = {"n1": health("n1", DISK), "n2": health("n2", DISK, CHIP)}
-    ending = verdict(both)
+    ending = preflight_ending(both)
     assert ending is not None
     assert ending.blamed_nodes == ("n2",)
     assert ending.evidence == (
         f"preflight: all nodes: {DISK.message}", f"preflight: n2: {CHIP.message}",
     )  # fmt: skip
-    alone = verdict({"n1": health("n1", DISK)})
+    alone = preflight_ending({"n1": health("n1", DISK)})
     assert alone is not None
     assert alone.blamed_nodes == ("n1",)
 
@@ -79,11 +81,11 @@ def test_a_shared_file_system_that_all_find_wanting_is_no_nodes_fault(
 ) -> None:
     shared = fail("shared file system", "unusable", "", "cannot write /fsx: Read-only file system")
     found = {name: health(name, shared) for name in nodes}
-    ending = verdict(found)
+    ending = preflight_ending(found)
     assert ending is not None
     assert (ending.ending, ending.blamed_nodes) == ("storage_failure", ())
     assert "Read-only file system" in ending.evidence[0]
-    one = verdict({**found, "n9": health("n9")})
+    one = preflight_ending({**found, "n9": health("n9")})
     assert one is not None
     assert (one.ending, one.blamed_nodes) == ("node_failure", nodes)
 
