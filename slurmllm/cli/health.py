@@ -71,33 +71,26 @@ def health(
     input or configuration; 3 a node or Slurm failed.
     """
     import json
-    import os
 
     from slurmllm.config.resolve import resolve
     from slurmllm.diagnose.finding import exit_code
     from slurmllm.rundir import runs_root
-    from slurmllm.supervise.allocation import LOCAL_NODES, LocalAllocation, SlurmAllocation
+    from slurmllm.supervise.allocation import allocate_nodes
 
     # A profile is resolved together with a recipe, of which only the backend is used here.
     config = resolve("tiny_neox", cluster, overrides)
     wanted = config.cluster.health.bandwidth != "never" if bandwidth is None else bandwidth
     folder = runs_root(runs_dir)
-    allocation: Allocation
-    if local:
-        os.environ[LOCAL_NODES] = str(nodes or 1)
-        allocation = LocalAllocation()
-    elif "SLURM_JOB_ID" in os.environ and nodes is None and nodelist is None:
-        allocation = SlurmAllocation()
-    else:
-        rest = ["--bandwidth" if wanted else "--no-bandwidth", "--runs-dir", str(folder)]
-        rest += ["--cluster", cluster] if cluster else []
-        rest += [f"--set={override}" for override in overrides] + ["--json"] * as_json
-        given = {
-            "nodes": str(nodes or "") or None, "nodelist": nodelist, "partition": partition,
-            "account": account, "qos": qos, "reservation": reservation, "exclude": exclude,
-            "time": time,
-        }  # fmt: skip
-        _exec_salloc(config, given, rest)
+    command = ["health", "--bandwidth" if wanted else "--no-bandwidth", f"--runs-dir={folder}"]
+    command += [f"--cluster={cluster}"] if cluster else []
+    command += [f"--set={override}" for override in overrides] + ["--json"] * as_json
+    salloc = {
+        "nodelist": nodelist, "partition": partition, "account": account, "qos": qos,
+        "reservation": reservation, "exclude": exclude, "time": time,
+    }  # fmt: skip
+    allocation = allocate_nodes(
+        config, command, "slurmllm-health", nodes=nodes, local=local, options=salloc
+    )
     checked = _check(allocation, config, folder, wanted)
     code = exit_code(finding for record in checked.values() for finding in record.findings)
     if as_json:
@@ -109,40 +102,10 @@ def health(
     ctx.exit(code)
 
 
-def _exec_salloc(config: RunConfig, given: Mapping[str, str | None], arguments: list[str]) -> None:
-    """Replace this process by salloc, which runs this verb again inside an allocation.
-
-    Raises:
-        SlurmError: salloc is not installed.
-    """
-    import os
-    import shutil
-
-    from slurmllm.errors import SlurmError
-    from slurmllm.supervise.allocation import SLURMLLM
-
-    if shutil.which("salloc") is None:
-        raise SlurmError(
-            "salloc is not on the PATH; run this on a node of the Slurm cluster, or add --local "
-            "to check this machine"
-        )
-    cluster = config.cluster
-    options = {**given, "partition": given["partition"] or cluster.partition}
-    if not options["nodes"] and not options["nodelist"]:
-        options["nodes"] = "1"
-    command = ["salloc", "--job-name=slurmllm-health", "--ntasks-per-node=1"]
-    command += [f"--{name}={value}" for name, value in options.items() if value]
-    command += [*(["--exclusive"] if cluster.exclusive else []), *cluster.directives]
-    # Otherwise salloc takes the variables of a surrounding job for its own options.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_JOB")}
-    os.execvpe("salloc", [*command, *SLURMLLM, "health", *arguments], environment)
-
-
 def _check(
     allocation: Allocation, config: RunConfig, folder: Path, bandwidth: bool
 ) -> dict[str, NodeHealth]:
     import os
-    import re
 
     from slurmllm.backends.environment import load_environment
     from slurmllm.backends.rendezvous import free_port
@@ -150,9 +113,6 @@ def _check(
     from slurmllm.diagnose.probe import check_nodes
     from slurmllm.supervise.allocation import SLURMLLM
 
-    # Slurm sets SLURM_CPUS_ON_NODE in batch jobs, but not for salloc's command.
-    if cpus := re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")):
-        os.environ.setdefault("SLURM_CPUS_ON_NODE", cpus.group())
     checked = check_nodes(allocation, config, folder, SLURMLLM)
     assert checked is not None  # without a `stop`
     # A collective over a node that does not respond would hang.

@@ -28,12 +28,12 @@ def calibrate(
     from slurmllm.calibrate.run import calibrate as measure
     from slurmllm.calibrate.run import (
         check_target,
-        nodes_at_hand,
         profile_text,
         require_measurable,
         write_profile,
     )
     from slurmllm.config.resolve import resolve
+    from slurmllm.supervise.allocation import allocate_nodes
 
     # A profile is only resolved together with a recipe: precision, compilation and environment.
     config = resolve("tiny_neox", cluster, overrides)
@@ -44,7 +44,9 @@ def calibrate(
     again += [f"--set={override}" for override in overrides]
     again += [f"--out={Path(out).resolve()}"] if out else []
     again += ["--json"] * as_json
-    allocation = nodes_at_hand(config, again, nodes=nodes, local=local, options=job)
+    allocation = allocate_nodes(
+        config, again, "slurmllm-calibrate", nodes=nodes, local=local, options=job
+    )
     found = measure(config, allocation, lambda line: click.echo(line, err=True))
     if out is not None:
         write_profile(config.cluster, found, Path(out))

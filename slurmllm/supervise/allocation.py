@@ -7,10 +7,12 @@ rendezvous, records and restarts take the same path as under Slurm.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurmllm.backends.rendezvous import (
@@ -19,6 +21,7 @@ from slurmllm.backends.rendezvous import (
     die_with_parent,
     reachable_address,
 )
+from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage
@@ -180,3 +183,56 @@ def current_allocation(run: RunDir) -> Allocation:
 
 def _launcher(run_path: Path, stage: Stage, attempt: int) -> list[str]:
     return [*SLURMLLM, "launch", str(run_path), "--stage", stage, "--attempt", str(attempt)]
+
+
+def allocate_nodes(
+    config: RunConfig,
+    command: Sequence[str],
+    job_name: str,
+    *,
+    nodes: int | None = None,
+    local: bool = False,
+    options: Mapping[str, str | None] | None = None,
+) -> Allocation:
+    """The nodes for a verb: this machine, those of the current job, or those of a new one.
+
+    Inside an allocation (salloc, a batch script) these are its nodes, unless a number is given.
+    Else this function does not return: salloc replaces this process and runs the verb again inside
+    the new allocation.
+
+    Args:
+        config: With the profile, for partition, exclusiveness and directives.
+        command: The verb and its arguments, without those that choose the nodes:
+            `["plan", "--calibrate", "--cluster", "p4d", …]`.
+        job_name: Of the new job.
+        nodes: How many; default 1.
+        local: This machine, without Slurm.
+        options: Of salloc, by name: nodelist, partition, account, qos, reservation, exclude, time.
+
+    Raises:
+        SlurmError: salloc is not installed.
+    """
+    if local:
+        os.environ[LOCAL_NODES] = str(nodes or 1)
+        return LocalAllocation()
+    given = dict(options or {})
+    if "SLURM_JOB_ID" in os.environ and nodes is None and not given.get("nodelist"):
+        # Slurm sets SLURM_CPUS_ON_NODE in batch jobs, but not for salloc's command.
+        if cpus := re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")):
+            os.environ.setdefault("SLURM_CPUS_ON_NODE", cpus.group())
+        return SlurmAllocation()
+    if shutil.which("salloc") is None:
+        raise SlurmError(
+            "salloc is not on the PATH; run this on a node of the Slurm cluster, or add --local "
+            "to use this machine"
+        )
+    given["partition"] = given.get("partition") or config.cluster.partition
+    given["time"] = given.get("time") or "15"
+    if nodes is not None or not given.get("nodelist"):
+        given["nodes"] = str(nodes or 1)
+    salloc = ["salloc", f"--job-name={job_name}", "--ntasks-per-node=1"]
+    salloc += [f"--{name}={value}" for name, value in given.items() if value]
+    salloc += [*(["--exclusive"] if config.cluster.exclusive else []), *config.cluster.directives]
+    # salloc would take the variables of a surrounding job for its own options.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_JOB")}
+    return os.execvpe("salloc", [*salloc, *SLURMLLM, *command], environment)

@@ -11,10 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.calibrate.run import calibrate, nodes_at_hand
+from slurmllm.calibrate.run import calibrate
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError, NodeError, SlurmError
-from slurmllm.supervise.allocation import LOCAL_NODES, LocalAllocation, SlurmAllocation
+from slurmllm.supervise.allocation import (
+    LOCAL_NODES,
+    LocalAllocation,
+    SlurmAllocation,
+    allocate_nodes,
+)
 
 
 class Saying(LocalAllocation):
@@ -77,16 +82,16 @@ def test_a_worker_that_fails() -> None:
 def test_which_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = resolve("tiny_neox", "p4d")
     monkeypatch.setenv(LOCAL_NODES, "9")
-    assert nodes_at_hand(config, [], local=True, nodes=2).nodes == ("local0", "local1")
+    assert allocate_nodes(config, [], "x", local=True, nodes=2).nodes == ("local0", "local1")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmError, match="--local"):
-        nodes_at_hand(config, [])
+        allocate_nodes(config, [], "x")
     for name, text in (("salloc", 'echo "$@"'), ("scontrol", "echo n7")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n7")
-    found = nodes_at_hand(config, [])
+    found = allocate_nodes(config, [], "x")
     assert isinstance(found, SlurmAllocation)
     assert found.nodes == ("n7",)
 
@@ -95,9 +100,9 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "salloc").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "salloc").chmod(stat.S_IRWXU)
     script = (
-        "from slurmllm.calibrate.run import nodes_at_hand\n"
+        "from slurmllm.supervise.allocation import allocate_nodes\n"
         "from slurmllm.config.resolve import resolve\n"
-        "nodes_at_hand(resolve('tiny_neox', 'p4d'), ['plan', '--calibrate'], nodes=2,"
+        "allocate_nodes(resolve('tiny_neox', 'p4d'), ['plan', '--calibrate'], 'x', nodes=2,"
         " options={'account': 'a', 'time': None})"
     )
     path = f"{tmp_path}:{os.defpath}"
