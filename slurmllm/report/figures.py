@@ -1,7 +1,7 @@
 """The plots of the page as data; `report.js` draws them with plotly.js.
 
-Every curve comes with three x axes (step, tokens, hours) and twice: thinned to its extremes, for
-what is shown, and as means of equally long pieces, for what is smoothed.
+Every curve has three x axes (step, tokens, hours) and is stored twice: thinned to its extremes, for
+display, and as means of equally long pieces, for smoothing.
 """
 
 from __future__ import annotations
@@ -15,22 +15,15 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.format import (
-    format_elapsed,
-    format_names,
-    format_number,
-)
+from slurmllm.format import format_elapsed, format_names, format_number
 from slurmllm.metrics.curves import Curve, Floats, Ints, piece_means, thin_rows
-from slurmllm.report.blocks import (
-    RUN_COLORS,
-    Json,
-    PlotData,
-)
+from slurmllm.report.blocks import RUN_COLORS, Json, PlotData
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.summary_figures import summary_figures
 from slurmllm.report.throughput import per_s
 
-_MOST_ROWS = 6000  # of a figure: what its curves may have together
+# The page must stay small enough to send by mail: rows of all curves of a figure.
+_MOST_ROWS = 6000
 _FEWEST_ROWS = 300
 _MOST_PIECES = 600  # of a stacked figure
 _MOST_STACKS = 4
@@ -44,7 +37,7 @@ _METRICS = (
     ("tokens_per_s", "Throughput, tokens", "tokens/s"),
     ("step_time_s", "Step time", "s"),
 )
-# What follows the wait for data, up to the step's end; neighbours differ in lightness.
+# Parts of a step, in order; neighbours differ in lightness.
 STEP_PARTS = (
     ("data wait", "#f2a65a"),
     ("forward and backward", "#12466b"),
@@ -55,7 +48,7 @@ STEP_PARTS = (
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where a curve's rows lie on the axes that it has."""
+    """The positions of a curve's rows on each of its axes."""
 
     axes: Mapping[str, Floats] = field(default_factory=dict)
 
@@ -67,14 +60,14 @@ class _Positions:
 
 
 def figures(runs: Sequence[RunFacts]) -> list[PlotData]:
-    """All plots that there are data for, in the page's order."""
+    """All plots that have data, in the page's order."""
     positions = [_positions(facts.curve) for facts in runs]
     found = [*_curves(runs, positions), *_stacks(runs, positions), *_memory(runs, positions)]
     return [*found, *summary_figures(runs)]
 
 
 def page_data(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Json:
-    """What the page's script reads."""
+    """The input of the page's script."""
     return {
         "runs": [
             {"name": escape(facts.name), "color": RUN_COLORS[i % len(RUN_COLORS)]}
@@ -85,7 +78,7 @@ def page_data(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Json:
 
 
 def step_parts(curve: Curve) -> list[Floats] | None:
-    """Seconds of a step by STEP_PARTS; None where its length is not known."""
+    """Seconds of each step by STEP_PARTS; None without step times."""
     taken = curve.columns.get("step_time_s")
     if taken is None:
         return None
@@ -99,7 +92,7 @@ def step_parts(curve: Curve) -> list[Floats] | None:
 
 
 def series(curve: Curve, metric: str) -> Floats | None:
-    """The values of a metric, NaN where a row lacks it; None where all do."""
+    """The values of a metric, NaN in rows without it; None if no row has it."""
     if metric in ("seq_per_s", "tokens_per_s"):
         sequences, tokens = per_s(curve)
         values = sequences if metric == "seq_per_s" else tokens
@@ -109,7 +102,7 @@ def series(curve: Curve, metric: str) -> Floats | None:
 
 
 def shown_metrics(runs: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
-    """The metrics that are drawn, with title and unit; tokens/s where seq/s are not known."""
+    """The metrics to draw, with title and unit; tokens/s only if a run has no seq/s."""
     curves = [facts.curve for facts in runs if facts.curve is not None]
     known = [row for row in _METRICS if any(series(curve, row[0]) is not None for curve in curves)]
     sequences = all(series(c, "seq_per_s") is not None for c in curves)
@@ -117,7 +110,7 @@ def shown_metrics(runs: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
 
 
 def hours(curve: Curve) -> Floats | None:
-    """Wall time of each row since the first one began, h; None where nothing tells."""
+    """Wall time of each row since the start of the first one, h; None without times."""
     ends, taken = curve.columns.get("time"), curve.columns.get("step_time_s")
     if ends is None or not np.isfinite(ends).any():
         return None if taken is None else np.cumsum(np.nan_to_num(taken)) / 3600.0
@@ -178,7 +171,7 @@ def _line(number: int, values: Floats, where: _Positions, most: int) -> Json:
 def _packed_marks(
     runs: Sequence[RunFacts], positions: Sequence[_Positions], found: Sequence[Mark]
 ) -> list[Json]:
-    """By run and kind: where they lie on each axis, and what they say."""
+    """Positions and texts of the markers, by run and kind."""
     packed = []
     for number, facts in enumerate(runs):
         for kind in dict.fromkeys(mark.kind for mark in found if mark.run == number):
@@ -197,9 +190,9 @@ def _packed_marks(
 
 
 def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
-    """Where the steps of each run go; of the first runs, where they are many."""
-    told = [(i, parts) for i, f in enumerate(runs) if f.curve and (parts := step_parts(f.curve))]
-    for number, parts in told[:_MOST_STACKS]:
+    """The parts of each run's steps, for the first runs only."""
+    split = [(i, parts) for i, f in enumerate(runs) if f.curve and (parts := step_parts(f.curve))]
+    for number, parts in split[:_MOST_STACKS]:
         layers = [
             {"name": name, "color": color, "y": _packed(piece_means(part, _MOST_PIECES), "f4")}
             for (name, color), part in zip(STEP_PARTS, parts, strict=True)
@@ -222,7 +215,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
 
 
 def _memory(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
-    """The most that a worker's steps took, where the attempts measured it."""
+    """Peak memory of a worker, if the attempts measured it."""
     lines, limits = [], set()
     for number, facts in enumerate(runs):
         measured = [e for e in facts.events if e.kind == "memory" and "peak_bytes" in e.values]
@@ -235,30 +228,30 @@ def _memory(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
         lines.append({"run": number, "x": where, "y": _packed(peaks, "f4"), "points": True})
     if lines:
         content = {"kind": "curve", "title": "Memory", "unit": "GB", "series": lines, "marks": []}
-        words = " or ".join(f"{limit:.2f}" for limit in sorted(limits))
-        note = "Of the worker that used most." + (f" It may use {words} GB." if words else "")
+        most = " or ".join(f"{limit:.2f}" for limit in sorted(limits))
+        note = "The worker with the highest peak." + (f" Its limit is {most} GB." if most else "")
         yield PlotData("memory", "Peak memory of a worker", "curves", content, note)
 
 
 def _packed(values: npt.NDArray[Any], kind: Literal["f4", "f8"] = "f8") -> Json:
-    """An array as base64 of its little-endian bytes, as `report.js` unpacks it."""
+    """An array as base64 of its little-endian bytes, which `report.js` decodes."""
     with np.errstate(over="ignore"):
         raw = np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
     return {"t": kind, "b": base64.b64encode(raw).decode("ascii")}
 
 
-_MOST = 300  # of a kind and run: the latest
+_MOST = 300  # markers per kind and run, the latest
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something at a step.
+    """A marker at a step.
 
     Attributes:
-        run: Which of the report's.
-        kind: What it is.
-        step: Where.
-        lines: What a reader who points at it is told.
+        run: Index of the run in the report.
+        kind: Kind of the event.
+        step: Its step.
+        lines: Text shown on hover.
     """
 
     run: int
@@ -268,19 +261,25 @@ class Mark:
 
 
 def marks(number: int, facts: RunFacts, everything: bool = True) -> list[Mark]:
-    """The marks of a run.
+    """The markers of a run.
 
     Args:
-        number: Which of the report's it is.
+        number: Index of the run in the report.
         facts: The run.
-        everything: Saves and spikes too, not restarts alone.
+        everything: Whether to include saves and spikes, not only restarts.
     """
     if facts.curve is None:
         return []
     found = list(_restarts(number, facts))[-_MOST:]
-    if everything:
-        found += list(_saves(number, facts))[-_MOST:]
-        found += list(_spikes(number, facts))[-_MOST:]
+    for save in facts.saved[-_MOST:] if everything else ():
+        duration = "" if save.seconds is None else f", {format_elapsed(save.seconds)} s"
+        text = f"{facts.name}: saved step {save.step}{duration}"
+        found.append(Mark(number, "save", save.step, (text,)))
+    spikes = facts.spikes.spikes if facts.spikes is not None and everything else ()
+    for spike in spikes[-_MOST:]:
+        height = format_number(spike.height)
+        text = f"{facts.name}: spike at step {spike.peak_step}, {height} above the mean"
+        found.append(Mark(number, "spike", spike.peak_step, (text,)))
     return found
 
 
@@ -301,16 +300,3 @@ def _restarts(number: int, facts: RunFacts) -> Iterator[Mark]:
         if after in records:
             lines.append(f"nodes: {format_names(records[after].nodes)}")
         yield Mark(number, "restart", int(steps[row]), tuple(lines))
-
-
-def _saves(number: int, facts: RunFacts) -> Iterator[Mark]:
-    for one in facts.saved:
-        took = "" if one.seconds is None else f", {format_elapsed(one.seconds)} s"
-        yield Mark(number, "save", one.step, (f"{facts.name}: saved step {one.step}{took}",))
-
-
-def _spikes(number: int, facts: RunFacts) -> Iterator[Mark]:
-    for one in () if facts.spikes is None else facts.spikes.spikes:
-        height = format_number(one.height)
-        text = f"{facts.name}: spike at step {one.peak_step}, {height} above the mean"
-        yield Mark(number, "spike", one.peak_step, (text,))

@@ -36,18 +36,18 @@ from slurmllm.report.figures import (
 from slurmllm.status.utilization import Utilization
 
 _ROWS = 2000
-_REMEDY = "name another file with --out"
+_FIX = "name another file with --out"
 
 
 def write_pictures(
     runs: Sequence[RunFacts], drawn: Sequence[PlotData], folder: Path
 ) -> Mapping[str, Path]:
-    """Draw what there is to draw.
+    """Draw the pictures that have data.
 
     Args:
-        runs: What the report is of.
+        runs: The runs of the report.
         drawn: The plots of the page.
-        folder: For the files.
+        folder: Folder of the files.
 
     Returns:
         Name → file.
@@ -79,14 +79,14 @@ def write_pictures(
 
 @contextmanager
 def _any_script() -> Iterator[None]:
-    """Pass over letters that the font lacks: a run's name may be in any script."""
+    """Ignore letters that the font lacks: a run's name may be in any script."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         yield
 
 
 def _write_scaling(figure: PlotData, path: Path) -> None:
-    """The page's plot of throughput over nodes, with what is lost of the linear one."""
+    """The page's plot of throughput over nodes, with linear scaling for comparison."""
     picture = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
     axes = picture.subplots()
     axes.set_xscale("log", base=2)
@@ -96,8 +96,8 @@ def _write_scaling(figure: PlotData, path: Path) -> None:
         color = line["line"]["color"]
         axes.plot(line["x"], line["y"], color=color, label=unescape(line["name"]),
                   marker="o" if measured else None, linestyle="-" if measured else ":")  # fmt: skip
-        for nodes, speed, words in zip(line["x"], line["y"], line.get("text", ()), strict=False):
-            axes.annotate(words, (nodes, speed), (5, -10), textcoords="offset points",
+        for nodes, speed, text in zip(line["x"], line["y"], line.get("text", ()), strict=False):
+            axes.annotate(text, (nodes, speed), (5, -10), textcoords="offset points",
                           fontsize=7, color=color)  # fmt: skip
     axes.set_xticks(sorted({nodes for line in figure.content["data"] for nodes in line["x"]}))
     layout = figure.content["layout"]
@@ -105,22 +105,22 @@ def _write_scaling(figure: PlotData, path: Path) -> None:
     axes.set_ylabel(layout["yaxis"]["title"]["text"])
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(LogFormatter())  # few, where the range is long
+    axes.yaxis.set_minor_formatter(LogFormatter())  # few labels over a long range
     axes.grid(visible=True, which="both", color="#e3e3e3", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     for text in axes.legend(frameon=False, fontsize=8).get_texts():
         text.set_parse_math(False)
     with _any_script():
-        write_picture(picture, path, _REMEDY)
+        write_picture(picture, path, _FIX)
 
 
 def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
-    """A panel a metric, and one of the step's parts of the first run that has them."""
+    """One panel per metric, and one with the parts of a step of the first run that has them."""
     metrics = shown_metrics(runs)
     split = next((f for f in runs if f.curve is not None and step_parts(f.curve)), None)
     count = len(metrics) + (split is not None)
     rows = -(-count // 2)
-    # Fixed margins, in inches: a layout that is solved for takes as long as all the drawing.
+    # Fixed margins, in inches: a constrained layout takes as long to solve as all the drawing.
     height = 2.9 * rows + 0.5
     picture = Figure(figsize=(11, height), dpi=100)
     margins = {"top": 1 - 0.7 / height, "bottom": 0.3 / height, "hspace": 0.25}
@@ -146,7 +146,7 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
         for text in legend.get_texts():
             text.set_parse_math(False)
     with _any_script():
-        write_picture(picture, path, _REMEDY)
+        write_picture(picture, path, _FIX)
 
 
 def _panel(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
@@ -165,7 +165,7 @@ def _panel(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
 
 
 def _label(name: str) -> str:
-    """matplotlib hides what begins with an underscore."""
+    # matplotlib hides labels that begin with an underscore.
     return f" {name}" if name.startswith("_") else name
 
 
@@ -185,7 +185,7 @@ def _parts(axes: Axes, facts: RunFacts) -> None:
 
 
 def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:
-    """Draw the shares of each run's node hours, and beside them the lost ones alone, into a PNG.
+    """Draw the shares of each run's node hours, and next to them only the lost ones, as a PNG.
 
     Raises:
         StorageError: the file cannot be written.
@@ -204,12 +204,11 @@ def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:
         axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
     whole.set_xlabel("% of the node hours")
-    lost.set_xlabel("% of the node hours, what was not productive")
-    # A longer name leaves the bars no room.
+    lost.set_xlabel("% of the node hours, productive ones left out")
+    # A longer name would leave no room for the bars.
     shown = [name if len(name) <= 40 else f"{name[:39]}…" for name in names]
     whole.set_yticks(range(len(names)), shown, parse_math=False)
     whole.invert_yaxis()
     picture.legend(loc="outside upper center", ncols=len(TIME_PARTS), frameon=False, fontsize=8)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a run's name may be in any script
+    with _any_script():
         write_picture(picture, path, "name another file with --plot")

@@ -1,7 +1,7 @@
-"""A prediction held against what a run measured, part by part.
+"""Comparison of a prediction with the measurements of a run, part by part.
 
-What a step took are medians over the run's steady steps (`steady.py`). Parts that were not
-measured each by itself are put together, and the row says so.
+Step times are medians over the run's steady steps (`metrics/step_time.py`). Parts that were not
+measured separately are combined, with a note.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from slurmllm.status.utilization import account_node_hours
 # are reduced within the backward pass and weights gathered within the forward pass; under NxD both
 # are the optimizer's.
 _OPTIMIZER = {"native": ("optimizer",), "nxd": ("data", "optimizer")}
-_TITLE = "run {} cannot be held against a prediction"
+_TITLE = "run {} cannot be compared with a prediction"
 
 
 @dataclass(frozen=True)
 class ExpectedOverheads:
-    """What a prediction says of a run beside its steps; None: nothing.
+    """Predictions for a run other than its step time; None: no prediction.
 
     Attributes:
-        start_up_s: From a worker's start to the begin of its first step.
-        first_step_s: What a first step takes longer than others.
-        save_waited_s: That training waits for a save.
+        start_up_s: From a worker's start to the start of its first step.
+        first_step_s: Excess of a first step over later ones.
+        save_waited_s: Wait of training for a save.
         effective: Productive node hours / node hours.
     """
 
@@ -58,33 +58,32 @@ class PredictedFigure(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    predicted: float | None = Field(description="None: nothing was")
+    predicted: float | None = Field(description="None: no prediction")
     measured: float
     unit: str = Field(description="s, seq/s, tokens/s, bytes; empty: a share of 1")
-    note: str = Field(default="", description="what it holds, where the name does not say")
+    note: str = Field(default="", description="what the figure includes")
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ratio(self) -> float | None:
-        """Measured / predicted; None where nothing, or 0, was predicted."""
+        """Measured / predicted; None if the prediction is absent or 0."""
         return self.measured / self.predicted if self.predicted else None
 
 
 class PredictionCheck(BaseModel):
-    """A prediction beside a run."""
+    """A prediction compared with a run."""
 
     model_config = ConfigDict(frozen=True)
 
     run: str
-    cluster: str = Field(description="the profile whose hardware figures were used")
+    cluster: str = Field(description="profile of the hardware figures")
     nodes: int
-    attempts: tuple[int, ...] = Field(description="whose steps were used")
-    steps: int = Field(description="steady ones, over which the medians are")
+    attempts: tuple[int, ...] = Field(description="attempts whose steps were used")
+    steps: int = Field(description="number of steady steps")
     rows: tuple[PredictedFigure, ...]
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """For --json."""
         return self.model_dump(mode="json")
 
 
@@ -93,13 +92,13 @@ def check_run_prediction(
     cluster: str | None = None,
     expect: Callable[[LayoutEstimate], ExpectedOverheads] | None = None,
 ) -> PredictionCheck:
-    """Predict a run as it was made, and hold that against what it measured.
+    """Predict a run with its own configuration and compare that with its measurements.
 
     Args:
-        run: With steps.
-        cluster: Another profile (a shipped name or a file) for the hardware's figures; None: the
+        run: A run with steps.
+        cluster: Another profile (a shipped name or a file) for the hardware figures; None: the
             run's own.
-        expect: What the prediction says beside the steps; None: nothing.
+        expect: Returns the predictions other than step time.
 
     Raises:
         ConfigError: there are no hardware figures, or those of other nodes than the run's.
@@ -111,30 +110,30 @@ def check_run_prediction(
     steady = read_steady_steps(run, history.attempts, read_submissions(run))
     candidate = predict(config, _mesh(run, config, steady.nodes))
     expected = expect(candidate) if expect is not None else ExpectedOverheads()
-    return _against(run, history, steady, candidate, expected)
+    return _compare(run, history, steady, candidate, expected)
 
 
 def check_prediction(
     run: RunDir, candidate: LayoutEstimate, expected: ExpectedOverheads | None = None
 ) -> PredictionCheck:
-    """Hold a prediction against what a run measured on as many nodes.
+    """Compare a prediction with the measurements of a run on as many nodes.
 
     Raises:
-        RunError: as `against_run`; or the run's steps were made on another number of nodes.
+        RunError: as `check_run_prediction`, or the run's steps are from another number of nodes.
     """
     _require_training(run, candidate.config)
     history = _history(run)
     steady = read_steady_steps(run, history.attempts, read_submissions(run))
     if steady.nodes not in (None, candidate.mesh.nodes):
         raise RunError(
-            f"the steps of run {run.name} were made on {steady.nodes} nodes, the prediction is of "
+            f"the steps of run {run.name} are from {steady.nodes} nodes, the prediction is for "
             f"{candidate.mesh.nodes}; predict for {steady.nodes}"
         )
-    return _against(run, history, steady, candidate, expected or ExpectedOverheads())
+    return _compare(run, history, steady, candidate, expected or ExpectedOverheads())
 
 
 def _config(run: RunDir, cluster: str | None) -> RunConfig:
-    """The run's, with the hardware figures to predict with."""
+    """The run's configuration, with the hardware figures for the prediction."""
     own = load(run.config)
     _require_training(run, own)
     title = _TITLE.format(run.name)
@@ -162,7 +161,7 @@ def _config(run: RunDir, cluster: str | None) -> RunConfig:
 
 def _require_training(run: RunDir, config: RunConfig) -> None:
     if config.backend not in _OPTIMIZER:
-        fault = f"backend: {config.backend} computes nothing; a run of another one is needed"
+        fault = f"backend: {config.backend} computes nothing; use a run with another backend"
         raise ConfigError(_TITLE.format(run.name), [fault])
 
 
@@ -171,7 +170,7 @@ def _history(run: RunDir) -> RunHistory:
 
 
 def _mesh(run: RunDir, config: RunConfig, nodes: int | None) -> Mesh:
-    """What the run trained on; plan.json has the mesh of its last submission alone."""
+    """The mesh of the steps; plan.json holds only that of the last submission."""
     last = load_mesh(run.plan)
     if nodes in (None, last.nodes):
         return last
@@ -181,7 +180,7 @@ def _mesh(run: RunDir, config: RunConfig, nodes: int | None) -> Mesh:
     return make_mesh(config, nodes, micro)
 
 
-def _against(
+def _compare(
     run: RunDir,
     history: RunHistory,
     steady: SteadySteps,
@@ -229,17 +228,17 @@ def _rates(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[Predicted
 
 
 def _parts(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[PredictedFigure]:
-    """The step by its parts, which add up to it but for medians."""
+    """The parts of the step; medians need not add up to the median of the step."""
     predicted = candidate.step.parts()
     late = _OPTIMIZER[candidate.config.backend]
     early = [name for name in predicted if name not in late]
     yield _row("data wait", 0.0, steady.data_wait_s, "s")
     if steady.split is None:
-        # A Neuron device works on while the host waits for data.
-        beside_s = 0.0 if candidate.config.cluster.device == "neuron" else steady.data_wait_s
-        note = f"not measured apart: {_listed(predicted, predicted)}"
+        # A Neuron device computes while the host waits for data.
+        waited_s = 0.0 if candidate.config.cluster.device == "neuron" else steady.data_wait_s
+        note = f"not measured separately: {_listed(predicted, predicted)}"
         whole = "forward, backward, optimizer"
-        yield _row(whole, candidate.step.total, steady.step_s - beside_s, "s", note)
+        yield _row(whole, candidate.step.total, steady.step_s - waited_s, "s", note)
         return
     for name, parts, measured in (
         ("forward and backward", early, steady.split.forward_backward_s),
@@ -258,7 +257,7 @@ def _listed(predicted: Mapping[str, float], names: Iterable[str]) -> str:
 def _memory(
     run: RunDir, steady: SteadySteps, candidate: LayoutEstimate
 ) -> Iterator[PredictedFigure]:
-    """Of the worker that used most, within a few steps without a save."""
+    """Peak memory of the worker with the highest one, in the first steps without a save."""
     for attempt in reversed(steady.attempts):
         for event in read_events(run, attempt):
             if event.kind == "memory" and {"peak_bytes", "limit_bytes"} <= event.values.keys():
@@ -270,18 +269,18 @@ def _peak_row(measured: Mapping[str, float], candidate: LayoutEstimate) -> Predi
     cluster, predicted = candidate.config.cluster, float(candidate.memory.peak)
     limit = measured["limit_bytes"] / 1e9
     note = f"a worker may use {limit:.2f} GB"
-    # A process's memory is all of it, with what malloc keeps; a GPU's that of its tensors.
+    # Memory of a process includes interpreter and malloc's reserve; that of a GPU only tensors.
     if cluster.device == "cpu" and cluster.hardware is not None:
         reserved = cluster.hardware.reserved_gib * GIB
         predicted += reserved
-        note += f"; predicted: {reserved / 1e9:.2f} GB of it before any model"
+        note += f"; predicted: {reserved / 1e9:.2f} GB of it without a model"
     return _row("peak memory", predicted, measured["peak_bytes"], "bytes", note)
 
 
 def _starts(
     run: RunDir, steady: SteadySteps, expected: ExpectedOverheads
 ) -> Iterator[PredictedFigure]:
-    """Of each attempt that of the node that took longest; their mean."""
+    """Start-up of the slowest worker of each attempt, mean over the attempts."""
     found = []
     for attempt in steady.attempts:
         folder = run.attempt("train", attempt).path / "workers"

@@ -181,7 +181,7 @@ def test_parts_that_were_not_told_apart_are_one(
     one = row(found, "forward, backward, optimizer")
     assert one.predicted == PARTS.total
     assert one.measured == pytest.approx(measured)
-    assert one.note.startswith("not measured apart: compute 1 s, ")
+    assert one.note.startswith("not measured separately: compute 1 s, ")
     assert not any(other.name == "rest" for other in found.rows)
 
 
@@ -259,7 +259,7 @@ def test_a_profile_of_other_nodes_is_refused(tmp_path: Path) -> None:
     other = profile(tmp_path, config_of(), devices_per_node=2)
     with pytest.raises(ConfigError, match=r"cluster\.devices_per_node: 2 in --cluster .*, 1 in"):
         check_run_prediction(run.dir, other)
-    with pytest.raises(RunError, match="were made on 2 nodes, the prediction is of 4"):
+    with pytest.raises(RunError, match="are from 2 nodes, the prediction is for 4"):
         check_prediction(run.dir, candidate_of(config_of(), nodes=4))
 
 
