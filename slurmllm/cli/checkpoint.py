@@ -1,43 +1,57 @@
-"""`slurmllm checkpoint`: what there is, whether it is sound, and from format to format."""
+"""`slurmllm checkpoint`: list, verify, import, export and convert checkpoints."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmllm.cli import options
+from slurmllm.format import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from slurmllm.checkpoint.catalogue import CheckpointEntry
     from slurmllm.checkpoint.formats.converting import Precision
+    from slurmllm.checkpoint.formats.huggingface import TensorMapping
     from slurmllm.rundir import RunDir
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "source": None}
 
-out = click.option("--out", required=True, metavar="DIR", help="Folder to make; not there yet.")
+out = click.option(
+    "--out", required=True, metavar="DIR", help="Folder to create; it must not exist yet."
+)
+of_run = click.option("--run", metavar="RUN", help="CKPT is a step of this run, or latest.")
 dtype = click.option(
     "--dtype",
     type=click.Choice(list(_DTYPES)),
     default="source",
     show_default=True,
-    help="Type of the weights to write; source keeps each as it is.",
+    help="Type of the weights to write; source keeps each tensor's own.",
 )
 shard_size = click.option(
     "--shard-size",
     default="5GB",
     show_default=True,
-    help="Largest file of weights, and about what is held in memory.",
+    help="Largest file of weights; about as much memory is needed.",
 )
+
+
+def mesh_options(command: Callable[..., None]) -> Callable[..., None]:
+    for name, meaning, default in (
+        ("--data", "data-parallel workers", "likewise"),
+        ("--virtual-pipeline", "chunks of layers per stage", "likewise"),
+        ("--pipeline", "pipeline stages", "likewise"),
+        ("--tensor", "tensor-parallel workers", "those of CKPT's run, else 1"),
+    ):
+        text = f"nxd: {meaning}.  [default: {default}]"
+        command = click.option(name, type=click.IntRange(1), help=text)(command)
+    return command
 
 
 @click.group()
@@ -47,11 +61,13 @@ def checkpoint() -> None:
 
 @checkpoint.command("list")
 @click.argument("run")
-@click.option("--verify", "verifying", is_flag=True, help="Check sizes and checksums of all files.")
+@click.option(
+    "--verify", "verifying", is_flag=True, help="Verify sizes and checksums of all files."
+)
 @options.runs_dir
 @options.as_json
 def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> None:
-    """List the checkpoints of RUN, in its directory and in checkpoint.replica."""
+    """List the checkpoints of RUN, and their replicas in checkpoint.replica."""
     from slurmllm.checkpoint.catalogue import list_checkpoints
     from slurmllm.rundir import find_run, runs_root
 
@@ -59,13 +75,12 @@ def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> Non
     entries = list_checkpoints(found)
     if verifying:
         entries = _verified(entries)
-    copies = _copies(found)
+    entries += _replicas(found)
     if as_json:
-        listed = [{"tier": 1, **_as_json(entry)} for entry in entries]
-        listed += [{"tier": 2, **_as_json(entry)} for entry in copies]
-        click.echo(json.dumps({"run": found.name, "checkpoints": listed}, indent=2))
-    elif entries or copies:
-        _print([*entries, *copies])
+        listed = [{"replica": e.replica_url is not None, **_entry_json(e)} for e in entries]
+        _print_json({"run": found.name, "checkpoints": listed})
+    elif entries:
+        _print_table(entries)
     else:
         click.echo(f"run {found.name} has no checkpoint yet")
 
@@ -76,9 +91,9 @@ def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> Non
 @options.as_json
 @click.pass_context
 def verify(ctx: click.Context, target: str, runs_dir: str | None, as_json: bool) -> None:
-    """Check every file of a checkpoint, or of all checkpoints of a run.
+    """Verify every file of a checkpoint, or of all checkpoints of a run.
 
-    Exit codes: 0 all files are there with their sizes and checksums, 4 something is wrong.
+    Exit codes: 0 all sizes and checksums are correct, 4 a file is missing or damaged.
     """
     from slurmllm.checkpoint.catalogue import list_checkpoints, read_entry
     from slurmllm.errors import CheckpointError, RunError
@@ -93,12 +108,14 @@ def verify(ctx: click.Context, target: str, runs_dir: str | None, as_json: bool)
             raise RunError(f"run {target} has no checkpoint yet; see `slurmllm status {target}`")
     entries = _verified(entries)
     if as_json:
-        click.echo(json.dumps({"checkpoints": [_as_json(entry) for entry in entries]}, indent=2))
+        _print_json({"checkpoints": [_entry_json(entry) for entry in entries]})
     else:
         for entry in entries:
             files = len(entry.manifest.files) if entry.manifest else 0
-            word = f"{len(entry.faults or ())} fault(s)" if entry.faults else "verified"
-            click.echo(f"{entry.directory}: {word}; {files} files, {_size(entry.num_bytes)}")
+            state = f"{len(entry.faults)} fault(s)" if entry.faults else "verified"
+            click.echo(
+                f"{entry.directory}: {state}; {files} files, {format_bytes(entry.num_bytes)}"
+            )
             for fault in entry.faults or ():
                 click.echo(f"  {fault}")
     if any(entry.faults for entry in entries):
@@ -112,7 +129,7 @@ def verify(ctx: click.Context, target: str, runs_dir: str | None, as_json: bool)
 @shard_size
 @options.as_json
 def import_(source: Path, out: str, dtype: str, shard_size: str, as_json: bool) -> None:
-    """Make a checkpoint of a Hugging Face model folder DIR.
+    """Import the Hugging Face model folder DIR as a checkpoint.
 
     GPTNeoXForCausalLM, LlamaForCausalLM and GPT2LMHeadModel, with weights in safetensors files.
     A run starts from the result by train.init_from=DIR.
@@ -123,12 +140,13 @@ def import_(source: Path, out: str, dtype: str, shard_size: str, as_json: bool) 
     from slurmllm.checkpoint.formats.importing import plan_import, run_import
     from slurmllm.progress import input_progress
 
-    limit, target, begun = _limit(shard_size), Path(out), time.monotonic()
+    limit, target, began = _parse_size(shard_size), Path(out), time.monotonic()
     require_absent(target)
-    plan = plan_import(source, _dtype(dtype))
+    plan = plan_import(source, _torch_dtype(dtype))
     with input_progress("importing", plan.read_bytes) as on_progress:
         manifest = run_import(plan, target, limit, on_progress)
-    size = sum(file.bytes for file in manifest.files)
+    num_bytes, seconds = sum(file.bytes for file in manifest.files), time.monotonic() - began
+    num_files = len(manifest.files) + 1  # the manifest does not list itself
     if as_json:
         answer = {
             "checkpoint": str(target),
@@ -136,15 +154,14 @@ def import_(source: Path, out: str, dtype: str, shard_size: str, as_json: bool) 
             "architecture": plan.config.architecture,
             "model": plan.config.model.model_dump(mode="json"),
             "tokenizer": sorted(plan.tokenizer.files),
-            "files": len(manifest.files) + 1,
-            "bytes": size,
-            "seconds": round(time.monotonic() - begun, 3),
+            "files": num_files,
+            "bytes": num_bytes,
+            "seconds": round(seconds, 3),
         }
-        click.echo(json.dumps(answer, indent=2))
-        return
+        return _print_json(answer)
     click.echo(
-        f"{target}: {plan.config.architecture}, {_parameters(plan.mappings)}, {_size(size)} in "
-        f"{len(manifest.files) + 1} files, {time.monotonic() - begun:.1f} s"
+        f"{target}: {plan.config.architecture}, {_parameters(plan.mappings)}, "
+        f"{format_bytes(num_bytes)} in {num_files} files, {seconds:.1f} s"
     )
     if "tokenizer.json" in plan.tokenizer.files:
         click.echo(f"tokenizer: {target / 'tokenizer' / 'tokenizer.json'}")
@@ -156,7 +173,7 @@ def import_(source: Path, out: str, dtype: str, shard_size: str, as_json: bool) 
 @checkpoint.command()
 @click.argument("source", metavar="CKPT")
 @out
-@click.option("--run", metavar="RUN", help="CKPT is a step of this run, or latest.")
+@of_run
 @dtype
 @shard_size
 @click.option(
@@ -178,7 +195,7 @@ def export(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Make a Hugging Face model folder of a checkpoint.
+    """Export a checkpoint as a Hugging Face model folder.
 
     CKPT is a checkpoint folder, a run's or an imported one; with --run a step, or latest: the
     newest that verifies. AutoModelForCausalLM and AutoTokenizer load the result.
@@ -190,14 +207,15 @@ def export(
     from slurmllm.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
     from slurmllm.progress import input_progress
 
-    limit, target, begun = _limit(shard_size), Path(out), time.monotonic()
+    limit, target, began = _parse_size(shard_size), Path(out), time.monotonic()
     require_absent(target)
-    directory = _sound(source, run, runs_dir)
+    directory = _verified_checkpoint(source, run, runs_dir)
     tokenizer = checkpoint_tokenizer(directory, tokenizer_file)
-    plan = plan_export(directory, tokenizer, _dtype(dtype))
-    size = sum(plan.sizes_bytes)
-    with input_progress("exporting", size) as on_progress:
+    plan = plan_export(directory, tokenizer, _torch_dtype(dtype))
+    num_bytes = sum(plan.sizes_bytes)
+    with input_progress("exporting", num_bytes) as on_progress:
         names = run_export(plan, target, limit, on_progress)
+    seconds = time.monotonic() - began
     if as_json:
         answer = {
             "checkpoint": str(directory),
@@ -205,18 +223,17 @@ def export(
             "model": plan.model.model_dump(mode="json"),
             "tokenizer": sorted(tokenizer.files),
             "files": names,
-            "bytes": size,
-            "seconds": round(time.monotonic() - begun, 3),
+            "bytes": num_bytes,
+            "seconds": round(seconds, 3),
         }
-        click.echo(json.dumps(answer, indent=2))
-        return
+        return _print_json(answer)
     click.echo(
-        f"{target}: {_parameters(plan.mappings)}, {_size(size)} of weights in "
+        f"{target}: {_parameters(plan.mappings)}, {format_bytes(num_bytes)} of weights in "
         f"{sum(name.endswith('.safetensors') for name in names)} file(s), from {directory}, "
-        f"{time.monotonic() - begun:.1f} s"
+        f"{seconds:.1f} s"
     )
     if not tokenizer.files:
-        click.echo("no tokenizer is known: --tokenizer FILE puts one beside the weights")
+        click.echo("no tokenizer is known: --tokenizer FILE adds one to the weights")
 
 
 @checkpoint.command()
@@ -229,32 +246,17 @@ def export(
     help="Backend whose format to write.",
 )
 @out
-@click.option("--run", metavar="RUN", help="CKPT is a step of this run, or latest.")
-@click.option(
-    "--tensor",
-    type=click.IntRange(1),
-    help="nxd: tensor-parallel workers.  [default: those of the run around CKPT, else 1]",
-)
-@click.option(
-    "--pipeline", type=click.IntRange(1), help="nxd: pipeline stages.  [default: likewise]"
-)
-@click.option(
-    "--virtual-pipeline",
-    type=click.IntRange(1),
-    help="nxd: chunks of layers a stage.  [default: likewise]",
-)
-@click.option(
-    "--data", type=click.IntRange(1), help="nxd: data-parallel workers.  [default: likewise]"
-)
+@of_run
+@mesh_options
 @click.option(
     "--zero/--no-zero",
     default=None,
-    help="nxd: share the optimizer's state out over them.  [default: the run's, else zero]",
+    help="nxd: shard the optimizer's state over them (ZeRO-1).  [default: the run's, else zero]",
 )
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "bf16_mixed", "bf16_sr", "bf16"]),
-    help="Of the run that is to read it.  [default: of the one that wrote it]",
+    help="Precision of the run that is to read it.  [default: of the one that wrote it]",
 )
 @options.runs_dir
 @options.as_json
@@ -268,11 +270,11 @@ def convert(
     as_json: bool,
     **mesh: Any,
 ) -> None:
-    """Write a checkpoint in another backend's format: weights, optimizer state and position.
+    """Convert a checkpoint to another backend's format: weights, optimizer state and position.
 
     CKPT is a checkpoint folder, a run's or an imported one; with --run a step, or latest. Needs
-    neither a cluster nor the backends. A run reads checkpoints of both formats on any mesh, so
-    this is for other programs: NxD loads the result by nxd.load_checkpoint(DIR, tag="nxd").
+    neither a cluster nor the backends. A run reads checkpoints of both formats on any mesh; the
+    result is for other programs: NxD loads it by nxd.load_checkpoint(DIR, tag="nxd").
     """
     import time
     from dataclasses import replace
@@ -282,21 +284,23 @@ def convert(
     from slurmllm.errors import UserError
     from slurmllm.progress import input_progress
 
-    target, begun = Path(out), time.monotonic()
+    target, began = Path(out), time.monotonic()
     given = {name: value for name, value in mesh.items() if value is not None}
     if backend == "native" and given:
         option = next(iter(given)).replace("_", "-")
         raise UserError(
-            f"--{option}: the native format is the same for every mesh; leave it out, or say "
+            f"--{option}: the native format is the same for every mesh; leave it out, or use "
             "--to nxd"
         )
     require_absent(target)
-    directory = _sound(source, run, runs_dir)
+    directory = _verified_checkpoint(source, run, runs_dir)
     target_mesh = replace(mesh_of_run(directory), **given) if backend == "nxd" else None
     plan = plan_conversion(directory, target_mesh, precision)
     with input_progress("converting", plan.num_bytes) as on_progress:
         manifest = run_conversion(plan, target, on_progress)
-    size, trained = sum(file.bytes for file in manifest.files), plan.training is not None
+    num_bytes, seconds = sum(file.bytes for file in manifest.files), time.monotonic() - began
+    num_files, trained = len(manifest.files) + 1, plan.training is not None
+    layout = plan.layout.model_dump(mode="json", exclude={"names"}) if plan.layout else None
     if as_json:
         answer = {
             "checkpoint": str(directory),
@@ -305,31 +309,28 @@ def convert(
             "step": manifest.step,
             "optimizer_state": trained,
             "precision": plan.precision,
-            "layout": plan.layout.model_dump(mode="json", exclude={"names"})
-            if plan.layout
-            else None,
-            "files": len(manifest.files) + 1,
-            "bytes": size,
-            "seconds": round(time.monotonic() - begun, 3),
+            "layout": layout,
+            "files": num_files,
+            "bytes": num_bytes,
+            "seconds": round(seconds, 3),
         }
-        click.echo(json.dumps(answer, indent=2))
-        return
+        return _print_json(answer)
     click.echo(
-        f"{target}: step {manifest.step}, {plan.precision}, {_size(size)} in "
-        f"{len(manifest.files) + 1} files, from {directory}, {time.monotonic() - begun:.1f} s"
+        f"{target}: step {manifest.step}, {plan.precision}, {format_bytes(num_bytes)} in "
+        f"{num_files} files, from {directory}, {seconds:.1f} s"
     )
     if not trained:
-        click.echo("it has weights and no optimizer state, as the checkpoint that it came from")
+        click.echo("it has weights and no optimizer state, like the checkpoint it came from")
         click.echo(f"train from it: --set train.init_from={target}")
     elif plan.layout is not None and not plan.known_optim:
         click.echo(
-            "betas, eps and weight_decay in NxD's files are slurmllm's defaults, for no run is "
-            "around the checkpoint; a run of slurmllm takes its recipe's"
+            "betas, eps and weight_decay in NxD's files are slurmllm's defaults, because CKPT is "
+            "in no run; a run of slurmllm uses its recipe's"
         )
 
 
-def _sound(source: str, run: str | None, runs_dir: str | None) -> Path:
-    """The checkpoint folder that the arguments mean, verified."""
+def _verified_checkpoint(source: str, run: str | None, runs_dir: str | None) -> Path:
+    """Returns the checkpoint folder that the arguments name, after verifying it."""
     from slurmllm.checkpoint.catalogue import newest_verified, read_entry
     from slurmllm.checkpoint.origin import read_origin
     from slurmllm.errors import CheckpointError, RunError
@@ -340,8 +341,8 @@ def _sound(source: str, run: str | None, runs_dir: str | None) -> Path:
         if not directory.is_dir():
             step = source == "latest" or source.isdecimal()
             hint = " (a step or latest needs --run RUN)" if step else ""
-            raise RunError(f"no checkpoint folder {source!r}{hint}; name one that is there")
-        read_origin(directory)
+            raise RunError(f"no checkpoint folder {source!r}{hint}; name an existing one")
+        read_origin(directory)  # refuses other folders before their files are read
     else:
         found = find_run(run, runs_root(runs_dir))
         if source == "latest":
@@ -353,8 +354,8 @@ def _sound(source: str, run: str | None, runs_dir: str | None) -> Path:
         if not source.isdecimal() or int(source) not in steps:
             known = ", ".join(map(str, steps[-10:])) or "none"
             raise RunError(
-                f"run {found.name} has no checkpoint of step {source}; it has: {known} "
-                "(or say latest)"
+                f"run {found.name} has no checkpoint of step {source}; it has: {known} (or use "
+                "latest)"
             )
         directory = found.checkpoint(int(source))
     (entry,) = _verified([read_entry(directory)])
@@ -364,8 +365,8 @@ def _sound(source: str, run: str | None, runs_dir: str | None) -> Path:
     return directory
 
 
-def _limit(text: str) -> int:
-    """Bytes of `5GB`, `500MB` or `2GiB`."""
+def _parse_size(text: str) -> int:
+    """Returns the bytes of `5GB`, `500MB` or `2GiB`."""
     from slurmllm.errors import UserError
 
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
@@ -378,56 +379,60 @@ def _limit(text: str) -> int:
     raise UserError(f"--shard-size {text}: write a size such as 5GB, 500MB or 2GiB")
 
 
-def _dtype(name: str) -> torch.dtype | None:
+def _torch_dtype(name: str) -> torch.dtype | None:
     import torch
 
     attribute = _DTYPES[name]
     return None if attribute is None else getattr(torch, attribute)
 
 
-def _verified(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
+def _verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
+    """Verifies checkpoints under one progress bar."""
     from slurmllm.checkpoint.catalogue import verify_entry
     from slurmllm.progress import input_progress
 
-    entries = list(entries)
-    done, before = [], 0
-    with input_progress("verifying", sum(entry.num_bytes for entry in entries)) as on_progress:
+    total_bytes = sum(entry.num_bytes for entry in entries)
+    verified: list[CheckpointEntry] = []
+    with input_progress("verifying", total_bytes) as on_progress:
+
+        def on_entry_progress(done_bytes: int) -> None:
+            on_progress(sum(entry.num_bytes for entry in verified) + done_bytes)
+
         for entry in entries:
-            done.append(verify_entry(entry, partial(_further, on_progress, before)))
-            before += entry.num_bytes
-    return done
+            verified.append(verify_entry(entry, on_entry_progress))
+    return verified
 
 
-def _copies(found: RunDir) -> list[CheckpointEntry]:
-    """What is in the second place by its manifests; a place that cannot be read is told."""
+def _replicas(run: RunDir) -> list[CheckpointEntry]:
+    """Lists a run's replicas by their manifests; a failure is only a warning."""
     from slurmllm.checkpoint.catalogue import CheckpointEntry
     from slurmllm.checkpoint.replicas import open_replica
     from slurmllm.config.load import load
     from slurmllm.errors import SlurmllmError
 
     try:
-        tier = open_replica(load(found.config).recipe.checkpoint, found.name)
-        if tier is None:
+        replica = open_replica(load(run.config).recipe.checkpoint, run.name)
+        if replica is None:
             return []
         return [
-            CheckpointEntry(found.checkpoint(step), tier.manifest(step), None, tier.url(step))
-            for step in tier.steps()
+            CheckpointEntry(run.checkpoint(step), replica.manifest(step), None, replica.url(step))
+            for step in replica.steps()
         ]
     except SlurmllmError as error:
         click.echo(f"warning: {error}", err=True)
         return []
 
 
-def _further(on_progress: Callable[[int], None], before: int, now: int) -> None:
-    on_progress(before + now)
+def _print_json(answer: dict[str, Any]) -> None:
+    click.echo(json.dumps(answer, indent=2))
 
 
-def _as_json(entry: CheckpointEntry) -> dict[str, Any]:
+def _entry_json(entry: CheckpointEntry) -> dict[str, Any]:
     manifest = entry.manifest
-    held = manifest.model_dump(mode="json", exclude={"files", "fingerprint"}) if manifest else {}
+    fields = manifest.model_dump(mode="json", exclude={"files", "fingerprint"}) if manifest else {}
     return {
         "path": entry.replica_url or str(entry.directory),
-        **held,
+        **fields,
         "files": len(manifest.files) if manifest else None,
         "bytes": entry.num_bytes if manifest else None,
         "verified": None if entry.faults is None else not entry.faults,
@@ -435,37 +440,27 @@ def _as_json(entry: CheckpointEntry) -> dict[str, Any]:
     }
 
 
-def _print(entries: list[CheckpointEntry]) -> None:
-    import time
+def _print_table(entries: list[CheckpointEntry]) -> None:
+    from datetime import datetime
 
     from slurmllm.tables import print_table
 
     rows = []
     for entry in entries:
         manifest = entry.manifest
-        saved = time.localtime(manifest.saved_at) if manifest else None
         state = "not checked" if entry.faults is None else "; ".join(entry.faults) or "verified"
         if entry.replica_url is not None:
-            state = f"copy in {entry.replica_url}"
-        rows.append(
-            (
-                str(int(entry.directory.name.rpartition("_")[2])),
-                time.strftime("%Y-%m-%d %H:%M:%S", saved) if saved else "",
-                _size(entry.num_bytes) if manifest else "",
-                str(manifest.attempt) if manifest else "",
-                str(manifest.world_size) if manifest else "",
-                state,
-            )
-        )
+            state = f"replica in {entry.replica_url}"
+        values = ("", "", "", "")
+        if manifest is not None:
+            saved = f"{datetime.fromtimestamp(manifest.saved_at):%Y-%m-%d %H:%M:%S}"
+            size = format_bytes(entry.num_bytes)
+            values = (saved, size, str(manifest.attempt), str(manifest.world_size))
+        rows.append((str(int(entry.directory.name.rpartition("_")[2])), *values, state))
     print_table(("step", "saved", "size", "attempt", "workers", "state"), rows, fold="state")
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def _parameters(pieces: Iterable[Any]) -> str:
+def _parameters(mappings: Iterable[TensorMapping]) -> str:
     import math
 
-    count = sum(math.prod(piece.shape) for piece in pieces)
-    return f"{count / 1e9:.2f}B parameters" if count >= 1e9 else f"{count / 1e6:.1f}M parameters"
+    return f"{format_count(sum(math.prod(one.shape) for one in mappings))} parameters"
