@@ -158,7 +158,8 @@ def import_(source: Path, out: str, dtype: str, shard_size: str, as_json: bool) 
             "bytes": num_bytes,
             "seconds": round(seconds, 3),
         }
-        return _print_json(answer)
+        _print_json(answer)
+        return
     click.echo(
         f"{target}: {plan.config.architecture}, {_parameters(plan.mappings)}, "
         f"{format_bytes(num_bytes)} in {num_files} files, {seconds:.1f} s"
@@ -226,7 +227,8 @@ def export(
             "bytes": num_bytes,
             "seconds": round(seconds, 3),
         }
-        return _print_json(answer)
+        _print_json(answer)
+        return
     click.echo(
         f"{target}: {_parameters(plan.mappings)}, {format_bytes(num_bytes)} of weights in "
         f"{sum(name.endswith('.safetensors') for name in names)} file(s), from {directory}, "
@@ -314,7 +316,8 @@ def convert(
             "bytes": num_bytes,
             "seconds": round(seconds, 3),
         }
-        return _print_json(answer)
+        _print_json(answer)
+        return
     click.echo(
         f"{target}: step {manifest.step}, {plan.precision}, {format_bytes(num_bytes)} in "
         f"{num_files} files, from {directory}, {seconds:.1f} s"
