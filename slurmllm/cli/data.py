@@ -1,4 +1,4 @@
-"""`slurmllm data`: make the corpus that training reads."""
+"""`slurmllm data`: build and inspect a corpus."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from slurmllm.corpus.inputs import InputFile
     from slurmllm.corpus.options import TokenizeOptions
 
-# More processes than this read faster than a disk writes, and take memory.
+# More processes read faster than a disk writes, and need memory.
 _DEFAULT_WORKERS = 4
 _DEFAULT_JOBS = 16
 
 
 def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say how input files become documents."""
+    """The options shared by the commands that read input files."""
     options = [
         click.argument("inputs", metavar="[INPUT]...", nargs=-1),
         click.option(
@@ -37,28 +37,28 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(["auto", "text", "jsonl", "csv", "parquet", "arrow"]),
             default="auto",
             show_default=True,
-            help="How the files are coded; auto reads it off their endings.",
+            help="Format of the files; auto derives it from their endings.",
         ),
         click.option(
             "--text-by",
             type=click.Choice(["paragraph", "document", "line"]),
             default="paragraph",
             show_default=True,
-            help="What a document of a text file is: the lines between blank ones, the whole "
-            "file, or a line.",
+            help="The document of a text file: the lines between blank ones, the whole file, or "
+            "a line.",
         ),
         click.option(
             "--text-key",
             default="text",
             show_default=True,
-            help="Field (JSON lines) or column (CSV, Parquet, Arrow) that holds the text.",
+            help="Field (JSON lines) or column (CSV, Parquet, Arrow) of the text.",
         ),
         click.option(
             "--skip-bad",
             is_flag=True,
-            help="Leave out and count what cannot be read, instead of stopping there.",
+            help="Skip and count unreadable input instead of failing.",
         ),
-        click.option("--overwrite", is_flag=True, help="Replace --out if it is there."),
+        click.option("--overwrite", is_flag=True, help="Replace --out if it exists."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
     ]
     for option in reversed(options):
@@ -67,9 +67,9 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def named_inputs(
-    inputs: tuple[str, ...], files_from: str | None, format_: Any, leave_out: list[Path]
+    inputs: tuple[str, ...], files_from: str | None, format_: Any, exclude: list[Path]
 ) -> list[InputFile]:
-    """The files that the arguments and --files-from name.
+    """Find the files named by the arguments and --files-from.
 
     Raises:
         click.UsageError: neither is given.
@@ -83,14 +83,14 @@ def named_inputs(
     return find_inputs(
         [*inputs, *listed],
         format_,
-        leave_out=leave_out,
+        exclude=exclude,
         on_note=lambda note: click.echo(note, err=True),
     )
 
 
 @click.group()
 def data() -> None:
-    """Make the corpus that training reads."""
+    """Build and inspect the corpus that training reads."""
 
 
 data.add_command(inspect)
@@ -112,27 +112,27 @@ data.add_command(inspect)
     type=click.IntRange(min=0),
     default=0,
     metavar="N",
-    help="Leave out documents of fewer than N characters.",
+    help="Skip documents of fewer than N characters.",
 )
-@click.option("--dedup", is_flag=True, help="Leave out documents whose text came before.")
+@click.option("--dedup", is_flag=True, help="Skip documents with the same text as an earlier one.")
 @click.option(
     "--tokenize",
     "tokenizer",
     metavar="TOKENIZER",
     type=click.Path(path_type=Path),
-    help="Write token ids for Megatron instead, --out.bin and --out.idx, by this tokenizer.json.",
+    help="Write token ids of this tokenizer.json for Megatron, --out.bin and --out.idx.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["uint16", "int32"]),
-    help="Of token ids.  [default: uint16 where all of the tokenizer's ids fit]",
+    help="Type of the token ids.  [default: uint16 if all of the tokenizer's ids fit]",
 )
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Processes that read, or Slurm jobs at a time.  "
-    f"[default: one a CPU, at most {_DEFAULT_WORKERS} without --tokenize; {_DEFAULT_JOBS} jobs]",
+    help="Number of reading processes, or of Slurm jobs at a time.  "
+    f"[default: one per CPU, at most {_DEFAULT_WORKERS} without --tokenize; {_DEFAULT_JOBS} jobs]",
 )
 @click.option("--slurm", is_flag=True, help="Read in Slurm jobs instead of processes here.")
 @click.option("--partition", help="Slurm partition.")
@@ -146,7 +146,7 @@ data.add_command(inspect)
     "--out",
     required=True,
     type=click.Path(path_type=Path),
-    help="The corpus, an Arrow file; its manifest is written beside it.",
+    help="The corpus, an Arrow file; its manifest is written next to it.",
 )
 def build(
     inputs: tuple[str, ...],
@@ -175,8 +175,8 @@ def build(
     """Build an Arrow corpus from text, JSON lines, CSV, Parquet, Arrow or datasets folders.
 
     INPUT is a file, a folder (read to any depth) or a quoted glob. All but Parquet may be
-    compressed (.gz .zst .bz2 .xz). A build that was stopped goes on where it was when the same
-    command is given again.
+    compressed (.gz .zst .bz2 .xz). An interrupted build continues when the same command is run
+    again.
     """
     from time import monotonic
 
@@ -197,13 +197,13 @@ def build(
     if (prompt_key is None) != (completion_key is None):
         raise click.UsageError("--prompt-key and --completion-key go together")
     if tokenizer is None and dtype is not None:
-        raise click.UsageError("--dtype says how --tokenize writes token ids; add --tokenize")
+        raise click.UsageError("--dtype is the type of token ids; add --tokenize")
     if tokenizer is not None and prompt_key is not None:
         raise click.UsageError("--tokenize writes plain text; leave out --prompt-key")
-    asked = {"partition": partition, "account": account, "qos": qos, "time": time}
-    for_slurm = {name: value for name, value in asked.items() if value is not None}
+    given = {"partition": partition, "account": account, "qos": qos, "time": time}
+    for_slurm = {name: value for name, value in given.items() if value is not None}
     if for_slurm and not slurm:
-        raise click.UsageError(f"--{next(iter(for_slurm))} is of Slurm jobs; add --slurm")
+        raise click.UsageError(f"--{next(iter(for_slurm))} applies to Slurm jobs; add --slurm")
     outputs = output_paths(out, tokenize=tokenizer is not None)
     for path in outputs:
         refuse_existing(path, overwrite or renaming_interrupted(outputs[0]))
@@ -227,7 +227,7 @@ def build(
             overwrite=overwrite,
             workers=workers,
             slurm=SlurmOptions(**for_slurm) if slurm else None,
-            listeners=BuildCallbacks(
+            callbacks=BuildCallbacks(
                 on_read=lambda done: show("reading", done, total),
                 on_join=lambda done, of: show("writing", done, of),
                 on_note=lambda note: click.echo(note, err=True),
@@ -236,9 +236,22 @@ def build(
     seconds = monotonic() - begun
     report_bad(built.manifest.bad, built.manifest.bad_examples)
     if as_json:
-        click.echo(json.dumps(_summary(built, manifest_file, seconds)))
+        corpus, *others = map(str, built.outputs)
+        result = {
+            "corpus": corpus,
+            **({"index": others[0]} if others else {}),
+            "manifest": str(manifest_file),
+            **built.manifest.model_dump(exclude={"inputs"}, exclude_none=True),
+            "inputs": len(built.manifest.inputs),
+            "seconds": round(seconds, 3),
+            "peak_memory_bytes": built.peak_memory_bytes,
+            "workers": built.workers,
+            "shards": built.shards,
+            "continued": built.continued,
+        }
+        click.echo(json.dumps(result))
     else:
-        _print(built, manifest_file, seconds)
+        _print_build(built, manifest_file, seconds)
 
 
 def _tokenize_options(tokenizer: Path, dtype: Any) -> TokenizeOptions:
@@ -256,23 +269,7 @@ def _tokenize_options(tokenizer: Path, dtype: Any) -> TokenizeOptions:
     return TokenizeOptions(tokenizer, encoder.fingerprint, dtype or fitting)
 
 
-def _summary(built: BuildResult, manifest_file: Path, seconds: float) -> dict[str, Any]:
-    corpus, *others = map(str, built.outputs)
-    return {
-        "corpus": corpus,
-        **({"index": others[0]} if others else {}),
-        "manifest": str(manifest_file),
-        **built.manifest.model_dump(exclude={"inputs"}, exclude_none=True),
-        "inputs": len(built.manifest.inputs),
-        "seconds": round(seconds, 3),
-        "peak_memory_bytes": built.peak_memory_bytes,
-        "workers": built.workers,
-        "shards": built.shards,
-        "continued": built.continued,
-    }
-
-
-def _print(built: BuildResult, manifest_file: Path, seconds: float) -> None:
+def _print_build(built: BuildResult, manifest_file: Path, seconds: float) -> None:
     manifest = built.manifest
     files = len(manifest.inputs)
     tokens = "" if manifest.tokens is None else f"{manifest.tokens:,} tokens, "
@@ -282,21 +279,21 @@ def _print(built: BuildResult, manifest_file: Path, seconds: float) -> None:
         f"from {files:,} file{'s' if files != 1 else ''} in {seconds:.1f} s, "
         f"with {built.peak_memory_bytes / 1e6:,.0f} MB of memory"
     )
-    left_out = {
+    skipped = {
         "blank": manifest.empty,
         "short": manifest.short,
         "duplicate": manifest.duplicates,
     }
-    if any(left_out.values()):
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in left_out.items() if count)
-        click.echo(f"left out: {counts}")
+    if any(skipped.values()):
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in skipped.items() if count)
+        click.echo(f"skipped: {counts}")
     click.echo(f"{manifest_file}: manifest")
 
 
 def report_bad(count: int, examples: tuple[str, ...]) -> None:
-    """Say on stderr what was left out."""
+    """Print the number of unreadable documents and examples to stderr."""
     if count:
         plural = "s; the first are" if count > 1 else ""
-        click.echo(f"left out {count:,} unreadable document{plural}:", err=True)
+        click.echo(f"skipped {count:,} unreadable document{plural}:", err=True)
         for example in examples[:5]:
             click.echo(f"  {example}", err=True)

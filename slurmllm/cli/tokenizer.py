@@ -13,7 +13,7 @@ from slurmllm.cli.data import input_options, named_inputs, report_bad
 
 @click.group()
 def tokenizer() -> None:
-    """Make a tokenizer."""
+    """Train a tokenizer."""
 
 
 @tokenizer.command()
@@ -42,7 +42,7 @@ def train(
     out: Path,
     vocab_size: int,
 ) -> None:
-    """Train a byte-level BPE tokenizer on what `slurmllm data build` reads, or what it made.
+    """Train a byte-level BPE tokenizer on a corpus, or on files that `slurmllm data build` reads.
 
     INPUT is a file, a folder (read to any depth) or a quoted glob.
     """
@@ -60,9 +60,9 @@ def train(
     refuse_existing(out, overwrite)
     files = named_inputs(inputs, files_from, format_, [out])
     options = ReadOptions(text_by=text_by, text_key=text_key, skip_bad=skip_bad)
-    faults = InputErrors(skip_bad)
+    errors = InputErrors(skip_bad)
     with input_progress("reading", sum(file.size_bytes for file in files)) as on_progress:
-        texts = DocumentStream(files, options, faults, on_progress)
+        texts = DocumentStream(files, options, errors, on_progress)
         content = train_tokenizer(texts, vocab_size)
     if not texts.documents:
         raise DataError(
@@ -70,11 +70,11 @@ def train(
             f"{files[0].name}: see --format and --text-key"
         )
     write_atomic(out, content)
-    report_bad(faults.count, tuple(faults.examples))
+    report_bad(errors.count, tuple(errors.examples))
     entries = vocab_size_of(content)
     if entries < vocab_size:
         click.echo(
-            f"the text gives {entries} entries, fewer than --vocab-size {vocab_size}", err=True
+            f"the text yields {entries} entries, fewer than --vocab-size {vocab_size}", err=True
         )
     if as_json:
         summary = {
@@ -83,7 +83,7 @@ def train(
             "end_of_document": END_OF_DOCUMENT,
             "documents": texts.documents,
             "inputs": len(files),
-            "bad": faults.count,
+            "bad": errors.count,
         }
         click.echo(json.dumps(summary))
         return

@@ -1,12 +1,14 @@
-"""From files of many kinds to one corpus file (`slurmllm data build`).
+"""From input files of many kinds to one corpus (`slurmllm data build`, `data inspect`).
 
-1. `inputs.py` finds the files and fixes their order; `shards.py` cuts them into runs of files.
-2. `shard.py` reads one run with `readers/`, cleans it (`cleaning.py`) and writes its columns, in
-   a process of this machine (`local_workers.py`) or in a Slurm job (`slurm_workers.py`).
-3. `duplicates.py` finds the documents that came before.
-4. `join.py` streams the columns of all runs into one Arrow record batch, or `megatron.py` into
-   one `.bin` and `.idx`; neither holds more than a few megabytes.
+1. `inputs.py` finds the files and fixes their order.
+2. `shard.py` groups them into shards, reads each with `readers/` and `decompress.py`, cleans the
+   documents (`cleaning.py`) and writes them as columns; `workers.py` does so in this process, in
+   worker processes or in Slurm jobs.
+3. `finished_shard.py` reads the columns back, verifies them and marks duplicates.
+4. `join.py` streams the columns of all shards into one Arrow record batch (`arrow_output.py`) or
+   into Megatron's `.bin` and `.idx` (`megatron_output.py`), a few megabytes at a time.
 
-`corpus.py` runs the steps; what is finished stays in the work folder (`work.py`) until the corpus
-is there.
+`build.py` runs these steps and writes the manifest. Finished shards stay in the work folder
+(`work_folder.py`) until the corpus is complete, so that an interrupted build continues.
+`inspection.py` counts a corpus, `builtin.py` makes the `stdlib` corpus. Nothing imports torch.
 """

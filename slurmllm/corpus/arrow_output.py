@@ -1,8 +1,8 @@
 """The corpus as an Arrow IPC file of one record batch, larger than memory.
 
-Arrow writes the file, with buffers that hold nothing: parts of a sparse file mapped into memory,
-of the right sizes, which are never read. Where Arrow hands such a buffer to the file, the content
-is streamed instead. So schema, metadata and footer are Arrow's own.
+Arrow writes the file from placeholder buffers: slices of a memory-mapped sparse file, of the right
+sizes, which are never read. When Arrow passes such a buffer to the sink, its content is streamed
+instead. Schema, metadata and footer are therefore Arrow's own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import mmap
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,6 @@ import pyarrow.ipc
 from slurmllm.corpus.finished_shard import FinishedShard
 from slurmllm.corpus.output import OutputFile, write_error
 from slurmllm.corpus.work_folder import WorkFolder
-
-# What a buffer holds, part after part.
-Content = Callable[[], Iterator[Any]]
 
 
 def schema(columns: Sequence[str]) -> pa.Schema:
@@ -46,15 +44,15 @@ def write_arrow(
     work: WorkFolder,
     on_progress: Callable[[int], None],
 ) -> pa.Schema:
-    """Write the documents of all shards that stay.
+    """Write the kept documents of all shards.
 
     Args:
-        file: What to write to.
+        file: The output.
         shards: In their order.
-        documents: How many stay.
-        sizes: Bytes of text in each column of it.
-        inputs: The names of all input files.
-        work: Where a scratch file goes, which takes no space.
+        documents: Number of kept documents.
+        sizes: Bytes of text in each of its columns.
+        inputs: Names of all input files.
+        work: Folder for a sparse scratch file, which takes no space.
         on_progress: Called with the bytes written.
 
     Returns:
@@ -64,13 +62,15 @@ def write_arrow(
         StorageError: the file system refused, or a shard is damaged.
     """
     columns = list(sizes)
-    contents: list[tuple[int, Content]] = []
+    # Size and content of each buffer: for each column offsets and text, then ids and sources.
+    contents: list[tuple[int, Iterator[Any]]] = []
     for column in columns:
         contents.append(((documents + 1) * 8, _offsets(shards, column)))
-        contents.append((sizes[column], _texts(shards, column)))
-    contents.append((documents * 8, _ids(shards)))
-    contents.append((documents * 4, _inputs(shards)))
-    # Of the offsets Arrow looks at the last, to see how much text there is.
+        contents.append((sizes[column], chain.from_iterable([s.contents(column) for s in shards])))
+    ids = chain.from_iterable(shard.values("id", np.uint64) for shard in shards)
+    contents.append((documents * 8, ids))
+    contents.append((documents * 4, chain.from_iterable(shard.inputs() for shard in shards)))
+    # Of the offsets Arrow reads only the last, which is the size of the text.
     last = {2 * index: sizes[column] for index, column in enumerate(columns)}
     with tempfile.TemporaryFile(dir=work.path) as sparse:
         try:
@@ -86,12 +86,13 @@ def write_arrow(
             )
             for index in range(len(columns))
         ]
-        ids, numbers = (
+        id_array, sources = (
             pa.Array.from_buffers(kind, documents, [None, buffer], null_count=0)
             for kind, buffer in zip((pa.uint64(), pa.int32()), buffers[-2:], strict=True)
         )
         names = pa.array(inputs, pa.large_string())
-        arrays += [ids, pa.DictionaryArray.from_arrays(numbers, names, safe=False)]
+        # safe=False: checking the indices would read the placeholder.
+        arrays += [id_array, pa.DictionaryArray.from_arrays(sources, names, safe=False)]
         streamed = {
             (buffer.address, buffer.size): content
             for buffer, (_, content) in zip(buffers, contents, strict=True)
@@ -100,17 +101,23 @@ def write_arrow(
         sink = _StreamedFile(file, streamed, on_progress)
         with pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
-    assert not sink.missing, "Arrow wrote the buffers in a form that was not expected"
+    assert not sink.missing, "Arrow did not write the buffers as they were passed"
     return batch.schema
 
 
 class _StreamedFile(io.RawIOBase):
-    """A file in which some buffers are replaced by what their contents yield."""
+    """A file that writes the streamed content of a buffer in its place.
+
+    Args:
+        file: The output.
+        contents: Content of the buffers, by their address and size.
+        on_progress: Called with the bytes written.
+    """
 
     def __init__(
         self,
         file: OutputFile,
-        contents: dict[tuple[int, int], Content],
+        contents: dict[tuple[int, int], Iterator[Any]],
         on_progress: Callable[[int], None],
     ) -> None:
         self._file, self._contents, self._on_progress = file, contents, on_progress
@@ -126,56 +133,41 @@ class _StreamedFile(io.RawIOBase):
         key = (data.address, data.size) if isinstance(data, pa.Buffer) else None
         if key not in self._contents:
             return self._file.write(data)
-        begin = self._file.tell()
-        for part in self._contents[key]():
+        begin = self._file.size_bytes
+        for part in self._contents[key]:
             self._file.write(part)
-            self._on_progress(self._file.tell())
+            self._on_progress(self._file.size_bytes)
         self.missing.discard(key)
-        written = self._file.tell() - begin
+        written = self._file.size_bytes - begin
         assert written == data.size, f"{written} bytes for a buffer of {data.size}"
         return written
 
 
 def _placeholders(sparse: Any, sizes: Sequence[int], last: dict[int, int]) -> list[pa.Buffer]:
-    """Buffers of some sizes that take no memory.
+    """Buffers that take no memory.
 
     Args:
         sparse: An empty file.
-        sizes: In bytes.
-        last: For some of the buffers, by index, the int64 at their end.
+        sizes: Sizes of the buffers, bytes.
+        last: The int64 at the end of some buffers, by the buffer's index.
     """
-    # A page each at least, so that no two begin at one address.
-    places = np.cumsum([0, *(-(-(size + 1) // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)])
-    sparse.truncate(int(places[-1]))
+    # A page each at least, so that no two begin at the same address.
+    begins = np.cumsum([0, *(-(-(size + 1) // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)])
+    sparse.truncate(int(begins[-1]))
     for index, value in last.items():
-        sparse.seek(int(places[index]) + sizes[index] - 8)
+        sparse.seek(int(begins[index]) + sizes[index] - 8)
         sparse.write(value.to_bytes(8, "little"))
     sparse.flush()
-    whole = pa.py_buffer(mmap.mmap(sparse.fileno(), int(places[-1]), access=mmap.ACCESS_READ))
-    return [whole.slice(int(place), size) for place, size in zip(places, sizes, strict=False)]
+    whole = pa.py_buffer(mmap.mmap(sparse.fileno(), int(begins[-1]), access=mmap.ACCESS_READ))
+    return [whole.slice(int(begin), size) for begin, size in zip(begins, sizes, strict=False)]
 
 
-def _offsets(shards: Sequence[FinishedShard], column: str) -> Content:
-    def content() -> Iterator[npt.NDArray[np.int64]]:
-        end = 0
-        yield np.zeros(1, np.int64)
-        for shard in shards:
-            for lengths in shard.values(f"{column}.lengths", np.int64):
-                if len(lengths):
-                    offsets = np.cumsum(lengths) + end
-                    end = int(offsets[-1])
-                    yield offsets
-
-    return content
-
-
-def _texts(shards: Sequence[FinishedShard], column: str) -> Content:
-    return lambda: (part for shard in shards for part in shard.contents(column))
-
-
-def _ids(shards: Sequence[FinishedShard]) -> Content:
-    return lambda: (part for shard in shards for part in shard.values("id", np.uint64))
-
-
-def _inputs(shards: Sequence[FinishedShard]) -> Content:
-    return lambda: (part for shard in shards for part in shard.inputs())
+def _offsets(shards: Sequence[FinishedShard], column: str) -> Iterator[npt.NDArray[np.int64]]:
+    end = 0
+    yield np.zeros(1, np.int64)
+    for shard in shards:
+        for lengths in shard.values(f"{column}.lengths", np.int64):
+            if len(lengths):
+                offsets = np.cumsum(lengths) + end
+                end = int(offsets[-1])
+                yield offsets

@@ -1,7 +1,7 @@
 """Input files → one corpus and its manifest, with bounded memory: the steps in their order.
 
-The corpus appears under its name whole or not at all. What was read for one that could not be
-finished stays in the work folder, and the next build goes on from there.
+The corpus appears under its name complete or not at all. Shards that an unfinished build has read
+stay in the work folder, and the next build continues from them.
 """
 
 from __future__ import annotations
@@ -34,226 +34,6 @@ from slurmllm.records import Record
 from slurmllm.slurm.arrays import SlurmOptions
 
 
-@dataclass(frozen=True)
-class BuildResult:
-    """A finished build.
-
-    Attributes:
-        manifest: As beside the corpus.
-        outputs: The files: the corpus, or .bin and .idx.
-        shards: How many there were.
-        continued: How many of them an earlier build had left.
-        workers: Processes that read; Slurm jobs at a time with Slurm.
-        peak_memory_bytes: Resident set: the largest of this process, and those of its workers
-            added to it; with Slurm, the largest of any process instead.
-    """
-
-    manifest: CorpusManifest
-    outputs: tuple[Path, ...]
-    shards: int
-    continued: int
-    workers: int
-    peak_memory_bytes: int
-
-
-def build_corpus(
-    files: Sequence[InputFile],
-    out: Path,
-    read: ReadOptions,
-    *,
-    clean: CleanOptions | None = None,
-    tokenize: TokenizeOptions | None = None,
-    format: FormatOption = "auto",
-    overwrite: bool = False,
-    workers: int = 1,
-    slurm: SlurmOptions | None = None,
-    listeners: BuildCallbacks | None = None,
-) -> BuildResult:
-    """Write a corpus and its manifest.
-
-    Args:
-        files: What to read, in the corpus's order.
-        out: The corpus; the manifest is written beside it (`manifest_path`).
-        read: How files become documents.
-        clean: What is changed or left out; nothing where left out.
-        tokenize: Write token ids (`token_files`) instead of an Arrow file.
-        format: What the files were found with, for the manifest.
-        overwrite: Whether to replace a corpus that is there.
-        workers: Processes that read; with one, this process reads.
-        slurm: Read in Slurm jobs, `workers` at a time.
-        listeners: Who wants to know how it goes.
-
-    Raises:
-        DataError: `out` exists, an input cannot be read, there is no text in any, or another
-            build writes the same file.
-        NodeError: a worker was killed.
-        SlurmError: a job failed, or Slurm refused it.
-        StorageError: the file system refused to write.
-    """
-    options = BuildOptions(read, clean or CleanOptions(), tokenize)
-    listeners = listeners or BuildCallbacks()
-    outputs = output_paths(out, tokenize=tokenize is not None)
-    if not files:
-        raise DataError("no input file")
-    shards = plan_shards(files, options)
-    work = WorkFolder.of(outputs[0])
-    overwrite = overwrite or (
-        renaming_interrupted(outputs[0]) and {shard.name for shard in shards} <= work.shard_names()
-    )
-    for path in outputs:
-        refuse_existing(path, overwrite)
-    with work.lock():
-        try:
-            there = _finished(shards, work, listeners.on_note)
-            peaks = _read(shards, there, work, workers, slurm, listeners)
-            finished = _load(shards, work)
-            names = [file.name for file in files]
-            endings = ("bin", "idx") if tokenize else ("arrow",)
-            with output_files([*outputs, manifest_path(outputs[0])], work) as opened:
-                by_ending = dict(zip(endings, opened, strict=False))
-                facts = join(finished, names, by_ending, options, work, listeners)
-                manifest = _manifest(files, finished, facts, options, format)
-                opened[-1].write(manifest.content())
-            work.remove()
-        except BaseException:
-            kept = work.shard_names()
-            work.empty_but(kept)
-            if not kept and not work.logs.exists() and not work.ready.exists():
-                work.remove()
-            raise
-    own = peak_bytes()
-    return BuildResult(
-        manifest=manifest,
-        outputs=outputs,
-        shards=len(shards),
-        continued=len(there),
-        workers=workers,
-        peak_memory_bytes=max([own, *peaks.values()]) if slurm else own + sum(peaks.values()),
-    )
-
-
-def output_paths(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
-    """The files that a build writes, without the manifest."""
-    return tuple(token_files(out)) if tokenize else (out,)
-
-
-def renaming_interrupted(corpus: Path) -> bool:
-    """Whether a build was killed when the corpus may have had its name and its manifest had not.
-
-    The same build may then replace the corpus, as it was its own or was to be replaced.
-    """
-    return WorkFolder.of(corpus).ready.exists() and not manifest_path(corpus).exists()
-
-
-def _finished(
-    shards: Sequence[Shard], work: WorkFolder, on_note: Callable[[str], None]
-) -> set[str]:
-    """The shards that are there already; removes all else from the work folder."""
-    names = work.shard_names()
-    there = {
-        shard.name
-        for shard in shards
-        if shard.name in names and load_shard(work.shard(shard.name), shard.options.read.skip_bad)
-    }
-    if there:
-        on_note(f"continuing: {len(there):,} of {len(shards):,} shards are there")
-    elif names:
-        on_note(
-            f"starting anew: the {len(names):,} shards in {work.path} are of other inputs or "
-            "options, or damaged"
-        )
-    work.empty_but(there)
-    return there
-
-
-def _read(
-    shards: Sequence[Shard],
-    there: set[str],
-    work: WorkFolder,
-    workers: int,
-    slurm: SlurmOptions | None,
-    listeners: BuildCallbacks,
-) -> dict[int, int]:
-    """Write the shards that are missing; the peak memory of each process, by its id."""
-    missing = [shard for shard in shards if shard.name not in there]
-    sizes = {shard.name: shard.size_bytes for shard in shards}
-    done = there.copy()
-    peaks: dict[int, int] = {}
-
-    def report(running: Mapping[str, int]) -> None:
-        begun = sum(min(count, sizes.get(name, 0)) for name, count in running.items())
-        listeners.on_read(sum(sizes[name] for name in done) + begun)
-
-    outcomes: Iterator[ShardResult]
-    if slurm is not None and missing:
-        outcomes = run_on_slurm(missing, work, workers, slurm, report, listeners.on_note)
-    elif workers > 1 and len(missing) > 1:
-        outcomes = run_locally(missing, work, min(workers, len(missing)), report)
-    else:
-        outcomes = run_here(missing, work, report)
-    for outcome in outcomes:
-        outcome.raise_error()
-        done.add(outcome.shard)
-        if outcome.process != os.getpid():
-            peaks[outcome.process] = max(peaks.get(outcome.process, 0), outcome.peak_bytes)
-        report({})
-    return peaks
-
-
-def _load(shards: Sequence[Shard], work: WorkFolder) -> list[FinishedShard]:
-    finished = []
-    first_input = 0
-    for shard in shards:
-        record = load_shard(work.shard(shard.name), shard.options.read.skip_bad)
-        assert record is not None, f"shard {shard.name} is gone"
-        finished.append(FinishedShard(work.shard(shard.name), record, first_input))
-        first_input += len(shard.files)
-    return finished
-
-
-def _manifest(
-    files: Sequence[InputFile],
-    shards: Sequence[FinishedShard],
-    facts: JoinResult,
-    options: BuildOptions,
-    format: FormatOption,
-) -> CorpusManifest:
-    read, cleaning, tokenize = options.read, options.clean, options.tokenize
-    records = [shard.record for shard in shards]
-    examples = [example for record in records for example in record.bad_examples]
-    read_inputs = [entry for record in records for entry in record.inputs]
-    outputs: dict[str, Any] = {}
-    for ending, (size, sha256) in facts.files.items():
-        outputs |= {f"{ending}_bytes": size, f"{ending}_sha256": sha256}
-    return CorpusManifest(
-        **outputs,
-        documents=facts.documents,
-        text_bytes=facts.text_bytes,
-        columns=facts.columns,
-        tokens=facts.tokens,
-        tokenizer=str(tokenize.tokenizer) if tokenize else None,
-        tokenizer_fingerprint=tokenize.fingerprint if tokenize else None,
-        dtype=tokenize.dtype if tokenize else None,
-        format=format,
-        text_by=read.text_by,
-        text_key=read.text_key,
-        prompt_key=read.prompt_key,
-        completion_key=read.completion_key,
-        normalize=cleaning.normalize,
-        min_chars=cleaning.min_chars,
-        dedup=cleaning.dedup,
-        empty=sum(record.empty for record in records),
-        short=sum(record.short for record in records),
-        duplicates=facts.duplicates,
-        bad=sum(record.bad for record in records),
-        bad_examples=tuple(examples[:ERROR_EXAMPLES]),
-        inputs=tuple(
-            CorpusInput(path=file.name, bytes=file.size_bytes, documents=count, xxh3=entry.xxh3)
-            for file, count, entry in zip(files, facts.by_input, read_inputs, strict=True)
-        ),
-    )
-
-
 class CorpusInput(Record):
     """One input file."""
 
@@ -267,7 +47,10 @@ class CorpusInput(Record):
 
 
 class CorpusManifest(Record):
-    """`<corpus>.json`: what a corpus holds."""
+    """`<corpus>.json`: inputs, options and counts of a build.
+
+    Equal inputs and options give equal bytes, so it has neither time nor memory of the build.
+    """
 
     version: Literal[1, 2] = 2
     documents: int
@@ -291,18 +74,235 @@ class CorpusManifest(Record):
     normalize: str = Field(default="none", description="--normalize")
     min_chars: int = Field(default=0, description="--min-chars")
     dedup: bool = Field(default=False, description="--dedup")
-    empty: int = Field(description="documents left out because they held no text")
-    short: int = Field(default=0, description="left out by --min-chars")
-    duplicates: int = Field(default=0, description="left out by --dedup")
-    bad: int = Field(description="documents and files left out because they could not be read")
+    empty: int = Field(description="documents skipped because they held no text")
+    short: int = Field(default=0, description="skipped by --min-chars")
+    duplicates: int = Field(default=0, description="skipped by --dedup")
+    bad: int = Field(description="unreadable documents and files, skipped")
     bad_examples: tuple[str, ...] = Field(description="the first of them: file, place, reason")
     inputs: tuple[CorpusInput, ...] = Field(description="in the order they were read")
 
     def content(self) -> bytes:
-        """The file, without what does not apply."""
+        """The file's content, without fields that are None."""
         return (self.model_dump_json(indent=2, exclude_none=True) + "\n").encode()
 
 
 def manifest_path(corpus: Path) -> Path:
-    """Where the manifest of a corpus (`.arrow` or `.bin`) is."""
+    """The manifest of a corpus (`.arrow` or `.bin`)."""
     return corpus.with_name(corpus.name + ".json")
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """A finished build.
+
+    Attributes:
+        manifest: The corpus's manifest.
+        outputs: The corpus, or `.bin` and `.idx`.
+        shards: Number of shards.
+        continued: Number of shards that an earlier build had finished.
+        workers: Worker processes; with Slurm, jobs that ran at a time.
+        peak_memory_bytes: Resident set: the maximum of this process plus those of its workers;
+            with Slurm, the largest of any one process.
+    """
+
+    manifest: CorpusManifest
+    outputs: tuple[Path, ...]
+    shards: int
+    continued: int
+    workers: int
+    peak_memory_bytes: int
+
+
+def build_corpus(
+    files: Sequence[InputFile],
+    out: Path,
+    read: ReadOptions,
+    *,
+    clean: CleanOptions | None = None,
+    tokenize: TokenizeOptions | None = None,
+    format: FormatOption = "auto",
+    overwrite: bool = False,
+    workers: int = 1,
+    slurm: SlurmOptions | None = None,
+    callbacks: BuildCallbacks | None = None,
+) -> BuildResult:
+    """Write a corpus and its manifest.
+
+    Args:
+        files: Input files, in the corpus's order.
+        out: The corpus; the manifest is written next to it (`manifest_path`).
+        read: How files become documents.
+        clean: How documents are changed or filtered. None: not at all.
+        tokenize: Write token ids (`token_files`) instead of an Arrow file.
+        format: The `--format` that the files were found with, for the manifest.
+        overwrite: Whether to replace an existing corpus.
+        workers: Processes that read; with one, this process reads.
+        slurm: Read in Slurm jobs, `workers` at a time.
+        callbacks: Receive progress and notes.
+
+    Raises:
+        DataError: `out` exists, an input cannot be read, no input has text, or another build
+            writes the same file.
+        NodeError: a worker was killed.
+        SlurmError: a job failed, or Slurm refused it.
+        StorageError: the output cannot be written.
+    """
+    options = BuildOptions(read, clean or CleanOptions(), tokenize)
+    callbacks = callbacks or BuildCallbacks()
+    outputs = output_paths(out, tokenize=tokenize is not None)
+    if not files:
+        raise DataError("no input file")
+    shards = plan_shards(files, options)
+    work = WorkFolder.of(outputs[0])
+    overwrite = overwrite or (
+        renaming_interrupted(outputs[0]) and {shard.name for shard in shards} <= work.shard_names()
+    )
+    for path in outputs:
+        refuse_existing(path, overwrite)
+    with work.lock():
+        try:
+            done = _finished_shards(shards, work, callbacks.on_note)
+            peaks = _write_missing_shards(shards, done, work, workers, slurm, callbacks)
+            finished = []
+            first_input = 0
+            for shard in shards:
+                record = load_shard(work.shard(shard.name), read.skip_bad)
+                assert record is not None, f"shard {shard.name} is gone"
+                finished.append(FinishedShard(work.shard(shard.name), record, first_input))
+                first_input += len(shard.files)
+            names = [file.name for file in files]
+            endings = ("bin", "idx") if tokenize else ("arrow",)
+            with output_files([*outputs, manifest_path(outputs[0])], work) as opened:
+                by_ending = dict(zip(endings, opened, strict=False))
+                joined = join(finished, names, by_ending, options, work, callbacks)
+                manifest = _make_manifest(files, finished, joined, options, format)
+                opened[-1].write(manifest.content())
+            work.remove()
+        except BaseException:
+            # Also on Ctrl-C: keep finished shards for the next build, and nothing half-written.
+            kept = work.shard_names()
+            work.remove_except(kept)
+            if not kept and not work.logs.exists() and not work.ready.exists():
+                work.remove()
+            raise
+    own = peak_bytes()
+    return BuildResult(
+        manifest=manifest,
+        outputs=outputs,
+        shards=len(shards),
+        continued=len(done),
+        workers=workers,
+        peak_memory_bytes=max([own, *peaks.values()]) if slurm else own + sum(peaks.values()),
+    )
+
+
+def output_paths(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
+    """The files that a build writes, without the manifest."""
+    return tuple(token_files(out)) if tokenize else (out,)
+
+
+def renaming_interrupted(corpus: Path) -> bool:
+    """Whether a build was killed after it may have renamed the corpus, before its manifest.
+
+    The same build may then replace the corpus: it is its own, or was to be replaced.
+    """
+    return WorkFolder.of(corpus).ready.exists() and not manifest_path(corpus).exists()
+
+
+def _finished_shards(
+    shards: Sequence[Shard], work: WorkFolder, on_note: Callable[[str], None]
+) -> set[str]:
+    """Names of the shards that an earlier build finished; removes all else from the work folder."""
+    names = work.shard_names()
+    finished = {
+        shard.name
+        for shard in shards
+        if shard.name in names and load_shard(work.shard(shard.name), shard.options.read.skip_bad)
+    }
+    if finished:
+        on_note(f"continuing: {len(finished):,} of {len(shards):,} shards are finished")
+    elif names:
+        on_note(
+            f"starting over: the {len(names):,} shards in {work.path} are damaged or were read "
+            "from other inputs or with other options"
+        )
+    work.remove_except(finished)
+    return finished
+
+
+def _write_missing_shards(
+    shards: Sequence[Shard],
+    finished: set[str],
+    work: WorkFolder,
+    workers: int,
+    slurm: SlurmOptions | None,
+    callbacks: BuildCallbacks,
+) -> dict[int, int]:
+    """Write the unfinished shards; returns the peak memory of each worker by process id, bytes."""
+    missing = [shard for shard in shards if shard.name not in finished]
+    sizes = {shard.name: shard.size_bytes for shard in shards}
+    done = finished.copy()
+    peaks: dict[int, int] = {}
+
+    def report(running: Mapping[str, int]) -> None:
+        # A decompressor reads ahead, so a running shard may report more than its size.
+        begun = sum(min(count, sizes.get(name, 0)) for name, count in running.items())
+        callbacks.on_read(sum(sizes[name] for name in done) + begun)
+
+    results: Iterator[ShardResult]
+    if slurm is not None and missing:
+        results = run_on_slurm(missing, work, workers, slurm, report, callbacks.on_note)
+    elif workers > 1 and len(missing) > 1:
+        results = run_locally(missing, work, min(workers, len(missing)), report)
+    else:
+        results = run_here(missing, work, report)
+    for result in results:
+        result.raise_error()
+        done.add(result.shard)
+        if result.process != os.getpid():
+            peaks[result.process] = max(peaks.get(result.process, 0), result.peak_bytes)
+        report({})
+    return peaks
+
+
+def _make_manifest(
+    files: Sequence[InputFile],
+    shards: Sequence[FinishedShard],
+    joined: JoinResult,
+    options: BuildOptions,
+    format: FormatOption,
+) -> CorpusManifest:
+    read, cleaning, tokenize = options.read, options.clean, options.tokenize
+    records = [shard.record for shard in shards]
+    examples = [example for record in records for example in record.bad_examples]
+    read_inputs = [entry for record in records for entry in record.inputs]
+    outputs: dict[str, Any] = {}
+    for ending, (size, sha256) in joined.files.items():
+        outputs |= {f"{ending}_bytes": size, f"{ending}_sha256": sha256}
+    return CorpusManifest(
+        **outputs,
+        documents=joined.documents,
+        text_bytes=joined.text_bytes,
+        columns=joined.columns,
+        tokens=joined.tokens,
+        tokenizer=str(tokenize.tokenizer) if tokenize else None,
+        tokenizer_fingerprint=tokenize.fingerprint if tokenize else None,
+        dtype=tokenize.dtype if tokenize else None,
+        format=format,
+        text_by=read.text_by,
+        text_key=read.text_key,
+        prompt_key=read.prompt_key,
+        completion_key=read.completion_key,
+        normalize=cleaning.normalize,
+        min_chars=cleaning.min_chars,
+        dedup=cleaning.dedup,
+        empty=sum(record.empty for record in records),
+        short=sum(record.short for record in records),
+        duplicates=joined.duplicates,
+        bad=sum(record.bad for record in records),
+        bad_examples=tuple(examples[:ERROR_EXAMPLES]),
+        inputs=tuple(
+            CorpusInput(path=file.name, bytes=file.size_bytes, documents=count, xxh3=entry.xxh3)
+            for file, count, entry in zip(files, joined.by_input, read_inputs, strict=True)
+        ),
+    )

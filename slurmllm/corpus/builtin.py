@@ -1,7 +1,8 @@
 """The `stdlib` corpus: text that every machine with Python has, for demos and first runs.
 
-The sources of this Python's standard library, a paragraph a document, with the language reference
-that `help()` prints (`pydoc_data/topics.py`) among them; and a tokenizer trained on a part.
+It holds the sources of this Python's standard library, a paragraph a document, among them the
+language reference that `help()` prints (`pydoc_data/topics.py`). Its tokenizer is trained on a
+sample of them.
 """
 
 from __future__ import annotations
@@ -25,54 +26,50 @@ VOCAB_SIZE = 4096
 _MAX_BYTES = 12_000_000
 # Every n-th file trains the tokenizer: the vocabulary hardly differs, the time does.
 _TOKENIZER_STRIDE = 3
-# Tests, what is not Python's own, and what distributions leave out or package apart.
-_LEFT_OUT = frozenset(
+# Tests, third-party packages, and what distributions remove or package separately.
+_EXCLUDED_FOLDERS = frozenset(
     {
         *("test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "tkinter"),
         *("site-packages", "dist-packages", "__pycache__", "__phello__"),
     }
 )
 # Written by a distribution or an administrator, not by Python.
-_LEFT_OUT_FILES = frozenset({"sitecustomize.py", "usercustomize.py"})
+_EXCLUDED_FILES = frozenset({"sitecustomize.py", "usercustomize.py"})
 
 
 def ensure_stdlib(folder: Path) -> tuple[Path, Path]:
-    """Make corpus and tokenizer under `folder`, unless they are there.
+    """Make corpus and tokenizer under `folder`, unless they exist.
 
-    The names carry the Python version, and the same Python makes the same bytes, so processes
+    The names contain the Python version, and the same Python makes the same bytes, so processes
     that do this at the same time replace each other's files with equal ones.
 
     Returns:
         Paths of the corpus and of the tokenizer.
 
     Raises:
-        DataError: this Python keeps no sources on disk.
-        StorageError: the file system refused to write.
+        DataError: this Python has no sources on disk.
+        StorageError: the files cannot be written.
     """
     version = f"{sys.implementation.name}-{'.'.join(map(str, sys.version_info[:3]))}"
     corpus = folder / f"stdlib-{version}.arrow"
     tokenizer = folder / f"stdlib-{version}.tokenizer.json"
-    # Whole modules are so long that a short run would read a handful of them and little else.
+    # Paragraphs: a short run would read only a handful of whole modules.
     options = ReadOptions(text_by="paragraph", skip_bad=True)
     files: list[InputFile] = []
     if not corpus.is_file():
         files = _sources()
-        _build(files, corpus, options)
+        corpus.parent.mkdir(parents=True, exist_ok=True)
+        # In a folder of its own, since two builds of one output exclude each other.
+        with tempfile.TemporaryDirectory(prefix=".stdlib-", dir=corpus.parent) as temporary:
+            built = Path(temporary) / corpus.name
+            build_corpus(files, built, options)
+            manifest_path(built).replace(manifest_path(corpus))
+            built.replace(corpus)
     if not tokenizer.is_file():
         sample = (files or _sources())[::_TOKENIZER_STRIDE]
         texts = DocumentStream(sample, options, InputErrors(skip_bad=True))
         write_atomic(tokenizer, train_tokenizer(texts, VOCAB_SIZE))
     return corpus, tokenizer
-
-
-def _build(files: list[InputFile], corpus: Path, options: ReadOptions) -> None:
-    """Build apart, for two builds to one name keep each other out."""
-    corpus.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".stdlib-", dir=corpus.parent) as folder:
-        built = Path(folder) / corpus.name
-        build_corpus(files, built, options)
-        manifest_path(built).replace(manifest_path(corpus))
-        built.replace(corpus)
 
 
 def _sources() -> list[InputFile]:
@@ -87,7 +84,7 @@ def _sources() -> list[InputFile]:
         files.append(file)
     if not files:
         raise DataError(
-            f"no Python sources under {root}, so there is no `stdlib` corpus here; set "
+            f"no Python sources under {root}, so the `stdlib` corpus cannot be made here; set "
             "data.corpus and data.tokenizer to files made with `slurmllm data build` and "
             "`slurmllm tokenizer train`"
         )
@@ -97,8 +94,8 @@ def _sources() -> list[InputFile]:
 def _walk(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_dir():
-            # config-3.11-… and the like hold what this machine was compiled with.
-            if path.name not in _LEFT_OUT and not path.name.startswith(("config-", ".")):
+            # config-3.11-… holds the options that this Python was compiled with.
+            if path.name not in _EXCLUDED_FOLDERS and not path.name.startswith(("config-", ".")):
                 yield from _walk(path)
-        elif path.suffix == ".py" and path.name not in _LEFT_OUT_FILES and path.is_file():
+        elif path.suffix == ".py" and path.name not in _EXCLUDED_FILES and path.is_file():
             yield path

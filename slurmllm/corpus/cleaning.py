@@ -1,12 +1,10 @@
-"""Documents as read → documents as kept: normalized, and without blank and short ones."""
+"""Documents as read → documents as kept: normalized, without blank and short ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,10 +17,10 @@ class Cleaned(NamedTuple):
     """A chunk after cleaning.
 
     Attributes:
-        documents: Those kept.
-        empty: How many were left out because they are white space alone. Of prompts with
-            completions: because the completion is.
-        short: How many of the others were left out because they are short.
+        documents: The kept documents.
+        empty: Number of documents skipped because they (of prompts with completions: the
+            completions) are only white space.
+        short: Number of other documents skipped because they are short.
     """
 
     documents: Documents
@@ -31,13 +29,15 @@ class Cleaned(NamedTuple):
 
 
 def clean(documents: Documents, options: CleanOptions) -> Cleaned:
-    """Normalize a chunk of documents, and leave out what is blank or too short."""
+    """Normalize a chunk of documents, and skip blank and short ones."""
     if options.normalize != "none":
         form = options.normalize.upper()
         documents = tuple(pc.utf8_normalize(column, form) for column in documents)
-    blank = _blank(documents[-1])
-    keep = ~blank
-    empty = int(blank.sum())
+    last = documents[-1]
+    # utf8_is_space is false of an empty string.
+    blank = pc.or_(pc.utf8_is_space(last), pc.equal(pc.binary_length(last), 0))
+    keep = ~blank.to_numpy(zero_copy_only=False)
+    empty = len(keep) - int(keep.sum())
     short = 0
     if options.min_chars:
         chars = sum(pc.utf8_length(column).to_numpy() for column in documents)
@@ -48,14 +48,6 @@ def clean(documents: Documents, options: CleanOptions) -> Cleaned:
         mask = pa.array(keep)
         documents = tuple(column.filter(mask) for column in documents)
     return Cleaned(documents, empty, short)
-
-
-def _blank(column: pa.LargeStringArray) -> npt.NDArray[np.bool_]:
-    space = pc.utf8_is_space(column)  # not of an empty string
-    blank: npt.NDArray[np.bool_] = pc.or_(space, pc.equal(pc.binary_length(column), 0)).to_numpy(
-        zero_copy_only=False
-    )
-    return blank
 
 
 class DocumentStream:
@@ -69,19 +61,19 @@ class DocumentStream:
         self,
         files: Sequence[InputFile],
         options: ReadOptions,
-        faults: InputErrors,
+        errors: InputErrors,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
         self._files = files
         self._options = options
-        self._faults = faults
+        self._errors = errors
         self._on_progress = on_progress or (lambda _: None)
         self.documents = 0
 
     def __iter__(self) -> Iterator[str]:
         done_bytes = 0
         for file in self._files:
-            reader = DocumentReader(file, self._options, self._faults.add)
+            reader = DocumentReader(file, self._options, self._errors.add)
             for chunk in reader:
                 self._on_progress(done_bytes + reader.position_bytes)
                 (texts,) = clean(chunk, CleanOptions()).documents

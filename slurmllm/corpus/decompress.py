@@ -1,7 +1,7 @@
-"""An input file as a stream of unpacked bytes, digested on the way.
+"""An input file as a stream of decompressed bytes, hashed while it is read.
 
-What `gzip`, `zstd`, `bzip2` and `xz` join by appending is read to its end, and a stream that is
-cut or corrupt raises an OSError, whatever library unpacks it.
+Files of several compressed streams (`cat a.gz b.gz`) are read to their end. A cut or corrupt
+stream raises an OSError with every compression.
 """
 
 from __future__ import annotations
@@ -18,66 +18,69 @@ import xxhash
 
 from slurmllm.corpus.inputs import InputFile
 
-# What a decompressor is asked for at once: a fault costs no more text than this.
+# Bytes requested of a decompressor at once: an error loses no more text than this.
 _STEP_BYTES = 64 << 10
 _PACKED_STEP_BYTES = 64 << 10
 
 
-class _Unpacked(Protocol):
+class _Decompressed(Protocol):
     def read(self, nbytes: int, /) -> bytes: ...
 
 
 class OpenedInput(io.RawIOBase):
-    """One open input file; a Python file to whoever wants one.
+    """One open input file; a Python file for libraries that need one.
 
     Attributes:
         file: The file.
-        offset_bytes: How far into the file, as it lies on disk, reading has come. Decompressors
-            read up to 64 KiB ahead.
     """
 
     def __init__(self, file: InputFile) -> None:
         self.file = file
-        self._raw = _DigestedFile(file)
-        self._unpacked: _Unpacked = _unpack(self._raw, file)
-        self._fault: OSError | None = None
+        self._raw = _HashedFile(file)
+        self._stream: _Decompressed = self._raw
+        if file.compression == "xz":
+            self._stream = _XzStreams(self._raw)
+        elif file.compression is not None:
+            # Arrow's decompressors raise at a cut stream, which Python's zstandard ignores.
+            packed = pa.PythonFile(self._raw, "r")
+            self._stream = pa.CompressedInputStream(packed, file.compression)
+        self._error: OSError | None = None
         self._ahead: Future[bytes] | None = None
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def close(self) -> None:
-        """Close the file."""
-        self._wait()
+        self._join_thread()
         self._raw.close()
         super().close()
 
     @property
     def offset_bytes(self) -> int:
-        """Bytes of the file read so far."""
+        """Position in the file on disk; decompressors read up to 64 KiB ahead."""
         return self._raw.offset_bytes
 
     def read(self, size: int = -1) -> bytes:
-        """The next `size` bytes; fewer, but some, before a fault or the end; none at the end.
+        """The next `size` bytes; fewer, but some, before an error or the end; none at the end.
 
         Raises:
             OSError: the rest of the file cannot be read.
         """
         if self.file.compression is None:
             return self._raw.read(size)
-        if self._fault is not None:
-            raise self._fault
+        if self._error is not None:
+            raise self._error
         parts: list[bytes] = []
         while size > 0:
             try:
-                part = self._unpacked.read(min(size, _STEP_BYTES))
+                part = self._stream.read(min(size, _STEP_BYTES))
             except OSError as error:
                 if not parts:
                     raise
-                self._fault = error  # for the next call: what came before it is whole
+                self._error = error  # raised by the next call: what came before it is intact
                 break
             if not part:
+                # An empty compressed file is a cut one: even no text has a header.
                 if self.offset_bytes == 0:
                     raise OSError("Truncated compressed stream: the file is empty")
                 break
@@ -86,7 +89,7 @@ class OpenedInput(io.RawIOBase):
         return b"".join(parts)
 
     def blocks(self, size: int) -> Iterator[bytes]:
-        """All there is, `size` bytes at a time; a thread unpacks while the caller computes.
+        """All bytes, `size` at a time; a thread decompresses while the caller computes.
 
         Raises:
             OSError: the rest of the file cannot be read.
@@ -98,13 +101,13 @@ class OpenedInput(io.RawIOBase):
             yield data
 
     def checksum(self) -> str:
-        """xxh3-128 of the file as it lies on disk, in hexadecimal; reads what is left of it."""
-        self._wait()
+        """xxh3-128 of the file on disk, in hexadecimal; reads the rest of it."""
+        self._join_thread()
         while self._raw.read(1 << 20):
             pass
         return self._raw.digest.hexdigest()
 
-    def _wait(self) -> None:
+    def _join_thread(self) -> None:
         if self._ahead is not None:
             wait([self._ahead])
             self._ahead = None
@@ -112,11 +115,11 @@ class OpenedInput(io.RawIOBase):
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "unpack")
+    return ThreadPoolExecutor(1, "decompress")
 
 
-class _DigestedFile(io.RawIOBase):
-    """A file read from its beginning to its end, with the digest of what was read."""
+class _HashedFile(io.RawIOBase):
+    """A file read from beginning to end, with the digest of the bytes read."""
 
     def __init__(self, file: InputFile) -> None:
         self._stream = file.path.open("rb", buffering=0)
@@ -137,20 +140,10 @@ class _DigestedFile(io.RawIOBase):
         super().close()
 
 
-def _unpack(raw: _DigestedFile, file: InputFile) -> _Unpacked:
-    if file.compression is None:
-        return raw
-    if file.compression == "xz":
-        return _XzStreams(raw)
-    # Arrow's decompressors raise at a cut stream, which Python's zstandard passes over.
-    stream: _Unpacked = pa.CompressedInputStream(pa.PythonFile(raw, "r"), file.compression)
-    return stream
-
-
 class _XzStreams:
-    """One or more xz streams in a row; unlike lzma.open, no damage is taken for the end."""
+    """One or more xz streams in a row; unlike lzma.open, a damaged one is not taken for the end."""
 
-    def __init__(self, raw: _DigestedFile) -> None:
+    def __init__(self, raw: _HashedFile) -> None:
         self._raw = raw
         self._decompressor = lzma.LZMADecompressor()
         self._packed = b""

@@ -1,4 +1,9 @@
-"""The columns of a finished shard, read in parts of a few megabytes and verified on the way."""
+"""Columns of finished shards, read in parts of a few megabytes and verified on the way.
+
+Duplicates are found by their 128-bit digests in bounded memory: each shard's digests are sorted,
+run by run, so the digests of one range of values are found in every run by bisection, and a few
+million at a time are sorted together.
+"""
 
 from __future__ import annotations
 
@@ -17,72 +22,72 @@ from slurmllm.errors import StorageError
 
 _PART_BYTES = 8 << 20
 _PART_ROWS = 1 << 19
-
-Keep = npt.NDArray[np.bool_]
+# Digests sorted together, about.
+_AT_ONCE = 1 << 21
 
 
 class FinishedShard:
-    """A shard and which of its documents stay.
+    """A shard, and which of its documents are kept.
 
     Attributes:
-        record: What it holds.
-        first_input: Number of its first file among all inputs.
-        keep: bool [documents], None where all stay.
+        record: Contents of the shard.
+        first_input: Index of its first file among all inputs.
+        keep: bool [documents]; None if all are kept.
     """
 
     def __init__(self, folder: Path, record: ShardRecord, first_input: int) -> None:
         self.folder, self.record, self.first_input = folder, record, first_input
-        self.keep: Keep | None = None
+        self.keep: npt.NDArray[np.bool_] | None = None
 
     def values(self, column: str, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
-        """The values of a column that has one a document, of the documents that stay."""
+        """Values of the kept documents, of a column with one value a document."""
         itemsize = np.dtype(dtype).itemsize
         row = 0
         for data in self._read(column, _PART_ROWS * itemsize):
             part = np.frombuffer(data, dtype)
-            yield self._kept(part, row)
+            yield self._filter(part, row)
             row += len(part)
 
     def contents(self, column: str, itemsize: int = 1) -> Iterator[memoryview]:
-        """The content of a column of texts or tokens, of the documents that stay.
+        """Content of the kept documents, of a column of texts or tokens.
 
         Args:
             column: The column; its lengths are in the column `<column>.lengths`.
             itemsize: Bytes of one unit of length.
         """
         if self.keep is None:
-            for part in self._read(column, _PART_BYTES):
-                yield memoryview(part)
+            for data in self._read(column, _PART_BYTES):
+                yield memoryview(data)
             return
         row = 0
         with _VerifiedFile(self, column) as file:
-            for lengths in self._lengths(column):
-                ends = np.cumsum(lengths) * itemsize
+            for data in self._read(f"{column}.lengths", _PART_ROWS * 8):
+                ends = np.cumsum(np.frombuffer(data, np.int64)) * itemsize
                 begin = 0
-                while begin < len(lengths):
+                while begin < len(ends):
                     before = int(ends[begin - 1]) if begin else 0
                     end = int(np.searchsorted(ends, before + _PART_BYTES, side="right"))
                     end = max(end, begin + 1)
                     offsets = np.concatenate([[0], ends[begin:end] - before])
-                    yield from self._documents(file, offsets, row + begin)
+                    yield from self._kept_documents(file, offsets, row + begin)
                     begin = end
-                row += len(lengths)
+                row += len(ends)
 
     def inputs(self) -> Iterator[npt.NDArray[np.int32]]:
-        """For each document that stays, the number of its input among all."""
+        """For each kept document, the index of its input file among all."""
         row = 0
         for index, file in enumerate(self.record.inputs, start=self.first_input):
             for begin in range(0, file.documents, _PART_ROWS):
                 count = min(_PART_ROWS, file.documents - begin)
-                yield self._kept(np.full(count, index, np.int32), row)
+                yield self._filter(np.full(count, index, np.int32), row)
                 row += count
 
     def kept_length(self, column: str) -> int:
-        """The sum of the lengths of a column, of the documents that stay."""
+        """Sum of a column's lengths over the kept documents."""
         return sum(int(part.sum()) for part in self.values(f"{column}.lengths", np.int64))
 
     def kept_by_input(self) -> list[int]:
-        """How many documents stay of each input file."""
+        """Number of kept documents of each input file."""
         counts = [entry.documents for entry in self.record.inputs]
         if self.keep is None:
             return counts
@@ -93,28 +98,28 @@ class FinishedShard:
         ]
 
     def verify(self, column: str) -> None:
-        """Read a column through.
+        """Read a column to its end.
 
         Raises:
-            StorageError: it is not what was written.
+            StorageError: its content differs from what was written.
         """
         for _ in self._read(column, _PART_BYTES):
             pass
 
-    def _kept(self, part: npt.NDArray[Any], row: int) -> npt.NDArray[Any]:
+    def mapped(self, column: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A column as a memory map, not verified."""
+        return np.memmap(self.folder / column, dtype, "r")
+
+    def _filter(self, part: npt.NDArray[Any], row: int) -> npt.NDArray[Any]:
         return part if self.keep is None else part[self.keep[row : row + len(part)]]
 
-    def _lengths(self, column: str) -> Iterator[npt.NDArray[np.int64]]:
-        for data in self._read(f"{column}.lengths", _PART_ROWS * 8):
-            yield np.frombuffer(data, np.int64)
-
-    def _documents(
+    def _kept_documents(
         self, file: _VerifiedFile, offsets: npt.NDArray[np.int64], row: int
     ) -> Iterator[memoryview]:
-        """The kept ones of documents that lie one after the other in a file."""
+        """Content of the kept ones among the next documents of a file."""
         assert self.keep is not None
         keep = self.keep[row : row + len(offsets) - 1]
-        if len(keep) == 1:  # perhaps a gigabyte
+        if len(keep) == 1:  # longer than a part, perhaps a gigabyte: never held as a whole
             for part in file.parts(int(offsets[-1]), _PART_BYTES):
                 if keep[0]:
                     yield memoryview(part)
@@ -135,7 +140,7 @@ class FinishedShard:
 
 
 class _VerifiedFile:
-    """A column's file, which must turn out to be what was written."""
+    """A column's file; at its end the digest must be the one of the shard's record."""
 
     def __init__(self, shard: FinishedShard, column: str) -> None:
         self._expected = shard.record.columns[column]
@@ -163,26 +168,23 @@ class _VerifiedFile:
             yield self.read(min(part_bytes, size - begin))
 
     def _damaged(self) -> StorageError:
-        # So that the next build reads its inputs again.
+        # Without the shard, the next build reads its inputs again.
         shutil.rmtree(self._path.parent, ignore_errors=True)
         return StorageError(
-            f"{self._path} is not what was written: the disk or the machine failed in between; "
-            "start the same command again, which reads these inputs anew"
+            f"{self._path} differs from what was written: the disk or the machine failed in "
+            "between; start the same command again, which reads these inputs again"
         )
 
 
-_AT_ONCE = 1 << 21
-
-
 def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
-    """Set `keep` of all shards: of equal documents the first stays.
+    """Set `keep` of all shards: of equal documents the first is kept.
 
     Args:
         shards: In the order of the corpus.
-        scratch: A file to make, of one byte a document; to be removed when `keep` is not needed.
+        scratch: File to create, one byte a document; `keep` is mapped from it.
 
     Returns:
-        How many documents do not stay.
+        Number of duplicates.
     """
     for shard in shards:
         for column in (DIGEST_HIGH, DIGEST_LOW, DIGEST_ROW):
@@ -194,8 +196,9 @@ def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
     duplicates = 0
     ranges = -(-total // _AT_ONCE)
     for index in range(ranges):
+        # Digests are uniform, so equal ranges of the high half hold about equally many.
         low, high = index * 2**64 // ranges, (index + 1) * 2**64 // ranges - 1
-        found = _repeated(shards, firsts, np.uint64(low), np.uint64(high))
+        found = _find_duplicates(shards, firsts, np.uint64(low), np.uint64(high))
         keep[found] = False
         duplicates += len(found)
     for shard, first in zip(shards, firsts, strict=False):
@@ -203,35 +206,30 @@ def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
     return duplicates
 
 
-def _repeated(
+def _find_duplicates(
     shards: Sequence[FinishedShard],
     firsts: npt.NDArray[np.int64],
     least: np.uint64,
     most: np.uint64,
 ) -> npt.NDArray[np.int64]:
-    """Numbers of the documents that came before, of those with the high half in a range."""
+    """Indices of duplicates among the documents whose digest's high half is in a range."""
     highs: list[Digests] = []
     lows: list[Digests] = []
     documents: list[npt.NDArray[np.int64]] = []
     for shard, first in zip(shards, firsts, strict=False):
         begin = 0
         for length in shard.record.runs:
-            run = slice(begin, begin + length)
-            high = _mapped(shard, DIGEST_HIGH, np.uint64)[run]
+            high = shard.mapped(DIGEST_HIGH, np.uint64)[begin : begin + length]
             part = slice(
                 begin + int(np.searchsorted(high, least, side="left")),
                 begin + int(np.searchsorted(high, most, side="right")),
             )
-            highs.append(np.array(_mapped(shard, DIGEST_HIGH, np.uint64)[part]))
-            lows.append(np.array(_mapped(shard, DIGEST_LOW, np.uint64)[part]))
-            documents.append(_mapped(shard, DIGEST_ROW, np.int64)[part] + first)
+            highs.append(np.array(shard.mapped(DIGEST_HIGH, np.uint64)[part]))
+            lows.append(np.array(shard.mapped(DIGEST_LOW, np.uint64)[part]))
+            documents.append(shard.mapped(DIGEST_ROW, np.int64)[part] + first)
             begin += length
     high, low = np.concatenate(highs), np.concatenate(lows)
-    order = np.lexsort((low, high))  # stable: of equal ones, the first document comes first
+    order = np.lexsort((low, high))  # stable: of equal digests, the first document is first
     high, low = high[order], low[order]
-    again = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
-    return np.sort(np.concatenate(documents)[order[1:][again]])
-
-
-def _mapped(shard: FinishedShard, column: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    return np.memmap(shard.folder / column, dtype, "r")
+    repeated = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
+    return np.sort(np.concatenate(documents)[order[1:][repeated]])

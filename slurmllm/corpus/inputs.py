@@ -1,8 +1,9 @@
-"""Folders that Hugging Face's `Dataset.save_to_disk` makes, read without the `datasets` package.
+"""Input files: found from files, folders and globs, and classified by their endings.
 
-Such a folder holds Arrow stream files, named in their order by `state.json`; beside them may lie
-`cache-*.arrow` files, which are no part of it. A folder with `dataset_dict.json` holds one such
-folder a split; of a single split it stands for that.
+Folders made by Hugging Face's `Dataset.save_to_disk` are read without the `datasets` package. Such
+a folder holds Arrow stream files, listed in their order by `state.json`; `cache-*.arrow` files in
+it are not part of the dataset. A folder with `dataset_dict.json` holds one such folder per split;
+with a single split it is read as that split.
 """
 
 from __future__ import annotations
@@ -18,79 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slurmllm.errors import DataError
-
-STATE = "state.json"
-SPLITS = "dataset_dict.json"
-_INFO = "dataset_info.json"
-
-
-def is_dataset(names: list[str]) -> bool:
-    """Whether a folder with these file names may be a saved dataset, or several splits of one."""
-    return STATE in names or SPLITS in names
-
-
-def dataset_files(folder: Path) -> list[Path] | None:
-    """The Arrow files of a saved dataset in their order; None where the folder is something else.
-
-    Raises:
-        DataError: the folder holds several splits, or does not hold what its state says.
-    """
-    if (folder / SPLITS).is_file():
-        content = _load(folder / SPLITS)
-        splits = content.get("splits") if isinstance(content, dict) else None
-        if isinstance(splits, list) and len(splits) == 1:
-            return _split_files(folder / str(splits[0]))
-        if isinstance(splits, list) and splits:
-            choices = " or ".join(str(folder / str(split)) for split in splits)
-            raise DataError(
-                f"{folder} holds a dataset of several splits; name the one to read: {choices}"
-            )
-    if not (folder / STATE).is_file():
-        return None
-    content = _load(folder / STATE)
-    listed = content.get("_data_files") if isinstance(content, dict) else None
-    if not isinstance(listed, list):
-        return None
-    if content.get("_indices_data_files"):  # written by datasets 1: rows chosen by an index file
-        raise DataError(
-            f"{folder} keeps its rows in another order than its files do (`_indices_data_files` "
-            f"in {STATE}); save it again with `dataset.flatten_indices().save_to_disk(...)`"
-        )
-    paths = [folder / str(entry.get("filename")) for entry in listed if isinstance(entry, dict)]
-    for path in paths:
-        if not path.is_file():
-            raise DataError(f"{folder / STATE} names {path.name}, which is not there; copy it too")
-    return paths
-
-
-def _split_files(split: Path) -> list[Path]:
-    files = dataset_files(split)
-    if files is None:
-        raise DataError(
-            f"{split.parent / SPLITS} names the split {split.name}, which is not there as "
-            "`save_to_disk` leaves it; copy it too"
-        )
-    return files
-
-
-def describes_dataset(path: Path) -> bool:
-    """Whether a file is a saved dataset's own JSON, which is no text to train on."""
-    if path.name not in (STATE, SPLITS, _INFO):
-        return False
-    try:
-        return dataset_files(path.parent) is not None
-    except DataError:
-        return True
-
-
-def _load(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError:
-        return None  # some other file of that name
-
 
 Format = Literal["text", "jsonl", "csv", "parquet", "arrow"]
 FormatOption = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
@@ -118,17 +46,22 @@ COMPRESSIONS: dict[str, Compression] = {
 }
 
 
+STATE = "state.json"
+SPLITS = "dataset_dict.json"
+_INFO = "dataset_info.json"
+
+
 @dataclass(frozen=True)
 class InputFile:
     """One file to read.
 
     Attributes:
-        path: Where it is.
-        name: What the corpus and the manifest call it: the path as the user wrote it.
-        format: How it is coded.
-        compression: How it is compressed, None for a plain file.
-        size_bytes: Its size on disk.
-        mtime_ns: When it was last changed, ns since 1970.
+        path: The file.
+        name: Its name in corpus and manifest: the path as the user wrote it.
+        format: Its format.
+        compression: Its compression, None for a plain file.
+        size_bytes: Size on disk.
+        mtime_ns: Modification time, ns since 1970.
     """
 
     path: Path
@@ -140,7 +73,7 @@ class InputFile:
 
     @property
     def tabs(self) -> bool:
-        """Whether a CSV file separates its columns by tabs, as its ending says."""
+        """Whether a CSV file separates its columns by tabs, by its ending."""
         inner = Path(self.path.stem) if self.compression else self.path
         return inner.suffix.lower() == ".tsv"
 
@@ -150,11 +83,11 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
 
     Args:
         path: The file.
-        format: How it is coded; `auto` reads it off the ending.
-        name: What to call it in the corpus; the path where left out.
+        format: Its format; `auto` derives it from the ending.
+        name: Its name in the corpus. None: the path.
 
     Raises:
-        DataError: no such file, or an ending that says nothing.
+        DataError: no such file, or an unknown ending.
     """
     try:
         found = path.stat()
@@ -164,46 +97,58 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
         raise DataError(f"{path} is not a regular file; write the text to a file first")
     classified = _classify(path, format)
     if classified is None:
-        raise DataError(
-            f"{path}: the ending does not say how the file is coded; {_known()}; "
-            "name the coding with --format"
-        )
+        raise DataError(f"{path} has an unknown ending; {_known()}; name the format with --format")
     kind, compression = classified
     if kind == "parquet" and compression is not None:
         raise DataError(
             f"{path}: a Parquet file is read from its end and cannot be compressed as a whole; "
             "unpack it first"
         )
-    # File names are bytes to the system; Arrow and JSON take only what is UTF-8.
+    # File names are bytes to the system; Arrow and JSON take only UTF-8.
     shown = (name or str(path)).encode("utf-8", "backslashreplace").decode("utf-8")
     return InputFile(path, shown, kind, compression, found.st_size, found.st_mtime_ns)
+
+
+def _classify(path: Path, format: FormatOption) -> tuple[Format, Compression | None] | None:
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    inner = Path(path.stem) if compression else path
+    if format != "auto":
+        return format, compression
+    kind = ENDINGS.get(inner.suffix.lower())
+    return None if kind is None else (kind, compression)
+
+
+def _known() -> str:
+    return (
+        f"known endings are {' '.join(ENDINGS)} (also with {', '.join(list(COMPRESSIONS)[:-1])} "
+        f"or {list(COMPRESSIONS)[-1]})"
+    )
 
 
 def find_inputs(
     arguments: Sequence[str],
     format: FormatOption = "auto",
     *,
-    leave_out: Iterable[Path] = (),
+    exclude: Iterable[Path] = (),
     on_note: Callable[[str], None] = lambda note: None,
 ) -> list[InputFile]:
     """Expand files, folders and globs into the files to read, in a fixed order.
 
-    Folders are read to any depth; hidden entries and links to folders are passed over, and with
-    `auto` so are files of unknown endings. A folder in which a Hugging Face dataset was saved
-    stands for the dataset's files. A file that comes up twice is read once, where it comes up
-    first.
+    Folders are read to any depth; hidden entries and links to folders are ignored, and with
+    `auto` also files with unknown endings. A folder with a saved Hugging Face dataset is replaced
+    by the dataset's files. A file that is found twice is read once, at its first place.
 
     Args:
         arguments: Files, folders and glob patterns (`**` crosses folders).
-        format: How the files are coded.
-        leave_out: Files and folders of the output, which a folder or a glob may well hold.
-        on_note: Called with a line on files of unknown endings, if any are passed over.
+        format: Format of the files.
+        exclude: Files and folders of the output, which a folder or a glob may contain.
+        on_note: Called with a line on ignored files with unknown endings.
 
     Raises:
-        DataError: an argument that names nothing or the output, a link that leads nowhere, or a
-            file that cannot be read as asked.
+        DataError: an argument that names nothing or the output, a broken link, or a file that
+            cannot be read in this format.
     """
-    excluded = {path.resolve() for path in leave_out}
+    excluded = {path.resolve() for path in exclude}
     unknown: list[Path] = []
     files: dict[Path, InputFile] = {}
     for argument in arguments:
@@ -224,51 +169,15 @@ def find_inputs(
                 files[resolved] = input_file(path, format)
         if not found:
             raise DataError(
-                f"{argument}: no file to read there; {_known()}, and --format text takes any file"
+                f"{argument}: no file to read; {_known()}, and --format text takes any file"
             )
     if unknown:
-        plural = "s of unknown endings" if len(unknown) > 1 else " of unknown ending"
+        plural = "s with unknown endings" if len(unknown) > 1 else " with an unknown ending"
         on_note(
-            f"passed over {len(unknown):,} file{plural}, such as {min(unknown)}; "
-            "--format names their coding"
+            f"ignored {len(unknown):,} file{plural}, such as {min(unknown)}; "
+            "--format names their format"
         )
     return list(files.values())
-
-
-def read_list(path: str) -> list[str]:
-    """The paths of a list: one a line, without blank lines and `#` comments.
-
-    Args:
-        path: A text file; `-` is the standard input.
-
-    Raises:
-        DataError: the list cannot be read, or names nothing.
-    """
-    try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read the list {path}: {error.strerror or error}") from error
-    names = [os.fsdecode(line.strip()) for line in data.splitlines()]
-    names = [name for name in names if name and not name.startswith("#")]
-    if not names:
-        raise DataError(f"--files-from {path} names no file; write one path a line")
-    return names
-
-
-def _known() -> str:
-    return (
-        f"known endings are {' '.join(ENDINGS)} (also with {', '.join(list(COMPRESSIONS)[:-1])} "
-        f"or {list(COMPRESSIONS)[-1]})"
-    )
-
-
-def _classify(path: Path, format: FormatOption) -> tuple[Format, Compression | None] | None:
-    compression = COMPRESSIONS.get(path.suffix.lower())
-    inner = Path(path.stem) if compression else path
-    if format != "auto":
-        return format, compression
-    kind = ENDINGS.get(inner.suffix.lower())
-    return None if kind is None else (kind, compression)
 
 
 def _expand(argument: str) -> Iterator[Path]:
@@ -280,16 +189,16 @@ def _expand(argument: str) -> Iterator[Path]:
     else:
         # Path.glob takes no absolute pattern.
         for match in sorted(glob.glob(argument, recursive=True)):  # noqa: PTH207
-            if _is_file(Path(match)) and not _describes_others(Path(match)):
+            if _is_file(Path(match)) and not _is_metadata(Path(match)):
                 yield Path(match)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
-        # os.walk passes over folders it cannot list, and a part of the corpus would be missing.
+        # os.walk ignores folders it cannot list, and a part of the corpus would be missing.
         raise DataError(f"cannot read folder {error.filename}: {error.strerror}") from error
 
-    # A file, or the files of a dataset in the dataset's own order; sorted by where each lies.
+    # A file, or a dataset with its files in the dataset's own order, and the path to sort by.
     found: list[tuple[str, list[Path]]] = []
     for root, folders, names in os.walk(folder, onerror=refuse):
         if is_dataset(names) and (listed := dataset_files(Path(root))) is not None:
@@ -303,7 +212,7 @@ def _walk(folder: Path) -> Iterator[Path]:
                 found.append((path, [Path(path)]))
     for _, paths in sorted(found):
         for candidate in paths:
-            if _is_file(candidate) and not _describes_others(candidate):
+            if _is_file(candidate) and not _is_metadata(candidate):
                 yield candidate
 
 
@@ -311,7 +220,7 @@ def _is_file(path: Path) -> bool:
     """Whether a path is a regular file, or a link to one.
 
     Raises:
-        DataError: a link that leads nowhere; a part of the corpus would be missing.
+        DataError: a broken link; a part of the corpus would be missing.
     """
     try:
         return stat.S_ISREG(path.stat().st_mode)
@@ -319,11 +228,93 @@ def _is_file(path: Path) -> bool:
         if path.is_symlink():
             raise DataError(
                 f"{path} is a link to {path.readlink()}, which cannot be read: {error.strerror}; "
-                "mend the link or remove it"
+                "fix the link or remove it"
             ) from error
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _describes_others(path: Path) -> bool:
+def _is_metadata(path: Path) -> bool:
     """Whether a file is JSON about other files: a corpus's manifest, a dataset's state."""
-    return path.name.endswith((".arrow.json", ".bin.json")) or describes_dataset(path)
+    if path.name.endswith((".arrow.json", ".bin.json")):
+        return True
+    if path.name not in (STATE, SPLITS, _INFO):
+        return False
+    try:
+        return dataset_files(path.parent) is not None
+    except DataError:
+        return True
+
+
+def is_dataset(names: list[str]) -> bool:
+    """Whether a folder with these file names may be a saved dataset, or several splits of one."""
+    return STATE in names or SPLITS in names
+
+
+def dataset_files(folder: Path) -> list[Path] | None:
+    """The Arrow files of a saved dataset in their order; None if the folder is not one.
+
+    Raises:
+        DataError: the folder has several splits, or lacks files that its state lists.
+    """
+    if (folder / SPLITS).is_file():
+        content = _load(folder / SPLITS)
+        splits = content.get("splits") if isinstance(content, dict) else None
+        if isinstance(splits, list) and len(splits) == 1:
+            split = folder / str(splits[0])
+            files = dataset_files(split)
+            if files is None:
+                raise DataError(
+                    f"{folder / SPLITS} names the split {split.name}, which is missing or was not "
+                    "saved by `save_to_disk`; copy it too"
+                )
+            return files
+        if isinstance(splits, list) and splits:
+            choices = " or ".join(str(folder / str(split)) for split in splits)
+            raise DataError(
+                f"{folder} has a dataset of several splits; name the one to read: {choices}"
+            )
+    if not (folder / STATE).is_file():
+        return None
+    content = _load(folder / STATE)
+    listed = content.get("_data_files") if isinstance(content, dict) else None
+    if not isinstance(listed, list):
+        return None
+    if content.get("_indices_data_files"):  # written by datasets 1: rows chosen by an index file
+        raise DataError(
+            f"{folder} keeps its rows in another order than its files do (`_indices_data_files` "
+            f"in {STATE}); save it again with `dataset.flatten_indices().save_to_disk(...)`"
+        )
+    paths = [folder / str(entry.get("filename")) for entry in listed if isinstance(entry, dict)]
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{folder / STATE} names {path.name}, which is missing; copy it too")
+    return paths
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError:
+        return None  # some other file of that name
+
+
+def read_list(path: str) -> list[str]:
+    """The paths of a list: one a line, without blank lines and `#` comments.
+
+    Args:
+        path: A text file; `-` is the standard input.
+
+    Raises:
+        DataError: the list cannot be read, or is empty.
+    """
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the list {path}: {error.strerror or error}") from error
+    names = [os.fsdecode(line.strip()) for line in data.splitlines()]
+    names = [name for name in names if name and not name.startswith("#")]
+    if not names:
+        raise DataError(f"--files-from {path} names no file; write one path a line")
+    return names

@@ -1,9 +1,8 @@
-"""What is in a corpus: documents, tokens, how long they are, and how far it would take a recipe."""
+"""Count a corpus: documents, tokens, lengths, and how many epochs of it a recipe trains."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -17,11 +16,11 @@ from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.progress import OnProgress
 from slurmllm.records import Record
 
-# A corpus of no more than this is counted to the end: a matter of seconds.
+# Bytes or tokens up to which a corpus is counted completely, which takes seconds.
 COUNTED_SIZE = 32 << 20
 SAMPLED_DOCUMENTS = 4000
-# Of a long document no more pieces than these are tokenized, evenly spread.
-_PIECES = 8
+# Pieces of a long document that are tokenized for the estimate, evenly spread.
+_SAMPLED_PIECES = 8
 _AT_ONCE = 256
 # Half the width of an interval that holds 95 % of a normal distribution, in standard deviations.
 _Z95 = 1.96
@@ -32,11 +31,11 @@ class LengthBucket(Record):
 
     least: int = Field(description="tokens")
     below: int
-    share: float = Field(description="of the documents looked at")
+    share: float = Field(description="of the documents counted")
 
 
 class Lengths(Record):
-    """Tokens a document, of the documents looked at."""
+    """Tokens per document, of the documents counted."""
 
     mean: float
     median: int
@@ -47,25 +46,25 @@ class Lengths(Record):
 
 
 class CorpusReport(Record):
-    """What `slurmllm data inspect --json` prints of a corpus."""
+    """Counts of a corpus, as in `slurmllm data inspect --json`."""
 
     corpus: str
     documents: int
     documents_are: Literal["documents", "blocks"] = Field(
-        description="blocks of tokens where no index says where documents begin"
+        description="blocks of tokens if the file has no index of documents"
     )
     size: int = Field(description="of all documents, in `unit`")
     unit: Literal["bytes", "tokens"] = Field(description="bytes of text, or token ids")
     tokens: int = Field(description="end-of-document tokens included")
     tokens_are: Literal["exact", "estimated"]
     tokens_error: int = Field(description="the true number is within this with 95 %; 0: exact")
-    documents_counted: int = Field(description="of which tokens and lengths are")
+    documents_counted: int = Field(description="documents that tokens and lengths are counted from")
     lengths: Lengths
     fingerprint: str
 
 
 class RecipeEpochs(Record):
-    """How far a corpus takes a recipe."""
+    """Epochs of a corpus that a recipe trains."""
 
     recipe: str
     seq_len: int
@@ -80,7 +79,7 @@ class SequencePart(Record):
     """Consecutive tokens, decoded."""
 
     text: str
-    trained: bool = Field(description="false: a prompt, which is read but not learnt")
+    trained: bool = Field(description="false: a prompt, which is read but not trained")
 
 
 class Sequence(Record):
@@ -101,11 +100,11 @@ def inspect_corpus(
 
     Args:
         source: The corpus.
-        exact: Whether to count to the end however large it is.
-        on_progress: Called with the size of the documents looked at so far.
+        exact: Whether to count completely at any size.
+        on_progress: Called with the size of the documents read so far.
 
     Raises:
-        SlurmllmError: a document is damaged or cannot serve.
+        SlurmllmError: a document is damaged or cannot be trained on.
     """
     count, unit = len(source), source.size_unit
     whole = exact or count <= SAMPLED_DOCUMENTS or source.total_size <= COUNTED_SIZE
@@ -120,7 +119,8 @@ def inspect_corpus(
         documents = picked[begin : begin + _AT_ONCE].tolist()
         end = begin + len(documents)
         sizes[begin:end] = [source.document_size(document) for document in documents]
-        tokens[begin:end] = _lengths(source, documents, _PIECES if not whole else None)
+        most = None if whole else _SAMPLED_PIECES
+        tokens[begin:end] = _count_tokens(source, documents, most)
         seen += int(sizes[begin:end].sum())
         on_progress(seen)
     total, error = (int(tokens.sum()), 0) if whole else _ratio_estimate(source, sizes, tokens)
@@ -131,11 +131,11 @@ def inspect_corpus(
         size=source.total_size,
         unit=unit,
         tokens=total,
-        # Token ids are as many as the file holds, whatever the sample was.
+        # The number of token ids in a file is known, whatever the sample.
         tokens_are="exact" if whole or (not error and unit == "tokens") else "estimated",
         tokens_error=error,
         documents_counted=len(picked),
-        lengths=_describe(tokens),
+        lengths=_describe_lengths(tokens),
         fingerprint=source.fingerprint,
     )
 
@@ -143,14 +143,14 @@ def inspect_corpus(
 def count_epochs(
     report: CorpusReport, spec: StreamSpec, recipe: str, steps: int, share: float
 ) -> RecipeEpochs:
-    """How many epochs of a corpus a recipe takes.
+    """Count the epochs of a corpus that a recipe trains.
 
     Args:
-        report: Of the corpus.
+        report: Counts of the corpus.
         spec: The recipe's stream.
-        recipe: Its name.
-        steps: Of the recipe.
-        share: Of the sequences, those of this corpus.
+        recipe: Name of the recipe.
+        steps: Number of its steps.
+        share: Fraction of the sequences that come from this corpus.
     """
     per_step = spec.global_batch * spec.seq_len * share
     trained = report.tokens * (1 - spec.validation)
@@ -166,7 +166,7 @@ def count_epochs(
 
 
 def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list[Sequence]:
-    """The first rows of the first step, as the model will read them."""
+    """The first rows of the first step, decoded."""
     with PackedStream(spec, 0, 1) as stream:
         batch = stream.next_batch()
     untrained = np.zeros_like(batch.tokens, bool) if batch.untrained is None else batch.untrained
@@ -183,15 +183,15 @@ def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list
     return found
 
 
-def _lengths(source: Source, documents: list[int], most: int | None) -> list[int]:
-    """Tokens of some documents; of long ones scaled up from `most` of their pieces."""
+def _count_tokens(source: Source, documents: list[int], most: int | None) -> list[int]:
+    """Tokens of each document; of a long one extrapolated from `most` of its pieces."""
     requests: list[Request] = []
-    spans: list[tuple[int, int]] = []  # pieces read, pieces there are
+    spans: list[tuple[int, int]] = []  # pieces read, pieces of the document
     for document in documents:
         pieces = source.num_pieces(document)
-        chosen = list(_spread(pieces, most))
-        requests += [(document, piece) for piece in chosen]
-        spans.append((len(chosen), pieces))
+        read = pieces if most is None else min(pieces, most)
+        requests += [(document, pieces * index // read) for index in range(read)]
+        spans.append((read, pieces))
     ends = source.read(requests).ends
     counts = np.diff(ends, prepend=0)
     lengths, begin = [], 0
@@ -201,14 +201,8 @@ def _lengths(source: Source, documents: list[int], most: int | None) -> list[int
     return lengths
 
 
-def _spread(pieces: int, most: int | None) -> Iterator[int]:
-    if most is None or pieces <= most:
-        return iter(range(pieces))
-    return (pieces * place // most for place in range(most))
-
-
 def _ratio_estimate(source: Source, sizes: Integers, tokens: Integers) -> tuple[int, int]:
-    """Tokens of all documents from those of a sample, and half the width of the 95 % interval."""
+    """Tokens of all documents estimated from a sample, and half the 95 % interval."""
     drawn, count = len(sizes), len(source)
     ratio = tokens.sum() / max(int(sizes.sum()), 1)
     rest = tokens - ratio * sizes
@@ -216,7 +210,7 @@ def _ratio_estimate(source: Source, sizes: Integers, tokens: Integers) -> tuple[
     return round(ratio * source.total_size), round(_Z95 * count * variance**0.5)
 
 
-def _describe(tokens: Integers) -> Lengths:
+def _describe_lengths(tokens: Integers) -> Lengths:
     quantiles = np.quantile(tokens, [0.5, 0.9, 0.99], method="higher")
     median, p90, p99 = (int(quantile) for quantile in quantiles)
     places = np.frexp(np.maximum(tokens, 1))[1] - 1  # 2^place ≤ tokens < 2^(place + 1)

@@ -1,4 +1,4 @@
-"""The shards' columns → the output, without duplicates."""
+"""The columns of the finished shards → the output, without duplicates."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from slurmllm.errors import DataError
 
 @dataclass(frozen=True)
 class BuildCallbacks:
-    """Who wants to know how a build goes.
+    """Functions that a build calls as it advances.
 
     Attributes:
-        on_read: Called with the bytes of the inputs read so far.
-        on_join: Called with the bytes of the output written so far, and how many there will be.
+        on_read: Called with the input bytes read so far.
+        on_join: Called with the output bytes written so far, and their total.
         on_note: Called with a line for the user.
     """
 
@@ -33,15 +33,15 @@ class BuildCallbacks:
 
 
 class JoinResult(NamedTuple):
-    """What was written.
+    """The output's counts and digests.
 
     Attributes:
-        documents: In the output.
+        documents: Number of documents.
         text_bytes: UTF-8 bytes of their texts.
-        tokens: Of token ids, None for text.
-        columns: Of the output.
-        duplicates: Documents left out because their bytes came before.
-        by_input: Documents in the output of each input file.
+        tokens: Number of token ids, None for text.
+        columns: Columns of an Arrow output.
+        duplicates: Duplicates left out.
+        by_input: Number of documents of each input file.
         files: Size in bytes and sha256 of each file written, by its ending.
     """
 
@@ -60,25 +60,34 @@ def join(
     files: Mapping[str, OutputFile],
     options: BuildOptions,
     work: WorkFolder,
-    listeners: BuildCallbacks,
+    callbacks: BuildCallbacks,
 ) -> JoinResult:
-    """Write the documents of all shards.
+    """Write the documents of all shards, in their order.
 
     Args:
-        shards: All of them, in order.
-        inputs: The names of the input files.
-        files: What to write to, by their endings: `arrow`, or `bin` and `idx`.
-        options: What was asked for.
-        work: Where scratch files go.
-        listeners: Who wants to know how it goes.
+        shards: All shards of the build.
+        inputs: Names of the input files.
+        files: The output files by ending: `arrow`, or `bin` and `idx`.
+        options: Options of the build.
+        work: Folder of scratch files.
+        callbacks: Receive progress.
 
     Raises:
-        DataError: there is no text in any input.
-        StorageError: the file system refused to write, or a shard is damaged.
+        DataError: no input has text.
+        StorageError: the output cannot be written, or a shard is damaged.
     """
     if not any(shard.record.documents for shard in shards):
-        work.empty_but(())  # the options are wrong, and so are the shards
-        raise _no_text(shards, inputs)
+        # Wrong options (--text-key) are the usual cause: shards read with them are of no use.
+        work.remove_except(())
+        empty, short, bad = (
+            sum(getattr(shard.record, name) for shard in shards)
+            for name in ("empty", "short", "bad")
+        )
+        raise DataError(
+            f"no text in {len(inputs)} input file{'s' if len(inputs) != 1 else ''} ({empty} empty "
+            f"documents, {short} short, {bad} unreadable); no corpus was written. The first input "
+            f"is {inputs[0]}: see --format and --text-key"
+        )
     duplicates = 0
     if options.clean.dedup:
         duplicates = mark_duplicates(shards, work.scratch("keep"))
@@ -95,13 +104,14 @@ def join(
         total = tokens * np.dtype(dtype).itemsize
         write_tokens(
             files["bin"], files["idx"], shards, documents, dtype,
-            lambda done: listeners.on_join(done, total),
+            lambda done: callbacks.on_join(done, total),
         )  # fmt: skip
     else:
         total = sum(sizes.values())
+        # The file also holds ids, offsets and metadata: report no more than the text's bytes.
         schema = write_arrow(
             files["arrow"], shards, documents, sizes, inputs, work,
-            lambda done: listeners.on_join(min(done, total), total),
+            lambda done: callbacks.on_join(min(done, total), total),
         )  # fmt: skip
         columns = tuple(schema.names)
     return JoinResult(
@@ -112,15 +122,4 @@ def join(
         duplicates=duplicates,
         by_input=by_input,
         files={ending: (file.size_bytes, file.sha256) for ending, file in files.items()},
-    )
-
-
-def _no_text(shards: Sequence[FinishedShard], inputs: Sequence[str]) -> DataError:
-    empty, short, bad = (
-        sum(getattr(shard.record, name) for shard in shards) for name in ("empty", "short", "bad")
-    )
-    return DataError(
-        f"no text in {len(inputs)} input file{'s' if len(inputs) != 1 else ''} ({empty} empty "
-        f"documents, {short} short ones, {bad} unreadable); no corpus was written. The first input "
-        f"is {inputs[0]}: see --format and --text-key"
     )

@@ -20,8 +20,9 @@ from slurmllm.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
-_CODES: dict[TokenDtype, int] = {"uint16": 8, "int32": 4}
+_TYPE_CODES: dict[TokenDtype, int] = {"uint16": 8, "int32": 4}
 _AT_ONCE = 1 << 20
+# The index stores lengths as int32.
 _LONGEST = 2**31 - 1
 
 
@@ -46,10 +47,10 @@ def write_tokens(
     dtype: TokenDtype,
     on_progress: Callable[[int], None],
 ) -> None:
-    """Write the tokens of all documents that stay, and the index.
+    """Write the tokens of all kept documents, and the index.
 
     Raises:
-        DataError: a document too long for the format.
+        DataError: a document is too long for the format.
         StorageError: the file system refused, or a shard is damaged.
     """
     itemsize = np.dtype(dtype).itemsize
@@ -57,13 +58,13 @@ def write_tokens(
         for part in shard.contents("tokens", itemsize):
             bin_file.write(part)
             on_progress(bin_file.size_bytes)
-    header = struct.pack("<QBQQ", _VERSION, _CODES[dtype], documents, documents + 1)
+    header = struct.pack("<QBQQ", _VERSION, _TYPE_CODES[dtype], documents, documents + 1)
     idx_file.write(_MAGIC + header)
     for shard in shards:
         for lengths in shard.values("tokens.lengths", np.int64):
             if lengths.max(initial=0) > _LONGEST:
                 raise DataError(
-                    f"a document of {lengths.max():,} tokens: the .idx format counts at most "
+                    f"a document has {lengths.max():,} tokens, and the .idx format allows "
                     f"{_LONGEST:,} a document; cut it into several"
                 )
             idx_file.write(lengths.astype("<i4"))

@@ -1,4 +1,4 @@
-"""What becomes of input that cannot be read."""
+"""Options of a build, and what it does with input that cannot be read."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from slurmllm.errors import DataError
 
 ERROR_EXAMPLES = 20
 
-# What a fault makes unreadable: a document, a whole file, or what follows in the file.
+# What an error makes unreadable: a document, a whole file, or the rest of a file.
 Extent = Literal["document", "file", "rest"]
-_REMEDIES: dict[Extent, str] = {
-    "document": "leave such documents out",
-    "file": "leave such files out",
-    "rest": "read such files up to the fault",
+_SKIPPING: dict[Extent, str] = {
+    "document": "skip such documents",
+    "file": "skip such files",
+    "rest": "read such files up to the error",
 }
 
 
 class InputErrors:
-    """An error at the first fault, or a count of them.
+    """Raises at the first unreadable input, or with `skip_bad` counts them.
 
     Attributes:
-        count: Documents and files left out so far.
+        count: Documents and files skipped so far.
         examples: The first of them: file, place, reason.
     """
 
@@ -32,14 +32,15 @@ class InputErrors:
         self.count = 0
         self.examples: list[str] = []
 
-    def add(self, fault: str, extent: Extent = "document") -> None:
-        """Raise a DataError or count, as told at the start."""
+    def add(self, error: str, extent: Extent = "document") -> None:
+        """Raise a DataError, or count the error."""
         if not self.skip_bad:
-            remedy = f"Mend the file, or {_REMEDIES[extent]} with --skip-bad"
-            raise DataError(f"{fault.rstrip('.')}. {remedy}")
+            raise DataError(
+                f"{error.rstrip('.')}. Fix the file, or {_SKIPPING[extent]} with --skip-bad"
+            )
         self.count += 1
         if len(self.examples) < ERROR_EXAMPLES:
-            self.examples.append(fault)
+            self.examples.append(error)
 
 
 TextBy = Literal["paragraph", "document", "line"]
@@ -52,12 +53,12 @@ class ReadOptions:
     """How inputs become documents.
 
     Attributes:
-        text_by: What a document of a text file is: the lines between two blank ones
-            (`paragraph`), the whole file (`document`) or a line (`line`).
-        text_key: Field (JSON lines) or column (others) that holds the text.
+        text_by: The document of a text file: the lines between two blank ones (`paragraph`), the
+            whole file (`document`) or a line (`line`).
+        text_key: Field (JSON lines) or column (other formats) of the text.
         prompt_key: Field or column of the prompt, for fine-tuning data; None for plain text.
-        completion_key: Field or column of the completion; set where `prompt_key` is.
-        skip_bad: Whether what cannot be read is left out and counted instead of an error.
+        completion_key: Field or column of the completion; set if `prompt_key` is.
+        skip_bad: Whether unreadable input is skipped and counted instead of an error.
     """
 
     text_by: TextBy = "paragraph"
@@ -75,18 +76,18 @@ class ReadOptions:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What the corpus calls them."""
+        """The corpus's columns of text."""
         return ("text",) if self.prompt_key is None else ("prompt", "completion")
 
 
 @dataclass(frozen=True)
 class CleanOptions:
-    """What is changed or left out.
+    """How documents are changed or filtered.
 
     Attributes:
         normalize: Unicode normalization form.
-        min_chars: Documents of fewer characters (code points, after normalization) are left out.
-        dedup: Whether a document whose bytes came before is left out.
+        min_chars: Documents of fewer characters (code points, after normalization) are skipped.
+        dedup: Whether later documents with equal bytes are skipped.
     """
 
     normalize: Normalize = "none"
@@ -96,12 +97,12 @@ class CleanOptions:
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """What `--tokenize` writes.
+    """How `--tokenize` encodes documents.
 
     Attributes:
         tokenizer: A tokenizer.json.
-        fingerprint: Of its content.
-        dtype: Of the token ids.
+        fingerprint: Digest of its content.
+        dtype: Type of the token ids.
     """
 
     tokenizer: Path
@@ -111,13 +112,7 @@ class TokenizeOptions:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """All of it.
-
-    Attributes:
-        read: How inputs become documents.
-        clean: What is changed or left out.
-        tokenize: Set where the output is token ids.
-    """
+    """All options that decide a shard's content; `tokenize` is None if the output is text."""
 
     read: ReadOptions = field(default_factory=ReadOptions)
     clean: CleanOptions = field(default_factory=CleanOptions)

@@ -1,4 +1,4 @@
-"""Files that take their names together when they are whole, digested while they are written."""
+"""Output files that take their names together once all are complete, hashed while written."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.errors import DataError, StorageError
 from slurmllm.rundir import fsync_dir
 
-# Below this, handing data to a thread takes longer than digesting them.
+# Below this, passing data to a thread takes longer than hashing them.
 _SMALL_BYTES = 64 << 10
 
 
 class OutputFile(io.RawIOBase):
-    """A file to write, whose digest is computed beside the writing.
+    """A file open for writing, whose sha256 is computed while it is written.
 
     Attributes:
-        size_bytes: Written so far.
+        size_bytes: Bytes written so far.
     """
 
-    def __init__(self, stream: BinaryIO, path: Path, digester: ThreadPoolExecutor) -> None:
-        self._stream, self._path, self._digester = stream, path, digester
+    def __init__(self, stream: BinaryIO, path: Path, hasher: ThreadPoolExecutor) -> None:
+        self._stream, self._path, self._hasher = stream, path, hasher
         self._digest = hashlib.sha256()
         self.size_bytes = 0
 
     def writable(self) -> bool:
-        """Yes."""
         return True
 
     def tell(self) -> int:
-        """Where the next byte goes."""
         return self.size_bytes
 
     def write(self, data: Any) -> int:
@@ -46,57 +44,54 @@ class OutputFile(io.RawIOBase):
             StorageError: the file system refused.
         """
         count = memoryview(data).nbytes
+        hashed = None
         if count > _SMALL_BYTES:
-            digested = self._digester.submit(self._digest.update, data)
-            self._put(data)
-            digested.result()
+            # hashlib and write both release the GIL, so a large block is hashed meanwhile.
+            hashed = self._hasher.submit(self._digest.update, data)
         else:
             self._digest.update(data)
-            self._put(data)
-        self.size_bytes += count
-        return count
-
-    def _put(self, data: Any) -> None:
         try:
             self._stream.write(data)
         except OSError as error:
             raise write_error(self._path, error) from error
+        if hashed is not None:
+            hashed.result()
+        self.size_bytes += count
+        return count
 
     @property
     def sha256(self) -> str:
-        """Of what was written so far, in hexadecimal."""
+        """Digest of the bytes written so far, in hexadecimal."""
         return self._digest.hexdigest()
 
 
 @contextlib.contextmanager
 def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[OutputFile]]:
-    """Files in the work folder, which take their names when the block ends without an error.
+    """Open files in the work folder, and rename them if the block ends without an error.
 
-    The last of them is the manifest. It is called `work.ready` from when all files are whole and
-    on disk until the others have their names, so that a build that is killed in between can be
-    told from a corpus that was there before.
+    The last of them is the manifest. It is called `work.ready` from the moment that all files are
+    complete and on disk until the others have their names. A build that is killed in between is
+    recognized by it: the corpus is its own, not an older one.
 
     Args:
-        paths: The files and the manifest. An old manifest is removed before anything takes its
-            name, for it must not be found beside a new corpus.
-        work: On the same file system; whatever fails leaves its files there.
+        paths: The files and the manifest. An old manifest is removed before any file is renamed,
+            since it must not describe a new corpus.
+        work: A folder on the same file system; files of a failed build stay there.
 
     Raises:
         StorageError: the file system refused.
     """
     *others, manifest = paths
     with contextlib.ExitStack() as stack:
-        digester = stack.enter_context(ThreadPoolExecutor(1))
+        hasher = stack.enter_context(ThreadPoolExecutor(1))
         streams: list[BinaryIO] = []
-        files = []
         for path in paths:
             try:
                 streams.append(work.scratch(path.name).open("wb"))
             except OSError as error:
                 raise write_error(path, error) from error
-            stack.callback(_close, streams[-1])
-            files.append(OutputFile(streams[-1], path, digester))
-        yield files
+            stack.callback(_discard, streams[-1])
+        yield [OutputFile(streams[index], path, hasher) for index, path in enumerate(paths)]
         for path, stream in zip(paths, streams, strict=True):
             try:
                 stream.flush()
@@ -106,6 +101,8 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
             except OSError as error:
                 raise write_error(path, error) from error
         try:
+            # The order matters: `ready` must be on disk before the first rename, and the old
+            # manifest gone before it.
             work.scratch(manifest.name).replace(work.ready)
             fsync_dir(work.path)
             for old in reversed(paths[1:]):
@@ -118,23 +115,23 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
             raise write_error(paths[0], error) from error
 
 
+def _discard(stream: BinaryIO) -> None:
+    with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
+        stream.close()
+
+
 def refuse_existing(out: Path, overwrite: bool) -> None:
-    """Raise a DataError where an output is there already and may not be replaced."""
+    """Raise a DataError if an output exists and may not be replaced."""
     if out.is_dir():
         raise DataError(f"--out {out} is a folder; name a file in it")
     if out.exists() and not overwrite:
-        raise DataError(f"{out} is already there; choose another --out, or add --overwrite")
+        raise DataError(f"{out} already exists; choose another --out, or add --overwrite")
 
 
 def write_error(path: Path, error: OSError) -> StorageError:
-    """The error of a file that cannot be written."""
+    """The error for a file that cannot be written."""
     return StorageError(
         f"cannot write {path}: {error.strerror or error}; free space or choose another --out. "
-        "No part of it was kept, but what is read of the inputs is: the same command goes on "
-        "from there"
+        "No part of the output was kept; finished shards were: the same command continues from "
+        "them"
     )
-
-
-def _close(stream: BinaryIO) -> None:
-    with contextlib.suppress(OSError):  # what is left to flush is thrown away
-        stream.close()

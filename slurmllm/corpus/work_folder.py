@@ -1,4 +1,4 @@
-"""The work folder of a build, `.<out>.build` beside `<out>`, and who may use it."""
+"""The work folder of a build, `.<out>.build` next to `<out>`, and its lock."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from typing import Self
 
 from slurmllm.errors import DataError, StorageError
 
+_LOCK = "lock"
+
 
 class WorkFolder:
-    """Names of all files of a build that is not finished.
+    """Names of all files of an unfinished build.
 
     `<shard>/` is a finished shard; `<shard>.partial-<host>-<process>/` one that is being written,
-    which takes the other name when it is whole; `<shard>.progress` says how far that is.
+    renamed once it is complete; `<shard>.progress` counts the input bytes that it has read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,61 +38,66 @@ class WorkFolder:
 
     def partial(self, name: str) -> Path:
         """A shard that this process writes."""
+        # Host and process id: on Slurm a requeued task may run while the old one still does.
         return self.path / f"{name}.partial-{socket.gethostname()}-{os.getpid()}"
 
     def progress(self, name: str) -> Path:
-        """How many bytes of a shard's input are read, as a decimal number."""
+        """Input bytes read of a shard, as a decimal number."""
         return self.path / f"{name}.progress"
 
     def scratch(self, name: str) -> Path:
-        """A file for this process alone."""
+        """A file that only the building process uses."""
         return self.path / f"scratch.{name}"
 
     @property
     def ready(self) -> Path:
-        """The manifest of a corpus that is whole and takes its name, until it has one itself."""
+        """The manifest of a complete corpus, until the corpus and then it are renamed."""
         return self.path / "ready.json"
 
     @property
     def logs(self) -> Path:
-        """Of Slurm jobs."""
+        """Logs of Slurm jobs."""
         return self.path / "slurm"
 
     def shard_names(self) -> set[str]:
-        """The finished shards."""
+        """Names of the finished shards."""
         return {
             path.name for path in self.path.iterdir() if path.is_dir() and "." not in path.name
         } - {self.logs.name}
 
     def running(self) -> dict[str, int]:
-        """Bytes of input read so far of each shard that is being written."""
-        found = {}
+        """Input bytes read so far of each shard that is being written."""
+        counts = {}
         for path in self.path.glob("*.progress"):
-            with contextlib.suppress(OSError, ValueError):  # it has just ended, or begun
-                found[path.stem] = int(path.read_text())
-        return found
+            with contextlib.suppress(OSError, ValueError):  # removed, or not yet written
+                counts[path.stem] = int(path.read_text())
+        return counts
 
-    def empty_but(self, shards: Iterable[str]) -> None:
-        """Remove all but some shards, logs, `ready` and the lock, which must be held."""
+    def remove_except(self, shards: Iterable[str]) -> None:
+        """Remove all files except some shards, logs, `ready` and the lock; needs the lock."""
         kept = {*shards, _LOCK, self.logs.name, self.ready.name}
         for path in self.path.iterdir():
-            if path.name not in kept:
-                _remove(path)
+            if path.name in kept:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the folder, the lock with it, which must be held."""
+        """Remove the folder with its lock; needs the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other builds to the same name away.
+        """Exclude other builds of the same output.
 
         Raises:
-            DataError: one is running.
+            DataError: another build is running.
             StorageError: the folder cannot be made.
         """
         try:
-            descriptor = self._locked()
+            descriptor = self._lock()
         except BlockingIOError as error:
             raise DataError(
                 f"another `data build` is writing {self.path.name[1:-6]}; wait for it, or choose "
@@ -106,35 +113,25 @@ class WorkFolder:
         finally:
             os.close(descriptor)
 
-    def _locked(self) -> int:
+    def _lock(self) -> int:
         path = self.path / _LOCK
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             except FileNotFoundError:
-                continue  # another build has just finished
+                continue  # another build has just finished and removed the folder
             try:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:
                     if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                         raise
-                    return descriptor  # a file system without locks
-                # Not the lock of a build that has removed its folder meanwhile.
+                    return descriptor  # the file system has no locks
+                # Race: the lock may be of a folder that another build has removed meanwhile.
                 if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
                     return descriptor
             except BaseException:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
-
-
-_LOCK = "lock"
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""Shards in processes of this machine.
+"""Processes that write shards: this one, workers on this machine, or the tasks of a Slurm array.
 
-A worker is a fresh interpreter that takes one shard after the other from its standard input and
-answers on its standard output. It dies with the process that started it.
+A local worker is a new interpreter that reads one pickled (shard, work folder) after the other
+from its standard input and writes a pickled ShardResult to its standard output for each. It dies
+with the process that started it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from slurmllm import errors
 from slurmllm.corpus.shard import Shard, write_shard
@@ -35,62 +36,104 @@ from slurmllm.slurm.arrays import (
     submit_array,
 )
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
-_POLL_S = 0.3
+_LOCAL_POLL_S = 0.3
+_SLURM_POLL_S = 1.0
+# A few shards a task, so that tasks are not mostly queueing.
+_TASKS_PER_WORKER = 4
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # Called with the bytes read so far of each shard that is being written.
 Report = Callable[[Mapping[str, int]], None]
 
 
+class ShardResult(NamedTuple):
+    """How a shard ended; plain values, since it is sent to another process.
+
+    Attributes:
+        shard: The shard's name.
+        error: Class and message of the error that stopped it, None if it is complete.
+        process: Id of the process that wrote it.
+        peak_bytes: Largest resident set of that process so far.
+    """
+
+    shard: str
+    error: tuple[str, str] | None
+    process: int
+    peak_bytes: int
+
+    def raise_error(self) -> None:
+        """Raise the error, if there was one."""
+        if self.error is not None:
+            name, message = self.error
+            raise getattr(errors, name)(message)
+
+
+def run_shard(
+    shard: Shard, work: Path, on_progress: Callable[[int], None] | None = None
+) -> ShardResult:
+    """Write a shard in this process; see `write_shard`."""
+    failure = None
+    try:
+        write_shard(shard, WorkFolder(work), on_progress)
+    except errors.SlurmllmError as error:
+        failure = (type(error).__name__, str(error))
+    return ShardResult(shard.name, failure, os.getpid(), peak_bytes())
+
+
+def peak_bytes() -> int:
+    """Largest resident set of this process so far."""
+    # Not getrusage: a child inherits the maximum of the process that forked it.
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
 def run_here(shards: Sequence[Shard], work: WorkFolder, report: Report) -> Iterator[ShardResult]:
     """Write shards in this process."""
-
-    def run(shard: Shard) -> ShardResult:
-        return run_shard(shard, work.path, lambda done: report({shard.name: done}))
-
-    yield from map(run, shards)
+    for shard in shards:
+        # Called before the loop advances, so the lambda sees this shard.
+        yield run_shard(shard, work.path, lambda done: report({shard.name: done}))  # noqa: B023
 
 
 def run_locally(
     shards: Sequence[Shard], work: WorkFolder, workers: int, report: Report
 ) -> Iterator[ShardResult]:
-    """Write shards in several processes.
+    """Write shards in worker processes.
 
     Args:
-        shards: What to write.
+        shards: Shards to write.
         work: The work folder.
-        workers: How many processes.
+        workers: Number of processes.
         report: Called a few times a second.
 
     Yields:
-        How each shard ended, in the order they do.
+        The result of each shard, as they end.
 
     Raises:
         NodeError: a worker was killed.
-        CodeError: a worker failed of itself.
+        CodeError: a worker failed with an unexpected error.
     """
-    free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(workers))
         for _ in range(workers):
-            # Started by this thread: a process dies with the thread that started it.
-            free.put(stack.enter_context(_Worker(work)))
+            # In this thread, not the pool's: PDEATHSIG is sent when the parent's thread ends.
+            idle.put(stack.enter_context(_Worker(work)))
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
 
-        def on_a_free_one(shard: Shard) -> ShardResult:
-            worker = free.get()
+        def run(shard: Shard) -> ShardResult:
+            worker = idle.get()
             try:
                 return worker.run(shard)
             finally:
-                free.put(worker)
+                idle.put(worker)
 
-        waiting = {threads.submit(on_a_free_one, shard) for shard in shards}
-        while waiting:
-            done, waiting = wait(waiting, _POLL_S, FIRST_COMPLETED)
+        pending = {threads.submit(run, shard) for shard in shards}
+        while pending:
+            done, pending = wait(pending, _LOCAL_POLL_S, FIRST_COMPLETED)
             report(work.running())
             for future in done:
                 yield future.result()
@@ -122,34 +165,28 @@ class _Worker:
         try:
             pickle.dump((shard, self._work.path), self._process.stdin)
             self._process.stdin.flush()
-            outcome: ShardResult = pickle.load(self._process.stdout)
+            result: ShardResult = pickle.load(self._process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            raise self._lost(shard) from error
-        return outcome
-
-    def _lost(self, shard: Shard) -> Exception:
-        code = self._process.wait()
-        first = shard.files[0].name
-        where = f"shard {shard.name} ({first}" + (
-            f" and {len(shard.files) - 1} files after it)" if len(shard.files) > 1 else ")"
-        )
-        if code < 0:
-            name = signal.Signals(-code).name
-            return NodeError(
-                f"the process that read {where} was killed by {name}; the usual cause is a "
-                "machine without memory: see `dmesg`, or lower --workers. Finished shards are "
-                "kept: the same command goes on from them"
-            )
-        return CodeError(f"the process that read {where} ended with exit code {code}: see above")
+            code = self._process.wait()
+            others = f" and {len(shard.files) - 1} more files" if len(shard.files) > 1 else ""
+            process = f"the process that read shard {shard.name} ({shard.files[0].name}{others})"
+            if code >= 0:
+                raise CodeError(f"{process} ended with exit code {code}: see above") from error
+            raise NodeError(
+                f"{process} was killed by {signal.Signals(-code).name}; the usual cause is that "
+                "the machine is out of memory: see `dmesg`, or lower --workers. Finished shards "
+                "are kept: the same command continues from them"
+            ) from error
+        return result
 
 
 def _serve() -> None:
-    """The worker: shards come in, outcomes go out."""
-    with contextlib.suppress(OSError, AttributeError):  # another system than Linux
+    """The worker process: read shards, write results, until the end of stdin."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
-        return  # it died before that
-    # Ctrl-C reaches the whole process group; who started this process decides what becomes of it.
+        return  # the parent died before prctl
+    # Ctrl-C goes to the whole process group; the parent alone decides how to end its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
@@ -160,11 +197,6 @@ def _serve() -> None:
         sys.stdout.buffer.flush()
 
 
-_POLL_S_SLURM_WORKERS = 1.0
-# What a task takes, at least, so that it reads for longer than it waits: a few shards.
-_TASKS_PER_WORKER = 4
-
-
 def run_on_slurm(
     shards: Sequence[Shard],
     work: WorkFolder,
@@ -173,22 +205,24 @@ def run_on_slurm(
     report: Report,
     on_note: Callable[[str], None],
 ) -> Iterator[ShardResult]:
-    """Write shards in the jobs of one array; it is cancelled when this ends early.
+    """Write shards in the tasks of one job array, which is cancelled if this ends early.
 
     Args:
-        shards: What to write.
+        shards: Shards to write.
         work: The work folder, on a file system that the nodes share.
-        workers: Jobs at a time.
-        options: How they are submitted.
+        workers: Tasks that run at a time.
+        options: Options of the jobs.
         report: Called every second.
         on_note: Called with the job's id.
 
     Yields:
-        How each shard ended, in the order they do.
+        The result of each shard, as their tasks end.
 
     Raises:
         SlurmError: Slurm refused the jobs, or one of them failed.
     """
+    import submitit
+
     count = min(len(shards), workers * _TASKS_PER_WORKER, MOST_TASKS)
     parts = [list(shards[index::count]) for index in range(count)]
     jobs = submit_array(
@@ -204,97 +238,48 @@ def run_on_slurm(
     )
     array = array_of(jobs)
     on_note(f"Slurm job {array}: {len(shards):,} shards in {count:,} tasks, {workers:,} at a time")
-    waiting = dict(zip(jobs, parts, strict=True))
+    pending = list(jobs)
     try:
-        while waiting:
-            time.sleep(_POLL_S_SLURM_WORKERS)
+        while pending:
+            time.sleep(_SLURM_POLL_S)
             report(work.running())
-            for job in [job for job in waiting if job.done()]:
-                del waiting[job]
-                yield from _outcomes(job)
+            for job in [job for job in pending if job.done()]:
+                pending.remove(job)
+                try:
+                    results: list[ShardResult] = job.result()
+                except (
+                    submitit.core.utils.UncompletedJobError,
+                    submitit.core.utils.FailedJobError,
+                ) as error:
+                    log = job.paths.stderr
+                    raise SlurmError(
+                        f"Slurm job {job.job_id}, which read inputs, ended as {job.state}; "
+                        f"{f'its log is {log}' if log.exists() else 'it never started'}. Finished "
+                        "shards are kept: the same command continues from them"
+                    ) from error
+                yield from results
     finally:
-        if waiting:
+        if pending:
             cancel(array)
 
 
 def run_shards(shards: Sequence[Shard], work: Path) -> list[ShardResult]:
-    """What one job does: some shards, up to the first error."""
-    outcomes = []
+    """One task of the array: write shards up to the first error."""
+    results = []
     for shard in shards:
-        outcomes.append(run_shard(shard, work))
-        if outcomes[-1].error is not None:
+        results.append(run_shard(shard, work))
+        if results[-1].error is not None:
             break
-    return outcomes
-
-
-def _outcomes(job: Any) -> list[ShardResult]:
-    import submitit
-
-    try:
-        outcomes: list[ShardResult] = job.result()
-    except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError) as error:
-        log = job.paths.stderr
-        raise SlurmError(
-            f"Slurm job {job.job_id}, which read inputs, ended as {job.state}; "
-            f"{f'its log is {log}' if log.exists() else 'it never began'}. Finished shards are "
-            "kept: the same command goes on from them"
-        ) from error
-    return outcomes
-
-
-class ShardResult(NamedTuple):
-    """How a shard ended; plain values, for it crosses to another process.
-
-    Attributes:
-        shard: Its name.
-        error: Class and message of the error that stopped it, None where it is written.
-        process: Its id.
-        peak_bytes: The most memory that the process has had so far (resident set).
-    """
-
-    shard: str
-    error: tuple[str, str] | None
-    process: int
-    peak_bytes: int
-
-    def raise_error(self) -> None:
-        """Raise the error, if there was one."""
-        if self.error is not None:
-            name, message = self.error
-            raise getattr(errors, name)(message)
-
-
-def run_shard(
-    shard: Shard, work: Path, on_progress: Callable[[int], None] | None = None
-) -> ShardResult:
-    """Write a shard.
-
-    Args:
-        shard: The shard.
-        work: The work folder.
-        on_progress: Called with the bytes read; where left out, a file says how many.
-    """
-    error = None
-    try:
-        write_shard(shard, WorkFolder(work), on_progress)
-    except errors.SlurmllmError as fault:
-        error = (type(fault).__name__, str(fault))
-    return ShardResult(shard.name, error, os.getpid(), peak_bytes())
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had (resident set)."""
-    # Not getrusage: its figure is at least what the process was forked from had.
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:  # another system than Linux
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    return results
 
 
 if __name__ == "__main__":
+<<<<<<< HEAD
     # Results are pickled: their class must be this module's, not that of `__main__`.
+=======
+    # Not _serve() of this module: its results would be pickled as `__main__.ShardResult`, which
+    # the parent does not have.
+>>>>>>> 756cb17 (corpus, data, model: rewritten in plain technical English, helpers called once inlined)
     from slurmllm.corpus import workers
 
     workers._serve()

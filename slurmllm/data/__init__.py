@@ -1,8 +1,8 @@
-"""The data stage: files of many kinds → corpora → packed, exactly resumable token batches.
+"""The data stage: corpora → packed, exactly resumable batches of tokens for training.
 
-Reading order: `build` makes a corpus, `inspecting` says what is in it; `sources` gives documents as
-token ids (with `tokenizer` and `chat`); `order`, `split`, `visits`, `blend`, `slots` say which
-document comes when and pack them; `spec`, `state`, `batch`, `stream` are what training sees, with
-`prefetch` and `worker` in processes of their own; `check` looks at all of it before a submit;
-`builtin` makes a small corpus from Python itself. Nothing here imports torch.
+Reading order: `sources/` reads documents as token ids (with `tokenizer` and `chat`); `spec`
+describes a stream; `order` decides which document and which corpus comes when; `slots` packs the
+documents into sequences; `stream` is what training uses, with `state` for its checkpoints and
+`prefetch` and `worker` to tokenize in separate processes; `check` validates the data before a
+submit. The corpora are built by `slurmllm.corpus`. Nothing here imports torch.
 """

@@ -1,7 +1,7 @@
-"""How a prompt and its completion become text: by the tokenizer's chat template, if it has one.
+"""Prompt and completion as text, rendered by the tokenizer's chat template if it has one.
 
-Templates are those of Hugging Face: Jinja, in `chat_template.jinja` or the `chat_template` of
-`tokenizer_config.json` beside a `tokenizer.json`, rendered as transformers does
+Templates are Hugging Face's: Jinja, in `chat_template.jinja` or in the field `chat_template` of
+`tokenizer_config.json`, in the folder of a `tokenizer.json`, rendered as transformers does
 (`utils/chat_template_utils.py`).
 """
 
@@ -16,24 +16,23 @@ from typing import Any, NoReturn
 
 from slurmllm.errors import DataError
 
-# Llama 3.1's template falls back on this day. Today's would give other tokens tomorrow.
+# The default date of Llama 3.1's template. With the current date, tokens would change every day.
 _DATE = datetime(2024, 7, 26)
 _SHOWN = 40
 
 
 class ChatFormat:
-    """Prompt and completion → the text that is read and the text that is learnt.
+    """Prompt and completion → the text that is only read and the text that is trained.
 
     Args:
-        tokenizer: A tokenizer.json. Only beside a file of this very name does a template belong
-            to it.
+        tokenizer: A tokenizer.json. Only a file of exactly this name has a template.
 
     Attributes:
-        end_token: The tokenizer config's `eos_token`, None where it has none.
-        fingerprint: Hex digest of template and special tokens; empty where there are none.
+        end_token: The tokenizer config's `eos_token`, None if it has none.
+        fingerprint: Hex digest of template and special tokens; empty if there are none.
 
     Raises:
-        DataError: a file cannot be read, or its template is none.
+        DataError: a file cannot be read, or its template is invalid.
     """
 
     def __init__(self, tokenizer: Path) -> None:
@@ -42,28 +41,28 @@ class ChatFormat:
         template = None
         if tokenizer.name == "tokenizer.json":
             config = _read_config(self._source)
-            self._tokens = _tokens(config)
-            template = _default(config.get("chat_template"), self._source)
-            beside = tokenizer.with_name("chat_template.jinja")
-            if beside.is_file():
-                self._source, template = beside, _read(beside)
+            self._tokens = _special_tokens(config)
+            template = _default_template(config.get("chat_template"), self._source)
+            jinja_file = tokenizer.with_name("chat_template.jinja")
+            if jinja_file.is_file():
+                self._source, template = jinja_file, _read(jinja_file)
         self.end_token = self._tokens.get("eos_token")
         identity = json.dumps([template, sorted(self._tokens.items())])
         self.fingerprint = ""
         if template is not None or self._tokens:
             self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self._render = None if template is None else self._compiled(template)
+        self._render = None if template is None else self._compile(template)
 
     @property
     def has_template(self) -> bool:
-        """Whether texts are rendered, special tokens included."""
+        """Whether texts are rendered, with special tokens."""
         return self._render is not None
 
     def texts(self, prompt: str, completion: str) -> tuple[str, str]:
-        """The text up to the completion, as generation would see it, and the text after that.
+        """The text up to the completion, as for generation, and the text after that.
 
         Raises:
-            DataError: the template fails, or does not put one after the other.
+            DataError: the template fails, or its output for the prompt is not a prefix.
         """
         if self._render is None:
             return prompt, completion
@@ -75,39 +74,39 @@ class ChatFormat:
         whole = self._render(turns, add_generation_prompt=False)
         if whole.startswith(before):
             return before, whole[len(before) :]
-        place = next(
+        differs = next(
             (i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(whole)
         )
         raise DataError(
             f"the chat template of {self._source} cannot be split into prompt and completion: "
-            "what it makes of a prompt alone must begin what it makes of prompt and completion, "
-            f"but from character {place} they are {before[place : place + _SHOWN]!r} and "
-            f"{whole[place : place + _SHOWN]!r}; change the template, or take it away"
+            "its output for the prompt must be a prefix of its output for prompt and completion, "
+            f"but from character {differs} they are {before[differs : differs + _SHOWN]!r} and "
+            f"{whole[differs : differs + _SHOWN]!r}; change the template, or remove it"
         )
 
-    def try_out(self) -> None:
-        """Find a template that cannot serve before anything is queued.
+    def validate(self) -> None:
+        """Check the template with an example, before anything is queued.
 
         Raises:
-            DataError: it fails, cannot be split, or leaves out what it is given.
+            DataError: it fails, cannot be split, or omits the prompt or the completion.
         """
         prompt, completion = "What is it?", "It is nothing."
         before, after = self.texts(prompt, completion)
         if prompt not in before or completion not in after:
             raise DataError(
-                f"the chat template of {self._source} makes {before[:_SHOWN]!r} of a prompt and "
-                f"{after[:_SHOWN]!r} of its completion, and leaves out what they say; change the "
-                "template, or take it away"
+                f"the chat template of {self._source} omits the text of a prompt or completion: it "
+                f"renders them as {before[:_SHOWN]!r} and {after[:_SHOWN]!r}; change the template, "
+                "or remove it"
             )
 
-    def _compiled(self, template: str) -> Callable[..., str]:
+    def _compile(self, template: str) -> Callable[..., str]:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension, loopcontrols
         from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """`{% generation %}` marks what an assistant said; here it changes nothing."""
+            """`{% generation %}`, which marks the assistant's text and renders it unchanged."""
 
             tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
 
@@ -118,6 +117,7 @@ class ChatFormat:
         def refuse(message: str) -> NoReturn:
             raise TemplateError(message)
 
+        # Sandboxed: a template is a program from the same place as the tokenizer.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
@@ -127,7 +127,7 @@ class ChatFormat:
         try:
             compiled = environment.from_string(template)
         except TemplateError as error:
-            raise self._broken(error) from error
+            raise self._template_error(error) from error
 
         def render(turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
             try:
@@ -138,15 +138,15 @@ class ChatFormat:
                     add_generation_prompt=add_generation_prompt,
                     **self._tokens,
                 )
-            except Exception as error:  # a template is a program, and may fail in any way
-                raise self._broken(error) from error
+            except Exception as error:  # a template may fail in any way
+                raise self._template_error(error) from error
 
         return render
 
-    def _broken(self, error: Exception) -> DataError:
+    def _template_error(self, error: Exception) -> DataError:
         return DataError(
-            f"the chat template of {self._source} fails: {error}; mend it, or take it away: "
-            "prompts and completions are then read as they are"
+            f"the chat template of {self._source} fails: {error}; fix it, or remove it: prompts "
+            "and completions are then read as plain text"
         )
 
 
@@ -154,7 +154,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {error}; mend it or take it away") from error
+        raise DataError(f"cannot read {path}: {error}; fix it or remove it") from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -163,54 +163,51 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(_read(path))
     except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}; mend it or take it away") from error
+        raise DataError(f"{path} is not JSON: {error}; fix it or remove it") from error
     if not isinstance(config, dict):
-        raise DataError(f"{path} holds no JSON object; mend it or take it away")
+        raise DataError(f"{path} is not a JSON object; fix it or remove it")
     return config
 
 
 def configured_eos_token(tokenizer: Path) -> str | None:
-    """The `eos_token` of the tokenizer_config.json beside a tokenizer.json; None: there is none.
+    """The `eos_token` of the tokenizer_config.json next to a tokenizer.json, None if there is none.
 
     Raises:
         DataError: that file cannot be read.
     """
     if tokenizer.name != "tokenizer.json":
         return None
-    return _tokens(_read_config(tokenizer.with_name("tokenizer_config.json"))).get("eos_token")
+    config = _read_config(tokenizer.with_name("tokenizer_config.json"))
+    return _special_tokens(config).get("eos_token")
 
 
-def _tokens(config: dict[str, Any]) -> dict[str, str]:
-    return {
-        name: token
-        for name, value in config.items()
-        if name.endswith("_token") and (token := _token(value)) is not None
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The fields `…_token`: each a text, or an object with the text as `content`."""
+    fields = {name: value for name, value in config.items() if name.endswith("_token")}
+    tokens = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in fields.items()
     }
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
 
 
-def _token(value: Any) -> str | None:
-    """A token as tokenizer_config.json gives it: its text, or an object that holds it."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _default(templates: Any, path: Path) -> str | None:
-    """The template, or of several that named `default`."""
+def _default_template(templates: Any, path: Path) -> str | None:
+    """The template, or of several the one named `default`."""
     found = templates
     if isinstance(templates, list):
         entries = [entry for entry in templates if isinstance(entry, dict)]
         found = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
         if found is None:
             raise DataError(
-                f"chat_template of {path} is a list in which no template is named `default`; "
-                "name one so, or put the template itself there"
+                f"chat_template of {path} is a list without a template named `default`; name one "
+                "so, or replace the list by the template"
             )
     if found is not None and not isinstance(found, str):
-        raise DataError(f"chat_template of {path} is {type(found).__name__}, not a text; mend it")
+        raise DataError(f"chat_template of {path} is {type(found).__name__}, not text; fix it")
     return found
 
 
+# jinja2's own `tojson` escapes HTML characters, which transformers' does not.
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,

@@ -1,4 +1,4 @@
-"""What `submit` asks of corpora and tokenizer before it queues hours of work; without torch."""
+"""Checks of corpora and tokenizer before a submit, without torch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from slurmllm.data.sources.opening import open_all
 from slurmllm.data.spec import Split, SplitName
 from slurmllm.errors import DataError
 
-# No natural text has a mean of more bytes a token than this (English: 4 to 5, code: 3 to 4),
-# so a corpus that reaches a batch even at this rate need not be counted.
+# Upper bound of the mean bytes per token of natural text (English: 4 to 5, code: 3 to 4). A corpus
+# that fills a batch even at this rate need not be counted.
 _MOST_BYTES_PER_TOKEN = 16
-# Documents at the corpus's begin that are read in any case.
+# Documents at the beginning of each corpus that are always read.
 _FIRST_DOCUMENTS = 16
 _AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """What a corpus is found to be.
+    """Size of a corpus.
 
     Attributes:
-        documents: Documents in the corpus.
-        size: Of all documents, in `unit`.
+        documents: Number of documents.
+        size: Size of all documents, in `unit`.
         unit: Bytes of text, or token ids.
-        tokens: Tokens to train on, end-of-document tokens included, where they had to be counted
-            to the end; None where the corpus is plainly long enough.
+        tokens: Tokens to train on, end-of-document tokens included, if they had to be counted
+            completely; None if the corpus is long enough in any case.
     """
 
     documents: int
@@ -52,21 +52,20 @@ def check_corpora(
 ) -> list[CorpusFacts]:
     """Check that a model can be trained on corpora with a tokenizer.
 
-    Reads the tokenizer, what each corpus says of itself, and its first documents; more only where
-    it might be shorter than its share of a global batch, and no further than that.
+    Reads the tokenizer, each corpus's metadata and its first documents; more only if the corpus
+    might be shorter than its part of a global batch, and no more than that.
 
     Args:
-        corpora: Path and weight of each.
+        corpora: Path and weight of each corpus.
         tokenizer: tokenizer.json; None for token ids.
         vocab_size: The model's vocabulary.
         seq_len: Tokens in a sequence.
         global_batch: Sequences in one step.
-        validation: Share of the documents held out.
+        validation: Fraction of the documents held out.
         mask: `data.mask`.
 
     Raises:
-        SlurmllmError: missing, unreadable, damaged or unfit; the message says which, and the
-            remedy.
+        SlurmllmError: corpus or tokenizer are missing, unreadable, damaged or do not fit.
     """
     sources, encoder = open_all(corpora, tokenizer, vocab_size, mask)
     if encoder is not None and encoder.num_ids > vocab_size:
@@ -79,11 +78,12 @@ def check_corpora(
     facts = []
     for source, (_, weight) in zip(sources, corpora, strict=True):
         source.read([(document, 0) for document in range(min(len(source), _FIRST_DOCUMENTS))])
-        if validation:
-            for side in ("train", "validation"):
-                _require_side(source, side, validation)
+        sides: tuple[SplitName, ...] = ("train", "validation") if validation else ()
+        for split in (Split(side, validation) for side in sides):
+            if not any(split.holds(source.document_hashes(d)).any() for d in _batches(source)):
+                raise split.empty_error(source)
         needed = math.ceil(global_batch * seq_len * weight / total)
-        tokens = _tokens(source, Split("train", validation), needed)
+        tokens = _count_tokens(source, Split("train", validation), needed)
         if tokens is not None and tokens < needed:
             share = f" x its share {weight / total:.3g}" if len(corpora) > 1 else ""
             raise DataError(
@@ -96,23 +96,15 @@ def check_corpora(
     return facts
 
 
-def _require_side(source: Source, side: SplitName, validation: float) -> None:
-    split = Split(side, validation)
-    for documents in _in_order(source):
-        if split.holds(source.document_hashes(documents)).any():
-            return
-    raise split.empty(source)
-
-
-def _tokens(source: Source, split: Split, enough: int) -> int | None:
-    """Tokens on one side of a corpus; None where there are plainly enough and documents remain."""
+def _count_tokens(source: Source, split: Split, enough: int) -> int | None:
+    """Tokens on one side of a corpus; None if there are enough without counting all of them."""
     rate = _MOST_BYTES_PER_TOKEN if source.size_unit == "bytes" else 1
-    # Twice: how many documents are held out is left to chance.
+    # Twice: the hash holds out only about this fraction of the documents.
     if source.total_size * (1 - split.validation) >= 2 * enough * rate:
         return None
     total = 0
-    for documents in _in_order(source):
-        if not split.everything:
+    for documents in _batches(source):
+        if not split.all_documents:
             documents = documents[split.holds(source.document_hashes(documents))]
         for document in documents.tolist():
             if total >= enough:
@@ -122,6 +114,6 @@ def _tokens(source: Source, split: Split, enough: int) -> int | None:
     return total
 
 
-def _in_order(source: Source) -> Iterator[Integers]:
+def _batches(source: Source) -> Iterator[Integers]:
     for begin in range(0, len(source), _AT_ONCE):
         yield np.arange(begin, min(begin + _AT_ONCE, len(source)))

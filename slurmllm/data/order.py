@@ -1,8 +1,14 @@
-"""The seeded order of the documents: a permutation for each epoch in O(1) memory.
+"""The seeded order of the documents, and which corpus each sequence comes from.
 
-A Feistel network over the bits of the index permutes 0 … 2^b - 1; cycle walking (apply again
-until the result is below the size) narrows that to 0 … size - 1. J. Black and P. Rogaway,
-"Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 3 and 4.
+Documents: a permutation for each epoch in O(1) memory. A Feistel network over the bits of the
+index permutes 0 … 2^b - 1; cycle walking (apply again until the result is below the size) narrows
+that to 0 … size - 1. J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
+2002, sections 3 and 4.
+
+Corpora: fractions by weight, exact after every draw. R. Tijdeman, "The chairman assignment
+problem", Discrete Mathematics 32 (1980): of the corpora that are due, draw the one with the
+nearest deadline. After any number of draws q, the draws of a corpus differ from weight · q by less
+than 1, which no method improves for two corpora or more. Its only state is the counts of the draws.
 """
 
 from __future__ import annotations
@@ -19,16 +25,17 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 _Bits = npt.NDArray[np.uint64]
 
+# CAUTION: any change here, and of `splitmix64`, changes the order of every run's data.
 _ROUNDS = 8
 _U64 = np.uint64
 
 
 class Permutation:
-    """A permutation of 0 … size - 1, another one for each key.
+    """A permutation of 0 … size - 1, a different one for each key.
 
     Args:
         size: Number of documents, at least 1.
-        key: What determines the order, such as seed and epoch.
+        key: Determines the order, such as seed and epoch.
     """
 
     __slots__ = ("_high_mask", "_keys", "_low_bits", "_low_mask", "size")
@@ -41,11 +48,11 @@ class Permutation:
         self._high_mask = _U64((1 << (bits - bits // 2)) - 1)
         self._keys = _round_keys("/".join(map(str, key)))
 
-    def take(self, places: Integers) -> Integers:
-        """What is at some places, int64 of the same shape [n]."""
-        found = self._feistel(places.astype(_U64))
-        # The range is below twice the size (four times for size 1), so this takes two turns or
-        # fewer on average; it ends, because the cycle leads back to the place itself.
+    def take(self, indices: Integers) -> Integers:
+        """The permuted indices, int64 of the same shape [n]."""
+        found = self._feistel(indices.astype(_U64))
+        # The range is below twice the size (four times for size 1), so two rounds or fewer on
+        # average; the loop ends, because the cycle leads back to the index itself.
         while len(beyond := np.flatnonzero(found >= self.size)):
             found[beyond] = self._feistel(found[beyond])
         return found.astype(np.int64)
@@ -54,7 +61,7 @@ class Permutation:
         high, low = index >> self._low_bits, index & self._low_mask
         keys = iter(self._keys)
         for key in keys:
-            # Halves of unequal width keep their places and are altered in turn.
+            # Halves of unequal width are altered in turn instead of swapped.
             high ^= splitmix64(low ^ key) & self._high_mask
             low ^= splitmix64(high ^ next(keys)) & self._low_mask
         return high << self._low_bits | low
@@ -77,41 +84,42 @@ class DocumentOrder:
     """Document positions 0, 1, 2, … without end → document indices, epoch after epoch.
 
     Args:
-        documents: Documents of the corpus.
+        documents: Number of documents of the corpus.
         seed: The run's seed.
-        place: The corpus's place in a blend: two of equal size are in different orders.
+        corpus: The corpus's index in a blend: two of equal size are in different orders.
     """
 
-    def __init__(self, documents: int, seed: int, place: int = 0) -> None:
+    def __init__(self, documents: int, seed: int, corpus: int = 0) -> None:
         self.documents = documents
         self._seed = seed
-        self._place = [place] if place else []
+        self._corpus = [corpus] if corpus else []
 
     def take(self, positions: Integers) -> Integers:
-        """Indices of the documents at some positions, int64 of the same shape [n]."""
-        epochs, places = np.divmod(positions, self.documents)
-        if len(positions) and epochs[0] == epochs[-1]:  # positions ascend
-            return self._permutation(int(epochs[0])).take(places)
+        """Indices of the documents at ascending positions, int64 of the same shape [n]."""
+        epochs, indices = np.divmod(positions, self.documents)
+        if len(positions) and epochs[0] == epochs[-1]:  # the usual case: one epoch
+            return self._permutation(int(epochs[0])).take(indices)
         found = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = self._permutation(int(epoch)).take(places[here])
+            found[here] = self._permutation(int(epoch)).take(indices[here])
         return found
 
     def _permutation(self, epoch: int) -> Permutation:
-        return Permutation(self.documents, self._seed, epoch, *self._place)
+        return Permutation(self.documents, self._seed, epoch, *self._corpus)
 
 
 class Blend:
     """Draws corpora, a global batch at a time; the same on every machine.
 
-    The draws of a step go to its slots in an order of the step's own. Else a weight like 1/8 with
-    8 slots would always fall on the same slot, which would read its share of that corpus alone.
+    The draws of a step are assigned to its slots in an order of the step's own. Otherwise a weight
+    like 1/8 with 8 slots would always fall on the same slot, which would read its documents of
+    that corpus only.
 
     Args:
-        weights: Of the corpora, relative to each other.
-        global_batch: Draws of a step.
-        seed: Of the slots' order.
+        weights: Weights of the corpora, relative to each other.
+        global_batch: Draws per step.
+        seed: Seed of the slots' order.
         counts: Draws of each corpus so far.
 
     Attributes:
@@ -121,7 +129,7 @@ class Blend:
     def __init__(
         self, weights: Sequence[float], global_batch: int, seed: int, counts: Sequence[int]
     ) -> None:
-        # By their decimal text: 0.1 is a tenth on every machine.
+        # By their decimal text: 0.1 is a tenth on every machine, and integers never round.
         shares = [Fraction(str(weight)) for weight in weights]
         scale = math.lcm(*(share.denominator for share in shares))
         self._shares = [int(share * scale) for share in shares]
@@ -148,8 +156,8 @@ class Blend:
         for corpus, (share, count) in enumerate(zip(self._shares, self.counts, strict=True)):
             owed = parts * (share * draw - total * count)
             if owed < total:
-                continue
-            due = total * (parts - 1) - owed  # over `share`, the draws until its deadline
+                continue  # not due
+            due = total * (parts - 1) - owed  # divided by `share`: the draws until its deadline
             if drawn < 0 or due * its_share < deadline * share:
                 drawn, deadline, its_share = corpus, due, share
         self.counts[drawn] += 1

@@ -1,4 +1,4 @@
-"""The parent's side of `worker`: start, read, and end the processes that tokenize ahead."""
+"""The parent's side of `worker`: starts, reads and ends the processes that tokenize ahead."""
 
 from __future__ import annotations
 
@@ -18,43 +18,61 @@ from slurmllm.data.spec import StreamSpec
 from slurmllm.data.worker import BATCH, FRAME, PARENT_SIGNALS
 from slurmllm.errors import CodeError, NodeError, StorageError
 
-# Batches that a worker keeps ready: enough to cover a few documents of megabytes.
+# Batches that a worker keeps ready: enough to bridge a few documents of megabytes.
 PREFETCH_BATCHES = 8
 
 
 class WorkerProcess:
     """One process that tokenizes ahead for consecutive slots.
 
-    It starts at once and loads its libraries while the parent does other things; it begins to
-    read when `begin` tells it where.
+    It starts immediately and imports its libraries while the parent does other work; it begins to
+    read when `begin` sends the positions.
 
     Args:
-        spec: What to read.
-        slots: The slots it serves.
+        spec: The stream.
+        slots: The slots that it reads.
     """
 
     def __init__(self, spec: StreamSpec, slots: range) -> None:
         self.slots = slots
-        self._process = _start()
+        # The same imports as here, however this process was started.
+        paths = [path or str(Path.cwd()) for path in sys.path]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            # One thread per worker: thread pools of all workers would compete for the node's cores.
+            "TOKENIZERS_PARALLELISM": "false",
+            "RAYON_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        # Race: a signal to the whole job could kill a worker before it ignores it. Blocked signals
+        # stay blocked in the child, which unblocks them once it ignores them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "slurmllm.data.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # Ends the process with this object, and with the interpreter.
-        self._finalizer = weakref.finalize(self, _end, self._process, os.getpid())
-        self._tell(
-            {
-                "spec": spec.to_json(),
-                "prefetch": PREFETCH_BATCHES,
-                "parent_pid": os.getpid(),
-            }
+        self._finalizer = weakref.finalize(self, _end_process, self._process, os.getpid())
+        self._send(
+            {"spec": spec.to_json(), "prefetch": PREFETCH_BATCHES, "parent_pid": os.getpid()}
         )
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Process id."""
         return self._process.pid
 
     def begin(self, positions: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
-        """Tell the worker where each of its slots begins, and the draws so far; see `SlotGroup`."""
+        """Send the positions of its slots and the draws so far; see `SlotGroup`."""
         slots = [self.slots.start, self.slots.stop]
-        self._tell({"slots": slots, "positions": positions, "counts": counts})
+        self._send({"slots": slots, "positions": positions, "counts": counts})
 
     def next_batch(
         self, tokens: Tokens, marks: Marks, positions: Integers, counts: Integers
@@ -68,86 +86,64 @@ class WorkerProcess:
             counts: After the batch, [corpora].
 
         Raises:
-            SlurmllmError: what the worker met with.
-            NodeError: the worker ended without a word.
-            StorageError: a corpus was cut under its hands.
+            SlurmllmError: an error of the worker.
+            NodeError: the worker was killed.
+            StorageError: a corpus was truncated while the worker read it.
         """
         header = bytearray(FRAME.size)
         self._read(memoryview(header))
         kind, length = FRAME.unpack(header)
         if kind == BATCH:
-            assert length == len(tokens), "a worker answers for the slots it was given"
+            assert length == len(tokens), "a worker sends a row for each of its slots"
             for part in (positions, counts, tokens, marks):
                 self._read(part.data.cast("B"))
             return
         content = bytearray(length)
         self._read(memoryview(content))
-        _raise(json.loads(content))
+        failure = json.loads(content)
+        known = getattr(errors, failure["error"] or "none", None)
+        if isinstance(known, type) and issubclass(known, errors.SlurmllmError):
+            raise known(failure["message"])
+        raise CodeError(f"the process that tokenizes ahead failed:\n{failure['traceback']}")
 
     def close(self) -> None:
-        """End the process; it holds nothing worth saving."""
+        """Kill the process; it has no state to save."""
         self._finalizer()
 
-    def _tell(self, message: dict[str, object]) -> None:
+    def _send(self, message: dict[str, object]) -> None:
         stream = _stream(self._process.stdin)
         try:
             stream.write(json.dumps(message).encode() + b"\n")
             stream.flush()
         except BrokenPipeError:
-            self._ended()
+            self._raise_ended()
 
     def _read(self, into: memoryview) -> None:
         stream = _stream(self._process.stdout)
         while into.nbytes:
             count = stream.readinto(into)  # type: ignore[attr-defined]
             if not count:
-                self._ended()
+                self._raise_ended()
             into = into[count:]
 
-    def _ended(self) -> None:
+    def _raise_ended(self) -> None:
         code = self._process.wait()
         if code == -signal.SIGBUS:
             raise StorageError(
                 f"the process that reads the data (pid {self.pid}) met the end of a file in the "
                 "middle of it: a corpus was cut or overwritten while it was read, or its file "
-                "system failed; put the corpus back and resume"
+                "system failed; restore the corpus and resume"
             )
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise NodeError(
-            f"the process that tokenizes ahead (pid {self.pid}) {how}; the kernel kills so when "
-            "memory runs out: ask for more memory, or lower data.num_workers"
+            f"the process that tokenizes ahead (pid {self.pid}) {how}; the kernel kills processes "
+            "when memory runs out: request more memory, or lower data.num_workers"
         )
 
 
-def _start() -> subprocess.Popen[bytes]:
-    # The same imports as here, from whatever this process was started with.
-    paths = [path or str(Path.cwd()) for path in sys.path]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        # One worker is one thread: pools of every worker of a node would fight for its cores.
-        "TOKENIZERS_PARALLELISM": "false",
-        "RAYON_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    # Blocked signals stay blocked in the child until it ignores them: no moment is left in which
-    # a signal to the whole job would kill a worker that is just starting.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "slurmllm.data.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _end(process: subprocess.Popen[bytes], owner_pid: int) -> None:
+def _end_process(process: subprocess.Popen[bytes], owner_pid: int) -> None:
     if os.getpid() != owner_pid:
-        return  # a fork of the owner must not end the owner's worker
+        return  # in a fork of the owner: the worker is not its own
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
@@ -156,12 +152,5 @@ def _end(process: subprocess.Popen[bytes], owner_pid: int) -> None:
 
 
 def _stream(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None, "both ends were asked for as pipes"
+    assert stream is not None, "both ends are pipes"
     return stream
-
-
-def _raise(failure: dict[str, str]) -> None:
-    known = getattr(errors, failure["error"] or "none", None)
-    if isinstance(known, type) and issubclass(known, errors.SlurmllmError):
-        raise known(failure["message"])
-    raise CodeError(f"the process that tokenizes ahead failed:\n{failure['traceback']}")

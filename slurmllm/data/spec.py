@@ -1,4 +1,4 @@
-"""What a stream reads, and how: all that settles which token stands where."""
+"""The description of a stream: everything that decides which token is at which place."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from slurmllm.data.order import splitmix64
 from slurmllm.data.sources.base import Source
 from slurmllm.errors import DataError
 
+SplitName = Literal["train", "validation"]
+
+# The golden ratio's fraction: decorrelates the split from other uses of the same hash.
+_SALT = np.uint64(0x9E3779B97F4A7C15)
+
 
 @dataclass(frozen=True)
 class StreamSpec:
@@ -22,14 +27,14 @@ class StreamSpec:
 
     Attributes:
         corpora: Path and weight of each; the weights are relative to each other.
-        tokenizer: tokenizer.json; None where all corpora are token ids.
+        tokenizer: tokenizer.json; None if all corpora are token ids.
         seq_len: Tokens in a sequence.
         global_batch: Sequences in one step over all ranks.
-        seed: Of the order.
-        vocab_size: The model's; the ids of tokenized corpora must be below it. None: not known.
-        mask: `document` where the begins of documents are to be told.
-        validation: Share of the documents held out.
-        split: Which side of that to read.
+        seed: Seed of the order.
+        vocab_size: The model's; the ids of tokenized corpora must be below it. None: unknown.
+        mask: `document` if batches mark where documents begin.
+        validation: Fraction of the documents held out.
+        split: Side of the split to read.
     """
 
     corpora: Sequence[tuple[Path, float]]
@@ -43,7 +48,7 @@ class StreamSpec:
     split: SplitName = "train"
 
     def to_json(self) -> dict[str, Any]:
-        """For a process that may be in another folder."""
+        """JSON for another process, with absolute paths."""
         return {
             **asdict(self),
             "corpora": [(str(path.absolute()), weight) for path, weight in self.corpora],
@@ -52,27 +57,21 @@ class StreamSpec:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """What `to_json` wrote."""
+        """The inverse of `to_json`."""
         corpora = [(Path(path), weight) for path, weight in fields["corpora"]]
         tokenizer = None if fields["tokenizer"] is None else Path(fields["tokenizer"])
         return cls(**{**fields, "corpora": corpora, "tokenizer": tokenizer})
 
 
-SplitName = Literal["train", "validation"]
-
-# The golden ratio's fraction: keeps the split apart from other uses of the same hash.
-_SALT = np.uint64(0x9E3779B97F4A7C15)
-
-
 class Split:
-    """One side of the split.
+    """One side of the split into training and validation documents.
 
     Args:
-        name: Which side.
-        validation: Share of the documents held out, in 0 … 0.5.
+        name: The side.
+        validation: Fraction of the documents held out, in 0 … 0.5.
 
     Raises:
-        DataError: there is nothing on this side.
+        DataError: the validation side of a fraction of 0.
     """
 
     def __init__(self, name: SplitName, validation: float) -> None:
@@ -83,22 +82,23 @@ class Split:
             )
         self.name = name
         self.validation = validation
+        # As an integer, so that the bound is exact on every machine.
         self._below = np.uint64(int(Fraction(str(validation)) * 2**64))
 
     @property
-    def everything(self) -> bool:
-        """Whether no hash need be looked at."""
+    def all_documents(self) -> bool:
+        """Whether every document is on this side."""
         return self.validation == 0
 
-    def empty(self, source: Source) -> DataError:
+    def holds(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Which documents are on this side, by the hashes of their content."""
+        held_out: npt.NDArray[np.bool_] = splitmix64(hashes ^ _SALT) < self._below
+        return held_out if self.name == "validation" else ~held_out
+
+    def empty_error(self, source: Source) -> DataError:
         """The error for a corpus without a document on this side."""
         return DataError(
             f"none of the {len(source)} documents of {source.path} is on the {self.name} side of "
             f"data.validation {self.validation} and holds a token; "
             "change data.validation, or add documents"
         )
-
-    def holds(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Which documents are on this side, by the hashes of their content."""
-        held_out: npt.NDArray[np.bool_] = splitmix64(hashes ^ _SALT) < self._below
-        return held_out if self.name == "validation" else ~held_out

@@ -1,8 +1,8 @@
-"""The position of a stream as a checkpoint keeps it, and whose position it is.
+"""The state of a stream in a checkpoint: its position, and the data that it belongs to.
 
-A state is a JSON object: what the stream reads, `counts` (sequences drawn from each corpus), and
-under `slots` three numbers a corpus for each slot from `first_slot` on: visits finished, piece of
-the document at hand, tokens of that piece handed out.
+A state is a JSON object: the stream's `identity`, `counts` (sequences drawn from each corpus), and
+under `slots` three numbers per corpus for each slot from `first_slot` on: documents finished, piece
+of the current document, tokens of that piece returned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slurmllm.errors import DataError
 State = dict[str, Any]
 
 VERSION = 2
-# What must be equal for a position to mean the same tokens, and how to say that it is not.
+# Must be equal for a position to mean the same tokens; with their names in error messages.
 _IDENTITY = {
     "version": "format of the data state",
     "seed": "train.seed",
@@ -31,16 +31,16 @@ _IDENTITY = {
     "split": "side of the split",
 }
 _MERGED = (*_IDENTITY, "corpus", "counts")
-_REMEDY = "resume with what the run began with, or start a new run"
+_FIX = "resume with the data that the run began with, or start a new run"
 
 
 def identity(spec: StreamSpec, sources: Sequence[Source], tokenizer: str | None) -> State:
-    """What a stream reads, as its states say it.
+    """The part of a stream's states that identifies its data.
 
     Args:
         spec: The stream.
         sources: Its corpora, opened.
-        tokenizer: Fingerprint of tokenizer and chat template, None without one.
+        tokenizer: Fingerprint of tokenizer and chat templates, None without a tokenizer.
     """
     corpora = [
         {
@@ -51,11 +51,15 @@ def identity(spec: StreamSpec, sources: Sequence[Source], tokenizer: str | None)
         }
         for (path, weight), source in zip(spec.corpora, sources, strict=True)
     ]
+    combined = str(corpora[0]["fingerprint"])
+    if len(corpora) > 1:
+        contents = [(corpus["fingerprint"], corpus["weight"]) for corpus in corpora]
+        combined = hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
     return {
         "version": VERSION,
         "seed": spec.seed,
         "global_batch": spec.global_batch,
-        "corpus": _one_word(corpora),
+        "corpus": combined,
         "corpora": corpora,
         "tokenizer": tokenizer,
         "validation": spec.validation,
@@ -63,22 +67,13 @@ def identity(spec: StreamSpec, sources: Sequence[Source], tokenizer: str | None)
     }
 
 
-def _one_word(corpora: Sequence[dict[str, Any]]) -> str:
-    """All corpora and their weights in one fingerprint; of a single one, its own."""
-    if len(corpora) == 1:
-        return str(corpora[0]["fingerprint"])
-    contents = [(corpus["fingerprint"], corpus["weight"]) for corpus in corpora]
-    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
-
-
 def merge_states(states: Sequence[State]) -> State:
-    """Join the states of all ranks into one.
+    """Merge the states of all ranks into one.
 
-    Ranks that differ only in tensor or pipeline place hold the same slots; their states count
-    once.
+    Ranks that differ only in tensor or pipeline rank have the same slots, and equal states.
 
     Raises:
-        DataError: the states are not of one moment of one stream, or slots are missing.
+        DataError: the states are from different steps or streams, or slots are missing.
     """
     if not states:
         raise DataError("no data state to merge; pass the state of every data-parallel rank")
@@ -107,11 +102,11 @@ def merge_states(states: Sequence[State]) -> State:
 
 
 def check_same_stream(here: State, saved: State) -> None:
-    """That a state is of this stream.
+    """Check that a state belongs to this stream.
 
     Raises:
-        DataError: it is of another corpus, tokenizer, seed or global batch; the message says what
-            differs.
+        DataError: corpus, tokenizer, seed or global batch differ; the message names the
+            difference.
     """
     for key, name in _IDENTITY.items():
         if key == "corpora":
@@ -119,16 +114,16 @@ def check_same_stream(here: State, saved: State) -> None:
         elif saved.get(key) != here[key]:
             raise DataError(
                 f"the data state was saved with {name} {saved.get(key)}, this stream has "
-                f"{here[key]}; {_REMEDY}"
+                f"{here[key]}; {_FIX}"
             )
 
 
 def _require_same_corpora(here: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
-    """A corpus may be elsewhere by now, but must hold what it held."""
+    """Compare contents and weights, not paths: a corpus may have been moved."""
     if len(here) != len(saved):
         raise DataError(
             f"the data state was saved with {len(saved)} corpora, this stream has {len(here)}; "
-            f"{_REMEDY}"
+            f"{_FIX}"
         )
     for now, then in zip(here, saved, strict=True):
         if now["fingerprint"] != then["fingerprint"]:
@@ -136,25 +131,25 @@ def _require_same_corpora(here: Sequence[dict[str, Any]], saved: Sequence[dict[s
                 f"the data state was saved with corpus {then['path']} (fingerprint "
                 f"{then['fingerprint']}, {then['documents']} documents), this stream has "
                 f"{now['path']} ({now['fingerprint']}, {now['documents']}): changed after the run "
-                f"began, or another one; {_REMEDY}"
+                f"began, or another corpus; {_FIX}"
             )
         if now["weight"] != then["weight"]:
             raise DataError(
                 f"the data state was saved with weight {then['weight']:g} of {now['path']}, this "
-                f"stream has {now['weight']:g}; {_REMEDY}"
+                f"stream has {now['weight']:g}; {_FIX}"
             )
 
 
 def upgrade_state(state: State, here: State, former: str | None) -> State:
-    """A state of this version, from one that may be of version 1.
+    """Convert a state of version 1 to this version; any other is returned as it is.
 
-    Version 1 knew one Arrow corpus, by its footer alone, and documents without pieces: a slot's
-    position was (documents finished, tokens of the document at hand).
+    Version 1 had one Arrow corpus, identified only by its footer, and documents without pieces: a
+    slot's position was (documents finished, tokens of the current document).
 
     Args:
-        state: Of any version.
+        state: A state of any version.
         here: `identity` of this stream.
-        former: `Source.former_fingerprint` of the stream's only corpus, None where it has none.
+        former: `Source.former_fingerprint` of the stream's only corpus, None if it has none.
     """
     if state.get("version") != 1 or former is None or state["corpus"] != former:
         return state
@@ -167,13 +162,13 @@ def upgrade_state(state: State, here: State, former: str | None) -> State:
         "split": "train",
         "counts": state.get("counts", [0]),
         "slots": [
-            [visit, WHOLE_DOCUMENT if offset else 0, offset] for visit, offset in state["slots"]
+            [number, WHOLE_DOCUMENT if offset else 0, offset] for number, offset in state["slots"]
         ],
     }
 
 
 def slot_positions(state: State, slots: range) -> list[list[int]]:
-    """The positions of some slots.
+    """The positions of consecutive slots.
 
     Raises:
         DataError: the state lacks some of them.

@@ -1,34 +1,33 @@
-"""The packed token stream that training reads, and its position.
+"""The packed token stream that training reads, and its resumable position.
 
-How a token comes to its place:
+How the documents become batches:
 
 1. The documents of a corpus get positions 0, 1, 2, … without end. Of D documents, position p is
-   in epoch p // D, and is the document at place p % D of that epoch's permutation, which the seed
-   and the epoch determine (`order`). Those on the other side of the split are passed over.
+   in epoch p // D, and is the document at index p % D of that epoch's permutation, which the seed
+   and the epoch determine (`order`). Those on the other side of the split are skipped.
 2. The global batch has G slots (rows). Slot s reads the documents at positions s, s + G, s + 2G,
    …, so every document is read by one slot in each epoch, and no slot needs what another reads.
 3. A slot tokenizes its documents, ends each with the end-of-document token, joins them, and cuts
    the stream into sequences of seq_len tokens; nothing is padded or dropped (`slots`).
-4. A sequence is handed out with the token that follows it, [seq_len + 1]: inputs are all but the
+4. A sequence is returned with the token that follows it, [seq_len + 1]: inputs are all but the
    last, labels all but the first. That token begins the slot's next sequence.
-5. Of several corpora, each slot has a stream of its own for each, and the draws of `blend` say
-   from which of them its next sequence comes.
-6. Data-parallel rank r of N owns slots r * G/N … (r + 1) * G/N - 1: the batches of all ranks,
-   one under the other, are the global batch.
+5. Of several corpora, each slot has a stream of its own for each, and `order.Blend` draws the
+   corpus of its next sequence.
+6. Data-parallel rank r of N owns slots r * G/N … (r + 1) * G/N - 1: the concatenated batches of
+   all ranks are the global batch.
 
 No step depends on the number of ranks or workers, so neither does the batch at step t.
 
 How it resumes: a slot's position in a corpus is three numbers: documents finished, pieces of the
-document at hand finished (`sources.base`), tokens of the piece at hand handed out. A checkpoint
-holds those of all G slots and the draws so far (`state`). Restoring tokenizes one piece a slot, at
-any position; nothing is replayed.
+current document finished (`sources.base`), tokens of the current piece returned. A checkpoint has
+those of all G slots and the draws so far (`state`). Restoring tokenizes one piece per slot, at any
+position; nothing is replayed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -36,27 +35,67 @@ import numpy.typing as npt
 
 from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
-from slurmllm.data.sources.base import BEGINS, UNTRAINED, Marks
+from slurmllm.data.sources.base import BEGINS, UNTRAINED
 from slurmllm.data.sources.opening import open_all
 from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.data.state import State, check_same_stream, identity, slot_positions, upgrade_state
 from slurmllm.errors import DataError
 
 
+class Batch(NamedTuple):
+    """Packed sequences, each with the token that follows it.
+
+    Attributes:
+        tokens: int64 [rows, seq_len + 1].
+        begins: bool [rows, seq_len + 1], whether a token is the first of its document. None if
+            document bounds are not needed.
+        untrained: bool [rows, seq_len + 1], whether a token is read but not trained. None if all
+            are trained.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.bool_] | None = None
+    untrained: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def inputs(self) -> npt.NDArray[np.int64]:
+        """The model's inputs, int64 [rows, seq_len]."""
+        return np.ascontiguousarray(self.tokens[:, :-1])
+
+    def labels(self, ignored: int) -> npt.NDArray[np.int64]:
+        """The model's targets, int64 [rows, seq_len]; `ignored` at untrained tokens."""
+        labels = np.ascontiguousarray(self.tokens[:, 1:])
+        if self.untrained is not None:
+            labels[self.untrained[:, 1:]] = ignored
+        return labels
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64] | None:
+        """Position of each input in its document, int64 [rows, seq_len].
+
+        Counted from the sequence's begin for the document that the sequence begins in.
+        """
+        if self.begins is None:
+            return None
+        indices = np.arange(self.tokens.shape[1] - 1)
+        begins = np.where(self.begins[:, :-1], indices, 0)
+        return indices - np.maximum.accumulate(begins, axis=1)
+
+
 class PackedStream:
     """Batches of packed sequences for one data-parallel rank.
 
     Args:
-        spec: What to read.
-        dp_rank: This rank's place among the data-parallel ranks.
-        dp_size: Data-parallel ranks; must divide global_batch.
-        num_workers: Processes that tokenize ahead; 0 tokenizes in this process when asked.
+        spec: The stream.
+        dp_rank: Data-parallel rank of this process.
+        dp_size: Number of data-parallel ranks; must divide global_batch.
+        num_workers: Processes that tokenize ahead; 0 tokenizes in this process on demand.
 
     Attributes:
-        trains_every_token: Whether every token is learnt; else batches say which are not.
+        trains_every_token: Whether every token is trained; otherwise batches have `untrained`.
 
     Raises:
-        DataError: a corpus or the tokenizer cannot serve, or the degrees do not fit.
+        DataError: a corpus or the tokenizer cannot be used, or dp_size does not divide the batch.
     """
 
     def __init__(self, spec: StreamSpec, dp_rank: int, dp_size: int, num_workers: int = 0) -> None:
@@ -67,12 +106,12 @@ class PackedStream:
                 f"choose {batch // dp_size * dp_size or dp_size}, or another number of ranks"
             )
         assert 0 <= dp_rank < dp_size, f"rank {dp_rank} of {dp_size}"
-        Split(spec.split, spec.validation)
+        Split(spec.split, spec.validation)  # raises for an empty validation split
         self._spec = spec
         rows = batch // dp_size
         self._slots = range(dp_rank * rows, (dp_rank + 1) * rows)
         self._num_workers = min(num_workers, rows)
-        # First, so that they come up while this process opens the same files.
+        # First, so that they start while this process opens the same files.
         self._workers = self._start_workers()
         try:
             self._sources, encoder = open_all(
@@ -82,10 +121,13 @@ class PackedStream:
             self.close()
             raise
         templates = sorted({source.template for source in self._sources} - {""})
-        tokenizer = None if encoder is None else _joined([encoder.fingerprint, *templates])
+        tokenizer = None if encoder is None else encoder.fingerprint
+        if tokenizer is not None and templates:
+            combined = "\0".join([tokenizer, *templates])
+            tokenizer = hashlib.sha256(combined.encode()).hexdigest()[:16]
         self._identity = identity(spec, self._sources, tokenizer)
         self.trains_every_token = all(source.trains_every_token for source in self._sources)
-        # Where each slot stands after the batches handed out, not those tokenized ahead.
+        # Positions after the batches returned, not after those tokenized ahead.
         self._positions = np.zeros((rows, POSITION * len(self._sources)), dtype=np.int64)
         self._counts = [0] * len(self._sources)
         self._group: SlotGroup | None = None
@@ -93,7 +135,7 @@ class PackedStream:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What settles which tokens stand where; JSON-able."""
+        """Everything that decides which token is at which place, as JSON."""
         here = self._identity
         return {
             "corpora": here["corpora"],
@@ -109,19 +151,18 @@ class PackedStream:
         """This rank's share of the next global batch, [global_batch // dp_size, seq_len + 1].
 
         Raises:
-            SlurmllmError: what a worker met with.
+            SlurmllmError: an error of a worker.
             NodeError: a worker was killed.
         """
         tokens, marks = self._draw()
-        return marked_batch(
-            tokens,
-            marks,
-            begins=self._spec.mask == "document",
-            untrained=not self.trains_every_token,
+        return Batch(
+            tokens.astype(np.int64),
+            (marks & BEGINS).astype(bool) if self._spec.mask == "document" else None,
+            None if self.trains_every_token else (marks & UNTRAINED).astype(bool),
         )
 
     def skip_batch(self) -> None:
-        """Pass over the next global batch, on every rank: draw it and throw it away.
+        """Skip the next global batch; every rank must do so.
 
         Raises:
             SlurmllmError, NodeError: as `next_batch`.
@@ -130,13 +171,13 @@ class PackedStream:
 
     @property
     def batches(self) -> int:
-        """Global batches drawn so far, those passed over included: the number of the last one."""
+        """Global batches drawn so far, skipped ones included: the number of the last one."""
         return sum(self._counts) // self._spec.global_batch
 
     def state(self) -> State:
-        """Where this rank's slots stand after the batches handed out; JSON-able.
+        """The positions of this rank's slots after the batches returned, as JSON.
 
-        `merge_states` joins those of all ranks into one that any rank of any dp_size can load.
+        `merge_states` merges those of all ranks into one that any rank of any dp_size can load.
         """
         return {
             **self._identity,
@@ -146,13 +187,13 @@ class PackedStream:
         }
 
     def load_state(self, merged: State) -> None:
-        """Go to a position: the next batch is the one that followed when `state` was called.
+        """Restore a position: the next batch is the one that followed when `state` was called.
 
         Args:
             merged: From `merge_states`, taken at this or another dp_size.
 
         Raises:
-            DataError: the state is of another corpus, tokenizer, seed or global batch, or lacks
+            DataError: the state has another corpus, tokenizer, seed or global batch, or lacks
                 slots of this rank.
         """
         former = self._sources[0].former_fingerprint if len(self._sources) == 1 else None
@@ -160,7 +201,7 @@ class PackedStream:
         check_same_stream(self._identity, merged)
         self._positions = np.array(slot_positions(merged, self._slots), dtype=np.int64)
         self._counts = list(merged["counts"])
-        if self._begun:
+        if self._begun:  # workers cannot go back: start new ones
             self.close()
             self._workers = self._start_workers()
         self._group = None
@@ -169,7 +210,7 @@ class PackedStream:
             self._begin()
 
     def close(self) -> None:
-        """End the workers; the stream gives no batch after that."""
+        """End the workers; no batch can be drawn after that."""
         for worker in self._workers:
             worker.close()
 
@@ -181,11 +222,20 @@ class PackedStream:
 
     def _draw(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         self._begin()
-        if self._group is None:
-            return self._receive()
-        drawn = self._group.next_batch()
-        self._positions, self._counts = self._group.positions(), list(self._group.counts)
-        return drawn
+        if self._group is not None:
+            drawn = self._group.next_batch()
+            self._positions, self._counts = self._group.positions(), list(self._group.counts)
+            return drawn
+        shape = (len(self._slots), self._spec.seq_len + 1)
+        tokens = np.empty(shape, dtype=np.int32)
+        marks = np.empty(shape, dtype=np.uint8)
+        positions = np.empty_like(self._positions)
+        counts = np.empty(len(self._counts), dtype=np.int64)
+        for worker in self._workers:
+            rows = self._rows(worker.slots)
+            worker.next_batch(tokens[rows], marks[rows], positions[rows], counts)
+        self._positions, self._counts = positions, counts.tolist()
+        return tokens, marks
 
     def _begin(self) -> None:
         if self._begun:
@@ -198,84 +248,16 @@ class PackedStream:
                 self._spec, self._sources, self._slots, self._positions.tolist(), self._counts
             )
 
-    def _receive(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        shape = (len(self._slots), self._spec.seq_len + 1)
-        tokens = np.empty(shape, dtype=np.int32)
-        marks = np.empty(shape, dtype=np.uint8)
-        positions = np.empty_like(self._positions)
-        counts = np.empty(len(self._counts), dtype=np.int64)
-        for worker in self._workers:
-            rows = self._rows(worker.slots)
-            worker.next_batch(tokens[rows], marks[rows], positions[rows], counts)
-        self._positions, self._counts = positions, counts.tolist()
-        return tokens, marks
-
     def _start_workers(self) -> list[WorkerProcess]:
-        shares = _split(self._slots, self._num_workers) if self._num_workers else []
-        return [WorkerProcess(self._spec, share) for share in shares]
+        # Consecutive slots each, whose numbers differ by one at most.
+        first, rows, workers = self._slots.start, len(self._slots), self._num_workers
+        bounds = (
+            [first + rows * index // workers for index in range(workers + 1)] if workers else []
+        )
+        return [
+            WorkerProcess(self._spec, range(begin, end))
+            for begin, end in itertools.pairwise(bounds)
+        ]
 
     def _rows(self, slots: range) -> slice:
         return slice(slots.start - self._slots.start, slots.stop - self._slots.start)
-
-
-def _joined(fingerprints: Sequence[str]) -> str:
-    if len(fingerprints) == 1:
-        return fingerprints[0]
-    return hashlib.sha256("\0".join(fingerprints).encode()).hexdigest()[:16]
-
-
-def _split(slots: range, parts: int) -> list[range]:
-    """Cut a range into consecutive parts whose lengths differ by one at most."""
-    bounds = [slots.start + len(slots) * part // parts for part in range(parts + 1)]
-    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
-
-
-class Batch(NamedTuple):
-    """Packed sequences, each with the token that follows it.
-
-    Attributes:
-        tokens: int64 [rows, seq_len + 1].
-        begins: bool [rows, seq_len + 1], whether a token is its document's first. None where
-            documents do not matter.
-        untrained: bool [rows, seq_len + 1], whether a token is read but not learnt. None where
-            all are learnt.
-    """
-
-    tokens: npt.NDArray[np.int64]
-    begins: npt.NDArray[np.bool_] | None = None
-    untrained: npt.NDArray[np.bool_] | None = None
-
-    @property
-    def inputs(self) -> npt.NDArray[np.int64]:
-        """What the model reads, int64 [rows, seq_len]."""
-        return np.ascontiguousarray(self.tokens[:, :-1])
-
-    def labels(self, ignored: int) -> npt.NDArray[np.int64]:
-        """What the model is to predict, int64 [rows, seq_len]; `ignored` where nothing is."""
-        labels = np.ascontiguousarray(self.tokens[:, 1:])
-        if self.untrained is not None:
-            labels[self.untrained[:, 1:]] = ignored
-        return labels
-
-    @property
-    def positions(self) -> npt.NDArray[np.int64] | None:
-        """Place of each input in its document, int64 [rows, seq_len].
-
-        Counted from the sequence's begin for the document that the sequence begins in.
-        """
-        if self.begins is None:
-            return None
-        places = np.arange(self.tokens.shape[1] - 1)
-        begins = np.where(self.begins[:, :-1], places, 0)
-        return places - np.maximum.accumulate(begins, axis=1)
-
-
-def marked_batch(
-    tokens: npt.NDArray[np.int32], marks: Marks, *, begins: bool, untrained: bool
-) -> Batch:
-    """A batch with what is asked for of the tokens' marks, [rows, seq_len + 1] both."""
-    return Batch(
-        tokens.astype(np.int64),
-        (marks & BEGINS).astype(bool) if begins else None,
-        (marks & UNTRAINED).astype(bool) if untrained else None,
-    )

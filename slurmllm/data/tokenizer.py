@@ -15,25 +15,25 @@ from slurmllm.data.chat import configured_eos_token
 from slurmllm.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
-# In the order tried: GPT-2, GPT-NeoX, Pythia; then Llama.
+# In this order: GPT-2, GPT-NeoX, Pythia; then Llama.
 _END_OF_DOCUMENT_TOKENS = (END_OF_DOCUMENT, "</s>")
-# Some 20 MB for each process that tokenizes.
+# Real text has more distinct words than the library's default cache of 10,000. This takes some
+# 20 MB per process.
 _CACHED_WORDS = 1 << 17
 # 256 bytes and the end-of-document token: no byte-level tokenizer can be smaller.
 MIN_VOCAB_SIZE = 257
 
 
 class TokenEncoder:
-    """Text → token ids, a document at a time.
+    """Text → token ids.
 
-    A document's ids are its text's and nothing else: no truncation, no padding, no added
-    beginning or end, whatever tokenizer.json asks for. Special tokens spelt out in the text are
-    encoded as ordinary text, so that no document can forge the end of a document.
+    A document's ids are only those of its text: truncation, padding and added tokens of
+    tokenizer.json are off. Special tokens spelled out in the text are encoded as ordinary text, so
+    that no document can forge the end of a document.
 
     Attributes:
         end_of_document: Id of the token that ends a document: `<|endoftext|>` or `</s>`, else the
-            `eos_token` of a tokenizer_config.json beside.
-        num_ids: Largest id + 1: the smallest vocabulary a model can have.
+            `eos_token` of a tokenizer_config.json in the same folder.
         fingerprint: Hex digest of the file.
 
     Raises:
@@ -50,27 +50,26 @@ class TokenEncoder:
                 f"cannot read tokenizer {path}: {error.strerror or error}; name a tokenizer.json, "
                 "or make one with `slurmllm tokenizer train`"
             ) from error
-        except Exception as error:  # the library raises Exception itself
+        except Exception as error:  # the library raises plain Exception
             raise DataError(
                 f"{path} is not a tokenizer.json of the tokenizers library: {error}; "
                 "name another one, or make one with `slurmllm tokenizer train`"
             ) from error
-        # One text at a time leaves a thread pool nothing to do, and a process that has used the
-        # pool is warned at every later fork.
+        # The library's thread pool warns at every fork after its first use.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
-        # Real text has more words than the 10,000 that the library remembers unasked.
         if hasattr(tokenizer.model, "_resize_cache"):
             tokenizer.model._resize_cache(_CACHED_WORDS)
         self._tokenizer = tokenizer
-        end, self.end_of_document = self._end()
+        end, self.end_of_document = self._find_end()
+        # Only an eos token that the file itself does not determine is part of the fingerprint.
         known = b"" if end in _END_OF_DOCUMENT_TOKENS else end.encode()
         self.fingerprint = hashlib.sha256(data + known).hexdigest()[:16]
 
-    def _end(self) -> tuple[str, int]:
-        """The token that ends a document: a well-known one, else the eos token of the config."""
+    def _find_end(self) -> tuple[str, int]:
+        """The end-of-document token: a well-known one, else the eos token of the config."""
         configured = configured_eos_token(self.path)
         for token in (*_END_OF_DOCUMENT_TOKENS, *([configured] if configured else [])):
             token_id = self.token_id(token)
@@ -79,38 +78,31 @@ class TokenEncoder:
         raise DataError(
             f"tokenizer {self.path} has no end-of-document token: neither "
             f"{' nor '.join(_END_OF_DOCUMENT_TOKENS)} is in its vocabulary, nor an eos_token of a "
-            "tokenizer_config.json beside it; put that file there (beside a tokenizer.json), add "
-            "one of the two to added_tokens, or train one with `slurmllm tokenizer train`"
+            "tokenizer_config.json next to it; put that file next to a tokenizer.json, add one of "
+            "the two to added_tokens, or train one with `slurmllm tokenizer train`"
         )
 
     @property
     def num_ids(self) -> int:
-        """Largest id + 1, which exceeds the number of tokens where ids have gaps."""
+        """Largest id + 1: the smallest vocabulary of a model; ids may have gaps."""
         return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """Token ids of a document and its end-of-document token.
-
-        Returns:
-            int32 [tokens + 1].
-        """
+        """Token ids of a document with its end-of-document token, int32 [tokens + 1]."""
         (ids,) = self.encode_batch([text])
         return np.array([*ids, self.end_of_document], dtype=np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of some texts and nothing else."""
-        # The fast variant leaves out character offsets: 1.18 times the tokens/s of encode().
+        """Token ids of texts, without end-of-document tokens."""
+        # The fast variant computes no character offsets: 1.18 times the tokens/s of encode().
         found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
     def encode_dialogue(self, texts: Sequence[str], *, begins: bool) -> list[list[int]]:
-        """Token ids of some texts as a program that generates text would encode them.
+        """Token ids of texts as a program that generates text encodes them.
 
-        Special tokens spelt out in a text are special tokens.
-
-        Args:
-            texts: What to encode.
-            begins: Whether to add what the tokenizer puts around a text, such as Llama's `<s>`.
+        Special tokens spelled out in a text are special tokens. With `begins`, the tokenizer's
+        template adds its tokens around a text, such as Llama's `<s>`.
         """
         self._tokenizer.encode_special_tokens = False
         try:
@@ -120,12 +112,12 @@ class TokenEncoder:
         return [encoding.ids for encoding in found]
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token, None where the vocabulary lacks it."""
+        """Id of a token, None if the vocabulary lacks it."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     def decode(self, ids: npt.NDArray[np.integer]) -> str:
-        """Text of token ids, the end-of-document tokens spelt out."""
+        """Text of token ids, the end-of-document tokens included."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
@@ -135,13 +127,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     Args:
         texts: Documents.
         vocab_size: Entries, 256 bytes and the end-of-document token (id 0) included. Short texts
-            give fewer: merging ends when no pair of tokens is left.
+            yield fewer: merging ends when no pair of tokens is left.
 
     Returns:
         The content of a tokenizer.json.
 
     Raises:
-        DataError: a vocabulary too small to hold all bytes.
+        DataError: the vocabulary is too small for all bytes.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
@@ -162,5 +154,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def vocab_size_of(tokenizer_json: str) -> int:
-    """Entries of a tokenizer's vocabulary."""
+    """Number of entries of a tokenizer's vocabulary."""
     return int(Tokenizer.from_str(tokenizer_json).get_vocab_size(with_added_tokens=True))

@@ -1,15 +1,14 @@
-"""The process that tokenizes ahead of the training: `python -m slurmllm.data.worker`.
+"""The process that tokenizes ahead of training: `python -m slurmllm.data.worker`.
 
-Started and read by `prefetch.WorkerProcess`; started anew rather than forked, because its parent
-holds torch, device handles and threads, none of which survive a fork. It imports none of them.
+Started and read by `prefetch.WorkerProcess`, as a new interpreter instead of a fork: the parent
+has torch, device handles and threads, none of which survive a fork. It imports none of them.
 
-    stdin    a JSON line, what to read; a JSON line, where to begin; then nothing until the end
+    stdin    a JSON line with the stream; a JSON line with the positions; then nothing until the end
     stdout   frames: header (kind, rows), then the kind's content (`FRAME`)
     stderr   the parent's
 
-It ends when its parent does, however that comes about: at the end of stdin, at a broken pipe, or
-when it finds itself adopted by another process (children that the parent forked may hold the
-pipes open after it).
+It ends with its parent: at the end of stdin, at a broken pipe, or when it is adopted by another
+process (children that the parent forked may keep the pipes open after it).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from slurmllm.data.sources.opening import open_all
 from slurmllm.data.spec import StreamSpec
 from slurmllm.errors import SlurmllmError
 
-# A frame's header: kind, and its length: rows of a batch, bytes of a failure.
+# A frame's header: kind and length (rows of a batch, bytes of a failure).
 #   BATCH    int64 [rows, 3 * corpora] positions and int64 [corpora] counts after the batch,
 #            int32 [rows, seq_len + 1] tokens, uint8 [rows, seq_len + 1] marks
 #   FAILURE  a JSON object {"error", "message", "traceback"}
@@ -40,8 +39,8 @@ FRAME = struct.Struct("<BQ")
 BATCH = 1
 FAILURE = 2
 
-# Job launchers send these to every process of a job or a terminal; the parent decides when to
-# stop, and still needs batches for the step that it finishes first.
+# Sent by Slurm and by terminals to every process of a job. The parent decides when to stop, and
+# needs more batches for the step that it finishes first.
 PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _ADOPTION_POLL_S = 1.0
 
@@ -50,29 +49,32 @@ def main() -> NoReturn:
     """Tokenize until the parent ends."""
     for number in PARENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # The parent blocked them while it started this process; ignored, they may come through.
+    # The parent blocked them while it started this process; now they are ignored.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)
     frames = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a stray print must not land between frames
+    os.dup2(2, 1)  # so that a stray print cannot break the frames
 
-    what = json.loads(sys.stdin.readline() or "null")
-    if what is None:
+    stream = json.loads(sys.stdin.readline() or "null")
+    if stream is None:
         os._exit(0)
-    threading.Thread(target=_end_when_adopted, args=(what["parent_pid"],), daemon=True).start()
-    outgoing: queue.Queue[list[bytes]] = queue.Queue(maxsize=what["prefetch"])
+    threading.Thread(target=_end_when_adopted, args=(stream["parent_pid"],), daemon=True).start()
+    outgoing: queue.Queue[list[bytes]] = queue.Queue(maxsize=stream["prefetch"])
     threading.Thread(target=_send, args=(frames, outgoing), daemon=True).start()
     try:
-        spec = StreamSpec.from_json(what["spec"])
+        spec = StreamSpec.from_json(stream["spec"])
         sources, _ = open_all(spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask)
         start = json.loads(sys.stdin.readline() or "null")
         threading.Thread(target=_end_with_stdin, daemon=True).start()
         if start is None:
             os._exit(0)
-        first, end = start["slots"]
-        _tokenize(
-            SlotGroup(spec, sources, range(first, end), start["positions"], start["counts"]),
-            outgoing,
-        )
+        slots = range(*start["slots"])
+        group = SlotGroup(spec, sources, slots, start["positions"], start["counts"])
+        while True:
+            tokens, marks = group.next_batch()
+            counts = np.array(group.counts, dtype=np.int64)
+            parts = (group.positions(), counts, tokens, marks)
+            header = FRAME.pack(BATCH, len(tokens))
+            outgoing.put([header, *(part.tobytes() for part in parts)])
     except BaseException as error:
         failure = {
             "error": type(error).__name__ if isinstance(error, SlurmllmError) else "",
@@ -84,20 +86,6 @@ def main() -> NoReturn:
     # The parent ends this process once it has read the failure.
     while True:
         time.sleep(_ADOPTION_POLL_S)
-
-
-def _tokenize(group: SlotGroup, outgoing: queue.Queue[list[bytes]]) -> NoReturn:
-    while True:
-        tokens, marks = group.next_batch()
-        outgoing.put(
-            [
-                FRAME.pack(BATCH, len(tokens)),
-                group.positions().tobytes(),
-                np.array(group.counts, dtype=np.int64).tobytes(),
-                tokens.tobytes(),
-                marks.tobytes(),
-            ]
-        )
 
 
 def _send(frames: BinaryIO, outgoing: queue.Queue[list[bytes]]) -> None:

@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks, final norm, head.
 
-What sets the families apart is a value of `ModelConfig`, the family's or the recipe's own
-(`config/families.py`); here it is used.
+Families differ only in values of `ModelConfig`, set by the family (`config/families.py`) or the
+recipe.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Attention(nn.Module):
     """Causal self-attention with queries, keys and values from one matrix.
 
-    The rows of `qkv` are grouped by key-value head: the group's queries, its key, its value.
-    A contiguous share of the rows therefore holds whole groups, as tensor parallelism needs.
+    The rows of `qkv` are grouped by key-value head: the group's queries, its key, its value. A
+    contiguous part of the rows is then a number of whole groups, as tensor parallelism needs.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class CausalCore(nn.Module):
-    """The part of attention without weights, which selective checkpointing computes again."""
+    """The part of attention without weights, which selective checkpointing recomputes."""
 
     def __init__(self, *, turning: bool, grouped: bool) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class CausalCore(nn.Module):
         k and v may have fewer heads.
 
         Args:
-            rotary: [2, at least seq, head_dim / 2], or [2, batch, …] where sequences differ.
-            mask: Of `document_mask`; None: all that is earlier is seen.
+            rotary: [2, at least seq, head_dim / 2], or [2, batch, …] if sequences differ.
+            mask: From `document_mask`; None: plain causal attention.
         """
         if self.turning:
             rotary = rotary[..., : q.shape[1], :]
@@ -84,7 +84,7 @@ class CausalCore(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two matrices with an activation between them."""
+    """Two matrices with an activation between them; keeps the shape [batch, seq, hidden]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -93,15 +93,15 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]."""
         out: Tensor = self.down(self.activation(self.up(x)))
         return out
 
 
 class GatedFeedForward(nn.Module):
-    """A feed-forward layer with a gate (Shazeer 2020, arXiv 2002.05202), gate and up coalesced.
+    """A feed-forward layer with a gate (Shazeer 2020, arXiv 2002.05202), gate and up in one matrix.
 
-    The rows of `gate_up` alternate: `gate_block` of the gate, as many of up, and so on.
+    The rows of `gate_up` alternate: `gate_block` of the gate, as many of up, and so on. A
+    contiguous part of them then has matching gates and ups, as tensor parallelism needs.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -114,7 +114,6 @@ class GatedFeedForward(nn.Module):
         self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]."""
         gate, up = self.gate_up(x).unflatten(-1, (-1, 2, self.block)).unbind(-2)
         out: Tensor = self.down((self.activation(gate) * up).flatten(-2))
         return out
@@ -145,7 +144,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens to logits, or tokens and labels to the loss.
 
-    A pipeline stage is a decoder of which `keep` has taken parts away; names stay as they are.
+    A pipeline stage is a decoder reduced by `keep`; the names of its parameters do not change.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -167,29 +166,30 @@ class Decoder(nn.Module):
         self.reset_buffers()
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
-        """Become a pipeline stage.
+        """Reduce the decoder to a pipeline stage.
 
         Args:
             layers: The layers of this stage.
-            first: Whether it embeds the tokens; else it reads hidden states.
-            last: Whether it ends in logits or loss; else in hidden states.
+            first: Whether it embeds tokens; otherwise its input is hidden states.
+            last: Whether it computes logits or loss; otherwise its output is hidden states.
         """
         self.first, self.last = first, last
         for name in [name for name in self.layers if int(name) not in layers]:
             del self.layers[name]
         if not first:
             self.positions = None
+            # With tied embeddings the last stage uses the embedding as its head.
             if not (last and self.config.tied_embeddings):
                 self.embed = None
         if not last:
             self.final_norm = self.head = None
 
     def blocks(self) -> list[Block]:
-        """The layers that are here, in order."""
+        """The layers of this stage, in order."""
         return [block for block in self.layers.values() if isinstance(block, Block)]
 
     def reset_buffers(self) -> None:
-        """Fill what is computed and not trained; needed again after leaving the meta device."""
+        """Compute the buffers; needed again after materializing from the meta device."""
         c = self.config
         if not self.rotary.is_meta:
             table = rotary_table(c.seq_len, c.head_dim, c.rotary_pct, c.rotary_base)
@@ -201,29 +201,28 @@ class Decoder(nn.Module):
         """Compute this stage.
 
         Args:
-            x: Tokens [batch, seq]; hidden states [batch, seq, hidden] where this is not the first
-                stage.
-            labels: [batch, seq]; only the last stage reads them.
-            positions: [batch, seq], each token's place in its document, counted from the sequence's
-                begin for the document that it begins in: attention stays within documents. None:
-                each sequence is one document. Every stage reads them.
+            x: Tokens [batch, seq] in the first stage, else hidden states [batch, seq, hidden].
+            labels: [batch, seq]; only the last stage uses them.
+            positions: [batch, seq], as for `document_starts`: attention stays within documents.
+                None: each sequence is one document. Every stage uses them.
 
         Returns:
-            Logits [batch, seq, padded vocabulary]; with labels the mean loss over all of them in
-            nats, fp32, to which an IGNORED label adds 0; hidden states where this is not the last
-            stage.
+            Hidden states before the last stage; in it logits [batch, seq, padded vocabulary], or
+            with labels the mean loss over all of them in nats, fp32, to which an IGNORED label
+            adds 0.
         """
         if self.first:
             assert self.embed is not None
             length = x.shape[1]
             x = self.embed(x)
             if self.positions is not None:
-                places = positions
-                if places is None:
-                    places = torch.arange(length, device=x.device).unsqueeze(0)
-                x = x + self.positions(places)
+                indices = positions
+                if indices is None:
+                    indices = torch.arange(length, device=x.device).unsqueeze(0)
+                x = x + self.positions(indices)
         rotary, mask = self.rotary, None
         if positions is not None:
+            # Once for all layers.
             rotary, mask = self.rotary[:, positions], document_mask(positions, x.dtype)
         for block in self.blocks():
             x = block(x, rotary, mask)
@@ -244,8 +243,8 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def build_model(config: ModelConfig) -> Decoder:
-    """The model of a recipe, its weights not yet set (`init.initialize` sets them).
+    """The model of a recipe with uninitialized weights (see `init.initialize`).
 
-    Under `torch.device("meta")` no memory is taken.
+    Under `torch.device("meta")` it takes no memory.
     """
     return Decoder(config)

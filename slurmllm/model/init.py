@@ -1,8 +1,8 @@
-"""Initial weights that depend on the seed, the parameter's name and the place in it alone.
+"""Initial weights that depend only on the seed, the parameter's name and the index in it.
 
-A matrix is drawn in tiles, each from a random generator of its own, always on the CPU: a worker
-draws the tiles that its share touches and no others, and the weights are the same on any mesh, any
-device and in any order of construction.
+A matrix is drawn in tiles, each from its own random generator, always on the CPU. A worker draws
+only the tiles that its shard overlaps, and the weights are the same on any mesh, any device and in
+any order of construction.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from slurmllm.config.recipe import ModelConfig
 
-# Rows and columns: wide enough that seeding costs nothing beside drawing, low enough that a share
-# of a few rows wastes little.
+# Rows and columns: large enough that seeding is cheap compared with drawing, few enough rows that a
+# small shard wastes little. CAUTION: another size gives other weights for every seed.
 _TILE = (64, 1024)
+# Output matrices of a layer.
 _SCALED = ("attention.out.weight", "mlp.down.weight")
 
 
@@ -28,9 +29,9 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Set all weights and buffers: matrices normal, biases 0, norm weights 1.
 
     Args:
-        model: A decoder or a stage of one, on its device, parameters plain tensors or DTensors.
-        config: Gives the standard deviations.
-        seed: Of the run.
+        model: A decoder or a pipeline stage, on its device, parameters plain tensors or DTensors.
+        config: Determines the standard deviations.
+        seed: The run's seed.
     """
     norms = {
         name for name, module in model.named_modules() if name.rpartition(".")[2].endswith("norm")
@@ -43,16 +44,18 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
             elif module in norms:
                 parameter.fill_(1.0)
             else:
-                _draw(parameter, standard_deviation(config, name), seed, name)
+                local, size, offset = _local(parameter)
+                std = standard_deviation(config, name)
+                local.copy_(normal(parameter.shape, std, seed, name, offset, size))
     _reset_buffers(model)
 
 
 def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
-    """Set all weights from elsewhere, and the buffers.
+    """Set all weights from given values, and compute the buffers.
 
     Args:
         model: As for `initialize`.
-        read: Values of a parameter, by its name and the region of the whole that is wanted.
+        read: Returns the values of a region of a parameter, by its name.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,7 +73,7 @@ def _reset_buffers(model: nn.Module) -> None:
 
 
 def standard_deviation(config: ModelConfig, name: str) -> float:
-    """Of a matrix's initial weights (scaled: Fan et al. 2024, HLAT, section 4)."""
+    """Standard deviation of a matrix (scaled: Fan et al. 2024, HLAT, section 4)."""
     if config.scaled_init and name.endswith(_SCALED):
         return config.init_std / math.sqrt(2 * config.num_layers)
     if config.output_init_std is not None and name.endswith(_SCALED):
@@ -89,12 +92,12 @@ def normal(
     """fp32 values of a matrix, or of a rectangle of it.
 
     Args:
-        shape: Of the whole matrix, [rows, columns].
+        shape: Shape of the whole matrix, [rows, columns].
         std: Standard deviation.
-        seed: Of the run.
-        name: The parameter's.
+        seed: The run's seed.
+        name: Name of the parameter.
         offset: First row and column of the rectangle.
-        size: Rows and columns of it; up to the end where left out.
+        size: Its rows and columns. None: up to the end of the matrix.
     """
     height, width = size or (shape[0] - offset[0], shape[1] - offset[1])
     values = torch.empty(height, width, dtype=torch.float32)
@@ -103,7 +106,12 @@ def normal(
     down, across = _TILE
     for top in range(offset[0] // down * down, offset[0] + height, down):
         for left in range(offset[1] // across * across, offset[1] + width, across):
-            tile = _tile(shape, seed, name, top, left).mul_(std)
+            key = hashlib.sha256(f"{seed}/{name}/{top}/{left}".encode()).digest()
+            # 63 bits: torch's generators take a signed 64-bit seed.
+            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+            extent = (min(down, shape[0] - top), min(across, shape[1] - left))
+            tile = torch.empty(extent, dtype=torch.float32)
+            tile.normal_(0.0, 1.0, generator=generator).mul_(std)
             row, column = top - offset[0], left - offset[1]
             target = values[max(row, 0) : row + down, max(column, 0) : column + across]
             source = tile[max(-row, 0) :, max(-column, 0) :]
@@ -111,22 +119,8 @@ def normal(
     return values
 
 
-def _tile(shape: Sequence[int], seed: int, name: str, top: int, left: int) -> Tensor:
-    digest = hashlib.sha256(f"{seed}/{name}/{top}/{left}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    extent = [
-        min(tile, whole - at) for tile, whole, at in zip(_TILE, shape, (top, left), strict=True)
-    ]
-    return torch.empty(extent, dtype=torch.float32).normal_(0.0, 1.0, generator=generator)
-
-
-def _draw(parameter: Tensor, std: float, seed: int, name: str) -> None:
-    local, size, offset = _local(parameter)
-    local.copy_(normal(tuple(parameter.shape), std, seed, name, offset, size))
-
-
 def _local(parameter: Tensor) -> tuple[Tensor, Sequence[int], Sequence[int]]:
-    """This worker's part of a parameter, its size, and where in the whole it begins."""
+    """This worker's shard of a parameter, its size, and its offset in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter, parameter.shape, [0] * parameter.ndim
     size, offset = compute_local_shape_and_global_offset(

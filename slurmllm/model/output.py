@@ -1,12 +1,12 @@
 """Head and cross entropy in one, without logits in fp32 and without gathering them.
 
-The matrix product with the head gives logits in the precision of training; they become the loss's
-gradient in place, and two more products make the gradients of hidden states and head. So the
-largest tensor of a small model, [tokens, vocabulary], exists once, in parts of bounded size, and
-the backward pass finds its gradients ready. Under tensor parallelism each worker has its share of
-the vocabulary and sends two numbers a token (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+The matrix product with the head gives logits in the precision of training; they are overwritten by
+the loss's gradient, and two more products compute the gradients of hidden states and head. So the
+largest tensor of a small model, [tokens, vocabulary], exists once, in chunks of bounded size, and
+the backward pass only scales the gradients. Under tensor parallelism each worker has a shard of the
+vocabulary and sends two numbers a token (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
-torch's own `linear_cross_entropy` (2.13) does the like for a whole vocabulary; not for a share.
+torch's own `linear_cross_entropy` (2.13) does so for a whole vocabulary, but not for a shard.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SoftmaxInPlace = Callable[[Tensor, Tensor], Tensor]
 
 
 class VocabularyShare(NamedTuple):
-    """Which entries of the vocabulary this worker has.
+    """This worker's entries of the vocabulary.
 
     Attributes:
-        first: The entry that its first row stands for.
-        rows: Rows that stand for entries; those after them are padding and take no part.
-        group: The workers that share the vocabulary; None where this one has all of it.
+        first: The entry of its first row.
+        rows: Number of rows that are entries; those after them are padding.
+        group: The workers among which the vocabulary is sharded; None if this one has all of it.
     """
 
     first: int
@@ -44,12 +44,12 @@ class VocabularyShare(NamedTuple):
 
 
 class Output(nn.Module):
-    """Hidden states and head to logits or loss; without parameters of its own.
-
-    `statistics` and `softmax_` may be replaced by compiled ones.
+    """Hidden states and head to logits or loss; it has no parameters.
 
     Attributes:
-        wide: Whether bf16 products are computed in fp32, from the same numbers: for processors on
+        statistics: The function `statistics`, or a compiled version of it.
+        softmax_: The function `softmax_`, or a compiled version of it.
+        wide: Whether bf16 products are computed in fp32, from the same values, on processors on
             which that is faster.
     """
 
@@ -75,7 +75,8 @@ class Output(nn.Module):
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor, share: VocabularyShare) -> Tensor:
         """The mean cross entropy over all labels, nats, equal on all workers of the share.
 
-        An IGNORED label counts as 0. (How many are ignored is known of the global batch alone.)
+        An IGNORED label counts as 0: the mean over the other labels is one of the global batch,
+        which the backend computes.
         """
         functions = self.statistics, self.softmax_
         total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -97,7 +98,7 @@ def softmax_(logits: Tensor, log_sum: Tensor) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Mean of -log softmax(x · weightᵀ)[label]; gradients are made on the way forward."""
+    """Mean of -log softmax(x · weightᵀ)[label]; the forward pass computes the gradients."""
 
     @staticmethod
     def forward(
@@ -120,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         logits = x.new_empty(size, len(rows))
         grad_x = torch.empty_like(x) if need_x else None
-        # Several parts are summed in fp32.
+        # Gradients of several chunks are summed in fp32.
         kind = torch.float32 if parts > 1 else rows.dtype
         grad_rows = rows.new_empty(rows.shape, dtype=kind) if need_weight else None
         for start in range(0, count, size):
@@ -156,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(values: Tensor, factor: Tensor, shape: torch.Size, kind: torch.dtype) -> Tensor:
-    """Values times factor in the format and with the rows asked for; rows beyond them are 0."""
+    """Values times factor, with the given type and shape; padding rows are 0."""
     out = values.new_empty(shape, dtype=kind)
     torch.mul(values, factor, out=out[: len(values)])
     out[len(values) :] = 0
@@ -169,27 +170,28 @@ def _softmax_gradient_(
     share: VocabularyShare,
     functions: tuple[Statistics, SoftmaxInPlace],
 ) -> Tensor:
-    """Turn logits into the gradient of the summed loss, softmax - one_hot; returns that sum.
+    """Overwrite logits by the gradient of the summed loss, softmax - one_hot; returns the sum.
 
     Args:
         logits: [rows, entries], overwritten.
-        labels: [rows], of the whole vocabulary; IGNORED ones have neither loss nor gradient.
+        labels: [rows], entries of the whole vocabulary, or IGNORED.
     """
-    of_rows, softmax_in_place = functions
-    largest, total = of_rows(logits)
+    compute_statistics, softmax_in_place = functions
+    largest, total = compute_statistics(logits)
     ignored = labels == IGNORED
     place = labels - share.first
     own = (place >= 0) & (place < logits.shape[1])
     index = torch.where(own, place, 0).unsqueeze(-1)
     hit = torch.where(own, logits.gather(1, index).squeeze(-1).float(), 0.0)
     if share.group is not None:
+        # The largest logit of all shards, so that no exponential overflows.
         common = largest.clone()
         dist.all_reduce(common, dist.ReduceOp.MAX, group=share.group)
         sums = torch.stack([total * (largest - common).exp(), hit])
         dist.all_reduce(sums, group=share.group)
         largest, (total, hit) = common, sums.unbind()
     log_sum = largest + total.log()
-    # exp(logit - inf) is 0: ignored rows cost no pass of their own over the logits.
+    # exp(logit - inf) is 0: ignored rows need no pass of their own over the logits.
     softmax_in_place(logits, log_sum.masked_fill(ignored, math.inf))
     logits.scatter_add_(1, index, -own.to(logits.dtype).unsqueeze(-1))
     return (log_sum - hit).masked_fill(ignored, 0).sum()

@@ -188,7 +188,7 @@ BAD = {
     "after.txt": (b"good\n\nmore\n\xff", r"after.txt: byte 11 is not UTF-8 \(0xff\)"),
     "cut.jsonl": (b'{"text": "good"}\n{"text": "b', r"cut.jsonl:2: not JSON: .*one whole object"),
     "array.json": (b'["a"]\n{"text": "good"}', r"array.json:1: a JSON list, not an object"),
-    "key.jsonl": (b'{"body": "x"}\n{"text": "good"}', r":1: no field 'text' \(there is body\)"),
+    "key.jsonl": (b'{"body": "x"}\n{"text": "good"}', r":1: no field 'text' \(fields: body\)"),
     "null.jsonl": (b'{"text": null}\n{"text": "good"}', r"field 'text' is null, not a string"),
     "utf8.jsonl": (b'{"text": "\xe9"}\n{"text": "good"}', r":1: byte 10 of the line is not UTF-8"),
     "half.jsonl": (b'{"text": "\\ud800"}\n{"text": "good"}', r":1: .* half a surrogate pair"),
@@ -220,7 +220,7 @@ def test_existing_output_is_kept(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", TEXT.encode())
     out = write(tmp_path / "out.arrow", b"precious")
     files = find_inputs([str(source)])
-    with pytest.raises(DataError, match=r"already there; .*--overwrite"):
+    with pytest.raises(DataError, match=r"already exists; .*--overwrite"):
         build_corpus(files, out, ReadOptions())
     assert out.read_bytes() == b"precious"
     with pytest.raises(DataError, match="is a folder"):
@@ -301,7 +301,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "name an INPUT"),
         (["a.txt", "--prompt-key", "p"], "go together"),
         (["a.txt", "--dtype", "int32"], "add --tokenize"),
-        (["a.txt", "--time", "60"], "--time is of Slurm jobs; add --slurm"),
+        (["a.txt", "--time", "60"], "--time applies to Slurm jobs; add --slurm"),
     ],
 )
 def test_options_that_do_not_fit(arguments: list[str], message: str) -> None:

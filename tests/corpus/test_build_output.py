@@ -26,21 +26,22 @@ from slurmllm.errors import DataError
 HUGE = """
 import resource, sys
 from pathlib import Path
-from slurmllm.corpus import arrow_output, finished_shard as finished
+from slurmllm.corpus import arrow_output, finished_shard
 from slurmllm.corpus.shard import ColumnRecord, ShardInput, ShardRecord
 from slurmllm.corpus.work_folder import WorkFolder
 
 class Nothing:
-    size = 0
+    size_bytes = 0
     def write(self, data):
-        self.size += memoryview(data).nbytes
+        self.size_bytes += memoryview(data).nbytes
         return memoryview(data).nbytes
     def tell(self):
-        return self.size
+        return self.size_bytes
 
 rows, length = 1_000_000, 6000
-finished.xxhash.xxh3_128 = lambda: type("", (), {"update": id, "hexdigest": lambda self: ""})()
-finished.FinishedShard.contents = lambda self, column, itemsize=1: (
+finished_shard.xxhash.xxh3_128 = lambda: type(
+    "", (), {"update": id, "hexdigest": lambda self: ""})()
+finished_shard.FinishedShard.contents = lambda self, column, itemsize=1: (
     memoryview(bytes(length * 1000)) for _ in range(rows // 1000))
 folder = Path(sys.argv[1])
 (folder / "text.lengths").write_bytes(length.to_bytes(8, "little") * rows)
@@ -52,9 +53,9 @@ record = ShardRecord(documents=rows, empty=0, short=0, bad=0, bad_examples=(), r
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()
 file = Nothing()
-arrow_output.write_arrow(file, [finished.FinishedShard(folder, record, 0)], rows,
+arrow_output.write_arrow(file, [finished_shard.FinishedShard(folder, record, 0)], rows,
     {"text": rows * length}, ["a"], WorkFolder(folder), lambda done: None)
-print(file.size, peak() - before)
+print(file.size_bytes, peak() - before)
 """
 
 

@@ -28,8 +28,8 @@ from slurmllm.errors import CodeError, DataError, NodeError, StorageError
 FILES = 6
 # The command line with a shard a file, and slow enough to be killed in the middle.
 MAIN = """
-import sys, time
-from slurmllm.corpus import build, readers, shard
+import sys
+from slurmllm.corpus import shard
 shard._LEAST_BYTES = 1
 from slurmllm.cli.main import main
 main()
@@ -86,19 +86,19 @@ def test_finished_shards_are_not_read_again(inputs: Path, workers: int) -> None:
     fail(inputs, workers=workers)
     assert WorkFolder.of(inputs.parent / "out.arrow").shard_names()
     notes: list[str] = []
-    listeners = BuildCallbacks(on_note=notes.append)
-    built = build(inputs, read=ReadOptions(skip_bad=True), listeners=listeners)
-    assert notes == [f"continuing: {built.continued} of {FILES} shards are there"]
+    callbacks = BuildCallbacks(on_note=notes.append)
+    built = build(inputs, read=ReadOptions(skip_bad=True), callbacks=callbacks)
+    assert notes == [f"continuing: {built.continued} of {FILES} shards are finished"]
     assert built.continued > 0
     assert content(inputs) == content(inputs, "whole.arrow")
 
 
 def test_other_options_or_inputs_start_anew(inputs: Path) -> None:
     notes: list[str] = []
-    listeners = BuildCallbacks(on_note=notes.append)
+    callbacks = BuildCallbacks(on_note=notes.append)
     fail(inputs)
-    assert build(inputs, clean=CleanOptions(min_chars=6), listeners=listeners).continued == 0
-    assert notes[0].startswith(f"starting anew: the {FILES} shards in ")
+    assert build(inputs, clean=CleanOptions(min_chars=6), callbacks=callbacks).continued == 0
+    assert notes[0].startswith(f"starting over: the {FILES} shards in ")
     fail(inputs, overwrite=True)
     (inputs / "3.jsonl").write_text('{"text": "mended"}')
     assert build(inputs, overwrite=True).continued == FILES - 1
@@ -122,7 +122,7 @@ def test_a_damaged_shard_is_named(inputs: Path) -> None:
     text = (shards[0] / "text").read_bytes()
     (shards[0] / "text").write_bytes(text[:-1])
     (shards[1] / "text").write_bytes(b"x" + text[1:])
-    with pytest.raises(StorageError, match=f"{shards[1].name}/text is not what was written"):
+    with pytest.raises(StorageError, match=f"{shards[1].name}/text differs from what was written"):
         build(inputs)
     assert not (inputs.parent / "out.arrow").exists()
     assert build(inputs).continued == FILES - 1
@@ -200,14 +200,14 @@ def test_a_killed_build_goes_on(inputs: Path, how: str) -> None:
     assert content(inputs) == content(inputs, "whole.arrow")
 
 
-# Kills itself when it writes ids, or when the manifest is to take its name.
+# Kills itself when it writes the corpus, or when it renames the manifest.
 DYING = """
 import os, pathlib, signal, sys
 from slurmllm.corpus import arrow_output
 die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 replace = pathlib.Path.replace
 if sys.argv.pop(1) == "join":
-    arrow_output._ids = die
+    arrow_output._offsets = die
 else:
     pathlib.Path.replace = lambda path, to: (
         die if str(to).endswith(".arrow.json") else replace)(path, to)
@@ -223,7 +223,7 @@ def test_killed_while_it_joins(inputs: Path, when: str) -> None:
     assert out.exists() == (when == "manifest")
     assert names_in(inputs.parent) == [".out.arrow.build", "in", *["out.arrow"] * out.exists()]
     if when == "manifest":
-        with pytest.raises(DataError, match="already there"):  # another build than that one
+        with pytest.raises(DataError, match="already exists"):  # another build than that one
             build(inputs, clean=CleanOptions())
         assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     assert build(inputs).continued == FILES
@@ -305,7 +305,7 @@ def test_jobs_that_end_early(inputs: Path, slurm: Any, how: str) -> None:
     if how == "scancel":
         assert f"Slurm job {array}_" in stderr
         assert "ended as CANCELLED" in stderr
-        assert f"its log is {work.logs}/{array}_" in stderr or "it never began" in stderr
+        assert f"its log is {work.logs}/{array}_" in stderr or "it never started" in stderr
         assert list(work.logs.glob("*.err"))
     queue = ["squeue", "--noheader", "--states=PENDING,RUNNING", "--jobs", array]
     wait_for(lambda: not subprocess.run(queue, capture_output=True, check=False).stdout)

@@ -59,26 +59,26 @@ def test_format_text_takes_any_file(folder: Path) -> None:
 
 
 def test_output_is_never_input(folder: Path) -> None:
-    left = names("in", leave_out=[Path("in/b.txt"), Path("in/sub")])
+    left = names("in", exclude=[Path("in/b.txt"), Path("in/sub")])
     assert left == ["in/B.txt", "in/a.md", "in/c.jsonl.gz", "in/old.arrow"]
 
 
 def test_input_is_not_output(folder: Path) -> None:
     with pytest.raises(DataError, match=r"in/b.txt: input and output are the same file; choose"):
-        names("in/a.md", "./in/b.txt", leave_out=[Path("in/b.txt").absolute()])
+        names("in/a.md", "./in/b.txt", exclude=[Path("in/b.txt").absolute()])
 
 
 def test_what_is_passed_over_is_said(folder: Path) -> None:
     notes: list[str] = []
     find_inputs(["in", "in/sub"], on_note=notes.append)
     assert notes == [
-        "passed over 1 file of unknown ending, such as in/no.pdf; --format names their coding"
+        "ignored 1 file with an unknown ending, such as in/no.pdf; --format names their format"
     ]
     Path("in/a.doc").touch()
     find_inputs(["in"], on_note=notes.append)
-    assert notes[1].startswith("passed over 2 files of unknown endings, such as in/a.doc; ")
+    assert notes[1].startswith("ignored 2 files with unknown endings, such as in/a.doc; ")
     find_inputs(["in"], "text", on_note=notes.append)
-    find_inputs(["in"], leave_out=[Path("in/no.pdf"), Path("in/a.doc")], on_note=notes.append)
+    find_inputs(["in"], exclude=[Path("in/no.pdf"), Path("in/a.doc")], on_note=notes.append)
     assert len(notes) == 2
 
 
@@ -131,7 +131,7 @@ def test_saved_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not {"in/d/state.json", "in/d/dataset_info.json"} & set(names("in/d/*"))
     (tmp_path / files[1]).unlink()
     with pytest.raises(
-        DataError, match=r"state.json names data-00001-of-00003.arrow, which is not"
+        DataError, match=r"state.json names data-00001-of-00003.arrow, which is missing"
     ):
         names("in")
 
@@ -146,7 +146,7 @@ def test_datasets_of_several_splits(tmp_path: Path) -> None:
     (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["test"]}))
     assert names(str(tmp_path / "d")) == names(str(tmp_path / "d" / "test"))
     (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["gone"]}))
-    with pytest.raises(DataError, match="names the split gone, which is not there"):
+    with pytest.raises(DataError, match="names the split gone, which is missing"):
         names(str(tmp_path / "d"))
 
 
@@ -167,11 +167,11 @@ def test_odd_file_names_are_made_printable(tmp_path: Path) -> None:
     ("argument", "message"),
     [
         ("in/missing.txt", "cannot read in/missing.txt: No such file"),
-        ("in/*.zip", r"in/\*.zip: no file to read there"),
+        ("in/*.zip", r"in/\*.zip: no file to read"),
         ("in/missing", "cannot read in/missing: No such file"),
         ("/dev/null", "/dev/null is not a regular file"),
         ("in/no.pdf", "known endings are .txt"),
-        ("empty", "empty: no file to read there"),
+        ("empty", "empty: no file to read"),
     ],
 )
 def test_bad_arguments(folder: Path, argument: str, message: str) -> None:

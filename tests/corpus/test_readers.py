@@ -281,16 +281,14 @@ def test_faults_of_tables_name_the_row(tmp_path: Path) -> None:
         found, faults = read(tmp_path / name, skip=True)
         assert found == ["a", "b"]
         assert faults[1].endswith("row 3 of column 'text' is not UTF-8")
-        with pytest.raises(DataError, match=r"no column 'body' \(there is text, number\)"):
+        with pytest.raises(DataError, match=r"no column 'body' \(columns: text, number\)"):
             texts(tmp_path / name, text_key="body")
         with pytest.raises(DataError, match=r"column 'number' is int64, not strings"):
             texts(tmp_path / name, text_key="number")
         content = (tmp_path / name).read_bytes()
         for damaged in (b"", b"no such thing", content[: len(content) // 2], b"FEA1" + content):
             (tmp_path / name).write_bytes(damaged)
-            with pytest.raises(
-                DataError, match=rf"{name}.*[^.]\. Mend the file, or .* such files "
-            ):
+            with pytest.raises(DataError, match=rf"{name}.*[^.]\. Fix the file, or .* such files "):
                 texts(tmp_path / name)
 
 
@@ -300,15 +298,15 @@ def test_faults_of_csv_name_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found, faults = read(path, skip=True)
     assert found == ["a", "d\ne", ""]
     assert [fault.split("a.csv:")[1] for fault in faults] == [
-        "4: row 2 has 3 columns where the first line names 2: '2,b,c'",
+        "4: row 2 has 3 columns, the header has 2: '2,b,c'",
         "5: row 3 of column 'text' is not UTF-8",
-        "8: row 5 has 1 columns where the first line names 2: '5'",
+        "8: row 5 has 1 columns, the header has 2: '5'",
     ]
     with pytest.raises(DataError, match=r"a.csv:4: row 2 has 3 columns"):
         texts(path)
-    with pytest.raises(DataError, match=r"no column 'body' \(there is id, text\).* such files out"):
+    with pytest.raises(DataError, match=r"no column 'body' \(columns: id, text\).* skip such"):
         texts(path, text_key="body")
-    # Python reads no cell of this length, so there is no line to name.
+    # Python's reader refuses a cell of this length, so the line is unknown.
     path.write_bytes(b"id,text\n1," + b"x" * 200_000 + b"\n2\n")
     with pytest.raises(DataError, match=r"a.csv: row 2 \(counted without the header\) has 1 col"):
         texts(path)

@@ -117,7 +117,7 @@ def test_a_config_belongs_to_its_own_tokenizer(tmp_path: Path) -> None:
     [
         ("{{ messages[-1].content }}", r"from character 0 they are 'x' and 'y'"),
         ("{% if %}", "the chat template of .*tokenizer_config.json fails: "),
-        ("{{ raise_exception('only system') }}", "fails: only system; mend it"),
+        ("{{ raise_exception('only system') }}", "fails: only system; fix it"),
         ("{{ messages[9].content.other }}", "fails: .* has no"),
         ("{{ messages.append(1) }}", "fails: .*unsafe"),
     ],
@@ -197,7 +197,7 @@ def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
         (3, "chat_template of .* is int"),
         ("{{ 1 / 0 }}", "fails: division by zero"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails: maximum recursion"),
-        ("hello", "leaves out what they say"),
+        ("hello", "omits the text of"),
     ],
 )
 def test_templates_are_tried_out_when_a_corpus_is_opened(

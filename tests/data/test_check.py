@@ -85,7 +85,7 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     np.save(tmp_path / "t.npy", np.zeros(50, dtype=np.int32))
     assert check(tmp_path / "t.npy", None, 300, 10, 5).tokens == 50
     assert check(tmp_path / "t.npy", None, 300, 5, 5).tokens is None
-    with pytest.raises(DataError, match=r"data.mask is document, .*t\.npy begin; set data.token"):
+    with pytest.raises(DataError, match=r"data.mask is document, .*t\.npy are unknown; set"):
         check_corpora([(tmp_path / "t.npy", 1.0)], None, 300, 10, 5, mask="document")
 
 
@@ -112,12 +112,12 @@ def test_bad_corpora(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
     for size in (0, 4, 100, len(whole) // 2, len(whole) - 1):
         cut = tmp_path / f"cut{size}.arrow"
         cut.write_bytes(whole[:size])
-        refused(cut, f"cut{size}.arrow is not a whole Arrow file")
+        refused(cut, f"cut{size}.arrow is not a complete Arrow file")
     table = pa.table({"text": ["a", "b"]})
-    refused(write_arrow(tmp_path / "s.arrow", table, stream=True), "is not a whole Arrow file")
-    refused(write_arrow(tmp_path / "e.arrow", table.slice(0, 0)), "holds no documents")
+    refused(write_arrow(tmp_path / "s.arrow", table, stream=True), "is not a complete Arrow file")
+    refused(write_arrow(tmp_path / "e.arrow", table.slice(0, 0)), "has no documents")
     other = pa.table({"body": ["a"], "n": [1]})
-    refused(write_arrow(tmp_path / "o.arrow", other), r"no string column 'text' \(there is body, n")
+    refused(write_arrow(tmp_path / "o.arrow", other), r"no string column 'text' \(columns: body, n")
     refused(write_arrow(tmp_path / "i.arrow", pa.table({"text": [1]})), "no string column")
 
 

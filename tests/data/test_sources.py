@@ -190,7 +190,7 @@ def test_numpy_files_that_cannot_serve(tmp_path: Path) -> None:
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"c\.arrow holds text, and no tokenizer is set"):
+    with pytest.raises(DataError, match=r"c\.arrow has text, and no tokenizer is set"):
         open_source(write_texts(tmp_path / "c.arrow", ["a"]), None, None)
 
 

@@ -1,4 +1,4 @@
-"""Input files of all formats as chunks of documents in Arrow arrays: a file here a format."""
+"""Input files of all formats as chunks of documents in Arrow arrays: one file a format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from slurmllm.corpus.readers.json_lines import read_json_lines
 from slurmllm.corpus.readers.text import read_text
 from slurmllm.errors import DataError
 
-__all__ = ["DocumentReader", "Documents", "OnFault", "ReadOptions"]
+__all__ = ["DocumentReader", "Documents", "OnError", "ReadOptions"]
+
+_READERS = {"text": read_text, "jsonl": read_json_lines, "csv": read_delimited}
 
 
 class DocumentReader:
@@ -24,28 +26,28 @@ class DocumentReader:
     Args:
         file: The file.
         options: How it becomes documents.
-        on_fault: Called with `file:place: what is wrong` for each document that is unreadable.
+        on_error: Called with `file:place: reason` for each document that cannot be read.
 
     Attributes:
         documents: Documents read so far, blank ones included.
-        position_bytes: How far into the file, as it lies on disk, reading has come.
+        position_bytes: Position in the file on disk.
         checksum: xxh3-128 of the file in hexadecimal, once it is read; None for Parquet and
-            Arrow files, of which only the columns wanted are read.
+            Arrow files, of which only the needed columns are read.
     """
 
-    def __init__(self, file: InputFile, options: ReadOptions, on_fault: OnError) -> None:
+    def __init__(self, file: InputFile, options: ReadOptions, on_error: OnError) -> None:
         self.file = file
         self.options = options
         self.documents = 0
         self.position_bytes = 0
         self.checksum: str | None = None
-        self._on_fault = on_fault
+        self._on_error = on_error
 
     def __iter__(self) -> Iterator[Documents]:
         try:
             stream = OpenedInput(self.file)
         except OSError as error:
-            self._on_fault(f"{self.file.name}: cannot be read: {error.strerror or error}", "file")
+            self._on_error(f"{self.file.name}: cannot be read: {error.strerror or error}", "file")
             return
         with stream:
             try:
@@ -55,7 +57,7 @@ class DocumentReader:
                     yield chunk
             except OSError as error:
                 reason = " ".join(str(error).split()).rstrip(".")
-                self._on_fault(
+                self._on_error(
                     f"{self.file.name}: cannot be read to its end: {reason} (near byte "
                     f"{stream.offset_bytes:,} of {self.file.size_bytes:,} on disk, after "
                     f"{self.documents:,} documents)",
@@ -67,19 +69,17 @@ class DocumentReader:
 
     def _chunks(self, stream: OpenedInput) -> Iterator[Documents]:
         kind, options = self.file.format, self.options
-        if kind == "text":
-            if options.prompt_key is not None:
-                raise DataError(
-                    f"{self.file.name}: a text file has no fields, so no --prompt-key; give "
-                    "prompts and completions as JSON lines, CSV, Parquet or Arrow"
-                )
-            return read_text(stream, options, self._on_fault)
-        if kind == "jsonl":
-            return read_json_lines(stream, options, self._on_fault)
-        if kind == "csv":
-            return read_delimited(stream, options, self._on_fault)
-        read = read_parquet if kind == "parquet" else read_arrow
-        return read(stream, options, self._on_fault, self._on_part)
+        if kind == "text" and options.prompt_key is not None:
+            raise DataError(
+                f"{self.file.name}: a text file has no fields, so no --prompt-key; give "
+                "prompts and completions as JSON lines, CSV, Parquet or Arrow"
+            )
+        if kind in _READERS:
+            return _READERS[kind](stream, options, self._on_error)
 
-    def _on_part(self, part: float) -> None:
-        self.position_bytes = int(part * self.file.size_bytes)
+        # Parquet and Arrow files are not read through the stream, which counts no bytes of them.
+        def on_fraction(fraction: float) -> None:
+            self.position_bytes = int(fraction * self.file.size_bytes)
+
+        read = read_parquet if kind == "parquet" else read_arrow
+        return read(stream, options, self._on_error, on_fraction)

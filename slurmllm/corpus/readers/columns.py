@@ -1,6 +1,6 @@
 """Parquet and Arrow files: a row a document, the text in one string column, or in two.
 
-An Arrow file is an IPC file or an IPC stream, as its first bytes tell. Rows are counted from 1.
+The first bytes of an Arrow file decide whether it is an IPC file or stream. Rows count from 1.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import mmap
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +29,12 @@ _MOST_ROWS = 1 << 16
 _ARROW_FILE = b"ARROW1\0\0"
 _FEATHER_1 = b"FEA1"
 
-# Called with the part of the file that is read, 0 … 1.
-OnPart = Callable[[float], None]
+# Called with the fraction of the file that is read, 0 … 1.
+OnFraction = Callable[[float], None]
 
 
 def read_parquet(
-    stream: OpenedInput, options: ReadOptions, on_fault: OnError, on_part: OnPart
+    stream: OpenedInput, options: ReadOptions, on_error: OnError, on_fraction: OnFraction
 ) -> Iterator[Documents]:
     """The documents of a Parquet file."""
     name, keys = stream.file.name, options.keys
@@ -43,66 +42,71 @@ def read_parquet(
     try:
         # pre_buffer would hold whole row groups, often a gigabyte, in memory.
         file = pq.ParquetFile(stream.file.path, pre_buffer=False)
-        if fault := missing_column(keys, file.schema_arrow):
-            on_fault(f"{name}: {fault}", "file")
+        if reason := missing_column(keys, file.schema_arrow):
+            on_error(f"{name}: {reason}", "file")
             return
-        batches = file.iter_batches(_rows_at_once(file), columns=list(keys), use_threads=False)
-        for batch in batches:
+        # Rows that hold about CHUNK_BYTES, by the size of all columns.
+        groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
+        total = sum(group.total_byte_size for group in groups)
+        rows = file.metadata.num_rows * CHUNK_BYTES // max(total, 1)
+        rows = min(max(rows, 16), _MOST_ROWS)
+        for batch in file.iter_batches(rows, columns=list(keys), use_threads=False):
             columns = [batch.column(key) for key in keys]
-            yield good_rows(columns, keys, row + 1, _on_row(name, on_fault))
+            yield good_rows(columns, keys, row + 1, _on_row(name, on_error))
             row += batch.num_rows
-            on_part(row / file.metadata.num_rows)
+            on_fraction(row / file.metadata.num_rows)
     except pa.ArrowInvalid as error:
-        on_fault(f"{name}: not a readable Parquet file: {error}", "rest" if row else "file")
-
-
-def _rows_at_once(file: Any) -> int:
-    """Rows that hold about CHUNK_BYTES, by the size of all columns."""
-    groups = range(file.metadata.num_row_groups)
-    total = sum(file.metadata.row_group(index).total_byte_size for index in groups)
-    rows = file.metadata.num_rows * CHUNK_BYTES // max(total, 1)
-    return int(min(max(rows, 16), _MOST_ROWS))
+        on_error(f"{name}: not a readable Parquet file: {error}", "rest" if row else "file")
 
 
 def read_arrow(
-    stream: OpenedInput, options: ReadOptions, on_fault: OnError, on_part: OnPart
+    stream: OpenedInput, options: ReadOptions, on_error: OnError, on_fraction: OnFraction
 ) -> Iterator[Documents]:
-    """The documents of an Arrow file, in any of its batches."""
+    """The documents of an Arrow file, in one batch or many."""
     name, keys = stream.file.name, options.keys
     if stream.file.size_bytes == 0:
-        on_fault(f"{name}: an empty file, not an Arrow file", "file")
+        on_error(f"{name}: an empty file, not an Arrow file", "file")
         return
     row = 0
     try:
-        mapped = _Mapped(stream) if stream.file.compression is None else None
-        for index, batch in enumerate(mapped.batches() if mapped else _unpacked_batches(stream)):
-            if fault := missing_column(keys, batch.schema):
-                on_fault(f"{name}: {fault}", "file")
+        mapped = None
+        if stream.file.compression is None:
+            mapped = _MappedFile(stream)
+            batches = mapped.batches()
+        else:
+            # The file format is the stream format between eight bytes and a footer, so a
+            # compressed file can be read as a stream.
+            magic = stream.read(len(_ARROW_FILE))
+            source = stream if magic == _ARROW_FILE else _Prefixed(magic, stream)
+            batches = pa.ipc.open_stream(pa.PythonFile(source, "r"))
+        for index, batch in enumerate(batches):
+            if reason := missing_column(keys, batch.schema):
+                on_error(f"{name}: {reason}", "file")
                 return
             columns = [batch.column(key) for key in keys]
             for begin, end in _slices(columns):
                 pieces = [column.slice(begin, end - begin) for column in columns]
-                yield good_rows(pieces, keys, row + 1, _on_row(name, on_fault))
+                yield good_rows(pieces, keys, row + 1, _on_row(name, on_error))
                 row += end - begin
                 if mapped:
                     mapped.release()
-                    on_part(mapped.part(index, end / batch.num_rows))
+                    on_fraction(mapped.fraction(index, end / batch.num_rows))
     except pa.ArrowInvalid as error:
-        on_fault(f"{name}: not a readable Arrow file: {error}", "rest" if row else "file")
+        on_error(f"{name}: not a readable Arrow file: {error}", "rest" if row else "file")
 
 
-def _on_row(name: str, on_fault: OnError) -> Callable[[int, str], None]:
-    return lambda row, reason: on_fault(f"{name}: row {row} {reason}")
+def _on_row(name: str, on_error: OnError) -> Callable[[int, str], None]:
+    return lambda row, reason: on_error(f"{name}: row {row} {reason}")
 
 
-class _Mapped:
-    """An Arrow file in the memory map: a batch may be as large as the file."""
+class _MappedFile:
+    """A memory-mapped Arrow file: a batch may be as large as the file."""
 
     def __init__(self, stream: OpenedInput) -> None:
         with stream.file.path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._source = pa.BufferReader(pa.py_buffer(self._map))
-        self._count = 0  # of batches, where it is known
+        self._count = 0  # number of batches, 0 for a stream
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         if self._map[: len(_ARROW_FILE)] == _ARROW_FILE:
@@ -115,26 +119,19 @@ class _Mapped:
         else:
             yield from pa.ipc.open_stream(self._source)
 
-    def part(self, index: int, of_batch: float) -> float:
-        """How much of the file is read."""
+    def fraction(self, index: int, of_batch: float) -> float:
+        """Fraction of the file that is read, 0 … 1."""
         if self._count:
             return (index + of_batch) / self._count
         return float(self._source.tell() / len(self._map))
 
     def release(self) -> None:
-        """Give back the pages, which count as memory of this process until then."""
+        """Release the pages, which count as memory of this process until then."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def _unpacked_batches(stream: OpenedInput) -> Iterator[pa.RecordBatch]:
-    # The file format is the stream format with eight bytes before and a footer after it.
-    begin = stream.read(len(_ARROW_FILE))
-    whole = stream if begin == _ARROW_FILE else _Rejoined(begin, stream)
-    yield from pa.ipc.open_stream(pa.PythonFile(whole, "r"))
-
-
-class _Rejoined(io.RawIOBase):
-    """A stream with its beginning put back."""
+class _Prefixed(io.RawIOBase):
+    """A stream whose first bytes were read already."""
 
     def __init__(self, begin: bytes, stream: OpenedInput) -> None:
         self._begin, self._stream = begin, stream
@@ -148,27 +145,28 @@ class _Rejoined(io.RawIOBase):
 
 
 def _slices(columns: list[pa.Array]) -> Iterator[tuple[int, int]]:
-    """Runs of rows that hold about CHUNK_BYTES, or one row that is longer."""
+    """Runs of rows that hold about CHUNK_BYTES, or one longer row."""
     rows = len(columns[0])
     begin = 0
     while begin < rows:
-        # Bytes up to and with each of the next rows.
+        # Bytes up to the end of each of the next rows.
         ends = np.zeros(min(rows - begin, _MOST_ROWS), np.int64)
         for column in columns:
-            ends += _ends(column.slice(begin, len(ends)))
+            ends += _row_ends(column.slice(begin, len(ends)))
         end = begin + max(int(np.searchsorted(ends, CHUNK_BYTES, side="right")), 1)
         yield begin, end
         begin = end
 
 
-def _ends(column: pa.Array) -> npt.NDArray[np.int64]:
-    """Where each row of a column ends, in bytes of text; guessed where only Arrow knows."""
+def _row_ends(column: pa.Array) -> npt.NDArray[np.int64]:
+    """End of each row of a column, in bytes of text; estimated for types but plain strings."""
     if column.type not in (pa.string(), pa.large_string()):
         share = column.nbytes // len(column)
         return np.cumsum(np.full(len(column), share, np.int64))
     kind = np.dtype(np.int64 if column.type == pa.large_string() else np.int32)
     _, buffer, values = column.buffers()
     offsets = np.frombuffer(buffer, kind)[column.offset : column.offset + len(column) + 1]
+    # A damaged file must not make Arrow read outside the map.
     if np.any(np.diff(offsets) < 0) or offsets[0] < 0:
         raise pa.ArrowInvalid("offsets that do not ascend")
     if offsets[-1] > (values.size if values is not None else 0):

@@ -1,7 +1,7 @@
-"""Rows of a CSV file that cannot be read, and the lines at which they begin.
+"""CSV and TSV files: a row a document, the text in one column, or in two.
 
-Arrow counts rows, not lines, and a row may span several. So for a fault the file is read a second
-time, up to the row, by Python's slower reader.
+Arrow reads them. It counts rows, not lines, and a row may span several lines; so for the line of an
+unreadable row the file is read again, up to that row, by Python's slower reader.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -18,7 +19,6 @@ import pyarrow.csv as pc
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import ERROR_EXAMPLES, ReadOptions
 from slurmllm.corpus.readers.base import (
-    BOM,
     Documents,
     OnError,
     good_rows,
@@ -26,47 +26,51 @@ from slurmllm.corpus.readers.base import (
     no_column,
 )
 
+# Bytes read for the names of the columns.
+_HEADER_BYTES = 64 << 10
+# Arrow reads no cell longer than a block.
+_BLOCK_BYTES = 16 << 20
+
 # A row's cells as latin-1, which keeps every byte.
 Cells = list[str]
 
 
-class RowFaults:
-    """Faults of rows, put into the order of the rows.
+class RowErrors:
+    """Errors of rows, reported in the order of the rows.
 
-    The first ones, which are those that are shown, are reported with their lines.
+    The first ERROR_EXAMPLES of a file, which are those shown, are reported with their lines.
     """
 
-    def __init__(self, stream: OpenedInput, delimiter: str, on_fault: OnError) -> None:
-        self._name, self._on_fault = stream.file.name, on_fault
-        self._faults: dict[int, tuple[str, Callable[[Cells], bool]]] = {}
+    def __init__(self, stream: OpenedInput, delimiter: str, on_error: OnError) -> None:
+        self._name, self._on_error = stream.file.name, on_error
+        self._errors: dict[int, tuple[str, Callable[[Cells], bool]]] = {}
         self._rows = _rows(stream, delimiter)
-        self._last = -1  # the row of names is row 0
+        self._last = -1  # the header is row 0
         self._lines_left = ERROR_EXAMPLES
 
     def close(self) -> None:
-        """Close the file."""
         self._rows.close()
 
     def add(self, row: int, reason: str, fits: Callable[[Cells], bool]) -> None:
-        """Add a fault.
+        """Add an error.
 
         Args:
-            row: Counted from 1, without the row of names.
-            reason: What is wrong with it.
-            fits: Whether cells may be the row's; else the two readers disagree.
+            row: Number of the row, from 1, without the header.
+            reason: Why it cannot be read.
+            fits: Whether cells can be the row's; otherwise the two readers disagree.
         """
-        self._faults[row] = reason, fits
+        self._errors[row] = reason, fits
 
     def report(self, last: int) -> None:
-        """Hand on the faults of rows up to this one."""
-        for row in sorted(row for row in self._faults if row <= last):
-            reason, fits = self._faults.pop(row)
-            line = self._line(row, fits)
+        """Report the errors of rows up to this one."""
+        for row in sorted(row for row in self._errors if row <= last):
+            reason, fits = self._errors.pop(row)
+            line = self._find_line(row, fits)
             place = f"row {row} (counted without the header)" if line is None else f"row {row}"
-            self._on_fault(f"{self._name}:{'' if line is None else f'{line}:'} {place} {reason}")
+            self._on_error(f"{self._name}:{'' if line is None else f'{line}:'} {place} {reason}")
 
-    def _line(self, row: int, fits: Callable[[Cells], bool]) -> int | None:
-        """The line at which a row begins, None where it is not known."""
+    def _find_line(self, row: int, fits: Callable[[Cells], bool]) -> int | None:
+        """The line at which a row begins, None if it is unknown."""
         if not self._lines_left:
             return None
         self._lines_left -= 1
@@ -75,7 +79,7 @@ class RowFaults:
                 self._last += 1
                 if self._last == row:
                     return line if fits(cells) else None
-        except (csv.Error, OSError):
+        except (csv.Error, OSError):  # csv.Error: a cell of more than 131,072 bytes
             self._lines_left = 0
         return None
 
@@ -92,7 +96,10 @@ def is_utf8(cells: Cells) -> bool:
 def _rows(stream: OpenedInput, delimiter: str) -> Generator[tuple[int, Cells], None, None]:
     """First line and cells of each row that is not blank."""
     with OpenedInput(stream.file) as again:
-        reader = csv.reader(_lines(again), delimiter=delimiter)
+        lines = itertools.chain.from_iterable(
+            io.StringIO(block.decode("latin-1"), newline="") for block in line_blocks(again)
+        )
+        reader = csv.reader(lines, delimiter=delimiter)
         first = 1
         for cells in reader:
             if cells:
@@ -100,48 +107,38 @@ def _rows(stream: OpenedInput, delimiter: str) -> Generator[tuple[int, Cells], N
             first = reader.line_num + 1
 
 
-def _lines(stream: OpenedInput) -> Iterator[str]:
-    begin = True
-    for block in line_blocks(stream):
-        text = (block.removeprefix(BOM) if begin else block).decode("latin-1")
-        begin = False
-        yield from io.StringIO(text, newline="")
-
-
-_NAMES_BYTES = 64 << 10
-# Arrow reads no cell that is longer than a block.
-_BLOCK_BYTES = 16 << 20
-
-
 def read_delimited(
-    stream: OpenedInput, options: ReadOptions, on_fault: OnError
+    stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
     """The documents of a CSV or TSV file."""
     name = stream.file.name
     rows = 0
     skipped: list[int] = []
-    with contextlib.closing(RowFaults(stream, _delimiter(stream), on_fault)) as faults:
+    with contextlib.closing(RowErrors(stream, _delimiter(stream), on_error)) as errors:
         try:
-            for batch in _open(stream, options.keys, skipped, faults):
+            for batch in _open_csv(stream, options.keys, skipped, errors):
                 good = good_rows(
                     batch.columns,
                     options.keys,
                     rows + 1,
-                    lambda row, reason: faults.add(row, reason, lambda cells: not is_utf8(cells)),
+                    lambda row, reason: errors.add(row, reason, lambda cells: not is_utf8(cells)),
                     skipped,
                 )
                 rows += batch.num_rows
-                faults.report(rows + len(skipped))
+                errors.report(rows + len(skipped))
                 yield good
-            faults.report(rows + len(skipped))
-        except pa.ArrowKeyError:  # whose text has one name and not the others
-            names = _names(stream)
+            errors.report(rows + len(skipped))
+        except pa.ArrowKeyError:  # its message does not list the columns
+            with OpenedInput(stream.file) as again:
+                header = again.read(_HEADER_BYTES).decode("utf-8-sig", "replace")
+            lines = io.StringIO(header, newline="")
+            names = next(csv.reader(lines, delimiter=_delimiter(stream)), [])
             missing = next(key for key in options.keys if key not in names)
-            on_fault(f"{name}: {no_column(missing, names)}", "file")
+            on_error(f"{name}: {no_column(missing, names)}", "file")
         except pa.ArrowInvalid as error:
-            faults.report(rows + len(skipped))
+            errors.report(rows + len(skipped))
             if stream.offset_bytes == 0:
-                on_fault(f"{name}: an empty file, without the line of names", "file")
+                on_error(f"{name}: an empty file, without a header", "file")
                 return
             reason = str(error)
             if "straddling" in reason:
@@ -149,27 +146,27 @@ def read_delimited(
                     f"a cell of more than {_BLOCK_BYTES >> 20} MB, or a quotation mark that is "
                     "never closed"
                 )
-            on_fault(
+            on_error(
                 f"{name}: after row {rows + len(skipped)} (counted without the header): {reason}",
                 "rest",
             )
 
 
-def _open(
-    stream: OpenedInput, keys: tuple[str, ...], skipped: list[int], faults: RowFaults
+def _open_csv(
+    stream: OpenedInput, keys: tuple[str, ...], skipped: list[int], errors: RowErrors
 ) -> pc.CSVStreamingReader:
-    """Arrow's reader of the columns; adds rows of another length to `skipped` and `faults`.
+    """Arrow's reader of the columns; adds rows of another length to `skipped` and `errors`.
 
-    It may be some rows ahead, and swallows what is raised in it.
+    CAUTION: Arrow reads ahead of the batches and ignores exceptions of the handler, so errors are
+    only collected here and reported with their batch.
     """
 
     def odd_row(row: Any) -> str:
         columns = row.actual_columns
-        skipped.append(row.number - 1)  # Arrow counts the line of names
-        faults.add(
+        skipped.append(row.number - 1)  # Arrow counts the header
+        errors.add(
             skipped[-1],
-            f"has {columns} columns where the first line names {row.expected_columns}: "
-            f"{row.text[:60]!r}",
+            f"has {columns} columns, the header has {row.expected_columns}: {row.text[:60]!r}",
             lambda cells: len(cells) == columns,
         )
         return "skip"
@@ -183,7 +180,7 @@ def _open(
             invalid_row_handler=odd_row,
         ),
         convert_options=pc.ConvertOptions(
-            # Binary: the check for UTF-8 is good_rows', which finds the row.
+            # Binary: good_rows checks for UTF-8, and finds the row.
             column_types={key: pa.large_binary() for key in keys},
             include_columns=list(keys),
             strings_can_be_null=False,
@@ -193,9 +190,3 @@ def _open(
 
 def _delimiter(stream: OpenedInput) -> str:
     return "\t" if stream.file.tabs else ","
-
-
-def _names(stream: OpenedInput) -> list[str]:
-    with OpenedInput(stream.file) as again:
-        begin = again.read(_NAMES_BYTES).decode("utf-8-sig", "replace")
-    return next(csv.reader(io.StringIO(begin, newline=""), delimiter=_delimiter(stream)), [])

@@ -1,8 +1,8 @@
 """JSON lines: an object a line, the text in one field, or prompt and completion in two.
 
-Arrow parses whole blocks, five times as fast as Python parses lines. A block that it does not
-take for what it plainly is (a faulty line, a null, an empty line) is parsed again line by line,
-which finds the place and the reason of each fault.
+Arrow parses whole blocks, five times as fast as Python parses lines. A block with an unreadable
+line, a null or an empty line is parsed again line by line, which finds place and reason of each
+error.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ import pyarrow.json as pj
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import ReadOptions
 from slurmllm.corpus.readers.base import (
-    BOM,
     SEE_KEYS,
     Documents,
     OnError,
     line_blocks,
-    strings,
     valid_utf8,
 )
 
@@ -33,17 +31,15 @@ _LARGEST_BLOCK = 1 << 30
 
 
 def read_json_lines(
-    stream: OpenedInput, options: ReadOptions, on_fault: OnError
+    stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
     """The documents of a file of JSON lines."""
     line = 1
     for block in line_blocks(stream):
-        if line == 1:
-            block = block.removeprefix(BOM)
         feeds = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
         documents = _parse_block(block, feeds, options.keys)
         if documents is None:
-            documents = _parse_lines(block, line, stream.file.name, options, on_fault)
+            documents = _parse_lines(block, line, stream.file.name, options, on_error)
         yield documents
         line += len(feeds)
 
@@ -51,11 +47,11 @@ def read_json_lines(
 def _parse_block(
     block: bytes, feeds: npt.NDArray[np.int64], keys: tuple[str, ...]
 ) -> Documents | None:
-    """All lines of a block at once; None where some line needs a closer look."""
+    """All lines of a block at once; None if they must be parsed one by one."""
     if len(block) > _LARGEST_BLOCK:
         return None
-    # Arrow knows no lines: with a brace on either side, no line feed is inside an object, and
-    # as many objects as lines are one object a line.
+    # Arrow ignores line ends. If there is a brace on either side of each, none is inside an
+    # object, and as many objects as lines mean one object a line.
     data = np.frombuffer(block, np.uint8)
     inner = feeds[: len(feeds) - block.endswith(b"\n")]
     last = data[inner - 1]
@@ -82,51 +78,48 @@ def _parse_block(
 
 
 def _parse_lines(
-    block: bytes, first_line: int, name: str, options: ReadOptions, on_fault: OnError
+    block: bytes, first_line: int, name: str, options: ReadOptions, on_error: OnError
 ) -> Documents:
     found: list[tuple[str, ...]] = []
     for number, line in enumerate(block.split(b"\n"), start=first_line):
         if not line or line.isspace():
             continue
-        where = f"{name}:{number}"
+        place = f"{name}:{number}"
         try:
             row = json.loads(line.decode("utf-8").rstrip())
         except UnicodeDecodeError as error:
-            on_fault(f"{where}: byte {error.start} of the line is not UTF-8")
+            on_error(f"{place}: byte {error.start} of the line is not UTF-8")
             continue
         except (ValueError, RecursionError) as error:
             reason = str(error)
-            if isinstance(error, json.JSONDecodeError):  # whose own text counts other lines
+            if isinstance(error, json.JSONDecodeError):  # its message counts lines of its own
                 reason = f"{error.msg} at character {error.pos + 1}"
-            on_fault(f"{where}: not JSON: {reason}; a line must hold one whole object")
+            on_error(f"{place}: not JSON: {reason}; a line must hold one whole object")
             continue
         if not isinstance(row, dict):
-            on_fault(f"{where}: a JSON {type(row).__name__}, not an object")
+            on_error(f"{place}: a JSON {type(row).__name__}, not an object")
             continue
-        fault = next(filter(None, (_fault(row, key) for key in options.keys)), None)
-        if fault is None:
+        unusable = next(filter(None, (_field_error(row, key) for key in options.keys)), None)
+        if unusable is None:
             found.append(tuple(row[key] for key in options.keys))
         else:
-            on_fault(f"{where}: {fault}")
-    return tuple(strings([row[index] for row in found]) for index in range(len(options.keys)))
+            on_error(f"{place}: {unusable}")
+    return tuple(
+        pa.array([row[index] for row in found], pa.large_string())
+        for index in range(len(options.keys))
+    )
 
 
-def _fault(row: dict[str, Any], key: str) -> str | None:
-    """What is wrong with a field of a row."""
+def _field_error(row: dict[str, Any], key: str) -> str | None:
+    """The reason why a field is not text, None if it is."""
     text = row.get(key)
     if isinstance(text, str):
-        if text.isascii() or _encodable(text):
-            return None
-        return f"field {key!r} holds half a surrogate pair, which is no text"
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # JSON can escape what UTF-8 cannot encode
+            return f"field {key!r} has half a surrogate pair, which is no text"
+        return None
     if key in row:
         return f"field {key!r} is {json.dumps(text)[:40]}, not a string"
-    fields = ", ".join(sorted(row)[:10]) or "no field"
-    return f"no field {key!r} (there is {fields}); {SEE_KEYS}"
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    fields = ", ".join(sorted(row)[:10]) or "none"
+    return f"no field {key!r} (fields: {fields}); {SEE_KEYS}"

@@ -1,13 +1,13 @@
 """Text files: paragraphs, lines or whole files as documents.
 
-A line ends at its line feed; a line of ASCII white space alone is blank. `\\r\\n` becomes `\\n`,
-and line ends around a paragraph or line are no part of it.
+A line ends at its line feed; a line of only ASCII white space is blank. `\\r\\n` becomes `\\n`, and
+line ends around a paragraph or line are not part of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -33,33 +33,30 @@ _BLANK_LINES = re.compile(rb"\n(?:" + _BLANK + rb"\n)+")
 Spans = npt.NDArray[np.int64]
 
 
-def read_text(stream: OpenedInput, options: ReadOptions, on_fault: OnError) -> Iterator[Documents]:
+def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
     """The documents of a text file."""
-    offset = 0  # in the unpacked file
-    for block in _blocks(stream, options.text_by):
+    if options.text_by == "paragraph":
+        blocks = _paragraph_blocks(stream)
+    elif options.text_by == "line":
+        blocks = line_blocks(stream, keep_bom=True)
+    else:
+        blocks = iter([b"".join(stream.blocks(CHUNK_BYTES))])
+    offset = 0  # in the decompressed file
+    for block in blocks:
         if offset == 0 and block.startswith(BOM):
             offset, block = len(BOM), block[len(BOM) :]
-        spans = _SPANS[options.text_by](block)
+        spans = _find_documents(block, options.text_by)
         if not valid_utf8(block):
-            spans = _readable(block, spans, offset, stream.file.name, on_fault)
+            spans = _valid_spans(block, spans, offset, stream.file.name, on_error)
         if len(spans):
-            yield (_cut(block, spans, options.text_by),)
+            yield (_copy_spans(block, spans, options.text_by),)
         offset += len(block)
 
 
-def _blocks(stream: OpenedInput, text_by: TextBy) -> Iterator[bytes]:
-    """Blocks that hold whole documents."""
-    if text_by == "paragraph":
-        yield from _paragraph_blocks(stream)
-    elif text_by == "line":
-        yield from line_blocks(stream)
-    else:
-        yield b"".join(stream.blocks(CHUNK_BYTES))
-
-
 def _paragraph_blocks(stream: OpenedInput) -> Iterator[bytes]:
+    """Blocks of whole paragraphs."""
     held: list[bytes] = []  # the beginning of a paragraph
-    for block in line_blocks(stream):
+    for block in line_blocks(stream, keep_bom=True):
         end = 0
         if leading := _LEADING_BLANK_LINES.match(block):
             end = leading.end()
@@ -70,6 +67,12 @@ def _paragraph_blocks(stream: OpenedInput) -> Iterator[bytes]:
             held = []
         held.append(block[end:])
     yield b"".join(held)
+
+
+def _find_documents(block: bytes, text_by: TextBy) -> Spans:
+    if text_by == "document":
+        return np.array([[0, len(block)]], np.int64)
+    return _paragraphs(block) if text_by == "paragraph" else _lines(block)
 
 
 def _paragraphs(block: bytes) -> Spans:
@@ -95,40 +98,30 @@ def _lines(block: bytes) -> Spans:
     begins = np.concatenate([[0], feeds + 1])
     spans = np.stack([begins, np.append(feeds, len(block))], axis=1)
     spans = spans[spans[:, 0] < spans[:, 1]]
-    # White space in front is frequent, in program code; white space alone is not.
+    # Only lines that begin with white space can be blank, and most of those are indented code.
     spaced = np.flatnonzero(np.frombuffer(block, np.uint8)[spans[:, 0]] <= ord(" "))
     keep = np.ones(len(spans), bool)
     keep[spaced] = [not block[begin:end].isspace() for begin, end in spans[spaced].tolist()]
     return spans[keep]
 
 
-def _whole(block: bytes) -> Spans:
-    return np.array([[0, len(block)]], np.int64)
-
-
-_SPANS: dict[TextBy, Callable[[bytes], Spans]] = {
-    "paragraph": _paragraphs,
-    "line": _lines,
-    "document": _whole,
-}
-
-
-def _readable(block: bytes, spans: Spans, offset: int, name: str, on_fault: OnError) -> Spans:
-    """The spans that are UTF-8; the others are faults."""
+def _valid_spans(block: bytes, spans: Spans, offset: int, name: str, on_error: OnError) -> Spans:
+    """The spans that are UTF-8; the others are errors."""
     good = []
     for row, (begin, end) in enumerate(spans.tolist()):
         try:
             block[begin:end].decode("utf-8")
         except UnicodeDecodeError as error:
             place = begin + error.start
-            on_fault(f"{name}: byte {offset + place} is not UTF-8 (0x{block[place]:02x})")
+            on_error(f"{name}: byte {offset + place} is not UTF-8 (0x{block[place]:02x})")
         else:
             good.append(row)
     return spans[good]
 
 
-def _cut(block: bytes, spans: Spans, text_by: TextBy) -> pa.LargeStringArray:
-    # Documents and what lies between them in turn, of which Arrow copies the documents.
+def _copy_spans(block: bytes, spans: Spans, text_by: TextBy) -> pa.LargeStringArray:
+    # Without a copy, the block is an array of documents and the gaps between them, alternating;
+    # `take` then copies the documents.
     buffers = [None, pa.py_buffer(spans.reshape(-1)), pa.py_buffer(block)]
     pieces = pa.Array.from_buffers(pa.large_string(), 2 * len(spans) - 1, buffers, null_count=0)
     texts = pieces.take(pa.array(np.arange(0, 2 * len(spans), 2)))

@@ -1,1 +1,1 @@
-"""Where training reads its documents: one file a kind of corpus."""
+"""Corpora as training reads them: one file per kind of corpus."""

@@ -1,6 +1,6 @@
-"""Arrow IPC files, read by memory map: opening costs the same at any size.
+"""Memory-mapped Arrow IPC files: opening takes the same time at any size.
 
-Pages are read when a document is, and processes on one machine share them.
+Pages are read with their documents, and shared by the processes of a machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slurmllm.data.sources.base import Integers, document_hash
 from slurmllm.errors import DataError, StorageError
 
 _MAGIC = b"ARROW1"
-_REMEDY = "build it again with `slurmllm data build`"
+_FIX = "build it again with `slurmllm data build`"
 
 
 class ArrowFile:
@@ -44,15 +44,15 @@ class ArrowFile:
             raise DataError(f"cannot read corpus {path}: {error}") from error
         except pa.ArrowInvalid as error:
             raise DataError(
-                f"{path} is not a whole Arrow file: {error}; was it cut while it was copied, or "
-                f"is it another format? {_REMEDY.capitalize()}"
+                f"{path} is not a complete Arrow file: {error}; was it cut while it was copied, or "
+                f"is it another format? {_FIX.capitalize()}"
             ) from error
         self._schema = reader.schema
         self.names: list[str] = self._schema.names
         # [batches + 1], the index of each batch's first row
         self._first = np.cumsum([0, *(batch.num_rows for batch in self._batches)]).tolist()
         if len(self) == 0:
-            raise DataError(f"{path} holds no documents; {_REMEDY} from files that hold text")
+            raise DataError(f"{path} has no documents; {_FIX} from files with text")
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -61,32 +61,32 @@ class ArrowFile:
         """A column of text.
 
         Raises:
-            DataError: there is none of this name, or it holds something else.
+            DataError: there is none of this name, or it has another type.
         """
         if not self.has(name, pa.string(), pa.large_string()):
             raise DataError(
-                f"{self.path} has no string column {name!r} (there is {', '.join(self.names)}); "
-                f"{_REMEDY}"
+                f"{self.path} has no string column {name!r} (columns: {', '.join(self.names)}); "
+                f"{_FIX}"
             )
         return Strings([batch.column(name) for batch in self._batches], self._first)
 
     def ids(self) -> Ids | None:
-        """The hashes of the documents that `data build` wrote beside them, if it did."""
+        """The hashes of the documents that `data build` writes, None if the file has none."""
         if not self.has("id", pa.uint64()):
             return None
         columns = [batch.column("id") for batch in self._batches]
         if any(column.null_count for column in columns):
-            return None  # another tool's
+            return None  # an `id` of another tool
         return Ids(columns, self._first)
 
     def has(self, name: str, *types: pa.DataType) -> bool:
-        """Whether there is one column of a name, and of one of these types."""
+        """Whether there is exactly one column of this name, of one of these types."""
         index = self._schema.get_field_index(name)
         return index >= 0 and self._schema.field(index).type in types
 
     @cached_property
     def footer(self) -> str:
-        """Hex digest of the file's size and footer (schema, place and size of each batch)."""
+        """Hex digest of the file's size and footer (schema, offset and size of each batch)."""
         with self.path.open("rb") as stream:
             size = stream.seek(0, 2)
             tail = len(_MAGIC) + 4  # the footer's length is an int32 before the magic
@@ -98,15 +98,10 @@ class ArrowFile:
         return digest.hexdigest()[:16]
 
     def decoded(self, document: int, data: memoryview, begin: int = 0) -> str:
-        """Text of a document's bytes.
-
-        Args:
-            document: Whose they are.
-            data: The bytes.
-            begin: Their place in the document.
+        """Decode bytes of a document, from the offset `begin` in it.
 
         Raises:
-            StorageError: they are no text: the file was damaged after the build.
+            StorageError: they are not UTF-8: the file was damaged after the build.
         """
         try:
             return str(data, "utf-8")
@@ -114,15 +109,15 @@ class ArrowFile:
             raise StorageError(
                 f"document {document} of {self.path} is damaged: byte {begin + error.start} of it "
                 f"is not UTF-8 (0x{data[error.start]:02x}); compare the file with the sha256 in "
-                f"its manifest, and {_REMEDY}"
+                f"its manifest, and {_FIX}"
             ) from error
 
-    def changed(self, document: int) -> StorageError:
-        """The error for a document whose content has another hash than its id says."""
+    def changed_error(self, document: int) -> StorageError:
+        """The error for a document whose hash differs from its `id`."""
         return StorageError(
             f"document {document} of {self.path} was changed or damaged since it was built: its "
             "content does not have the hash in the column `id`; compare the file with the sha256 "
-            f"in its manifest, and {_REMEDY}"
+            f"in its manifest, and {_FIX}"
         )
 
 
@@ -142,7 +137,7 @@ class Strings:
         return int(offsets[row + 1] - offsets[row])
 
     def data(self, row: int) -> memoryview:
-        """The bytes of a row's text, not copied; a null has none, as Arrow's writers leave it."""
+        """The bytes of a row's text, not copied; those of a null are empty."""
         batch = bisect_right(self._first, row) - 1
         offsets, values, shift = self._views[batch]
         row += shift - self._first[batch]
@@ -159,7 +154,7 @@ class Strings:
 
 
 def _views(array: pa.Array) -> tuple[memoryview, memoryview, int]:
-    """Offsets, values and the array's place in them."""
+    """Offsets, values and the index of the array's first offset."""
     _, offsets, values = array.buffers()
     large = array.type == pa.large_string()
     if offsets is None:
@@ -173,7 +168,7 @@ def _views(array: pa.Array) -> tuple[memoryview, memoryview, int]:
 
 
 class Ids:
-    """The hashes of the documents, by row."""
+    """Hashes of documents, by row."""
 
     def __init__(self, arrays: list[pa.Array], first: list[int]) -> None:
         self._arrays = [array.to_numpy() for array in arrays]
@@ -185,7 +180,7 @@ class Ids:
         return int(self._views[batch][row - self._first[batch]])
 
     def take(self, rows: Integers) -> npt.NDArray[np.uint64]:
-        """The hashes of some rows, uint64 [n]."""
+        """The hashes of rows, uint64 [n]."""
         if len(self._arrays) == 1:
             return np.asarray(self._arrays[0][rows], dtype=np.uint64)
         found = np.empty(len(rows), dtype=np.uint64)
@@ -199,10 +194,10 @@ class Ids:
 class Corpus:
     """The texts of an Arrow corpus by index: a string column `text`, one row a document.
 
-    Where there is a column `id`, each document is compared with its hash when it is read.
+    If there is a column `id`, each document is compared with its hash when it is read.
 
     Raises:
-        DataError: as for `ArrowFile`, or there is no text column.
+        DataError: as for `ArrowFile`, or the file has no text column.
     """
 
     def __init__(self, path: Path, file: ArrowFile | None = None) -> None:
@@ -227,7 +222,7 @@ class Corpus:
         return self._texts.size(index)
 
     def data(self, index: int) -> memoryview:
-        """The UTF-8 bytes of the document at `index`, as they are."""
+        """The UTF-8 bytes of the document at `index`, not verified."""
         return self._texts.data(index)
 
     def text(self, index: int) -> str:
@@ -241,11 +236,11 @@ class Corpus:
         return self.file.decoded(index, data)
 
     def verify(self, index: int, data: memoryview) -> None:
-        """Compare a document with its hash, where the corpus has one.
+        """Compare a document with its hash, if the corpus has one.
 
         Raises:
             StorageError: they differ.
         """
         if self.ids is not None and document_hash(data) != self.ids[index]:
-            self.file.decoded(index, data)  # says where, if it can
-            raise self.file.changed(index)
+            self.file.decoded(index, data)  # raises with the position if it is not UTF-8
+            raise self.file.changed_error(index)

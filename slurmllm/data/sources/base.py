@@ -1,7 +1,7 @@
-"""What every kind of corpus gives to the stream: documents as token ids, by number and in pieces.
+"""The interface of all kinds of corpora: documents as token ids, by index and in pieces.
 
-A document is read piece by piece, and where the pieces are depends on the document alone: whoever
-resumes in the middle of a book of a gigabyte tokenizes one piece of it.
+Documents are read piece by piece, and the pieces depend only on the document: a resume in the
+middle of a document of a gigabyte tokenizes one piece of it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,27 @@ Tokens = npt.NDArray[np.int32]
 Marks = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
 
-# What a token's mark may say of it.
+# Bits of a token's mark.
 BEGINS = 1  # the first of a document
-UNTRAINED = 2  # read but not learnt: a prompt's
+UNTRAINED = 2  # read but not trained: a prompt's
 
 # (document, piece)
 Request = tuple[int, int]
+
+_LOW_64 = (1 << 64) - 1
+# Files up to this size are hashed completely, which takes some hundredths of a second.
+_WHOLE_BYTES = 32 << 20
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
 
 
 class Pieces(NamedTuple):
     """Consecutive tokens of documents, one piece after the other.
 
     Attributes:
-        tokens: int32 [n]; in the last piece of a text, its end-of-document token.
+        tokens: int32 [n]; the last piece of a text includes its end-of-document token.
         marks: uint8 [n], BEGINS and UNTRAINED of each token.
-        ends: int64 [pieces], where in `tokens` each piece ends.
+        ends: int64 [pieces], end of each piece in `tokens`.
     """
 
     tokens: Tokens
@@ -46,7 +52,7 @@ class Pieces(NamedTuple):
 
 
 def joined(parts: Sequence[tuple[Tokens, Marks]]) -> Pieces:
-    """Pieces out of tokens and marks of each."""
+    """Concatenate tokens and marks of pieces."""
     return Pieces(
         np.concatenate([tokens for tokens, _ in parts]),
         np.concatenate([marks for _, marks in parts]),
@@ -55,19 +61,19 @@ def joined(parts: Sequence[tuple[Tokens, Marks]]) -> Pieces:
 
 
 class Source(ABC):
-    """The documents of one corpus, by number in 0 … len - 1.
+    """The documents of one corpus, by index in 0 … len - 1 (len is at least 1).
 
-    Opening one costs the same at any size. Every process opens its own.
+    Opening one takes the same time at any size. Every process opens its own.
 
     Attributes:
-        path: Of the corpus.
-        fingerprint: Short hex digest that tells this content from another, at once at any size.
+        path: The corpus.
+        fingerprint: Short hex digest that identifies the content, in constant time.
         trains_every_token: Whether no token is marked UNTRAINED.
-        in_blocks: Whether what is shuffled is not documents but blocks of tokens.
-        knows_documents: Whether BEGINS marks documents, not only what is shuffled as one.
-        template: Short hex digest of the chat template that shapes its tokens, if one does.
-        former_fingerprint: What states of version 1 knew it by.
-        size_unit: Of `total_size` and `document_size`: UTF-8 bytes of text, or token ids.
+        in_blocks: Whether blocks of tokens are shuffled instead of documents.
+        knows_documents: Whether BEGINS marks documents, not only what is shuffled as a unit.
+        template: Short hex digest of the chat template, empty without one.
+        former_fingerprint: The fingerprint in states of version 1.
+        size_unit: Unit of `total_size` and `document_size`: UTF-8 bytes of text, or token ids.
     """
 
     path: Path
@@ -80,8 +86,7 @@ class Source(ABC):
     size_unit: Literal["bytes", "tokens"]
 
     @abstractmethod
-    def __len__(self) -> int:
-        """Documents, at least 1."""
+    def __len__(self) -> int: ...
 
     @property
     @abstractmethod
@@ -89,30 +94,28 @@ class Source(ABC):
         """Size of all documents, in constant time."""
 
     @abstractmethod
-    def document_size(self, document: int) -> int:
-        """Size of one document."""
+    def document_size(self, document: int) -> int: ...
 
     @abstractmethod
     def num_pieces(self, document: int) -> int:
-        """Pieces of a document, at least 1, in constant time; one may be without tokens."""
+        """Number of pieces, at least 1, in constant time; a piece may have no tokens."""
 
     @abstractmethod
     def read(self, requests: Sequence[Request]) -> Pieces:
-        """Some pieces, at least one.
+        """Read one or more pieces.
 
         Raises:
-            DataError: a document cannot serve, such as a token id beyond the vocabulary.
-            StorageError: one is damaged.
+            DataError: a document cannot be used, such as a token id beyond the vocabulary.
+            StorageError: a document is damaged.
         """
 
     @abstractmethod
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
-        """64 bits of each document that depend on its content alone, for the validation split."""
+        """64-bit hashes of the documents' contents, for the validation split."""
 
 
-_LOW_64 = (1 << 64) - 1
-
-
+# CAUTION: these hashes are the `id` of documents and decide the validation split. The same document
+# must have the same hash in every corpus, on every machine and in every version.
 def document_hash(text: bytes | memoryview) -> int:
     """Id of a document: the low 64 bits of the xxh3-128 of its text's UTF-8 bytes."""
     return xxhash.xxh3_128_intdigest(text) & _LOW_64
@@ -121,27 +124,21 @@ def document_hash(text: bytes | memoryview) -> int:
 def prompt_hash(prompt: bytes, completion: bytes) -> int:
     """Id of a prompt with its completion, both as UTF-8 bytes.
 
-    The prompt's length goes first (8 bytes, little endian), for the cut between the two counts.
+    The prompt's length is hashed first (8 bytes, little endian), so that the cut between the two
+    counts.
     """
     return document_hash(b"".join((len(prompt).to_bytes(8, "little"), prompt, completion)))
-
-
-# Read to the end in some hundredths of a second.
-_WHOLE_BYTES = 32 << 20
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
 
 
 def fingerprint(paths: Sequence[Path], *identity: str) -> str:
     """Short hex digest of files: sizes, and all of a small file or evenly spaced samples.
 
-    It tells another file at once, and a file that was rewritten or cut; bytes of a large file
-    changed between two samples it does not see. (Where a corpus has hashes of its documents, each
-    is compared when it is read.)
+    It detects another, a rewritten or a truncated file, but not a change between two samples of a
+    large file. (If a corpus has hashes of its documents, each is verified when it is read.)
 
     Args:
         paths: The files of a corpus, in a fixed order.
-        identity: What else tells it from another, such as the kind.
+        identity: What else distinguishes it, such as the kind.
 
     Raises:
         StorageError: a file cannot be read.

@@ -1,9 +1,9 @@
-"""Megatron-LM's indexed token files: `X.bin`, the ids, and `X.idx`, where documents begin.
+"""Megatron-LM's indexed token files: `X.bin`, the ids, and `X.idx`, the bounds of documents.
 
 Format: megatron/core/datasets/indexed_dataset.py. The index is, little endian: magic, version
 (u64), type (u8), sequences S (u64), document bounds D (u64), then int32 [S] tokens of each
-sequence, int64 [S] byte offsets of them, int64 [D] the first sequence of each document and, at
-last, S; some builders add a byte a sequence (its modality).
+sequence, int64 [S] byte offsets of them, int64 [D] the first sequence of each document and, as
+the last, S; some builders add a byte per sequence (its modality).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _VERSION = 1
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_REMEDY = "copy both files again from where they were made, or make them again"
+_FIX = "copy both files again from their origin, or make them again"
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a path names such files: one of the two, or what their names have in common."""
+    """Whether a path names such files: one of the two, or their common prefix."""
     return path.suffix in (".idx", ".bin") or _with(path, ".idx").is_file()
 
 
@@ -39,13 +39,13 @@ class MegatronSource(TokenizedSource):
     """The documents of Megatron-LM's token files; the sequences of a document are joined.
 
     Args:
-        path: Either file, or their names without the ending.
-        encoder: Its end-of-document token is added where a document does not end with it. None:
-            the documents are taken as they are.
+        path: Either file, or their name without the ending.
+        encoder: Its end-of-document token is added to documents without it. None: documents are
+            read unchanged.
         vocab_size: The model's.
 
     Raises:
-        DataError: missing, of another format, or the two do not fit each other.
+        DataError: missing, of another format, or the two files do not match.
     """
 
     def __init__(self, path: Path, encoder: TokenEncoder | None, vocab_size: int | None) -> None:
@@ -55,20 +55,19 @@ class MegatronSource(TokenizedSource):
         for file in (self._index, self.path):
             if not file.is_file():
                 raise DataError(
-                    f"no file {file}: Megatron data are an .idx and a .bin of the same name; "
-                    f"{_REMEDY}"
+                    f"no file {file}: Megatron data are an .idx and a .bin of the same name; {_FIX}"
                 )
-        self._open_index()
+        self._read_index()
         last = len(self._sizes) - 1
         expected = int(self._offsets[last]) + int(self._sizes[last]) * self._type.itemsize
         actual = self.path.stat().st_size
         if expected != actual:
             raise DataError(
                 f"{self._index} does not fit {self.path}: it describes {expected} bytes, the file "
-                f"has {actual}; {_REMEDY}"
+                f"has {actual}; {_FIX}"
             )
         if not actual:
-            raise DataError(f"{self.path} holds no tokens; make it from files that hold text")
+            raise DataError(f"{self.path} has no tokens; make it from files that hold text")
         self._tokens = np.memmap(self.path, dtype=self._type, mode="r")
         self.fingerprint = fingerprint([self._index, self.path], "megatron")
 
@@ -77,14 +76,13 @@ class MegatronSource(TokenizedSource):
 
     @property
     def total_size(self) -> int:
-        """Token ids of all documents."""
         return len(self._tokens)
 
     def document(self, document: int) -> Ids:
         """The token ids of a document.
 
         Raises:
-            DataError: the index gives no consecutive sequences inside the file for it.
+            DataError: the index has no consecutive sequences inside the file for it.
         """
         first, end = int(self._bounds[document]), int(self._bounds[document + 1])
         if first == end:
@@ -99,22 +97,22 @@ class MegatronSource(TokenizedSource):
         raise DataError(
             f"document {document} of {self._index} (sequences {first} to {end - 1} of "
             f"{len(self._sizes)}) is not one run of tokens inside the {len(self._tokens)} of "
-            f"{self.path}; {_REMEDY}"
+            f"{self.path}; {_FIX}"
         )
 
-    def _open_index(self) -> None:
+    def _read_index(self) -> None:
         size = self._index.stat().st_size
         with self._index.open("rb") as stream:
             header = stream.read(_HEADER.size)
         if len(header) < _HEADER.size or not header.startswith(MAGIC):
             raise DataError(
                 f"{self._index} is no index of Megatron data: it begins with {header[:9]!r}, not "
-                f"{MAGIC!r}; {_REMEDY}"
+                f"{MAGIC!r}; {_FIX}"
             )
         _, version, code, sequences, bounds = _HEADER.unpack(header)
         if version != _VERSION or code not in _TYPES:
             raise DataError(
-                f"{self._index} has version {version} and token type {code}; readable are version "
+                f"{self._index} has version {version} and token type {code}; supported are version "
                 f"{_VERSION} and types {', '.join(map(str, _TYPES))}: make it again with a "
                 "Megatron-LM of 2020 or later, from integer ids"
             )
@@ -122,11 +120,12 @@ class MegatronSource(TokenizedSource):
         if size not in (described, described + sequences):
             raise DataError(
                 f"{self._index} has {size} bytes, but describes {sequences} sequences and "
-                f"{bounds} document bounds, which take {described}; {_REMEDY}"
+                f"{bounds} document bounds, which take {described}; {_FIX}"
             )
         if sequences == 0 or bounds < 2:
-            raise DataError(f"{self._index} holds no documents; make it from files that hold text")
+            raise DataError(f"{self._index} has no documents; make it from files that hold text")
         self._type = np.dtype(_TYPES[code])
+        # Mapped, not read: an index of a billion documents takes gigabytes.
         data = np.memmap(self._index, dtype=np.uint8, mode="r")
         begin = _HEADER.size
         self._sizes = data[begin : begin + 4 * sequences].view("<i4")
@@ -137,5 +136,5 @@ class MegatronSource(TokenizedSource):
         if self._bounds[0] != 0 or self._bounds[-1] != sequences:
             raise DataError(
                 f"the documents of {self._index} reach from sequence {self._bounds[0]} to "
-                f"{self._bounds[-1]}, but there are 0 to {sequences}; {_REMEDY}"
+                f"{self._bounds[-1]}, but there are 0 to {sequences}; {_FIX}"
             )

@@ -1,7 +1,8 @@
-"""Which kind of corpus a path is, by content and ending."""
+"""Open a corpus of any kind, recognized by content and ending."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,17 +20,21 @@ def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None
     Args:
         path: An Arrow corpus, of texts or of prompts and completions; a Megatron `.idx`, its
             `.bin` or the name of both without the ending; a `.npy`.
-        encoder: What tokenizes texts; token ids are read without one, too.
+        encoder: Tokenizes texts; not needed for token ids.
         vocab_size: The model's: the ids of tokenized corpora must be below it.
 
     Raises:
-        DataError: missing, unreadable, of no known kind, or a text without a tokenizer.
+        DataError: missing, unreadable, of an unknown kind, or text without a tokenizer.
     """
     if is_megatron(path):
         return MegatronSource(path, encoder, vocab_size)
-    if path.suffix == ".npy" or _begins_with(path, NUMPY_MAGIC):
+    magic = b""
+    # Errors are suppressed here: opening the file below raises them with a message.
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        magic = stream.read(len(NUMPY_MAGIC))
+    if path.suffix == ".npy" or magic == NUMPY_MAGIC:
         return NumpySource(path, encoder, vocab_size)
-    # 0.1 s of imports that token ids do without.
+    # 0.1 s of imports that token ids do not need.
     from slurmllm.data.sources.arrow import ArrowFile
     from slurmllm.data.sources.prompts import PromptSource, is_prompts
     from slurmllm.data.sources.text import TextSource
@@ -37,7 +42,7 @@ def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None
     file = ArrowFile(path)
     if encoder is None:
         raise DataError(
-            f"{path} holds text, and no tokenizer is set; name a tokenizer.json in data.tokenizer "
+            f"{path} has text, and no tokenizer is set; name a tokenizer.json in data.tokenizer "
             "(data inspect: --tokenizer)"
         )
     return PromptSource(file, encoder) if is_prompts(file) else TextSource(file, encoder)
@@ -52,23 +57,15 @@ def open_all(
     """Open the corpora of a blend, and their tokenizer.
 
     Raises:
-        DataError: as for `open_source` and `TokenEncoder`, or `data.mask` asks for the begins of
-            documents, which nothing says.
+        DataError: as for `open_source` and `TokenEncoder`, or `data.mask` needs the bounds of
+            documents, which are unknown.
     """
     encoder = None if tokenizer is None else TokenEncoder(tokenizer)
     sources = [open_source(path, encoder, vocab_size) for path, _ in corpora]
     for source in sources:
         if mask == "document" and not source.knows_documents:
             raise DataError(
-                f"data.mask is document, and nothing says where the documents of {source.path} "
-                "begin; set data.tokenizer, whose end-of-document token says it, or data.mask=none"
+                f"data.mask is document, and the documents' bounds in {source.path} are unknown; "
+                "set data.tokenizer, whose end-of-document token marks them, or data.mask=none"
             )
     return sources, encoder
-
-
-def _begins_with(path: Path, magic: bytes) -> bool:
-    try:
-        with path.open("rb") as stream:
-            return stream.read(len(magic)) == magic
-    except OSError:
-        return False  # whoever opens it says why

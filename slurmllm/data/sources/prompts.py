@@ -1,4 +1,4 @@
-"""Prompts and completions for fine-tuning: both are read, the completion alone is learnt."""
+"""Prompts and completions for fine-tuning: both are read, only the completion is trained."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from slurmllm.data.sources.base import (
     BEGINS,
     UNTRAINED,
     Integers,
-    Marks,
     Pieces,
     Request,
     Source,
-    Tokens,
     fingerprint,
     joined,
     prompt_hash,
@@ -29,7 +27,7 @@ _COLUMNS = ("prompt", "completion")
 
 
 def is_prompts(file: ArrowFile) -> bool:
-    """Whether an Arrow file holds prompts and completions."""
+    """Whether an Arrow file has prompts and completions."""
     return all(name in file.names for name in _COLUMNS)
 
 
@@ -37,11 +35,11 @@ class PromptSource(Source):
     """The rows of an Arrow corpus with the string columns `prompt` and `completion`.
 
     A document is the prompt's tokens, the completion's and the end-of-document token: the eos
-    token of the tokenizer's config where it has one. Both are encoded apart, the prompt just as
+    token of the tokenizer's config if it has one. They are encoded separately, the prompt as
     generation would encode it. With a chat template they are the two sides of a dialogue.
 
     Raises:
-        DataError: a column holds no text, or the template or the eos token is unfit.
+        DataError: a column is not text, or the template or the eos token cannot be used.
     """
 
     trains_every_token = False
@@ -54,14 +52,14 @@ class PromptSource(Source):
         self._ids = file.ids()
         self._encoder = encoder
         self._chat = ChatFormat(encoder.path)
-        self._chat.try_out()
+        self._chat.validate()
         self._end = encoder.end_of_document
         self._end_token = self._chat.end_token or encoder.decode(np.array([self._end]))
         if self._chat.end_token is not None:
             end = encoder.token_id(self._chat.end_token)
             if end is None:
                 raise DataError(
-                    f"eos_token {self._chat.end_token!r} of the tokenizer_config.json beside "
+                    f"eos_token {self._chat.end_token!r} of the tokenizer_config.json of "
                     f"{encoder.path} is not in the tokenizer's vocabulary; name one that is"
                 )
             self._end = end
@@ -73,58 +71,53 @@ class PromptSource(Source):
 
     @property
     def total_size(self) -> int:
-        """Bytes of all prompts and completions."""
         return self._prompts.total_bytes + self._completions.total_bytes
 
     def document_size(self, document: int) -> int:
-        """Bytes of a prompt and its completion."""
         return self._prompts.size(document) + self._completions.size(document)
 
     def num_pieces(self, document: int) -> int:
-        """One."""
-        return 1
+        return 1  # prompts and completions are short enough to tokenize again
 
     def read(self, requests: Sequence[Request]) -> Pieces:
-        """Render and tokenize some documents.
+        """Render and tokenize documents.
 
         Raises:
             DataError: the chat template fails.
             StorageError: the corpus was damaged or changed after it was built.
         """
-        texts = [self._chat.texts(*self._row(document)) for document, _ in requests]
-        # A template writes down what else would be added.
+        texts = []
+        for document, _ in requests:
+            prompt = self._file.decoded(document, self._prompts.data(document))
+            completion = self._file.decoded(document, self._completions.data(document))
+            if self._ids is not None and self._hash(document) != self._ids[document]:
+                raise self._file.changed_error(document)
+            texts.append(self._chat.texts(prompt, completion))
+        # A template contains the tokens that the tokenizer would add.
         prompts = self._encoder.encode_dialogue(
-            [prompt for prompt, _ in texts], begins=not self._chat.has_template
+            [before for before, _ in texts], begins=not self._chat.has_template
         )
         completions = self._encoder.encode_dialogue([text for _, text in texts], begins=False)
         for (_, text), ids in zip(texts, completions, strict=True):
             if not text.rstrip().endswith(self._end_token):
                 ids.append(self._end)
-        return joined([_marked(*pair) for pair in zip(prompts, completions, strict=True)])
+        parts = []
+        for prompt_ids, ids in zip(prompts, completions, strict=True):
+            tokens = np.array(prompt_ids + ids, dtype=np.int32)
+            marks = np.zeros(len(tokens), dtype=np.uint8)
+            marks[: len(prompt_ids)] = UNTRAINED
+            marks[:1] |= BEGINS
+            parts.append((tokens, marks))
+        return joined(parts)
 
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
-        """From the corpus where it has them, else of prompt and completion."""
+        """The corpus's ids if it has them, else computed from prompt and completion."""
         if self._ids is not None:
             return self._ids.take(documents)
         hashes = (self._hash(document) for document in documents.tolist())
         return np.fromiter(hashes, dtype=np.uint64, count=len(documents))
 
-    def _row(self, document: int) -> tuple[str, str]:
-        prompt = self._file.decoded(document, self._prompts.data(document))
-        completion = self._file.decoded(document, self._completions.data(document))
-        if self._ids is not None and self._hash(document) != self._ids[document]:
-            raise self._file.changed(document)
-        return prompt, completion
-
     def _hash(self, document: int) -> int:
         return prompt_hash(
             bytes(self._prompts.data(document)), bytes(self._completions.data(document))
         )
-
-
-def _marked(prompt: list[int], completion: list[int]) -> tuple[Tokens, Marks]:
-    tokens = np.array(prompt + completion, dtype=np.int32)
-    marks = np.zeros(len(tokens), dtype=np.uint8)
-    marks[: len(prompt)] = UNTRAINED
-    marks[:1] |= BEGINS
-    return tokens, marks

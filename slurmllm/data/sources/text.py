@@ -1,4 +1,4 @@
-"""Documents of an Arrow corpus as token ids, tokenized when they are read."""
+"""Documents of an Arrow corpus, tokenized when they are read."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from slurmllm.data.sources.base import (
 )
 from slurmllm.data.tokenizer import TokenEncoder
 
-# What whoever resumes inside a long document tokenizes once more, at most.
+# Upper bound of the text that a resume inside a long document tokenizes again.
 PIECE_BYTES = 64 << 10
-# Tokenized by one call: bounds the memory of the library's results, some 100 times the text.
+# Text of one call: the library's results need some 100 times the memory of the text.
 _CALL_BYTES = 1 << 20
-# Byte-level BPE tokenizers split a text before the space of ` word`, whatever stands around it.
+# Byte-level BPE tokenizers always split a text before the space of ` word`.
 _WORD_ENDS = re.compile(rb"[A-Za-z] (?=[A-Za-z])")
 
 
 class TextSource(Source):
     """The documents of an Arrow corpus, each with the end-of-document token.
 
-    A document of more than PIECE_BYTES is tokenized in pieces, cut between two words, where the
-    tokens of byte-level BPE are those of the whole. Where no two words of ASCII letters follow
-    each other for long, it is cut between two characters, which may cost a token.
+    A document of more than PIECE_BYTES is tokenized in pieces, cut between two ASCII words, so
+    that the tokens of byte-level BPE equal those of the whole. If no such place is near, it is cut
+    between two characters, which may cost a token.
 
     Raises:
-        DataError: there is no text column.
+        DataError: the file has no text column.
     """
 
     size_unit = "bytes"
@@ -54,25 +54,22 @@ class TextSource(Source):
 
     @property
     def total_size(self) -> int:
-        """Bytes of all documents."""
         return self.corpus.text_bytes
 
     def document_size(self, document: int) -> int:
-        """Bytes of a document."""
         return self.corpus.size(document)
 
     def num_pieces(self, document: int) -> int:
-        """As many as PIECE_BYTES go into the document, rounded up."""
         return _num_pieces(self.document_size(document))
 
     def read(self, requests: Sequence[Request]) -> Pieces:
-        """Tokenize some pieces.
+        """Tokenize pieces.
 
         Raises:
             StorageError: the corpus was damaged or changed after it was built.
         """
-        ids, ends = array("I"), []  # a list goes into it four times as fast as into an "i"
-        for texts, lasts in self._calls(requests):
+        ids, ends = array("I"), []  # fromlist is four times as fast as with the type "i"
+        for texts, lasts in self._batches(requests):
             for tokens, last in zip(self._encoder.encode_batch(texts), lasts, strict=True):
                 ids.fromlist(tokens)
                 if last:
@@ -88,13 +85,13 @@ class TextSource(Source):
         return Pieces(np.frombuffer(ids, dtype=np.int32), marks, np.array(ends, dtype=np.int64))
 
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
-        """From the corpus where it has them, else of the texts."""
+        """The corpus's ids if it has them, else computed from the texts."""
         if self.corpus.ids is not None:
             return self.corpus.ids.take(documents)
         hashes = (document_hash(self.corpus.data(document)) for document in documents.tolist())
         return np.fromiter(hashes, dtype=np.uint64, count=len(documents))
 
-    def _calls(self, requests: Sequence[Request]) -> Iterator[tuple[list[str], list[bool]]]:
+    def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[str], list[bool]]]:
         """Texts of bounded length, and whether each ends its document."""
         texts: list[str] = []
         lasts: list[bool] = []
@@ -104,7 +101,7 @@ class TextSource(Source):
             count = _num_pieces(len(data))
             begin, end = 0, len(data)
             if count > 1:
-                begin, end = _cut(data, piece), _cut(data, piece + 1)
+                begin, end = _piece_begin(data, piece), _piece_begin(data, piece + 1)
             texts.append(self.corpus.file.decoded(document, data[begin:end], begin))
             lasts.append(piece + 1 == count)
             if piece == 0:
@@ -121,20 +118,20 @@ def _num_pieces(size: int) -> int:
     return -(-size // PIECE_BYTES) or 1
 
 
-def _cut(data: memoryview, piece: int) -> int:
-    """Where a piece begins: found by looking at the bytes there alone, in constant time."""
+def _piece_begin(data: memoryview, piece: int) -> int:
+    """Begin of a piece, found from the bytes near it in constant time."""
     if piece == 0:
         return 0
     if piece >= _num_pieces(len(data)):
         return len(data)
     begin = piece * PIECE_BYTES
-    looked_at = begin + PIECE_BYTES // 8
-    found = _WORD_ENDS.search(data[begin - 1 : looked_at])
+    searched = begin + PIECE_BYTES // 8
+    found = _WORD_ENDS.search(data[begin - 1 : searched])
     if found:
         return begin + found.start()
-    if looked_at >= len(data):  # so little is left that the piece before takes it along
+    if searched >= len(data):  # the short rest belongs to the piece before
         return len(data)
-    place = begin
-    while place < min(begin + 3, len(data)) and data[place] & 0xC0 == 0x80:  # inside a character
-        place += 1
-    return place
+    last = min(begin + 3, len(data))
+    while begin < last and data[begin] & 0xC0 == 0x80:  # inside a UTF-8 character
+        begin += 1
+    return begin

@@ -1,4 +1,4 @@
-"""What corpora of token ids have in common: ids are checked as they are read."""
+"""Corpora of token ids, checked as they are read; `.npy` files."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _LARGEST = 2**31
 
 
 class TokenizedSource(Source):
-    """Documents that are token ids already, in memory-mapped arrays.
+    """Documents that are token ids, in memory-mapped arrays.
 
-    A document begins where the corpus says so, and after each end-of-document token in it.
+    A document begins at the corpus's own bounds, and after each end-of-document token.
 
     Args:
-        end_of_document: Id of the token that ends a document, where it is known.
+        end_of_document: Id of the token that ends a document, None if unknown.
         vocab_size: The model's; ids must be below it. None: any id of 31 bits.
-        adds_end: Whether a document that does not end with that token gets one.
+        adds_end: Whether that token is added to documents without it.
     """
 
     size_unit = "tokens"
@@ -55,23 +55,20 @@ class TokenizedSource(Source):
         """The token ids of a document, of the file's type and not copied.
 
         Raises:
-            DataError: the file is not what its index says.
+            DataError: the file does not match its index.
         """
 
     def document_size(self, document: int) -> int:
-        """Token ids of a document."""
         return len(self.document(document))
 
     def num_pieces(self, document: int) -> int:
-        """As many as PIECE_TOKENS go into the document, rounded up."""
         return max(1, -(-len(self.document(document)) // PIECE_TOKENS))
 
     def read(self, requests: Sequence[Request]) -> Pieces:
-        """Read and check some pieces."""
         return joined([self._piece(document, piece) for document, piece in requests])
 
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
-        """Of the ids as int32, so that the type in the file does not matter."""
+        """Hashes of the ids as int32, so that the type in the file does not matter."""
         hashes = (
             document_hash(self.document(document).astype("<i4").tobytes())
             for document in documents.tolist()
@@ -82,7 +79,15 @@ class TokenizedSource(Source):
         ids = self.document(document)
         begin = piece * PIECE_TOKENS
         found = ids[begin : begin + PIECE_TOKENS]
-        self._check(found, document, begin)
+        limit = self._vocab_size or _LARGEST
+        if len(found) and (int(found.max()) >= limit or int(found.min()) < 0):
+            place = int(np.flatnonzero((found < 0) | (found >= limit))[0])
+            raise DataError(
+                f"token {begin + place} of document {document} of {self.path} is {found[place]}, "
+                f"and ids must be in 0 … {limit - 1}: model.vocab_size is {limit}; was the file "
+                "made with another tokenizer? Set model.vocab_size to that tokenizer's size, or "
+                "name another corpus"
+            )
         tokens = found.astype(np.int32)
         end = self._end_of_document
         if (
@@ -98,39 +103,27 @@ class TokenizedSource(Source):
             marks[0] = BEGINS
         return tokens, marks
 
-    def _check(self, ids: Ids, document: int, begin: int) -> None:
-        limit = self._vocab_size or _LARGEST
-        if not len(ids) or (int(ids.max()) < limit and int(ids.min()) >= 0):
-            return
-        place = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
-        raise DataError(
-            f"token {begin + place} of document {document} of {self.path} is {ids[place]}, and "
-            f"ids must be in 0 … {limit - 1}: model.vocab_size is {limit}; was the file made with "
-            "another tokenizer? Set model.vocab_size to that tokenizer's size, or name another "
-            "corpus"
-        )
-
 
 MAGIC = b"\x93NUMPY"
-# Shuffled as one: much longer than what attention gains from its neighbours, short enough that
-# the order mixes a corpus well.
+# Tokens that are shuffled as a unit: long compared with the context that helps a prediction, short
+# enough that the order mixes a corpus well.
 BLOCK_TOKENS = 4096
 
 
 class NumpySource(TokenizedSource):
-    """Token ids of a `.npy` file, taken as they are: nothing is added.
+    """Token ids of a `.npy` file, read unchanged.
 
-    One axis: no index says where documents begin, so what is shuffled is blocks of BLOCK_TOKENS
-    (the last may be shorter); a mask still sees real documents, by the end-of-document tokens in
-    them and by the blocks' edges. Two axes: each row is a document.
+    One axis: the file has no index of documents, so blocks of BLOCK_TOKENS are shuffled (the last
+    may be shorter); a mask still separates documents, at end-of-document tokens and at the edges of
+    blocks. Two axes: each row is a document.
 
     Args:
         path: The file.
-        encoder: Says which token ends a document. None: only blocks and rows begin documents.
+        encoder: Determines the end-of-document token. None: only blocks and rows begin documents.
         vocab_size: The model's.
 
     Raises:
-        DataError: missing, cut, or not of integers in one or two axes.
+        DataError: missing, truncated, or not of integers in one or two axes.
     """
 
     def __init__(self, path: Path, encoder: TokenEncoder | None, vocab_size: int | None) -> None:
@@ -143,7 +136,7 @@ class NumpySource(TokenizedSource):
         except (OSError, ValueError, EOFError) as error:
             if "Object arrays" in str(error):
                 raise DataError(
-                    f"{path} holds Python objects; token ids must be integers: save them so with "
+                    f"{path} has Python objects; token ids must be integers: save them so with "
                     "numpy.save"
                 ) from error
             raise DataError(
@@ -152,7 +145,7 @@ class NumpySource(TokenizedSource):
             ) from error
         if tokens.ndim not in (1, 2) or tokens.dtype.kind not in "iu" or tokens.size == 0:
             raise DataError(
-                f"{path} holds {tokens.dtype} of shape {list(tokens.shape)}; token ids must be "
+                f"{path} has {tokens.dtype} of shape {list(tokens.shape)}; token ids must be "
                 "integers in one axis, or in two with a document a row: save it so with numpy.save"
             )
         self._tokens: Ids = tokens
@@ -166,11 +159,9 @@ class NumpySource(TokenizedSource):
 
     @property
     def total_size(self) -> int:
-        """Token ids of the file."""
         return int(self._tokens.size)
 
     def document(self, document: int) -> Ids:
-        """The token ids of a row or block."""
         begin = document * BLOCK_TOKENS
         end = begin + BLOCK_TOKENS
         ids: Ids = self._tokens[document] if self._tokens.ndim == 2 else self._tokens[begin:end]
