@@ -274,12 +274,8 @@ def run_shards(shards: Sequence[Shard], work: Path) -> list[ShardResult]:
 
 
 if __name__ == "__main__":
-<<<<<<< HEAD
-    # Results are pickled: their class must be this module's, not that of `__main__`.
-=======
     # Not _serve() of this module: its results would be pickled as `__main__.ShardResult`, which
     # the parent does not have.
->>>>>>> 756cb17 (corpus, data, model: rewritten in plain technical English, helpers called once inlined)
     from slurmllm.corpus import workers
 
     workers._serve()

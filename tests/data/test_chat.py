@@ -192,8 +192,8 @@ def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (["a"], "no template is named `default`"),
-        ([{"name": "tools", "template": CHATML}], "no template is named `default`"),
+        (["a"], "without a template named `default`"),
+        ([{"name": "tools", "template": CHATML}], "without a template named `default`"),
         (3, "chat_template of .* is int"),
         ("{{ 1 / 0 }}", "fails: division by zero"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails: maximum recursion"),
