@@ -1,8 +1,8 @@
-"""`slurmllm compare`: do runs have the same loss and gradient norm, and if not, why?"""
+"""`slurmllm compare`: compares the loss and gradient norm of runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,21 +12,14 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.compare.comparison import Comparison, Overlap, Side
-    from slurmllm.compare.statistics import Statistics
     from slurmllm.metrics.curves import Curve
 
 
 _HEADINGS = (
-    "metric",
-    "steps",
-    "max diff",
-    "at step",
-    "mean diff",
-    "parts at",
-    "tolerance",
+    *("metric", "steps", "max diff", "at step", "mean diff", "diverges at", "tolerance"),
     "identical",
 )
-_DESCRIBED = ("param_norm", "lr", "val_loss")
+_OTHER_METRICS = ("param_norm", "lr", "val_loss")
 
 
 @click.command()
@@ -38,20 +31,20 @@ _DESCRIBED = ("param_norm", "lr", "val_loss")
     type=float,
     help="Relative tolerance of the gradient norm.  [default: 1e-2]",
 )
-@click.option("--exact", is_flag=True, help="Ask for bit-identical values instead.")
+@click.option("--exact", is_flag=True, help="Require bit-identical values instead.")
 @click.option(
     "--seed",
     "seeds",
     multiple=True,
     metavar="RUN",
-    help="Another seed of A; repeatable. The spread of A and these is the tolerance then.",
+    help="Another seed of A; repeatable. The spread of all seeds is then the tolerance.",
 )
 @click.option(
     "--by",
     type=click.Choice(["step", "tokens", "samples"]),
     default="step",
     show_default=True,
-    help="What the runs are aligned by.",
+    help="Axis by which the runs are aligned.",
 )
 @options.tags
 @options.from_step
@@ -81,17 +74,24 @@ def compare(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Compare the loss and gradient norm of runs, point by point, with A's.
+    """Compare the loss and gradient norm of runs with those of A, point by point.
 
-    A, B … are run names or directories, or other frameworks' logs: TensorBoard event files or
+    A, B … are run names or directories, or logs of other frameworks: TensorBoard event files or
     folders of them, JSON lines, CSV, text.
 
-    Exit codes: 0 the runs match A, 1 one of them differs, 2 unusable input, 4 the picture asked
-    for with --plot cannot be written.
+    Exit codes: 0 all runs match A; 1 a run differs; 2 invalid input; 4 the picture of --plot
+    cannot be written.
     """
     from slurmllm.errors import EXIT_NEGATIVE, UserError
 
-    _check_tolerances(tolerance, grad_norm_tolerance, exact)
+    for option, value in (
+        ("--tolerance", tolerance),
+        ("--grad-norm-tolerance", grad_norm_tolerance),
+    ):
+        if value is not None and exact:
+            raise UserError(f"{option} {value:g} and --exact exclude each other; give one of them")
+        if value is not None and not 0 <= value < float("inf"):
+            raise UserError(f"{option} {value:g}: a tolerance is 0 or more, such as 1e-3")
     if seeds and (exact or tolerance is not None or grad_norm_tolerance is not None):
         raise UserError(
             "--seed gives the tolerance; leave out --exact, --tolerance and --grad-norm-tolerance"
@@ -107,11 +107,11 @@ def compare(
 
     root, named = runs_root(runs_dir), parse_tags(tags)
     sources = [locate(source, root) for source in (a, *others, *seeds)]
-    with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers work outside Python's lock
+    with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers release the GIL
         reading = pool.map(lambda path: read_curve(path, named, lenient=not exact), sources)
-        # What comes next takes half a second to import, time enough to read in.
+        # These imports take half a second, during which the threads read.
         from slurmllm.compare import compare as stage
-        from slurmllm.compare.comparison import Tolerances, letter_of
+        from slurmllm.compare.comparison import Tolerances, curve_letter
 
         if not no_plot:
             import_module("slurmllm.compare.plot")
@@ -121,7 +121,7 @@ def compare(
     tolerances = Tolerances(
         exact=exact, **{name: value for name, value in given.items() if value is not None}
     )
-    letters = [letter_of(place) for place in range(1, len(curves))]
+    letters = [curve_letter(place) for place in range(1, len(curves))]
     comparisons = [
         stage.compare(
             curves[0],
@@ -138,7 +138,7 @@ def compare(
     if not no_plot:
         comparisons = _draw(curves, comparisons, plot, from_step, to_step, own)
     if as_json:
-        click.echo(_as_json(comparisons))
+        click.echo(_format_json(comparisons))
     else:
         for number, comparison in enumerate(comparisons):
             _print(comparison, letters[number], alone=len(comparisons) == 1)
@@ -146,27 +146,16 @@ def compare(
     ctx.exit(0 if match else EXIT_NEGATIVE)
 
 
-def _as_json(comparisons: Sequence[Comparison]) -> str:
+def _format_json(comparisons: Sequence[Comparison]) -> str:
     if len(comparisons) == 1:
         return comparisons[0].model_dump_json(indent=2)
     import json
 
-    answer = {
+    document = {
         "comparisons": [json.loads(comparison.model_dump_json()) for comparison in comparisons],
         "match": all(comparison.match for comparison in comparisons),
     }
-    return json.dumps(answer, indent=2, ensure_ascii=False, allow_nan=False)
-
-
-def _check_tolerances(loss: float | None, grad_norm: float | None, exact: bool) -> None:
-    from slurmllm.errors import UserError
-
-    given = {"--tolerance": loss, "--grad-norm-tolerance": grad_norm}
-    for option, value in given.items():
-        if value is not None and exact:
-            raise UserError(f"{option} {value:g} and --exact exclude each other; give one of them")
-        if value is not None and not 0 <= value < float("inf"):
-            raise UserError(f"{option} {value:g}: a tolerance is 0 or more, such as 1e-3")
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def _draw(
@@ -177,16 +166,18 @@ def _draw(
     to_step: int | None,
     seeds: Sequence[Curve],
 ) -> list[Comparison]:
-    """Draw the picture and note where; only a picture that was asked for must succeed."""
+    """Draw the picture and record its path; without --plot a failure is only a warning."""
     from slurmllm.compare.plot import default_path, draw_all
     from slurmllm.errors import StorageError
 
     path = Path(plot) if plot is not None else default_path(*curves)
     try:
         draw_all(
-            curves[0], curves[1:], comparisons, path,
-            from_step=from_step, to_step=to_step, seeds=seeds,
-        )  # fmt: skip
+            *(curves[0], curves[1:], comparisons, path),
+            from_step=from_step,
+            to_step=to_step,
+            seeds=seeds,
+        )
     except StorageError as error:
         if plot is not None:
             raise
@@ -198,7 +189,6 @@ def _draw(
 
 
 def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
-    """The table, the verdict, the warnings and where the picture is."""
     from rich.text import Text
 
     from slurmllm.tables import console, print_table
@@ -206,51 +196,51 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     def line(text: str | Text) -> None:
         console().print(text, soft_wrap=True, markup=False)
 
-    if letter == "B":
-        line(_describe("A", comparison.a, comparison.overlaps["a"]))
-    else:
-        line("")
-    line(_describe(letter, comparison.b, comparison.overlaps["b"]))
+    line(_describe_side("A", comparison.a, comparison.overlaps["a"]) if letter == "B" else "")
+    line(_describe_side(letter, comparison.b, comparison.overlaps["b"]))
     line("")
-    print_table(_HEADINGS, _cells(comparison))
+    print_table(_HEADINGS, _metric_rows(comparison))
     if comparison.data is not None:
-        line(f"data: {'; '.join(comparison.data.differences) or 'the same on both sides'}")
+        line(f"data: {'; '.join(comparison.data.differences) or 'the same in both runs'}")
     speed = comparison.statistics.get("seq_per_s") or comparison.statistics.get("tokens_per_s")
     if speed is not None and speed.ratio is not None:
         line(f"throughput: {letter} at {speed.ratio:.3g} times that of A (median)")
     line("")
     color = "green" if comparison.match else "red"
-    which = "" if alone else f"A and {letter} "
-    line(Text.assemble(which, (comparison.verdict, f"bold {color}"), ": ", comparison.reason))
+    runs = "" if alone else f"A and {letter} "
+    line(Text.assemble(runs, (comparison.verdict, f"bold {color}"), ": ", comparison.reason))
     diagnosis = comparison.diagnosis
-    if diagnosis is not None and diagnosis.words not in comparison.reason:
-        line(f"diagnosis: {diagnosis.words}")
+    if diagnosis is not None and diagnosis.text not in comparison.reason:
+        line(f"diagnosis: {diagnosis.text}")
     for warning in comparison.warnings:
         line(f"warning: {warning}")
     if comparison.plot is not None:
         line(f"picture: {comparison.plot}")
 
 
-def _describe(label: str, side: Side, overlap: Overlap) -> str:
+def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
     text = f"{label}  {side.name}: steps {side.first_step}–{side.last_step}"
     if side.restarts:
         more = " …" if len(side.restarts) > 5 else ""
         text += f", restarted at {', '.join(str(step) for step in side.restarts[:5])}{more}"
     if overlap.rows:
-        rows = "1 row" if overlap.rows == 1 else f"{overlap.rows} rows"
-        text += f", {rows} made again and counted once"
-        text += " (bit-identical)" if overlap.identical else ""
+        steps = "1 step" if overlap.rows == 1 else f"{overlap.rows} steps"
+        text += f", {steps} recomputed after a restart"
+        text += ", bit-identical" if overlap.identical else ""
     return text
 
 
-def _cells(comparison: Comparison) -> list[tuple[str, ...]]:
-    """A row a metric, in the order of the headings; those of the verdict first."""
-    from slurmllm.compare.verdict import figure
+def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """A row a metric, in the order of the headings; those that decide the verdict first."""
+    from slurmllm.compare.verdict import format_figure
 
     def shown(value: float | None) -> str:
-        return "-" if value is None else figure(value)
+        return "-" if value is None else format_figure(value)
 
-    rows = [
+    rule = "band" if comparison.band is not None else None
+    if rule is None and comparison.tolerance.exact:
+        rule = "exact"
+    rows: list[tuple[str, ...]] = [
         (
             name,
             str(metric.steps_compared),
@@ -258,36 +248,23 @@ def _cells(comparison: Comparison) -> list[tuple[str, ...]]:
             str(metric.max_rel_diff_step) if metric.max_rel_diff else "-",
             shown(metric.mean_rel_diff),
             "-" if metric.onset_step is None else str(metric.onset_step),
-            _rule(comparison, shown(metric.tolerance)),
+            rule or shown(metric.tolerance),
             "yes" if metric.bit_identical else "no",
         )
         for name, metric in comparison.metrics.items()
     ]
-    return rows + [
-        _described(name, comparison.statistics[name], shown)
-        for name in _DESCRIBED
-        if name in comparison.statistics
-    ]
-
-
-def _rule(comparison: Comparison, tolerance: str) -> str:
-    if comparison.band is not None:
-        return "band"
-    return "exact" if comparison.tolerance.exact else tolerance
-
-
-def _described(
-    name: str, statistics: Statistics, shown: Callable[[float | None], str]
-) -> tuple[str, ...]:
-    """A row of a metric that is no part of the verdict."""
-    same = statistics.max_rel_diff == 0
-    return (
-        name,
-        str(statistics.points),
-        shown(statistics.max_rel_diff),
-        str(statistics.max_rel_diff_step) if statistics.max_rel_diff else "-",
-        shown(statistics.mean_rel_diff),
-        "-",
-        "-",
-        "yes" if same else "no",
-    )
+    for name in _OTHER_METRICS:
+        if (of_metric := comparison.statistics.get(name)) is not None:
+            rows.append(
+                (
+                    name,
+                    str(of_metric.points),
+                    shown(of_metric.max_rel_diff),
+                    str(of_metric.max_rel_diff_step) if of_metric.max_rel_diff else "-",
+                    shown(of_metric.mean_rel_diff),
+                    "-",
+                    "-",
+                    "yes" if of_metric.max_rel_diff == 0 else "no",
+                )
+            )
+    return rows

@@ -71,13 +71,15 @@ def spikes(
     from slurmllm.errors import RunError
     from slurmllm.metrics.source import locate, parse_tags, read_curve
     from slurmllm.rundir import runs_root
-    from slurmllm.spikes.detection import between, find_spikes
+    from slurmllm.spikes.detection import find_spikes, select_steps
 
     options.check_picture(plot, no_plot)
     root, metrics = runs_root(runs_dir), parse_tags(tags)
     curves, found = [], []
     for source in sources:
-        curve = between(read_curve(locate(source, root), metrics, lenient=True), from_step, to_step)
+        curve = select_steps(
+            read_curve(locate(source, root), metrics, lenient=True), from_step, to_step
+        )
         curves.append(curve)
         found.append(find_spikes(curve, window, threshold, min_gap))
     if not any(run.judged or run.not_finite_steps for run in found):

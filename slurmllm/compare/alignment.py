@@ -215,7 +215,7 @@ def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:
     return tuple((int(picked[i]), int(picked[j])) for i, j in zip(begins, ends, strict=True))
 
 
-def nothing_in_common(a: Curve, b: Curve, from_step: int | None, to_step: int | None) -> str:
+def no_common_step(a: Curve, b: Curve, from_step: int | None, to_step: int | None) -> str:
     """Value, rule and remedy for two curves without a common point."""
     held = ", ".join(f"{c.name} has {describe_ranges(ranges(c.steps, c.steps))}" for c in (a, b))
     if from_step is None and to_step is None:

@@ -1,4 +1,4 @@
-"""The schemas of a comparison: what is asked, what was read and what came out."""
+"""The records of a comparison: its tolerances, what was read, and the result."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ RuleName = Literal["not_finite", "exact", "pointwise", "lasting", "noise", "outl
 
 
 class Tolerances(Record):
-    """How far two curves may lie apart and still match."""
+    """Tolerances within which two curves match."""
 
     loss: float = Field(default=1e-3, ge=0, allow_inf_nan=False, description="relative")
     grad_norm: float = Field(default=1e-2, ge=0, allow_inf_nan=False, description="relative")
     exact: bool = Field(default=False, description="every value must be bit-identical instead")
 
     def of(self, metric: str) -> float:
-        """The relative tolerance of a metric; 0 where bit-identical is asked for."""
+        """The relative tolerance of a metric; 0 if `exact`."""
         if self.exact:
             return 0.0
         return self.loss if metric == "loss" else self.grad_norm
@@ -46,10 +46,12 @@ class Side(Record):
 
 
 class Overlap(Record):
-    """Steps that a run made more than once, because an attempt resumed from before them."""
+    """Steps that a run recomputed, because an attempt resumed from before them."""
 
     rows: int = Field(description="rows that a later attempt replaced")
-    identical: bool | None = Field(description="bit-identical to those that stand; None: no rows")
+    identical: bool | None = Field(
+        description="bit-identical to the rows that replaced them; None: no rows"
+    )
     max_rel_diff: float | None = Field(description="largest relative difference to those")
 
 
@@ -58,12 +60,12 @@ class MetricComparison(Record):
 
     tolerance: float = Field(description="relative")
     steps_compared: int
-    max_rel_diff: float | None = Field(description="None where no step is finite on both sides")
+    max_rel_diff: float | None = Field(description="None if no step is finite on both sides")
     max_rel_diff_step: int | None
     mean_rel_diff: float | None
     first_difference_step: int | None = Field(description="first step without the same bits")
     first_departure_step: int | None = Field(description="first step beyond the tolerance")
-    first_departure_rel_diff: float | None = Field(description="None where a value is not finite")
+    first_departure_rel_diff: float | None = Field(description="None if a value is not finite")
     departures: int = Field(description="steps beyond the tolerance")
     bit_identical: bool
     non_finite_a: int = Field(description="steps at which A is NaN or infinite")
@@ -71,11 +73,11 @@ class MetricComparison(Record):
     first_non_finite_step_a: int | None
     first_non_finite_step_b: int | None
     departs: bool = Field(description="whether this metric makes the runs differ")
-    rule: RuleName | None = Field(description="by which it does")
+    rule: RuleName | None = Field(description="rule by which it does")
     noise: float | None = Field(
         description="robust standard deviation of the relative difference from point to point"
     )
-    onset_step: int | None = Field(description="at which the curves begin to part")
+    onset_step: int | None = Field(description="at which the curves begin to diverge")
     lasting_departure_step: int | None = Field(description="first step of one that lasts")
     lasting_departure_last_step: int | None
     lasting_departure_points: int | None
@@ -90,11 +92,11 @@ class DataComparison(Record):
 
 
 class AlignmentRecord(Record):
-    """Where the curves were compared."""
+    """Points at which the curves were compared."""
 
     axis: Axis
     method: Literal["exact", "interpolated"] = Field(
-        description="at common points, or at the sparser curve's, the other linear in between"
+        description="at common points, or at the sparser curve's with the other interpolated linearly"
     )
     points: int
 
@@ -103,8 +105,8 @@ class Diagnosis(Record):
     """The likely cause of a difference."""
 
     kind: Kind
-    step: int = Field(description="from which on")
-    words: str
+    step: int = Field(description="first step with it")
+    text: str
 
 
 class BandOfMetric(Record):
@@ -112,8 +114,8 @@ class BandOfMetric(Record):
 
     within: bool
     spread: float = Field(description="median relative standard deviation of the seeds")
-    excess: float = Field(description="largest distance over what chance allows; above 1: outside")
-    width: int = Field(description="points that the mean is over which leaves the band, or is next")
+    excess: float = Field(description="largest distance over the allowed one; above 1: outside")
+    width: int = Field(description="points of the mean that leaves the band, or is closest to it")
     first_outside_step: int | None
 
 
@@ -121,19 +123,21 @@ class Band(Record):
     """The tolerance that several seeds of A give."""
 
     seeds: tuple[str, ...] = Field(description="names of the runs, A first")
-    chance: float = Field(description="that another such seed were called different, at most")
+    chance: float = Field(
+        description="probability that another such seed is reported as different, at most"
+    )
     metrics: dict[str, BandOfMetric]
 
 
 class Comparison(Record):
-    """What `slurmllm compare --json` prints."""
+    """The output of `slurmllm compare --json`."""
 
     verdict: Literal["match", "differ"]
     match: bool
     reason: str
     causes: tuple[str, ...] = Field(description="settings that differ")
     diagnosis: Diagnosis | None = Field(description="the main cause; None on a match")
-    data: DataComparison | None = Field(description="None where a side has no data.json")
+    data: DataComparison | None = Field(description="None if a run has no data.json")
     tolerance: Tolerances
     a: Side
     b: Side
@@ -143,7 +147,7 @@ class Comparison(Record):
     only_in_a: tuple[Range, ...] = Field(description="ranges of steps, both ends included")
     only_in_b: tuple[Range, ...]
     alignment: AlignmentRecord
-    metrics: dict[str, MetricComparison] = Field(description="those that make the verdict")
+    metrics: dict[str, MetricComparison] = Field(description="those that decide the verdict")
     statistics: dict[str, Statistics] = Field(description="of all metrics that both have")
     band: Band | None = Field(description="None without seeds")
     overlaps: dict[Literal["a", "b"], Overlap]
@@ -151,6 +155,6 @@ class Comparison(Record):
     plot: str | None = Field(default=None, description="path of the picture")
 
 
-def letter_of(place: int) -> str:
-    """What a curve is called by its place on the command line, from 0: A to Z, then #27 and on."""
-    return chr(ord("A") + place) if place < 26 else f"#{place + 1}"
+def curve_letter(position: int) -> str:
+    """Returns the name of a curve by its position from 0: A to Z, then #27, …"""
+    return chr(ord("A") + position) if position < 26 else f"#{position + 1}"

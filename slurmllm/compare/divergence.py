@@ -34,8 +34,8 @@ import numpy as np
 from slurmllm.compare.noise import (
     TO_SIGMA,
     Scatter,
-    emergence,
     extrapolated,
+    find_onset,
     largest,
     medians_of_three,
     scatter,
@@ -81,7 +81,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class DivergenceResult:
     """What came out.
 
     Attributes:
@@ -108,7 +108,7 @@ class _Found:
     last: int | None = None
 
 
-def judge(r: Floats, tolerance: float, rough: float = 0.0) -> Judgement:
+def detect_divergence(r: Floats, tolerance: float, rough: float = 0.0) -> DivergenceResult:
     """Judge relative differences.
 
     Args:
@@ -120,11 +120,11 @@ def judge(r: Floats, tolerance: float, rough: float = 0.0) -> Judgement:
     noise = None if spread is None else spread.median
     beyond = np.abs(r) > tolerance + 3 * rough
     if not (np.abs(r) > tolerance).any():
-        return Judgement(noise=noise)
+        return DivergenceResult(noise=noise)
     if spread is None or len(r) < FEW:
         if not beyond.any():
-            return Judgement(noise=noise)
-        return Judgement("pointwise", int(np.argmax(beyond)), _row(r, beyond), noise)
+            return DivergenceResult(noise=noise)
+        return DivergenceResult("pointwise", int(np.argmax(beyond)), _row(r, beyond), noise)
     found = [
         one
         for one in (
@@ -135,9 +135,9 @@ def judge(r: Floats, tolerance: float, rough: float = 0.0) -> Judgement:
         if one is not None
     ]
     if not found:
-        return Judgement(noise=noise)
+        return DivergenceResult(noise=noise)
     earliest = min(found, key=lambda one: one.end)
-    onset = emergence(r, earliest.first, earliest.end)
+    onset = find_onset(r, earliest.first, earliest.end)
     stays = [one for one in found if one.last is not None]
     stretch = None
     if stays:
@@ -151,7 +151,7 @@ def judge(r: Floats, tolerance: float, rough: float = 0.0) -> Judgement:
     if stretch is not None and {one.rule for one in found} >= {"noise", "lasting"}:
         around = float(np.median(spread.at(np.arange(stretch.first, stretch.last + 1))))
         rule = "lasting" if abs(np.median(inside)) > around else "noise"
-    return Judgement(rule, onset, stretch, noise)
+    return DivergenceResult(rule, onset, stretch, noise)
 
 
 def _row(r: Floats, beyond: Flags) -> Stretch | None:

@@ -112,7 +112,7 @@ _SURE = 8  # points that tell what was before
 _FLOOR = 1e-9  # differences below are as good as none
 
 
-def emergence(r: Floats, begin: int, end: int) -> int:
+def find_onset(r: Floats, begin: int, end: int) -> int:
     """Find the onset of a departure.
 
     It is the point at which |r| grows most over all that was before, tenfold at least, and stays
@@ -153,7 +153,7 @@ def emergence(r: Floats, begin: int, end: int) -> int:
         if sigma < abs(after) < _CLEAR * sigma:
             gained = np.cumsum(((inside - after / 2) * np.sign(after))[::-1])[::-1]
             return start + int(np.argmax(gained))
-        lasting = stays(np.abs(inside) > _BEYOND * sigma)
+        lasting = persists(np.abs(inside) > _BEYOND * sigma)
         if not lasting.any():
             return begin
         first = int(np.argmax(lasting))
@@ -188,7 +188,7 @@ def _goes_on(r: Floats, place: int) -> bool:
     return bool(len(after) and np.median(after) > _BEYOND * before)
 
 
-def stays(flags: Flags) -> Flags:
+def persists(flags: Flags) -> Flags:
     """Where a flag is set and at least two of the three after it are too; fewer at the end."""
     ahead = np.concatenate((flags.astype(np.int8), np.ones(3, dtype=np.int8)))
     found: Flags = flags & (ahead[1:-2] + ahead[2:-1] + ahead[3:] >= 2)

@@ -16,9 +16,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from slurmllm.compare.alignment import Alignment
-from slurmllm.compare.comparison import Comparison, letter_of
-from slurmllm.compare.seed_runs import Seeds
-from slurmllm.compare.verdict import figure as in_figures
+from slurmllm.compare.comparison import Comparison, curve_letter
+from slurmllm.compare.seed_runs import SeedBand
+from slurmllm.compare.verdict import format_figure as in_figures
 from slurmllm.metrics.curves import Axis, Curve, Floats, relative_difference, thin_rows
 from slurmllm.picture import write_picture
 
@@ -99,7 +99,7 @@ def draw_all(
     axis = comparisons[0].alignment.axis
     drawn = [
         Drawn(
-            letter_of(i + 1),
+            curve_letter(i + 1),
             curve,
             comparison,
             _COLORS[i % len(_COLORS)],
@@ -107,7 +107,7 @@ def draw_all(
         )
         for i, (curve, comparison) in enumerate(zip(others, comparisons, strict=True))
     ]
-    band = Seeds(a, seeds, axis) if seeds else None
+    band = SeedBand(a, seeds, axis) if seeds else None
     metrics = [name for name in _LABELS if any(name in each.metrics for each in comparisons)]
     picture = Figure(figsize=(10, 8.5), dpi=120)
     panels = picture.subplots(
@@ -181,7 +181,7 @@ def _draw_curves(
     drawn: Sequence[Drawn],
     metric: str,
     span: tuple[float, float],
-    band: Seeds | None,
+    band: SeedBand | None,
 ) -> None:
     """One metric of all runs, with their restarts along the lower edge."""
     axis = drawn[0].comparison.alignment.axis
@@ -213,11 +213,11 @@ def _draw_curves(
         _mark_departure(axes, each, metric, color, span)
 
 
-def _draw_band(axes: Axes, one: Drawn, metric: str, band: Seeds) -> list[Line2D]:
+def _draw_band(axes: Axes, one: Drawn, metric: str, band: SeedBand) -> list[Line2D]:
     points = one.alignment.of(metric)
     if not len(points):
         return []
-    within = band.judge(metric, points)
+    within = band.check(metric, points)
     positions = points.positions[np.isin(points.steps, within.steps)]
     every = max(1, len(positions) // _MAX_POINTS)
     low, high = within.mean - within.half_width, within.mean + within.half_width
@@ -260,7 +260,7 @@ def _mark_departure(
     # On the side of the line where there is room.
     right = place <= (span[0] + span[1]) / 2
     axes.annotate(
-        f"parts at step {step}",
+        f"diverges at step {step}",
         (place, 0.03),
         xycoords=("data", "axes fraction"),
         xytext=(5 if right else -5, 0),

@@ -31,7 +31,7 @@ _TELLS = 5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BandResult:
     """A curve against the band.
 
     Attributes:
@@ -51,7 +51,7 @@ class Verdict:
     spread: float
 
 
-def against_band(seeds: Floats, other: Floats) -> Verdict:
+def compare_with_band(seeds: Floats, other: Floats) -> BandResult:
     """Hold a curve against the band of seeds.
 
     Args:
@@ -80,7 +80,7 @@ def against_band(seeds: Floats, other: Floats) -> Verdict:
                 first, end = place, place + width
     size = float(np.abs(mean).mean()) or 1.0
     spread = float(np.sqrt((deviations**2).sum() / (count - 1) / points)) / size
-    return Verdict(excess, worst, first, mean, limits[1] * further * scale, spread)
+    return BandResult(excess, worst, first, mean, limits[1] * further * scale, spread)
 
 
 def _widths(points: int) -> list[int]:

@@ -9,13 +9,13 @@ import numpy as np
 
 from slurmllm.compare.alignment import Alignment, Points
 from slurmllm.compare.comparison import BandOfMetric
-from slurmllm.compare.seed_band import Verdict, against_band
+from slurmllm.compare.seed_band import BandResult, compare_with_band
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Axis, Curve, Floats, Ints
 
 
 @dataclass(frozen=True)
-class Within:
+class BandCheck:
     """A metric against the band.
 
     Attributes:
@@ -33,7 +33,7 @@ class Within:
     half_width: Floats
 
 
-class Seeds:
+class SeedBand:
     """A and further runs that differ from it in the seed alone.
 
     Attributes:
@@ -60,7 +60,7 @@ class Seeds:
                     "name runs that were trained with another train.seed"
                 )
 
-    def judge(self, metric: str, points: Points) -> Within:
+    def check(self, metric: str, points: Points) -> BandCheck:
         """Hold B's values against the band, at the points that all have.
 
         Raises:
@@ -90,8 +90,8 @@ class Seeds:
                 f"the seeds {', '.join(self.names)} and B have {metric} at no step in common; "
                 "name runs that logged the same steps"
             )
-        verdict = against_band(np.stack(rows)[:, there], points.b[there])
-        return Within(
+        verdict = compare_with_band(np.stack(rows)[:, there], points.b[there])
+        return BandCheck(
             record=_record(verdict, steps[there]),
             first=verdict.first,
             steps=steps[there],
@@ -110,7 +110,7 @@ class Seeds:
                 )
 
 
-def _record(verdict: Verdict, steps: Ints) -> BandOfMetric:
+def _record(verdict: BandResult, steps: Ints) -> BandOfMetric:
     outside = None if verdict.first is None else int(steps[verdict.first])
     return BandOfMetric(
         within=verdict.excess <= 1,

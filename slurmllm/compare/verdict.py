@@ -1,4 +1,4 @@
-"""What a comparison says in words: the reason of the verdict, warnings."""
+"""Texts of a comparison: the reason of the verdict, and warnings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from slurmllm.compare.causes import Cause, tokens_per_step
 from slurmllm.compare.comparison import Band, Diagnosis, MetricComparison, Tolerances
 from slurmllm.metrics.curves import Curve, Range, describe_ranges
 
-# What was not recorded but seen in the curves is said where it explains them all.
-_SEEN = ("gradient", "batches", "seed", "rounding", "optimizer", "lr")
+# Diagnoses by the curves only that are part of the reason
+_REASONS = ("gradient", "batches", "seed", "rounding", "optimizer", "lr")
 
 
 def reason(
@@ -22,30 +22,31 @@ def reason(
     diagnosis: Diagnosis | None,
     letter: str,
 ) -> str:
-    """Why A and the curve of a letter match or differ, in one line."""
+    """Returns why A and another curve match or differ, in one line."""
     departed = {name: metric for name, metric in metrics.items() if metric.departs}
     if not departed:
-        return _agreement(metrics) if band is None else _inside(band)
-    parts = [
-        _outside(name, band) if band is not None and metric.rule == "band"
-        else _departure(name, metric, tolerances, letter)
+        return _describe_match(metrics) if band is None else _describe_inside(band)
+    texts = [
+        _describe_outside(name, band) if band is not None and metric.rule == "band"
+        else _describe_divergence(name, metric, tolerances, letter)
         for name, metric in departed.items()
     ]  # fmt: skip
     if likely:
-        parts.append(f"likely cause: {' and '.join(cause.words for cause in likely)}")
-    elif diagnosis is not None and diagnosis.kind in _SEEN:
-        parts.append(f"likely cause: {diagnosis.words}")
-    return "; ".join(parts)
+        texts.append(f"likely cause: {' and '.join(cause.text for cause in likely)}")
+    elif diagnosis is not None and diagnosis.kind in _REASONS:
+        texts.append(f"likely cause: {diagnosis.text}")
+    return "; ".join(texts)
 
 
-def _agreement(metrics: Mapping[str, MetricComparison]) -> str:
+def _describe_match(metrics: Mapping[str, MetricComparison]) -> str:
     count = max(metric.steps_compared for metric in metrics.values())
     steps = "the one step compared" if count == 1 else f"all {count} steps compared"
     if all(metric.bit_identical for metric in metrics.values()):
         verb = "is" if len(metrics) == 1 else "are"
         return f"{' and '.join(metrics)} {verb} bit-identical at {steps}"
     within = [
-        f"{name} within {figure(metric.tolerance)} ({figure(metric.max_rel_diff or 0.0)} at most)"
+        f"{name} within {format_figure(metric.tolerance)} "
+        f"({format_figure(metric.max_rel_diff or 0.0)} at most)"
         for name, metric in metrics.items()
     ]
     text = f"{' and '.join(within)} relative at {steps}"
@@ -55,14 +56,15 @@ def _agreement(metrics: Mapping[str, MetricComparison]) -> str:
     return f"{text}, but for single points that are noise ({', '.join(single)})" if single else text
 
 
-def _inside(band: Band) -> str:
+def _describe_inside(band: Band) -> str:
     spreads = [
-        f"{name} (spread {figure(metric.spread)} relative)" for name, metric in band.metrics.items()
+        f"{name} (spread {format_figure(metric.spread)} relative)"
+        for name, metric in band.metrics.items()
     ]
     return f"within the band of {len(band.seeds)} seeds: {' and '.join(spreads)}"
 
 
-def _outside(name: str, band: Band) -> str:
+def _describe_outside(name: str, band: Band) -> str:
     metric = band.metrics[name]
     what = "single points are" if metric.width == 1 else f"means over {metric.width} points are"
     return (
@@ -71,7 +73,9 @@ def _outside(name: str, band: Band) -> str:
     )
 
 
-def _departure(name: str, metric: MetricComparison, tolerances: Tolerances, letter: str) -> str:
+def _describe_divergence(
+    name: str, metric: MetricComparison, tolerances: Tolerances, letter: str
+) -> str:
     sides = [
         f"in {side} at step {step}"
         for side, step in (
@@ -84,35 +88,31 @@ def _departure(name: str, metric: MetricComparison, tolerances: Tolerances, lett
     if metric.first_departure_rel_diff is None:
         return f"{name} {not_finite}"
     rule = (
-        "bit-identical asked for" if tolerances.exact else f"tolerance {figure(metric.tolerance)}"
+        "bit-identical asked for"
+        if tolerances.exact
+        else f"tolerance {format_figure(metric.tolerance)}"
     )
     step, size = metric.first_departure_step, metric.first_departure_rel_diff
     if metric.lasting_departure_rel_diff and metric.onset_step != step:
-        # Under noise the first point beyond the tolerance says little.
+        # Under noise a single point beyond the tolerance may come long before the divergence.
         step, size = metric.onset_step, metric.lasting_departure_rel_diff
-    text = f"{name} parts at step {step}: {figure(size)} relative, {rule}"
+    text = f"{name} diverges at step {step}: {format_figure(size)} relative, {rule}"
     if metric.rule == "noise":
         text += ", and scatters from point to point"
     return f"{text}, and {not_finite}" if sides else text
 
 
 def warnings_of(label: str, curve: Curve, only: tuple[Range, ...]) -> list[str]:
-    """What a reader of the comparison should know about one of the curves.
-
-    Args:
-        label: Its letter.
-        curve: The curve.
-        only: Steps that the other curve lacks.
-    """
+    """Returns warnings about one of the curves; `only`: steps that the other curve lacks."""
     who = f"{label} ({curve.name})"
     found = [f"{who}: {warning}" for warning in curve.warnings]
     if curve.gaps:
         found.append(f"{who} lacks steps {describe_ranges(curve.gaps)}")
     if curve.overlap_identical is False:
         extent = curve.overlap_max_rel_diff
-        by = f" by up to {figure(extent)} relative" if extent else ""
+        by = f" by up to {format_figure(extent)} relative" if extent else ""
         found.append(
-            f"{who}: {curve.overlap_rows} rows made again after a restart differ{by} from the "
+            f"{who}: {curve.overlap_rows} rows recomputed after a restart differ{by} from the "
             "first ones; its resume was not bit-exact"
         )
     if only:
@@ -127,7 +127,7 @@ def warnings_of_both(
     metrics: Mapping[str, MetricComparison],
     alignment: Alignment,
 ) -> list[str]:
-    """What a reader should know about the two together."""
+    """Returns warnings about both curves."""
     found = []
     num_steps = len(alignment.steps)
     if alignment.method == "interpolated":
@@ -142,23 +142,23 @@ def warnings_of_both(
     for name in wanted:
         lacking = num_steps - (metrics[name].steps_compared if name in metrics else 0)
         if lacking:
-            found.append(f"{name} is not there at {lacking} of {num_steps} common steps")
+            found.append(f"{name} is missing at {lacking} of {num_steps} common steps")
     return found
 
 
 def batch_hint(a: Curve, b: Curve, letter: str) -> str | None:
-    """Where a step of the two is not as many tokens: how to compare them."""
+    """Returns a hint if a step of the two has different numbers of tokens."""
     each = [tokens_per_step(curve) for curve in (a, b)]
     if None in each or each[0] == each[1]:
         return None
     return (
         f"a step of A is {each[0]:,.0f} tokens and one of {letter} {each[1]:,.0f}; "
-        "`slurmllm compare --by tokens` compares them where they have seen as many"
+        "`slurmllm compare --by tokens` compares them at the same numbers of tokens"
     )
 
 
-def figure(value: float) -> str:
-    """A small number with up to three digits: 0, 1e-3, 1.25e-2."""
+def format_figure(value: float) -> str:
+    """Format a small number with up to three digits: 0, 1e-3, 1.25e-2."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     mantissa, exponent = f"{value:.2e}".split("e")

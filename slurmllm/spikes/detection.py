@@ -21,14 +21,14 @@ from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, Range
 from slurmllm.spikes.analysis import NotFinite, Spike, SpikeAnalysis
 from slurmllm.spikes.trends import (
+    find_stretches,
     first_at_most,
     grad_norm_of,
     growth_of,
-    judge,
     medians_before,
+    name_state,
     noise_of,
     param_norm_of,
-    stretches,
     window_means,
 )
 
@@ -62,7 +62,7 @@ def find_spikes(
     means = _means_before(losses, window)
     heights = np.where(finite, losses - means, np.nan)
     inside = heights > threshold
-    first, last = _joined(*stretches(inside), min_gap)
+    first, last = _joined(*find_stretches(inside), min_gap)
     durations = last - first + 1
     returned = first_at_most(losses, first, means[first]) - first
     back = first + returned < len(losses)
@@ -88,7 +88,7 @@ def find_spikes(
         )
         for i in _kept(highest)
     ]
-    bad_first, bad_last = stretches(~finite)
+    bad_first, bad_last = find_stretches(~finite)
     lengths, numbers = np.unique(durations, return_counts=True)
     judged = int(np.count_nonzero(np.isfinite(heights)))
     count, interval, noise = len(first), _interval(steps), noise_of(losses)
@@ -130,11 +130,11 @@ def find_spikes(
         restarts=tuple(int(step) for step in restarts),
         warnings=(*curve.warnings, *_warnings(interval, noise, window, threshold)),
     )
-    state, verdict = judge(analysis)
+    state, verdict = name_state(analysis)
     return analysis.model_copy(update={"state": state, "verdict": verdict})
 
 
-def between(curve: Curve, first: int | None, last: int | None) -> Curve:
+def select_steps(curve: Curve, first: int | None, last: int | None) -> Curve:
     """The rows of some steps, both ends included.
 
     Raises:

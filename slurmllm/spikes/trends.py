@@ -25,7 +25,7 @@ def growth_of(steps: Ints, losses: Floats, window: int, threshold: float) -> Gro
     at = steps[window - 1 :]
     top = int(there[np.argmax(rise[there])])
     limit = max(threshold, _NOISE_ERRORS * noise_of(losses) / math.sqrt(window))
-    first, last = stretches(rise > limit)
+    first, last = find_stretches(rise > limit)
     lengths = last - first + 1
     longest = int(np.argmax(lengths)) if lengths.size else None
     return Growth(
@@ -213,13 +213,13 @@ def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
     return nodes - size
 
 
-def stretches(flags: Flags) -> tuple[Ints, Ints]:
+def find_stretches(flags: Flags) -> tuple[Ints, Ints]:
     """First and last place of each stretch of flags that are set. [stretches], [stretches]"""
     edges = np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8))
     return np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) - 1
 
 
-def judge(found: SpikeAnalysis) -> tuple[State, str]:
+def name_state(found: SpikeAnalysis) -> tuple[State, str]:
     """The state of a run and a sentence on it, by the other fields of its analysis."""
     state = _state(found)
     return state, "; ".join(_clauses(found))

@@ -10,7 +10,7 @@ from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Comparison, Tolerances
-from slurmllm.compare.verdict import figure
+from slurmllm.compare.verdict import format_figure
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.source import read_curve
@@ -66,7 +66,7 @@ def test_a_resume_that_is_not_exact_is_warned_of(make_run: MakeRun) -> None:
     result = compare(a, read_curve(make_run("b", make_rows(1, 30), second).path))
     assert result.match
     assert result.warnings == (
-        "B (b): 10 rows made again after a restart differ by up to 1e-4 relative from the first "
+        "B (b): 10 rows recomputed after a restart differ by up to 1e-4 relative from the first "
         "ones; its resume was not bit-exact",
     )
 
@@ -74,7 +74,7 @@ def test_a_resume_that_is_not_exact_is_warned_of(make_run: MakeRun) -> None:
 def test_a_departure_is_found_at_its_step(compared) -> None:
     result = compared(make_rows(1, 50), scaled(make_rows(1, 50), "loss", -0.012, 37))
     assert (result.verdict, result.match) == ("differ", False)
-    assert result.reason == "loss parts at step 37: 1.2e-2 relative, tolerance 1e-3"
+    assert result.reason == "loss diverges at step 37: 1.2e-2 relative, tolerance 1e-3"
     loss, norm = result.metrics["loss"], result.metrics["grad_norm"]
     assert loss.first_departure_step == 37
     assert loss.first_departure_rel_diff == pytest.approx(0.012)
@@ -100,7 +100,7 @@ def test_the_tolerance_decides(compared) -> None:
     assert within.match
     assert within.reason.startswith("loss within 1e-3 (5e-4 at most) and grad_norm within 1e-2")
     beyond = compared(a, b, tolerances={"loss": 4e-4})
-    assert beyond.reason == "loss parts at step 11: 5e-4 relative, tolerance 4e-4"
+    assert beyond.reason == "loss diverges at step 11: 5e-4 relative, tolerance 4e-4"
     norm = scaled(make_rows(1, 50), "grad_norm", 5e-3, 11)
     assert compared(a, norm).match
     assert not compared(a, norm, tolerances={"grad_norm": 4e-3}).match
@@ -125,7 +125,7 @@ def test_exact_finds_one_bit(compared) -> None:
     result = compared(make_rows(1, 50), rows, tolerances={"exact": True})
     assert not result.match
     assert result.metrics["loss"].first_departure_step == 25
-    assert result.reason.startswith("loss parts at step 25: ")
+    assert result.reason.startswith("loss diverges at step 25: ")
     assert result.reason.endswith("relative, bit-identical asked for")
 
 
@@ -231,7 +231,7 @@ def test_no_gradient_norm_is_a_warning(compared) -> None:
     assert result.match
     assert list(result.metrics) == ["loss"]
     assert result.reason == "loss is bit-identical at all 5 steps compared"
-    assert result.warnings == ("grad_norm is not there at 5 of 5 common steps",)
+    assert result.warnings == ("grad_norm is missing at 5 of 5 common steps",)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -250,7 +250,7 @@ def test_values_that_are_no_finite_number_differ(compared, value: float, exact: 
     assert both.reason == "loss is not a finite number in A at step 10 and in B at step 10"
     early = compared(make_rows(1, 50), scaled(rows, "loss", 0.5, 5))
     assert early.reason == (
-        "loss parts at step 5: 3.33e-1 relative, tolerance 1e-3, "
+        "loss diverges at step 5: 3.33e-1 relative, tolerance 1e-3, "
         "and is not a finite number in B at step 10"
     )
 
@@ -271,7 +271,7 @@ def test_a_run_compared_with_itself_is_pointed_out(make_run: MakeRun) -> None:
 def test_step_zero_is_a_step(compared) -> None:
     result = compared(make_rows(0, 3), scaled(make_rows(0, 3), "loss", 0.5, 0))
     assert result.metrics["loss"].first_departure_step == 0
-    assert result.reason.startswith("loss parts at step 0")
+    assert result.reason.startswith("loss diverges at step 0")
 
 
 def test_a_comparison_survives_its_json(compared) -> None:
@@ -300,12 +300,12 @@ def test_a_tolerance_is_a_share(value: float) -> None:
     [(0, "0"), (1e-3, "1e-3"), (0.01234, "1.23e-2"), (2.0, "2e0"), (1e-10, "1e-10")],
 )
 def test_figures(value: float, text: str) -> None:
-    assert figure(value) == text
+    assert format_figure(value) == text
 
 
 @given(st.floats(1e-300, 2))
 def test_figures_keep_three_digits(value: float) -> None:
-    assert float(figure(value)) == pytest.approx(value, rel=5.1e-3)
+    assert float(format_figure(value)) == pytest.approx(value, rel=5.1e-3)
 
 
 def data_record(**changed: object) -> DataRecord:

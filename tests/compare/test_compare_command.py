@@ -66,10 +66,10 @@ def test_match_is_0_and_differ_is_1(run_command) -> None:
     match = run_command("unbroken", "requeued")
     assert match.exit_code == 0, match.exception
     assert "match: loss and grad_norm are bit-identical at all 50 steps compared" in match.stdout
-    assert "10 rows made again and counted once (bit-identical)" in match.stdout
+    assert "10 steps recomputed after a restart, bit-identical" in match.stdout
     differ = run_command("unbroken", "other", "--no-plot")
     assert differ.exit_code == 1
-    assert "differ: loss parts at step 37: " in differ.stdout
+    assert "differ: loss diverges at step 37: " in differ.stdout
     assert "picture" not in differ.stdout
 
 
@@ -262,7 +262,7 @@ def test_several_runs_are_each_compared_with_the_first(run_command, tmp_path: Pa
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     shown = run_command("unbroken", "requeued", "other", "--no-plot").stdout
     assert "A and B match: " in shown
-    assert "A and C differ: loss parts at step 37: " in shown
+    assert "A and C differ: loss diverges at step 37: " in shown
     assert run_command("unbroken", "requeued", "unbroken", "--no-plot").exit_code == 0
     drawn = parsed(run_command("unbroken", "requeued", "other", "--json"))
     assert drawn["comparisons"][0]["plot"].endswith("compare-unbroken-requeued-other.png")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm.compare.divergence import judge
+from slurmllm.compare.divergence import detect_divergence
 from slurmllm.metrics.curves import Floats
 
 TAU = 1.0
@@ -41,7 +41,7 @@ def test_noise_of_a_third_of_the_tolerance_is_no_departure(
 ) -> None:
     random = np.random.default_rng(3)
     alarms = sum(
-        judge(noise(random, points, shape, slowness) / 3, TAU).rule is not None
+        detect_divergence(noise(random, points, shape, slowness) / 3, TAU).rule is not None
         for _ in range(seeds)
     )
     assert alarms <= seeds // 100
@@ -50,15 +50,17 @@ def test_noise_of_a_third_of_the_tolerance_is_no_departure(
 @pytest.mark.parametrize("slowness", [0.0, 0.9])
 def test_noise_of_20000_points(slowness: float) -> None:
     random = np.random.default_rng(4)
-    assert not any(judge(noise(random, 20_000, "t3", slowness) / 3, TAU).rule for _ in range(20))
+    assert not any(
+        detect_divergence(noise(random, 20_000, "t3", slowness) / 3, TAU).rule for _ in range(20)
+    )
 
 
 def test_a_shock_that_slow_noise_takes_its_time_to_forget() -> None:
     r = noise(np.random.default_rng(9), 5000, "normal", 0.9) / 3
     r[2000:] += 10 * 0.9 ** np.arange(3000)
-    assert judge(r, TAU).rule is None
+    assert detect_divergence(r, TAU).rule is None
     r[2000:2128] += 3
-    assert judge(r, TAU).rule == "lasting"
+    assert detect_divergence(r, TAU).rule == "lasting"
 
 
 @pytest.mark.parametrize(("points", "count"), [(40, 1), (400, 3), (400, 7), (5000, 80)])
@@ -66,7 +68,7 @@ def test_points_that_do_not_belong_to_the_noise(points: int, count: int) -> None
     r = noise(np.random.default_rng(10), points, "t5", 0.0) / 10
     places = np.linspace(5, points - 5, count).astype(int)
     r[places] = 20
-    found = judge(r, TAU)
+    found = detect_divergence(r, TAU)
     assert (found.rule, found.onset) == ("outlier", places[0])
 
 
@@ -79,7 +81,7 @@ def test_a_step_is_found_where_it_is(points: int, sigma: float, size: float) -> 
         place = int(random.integers(points // 4, 3 * points // 4))
         r = sigma * random.standard_normal(points)
         r[place:] -= size
-        found = judge(r, TAU)
+        found = detect_divergence(r, TAU)
         assert found.rule == "lasting"
         assert found.onset is not None
         assert found.lasting is not None
@@ -95,7 +97,7 @@ def test_other_batches_from_a_step_on() -> None:
     for place in (300, 555, 700):
         r = 0.1 * random.standard_normal(1000)
         r[place:] = 10 * random.standard_normal(1000 - place)
-        found = judge(r, TAU)
+        found = detect_divergence(r, TAU)
         assert found.rule == "noise"
         assert found.onset is not None
         assert abs(found.onset - place) <= 3
@@ -103,7 +105,7 @@ def test_other_batches_from_a_step_on() -> None:
 
 def test_a_drift_out_of_nothing_begins_at_its_first_point() -> None:
     r = np.concatenate((np.zeros(400), 1e-4 * 1.05 ** np.arange(300)))
-    found = judge(r, TAU)
+    found = detect_divergence(r, TAU)
     assert (found.rule, found.onset) == ("lasting", 400)
 
 
@@ -111,7 +113,7 @@ def test_roundings_before_a_jump_are_not_its_onset() -> None:
     r = 1e-7 * np.random.default_rng(7).standard_normal(200)
     r[0] = 0.0
     r[120:] += 2.5
-    assert judge(r, TAU).onset == 120
+    assert detect_divergence(r, TAU).onset == 120
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.01, 0.3])
@@ -119,15 +121,15 @@ def test_a_single_point_far_out(sigma: float) -> None:
     random = np.random.default_rng(8)
     r = sigma * random.standard_normal(1000)
     r[640] = 25.0
-    found = judge(r, TAU)
+    found = detect_divergence(r, TAU)
     assert (found.rule, found.onset, found.lasting) == ("outlier", 640, None)
 
 
 def test_few_points_are_judged_one_by_one() -> None:
     r = np.full(19, 0.5)
-    assert judge(r, TAU).rule is None
+    assert detect_divergence(r, TAU).rule is None
     r[7:10] = -1.01
-    found = judge(r, TAU)
+    found = detect_divergence(r, TAU)
     assert (found.rule, found.onset) == ("pointwise", 7)
     assert found.lasting is not None
     assert (found.lasting.first, found.lasting.last) == (7, 9)
@@ -135,11 +137,11 @@ def test_few_points_are_judged_one_by_one() -> None:
 
 def test_a_tolerance_of_nothing_admits_nothing() -> None:
     r = np.zeros(100)
-    assert judge(r, 0.0).rule is None
+    assert detect_divergence(r, 0.0).rule is None
     r[50] = 1e-16
-    assert judge(r, 0.0).onset == 50
+    assert detect_divergence(r, 0.0).onset == 50
     r[50:] = 1e-16
-    assert judge(r, 0.0).rule == "lasting"
+    assert detect_divergence(r, 0.0).rule == "lasting"
 
 
 @given(
@@ -148,7 +150,7 @@ def test_a_tolerance_of_nothing_admits_nothing() -> None:
 )
 def test_any_differences_are_judged(values: list[float], tolerance: float) -> None:
     r = np.array(values)
-    found, mirrored = judge(r, tolerance), judge(-r, tolerance)
+    found, mirrored = detect_divergence(r, tolerance), detect_divergence(-r, tolerance)
     assert (found.rule, found.onset, found.noise) == (mirrored.rule, mirrored.onset, mirrored.noise)
     if not (np.abs(r) > tolerance).any():
         assert found.rule is None

@@ -11,7 +11,7 @@ import pytest
 from training_rows import MakeFile, Row, make_rows
 
 from slurmllm.compare.alignment import Alignment
-from slurmllm.compare.causes import causes
+from slurmllm.compare.causes import find_causes
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Comparison, Tolerances
 from slurmllm.metrics.curves import Setting
@@ -64,7 +64,7 @@ def scattered(size: float):  # type: ignore[no-untyped-def]
 def diagnosed(found: Comparison) -> tuple[str, int]:
     assert not found.match
     assert found.diagnosis is not None
-    assert found.diagnosis.words in found.reason
+    assert found.diagnosis.text in found.reason
     return found.diagnosis.kind, found.diagnosis.step
 
 
@@ -93,11 +93,11 @@ def test_roundings_where_the_same_bits_were_asked_for(make_file: MakeFile) -> No
 def test_the_corner_of_a_warm_up_between_logged_points_is_no_cause(make_file: MakeFile) -> None:
     a = read_curve(make_file("a", make_rows(1, 700)[9::10]))
     b = read_curve(make_file("b", make_rows(1, 700)[6::7]))
-    found = causes(a, b, Alignment(a, b, "step", None, None))
+    found = find_causes(a, b, Alignment(a, b, "step", None, None))
     assert "lr" not in {cause.kind for cause in found}
     faster = [row | {"lr": 1.2 * row["lr"]} for row in make_rows(1, 700)[6::7]]
     b = read_curve(make_file("c", faster))
-    (lr,) = (c for c in causes(a, b, Alignment(a, b, "step", None, None)) if c.kind == "lr")
+    (lr,) = (c for c in find_causes(a, b, Alignment(a, b, "step", None, None)) if c.kind == "lr")
     assert lr.step == 20  # of 10 it is the corner that makes up for it
 
 
@@ -220,4 +220,4 @@ def test_a_metric_that_differs_alone_is_no_other_training(compared) -> None:
     found = compared(changed(loss=(K, lambda _: 1.02)))
     assert found.diagnosis is not None
     assert (found.diagnosis.kind, found.diagnosis.step) == ("unknown", K)
-    assert "the training itself does not" in found.diagnosis.words
+    assert "the training itself does not" in found.diagnosis.text

@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from slurmllm.compare.seed_band import against_band, t_quantile
+from slurmllm.compare.seed_band import compare_with_band, t_quantile
 from slurmllm.metrics.curves import Floats
 
 
@@ -29,7 +29,7 @@ def test_another_seed_stays_within(count: int, slow: float, degrees: float) -> N
     alarms = 0
     for _ in range(100):
         runs = np.stack([seed(random, 300, 0.01, slow, degrees) for _ in range(count + 1)])
-        alarms += against_band(runs[:-1], runs[-1]).excess > 1
+        alarms += compare_with_band(runs[:-1], runs[-1]).excess > 1
     assert alarms <= 2
 
 
@@ -38,7 +38,7 @@ def test_a_loss_that_is_one_percent_higher_leaves_it(count: int) -> None:
     random = np.random.default_rng(12)
     for _ in range(20):
         runs = np.stack([seed(random, 3000, 0.01, 0.0) for _ in range(count + 1)])
-        found = against_band(runs[:-1], runs[-1] * 1.01)
+        found = compare_with_band(runs[:-1], runs[-1] * 1.01)
         assert found.excess > 1
         assert found.width > 1
         assert found.first is not None
@@ -48,7 +48,7 @@ def test_a_curve_that_turns_away_late_is_found_there() -> None:
     random = np.random.default_rng(13)
     runs = np.stack([seed(random, 2000, 0.005, 0.001) for _ in range(5)])
     runs[-1, 1200:] *= 1.03
-    found = against_band(runs[:-1], runs[-1])
+    found = compare_with_band(runs[:-1], runs[-1])
     assert found.excess > 1
     assert found.first is not None
     assert 1100 <= found.first <= 1300
@@ -58,7 +58,7 @@ def test_a_single_point_outside() -> None:
     random = np.random.default_rng(14)
     runs = np.stack([seed(random, 500, 0.005, 0.0) for _ in range(5)])
     runs[-1, 250] *= 2
-    found = against_band(runs[:-1], runs[-1])
+    found = compare_with_band(runs[:-1], runs[-1])
     assert (found.width, found.first is not None) == (1, True)
 
 

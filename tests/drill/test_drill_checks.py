@@ -133,7 +133,7 @@ def _ending(run: RunDir, ending: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda run: _change(run, 1, 7, 1 + 1e-12), "loss parts at step 7"),
+        (lambda run: _change(run, 1, 7, 1 + 1e-12), "loss diverges at step 7"),
         (lambda run: _change(run, 0, 5, 1 + 1e-12), "2 recomputed steps differ"),
         (lambda run: _drop(run, 1, 6), "steps 6 are missing"),
         (lambda run: write_rows(run, 1, SAVED + 1, STEPS + 1, 0.0), "up to 10"),

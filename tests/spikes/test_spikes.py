@@ -16,7 +16,7 @@ from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
 from slurmllm.records import SkippedBatches
 from slurmllm.spikes.analysis import SpikeAnalysis
-from slurmllm.spikes.detection import between, find_spikes
+from slurmllm.spikes.detection import find_spikes, select_steps
 from slurmllm.spikes.plot import binned, default_path, draw
 from slurmllm.spikes.trends import first_at_most, medians_before, window_means
 
@@ -220,9 +220,9 @@ def test_what_cannot_be_looked_at() -> None:
             find_spikes(curve, **arguments)  # type: ignore[arg-type]
     with pytest.raises(RunError, match="r has no loss, but grad_norm"):
         find_spikes(Curve(**{**vars(curve), "columns": {"grad_norm": np.ones(100)}}))
-    assert between(curve, 41, 50).steps.tolist() == list(range(41, 51))
+    assert select_steps(curve, 41, 50).steps.tolist() == list(range(41, 51))
     with pytest.raises(RunError, match="no steps from 101: its own are 1 to 100"):
-        between(curve, 101, None)
+        select_steps(curve, 101, None)
 
 
 def test_half_a_million_steps_of_noise() -> None:

@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.compare.divergence import judge
-from slurmllm.compare.seed_band import against_band
+from slurmllm.compare.divergence import detect_divergence
+from slurmllm.compare.seed_band import compare_with_band
 from slurmllm.rundir import RunDir
 
 Floats = npt.NDArray[np.float64]
@@ -264,7 +264,8 @@ def false_alarms(seeds: int) -> dict[str, float]:
         for shape, degrees in shapes.items():
             for slowness in (0.0, 0.5, 0.9, 0.99):
                 alarms = sum(
-                    judge(noise(random, points, degrees, slowness) / 3, 1.0).rule is not None
+                    detect_divergence(noise(random, points, degrees, slowness) / 3, 1.0).rule
+                    is not None
                     for _ in range(seeds)
                 )
                 kind = f"AR(1) {slowness:g}" if slowness else "white"
@@ -275,7 +276,7 @@ def false_alarms(seeds: int) -> dict[str, float]:
                 alarms = 0
                 for _ in range(seeds):
                     runs = [seeded(random, 500, degrees, slowness) for _ in range(count + 1)]
-                    alarms += against_band(np.stack(runs[:-1]), runs[-1]).excess > 1
+                    alarms += compare_with_band(np.stack(runs[:-1]), runs[-1]).excess > 1
                 kind = f"white and AR(1) {slowness:g}"
                 found[f"band of {count} seeds, {shape}, {kind}"] = alarms / seeds
     return found
