@@ -96,7 +96,7 @@ class AlignmentRecord(Record):
 
     axis: Axis
     method: Literal["exact", "interpolated"] = Field(
-        description="at common points, or at the sparser curve's with the other interpolated linearly"
+        description="at common points, or at the sparser curve's, the other interpolated"
     )
     points: int
 
