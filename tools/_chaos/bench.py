@@ -22,12 +22,12 @@ SPARE_NODES = 2
 
 
 class ChaosError(Exception):
-    """The suite itself cannot go on."""
+    """The suite itself failed."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What every run of the suite is.
+    """The settings of every run of the suite.
 
     Attributes:
         backend: `native` or `rehearsal`.
@@ -46,7 +46,7 @@ class Setup:
     limit_s: float
 
     def options(self) -> tuple[str, ...]:
-        """The `--set` options of a run; small enough that it is start-up time and little else."""
+        """The `--set` options of a run; small, so that its time is mostly start-up."""
         values = {
             "backend": self.backend,
             "model.num_layers": 1,
@@ -73,14 +73,14 @@ class Setup:
             "watchdog.min_step_s": 12 if self.nodes <= 8 else 60,
             "watchdog.save_s": 30,
             "env.OMP_NUM_THREADS": 1,
-            # Steps long enough that a failure can be put between two of them.
+            # Steps long enough to inject a failure between two of them.
             "env.SLURMLLM_REHEARSAL_STEP_S": 0.1,
         }
         return tuple(f"--set={path}={value}" for path, value in values.items())
 
 
 class Bench:
-    """One cluster, which makes one run at a time.
+    """One cluster, for one run at a time.
 
     Args:
         root: The cluster's state directory; beside it lies the shared one.
@@ -98,7 +98,7 @@ class Bench:
 
     def up(self) -> None:
         """Start the cluster."""
-        timeout_s = 5 if self.setup.nodes <= 8 else 30  # a hundred slurmds answer late
+        timeout_s = 5 if self.setup.nodes <= 8 else 30  # a hundred slurmds respond late
         self.tool(
             "up", f"--nodes={self.setup.nodes + SPARE_NODES}", f"--slurmd-timeout={timeout_s}",
             "--kill-wait=30", f"--shared={self.shared}", f"--shared-mb={SHARED_MB}",
@@ -111,18 +111,18 @@ class Bench:
         shutil.rmtree(self.shared, ignore_errors=True)
 
     def tool(self, *arguments: str) -> str:
-        """A verb of devcluster; what it prints."""
+        """Run a verb of devcluster; returns its output."""
         return self._call([sys.executable, str(DEVCLUSTER), *arguments, f"--dir={self.root}"])
 
     def tool_beside(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """A verb that takes its time, in a process of its own."""
+        """Run a slow verb in a process of its own."""
         return subprocess.Popen(
             [sys.executable, str(DEVCLUSTER), *arguments, f"--dir={self.root}"],
             env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
     def submit(self, name: str) -> str:
-        """Submit a run; the id of its train job."""
+        """Submit a run; returns the id of its train job."""
         printed = self._call(
             [*SLURMLLM, "submit", "tiny_neox", f"--nodes={self.setup.nodes}", f"--name={name}",
              *self.setup.options(), *self.setup.inputs, f"--runs-dir={self.runs}", "--json"]
@@ -130,12 +130,12 @@ class Bench:
         return str(json.loads(printed)["jobs"]["train"])
 
     def slurm(self, *command: str) -> str | None:
-        """What one of Slurm's commands prints; None where it fails, as while slurmctld is down."""
+        """Output of a Slurm command; None if it fails, as while slurmctld is down."""
         done = subprocess.run(command, env=self.env, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else None
 
     def in_queue(self, job: str) -> bool | None:
-        """Whether Slurm still has work to do for a job; None where it does not answer."""
+        """Whether a job is in Slurm's queue; None if Slurm does not respond."""
         done = subprocess.run(
             ["squeue", "--noheader", "--jobs", job, "--format=%T"],
             env=self.env, capture_output=True, text=True,
@@ -145,7 +145,7 @@ class Bench:
         return done.stdout.strip() not in ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 
     def incarnations(self, job: str) -> list[tuple[float, float]]:
-        """Begin and end of each start of a job, Unix time, as far as sacct knows."""
+        """Begin and end of each start of a job, Unix time, by sacct."""
         printed = self.slurm(
             "sacct", "--noheader", "--parsable2", "--allocations", "--duplicates",
             "--format=start,end", "--jobs", job,
@@ -157,7 +157,7 @@ class Bench:
         return found
 
     def mend(self) -> None:
-        """Put the cluster right after a run: nodes, slurmctld, the shared directory, no jobs."""
+        """Restore the cluster after a run: nodes, slurmctld, the shared directory, no jobs."""
         for _ in range(3):
             state = json.loads(self.tool_output("status", "--json"))
             if state["daemons"]["slurmctld"] is None:
@@ -172,10 +172,10 @@ class Bench:
             for healing in [self.tool_beside("heal", node) for node in bad]:
                 healing.wait()
             self._wait_idle()
-        raise ChaosError(f"the cluster in {self.root} cannot be put right: {bad} {down}")
+        raise ChaosError(f"the cluster in {self.root} cannot be restored: {bad} {down}")
 
     def tool_output(self, *arguments: str) -> str:
-        """Likewise, for a verb that may say by its exit code that something is down."""
+        """Likewise, for a verb whose exit code may report that something is down."""
         command = [sys.executable, str(DEVCLUSTER), *arguments, f"--dir={self.root}"]
         return subprocess.run(command, env=self.env, capture_output=True, text=True).stdout
 
@@ -206,7 +206,7 @@ def _timestamp(text: str) -> float:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A record; None where it is not there (or, with a full disk, not whole)."""
+    """Read a record; None if it is missing or, on a full disk, incomplete."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):

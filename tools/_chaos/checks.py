@@ -1,4 +1,4 @@
-"""What must hold after a run, whatever happened to it; a name and, where it does not, evidence."""
+"""The checks after a run: a name each and, if the check fails, the evidence."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slurmllm.drill.injector import find_processes
 from slurmllm.errors import SlurmllmError
 from slurmllm.rundir import RunDir
 
-Figures = Mapping[int, tuple[Any, ...]]  # step → what must be the same, bit by bit
+Figures = Mapping[int, tuple[Any, ...]]  # step → values that must be equal bit by bit
 REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")
-GONE_S = 30.0  # for Slurm to clear away what is left of a job
-NOTICED_S = 45.0  # until Slurm has got over a failure that has been mended
+GONE_S = 30.0  # for Slurm to end the processes of a job
+NOTICED_S = 45.0  # until Slurm has recovered from a failure that was undone
 
 
 def figures(run: RunDir) -> tuple[dict[int, tuple[Any, ...]], list[str]]:
-    """The counted figures of each step, and what is odd about the metrics."""
+    """The last values of each step, and the faults of the metrics."""
     found: dict[int, tuple[Any, ...]] = {}
     odd = []
     for path in run.metrics_files():
@@ -45,7 +45,7 @@ def figures(run: RunDir) -> tuple[dict[int, tuple[Any, ...]], list[str]]:
 
 
 def check(bench: Bench, run: RunDir, course: Course, reference: Figures) -> dict[str, str]:
-    """All checks: name → what is wrong, empty where nothing is."""
+    """All checks: name → fault, empty if it passes."""
 
     def steps() -> str:
         got, odd = figures(run)
@@ -117,7 +117,7 @@ def _half_files(run: RunDir) -> str:
 
 
 def records(run: RunDir) -> list[dict[str, Any]]:
-    """The attempts' records, oldest first."""
+    """The records of the attempts, oldest first."""
     found = (read_json(attempt.record) for attempt in run.attempts("train"))
     return [record for record in found if record is not None]
 
@@ -132,7 +132,7 @@ def hits(course: Course) -> dict[int, list[str]]:
 
 
 def _endings(run: RunDir, course: Course) -> str:
-    """Attempts that nothing hit must not fail; the others by what hit them, or was not yet over."""
+    """An attempt may fail only after a failure, and in a class that this one allows."""
     odd = []
     for record in records(run):
         number, ending, began = record["attempt"], record.get("class"), record["started_at"]

@@ -1,4 +1,4 @@
-"""What goes wrong in a run, and when: a pure function of a seed."""
+"""The failures of a run and their moments: a pure function of a seed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# What Slurm or slurmllm may rightly call the attempt that a failure hit; `done` and
-# `advance_signal` come where a failure passed before anybody noticed it.
+# The classes that an attempt may have after a failure; `done` and `advance_signal` if the failure
+# was over before it was noticed.
 EXPECTED: Mapping[str, frozenset[str]] = {
     "worker_killed": frozenset({"node_failure"}),
     "node_dies": frozenset({"node_failure"}),

@@ -1,4 +1,4 @@
-"""One run with its failures: waited for, injected, mended, and waited for again."""
+"""One run with its failures: injected at their moments, undone later."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from _chaos.plan import Failure
 from _chaos.watching import RunFiles
 
 POLL_S = 0.02
-QUEUE_S = 1.5  # between questions to Slurm
-LOST_S = 15.0  # out of the queue without a last word in the record
-PATIENCE_S = 60.0  # for a moment to come: then the failure happens whatever the run does
+QUEUE_S = 1.5  # interval between queries of Slurm
+LOST_S = 15.0  # out of the queue with an open record
+PATIENCE_S = 60.0  # for a moment to come; then the failure is injected anyway
 
 
 @dataclass
 class Injected:
-    """A failure that happened, or could not.
+    """A failure that was injected, or could not be.
 
     Attributes:
         failure: As planned.
-        attempt: Which it hit.
+        attempt: The attempt that it hit.
         at: Unix time, s.
-        step: The run's newest by then.
-        victim: What was hit; why not, where it was impossible.
-        happened: Whether it was done.
+        step: The run's newest step at that time.
+        victim: The target; the reason if the injection was impossible.
+        happened: Whether it was injected.
     """
 
     failure: Failure
@@ -41,11 +41,11 @@ class Injected:
 
 @dataclass
 class Course:
-    """How a run went.
+    """The course of a run.
 
     Attributes:
         job: The train job.
-        ended: `finished`, `lost` (Slurm holds the job no longer) or `late`.
+        ended: `finished`, `lost` (Slurm no longer has the job) or `late`.
         seconds: From the submission to the end.
         injected: The failures, in order.
     """
@@ -57,22 +57,22 @@ class Course:
 
 
 class Running:
-    """A run that goes on.
+    """A run in progress.
 
     Args:
         bench: The cluster.
-        name: The run's.
-        plan: What is to happen.
+        name: Of the run.
+        plan: The failures.
     """
 
     def __init__(self, bench: Bench, name: str, plan: Sequence[Failure]) -> None:
         self.bench, self.plan = bench, list(plan)
         self.files = RunFiles(bench.runs / name)
         self._undo: list[tuple[float, Undo]] = []
-        self._mending: list[subprocess.Popen[bytes]] = []
-        self._came: float | None = None  # when the moment of the next failure came
+        self._undoing: list[subprocess.Popen[bytes]] = []
+        self._came: float | None = None  # time of the moment of the next failure
         self._waiting_since = 0.0
-        self._ready = False  # the failure before has been mended or has passed
+        self._ready = False  # the failure before was undone or is over
         self.course = Course(bench.submit(name))
 
     def to_end(self) -> Course:
@@ -80,7 +80,7 @@ class Running:
         began = asked = time.monotonic()
         gone_since: float | None = None
         while (now := time.monotonic()) - began < self.bench.setup.limit_s:
-            self._mend(now)
+            self._undo_due(now)
             if self.plan and self._due(now):
                 self._inject(self.plan.pop(0))
                 self._came, self._waiting_since = None, now
@@ -96,23 +96,23 @@ class Running:
                     break
             time.sleep(POLL_S)
         self.course.seconds = time.monotonic() - began
-        self._mend(None)
+        self._undo_due(None)
         return self.course
 
     def _finished(self) -> bool:
         record = self.files.record(self.files.attempt())
         return record.get("action") in ("finish", "stop")
 
-    def _mend(self, now: float | None) -> None:
-        """Undo what is due; None: all of it, and wait."""
+    def _undo_due(self, now: float | None) -> None:
+        """Undo the failures that are due; None: all of them, and wait."""
         for due, undo in list(self._undo):
             if now is None or now >= due:
                 self._undo.remove((due, undo))
-                if (mending := undo()) is not None:
-                    self._mending.append(mending)
+                if (undoing := undo()) is not None:
+                    self._undoing.append(undoing)
         if now is None:
-            for mending in self._mending:
-                mending.wait()
+            for undoing in self._undoing:
+                undoing.wait()
 
     def _due(self, now: float) -> bool:
         """Whether the moment of the next failure has come, and its delay has passed."""

@@ -53,12 +53,12 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether all checks hold."""
+        """Whether all checks pass."""
         return not any(self.faults.values())
 
 
 class Arena:
-    """A cluster, and the unbroken run that the others on it are compared with.
+    """A cluster, and the undisturbed run with which the others are compared.
 
     Args:
         bench: The cluster, up.
@@ -75,7 +75,7 @@ class Arena:
         found, odd = figures(run)
         if course.ended != "finished" or odd or len(found) != self.bench.setup.steps:
             shutil.copytree(run.path, self._failed / self.bench.root.name, dirs_exist_ok=True)
-            raise ChaosError(f"the unbroken run failed: {course}, {len(found)} steps; {odd}")
+            raise ChaosError(f"the undisturbed run failed: {course}, {len(found)} steps; {odd}")
         return found
 
     def run(self, seed: int, kinds: Sequence[str]) -> Outcome:
@@ -128,7 +128,7 @@ def _one(seed: int, kinds: Sequence[str]) -> Outcome:
 def run_all(
     setup: Setup, work: Path, seeds: Sequence[int], kinds: Sequence[str], parallel: int
 ) -> Iterator[Outcome]:
-    """Run the seeds on `parallel` clusters at once, and take these down; as the runs end."""
+    """Run the seeds on `parallel` clusters at once, then stop these; yields results as runs end."""
     (work / "failed").mkdir(parents=True, exist_ok=True)
     benches = [Bench(work / f"cluster-{number}", setup) for number in range(parallel)]
     numbers: Any = multiprocessing.Queue()
@@ -150,7 +150,7 @@ def run_all(
 
 
 def line(outcome: Outcome) -> str:
-    """One run in a line, and one more for each check that does not hold."""
+    """One line for a run, and one more for each failed check."""
     own = [f"{r.own_s:.1f}" for r in outcome.recoveries]
     recovered = f"; back after {', '.join(own)} s + Slurm" if own else ""
     head = (
@@ -199,11 +199,11 @@ def _spread(found: Sequence[Recovery]) -> dict[str, float]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The summary for people."""
+    """The summary as text."""
     failed = found["failed"]
     lines = [
         f"{found['runs']} runs, {found['failures']} failures injected, "
-        + (f"{len(failed)} runs FAILED: seeds {failed}" if failed else "all runs whole"),
+        + (f"{len(failed)} runs FAILED: seeds {failed}" if failed else "all runs passed"),
         "",
         "check             broken in",
         *(f"{name:<17} {count} runs" for name, count in found["checks"].items()),

@@ -1,4 +1,4 @@
-"""Where a run is, by the files that it writes; cheap enough to be asked fifty times a second."""
+"""The progress of a run by its files; cheap enough for fifty calls a second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunFiles:
         return max((int(name) for name in names if name.isdigit()), default=-1)
 
     def record(self, attempt: int) -> dict[str, Any]:
-        """The record of an attempt, as far as it is written."""
+        """The record of an attempt; empty before it is written."""
         return read_json(self.path / "attempts" / f"{attempt:03d}" / "attempt.json") or {}
 
     def last_step(self, attempt: int) -> int:
@@ -47,7 +47,7 @@ class RunFiles:
         return step
 
     def saving(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is in progress."""
         try:
             return any(
                 entry.name.endswith(".tmp") for entry in (self.path / "checkpoints").iterdir()
