@@ -1,7 +1,7 @@
-"""What a run asks of neuronx-distributed: the arguments of its public functions; torch-free.
+"""The arguments of neuronx-distributed's public functions for a run; torch-free.
 
-Plain values under NxD's own names, as `submit --dry-run` shows them; classes and functions stand
-as their names, which `runtime.py` replaces by the objects.
+Plain values under NxD's own names, as `submit --dry-run` shows them; classes and functions are
+names, which `runtime.py` replaces with the objects.
 """
 
 from __future__ import annotations
@@ -12,39 +12,34 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import kv_copies
 
-# Classes of `layers.py` and `model.py`, by name. NxD's tracer takes a module for one piece where
-# its class's name holds one of the leaf names.
+# Classes of `model.py`, by name. NxD's tracer does not trace into a module whose class name
+# contains one of the leaf names.
 BLOCK, CORE = "ParallelBlock", "CoreAttention"
 LEAVES = ("LayerNorm", "RMSNorm", "VocabularyEmbedding", "Positions", "ParallelLoss")
-# The sequence is the second dimension of [batch, seq, hidden], as in the one model definition.
+# Of [batch, seq, hidden], the layout of `slurmllm.model`.
 SEQUENCE_DIMENSION = 1
 
 _RECOMPUTED = {"none": None, "selective": [CORE], "full": [BLOCK]}
 
 
 def dtype(precision: str) -> str:
-    """The format of weights and activations on the device."""
+    """Return the format of weights and activations on the device."""
     return "float32" if precision == "fp32" else "bfloat16"
 
 
 def optimizer_dtype(precision: str) -> str:
-    """The format of the optimizer's state and, under ZeRO-1, of the weights that it updates."""
+    """Return the format of the optimizer state and, with ZeRO-1, of the weights that it updates."""
     return "float32" if precision in ("fp32", "bf16_mixed") else "bfloat16"
 
 
 def model_inputs(config: RunConfig) -> tuple[str, ...]:
-    """What the model reads, by name."""
+    """Return the names of the model's inputs."""
     documents = config.recipe.data.mask == "document"
     return ("tokens", "labels", *(("positions",) if documents else ()))
 
 
 def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """Everything that goes into NxD, by function.
-
-    Args:
-        config: The run's.
-        mesh: The run's.
-    """
+    """Return all arguments, by NxD's function."""
     recipe = config.recipe
     optim, parallel, train = recipe.optim, recipe.parallel, recipe.train
     zero, master = parallel.zero > 0, train.precision == "bf16_mixed"
@@ -54,23 +49,39 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
         "betas": list(optim.betas),
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
-        # The step and the learning rate as data of the graph, not as numbers in it.
+        # Step and learning rate are data of the graph, not constants in it.
         "capturable": config.cluster.device == "neuron",
     }
     if zero:
         optimizer["optimizer_dtype"] = optimizer_dtype(train.precision)
+    pipeline: dict[str, Any] | None = None
+    if mesh.pipeline > 1:
+        each = recipe.model.num_layers // mesh.chunks
+        pipeline = {
+            "transformer_layer_cls": BLOCK,
+            "num_microbatches": mesh.accumulation,
+            "virtual_pipeline_size": mesh.virtual_pipeline,
+            "pipeline_cuts": [f"layers.{each * chunk - 1}" for chunk in range(1, mesh.chunks)],
+            "input_names": list(model_inputs(config)),
+            "output_loss_value_spec": True,
+            "leaf_module_cls": list(LEAVES),
+            "use_optimizer_wrapper": True,
+            "use_zero1_optimizer": zero,
+            # Copying the loss to the host would wait for the device within the step.
+            "return_loss_on_cpu": False,
+        }
     return {
         "neuronx_distributed_config": {
             "tensor_parallel_size": mesh.tensor,
             "pipeline_parallel_size": mesh.pipeline,
             "sequence_parallel": parallel.sequence,
-            "pipeline_config": _pipeline(config, mesh) if mesh.pipeline > 1 else None,
-            # Norm and clipping are ours (`gradients.py`), for NxD's are wrong with replicated keys
-            # and values, and its ZeRO-1 always clips at 1.
+            "pipeline_config": pipeline,
+            # Norm and clipping are in `gradients.py`: NxD's are wrong with replicated keys and
+            # values, and its ZeRO-1 always clips at 1.
             "optimizer_config": {"zero_one_enabled": zero, "grad_clipping": False},
             "activation_checkpoint_config": _RECOMPUTED[train.activation_checkpointing],
             "model_init_config": {"meta_device_init": True, "param_init_fn": "initialize"},
-            # With master weights in the checkpoint, a resume has the fp32 weights back.
+            # With master weights in the checkpoint, a resume restores the fp32 weights.
             "mixed_precision_config": {
                 "use_master_weights": master,
                 "use_fp32_grad_acc": master,
@@ -87,26 +98,9 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
             "kv_size_multiplier": kv_copies(recipe.model, mesh.tensor),
         },
         "save_checkpoint": {
-            # Always in a thread: that way a write that fails can be told to all workers. Training
-            # waits for it where `checkpoint.asynchronous` is false.
+            # Always in a thread, so that a failed write can be reported to all workers. Training
+            # waits for it if `checkpoint.asynchronous` is false.
             "async_save": True,
             "num_kept_ckpts": None,
         },
-    }
-
-
-def _pipeline(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    each = config.recipe.model.num_layers // mesh.chunks
-    return {
-        "transformer_layer_cls": BLOCK,
-        "num_microbatches": mesh.accumulation,
-        "virtual_pipeline_size": mesh.virtual_pipeline,
-        "pipeline_cuts": [f"layers.{each * chunk - 1}" for chunk in range(1, mesh.chunks)],
-        "input_names": list(model_inputs(config)),
-        "output_loss_value_spec": True,
-        "leaf_module_cls": list(LEAVES),
-        "use_optimizer_wrapper": True,
-        "use_zero1_optimizer": config.recipe.parallel.zero > 0,
-        # Copying the loss to the host would wait for the device inside the step.
-        "return_loss_on_cpu": False,
     }

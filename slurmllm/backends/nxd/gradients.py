@@ -1,9 +1,9 @@
-"""Norms over all workers, clipping, and the gradients of repeated keys and values.
+"""Norms over all workers, clipping, and the gradients of replicated keys and values.
 
-Ours instead of NxD's `clip_grad_norm`, which counts repeated keys and values once for each copy,
-and its ZeRO-1's, which clips at 1 whatever is asked for. Both run inside NxD's step: as a hook of
-the optimizer that makes the update, when gradients have been reduced (and, under ZeRO-1, shared
-out). Nothing here waits for the device.
+They replace NxD's `clip_grad_norm`, which counts replicated keys and values once for each copy, and
+that of its ZeRO-1, which clips at 1 whatever the setting. They run inside NxD's step, in a hook of
+the inner optimizer, after the gradients have been reduced (and, with ZeRO-1, sharded). Nothing here
+waits for the device.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from slurmllm.plan.mesh import Mesh
 
 
 class CopyCounts(NamedTuple):
-    """How often the elements of a parameter lie on the workers of one data-parallel replica.
+    """The number of copies of a parameter's rows on the workers of a data-parallel replica.
 
     Attributes:
         copies: Of every row, or of the first `rows`.
-        rows: Rows with `copies` copies; None for all.
+        rows: Number of rows with `copies` copies; None for all.
         later: Copies of the rows after them.
     """
 
@@ -36,19 +36,17 @@ class CopyCounts(NamedTuple):
 class Norm:
     """The 2-norm over a model's parameters, or over their gradients.
 
-    Its graph is the same on all workers: what differs between them is data.
+    Its graph is the same on all workers: differences between them are data.
 
     Args:
-        counted: Of each parameter, in the optimizer's order.
-        rows: Of each parameter on this worker.
-        mesh: The run's.
-        device: Where the parameters are.
-        sharded: Whether the optimizer has a share of each parameter (ZeRO-1).
+        counts: Of each parameter, in the optimizer's order.
+        rows: Number of rows of each parameter on this worker.
+        sharded: Whether the optimizer has a shard of each parameter (ZeRO-1).
     """
 
     def __init__(
         self,
-        counted: Sequence[CopyCounts],
+        counts: Sequence[CopyCounts],
         rows: Sequence[int],
         mesh: Mesh,
         device: torch.device,
@@ -56,25 +54,25 @@ class Norm:
         sharded: bool,
     ) -> None:
         self._mesh, self._sharded = mesh, sharded
-        self._weights = [self._weight(c, n, device) for c, n in zip(counted, rows, strict=True)]
+        self._weights = [self._weight(c, n, device) for c, n in zip(counts, rows, strict=True)]
 
-    def _weight(self, counted: CopyCounts, rows: int, device: torch.device) -> float | Tensor:
-        """What a square counts: one over its copies; a number, or one for each row."""
-        if counted.rows is None:
-            return 1 / counted.copies
-        weights = torch.full((rows,), 1 / counted.later)
-        weights[: counted.rows] = 1 / counted.copies
-        if self._sharded:  # rows are padded to a multiple of the workers, and each has as many
+    def _weight(self, counts: CopyCounts, rows: int, device: torch.device) -> float | Tensor:
+        """Return the weight of a square, one over its copies; a number, or one for each row."""
+        if counts.rows is None:
+            return 1 / counts.copies
+        weights = torch.full((rows,), 1 / counts.later)
+        weights[: counts.rows] = 1 / counts.copies
+        if self._sharded:  # ZeRO-1 pads the rows to a multiple of the workers
             each = -(-rows // self._mesh.data)
             weights = torch.cat([weights, weights.new_zeros(each * self._mesh.data - rows)])
             weights = torch.split(weights, each)[parallel_state.get_data_parallel_rank()]
         return weights.to(device)
 
     def of(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """fp32 [], on the device (collective over all workers).
+        """Return the norm, fp32 [] on the device (collective over all workers).
 
         Args:
-            tensors: One for each parameter, this worker's shard of it under ZeRO-1; None counts 0.
+            tensors: One for each parameter, with ZeRO-1 this worker's shard of it; None counts 0.
         """
         parts = [
             _squares(tensor.detach(), weight)
@@ -99,7 +97,7 @@ def _squares(tensor: Tensor, weight: float | Tensor) -> Tensor:
 
 
 def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
-    """Scale gradients down to a norm of `limit`, if theirs is larger; nothing where it is 0."""
+    """Scale gradients down to a norm of `limit` if theirs is larger; a limit of 0 is none."""
     if limit > 0:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
@@ -107,15 +105,15 @@ def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
 
 
 def sum_replicated_kv(gradients: Sequence[tuple[Tensor, int]]) -> None:
-    """Add up the gradients of keys and values over the workers that hold the same head.
+    """Sum the gradients of keys and values over the workers with copies of the same head.
 
-    Each has the gradients of its own queries alone; afterwards all have the sum, and the copies
-    stay equal. One message for all layers.
+    Each worker has the gradients of its own queries only; afterwards all have the sum, and the
+    copies stay equal. One message for all layers.
 
     Args:
-        gradients: Of coalesced matrices and biases, with the first row of the key.
+        gradients: Of fused matrices and biases, with the first row of the key.
     """
-    parts = [gradient[row:] for gradient, row in gradients]
+    parts = [gradient[row:] for gradient, row in gradients]  # views: `copy_` below changes them
     if not parts:
         return
     message = torch.cat([part.flatten() for part in parts])

@@ -1,14 +1,14 @@
-"""Neuron's persistent compile cache, read by its files alone.
+"""Neuron's persistent compile cache, read from its files.
 
     <cache>/neuron/neuronxcc-<version>/MODULE_<hash of the graph>+<hash of the flags>/
-        model.hlo_module.pb     the graph, there from its extraction on
+        model.hlo_module.pb     the graph, from its extraction on
         compile_flags.json
-        model.neff, model.done  the compiled graph; whole once model.done is there
-        model.log               the compiler's words on a graph that failed
-        *.lock                  somebody compiles it, or did when he was ended
+        model.neff, model.done  the compiled graph; complete once model.done exists
+        model.log               the compiler's log of a graph that failed
+        *.lock                  a process compiles it, or was killed during it
 
-A graph that failed stays failed: as long as model.log is there, the compiler's wrapper does not
-try again (unless NEURON_CC_FLAGS has --retry_failed_compilation). Layout and states are those of
+A failed graph stays failed: while model.log exists, the compiler's wrapper does not try again
+(unless NEURON_CC_FLAGS has --retry_failed_compilation). Layout and states are those of
 libneuronxla's `neuron_cc_cache`, as the AWS Neuron documentation ("Neuron Persistent Cache",
 "neuron_parallel_compile") and optimum-neuron's notes on its cache describe them.
 """
@@ -28,7 +28,7 @@ FOLDER = "neuron"  # inside the node-local cache folder
 _TOOL = "neuron_parallel_compile"
 
 # Variables of the network, the host and the device's runtime; any other may change a graph.
-_NO_PART = (
+_NOT_IN_GRAPHS = (
     "FI_", "OFI_", "CCOM_", "GLOO_", "NCCL_", "MALLOC_", "GLIBC_", "TF_NUM_", "HF_", "OMP_",
     "NEURON_RT_", "NEURON_COMPILE_CACHE_URL", "XLA_THREAD_POOL_SIZE", "XLA_IO_THREAD_POOL_SIZE",
     "TORCHELASTIC_RUN_ID", "LD_LIBRARY_PATH", "PYTHON",
@@ -36,41 +36,35 @@ _NO_PART = (
 
 
 def graphs(cache: Path) -> list[Graph]:
-    """The graphs in a cache folder, each with its state."""
-    found = (entry for entry in (cache / FOLDER).glob("neuronxcc-*/MODULE_*") if entry.is_dir())
-    return [_graph(cache, entry) for entry in sorted(found)]
-
-
-def _graph(cache: Path, entry: Path) -> Graph:
-    log = entry / "model.log"
-    name, folder, compiler = entry.name, str(entry.relative_to(cache)), entry.parent.name
-    if (entry / "model.done").is_file() and _has_content(entry / "model.neff"):
-        return Graph(name, folder, "compiled", compiler)
-    if log.is_file():
-        return Graph(name, folder, "failed", compiler, log)
-    return Graph(name, folder, "missing", compiler)
-
-
-def _has_content(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
+    """Return the graphs in a cache folder, each with its state."""
+    found = []
+    for entry in sorted((cache / FOLDER).glob("neuronxcc-*/MODULE_*")):
+        if not entry.is_dir():
+            continue
+        neff, log = entry / "model.neff", entry / "model.log"
+        graph = Graph(entry.name, str(entry.relative_to(cache)), "missing", entry.parent.name)
+        if (entry / "model.done").is_file() and neff.is_file() and neff.stat().st_size > 0:
+            graph = graph._replace(state="compiled")
+        elif log.is_file():
+            graph = graph._replace(state="failed", log=log)
+        found.append(graph)
+    return found
 
 
 def count_graphs(cache: Path) -> int:
-    """Compiled graphs in a cache folder."""
     return sum(graph.state == "compiled" for graph in graphs(cache))
 
 
 def expects_graphs(config: RunConfig) -> bool:
-    """Always on Neuron devices; NxD's CPU mode compiles nothing."""
-    return config.cluster.device == "neuron"
+    return config.cluster.device == "neuron"  # NxD's CPU mode compiles nothing
 
 
 def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -> list[list[str]]:
-    """Collect the graphs of the workers' steps, then compile what the cache holds.
+    """Collect the graphs of the workers' steps, then compile the graphs in the cache.
 
-    In two commands: in one, the tool compiles what it reads of on the standard output of the
-    workers, and only rank 0 speaks there. Its own default for the working folder is the same for
-    all runs of a user on a node, and it empties it.
+    Two commands: with one, the tool compiles only the graphs named on the workers' standard output,
+    which is rank 0's alone. The tool empties its working folder, whose default is shared by all
+    runs of a user on a node, so it gets `work`.
     """
     tool = shutil.which(_TOOL, path=str(Path(sys.executable).parent)) or shutil.which(_TOOL)
     if tool is None and not expects_graphs(config):
@@ -85,9 +79,9 @@ def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -
 def graph_inputs(
     config: RunConfig, mesh: Mesh, variables: Mapping[str, Variable]
 ) -> dict[str, object]:
-    """What changes the graphs of a run.
+    """Return the settings that the graphs of a run depend on.
 
-    The optimizer's constants are part of its graph, and the mesh's degrees of the replica groups
+    The optimizer's constants are part of its graph, the mesh's degrees part of the replica groups
     of every collective.
     """
     recipe = config.recipe
@@ -106,6 +100,8 @@ def graph_inputs(
         "device": config.cluster.device,
         "optim": recipe.optim.model_dump(mode="json"),
         "variables": {
-            name: value for name, value in sorted(flags.items()) if not name.startswith(_NO_PART)
+            name: value
+            for name, value in sorted(flags.items())
+            if not name.startswith(_NOT_IN_GRAPHS)
         },
     }

@@ -65,7 +65,6 @@ class NxdBackend(Backend):
     _watched: torch.optim.Optimizer | None = None
 
     def start(self) -> None:
-        """Open process groups and NxD's mesh (collective)."""
         faults = unsupported_settings(self.config)
         if faults:
             raise ConfigError("the NxD backend cannot run this recipe", faults)
@@ -120,7 +119,6 @@ class NxdBackend(Backend):
             )
 
     def build(self, model_factory: ModelFactory) -> None:
-        """Build this worker's shard of the model; weights depend on the seed alone (collective)."""
         recipe, mesh = self.config.recipe, self.mesh
         self._placing = ParameterShards(recipe.model, mesh.tensor)
         self._initialize = self._placing.initializer(recipe.train.seed)
@@ -158,7 +156,6 @@ class NxdBackend(Backend):
         self._placing.mark(parameters, sequence=sequence)
 
     def build_optimizer(self) -> None:
-        """Build this worker's share of the optimizer from `config.recipe.optim`."""
         optim = self.config.recipe.optim
         decayed = {n: p for n, p in self.parameters.items() if p.ndim > 1}
         others = {n: p for n, p in self.parameters.items() if p.ndim <= 1}
@@ -229,7 +226,6 @@ class NxdBackend(Backend):
         clip_(present, self._grad_norm, self.config.recipe.optim.grad_clip)
 
     def fill_weights(self, read: WeightReader) -> None:
-        """Set the weights of this worker's shard, before the first step."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._placing.read(name, read))
@@ -242,7 +238,6 @@ class NxdBackend(Backend):
             self._watch_updates()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], counted: int) -> Tensor:
-        """Accumulate the gradients of one step (collective)."""
         weight = loss_weight(micro_batches, counted, self.mesh.data)
         # Not a number of the graph, and not a scalar, which torch-xla makes one where it is 1.
         on_device = torch.tensor([weight], dtype=torch.float32).to(self.device)
@@ -283,7 +278,6 @@ class NxdBackend(Backend):
         return mean
 
     def optimizer_step(self, lr: float) -> Tensor:
-        """Clip, update, clear the gradients (collective)."""
         self._set_learning_rate(
             torch.tensor(lr, dtype=torch.float32).to(self.device) if self._on_device else lr
         )
@@ -316,7 +310,6 @@ class NxdBackend(Backend):
         return self._param_norm
 
     def save_shards(self, directory: Path) -> ShardWrite:
-        """Begin to write model and optimizer into an existing folder (collective)."""
         self._set_learning_rate(self.config.recipe.optim.lr)  # a number, for whoever reads it
         return NxdSaving(directory, self._layout(), self._place, self.model, self.optimizer)
 
@@ -403,13 +396,11 @@ class NxdBackend(Backend):
         mark_step()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every worker's small picklable value, by rank, on all workers (collective)."""
         values: list[Any] = [None] * self.worker.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
 
     def graph_cache_counts(self) -> tuple[int, int]:
-        """Compiled graphs found in the cache and graphs that had to be compiled, so far."""
         import torch_xla.debug.metrics as metrics
 
         compiled = self._graphs() - self._graphs_at_start
@@ -421,7 +412,6 @@ class NxdBackend(Backend):
         return load_environment("nxd").count_graphs(Path(cache)) if cache else 0
 
     def change_batch(self, mesh: Mesh) -> None:
-        """Go on with another micro batch or accumulation (collective)."""
         super().change_batch(mesh)
         if mesh.pipeline > 1:
             pipeline: Any = self.model.module
@@ -431,14 +421,12 @@ class NxdBackend(Backend):
             pipeline.create_schedule()
 
     def memory(self) -> Memory:
-        """What this worker used at most since the last call, and what it may use."""
         if cpu_mode():
             return host_memory(self.worker.sharing)
         told = xm.get_memory_info(self.device)
         return Memory(told.get("peak_bytes_used", told["bytes_used"]), told["bytes_limit"])
 
     def stop(self) -> None:
-        """Close the process groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -63,7 +63,6 @@ class NxdSaving(ShardWrite):
         self._task: concurrent.futures.Future[None] | None = nxd_checkpoint.g_iostate._save_task
 
     def wait(self) -> list[str]:
-        """Wait for this worker's files; names those that it wrote."""
         try:
             if self._task is not None:
                 self._task.result()
@@ -97,7 +96,6 @@ class NxdSaving(ShardWrite):
         return [LAYOUT, f"{TAG}/checkpoint", f"{TAG}/done"]
 
     def abandon(self) -> None:
-        """Forget a checkpoint that cannot be finished."""
         forget()
 
 
