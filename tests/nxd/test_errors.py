@@ -67,7 +67,7 @@ def count_every_copy() -> None:
     from slurmllm.backends.nxd.gradients import CopyCounts
     from slurmllm.backends.nxd.shards import ParameterShards
 
-    ParameterShards.counted = lambda self, name, stages: CopyCounts(  # type: ignore[method-assign]
+    ParameterShards.copy_counts = lambda self, name, stages: CopyCounts(  # type: ignore[method-assign]
         self.tensor if self.share(name).dim is None else 1
     )
 
@@ -76,7 +76,7 @@ def keep_own_gradients() -> None:
     """the copies of a key and value each trained by their own queries alone."""
     from slurmllm.backends.nxd import runtime
 
-    runtime.add_up_repeated = lambda gradients: None
+    runtime.sum_replicated_kv = lambda gradients: None
 
 
 @pytest.mark.parametrize("without", [count_every_copy, keep_own_gradients])

@@ -108,7 +108,7 @@ def test_master_weights_come_across(pool: MeshPool, tmp_path: Path) -> None:
 
 def weight_decays(backend: Any) -> list[float]:
     """Of the groups of the optimizer that makes the update."""
-    return [group["weight_decay"] for group in backend._updating.param_groups]
+    return [group["weight_decay"] for group in backend._inner_optimizer.param_groups]
 
 
 @pytest.mark.parametrize("zero", [0, 1])

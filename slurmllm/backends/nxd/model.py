@@ -1,9 +1,8 @@
-"""The one decoder in neuronx-distributed's layers.
+"""The decoder in neuronx-distributed's layers.
 
-`slurmllm.model.decoder` says what is computed; the family's sharding plan says which of its
-modules is which of NxD's layers. Parameters keep their names. What NxD's tracer asks of a model
-that is to be cut into stages (a straight-line forward, no tensor used by several stages) holds here
-for all meshes.
+`slurmllm.model.decoder` defines the computation; the family's sharding plan maps its modules to
+NxD's layers. Parameters keep their names. On all meshes, the model meets the requirements of NxD's
+tracer for pipeline stages: a straight-line forward, and no tensor used by several stages.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Layers:
         config: Of the whole model.
         tensor: Tensor-parallel degree.
         dtype: Of weights and activations.
-        sequence: Whether the stretches between the matrices share the sequence.
+        sequence: Whether activations between the matrices are sharded by sequence.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Layers:
         }
 
     def column(self, linear: nn.Linear, rows: int | None = None) -> nn.Module:
-        """Shared by output features; `rows` of all workers together, where heads are repeated."""
+        """Make a layer sharded by output features; `rows` of all workers with replicated heads."""
         made: nn.Module = ColumnParallelLinear(
             linear.in_features,
             rows or linear.out_features,
@@ -67,7 +66,7 @@ class Layers:
         return made
 
     def row(self, linear: nn.Linear) -> nn.Module:
-        """Shared by input features."""
+        """Make a layer sharded by input features."""
         made: nn.Module = RowParallelLinear(
             linear.in_features,
             linear.out_features,
@@ -78,7 +77,7 @@ class Layers:
         return made
 
     def vocabulary(self, embedding: nn.Embedding, kind: type[VocabularyEmbedding]) -> nn.Module:
-        """Shared by entries."""
+        """Make an embedding sharded by entries."""
         return kind(
             embedding.num_embeddings,
             embedding.embedding_dim,
@@ -89,13 +88,13 @@ class Layers:
 
 
 class VocabularyEmbedding(ParallelEmbedding):  # type: ignore[misc]
-    """An embedding of which each worker has a share of the entries."""
+    """An embedding of which each worker has a shard of the entries."""
 
     def forward(self, entries: Tensor) -> Tensor:
-        """[batch, seq] → [batch, seq or a share of it, hidden]."""
+        """[batch, seq] → [batch, seq or a shard of it, hidden]."""
         rows: Tensor = super().forward(entries)
         if self.sequence_parallel_enabled:
-            # NxD leaves the sums to the caller where the sequence is not the first dimension.
+            # NxD reduces only if the sequence is the first dimension.
             rows = mappings.reduce_scatter_to_sequence_parallel_region(rows, SEQUENCE_DIMENSION)
         return rows
 
@@ -104,7 +103,7 @@ class Positions(VocabularyEmbedding):
     """The table of learned positions."""
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Tokens [batch, seq] → [batch, or 1 without positions, seq or a share of it, hidden]."""
+        """Tokens [batch, seq] → [batch, or 1 without positions, seq or a shard of it, hidden]."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         return super().forward(positions)
@@ -113,7 +112,7 @@ class Positions(VocabularyEmbedding):
 class Rotary:
     """One table of rotary positions for all layers of a worker.
 
-    Not a buffer: a tensor that several pipeline stages use cannot be cut by NxD's tracer.
+    Not a buffer: NxD's tracer cannot partition a tensor that several pipeline stages use.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -130,9 +129,9 @@ class Rotary:
 
 
 class CoreAttention(CausalCore):
-    """Attention without weights, in the products that neuronx-cc fuses (NEURON_FUSE_SOFTMAX).
+    """Attention without weights, in the operations that neuronx-cc fuses (NEURON_FUSE_SOFTMAX).
 
-    Selective checkpointing computes it again, by its class.
+    Selective checkpointing recomputes modules of this class.
     """
 
     def __init__(self, *, turning: bool, group: int) -> None:
@@ -152,8 +151,8 @@ class CoreAttention(CausalCore):
         k and v may have fewer heads. The softmax is computed in fp32.
 
         Args:
-            rotary: [2, at least seq, head_dim / 2]. Rotation by places in the sequence: attention
-                within a document sees differences alone, and rows need not be gathered.
+            rotary: [2, at least seq, head_dim / 2]. Rotates by positions in the sequence:
+                attention depends only on differences of positions, and no rows are gathered.
             positions: [batch, seq], as the decoder's; attention stays within documents.
         """
         if self.turning:
@@ -169,14 +168,14 @@ class CoreAttention(CausalCore):
         if positions is not None:
             begin = document_starts(positions)
             unseen = later | (begin.unsqueeze(2) != begin.unsqueeze(1)).unsqueeze(1)
-        # Not -inf: a compiler may multiply a mask, and 0 · inf is no number.
+        # Not -inf: a compiler may multiply by a mask, and 0 · inf is NaN.
         scores = scores.float().masked_fill(unseen, torch.finfo(torch.float32).min / 2)
         attended = torch.matmul(scores.softmax(-1).to(v.dtype), v)
         return attended.transpose(1, 2).flatten(2)
 
 
 class ParallelBlock(Block):
-    """A decoder layer in NxD's layers; takes the modules of the layer that it is made from."""
+    """A decoder layer in NxD's layers; takes over the modules of the given block."""
 
     def __init__(self, block: Block, layers: Layers, rotary: Rotary) -> None:
         nn.Module.__init__(self)
@@ -191,38 +190,33 @@ class ParallelBlock(Block):
             if how in ("column", "row"):
                 assert isinstance(module, nn.Linear)
                 copies = kv_copies(config, layers.tensor) if name == "attention.qkv" else 1
-                new = layers.row(module) if how == "row" else self._column(module, layers, copies)
+                rows = None
+                if copies > 1:
+                    # Each worker has one key and value head and its part of that head's queries.
+                    self.attention.group //= copies
+                    rows = layers.tensor * (self.attention.group + 2) * self.attention.head_dim
+                new = layers.row(module) if how == "row" else layers.column(module, rows)
                 parent, _, leaf = name.rpartition(".")
                 setattr(self.get_submodule(parent), leaf, new)
         self.attention.core = CoreAttention(
             turning=config.rotary_pct > 0, group=self.attention.group
         )
 
-    def _column(self, linear: nn.Linear, layers: Layers, copies: int) -> nn.Module:
-        if copies == 1:
-            return layers.column(linear)
-        # Each worker has one key and value head and its part of that head's queries.
-        self.attention.group //= copies
-        rows = layers.tensor * (self.attention.group + 2) * self.attention.head_dim
-        return layers.column(linear, rows)
-
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """[batch, seq or a share of it, hidden] → the same; positions as for the decoder."""
-        # In the mask's place the positions, of which each layer's core makes it: an input of the
-        # model may go to all stages of a pipeline, a tensor that one of them makes may not.
+        """[batch, seq or a shard of it, hidden] → the same; positions as for the decoder."""
+        # Positions in place of the mask, which each layer's core computes from them: an input of
+        # the model may go to all stages of a pipeline, a tensor computed by one of them may not.
         return super().forward(x, self._rotary.on(x.device), positions)
 
 
 class ParallelLoss(nn.Module):
-    """The mean cross entropy over logits of which each worker has a share of the entries.
+    """The mean cross entropy over logits of which each worker has a shard of the entries.
 
     Args:
-        vocab_size: Entries.
         padded: Rows of the head, padding included.
 
     Attributes:
-        weight: [1], on the device, what the loss is multiplied by; data, so that every step's
-            graph is one.
+        weight: [1], on the device, factor of the loss; data, so that all steps have one graph.
     """
 
     def __init__(self, vocab_size: int, padded: int) -> None:
@@ -238,18 +232,18 @@ class ParallelLoss(nn.Module):
             logits: [batch, seq, this worker's entries].
             labels: [batch, seq], of the whole vocabulary.
         """
-        # A copy: NxD's function overwrites what it is given.
+        # A copy: NxD's function overwrites its input.
         logits = logits.to(torch.float32, copy=True)
-        if self.padded > self.vocab_size:  # padding takes no part
-            padding = self._padding_of(logits)
+        if self.padded > self.vocab_size:  # exclude padding from the softmax
+            padding = self._padding_mask(logits)
             logits = logits.masked_fill(padding, torch.finfo(torch.float32).min / 2)
-        counted = (labels != IGNORED).to(torch.float32)
+        targets = (labels != IGNORED).to(torch.float32)
         losses = parallel_cross_entropy(logits, torch.where(labels == IGNORED, 0, labels))
-        loss: Tensor = (losses * counted).mean()
+        loss: Tensor = (losses * targets).mean()
         return loss if self.weight is None else loss * self.weight.squeeze()
 
-    def _padding_of(self, logits: Tensor) -> Tensor:
-        """Which of this worker's entries are padding; data, so that all workers' graphs are one."""
+    def _padding_mask(self, logits: Tensor) -> Tensor:
+        """Return the mask of padding entries; data, so that all workers have one graph."""
         if self._padding is None or self._padding.device != logits.device:
             entries = logits.shape[-1]
             first = get_tensor_model_parallel_rank() * entries
@@ -259,7 +253,7 @@ class ParallelLoss(nn.Module):
 
 
 class ParallelDecoder(nn.Module):
-    """Tokens and labels to the loss, in NxD's layers; takes the modules of a decoder."""
+    """Tokens and labels to the loss, in NxD's layers; takes over the modules of a decoder."""
 
     def __init__(self, decoder: Decoder, layers: Layers) -> None:
         super().__init__()
@@ -277,21 +271,21 @@ class ParallelDecoder(nn.Module):
             }
         )
         self.final_norm = decoder.final_norm
-        head = decoder.head or _like(decoder.embed)
+        embed = decoder.embed
+        head = decoder.head or nn.Linear(  # a tied head: its weight is replaced
+            embed.embedding_dim, embed.num_embeddings, bias=False, device="meta"
+        )
         self.head = layers.column(head)
         self.tie()
         self.loss = ParallelLoss(config.vocab_size, config.padded_vocab_size)
-        self._store_norms(layers)
-
-    def tie(self) -> None:
-        """Make the head's weight the embedding's, where the model has them tied."""
-        if self.config.tied_embeddings:
-            self.head.weight = self.embed.weight
-
-    def _store_norms(self, layers: Layers) -> None:
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.to(layers.dtype)
+
+    def tie(self) -> None:
+        """Use the embedding's weight for the head if they are tied."""
+        if self.config.tied_embeddings:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
         """Tokens and labels, [batch, seq], to the mean loss in nats; positions as `Decoder`'s."""
@@ -305,13 +299,8 @@ class ParallelDecoder(nn.Module):
         return loss
 
 
-def _like(embedding: nn.Embedding) -> nn.Linear:
-    """The head's shape where it is the embedding itself."""
-    return nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta")
-
-
 def make_parallel(factory: Callable[[], nn.Module], layers: Layers) -> ParallelDecoder:
-    """The model of a factory in NxD's layers."""
+    """Make the model of a factory in NxD's layers."""
     decoder = factory()
     assert isinstance(decoder, Decoder)
     return ParallelDecoder(decoder, layers)

@@ -1,10 +1,10 @@
 """The NxD backend's worker: neuronx-distributed on Neuron devices, or on a CPU (NXD_CPU_MODE=1).
 
 NxD's public functions do the work: `neuronx_distributed_config`, `initialize_parallel_model` (with
-NxDPPModel for pipelines), `initialize_parallel_optimizer` (with ZeRO-1), `save_checkpoint`. What
-goes into them is in `arguments.py`, what is computed in `model.py`.
+NxDPPModel for pipelines), `initialize_parallel_optimizer` (with ZeRO-1), `save_checkpoint`. Their
+arguments are in `arguments.py`, the model in `model.py`.
 
-On a Neuron device operations are recorded and run when a step is marked. Nothing here waits for
+On a Neuron device, operations are recorded and run when a step is marked. Nothing here waits for
 them: losses and norms are tensors, which the training loop reads a step later.
 """
 
@@ -51,8 +51,8 @@ class NxdBackend(Backend):
     """Training through neuronx-distributed.
 
     Attributes:
-        model: What `initialize_parallel_model` returned.
-        optimizer: What `initialize_parallel_optimizer` returned.
+        model: From `initialize_parallel_model`.
+        optimizer: From `initialize_parallel_optimizer`.
         parameters: This worker's, by name in the whole model, in the optimizer's order.
     """
 
@@ -62,7 +62,7 @@ class NxdBackend(Backend):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     parameters: dict[str, nn.Parameter]
-    _watched: torch.optim.Optimizer | None = None
+    _hooked: torch.optim.Optimizer | None = None
 
     def start(self) -> None:
         faults = unsupported_settings(self.config)
@@ -74,21 +74,30 @@ class NxdBackend(Backend):
             import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
 
             dist.init_process_group("xla")
-        # The host's own network: its messages never wait for the device.
+        # Over the host's network: its messages never wait for the device.
         self.control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self.device = torch.device("cpu") if cpu_mode() else xm.xla_device()
-        self.deferred_metrics = not cpu_mode()  # a CPU has computed a step when it is made
+        self.deferred_metrics = not cpu_mode()  # a CPU computes at once
         self._arguments = arguments(self.config, self.mesh)
         # After the process group: NxD makes its groups here.
-        self._nxd_config = nxd.neuronx_distributed_config(**self._resolved())
-        self._check_ranks()
+        self._nxd_config = nxd.neuronx_distributed_config(**self._resolve_names())
+        ranks = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        if ranks != self._ranks:  # NxD's order of the workers must be the mesh's
+            raise CodeError(
+                f"rank {self.worker.rank} is {ranks} (pipeline, data, tensor) to NxD, "
+                f"not {self._ranks}"
+            )
         copies = kv_copies(self.config.recipe.model, self.mesh.tensor)
         if copies > 1:
             parallel_state.initialize_kv_group(copies)
-        self._graphs_at_start = self._graphs()
+        self._graphs_at_start = self._count_graphs()
 
-    def _resolved(self) -> dict[str, Any]:
-        """NxD's configuration with objects for names."""
+    def _resolve_names(self) -> dict[str, Any]:
+        """Return NxD's configuration with classes and functions in place of their names."""
         found = dict(self._arguments["neuronx_distributed_config"])
         recomputed = found["activation_checkpoint_config"]
         if recomputed:
@@ -100,28 +109,15 @@ class NxdBackend(Backend):
             found["pipeline_config"] |= {"transformer_layer_cls": getattr(parallel_model, layer)}
         found["model_init_config"] = {
             "meta_device_init": True,
-            # NxD asks for it before there are ranks to place weights by.
+            # A late reference: NxD needs it before the ranks exist that weights depend on.
             "param_init_fn": lambda module, device: self._initialize(module, device),
         }
         return found
 
-    def _check_ranks(self) -> None:
-        """NxD's order of the workers is the mesh's."""
-        here = (
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
-        if here != self._place:
-            raise CodeError(
-                f"rank {self.worker.rank} is {here} (pipeline, data, tensor) to NxD, "
-                f"not {self._place}"
-            )
-
     def build(self, model_factory: ModelFactory) -> None:
         recipe, mesh = self.config.recipe, self.mesh
-        self._placing = ParameterShards(recipe.model, mesh.tensor)
-        self._initialize = self._placing.initializer(recipe.train.seed)
+        self._shards = ParameterShards(recipe.model, mesh.tensor)
+        self._initialize = self._shards.initializer(recipe.train.seed)
         layers = parallel_model.Layers(
             recipe.model,
             mesh.tensor,
@@ -133,13 +129,13 @@ class NxdBackend(Backend):
             with torch.device("meta"):
                 decoder = model_factory()
             model = parallel_model.make_parallel(lambda: decoder, layers)
-            self._placing.label(model)
+            self._shards.store_names(model)
             return model
 
         self.model = nxd.initialize_parallel_model(self._nxd_config, model_fn)
         if mesh.pipeline == 1:
-            # NxD loses ties when it leaves the meta device, where the outermost module has no
-            # parameters of its own (`analyze_shared_parameters`); between stages it keeps them.
+            # NxD loses ties when it materializes a model whose outermost module has no parameters
+            # of its own (`analyze_shared_parameters`); between stages it keeps them.
             self.model.original_module().tie()  # type: ignore[operator]
         parameters: dict[str, nn.Parameter] = {}
         self._loss_functions = []
@@ -149,18 +145,18 @@ class NxdBackend(Backend):
                 for module in part.modules()
                 if isinstance(module, parallel_model.ParallelLoss)
             ]
-            for name, parameter in self._placing.named_parameters(part).items():
+            for name, parameter in self._shards.named_parameters(part).items():
                 parameters.setdefault(name, parameter)
         self.parameters = parameters
         sequence = recipe.parallel.sequence and mesh.tensor > 1
-        self._placing.mark(parameters, sequence=sequence)
+        self._shards.set_attributes(parameters, sequence=sequence)
 
     def build_optimizer(self) -> None:
         optim = self.config.recipe.optim
         decayed = {n: p for n, p in self.parameters.items() if p.ndim > 1}
         others = {n: p for n, p in self.parameters.items() if p.ndim <= 1}
         self.parameters = {**decayed, **others}  # the optimizer's order
-        # Two groups whatever the recipe says, so that checkpoints of all recipes are alike.
+        # Two groups for every recipe, so that all checkpoints have the same layout.
         decay_others = optim.weight_decay if optim.decay_norms_and_biases else 0.0
         groups = [
             {"params": list(decayed.values()), "weight_decay": optim.weight_decay},
@@ -180,20 +176,20 @@ class NxdBackend(Backend):
         )
         stages = self.mesh.pipeline
         self._norm = Norm(
-            [self._placing.counted(name, stages) for name in self.parameters],
+            [self._shards.copy_counts(name, stages) for name in self.parameters],
             [len(parameter) for parameter in self.parameters.values()],
             self.mesh,
             self.device,
             sharded=self._sharded,
         )
-        self._watch_updates()
+        self._hook_clipping()
 
     @property
     def _on_device(self) -> bool:
-        """Whether the optimizer's numbers live on the device too.
+        """Whether learning rate and step are tensors on the device.
 
-        As Python numbers they would go into the graph wherever they round to 1, as `1 - lr · decay`
-        does in a warm-up: another graph than the one that precompile saw.
+        As Python numbers they would become constants of the graph if they round to 1, as
+        `1 - lr · decay` does in a warm-up: another graph than the precompiled one.
         """
         return self.device.type != "cpu"
 
@@ -202,25 +198,25 @@ class NxdBackend(Backend):
         return self.config.recipe.parallel.zero > 0
 
     @property
-    def _updating(self) -> torch.optim.Optimizer:
-        """The optimizer that makes the update: inside NxD's, and inside ZeRO-1's."""
+    def _inner_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that updates the weights: inside NxD's, and inside ZeRO-1's."""
         inner: Any = self.optimizer.optimizer  # type: ignore[attr-defined]
         found: torch.optim.Optimizer = inner.base_optimizer if self._sharded else inner
         return found
 
-    def _updated(self) -> list[Tensor]:
-        """What the update works on: parameters, or under ZeRO-1 this worker's shards of them."""
-        return [p for group in self._updating.param_groups for p in group["params"]]
+    def _optimized_tensors(self) -> list[Tensor]:
+        """Return the parameters, or with ZeRO-1 this worker's shards of them."""
+        return [p for group in self._inner_optimizer.param_groups for p in group["params"]]
 
-    def _watch_updates(self) -> None:
-        """Clip before each update; ZeRO-1 makes itself another optimizer at every load."""
-        if self._watched is not self._updating:
-            self._watched = self._updating
-            self._watched.register_step_pre_hook(lambda *_: self._clip())
+    def _hook_clipping(self) -> None:
+        """Clip before each update; ZeRO-1 makes a new inner optimizer at every load."""
+        if self._hooked is not self._inner_optimizer:
+            self._hooked = self._inner_optimizer
+            self._hooked.register_step_pre_hook(lambda *_: self._clip())
 
     def _clip(self) -> None:
-        """Between the reduction of the gradients and the update."""
-        gradients = [tensor.grad for tensor in self._updated()]
+        """Clip the gradients; runs between their reduction and the update."""
+        gradients = [tensor.grad for tensor in self._optimized_tensors()]
         self._grad_norm = self._norm.of(gradients)
         present = [gradient for gradient in gradients if gradient is not None]
         clip_(present, self._grad_norm, self.config.recipe.optim.grad_clip)
@@ -228,18 +224,14 @@ class NxdBackend(Backend):
     def fill_weights(self, read: WeightReader) -> None:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(self._placing.read(name, read))
-        self._share_out_anew()
-
-    def _share_out_anew(self) -> None:
-        """Let ZeRO-1 copy its shards from the weights as they are now."""
-        if self._sharded:
+                parameter.copy_(self._shards.read(name, read))
+        if self._sharded:  # ZeRO-1 copies its shards from the weights again
             self.optimizer.optimizer.init_zero()  # type: ignore[attr-defined]
-            self._watch_updates()
+            self._hook_clipping()
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], counted: int) -> Tensor:
-        weight = loss_weight(micro_batches, counted, self.mesh.data)
-        # Not a number of the graph, and not a scalar, which torch-xla makes one where it is 1.
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> Tensor:
+        weight = loss_weight(micro_batches, num_targets, self.mesh.data)
+        # Data, not a constant of the graph; [1], because torch-xla makes a scalar 1 a constant.
         on_device = torch.tensor([weight], dtype=torch.float32).to(self.device)
         for loss_function in self._loss_functions:
             loss_function.weight = on_device
@@ -247,9 +239,10 @@ class NxdBackend(Backend):
             loss = self.model.run_train(**self._inputs(micro_batches))  # type: ignore[operator]
         else:
             loss = self._accumulate(micro_batches)
-        return self._mean(loss)
+        return self._global_mean(loss)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Run the micro batches without a pipeline; return this worker's mean loss."""
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for micro_batch in micro_batches:
             inputs = self._inputs([micro_batch]).values()
@@ -260,14 +253,14 @@ class NxdBackend(Backend):
         return total
 
     def _inputs(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """What the model reads, by name, [batch, seq] on the host as NxD's pipeline asks."""
+        """Return the model's inputs by name, [batch, seq], on the host as NxD's pipeline needs."""
         return {
             name: torch.from_numpy(np.concatenate([getattr(m, name) for m in micro_batches]))
             for name in model_inputs(self.config)
         }
 
-    def _mean(self, loss: Tensor | None) -> Tensor:
-        """A worker's mean loss, None off the last stage, to that of the global batch."""
+    def _global_mean(self, loss: Tensor | None) -> Tensor:
+        """Reduce the workers' mean losses, None except on the last stage, to the global batch's."""
         mean = torch.zeros((), dtype=torch.float32, device=self.device)
         if loss is not None:
             mean += loss.detach() / self.mesh.data
@@ -281,10 +274,10 @@ class NxdBackend(Backend):
         self._set_learning_rate(
             torch.tensor(lr, dtype=torch.float32).to(self.device) if self._on_device else lr
         )
-        sum_replicated_kv(self._repeated())
+        sum_replicated_kv(self._replicated_gradients())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._param_norm = self._norm.of(self._updated())
+        self._param_norm = self._norm.of(self._optimized_tensors())
         mark_step()
         return self._grad_norm
 
@@ -292,13 +285,13 @@ class NxdBackend(Backend):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def _repeated(self) -> list[tuple[Tensor, int]]:
-        """Gradients with the keys and values that other workers hold too."""
+    def _replicated_gradients(self) -> list[tuple[Tensor, int]]:
+        """Return gradients with replicated keys and values, with the first row of the keys."""
         found = []
         for name, parameter in self.parameters.items():
-            row = self._placing.first_key(name)
+            row = self._shards.first_replicated_row(name)
             if row is not None:
-                # Under fp32 accumulation NxD moves each gradient into `main_grad`.
+                # With fp32 accumulation, NxD moves each gradient into `main_grad`.
                 gradient = parameter.grad
                 if gradient is None:
                     gradient = parameter.main_grad  # type: ignore[attr-defined]
@@ -306,12 +299,11 @@ class NxdBackend(Backend):
         return found
 
     def param_norm(self) -> Tensor:
-        """The 2-norm over all parameters, as the last update left them."""
-        return self._param_norm
+        return self._param_norm  # computed by the last `optimizer_step`
 
     def save_shards(self, directory: Path) -> ShardWrite:
-        self._set_learning_rate(self.config.recipe.optim.lr)  # a number, for whoever reads it
-        return NxdSaving(directory, self._layout(), self._place, self.model, self.optimizer)
+        self._set_learning_rate(self.config.recipe.optim.lr)  # a number, not a tensor, in the file
+        return NxdSaving(directory, self._layout(), self._ranks, self.model, self.optimizer)
 
     def _layout(self) -> NxdLayout:
         mesh, precision = self.mesh, self.config.recipe.train.precision
@@ -328,71 +320,74 @@ class NxdBackend(Backend):
         )
 
     def load_shards(self, directory: Path) -> None:
-        """Read back what `save_shards` wrote, here or on another mesh or backend (collective)."""
+        """Load a checkpoint of this or another mesh or backend (collective)."""
         if read_layout(directory) == self._layout():
-            wanted = [_hyperparameters(group) for group in self.optimizer.param_groups]
+            wanted = [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self.optimizer.param_groups
+            ]
             saving.load(directory, self.model, self.optimizer)
-            self._take_up_loaded()
-            # NxD takes these from the file too; they are the recipe's, which may have changed.
-            for groups in (self.optimizer.param_groups, self._updating.param_groups):
+            self._use_loaded_state()
+            # NxD loads the hyperparameters too; the recipe's apply, which may have changed.
+            for groups in (self.optimizer.param_groups, self._inner_optimizer.param_groups):
                 for group, values in zip(groups, wanted, strict=True):
                     group.update(values)
             return
         from slurmllm.checkpoint.formats.weights import open_training
 
-        self._fill_training(open_training(directory, self.config.recipe.model))
+        self._load_any_mesh(open_training(directory, self.config.recipe.model))
 
-    def _fill_training(self, files: Any) -> None:
-        """Take weights and optimizer state from another mesh's or backend's checkpoint."""
+    def _load_any_mesh(self, files: Any) -> None:
+        """Load weights and optimizer state of another mesh or backend."""
         self.fill_weights(files.read)
-        for name, updated in zip(self.parameters, self._updated(), strict=True):
-            if self._sharded:  # in the optimizer's own format, which may be wider
-                weight = self._placing.read(name, files.read)
+        for name, updated in zip(self.parameters, self._optimized_tensors(), strict=True):
+            if self._sharded:  # in the optimizer's format, which may be wider
+                weight = self._shards.read(name, files.read)
                 updated.data.copy_(self._shard(weight, updated))
             moments = {
                 kind: self._moment(name, kind, files, updated) for kind in ("exp_avg", "exp_avg_sq")
             }
             step = torch.tensor(float(files.step(name)), dtype=torch.float32)
-            self._updating.state[updated] = {"step": step, **moments}
-        self._take_up_loaded()
+            self._inner_optimizer.state[updated] = {"step": step, **moments}
+        self._use_loaded_state()
 
-    def _take_up_loaded(self) -> None:
-        """Go on with an optimizer state that was read, in the graphs that there are."""
-        self._watch_updates()
+    def _use_loaded_state(self) -> None:
+        """Prepare a loaded optimizer state so that existing graphs can use it."""
+        self._hook_clipping()
         if self._on_device:
             # torch-xla sends equal numbers to the device once: each parameter needs a step of its
-            # own, or the next graph has fewer inputs than the ones before.
-            for state in self._updating.state.values():
+            # own, or the next graph has fewer inputs than the precompiled ones.
+            for state in self._inner_optimizer.state.values():
                 zero = torch.zeros((), dtype=torch.float32, device=self.device)
                 state["step"] = zero + state["step"].to(self.device)
             mark_step()
 
     def _moment(self, name: str, kind: str, files: Any, like: Tensor) -> Tensor:
-        whole = self._placing.read(name, lambda n, region: files.read_moment(kind, n, region))
+        whole = self._shards.read(name, lambda n, region: files.read_moment(kind, n, region))
         return self._shard(whole, like).to(like.device, like.dtype, copy=True)
 
     def _shard(self, whole: Tensor, like: Tensor) -> Tensor:
-        """This worker's shard of its part of a parameter, as ZeRO-1 cuts it; else the part."""
+        """Return ZeRO-1's shard of this worker's part of a parameter; without ZeRO-1 the part."""
         if not self._sharded:
             return whole
         rows = len(like)
-        first = self._place[1] * rows
+        first = self._ranks[1] * rows
         shard = whole[first : first + rows]
         return torch.cat([shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])])
 
     @property
-    def _place(self) -> tuple[int, int, int]:
+    def _ranks(self) -> tuple[int, int, int]:
         """This worker's rank in its pipeline, among the replicas, in its tensor-parallel group."""
         rank, mesh = self.worker.rank, self.mesh
         return mesh.pipeline_rank(rank), mesh.data_rank(rank), rank % mesh.tensor
 
     def precompile_resume(self) -> None:
-        """Make the graphs of a resume: ZeRO-1 gathers all weights from loaded master weights."""
+        """Compile the graphs of a resume: ZeRO-1 gathers all weights from loaded master weights."""
         self._set_learning_rate(self.config.recipe.optim.lr)
         on_host = tree_map_only(torch.Tensor, Tensor.cpu, self.optimizer.state_dict())
         self.optimizer.load_state_dict(on_host)
-        self._take_up_loaded()
-        xm.rendezvous("rehearsal")  # on the device too, and part of each save
+        self._use_loaded_state()
+        xm.rendezvous("rehearsal")  # its graph, too, is part of each save
         mark_step()
 
     def gather(self, value: Any) -> list[Any]:
@@ -403,11 +398,11 @@ class NxdBackend(Backend):
     def graph_cache_counts(self) -> tuple[int, int]:
         import torch_xla.debug.metrics as metrics
 
-        compiled = self._graphs() - self._graphs_at_start
-        asked = metrics.metric_data("CompileTime")
-        return max(0, (asked[0] if asked else 0) - compiled), compiled
+        compiled = self._count_graphs() - self._graphs_at_start
+        timings = metrics.metric_data("CompileTime")
+        return max(0, (timings[0] if timings else 0) - compiled), compiled
 
-    def _graphs(self) -> int:
+    def _count_graphs(self) -> int:
         cache = os.environ.get("SLURMLLM_CACHE")
         return load_environment("nxd").count_graphs(Path(cache)) if cache else 0
 
@@ -423,16 +418,12 @@ class NxdBackend(Backend):
     def memory(self) -> Memory:
         if cpu_mode():
             return host_memory(self.worker.sharing)
-        told = xm.get_memory_info(self.device)
-        return Memory(told.get("peak_bytes_used", told["bytes_used"]), told["bytes_limit"])
+        info = xm.get_memory_info(self.device)
+        return Memory(info.get("peak_bytes_used", info["bytes_used"]), info["bytes_limit"])
 
     def stop(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 BACKEND = NxdBackend

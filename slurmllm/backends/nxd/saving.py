@@ -1,13 +1,13 @@
 """Checkpoints by neuronx-distributed's own functions, each in a folder of its own.
 
-NxD writes in a thread of each worker once the tensors are copied to the host. What of its ways
-would lose a checkpoint is kept from it here:
+NxD writes in a thread of each worker once the tensors are copied to the host. Three of its habits
+would lose a checkpoint and are avoided here:
 
 - It marks a checkpoint as done at the next save or at exit. `finish` does so at once, before the
-  process groups go; and our manifest, written after that, is what a resume looks for.
-- It remembers the folder and writes into it again at its next save and at exit. It is made to
-  forget, for by then the folder has its final name.
-- A worker whose write failed would leave the others waiting. `wait` tells before anyone waits.
+  process groups close; our manifest, written after that, is what a resume looks for.
+- It keeps the folder's name and writes into it again at its next save and at exit. By then the
+  folder has been renamed, so `forget` removes NxD's state.
+- If the write of a worker fails, NxD makes the others wait. `wait` reports the error before that.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ from slurmllm.rundir import fsync_dir
 
 
 class NxdSaving(ShardWrite):
-    """A checkpoint that NxD writes.
+    """A checkpoint that NxD writes into an existing folder.
 
     Args:
-        directory: An existing folder.
-        layout: Of the checkpoint.
         rank: Of this worker in the pipeline, among the replicas, in the tensor-parallel group.
         model: NxD's.
         optimizer: NxD's.
@@ -55,7 +53,7 @@ class NxdSaving(ShardWrite):
     ) -> None:
         self._directory, self._layout, self._rank = directory, layout, rank
         self._first = dist.get_rank() == 0
-        # In a thread also where training waits: that way a write that fails can be told.
+        # In a thread even if training waits, so that a failed write can be reported.
         nxd.save_checkpoint(
             str(directory), TAG, model=model, optimizer=optimizer, async_save=True,
             num_kept_ckpts=None,
@@ -66,26 +64,22 @@ class NxdSaving(ShardWrite):
         try:
             if self._task is not None:
                 self._task.result()
-            names = self._names()
+            pipeline, data, tensor = self._rank
+            names = [model_file(tensor, pipeline)] if data == 0 else []
+            if self._layout.zero or data == 0:
+                names.append(optimizer_file(data, tensor, pipeline))
             for name in names:
                 descriptor = os.open(self._directory / name, os.O_RDONLY)
                 os.fsync(descriptor)
                 os.close(descriptor)
-        except RuntimeError as error:  # torch.save hides the file system's error in its own
+        except RuntimeError as error:  # torch.save wraps the file system's error
             raise StorageError(
                 f"NxD cannot write shards into {self._directory}: {error}"
             ) from error
         return names
 
-    def _names(self) -> list[str]:
-        pipeline, data, tensor = self._rank
-        names = [model_file(tensor, pipeline)] if data == 0 else []
-        if self._layout.zero or data == 0:
-            names.append(optimizer_file(data, tensor, pipeline))
-        return names
-
     def finish(self) -> list[str]:
-        """Let NxD mark the checkpoint as done, and forget it (collective)."""
+        """Make NxD mark the checkpoint as done, then `forget` it (collective)."""
         nxd.finalize_checkpoint()
         forget()
         if not self._first:
@@ -100,7 +94,7 @@ class NxdSaving(ShardWrite):
 
 
 def forget() -> None:
-    """Take NxD's memory of the last checkpoint from it, and what it would do at exit."""
+    """Remove NxD's state of the last checkpoint, and its actions at exit."""
     state = nxd_checkpoint.CheckpointIOState
     nxd_checkpoint.g_iostate = None
     atexit.unregister(state.wait_all)
@@ -108,10 +102,10 @@ def forget() -> None:
 
 
 def load(directory: Path, model: Any, optimizer: Any) -> None:
-    """Read back what was written, on the same mesh (collective).
+    """Load a checkpoint written on the same mesh (collective).
 
-    In two calls: in one, NxD reads the optimizer first, and ZeRO-1 takes its shards from weights
-    that are not loaded yet. The tag is named: without one NxD goes by the files' times.
+    Two calls: in one, NxD reads the optimizer first, and ZeRO-1 takes its shards from weights that
+    are not loaded yet. With the tag: without one, NxD chooses by the files' times.
     """
     nxd.load_checkpoint(str(directory), tag=TAG, model=model)
     nxd.load_checkpoint(str(directory), tag=TAG, optimizer=optimizer)

@@ -1,4 +1,4 @@
-"""Between whole parameters and a worker's parts of them: initial weights, names, attributes."""
+"""A worker's shards of the model's parameters: names, regions, initial weights, attributes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _WRAPPED = "_checkpoint_wrapped_module."
 
 
 class ParameterShards:
-    """Where this worker's parameters lie in the whole model.
+    """Maps this worker's parameters to the whole model.
 
     Args:
-        config: The whole model's.
+        config: Of the whole model.
         tensor: Tensor-parallel degree.
     """
 
@@ -32,32 +32,31 @@ class ParameterShards:
         self.shapes: dict[str, Shape] = parameter_shapes(config)
         self.rank = parallel_state.get_tensor_model_parallel_rank()
 
-    def label(self, model: nn.Module) -> None:
-        """Write each module's name on it: NxD cuts the model up and names the parts anew."""
+    def store_names(self, model: nn.Module) -> None:
+        """Store each module's name in it: NxD partitions the model and renames the parts."""
         for name, module in model.named_modules():
             setattr(module, _NAME, name)
 
     def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """This worker's parameters under their names in the whole model; tied ones once."""
+        """Return this worker's parameters by name in the whole model; tied ones once."""
         found: dict[str, nn.Parameter] = {}
         for module in model.modules():
             for leaf, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad:  # those of other stages are frozen by NxD
+                if parameter.requires_grad:  # NxD freezes those of other stages
                     found.setdefault(self.name(module, leaf), parameter)
         return found
 
     def name(self, module: nn.Module, leaf: str) -> str:
-        """A parameter's name in the whole model."""
+        """Return a parameter's name in the whole model."""
         name = f"{getattr(module, _NAME)}.{leaf}".replace(_WRAPPED, "")
         tied = self.config.tied_embeddings and name == "head.weight"
         return "embed.weight" if tied else name
 
     def share(self, name: str) -> Share:
-        """This worker's part of a parameter."""
         return share_of(name, self.shapes[name], self.config, self.tensor, self.rank)
 
     def read(self, name: str, read: WeightReader) -> Tensor:
-        """This worker's part of a parameter, put together from a reader's pieces."""
+        """Read this worker's shard of a parameter, which may be several regions."""
         share, shape = self.share(name), self.shapes[name]
         whole = tuple(slice(0, size) for size in shape)
         if share.dim is None:
@@ -67,7 +66,7 @@ class ParameterShards:
         return torch.cat(pieces, share.dim) if len(pieces) > 1 else pieces[0]
 
     def initializer(self, seed: int) -> Callable[[nn.Module, torch.device], None]:
-        """NxD's `param_init_fn`: sets the parameters of one module, not of those below it."""
+        """Return NxD's `param_init_fn`, which sets the parameters of one module alone."""
 
         def initialize(module: nn.Module, device: torch.device) -> None:
             with torch.no_grad():
@@ -87,13 +86,13 @@ class ParameterShards:
         std = standard_deviation(self.config, name)
         return normal(self.shapes[name], std, seed, name, offset, size)
 
-    def mark(self, parameters: dict[str, nn.Parameter], *, sequence: bool) -> None:
-        """Set the attributes by which NxD tells parameters apart, whatever was lost of them.
+    def set_attributes(self, parameters: dict[str, nn.Parameter], *, sequence: bool) -> None:
+        """Set the attributes by which NxD distinguishes parameters; NxD itself loses some.
 
         Args:
             parameters: By name in the whole model.
-            sequence: Under sequence parallelism, gradients of whole parameters are partial sums
-                that NxD's optimizer adds up.
+            sequence: With sequence parallelism, gradients of whole parameters are partial sums,
+                which NxD's optimizer reduces.
         """
         for name, parameter in parameters.items():
             dim = self.share(name).dim
@@ -102,24 +101,19 @@ class ParameterShards:
             elif not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1, self.tensor)
 
-    def counted(self, name: str, stages: int) -> CopyCounts:
-        """How often a parameter's elements lie on the workers of a replica.
-
-        Args:
-            name: In the whole model.
-            stages: Of the pipeline.
-        """
+    def copy_counts(self, name: str, stages: int) -> CopyCounts:
+        """Count a parameter's copies on the workers of a replica of `stages` pipeline stages."""
         share = self.share(name)
         if share.dim is None:
             return CopyCounts(self.tensor)
-        row = self.first_key(name)
+        row = self.first_replicated_row(name)
         if row is not None:
             return CopyCounts(1, row, kv_copies(self.config, self.tensor))
         tied = self.config.tied_embeddings and stages > 1 and name == "embed.weight"
         return CopyCounts(2 if tied else 1)
 
-    def first_key(self, name: str) -> int | None:
-        """The first row of the key in a coalesced matrix or bias whose keys are repeated."""
+    def first_replicated_row(self, name: str) -> int | None:
+        """Return the first row of the keys in a fused matrix or bias with replicated keys."""
         if ".attention.qkv." not in name or kv_copies(self.config, self.tensor) == 1:
             return None
         queries = self.share(name).pieces[0]
