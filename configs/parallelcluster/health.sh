@@ -3,12 +3,12 @@
 #
 #   health.sh install    root, at a node's first start: puts itself where slurm.conf names it
 #   health.sh            root, by slurmd, every HealthCheckInterval seconds while the node idles
-#   health.sh show       prints the faults and drains nothing; exit code 1 where there are some
+#   health.sh show       prints the faults and drains nothing; exit code 1 if there are any
 #
 # It only looks at /dev, /sys and the mounts: it takes a few milliseconds and no Neuron device.
 set -euo pipefail
 
-ROOT=${SLURMLLM_HEALTH_ROOT:-} # for tests: a folder that stands for /
+ROOT=${SLURMLLM_HEALTH_ROOT:-} # for tests: a folder in place of /
 CHIPS=16
 SCRATCH=/scratch
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# What a trn1 cluster needs beside ParallelCluster's own image (Ubuntu 24.04), in pinned versions.
+# What a trn1 cluster needs on top of ParallelCluster's own image (Ubuntu 24.04), in pinned versions.
 #
 #   neuron.sh node          root, at a compute node's first start: driver, runtime, EFA, port
 #   neuron.sh head          root, at the head node's first start: Python and a C++ compiler
