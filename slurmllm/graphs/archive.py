@@ -49,10 +49,7 @@ def empty_cache(cache: Path) -> None:
 def empty_cache_once(cache: Path, attempt: str) -> None:
     """Empty a node's cache folder for an attempt that cannot use the archive.
 
-    Args:
-        cache: The folder.
-        attempt: Identifies the attempt: the launchers of --local share the folder, and only the
-            first of them empties it.
+    The launchers of --local share the folder; by the name of the attempt only the first empties it.
 
     Raises:
         NodeError: The node-local disk refuses.
@@ -86,11 +83,6 @@ def pack_archive(
 
     Args:
         cache: The node-local folder, with the graphs of all nodes.
-        run: The run.
-        backend: The run's.
-        cold_first_step_s: First step with an empty cache, s.
-        compile_s: Duration of the compiler after the workers' steps, s.
-        fingerprint: See `fingerprint.graph_fingerprint`.
         expected: Whether an archive without any graph is incomplete.
         missing_nodes: Nodes that submitted nothing.
 
@@ -154,13 +146,7 @@ def _graph_states(graphs: Sequence[Graph], run: RunDir) -> tuple[GraphState, ...
 
 
 def submit_graphs(cache: Path, run: RunDir, node: str, without: Iterable[str] = ()) -> None:
-    """Leave a node's graphs for the first precompile node, which packs those of all nodes.
-
-    Args:
-        cache: The node's cache.
-        run: The run.
-        node: The node's name.
-        without: Folders of graphs that another node submits.
+    """Leave a node's graphs for the first precompile node, except folders that another submits.
 
     Raises:
         StorageError: The shared file system refuses.
@@ -174,17 +160,10 @@ def submit_graphs(cache: Path, run: RunDir, node: str, without: Iterable[str] = 
 def collect_graphs(
     cache: Path, run: RunDir, nodes: Sequence[str], has_failed: Callable[[str], bool]
 ) -> list[str]:
-    """Unpack the graphs that other nodes submit.
+    """Unpack the graphs that other nodes submit; returns the nodes that submitted nothing.
 
-    Args:
-        cache: The first node's cache.
-        run: The run.
-        nodes: The other nodes.
-        has_failed: Whether a node will submit nothing. There is no time limit: compilers take
-            hours, and not equally long on all nodes.
-
-    Returns:
-        The nodes that submitted nothing.
+    There is no time limit, because compilers take hours, and not equally long on all nodes:
+    `has_failed` returns whether a node will submit nothing.
 
     Raises:
         StorageError: The shared file system refuses.
@@ -230,16 +209,7 @@ def archive_files(cache: Path, without: Iterable[str] = ()) -> list[Path]:
 def write_archive(
     cache: Path, target: Path, without: Iterable[str] = (), only: Iterable[Path] | None = None
 ) -> tuple[GraphFile, ...]:
-    """Write the files of a cache into an archive, whole or not at all.
-
-    Args:
-        cache: The folder.
-        target: The archive.
-        without: Folders of the cache that are left out.
-        only: Just these files.
-
-    Returns:
-        The files of the archive.
+    """Write the files of a cache to an archive, atomically: all but some folders, or `only` some.
 
     Raises:
         OSError: A disk refuses.

@@ -32,7 +32,7 @@ from slurmllm.rundir import RunDir
 def submit_new_graphs(
     cache: Path, run: RunDir, attempt: int, nodes: Sequence[str], node: str, manifest: GraphManifest
 ) -> tuple[str, ...]:
-    """Submit the graphs that a node's cache has and the archive lacks.
+    """Submit the graphs that a node's cache has and the archive lacks; returns their names.
 
     Args:
         cache: The node's cache.
@@ -41,9 +41,6 @@ def submit_new_graphs(
         nodes: All nodes of the attempt.
         node: This node.
         manifest: As it was when the attempt began.
-
-    Returns:
-        The names of the graphs.
 
     Raises:
         StorageError: The shared file system refuses.
@@ -76,10 +73,9 @@ def submit_new_graphs(
 
 
 def merge_new_graphs(run: RunDir) -> tuple[str, ...]:
-    """Merge the submitted graphs into the archive. No launcher may be running.
+    """Merge the submitted graphs into the archive; returns the names of those that it lacked.
 
-    Returns:
-        The names of the graphs that the archive lacked.
+    No launcher may be running.
 
     Raises:
         StorageError: The shared file system refuses.

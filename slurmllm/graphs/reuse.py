@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from slurmllm.config.resolve import RunConfig
@@ -62,7 +63,13 @@ def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> RunDir | No
         return None
     others = [RunDir(entry) for entry in root.iterdir() if entry != run.path and is_run(entry)]
     with_graphs = [other for other in others if other.graphs_manifest.is_file()]
-    newest = sorted(with_graphs, key=_modified_at, reverse=True)
+
+    def modified_at(run: RunDir) -> float:
+        with suppress(OSError):  # the other run may be removed meanwhile
+            return run.graphs_manifest.stat().st_mtime
+        return 0.0
+
+    newest = sorted(with_graphs, key=modified_at, reverse=True)
     return next((other for other in newest if serves(config, nodes, local, run, other)), None)
 
 
@@ -131,10 +138,3 @@ def _manifest(run: RunDir) -> GraphManifest | None:
         return GraphManifest.load(run.graphs_manifest) if found else None
     except StorageError:
         return None  # damaged: compile again
-
-
-def _modified_at(run: RunDir) -> float:
-    try:
-        return run.graphs_manifest.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -75,15 +75,9 @@ class Observations:
 
 
 class AttemptMonitor:
-    """Waits for one attempt's launchers.
+    """Waits for one attempt's launchers, or for the srun that started them.
 
-    Args:
-        run: The run.
-        record: The attempt.
-        config: The run's configuration.
-        launchers: Their processes, or srun's.
-        stop: The stop signals of this process.
-        job_limited: Whether Slurm ends the job at its time limit.
+    `job_limited`: whether Slurm ends the job at its time limit.
     """
 
     def __init__(

@@ -92,13 +92,9 @@ def usable(state: str) -> bool:
 def enough_others(
     client: SlurmClient, wanted: int, avoid: Sequence[str], partition: str | None
 ) -> bool:
-    """Whether enough usable nodes remain without some of them.
+    """Whether `wanted` usable nodes remain without those to avoid.
 
-    Args:
-        client: Slurm.
-        wanted: Nodes of the job.
-        avoid: Nodes to leave out.
-        partition: The job's, or several separated by commas; None: Slurm's default.
+    `partition` may be several, separated by commas; None is Slurm's default.
     """
     names = partition.split(",") if partition else None
     spare = {
@@ -124,7 +120,7 @@ def nodes_to_avoid(
 
     Args:
         client: Slurm.
-        wanted: Nodes of the job.
+        wanted: Number of nodes of the job.
         lost: Nodes that failed their checks, stopped responding, or whose device broke, in the
             attempt that has just ended.
         excluded_before: Nodes that the run excludes; used again if there are no others.

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -196,7 +197,10 @@ class Workers:
             self.heartbeats.dump_stacks(self._pids())
             # Wait for the other nodes' stacks: a worker that loses a peer no longer hangs.
             folder, deadline = self.attempt.stacks(0).parent, time.monotonic() + STACKS_S
-            while time.monotonic() < deadline and _count(folder) < self.record.world_size:
+            while time.monotonic() < deadline:
+                with suppress(OSError):
+                    if sum(1 for _ in folder.iterdir()) >= self.record.world_size:
+                        break
                 time.sleep(POLL_S)
             return True
         return self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()
@@ -249,13 +253,6 @@ class Workers:
             if self.heartbeats is not None:
                 self.heartbeats.close()
         return failed
-
-
-def _count(folder: Path) -> int:
-    try:
-        return sum(1 for _ in folder.iterdir())
-    except OSError:
-        return 0
 
 
 def search_path() -> str:
