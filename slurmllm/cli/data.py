@@ -205,6 +205,7 @@ def build(
     if for_slurm and not slurm:
         raise click.UsageError(f"--{next(iter(for_slurm))} applies to Slurm jobs; add --slurm")
     outputs = output_paths(out, tokenize=tokenizer is not None)
+    # Before the inputs are listed, which takes minutes with a million files.
     for path in outputs:
         refuse_existing(path, overwrite or renaming_interrupted(outputs[0]))
     manifest_file = manifest_path(outputs[0])
@@ -213,6 +214,7 @@ def build(
     tokenize = None if tokenizer is None else _tokenize_options(tokenizer, dtype)
     if workers is None:
         cpus = len(os.sched_getaffinity(0))
+        # Tokenizing is limited by the CPUs, reading plain text by the disk.
         workers = cpus if tokenizer else min(cpus, _DEFAULT_WORKERS)
         workers = _DEFAULT_JOBS if slurm else workers
     total = sum(file.size_bytes for file in files)

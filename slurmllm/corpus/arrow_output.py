@@ -44,19 +44,9 @@ def write_arrow(
     work: WorkFolder,
     on_progress: Callable[[int], None],
 ) -> pa.Schema:
-    """Write the kept documents of all shards.
+    """Write the kept documents of all shards; returns the schema.
 
-    Args:
-        file: The output.
-        shards: In their order.
-        documents: Number of kept documents.
-        sizes: Bytes of text in each of its columns.
-        inputs: Names of all input files.
-        work: Folder for a sparse scratch file, which takes no space.
-        on_progress: Called with the bytes written.
-
-    Returns:
-        The schema.
+    `sizes` are the bytes of text of each column. The sparse file in `work` takes no space.
 
     Raises:
         StorageError: the file system refused, or a shard is damaged.
@@ -106,13 +96,7 @@ def write_arrow(
 
 
 class _StreamedFile(io.RawIOBase):
-    """A file that writes the streamed content of a buffer in its place.
-
-    Args:
-        file: The output.
-        contents: Content of the buffers, by their address and size.
-        on_progress: Called with the bytes written.
-    """
+    """A file that writes `contents` instead of buffers, by the buffers' address and size."""
 
     def __init__(
         self,
@@ -144,13 +128,7 @@ class _StreamedFile(io.RawIOBase):
 
 
 def _placeholders(sparse: Any, sizes: Sequence[int], last: dict[int, int]) -> list[pa.Buffer]:
-    """Buffers that take no memory.
-
-    Args:
-        sparse: An empty file.
-        sizes: Sizes of the buffers, bytes.
-        last: The int64 at the end of some buffers, by the buffer's index.
-    """
+    """Buffers that take no memory; `last` are int64 at the end of some, by the buffer's index."""
     # A page each at least, so that no two begin at the same address.
     begins = np.cumsum([0, *(-(-(size + 1) // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)])
     sparse.truncate(int(begins[-1]))

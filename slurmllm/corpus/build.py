@@ -154,6 +154,7 @@ def build_corpus(
         raise DataError("no input file")
     shards = plan_shards(files, options)
     work = WorkFolder.of(outputs[0])
+    # A build that was killed between two renames may replace its own corpus.
     overwrite = overwrite or (
         renaming_interrupted(outputs[0]) and {shard.name for shard in shards} <= work.shard_names()
     )
@@ -185,6 +186,7 @@ def build_corpus(
             if not kept and not work.logs.exists() and not work.ready.exists():
                 work.remove()
             raise
+    # The peaks of processes that run at the same time add up; Slurm jobs have nodes of their own.
     own = peak_bytes()
     return BuildResult(
         manifest=manifest,

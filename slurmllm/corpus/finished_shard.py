@@ -148,6 +148,7 @@ class _VerifiedFile:
         self._digest = xxhash.xxh3_128()
 
     def __enter__(self) -> _VerifiedFile:
+        # Unbuffered: parts are megabytes, and a buffer would only copy them.
         self._file: BinaryIO = self._path.open("rb", buffering=0)
         return self
 
@@ -177,14 +178,9 @@ class _VerifiedFile:
 
 
 def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
-    """Set `keep` of all shards: of equal documents the first is kept.
+    """Set `keep` of all shards, so that the first of equal documents is kept.
 
-    Args:
-        shards: In the order of the corpus.
-        scratch: File to create, one byte a document; `keep` is mapped from it.
-
-    Returns:
-        Number of duplicates.
+    Returns the number of duplicates. `keep` is mapped from `scratch`, one byte per document.
     """
     for shard in shards:
         for column in (DIGEST_HIGH, DIGEST_LOW, DIGEST_ROW):

@@ -79,12 +79,7 @@ class InputFile:
 
 
 def input_file(path: Path, format: FormatOption = "auto", name: str | None = None) -> InputFile:
-    """Describe one file.
-
-    Args:
-        path: The file.
-        format: Its format; `auto` derives it from the ending.
-        name: Its name in the corpus. None: the path.
+    """Describe one file; `name` is its name in the corpus, by default the path.
 
     Raises:
         DataError: no such file, or an unknown ending.
@@ -210,6 +205,7 @@ def _walk(folder: Path) -> Iterator[Path]:
             if not name.startswith("."):
                 path = os.path.join(root, name)  # noqa: PTH118
                 found.append((path, [Path(path)]))
+    # Sorted: the order of directory entries differs between file systems.
     for _, paths in sorted(found):
         for candidate in paths:
             if _is_file(candidate) and not _is_metadata(candidate):
@@ -301,10 +297,7 @@ def _load(path: Path) -> Any:
 
 
 def read_list(path: str) -> list[str]:
-    """The paths of a list: one a line, without blank lines and `#` comments.
-
-    Args:
-        path: A text file; `-` is the standard input.
+    """The paths of a list (`-`: standard input), without blank lines and `#` comments.
 
     Raises:
         DataError: the list cannot be read, or is empty.

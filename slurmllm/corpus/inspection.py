@@ -98,10 +98,8 @@ def inspect_corpus(
     The estimate is the ratio estimator of survey sampling (W. Cochran, Sampling Techniques, 1977,
     section 6.4): tokens a byte in the sample times all bytes.
 
-    Args:
-        source: The corpus.
-        exact: Whether to count completely at any size.
-        on_progress: Called with the size of the documents read so far.
+    With `exact` it is counted completely at any size. `on_progress` is called with the size of the
+    documents read so far.
 
     Raises:
         SlurmllmError: a document is damaged or cannot be trained on.
@@ -111,6 +109,7 @@ def inspect_corpus(
     if whole:
         picked: Integers = np.arange(count)
     else:
+        # A fixed key: the same sample each time. Sorted, to read the file in order.
         picked = np.sort(Permutation(count, "inspect").take(np.arange(SAMPLED_DOCUMENTS)))
     sizes = np.empty(len(picked), dtype=np.int64)
     tokens = np.empty(len(picked), dtype=np.int64)
@@ -143,15 +142,7 @@ def inspect_corpus(
 def count_epochs(
     report: CorpusReport, spec: StreamSpec, recipe: str, steps: int, share: float
 ) -> RecipeEpochs:
-    """Count the epochs of a corpus that a recipe trains.
-
-    Args:
-        report: Counts of the corpus.
-        spec: The recipe's stream.
-        recipe: Name of the recipe.
-        steps: Number of its steps.
-        share: Fraction of the sequences that come from this corpus.
-    """
+    """Count the epochs of a corpus that a recipe trains; `share` is its part of the sequences."""
     per_step = spec.global_batch * spec.seq_len * share
     trained = report.tokens * (1 - spec.validation)
     return RecipeEpochs(
@@ -206,11 +197,13 @@ def _ratio_estimate(source: Source, sizes: Integers, tokens: Integers) -> tuple[
     drawn, count = len(sizes), len(source)
     ratio = tokens.sum() / max(int(sizes.sum()), 1)
     rest = tokens - ratio * sizes
+    # The last factor corrects for sampling without replacement.
     variance = float((rest**2).sum()) / (drawn - 1) / drawn * (1 - drawn / count)
     return round(ratio * source.total_size), round(_Z95 * count * variance**0.5)
 
 
 def _describe_lengths(tokens: Integers) -> Lengths:
+    # `higher`: lengths of actual documents, not means of two.
     quantiles = np.quantile(tokens, [0.5, 0.9, 0.99], method="higher")
     median, p90, p99 = (int(quantile) for quantile in quantiles)
     places = np.frexp(np.maximum(tokens, 1))[1] - 1  # 2^place ≤ tokens < 2^(place + 1)

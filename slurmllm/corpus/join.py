@@ -33,25 +33,15 @@ class BuildCallbacks:
 
 
 class JoinResult(NamedTuple):
-    """The output's counts and digests.
-
-    Attributes:
-        documents: Number of documents.
-        text_bytes: UTF-8 bytes of their texts.
-        tokens: Number of token ids, None for text.
-        columns: Columns of an Arrow output.
-        duplicates: Duplicates left out.
-        by_input: Number of documents of each input file.
-        files: Size in bytes and sha256 of each file written, by its ending.
-    """
+    """The output's counts and digests."""
 
     documents: int
     text_bytes: int
-    tokens: int | None
-    columns: tuple[str, ...]
+    tokens: int | None  # None for text
+    columns: tuple[str, ...]  # of an Arrow output
     duplicates: int
-    by_input: list[int]
-    files: dict[str, tuple[int, str]]
+    by_input: list[int]  # documents of each input file
+    files: dict[str, tuple[int, str]]  # size in bytes and sha256, by ending
 
 
 def join(
@@ -62,15 +52,7 @@ def join(
     work: WorkFolder,
     callbacks: BuildCallbacks,
 ) -> JoinResult:
-    """Write the documents of all shards, in their order.
-
-    Args:
-        shards: All shards of the build.
-        inputs: Names of the input files.
-        files: The output files by ending: `arrow`, or `bin` and `idx`.
-        options: Options of the build.
-        work: Folder of scratch files.
-        callbacks: Receive progress.
+    """Write the documents of all shards to `files`, by ending `arrow`, or `bin` and `idx`.
 
     Raises:
         DataError: no input has text.

@@ -74,5 +74,6 @@ def write_tokens(
             ends = np.cumsum(lengths * itemsize) + begin
             idx_file.write((ends - lengths * itemsize).astype("<i8"))
             begin = int(ends[-1]) if len(ends) else begin
+    # A sequence is a document, so the bounds of documents are 0 … documents.
     for first in range(0, documents + 1, _AT_ONCE):
         idx_file.write(np.arange(first, min(first + _AT_ONCE, documents + 1), dtype="<i8"))

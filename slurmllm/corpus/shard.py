@@ -46,6 +46,7 @@ _COMPRESSED_COST = 3
 _OPEN_COST_BYTES = 64 << 10
 # Part of a shard's name; raise it when equal inputs and options give other columns.
 _VERSION = 1
+# Seconds between two writes of the progress: the file is on a shared file system.
 _PROGRESS_S = 0.5
 # Digests sorted at once for the search of duplicates, in documents.
 _RUN_DOCUMENTS = 1 << 20
@@ -158,10 +159,7 @@ def write_shard(
 ) -> None:
     """Read a shard's files and write its columns.
 
-    Args:
-        shard: The shard.
-        work: The work folder.
-        on_progress: Called with the bytes read. None: they are written to `work.progress`.
+    Without `on_progress`, the number of bytes read is written to `work.progress`.
 
     Raises:
         DataError: an input cannot be read, or changed since the build began.

@@ -47,19 +47,12 @@ Report = Callable[[Mapping[str, int]], None]
 
 
 class ShardResult(NamedTuple):
-    """How a shard ended; plain values, since it is sent to another process.
-
-    Attributes:
-        shard: The shard's name.
-        error: Class and message of the error that stopped it, None if it is complete.
-        process: Id of the process that wrote it.
-        peak_bytes: Largest resident set of that process so far.
-    """
+    """How a shard ended; plain values, since it is sent to another process."""
 
     shard: str
-    error: tuple[str, str] | None
+    error: tuple[str, str] | None  # class and message of the error that stopped it
     process: int
-    peak_bytes: int
+    peak_bytes: int  # largest resident set of that process so far
 
     def raise_error(self) -> None:
         """Raise the error, if there was one."""
@@ -101,16 +94,7 @@ def run_here(shards: Sequence[Shard], work: WorkFolder, report: Report) -> Itera
 def run_locally(
     shards: Sequence[Shard], work: WorkFolder, workers: int, report: Report
 ) -> Iterator[ShardResult]:
-    """Write shards in worker processes.
-
-    Args:
-        shards: Shards to write.
-        work: The work folder.
-        workers: Number of processes.
-        report: Called a few times a second.
-
-    Yields:
-        The result of each shard, as they end.
+    """Write shards in worker processes; yields their results as they end.
 
     Raises:
         NodeError: a worker was killed.
@@ -205,18 +189,9 @@ def run_on_slurm(
     report: Report,
     on_note: Callable[[str], None],
 ) -> Iterator[ShardResult]:
-    """Write shards in the tasks of one job array, which is cancelled if this ends early.
+    """Write shards in the tasks of a job array, `workers` at a time; yields results as they end.
 
-    Args:
-        shards: Shards to write.
-        work: The work folder, on a file system that the nodes share.
-        workers: Tasks that run at a time.
-        options: Options of the jobs.
-        report: Called every second.
-        on_note: Called with the job's id.
-
-    Yields:
-        The result of each shard, as their tasks end.
+    The array is cancelled if this ends early. `work` is on a file system that the nodes share.
 
     Raises:
         SlurmError: Slurm refused the jobs, or one of them failed.
@@ -236,6 +211,7 @@ def run_on_slurm(
         what="the jobs that read the inputs",
         instead="read them on this machine without --slurm",
     )
+    # Known before the first result: Ctrl-C must cancel the whole array.
     array = array_of(jobs)
     on_note(f"Slurm job {array}: {len(shards):,} shards in {count:,} tasks, {workers:,} at a time")
     pending = list(jobs)

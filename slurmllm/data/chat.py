@@ -121,6 +121,7 @@ class ChatFormat:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
+        # The options and functions of transformers; any difference would change the tokens.
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = _DATE.strftime

@@ -55,14 +55,7 @@ def check_corpora(
     Reads the tokenizer, each corpus's metadata and its first documents; more only if the corpus
     might be shorter than its part of a global batch, and no more than that.
 
-    Args:
-        corpora: Path and weight of each corpus.
-        tokenizer: tokenizer.json; None for token ids.
-        vocab_size: The model's vocabulary.
-        seq_len: Tokens in a sequence.
-        global_batch: Sequences in one step.
-        validation: Fraction of the documents held out.
-        mask: `data.mask`.
+    The arguments are those of `StreamSpec`.
 
     Raises:
         SlurmllmError: corpus or tokenizer are missing, unreadable, damaged or do not fit.
@@ -77,6 +70,7 @@ def check_corpora(
     total = sum(weight for _, weight in corpora)
     facts = []
     for source, (_, weight) in zip(sources, corpora, strict=True):
+        # Detects a damaged file and ids beyond the vocabulary.
         source.read([(document, 0) for document in range(min(len(source), _FIRST_DOCUMENTS))])
         sides: tuple[SplitName, ...] = ("train", "validation") if validation else ()
         for split in (Split(side, validation) for side in sides):

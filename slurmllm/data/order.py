@@ -74,6 +74,7 @@ def splitmix64(value: _Bits) -> _Bits:
     return value ^ value >> _U64(31)
 
 
+# A few entries suffice: the slots of a group are in the same or in neighboring epochs.
 @lru_cache(maxsize=64)
 def _round_keys(key: str) -> tuple[np.uint64, ...]:
     digest = hashlib.blake2b(key.encode(), person=b"slurmllm order").digest()

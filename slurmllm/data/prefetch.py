@@ -51,6 +51,7 @@ class WorkerProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)
         try:
             self._process = subprocess.Popen(
+                # -P: a file in the current folder must not shadow a module.
                 [sys.executable, "-P", "-m", "slurmllm.data.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -144,6 +145,7 @@ class WorkerProcess:
 def _end_process(process: subprocess.Popen[bytes], owner_pid: int) -> None:
     if os.getpid() != owner_pid:
         return  # in a fork of the owner: the worker is not its own
+    # SIGKILL: workers ignore the signals that end a job.
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):

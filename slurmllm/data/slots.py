@@ -209,6 +209,7 @@ class SlotGroup:
         self._sources = sources
         self._slots = slots
         self._width = spec.seq_len + 1
+        # Every group draws for all slots of the batch, and uses the draws of its own.
         weights = [weight for _, weight in spec.corpora]
         self._blend = Blend(weights, spec.global_batch, spec.seed, counts)
         self._split = split = Split(spec.split, spec.validation)

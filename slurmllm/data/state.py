@@ -37,10 +37,7 @@ _FIX = "resume with the data that the run began with, or start a new run"
 def identity(spec: StreamSpec, sources: Sequence[Source], tokenizer: str | None) -> State:
     """The part of a stream's states that identifies its data.
 
-    Args:
-        spec: The stream.
-        sources: Its corpora, opened.
-        tokenizer: Fingerprint of tokenizer and chat templates, None without a tokenizer.
+    `tokenizer` is the fingerprint of tokenizer and chat templates, None without a tokenizer.
     """
     corpora = [
         {
@@ -146,10 +143,7 @@ def upgrade_state(state: State, here: State, former: str | None) -> State:
     Version 1 had one Arrow corpus, identified only by its footer, and documents without pieces: a
     slot's position was (documents finished, tokens of the current document).
 
-    Args:
-        state: A state of any version.
-        here: `identity` of this stream.
-        former: `Source.former_fingerprint` of the stream's only corpus, None if it has none.
+    `here` is the `identity` of this stream, `former` the `former_fingerprint` of its only corpus.
     """
     if state.get("version") != 1 or former is None or state["corpus"] != former:
         return state

@@ -60,6 +60,7 @@ class Batch(NamedTuple):
     @property
     def inputs(self) -> npt.NDArray[np.int64]:
         """The model's inputs, int64 [rows, seq_len]."""
+        # A copy: backends move contiguous memory to the device.
         return np.ascontiguousarray(self.tokens[:, :-1])
 
     def labels(self, ignored: int) -> npt.NDArray[np.int64]:
@@ -196,6 +197,7 @@ class PackedStream:
             DataError: the state has another corpus, tokenizer, seed or global batch, or lacks
                 slots of this rank.
         """
+        # Version 1 had a single corpus.
         former = self._sources[0].former_fingerprint if len(self._sources) == 1 else None
         merged = upgrade_state(merged, self._identity, former)
         check_same_stream(self._identity, merged)

@@ -104,6 +104,7 @@ class TokenEncoder:
         Special tokens spelled out in a text are special tokens. With `begins`, the tokenizer's
         template adds its tokens around a text, such as Llama's `<s>`.
         """
+        # CAUTION: state of the tokenizer, so a TokenEncoder must not be used by several threads.
         self._tokenizer.encode_special_tokens = False
         try:
             found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=begins)

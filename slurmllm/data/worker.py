@@ -58,6 +58,7 @@ def main() -> NoReturn:
     if stream is None:
         os._exit(0)
     threading.Thread(target=_end_when_adopted, args=(stream["parent_pid"],), daemon=True).start()
+    # Bounded: tokenizing pauses when it is this many batches ahead.
     outgoing: queue.Queue[list[bytes]] = queue.Queue(maxsize=stream["prefetch"])
     threading.Thread(target=_send, args=(frames, outgoing), daemon=True).start()
     try:
@@ -99,6 +100,7 @@ def _send(frames: BinaryIO, outgoing: queue.Queue[list[bytes]]) -> None:
 
 
 def _end_with_stdin() -> None:
+    # At the end of stdin. Not sys.exit: it would wait for a writer blocked on a full pipe.
     sys.stdin.read()
     os._exit(0)
 

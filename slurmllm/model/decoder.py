@@ -154,12 +154,14 @@ class Decoder(nn.Module):
         vocabulary, width = config.padded_vocab_size, config.hidden_size
         self.embed: nn.Embedding | None = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(config.seq_len, width) if learned else None
+        # A dict, so that the layers of a stage keep their numbers.
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
         self.final_norm: nn.Module | None = make_norm(config)
         self.head = None if config.tied_embeddings else nn.Linear(width, vocabulary, bias=False)
         self.first = self.last = True
         self.output = Output(config.vocab_size)
         self.rotary: Tensor
+        # Not persistent: computed from the configuration, so not part of checkpoints.
         self.register_buffer(
             "rotary", torch.empty(2, config.seq_len, config.head_dim // 2), persistent=False
         )
@@ -174,6 +176,7 @@ class Decoder(nn.Module):
             last: Whether it computes logits or loss; otherwise its output is hidden states.
         """
         self.first, self.last = first, last
+        # Deleted, not skipped: a stage must not allocate the other layers.
         for name in [name for name in self.layers if int(name) not in layers]:
             del self.layers[name]
         if not first:

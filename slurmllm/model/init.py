@@ -33,6 +33,7 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
         config: Determines the standard deviations.
         seed: The run's seed.
     """
+    # By name, since the families have norms of different classes.
     norms = {
         name for name, module in model.named_modules() if name.rpartition(".")[2].endswith("norm")
     }
@@ -61,6 +62,7 @@ def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor]) -> 
         for name, parameter in model.named_parameters():
             local, size, offset = _local(parameter)
             region = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+            # Only the worker's own region is read.
             local.copy_(read(name, region))
     _reset_buffers(model)
 

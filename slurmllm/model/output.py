@@ -132,6 +132,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(gradient, rows, out=grad_x[start : start + size])
             if grad_rows is None:
                 continue
+            # The first chunk writes, the others add: no pass that zeroes the gradient.
             if start == 0 and kind == gradient.dtype:
                 torch.mm(gradient.T, part, out=grad_rows)
             elif start == 0:
@@ -147,6 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad_x, grad_rows = ctx.saved_tensors
+        # The incoming gradient carries the loss scale and the ratio of unmasked labels.
         factor = grads[0] / ctx.count
         if grad_x is not None:
             grad_x = _scaled(grad_x, factor, grad_x.shape, ctx.kind)

@@ -50,6 +50,7 @@ def read_parquet(
         total = sum(group.total_byte_size for group in groups)
         rows = file.metadata.num_rows * CHUNK_BYTES // max(total, 1)
         rows = min(max(rows, 16), _MOST_ROWS)
+        # One thread: other processes read other shards at the same time.
         for batch in file.iter_batches(rows, columns=list(keys), use_threads=False):
             columns = [batch.column(key) for key in keys]
             yield good_rows(columns, keys, row + 1, _on_row(name, on_error))

@@ -52,12 +52,9 @@ class RowErrors:
         self._rows.close()
 
     def add(self, row: int, reason: str, fits: Callable[[Cells], bool]) -> None:
-        """Add an error.
+        """Add the error of a row, counted from 1 without the header.
 
-        Args:
-            row: Number of the row, from 1, without the header.
-            reason: Why it cannot be read.
-            fits: Whether cells can be the row's; otherwise the two readers disagree.
+        `fits` checks that cells can be the row's; otherwise the two readers disagree.
         """
         self._errors[row] = reason, fits
 
@@ -173,6 +170,7 @@ def _open_csv(
 
     return pc.open_csv(
         pa.PythonFile(stream, "r"),
+        # One thread: other processes read other shards at the same time.
         read_options=pc.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
         parse_options=pc.ParseOptions(
             delimiter=_delimiter(stream),

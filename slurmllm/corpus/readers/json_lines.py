@@ -64,6 +64,8 @@ def _parse_block(
     try:
         table = pj.read_json(
             pa.BufferReader(block),
+            # One block, since Arrow refuses objects that straddle two; one thread, since other
+            # processes read other shards.
             read_options=pj.ReadOptions(use_threads=False, block_size=len(block) + 1),
             parse_options=pj.ParseOptions(
                 explicit_schema=pa.schema([(key, pa.large_string()) for key in keys]),

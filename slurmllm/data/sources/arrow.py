@@ -172,6 +172,7 @@ class Ids:
 
     def __init__(self, arrays: list[pa.Array], first: list[int]) -> None:
         self._arrays = [array.to_numpy() for array in arrays]
+        # Indexing a memoryview yields an int without a numpy scalar, which is slower.
         self._views = [memoryview(array) for array in self._arrays]
         self._first = first
 

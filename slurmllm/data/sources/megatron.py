@@ -116,6 +116,7 @@ class MegatronSource(TokenizedSource):
                 f"{_VERSION} and types {', '.join(map(str, _TYPES))}: make it again with a "
                 "Megatron-LM of 2020 or later, from integer ids"
             )
+        # Before the file is mapped: reading beyond its end would be a SIGBUS.
         described = _HEADER.size + 12 * sequences + 8 * bounds
         if size not in (described, described + sequences):
             raise DataError(

@@ -21,7 +21,7 @@ def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None
         path: An Arrow corpus, of texts or of prompts and completions; a Megatron `.idx`, its
             `.bin` or the name of both without the ending; a `.npy`.
         encoder: Tokenizes texts; not needed for token ids.
-        vocab_size: The model's: the ids of tokenized corpora must be below it.
+        vocab_size: Upper bound of the ids of tokenized corpora.
 
     Raises:
         DataError: missing, unreadable, of an unknown kind, or text without a tokenizer.

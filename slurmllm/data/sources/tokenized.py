@@ -130,6 +130,7 @@ class NumpySource(TokenizedSource):
         super().__init__(None if encoder is None else encoder.end_of_document, vocab_size)
         self.path = path
         try:
+            # Without pickle, which could run code.
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError as error:
             raise DataError(f"no corpus {path}; name a .npy file of token ids") from error
