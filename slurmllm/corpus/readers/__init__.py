@@ -63,7 +63,7 @@ class DocumentReader:
                     f"{self.documents:,} documents)",
                     "rest",
                 )
-            # Parquet and Arrow are mapped: their streams read no byte, or a few.
+            # Parquet and plain Arrow files are not read through the stream: no checksum.
             if stream.offset_bytes:
                 with contextlib.suppress(OSError):
                     self.checksum = stream.checksum()
