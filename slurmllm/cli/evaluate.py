@@ -176,6 +176,7 @@ def evaluate(
     target = find_target(run, runs_root(runs_dir))
     if tokenizer is not None:
         tokenizer_from_file(tokenizer)  # raises its error before any job does
+    # Absolute paths: Slurm jobs may run in another directory.
     settings = EvaluationSettings(
         limit, batch_size, device, allow_code,
         export_dir and export_dir.absolute(), tokenizer and tokenizer.absolute(),
@@ -200,9 +201,11 @@ def evaluate(
     result = EvaluationResult()
     if jobs_to_run:
         _require_harness(jobs_to_run, plan)
+        # On Slurm the nodes have the devices, not this machine.
         if device == "cuda" and not slurm:
             resolve_device("cuda")
         for suite in plan.suites:
+            # A named corpus is part of the task's name, which no saved suite could repeat.
             if not suite.shipped and validation_corpus is None:
                 save_suite(target.store, suite, complete=not (suites and tasks))
         at_once = jobs or (_DEFAULT_JOBS if slurm else 1)

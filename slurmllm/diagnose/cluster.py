@@ -108,6 +108,7 @@ def _partition_findings(
         yield status("nodes", found, fix="`sinfo --list-reasons`")
     else:
         yield ok("nodes", found)
+    # A job may get any node: the smallest one counts.
     yield _cpus(min(node.cpus for node in own), cluster)
     yield _devices(own, cluster)
 

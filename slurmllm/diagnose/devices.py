@@ -109,6 +109,7 @@ def neuron_cores() -> int:
     """
     output = output_of("neuron-ls", "--json-output")
     try:
+        # A Trainium1 device has two cores, a worker each.
         return sum(int(device["nc_count"]) for device in json.loads(output))
     except (ValueError, TypeError, KeyError) as error:
         raise NodeError(f"neuron-ls printed no list of devices: {output[:60]!r}") from error
@@ -170,6 +171,7 @@ def efa_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
         # Each interface is a domain (`domain: rdmap16s27-rdm`), listed once or several times.
         count = len(set(re.findall(r"^\s*domain: (\S+)$", output, re.MULTILINE)))
     else:
+        # Without libfabric: RDMA devices of the kernel, some of which may be other vendors'.
         drivers = (root / "sys/class/infiniband").glob("*/device/driver")
         count = sum(driver.resolve().name == "efa" for driver in drivers)
     if count < required:

@@ -39,7 +39,7 @@ def folder_checksum(folder: Path) -> str:
     """Digest of the files of a Hugging Face model folder."""
     contents = {}
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name != MODEL:
+        if path.is_file() and path.name != MODEL:  # which is slurmllm's own, written on import
             with path.open("rb") as stream:
                 contents[path.name] = hashlib.file_digest(stream, "sha256").hexdigest()
     return _digest(contents)

@@ -93,6 +93,7 @@ def select_models(
                 "name the run"
             )
         return Selection((_model_of_folder(target.model),))
+    # Reads only manifests; the job verifies the files, which takes minutes for a large model.
     run, entries = target.run, list_checkpoints(target.run)
     invalidated = invalidated_checkpoints(run)
     complete = {

@@ -21,6 +21,7 @@ from math import comb
 from typing import Any
 
 TIME_LIMIT_S = 10
+# Address space and file size, bytes.
 _LIMITS = {resource.RLIMIT_AS: 4 << 30, resource.RLIMIT_FSIZE: 64 << 20}
 
 
@@ -66,8 +67,9 @@ def passes(program: str, limit_s: float = TIME_LIMIT_S) -> bool:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True,  # for killpg
         )
+        # Not by preexec_fn, which may deadlock in a process with threads (pass_at_k has a pool).
         with contextlib.suppress(ProcessLookupError):
             for kind, limit in _LIMITS.items():
                 resource.prlimit(process.pid, kind, (limit, limit))

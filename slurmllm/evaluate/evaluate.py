@@ -153,6 +153,7 @@ def plan_evaluation(
         raise UserError(f"no task is left to evaluate: {reasons}")
     version = harness_version()
     if version is None:
+        # Cached scores can be shown without the harness: their keys need the version that scored.
         records = [stored.record for stored in read_scores(target.store)[0]]
         of_harness = [record for record in records if record.version != LOOP]
         newest = max(of_harness, key=lambda record: record.evaluated_at, default=None)
@@ -296,6 +297,7 @@ def suite_tables(
     ]
     if plan.validation is not None:
         row = SuiteTask(task=plan.validation.name)
+        # The key depends on the limit: one key for each limit among the scores.
         limits = {None if one.record.limit is None else int(one.record.limit) for one in stored}
         keys = set()
         for limit in limits:

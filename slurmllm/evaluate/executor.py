@@ -86,6 +86,7 @@ class JobProcess:
         return outcome
 
     def terminate(self) -> None:
+        # The whole session: a task may have started processes of its own.
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
@@ -106,7 +107,7 @@ def main(stem: str) -> None:
     request, outcome = Path(f"{stem}.request"), Path(f"{stem}.outcome")
     result = pickle.dumps(run_job(pickle.loads(request.read_bytes())))
     partial = outcome.with_suffix(".partial")
-    partial.write_bytes(result)
+    partial.write_bytes(result)  # the parent must not read half an outcome
     partial.replace(outcome)
 
 
@@ -143,6 +144,7 @@ def run_local(
         while pending or running:
             for slot in range(at_once):
                 if pending and slot not in running:
+                    # A single job at a time may use all devices.
                     device = devices[slot % len(devices)] if at_once > 1 and devices else None
                     job = pending.pop(0)
                     running[slot] = JobProcess(job, logs, device), job
@@ -205,7 +207,7 @@ def run_on_slurm(
                 for task in [task for task in running if task.done()]:
                     yield running.pop(task), _task_outcome(task)
         finally:
-            if running:
+            if running:  # interrupted
                 cancel(array)
 
 

@@ -104,7 +104,7 @@ class Harness:
                 limit=settings.limit,
                 task_manager=_manager_of(request),
                 confirm_run_unsafe_code=settings.allow_code,
-                log_samples=False,
+                log_samples=False,  # kept in memory otherwise, all prompts and answers
             )
         except SlurmllmError:
             raise
@@ -117,6 +117,7 @@ class Harness:
         if self._loaded_model is None:
             from lm_eval.api.registry import get_model
 
+            # "auto" halves the batch on a CUDA out-of-memory error; a CPU would swap instead.
             size = self._settings.batch_size or (1 if self._device == "cpu" else "auto")
             self._loaded_model = get_model("hf").create_from_arg_obj(
                 {"pretrained": str(self._folder)},
@@ -214,6 +215,7 @@ def _finite_scores(result: Mapping[str, Any]) -> tuple[dict[str, float], dict[st
     errors: dict[str, float] = {}
     for name, value in result.items():
         metric, comma, filter_name = name.partition(",")
+        # `alias` has no comma; a standard error may be "N/A".
         if not comma or isinstance(value, str) or not math.isfinite(float(value)):
             continue
         if metric.endswith("_stderr"):
@@ -244,7 +246,7 @@ def _translate_error(task: str, error: Exception) -> SlurmllmError:
         )
     chain: list[str] = []
     cause: BaseException | None = error
-    while cause is not None and len(chain) < 20:
+    while cause is not None and len(chain) < 20:  # a chain of causes may be circular
         chain += [kind.__name__ for kind in type(cause).__mro__]
         cause = cause.__cause__ or cause.__context__
     if any(name in _HUB for name in chain) or "Hugging Face Hub" in text:

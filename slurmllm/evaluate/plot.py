@@ -36,6 +36,7 @@ def draw(table: ScoreTable, name: str, path: Path) -> None:
     figure = Figure(figsize=(4.6 * columns, 3.4 * lines + 0.4), layout="constrained", dpi=110)
     figure.suptitle(f"{name}: {table.suite}")
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    # A model folder has no count of tokens: then over steps.
     against_tokens = any(table.tokens.values())
     for ax, (title, rows) in zip(axes, panels, strict=False):
         _panel(ax, title, rows, table, against_tokens)

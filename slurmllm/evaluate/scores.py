@@ -155,24 +155,23 @@ def _matching(
     from slurmllm.evaluate.cache_key import task_key
     from slurmllm.evaluate.suites import VALIDATION
 
-    return [
-        one.record
-        for one in stored
-        if one.record.task == task.task
-        and (
-            task.task.partition(":")[0] == VALIDATION
-            or one.key == task_key(task, folder, _integer(one.record.limit), one.record.version)
-        )
-    ]
-
-
-def _integer(limit: float | None) -> int | None:
-    return None if limit is None else int(limit)
+    records = [(one.key, one.record) for one in stored if one.record.task == task.task]
+    # The key of `validation` depends on its text, which is not read here.
+    if task.task.partition(":")[0] == VALIDATION:
+        return [record for _, record in records]
+    matching = []
+    for key, record in records:
+        # The record has a float, whose digest would differ.
+        limit = None if record.limit is None else int(record.limit)
+        if key == task_key(task, folder, limit, record.version):
+            matching.append(record)
+    return matching
 
 
 def _of_limit(records: Sequence[EvaluationRecord], limit: int | None) -> list[EvaluationRecord]:
     if limit is not None:
         return [record for record in records if record.limit == limit]
+    # Scores of different numbers of questions are not comparable: only one number is shown.
     limits = {record.limit for record in records}
     best = None if None in limits or not limits else max(one for one in limits if one is not None)
     return [record for record in records if record.limit == best]
@@ -217,7 +216,7 @@ def _average(
     """The mean of a group's rows, for steps and published models that have all of them."""
     from slurmllm.evaluate.suites import AVERAGE
 
-    if len(rows) != tasks:
+    if len(rows) != tasks:  # a mean of fewer tasks is not comparable with the published one
         return []
     steps = set.intersection(*(set(row.scores) for row in rows))
     scores = {step: sum(row.scores[step] for row in rows) / tasks for step in sorted(steps)}

@@ -270,15 +270,13 @@ def save_suite(run: RunDir, located: LocatedSuite, *, complete: bool = True) -> 
         return
     if suite.name == "tasks" and path.is_file():
         earlier = [row for row in read_suite(path).rows() if row not in tuple(suite.rows())]
-        group = suite.groups[0].model_copy(
-            update={"tasks": _distinct_names([*earlier, *suite.rows()])}
-        )
+        rows = _distinct_names([*earlier, *suite.rows()])
+        group = suite.groups[0].model_copy(update={"tasks": rows})
         suite = suite.model_copy(update={"groups": (group,)})
     values = suite.model_dump(mode="json")
-    values["groups"] = [
-        {**group, "tasks": [_with_absolute_folder(row, located.folder) for row in group["tasks"]]}
-        for group in values["groups"]
-    ]
+    for row in (row for group in values["groups"] for row in group["tasks"]):
+        # The saved file is in another folder, to which a relative path would not apply.
+        row["folder"] = row["folder"] and str(located.folder / row["folder"])
     write_atomic(path, write_yaml(values))
 
 
@@ -291,7 +289,3 @@ def _distinct_names(rows: Sequence[SuiteTask]) -> tuple[SuiteTask, ...]:
         else row
         for row in rows
     )
-
-
-def _with_absolute_folder(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return {**row, "folder": row["folder"] and str(folder / row["folder"])}

@@ -113,6 +113,7 @@ def held_out_loss(
 
 def load_model(directory: Path, config: ModelConfig, device: str) -> Decoder:
     """A checkpoint's model: in fp32 on a CPU, in bf16 on other devices."""
+    # On meta: allocated once, in the final dtype and on the device.
     with torch.device("meta"):
         model = build_model(config)
         if device != "cpu":
@@ -146,6 +147,7 @@ def _batch_loss(model: Decoder, group: Sequence[Batch], device: str) -> tuple[fl
     places = [place for batch in group if (place := batch.positions) is not None]
     positions = _tensor(places, device) if places else None
     mean = model(_tensor([batch.inputs for batch in group], device), labels, positions)
+    # The decoder's loss is the mean over all labels, where masked ones count as zero.
     return float(mean) * labels.numel(), int((labels != IGNORED).sum())
 
 
