@@ -1,4 +1,4 @@
-"""`data build`: what a corpus holds, how input is cleaned, and what faults leave behind."""
+"""`data build`: contents of a corpus, cleaning of input, and unreadable input."""
 
 from __future__ import annotations
 

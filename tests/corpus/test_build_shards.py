@@ -60,9 +60,9 @@ def content(inputs: Path, out: str = "out.arrow") -> tuple[bytes, bytes]:
     return path.read_bytes(), path.with_name(path.name + ".json").read_bytes()
 
 
-def fail(inputs: Path, fault: str = '{"text": "a"', **options: Any) -> None:
+def fail(inputs: Path, bad_line: str = '{"text": "a"', **options: Any) -> None:
     """Add a file that cannot be read, build, and take the file away."""
-    (inputs / "9.jsonl").write_text(fault)
+    (inputs / "9.jsonl").write_text(bad_line)
     with pytest.raises(DataError, match=r"9.jsonl:1"):
         build(inputs, **options)
     (inputs / "9.jsonl").unlink()
@@ -100,11 +100,11 @@ def test_other_options_or_inputs_start_anew(inputs: Path) -> None:
     assert build(inputs, clean=CleanOptions(min_chars=6), callbacks=callbacks).continued == 0
     assert notes[0].startswith(f"starting over: the {FILES} shards in ")
     fail(inputs, overwrite=True)
-    (inputs / "3.jsonl").write_text('{"text": "mended"}')
+    (inputs / "3.jsonl").write_text('{"text": "fixed"}')
     assert build(inputs, overwrite=True).continued == FILES - 1
 
 
-def test_a_shard_with_faults_serves_only_where_they_are_skipped(inputs: Path) -> None:
+def test_a_shard_with_errors_is_reused_only_with_skip_bad(inputs: Path) -> None:
     (inputs / "0.jsonl").write_text('{"text": "a"}\n{')
     shard = plan_shards(find_inputs([str(inputs)]), BuildOptions(ReadOptions(skip_bad=True)))[0]
     work = WorkFolder(inputs.parent / "work")
@@ -171,7 +171,7 @@ def start(inputs: Path, *options: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("how", ["group", "parent", "interrupt", "worker"])
-def test_a_killed_build_goes_on(inputs: Path, how: str) -> None:
+def test_a_killed_build_continues(inputs: Path, how: str) -> None:
     process = start(inputs)
     assert process.stderr is not None
     work = WorkFolder.of(inputs.parent / "out.arrow")
@@ -249,7 +249,7 @@ def test_interrupted_before_the_manifest_has_its_name(
     assert names_in(inputs.parent) == ["in", "out.arrow", "out.arrow.json"]
 
 
-def test_a_worker_that_fails_of_itself(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_fails_with_an_error(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     shards = plan_shards(find_inputs([str(inputs)]), BuildOptions())
     work = WorkFolder(inputs.parent / "work")

@@ -82,7 +82,7 @@ def test_what_is_passed_over_is_said(folder: Path) -> None:
     assert len(notes) == 2
 
 
-def test_links_that_lead_nowhere(folder: Path) -> None:
+def test_broken_links(folder: Path) -> None:
     Path("in/c.txt").symlink_to("gone.txt")
     for argument in ("in", "in/*.txt"):
         with pytest.raises(DataError, match=r"in/c.txt is a link to gone.txt, .*: No such file"):
@@ -104,7 +104,7 @@ def test_lists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save_dataset(folder: Path, texts: list[list[str]]) -> None:
-    """What `Dataset.save_to_disk` leaves, a file a list, with a cached computation beside it."""
+    """A folder as of `Dataset.save_to_disk`, one file per list, with a file of cached results."""
     folder.mkdir(parents=True)
     files = [f"data-{index:05d}-of-{len(texts):05d}.arrow" for index in range(len(texts))]
     for name, part in [*zip(files, texts, strict=True), ("cache-0123456789abcdef.arrow", ["no"])]:

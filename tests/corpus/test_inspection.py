@@ -89,7 +89,7 @@ def test_what_a_recipe_takes(tmp_path: Path, tokenizer: Path, texts: list[str]) 
     assert "tiny_neox: 50 steps x 64 tokens" in shown.stdout
 
 
-def test_prompts_are_told_from_completions(tmp_path: Path, tokenizer: Path) -> None:
+def test_prompts_and_completions_are_distinguished(tmp_path: Path, tokenizer: Path) -> None:
     prompts = [f"what is {i}? " for i in range(9)]
     corpus = arrow(tmp_path / "p.arrow", prompt=prompts, completion=["a number"] * 9)
     result = inspect(corpus, "--tokenizer", tokenizer, "--json", "--sequences", 1)
@@ -101,7 +101,7 @@ def test_prompts_are_told_from_completions(tmp_path: Path, tokenizer: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ([], "name a corpus"),
         (["none.arrow", "--tokenizer", "TOKENIZER"], "no corpus none.arrow"),
@@ -109,8 +109,8 @@ def test_prompts_are_told_from_completions(tmp_path: Path, tokenizer: Path) -> N
         (["CORPUS", "--set", "optim.lr=1"], "add --recipe"),
     ],
 )
-def test_faults(tmp_path: Path, tokenizer: Path, arguments: list[str], words: str) -> None:
+def test_errors(tmp_path: Path, tokenizer: Path, arguments: list[str], message: str) -> None:
     names = {"CORPUS": arrow(tmp_path / "c.arrow", text=["a"]), "TOKENIZER": tokenizer}
     result = inspect(*(names.get(argument, argument) for argument in arguments))
     assert result.exit_code == 2, result.output
-    assert words in str(result.exception) + result.output
+    assert message in str(result.exception) + result.output

@@ -38,17 +38,17 @@ PARAGRAPHS = ["one line", "two\nlines – größer", "東京\n  indented <|endof
 def read(
     path: Path, format: FormatOption = "auto", skip: bool = False, **options: Any
 ) -> tuple[list[Any], list[str]]:
-    """The documents (tuples where there are several columns), and the faults."""
-    faults = InputErrors(skip)
+    """The documents (tuples if there are several columns), and the errors."""
+    errors = InputErrors(skip)
     read = ReadOptions(**options)
     found: list[Any] = []
-    for chunk in DocumentReader(input_file(path, format), read, faults.add):
+    for chunk in DocumentReader(input_file(path, format), read, errors.add):
         for column in chunk:
             column.validate(full=True)
             assert column.null_count == 0
         columns = [column.to_pylist() for column in chunk]
         found += columns[0] if len(columns) == 1 else zip(*columns, strict=True)
-    return found, faults.examples
+    return found, errors.examples
 
 
 def texts(path: Path, **options: Any) -> list[Any]:
@@ -137,9 +137,9 @@ def test_cut_compressed_files(tmp_path: Path, ending: str, keep: float) -> None:
     path.write_bytes(packed)
     with pytest.raises(DataError, match=f"a.jsonl{ending}: cannot be read to its end: Truncated"):
         texts(path)
-    found, (fault,) = read(path, skip=True)
+    found, (error,) = read(path, skip=True)
     size = f"{len(packed):,}"
-    assert fault.endswith(f"near byte {size} of {size} on disk, after {len(found):,} documents)")
+    assert error.endswith(f"near byte {size} of {size} on disk, after {len(found):,} documents)")
     if ending != ".bz2":  # whose blocks hold 900 kB each
         assert 5000 * keep - 1000 < len(found) < 5000
 
@@ -155,8 +155,8 @@ def test_corrupt_compressed_files(
     packed[middle : middle + 20] = b"\0" * 20
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(packed)
-    found, faults = read(path, skip=True)
-    assert "cannot be read to its end" in faults[-1]
+    found, errors = read(path, skip=True)
+    assert "cannot be read to its end" in errors[-1]
     assert len(found) < 4000
     path.write_bytes(b"no such thing" * 100)
     with pytest.raises(DataError, match="cannot be read to its end"):
@@ -248,10 +248,10 @@ def test_json_lines_mean_the_same_in_blocks_of_any_size(
         patch.setattr("slurmllm.corpus.readers.base.CHUNK_BYTES", block)
         path = Path(folder) / "a.jsonl"
         path.write_bytes(data)
-        found, faults = read(path, skip=True)
+        found, errors = read(path, skip=True)
     assert found == one_by_one(data)
     filled = [line for line in text.split("\n") if line and not line.isspace()]
-    assert len(found) + len(faults) == len(filled)
+    assert len(found) + len(errors) == len(filled)
 
 
 def test_faults_name_the_line_in_later_blocks(
@@ -260,14 +260,14 @@ def test_faults_name_the_line_in_later_blocks(
     monkeypatch.setattr("slurmllm.corpus.readers.base.CHUNK_BYTES", 200)
     path = tmp_path / "a.jsonl"
     path.write_bytes(json_lines(["x"] * 100) + b'{"text": 5}\n' + json_lines(["y"] * 100))
-    found, (fault,) = read(path, skip=True)
+    found, (error,) = read(path, skip=True)
     assert found == ["x"] * 100 + ["y"] * 100
-    assert fault.endswith("a.jsonl:101: field 'text' is 5, not a string")
+    assert error.endswith("a.jsonl:101: field 'text' is 5, not a string")
     path = tmp_path / "a.txt"
     path.write_bytes(b"good\n\n" * 100 + b"b\xe9d\n\n" + b"good\n\n" * 100)
-    found, (fault,) = read(path, skip=True)
+    found, (error,) = read(path, skip=True)
     assert found == ["good"] * 200
-    assert fault.endswith("a.txt: byte 601 is not UTF-8 (0xe9)")
+    assert error.endswith("a.txt: byte 601 is not UTF-8 (0xe9)")
 
 
 def test_faults_of_tables_name_the_row(tmp_path: Path) -> None:
@@ -278,9 +278,9 @@ def test_faults_of_tables_name_the_row(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.arrow"):
         with pytest.raises(DataError, match=rf"{name}: row 2 of column 'text' is null"):
             texts(tmp_path / name)
-        found, faults = read(tmp_path / name, skip=True)
+        found, errors = read(tmp_path / name, skip=True)
         assert found == ["a", "b"]
-        assert faults[1].endswith("row 3 of column 'text' is not UTF-8")
+        assert errors[1].endswith("row 3 of column 'text' is not UTF-8")
         with pytest.raises(DataError, match=r"no column 'body' \(columns: text, number\)"):
             texts(tmp_path / name, text_key="body")
         with pytest.raises(DataError, match=r"column 'number' is int64, not strings"):
@@ -292,12 +292,12 @@ def test_faults_of_tables_name_the_row(tmp_path: Path) -> None:
                 texts(tmp_path / name)
 
 
-def test_faults_of_csv_name_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_csv_name_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbf"id",text\n1,a\n\n2,b,c\n3,\xff\n4,"d\ne"\n5\n6,\n')
-    found, faults = read(path, skip=True)
+    found, errors = read(path, skip=True)
     assert found == ["a", "d\ne", ""]
-    assert [fault.split("a.csv:")[1] for fault in faults] == [
+    assert [error.split("a.csv:")[1] for error in errors] == [
         "4: row 2 has 3 columns, the header has 2: '2,b,c'",
         "5: row 3 of column 'text' is not UTF-8",
         "8: row 5 has 1 columns, the header has 2: '5'",

@@ -86,7 +86,7 @@ def test_a_template_in_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def marked(path: Path, tokenizer: Path, row: tuple[str, str]) -> tuple[str, str]:
-    """What is read and what is learnt of a document."""
+    """The inputs and the trained tokens of a document."""
     encoder = TokenEncoder(tokenizer)
     read = open_source(write_prompts(path / "c.arrow", [row]), encoder, None).read([(0, 0)])
     untrained = (read.marks & UNTRAINED) > 0
@@ -94,7 +94,7 @@ def marked(path: Path, tokenizer: Path, row: tuple[str, str]) -> tuple[str, str]
     return encoder.decode(read.tokens[untrained]), encoder.decode(read.tokens[~untrained])
 
 
-def test_prompts_are_read_and_completions_learnt(tmp_path: Path) -> None:
+def test_prompts_are_read_and_completions_trained(tmp_path: Path) -> None:
     plain = folder(tmp_path)
     assert marked(tmp_path, plain, ("Q: x", " y")) == ("Q: x", " y<|endoftext|>")
     assert marked(tmp_path, plain, ("", "y")) == ("", "y<|endoftext|>")
@@ -122,13 +122,13 @@ def test_a_config_belongs_to_its_own_tokenizer(tmp_path: Path) -> None:
         ("{{ messages.append(1) }}", "fails: .*unsafe"),
     ],
 )
-def test_templates_that_cannot_serve(tmp_path: Path, template: str, message: str) -> None:
+def test_invalid_templates(tmp_path: Path, template: str, message: str) -> None:
     path = folder(tmp_path, template)
     with pytest.raises(DataError, match=message):
         ChatFormat(path).texts("x", "y")
 
 
-def test_files_that_cannot_serve(tmp_path: Path) -> None:
+def test_invalid_files(tmp_path: Path) -> None:
     path = folder(tmp_path, eos_token="<none>")
     corpus = write_prompts(tmp_path / "c.arrow", ROWS)
     with pytest.raises(DataError, match=r"eos_token '<none>' .* is not in the tokenizer's"):
@@ -148,7 +148,7 @@ def test_labels_of_a_packed_batch(tmp_path: Path, workers: int) -> None:
     rows = [(f"question {i} " * (i % 3), f"answer {i}") for i in range(20)]
     corpus = write_prompts(tmp_path / "c.arrow", rows)
     spec = StreamSpec([(corpus, 1.0)], path, 12, 4, 1, mask="document")
-    learnt, encoder = [], TokenEncoder(path)
+    trained, encoder = [], TokenEncoder(path)
     with PackedStream(spec, 0, 1, workers) as stream:
         assert not stream.trains_every_token
         for _ in range(30):
@@ -157,11 +157,11 @@ def test_labels_of_a_packed_batch(tmp_path: Path, workers: int) -> None:
             assert np.array_equal(labels == -100, batch.untrained[:, 1:])
             kept = labels != -100
             assert np.array_equal(labels[kept], batch.tokens[:, 1:][kept])
-            learnt.append(labels)
+            trained.append(labels)
             assert batch.positions is not None
             assert (batch.positions[batch.begins[:, :-1]] == 0).all()
     for slot in range(4):
-        row = np.concatenate([labels[slot] for labels in learnt])
+        row = np.concatenate([labels[slot] for labels in trained])
         answers = encoder.decode(row[row != -100]).split("<|endoftext|>")[1:-1]
         assert answers
         assert set(answers) <= {answer for _, answer in rows}
@@ -190,7 +190,7 @@ def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "message"),
     [
         (["a"], "without a template named `default`"),
         ([{"name": "tools", "template": CHATML}], "without a template named `default`"),
@@ -200,12 +200,12 @@ def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:
         ("hello", "omits the text of"),
     ],
 )
-def test_templates_are_tried_out_when_a_corpus_is_opened(
-    tmp_path: Path, template: Any, words: str
+def test_templates_are_validated_when_a_corpus_is_opened(
+    tmp_path: Path, template: Any, message: str
 ) -> None:
     encoder = TokenEncoder(folder(tmp_path, template))
     corpus = write_prompts(tmp_path / "p.arrow", ROWS)
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=message):
         open_source(corpus, encoder, None)
 
 

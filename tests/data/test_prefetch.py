@@ -64,7 +64,7 @@ def cpu_s(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def test_signals_to_the_whole_job_leave_the_worker_alone(stream: PackedStream) -> None:
+def test_signals_to_the_whole_job_do_not_end_the_worker(stream: PackedStream) -> None:
     # At once, while the interpreter starts, and again at work.
     for _ in range(2):
         for number in PARENT_SIGNALS:
@@ -106,7 +106,7 @@ def test_prefetch_is_bounded(stream: PackedStream) -> None:
     assert cpu_s(worker_pid(stream)) - before < 0.1
 
 
-def test_a_killed_worker_is_the_nodes_fault(stream: PackedStream) -> None:
+def test_a_killed_worker_is_a_node_error(stream: PackedStream) -> None:
     stream.next_batch()
     os.kill(worker_pid(stream), signal.SIGKILL)
     with pytest.raises(NodeError, match=r"\(pid \d+\) was killed by signal 9; .*memory"):

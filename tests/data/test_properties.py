@@ -166,7 +166,7 @@ def test_documents_and_positions_of_a_masked_batch(
     seq_len: int,
     stop: int,
 ) -> None:
-    # Each token says its document and its place in it.
+    # Each token encodes its document and its index in it.
     documents = [[[d * 100 + place for place in range(n)]] for d, n in enumerate(lengths)]
     prefix = write_megatron(tmp_path_factory.mktemp("any") / "m", documents)
     spec = StreamSpec([(prefix, 1.0)], None, seq_len, 2, seed, mask="document")
@@ -227,7 +227,7 @@ def test_there_is_nothing_to_validate_on_where_nothing_is_held_out(
         streams(StreamSpec([(corpus, 1.0)], tokenizer, 8, 2, 1, split="validation"))
 
 
-def test_splits_are_of_content_alone() -> None:
+def test_splits_depend_only_on_content() -> None:
     hashes = np.random.default_rng(1).integers(0, 2**64, 100_000, dtype=np.uint64)
     small, large = (Split("validation", share).holds(hashes) for share in (0.05, 0.2))
     assert (small <= large).all()  # a larger share holds out more, not others

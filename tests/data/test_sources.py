@@ -53,7 +53,7 @@ def test_pieces_of_any_text_hold_all_of_it(
         assert source.read([last]).tokens[-1] == encoder.end_of_document
 
 
-def test_many_documents_at_once_are_those_read_alone(
+def test_documents_read_together_equal_those_read_singly(
     tmp_path: Path, tokenizer: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ["", *texts[:20], "", "last"]
@@ -167,7 +167,7 @@ def test_numpy_rows_are_documents(tmp_path: Path) -> None:
     assert len(set(source.document_hashes(np.arange(4)).tolist())) == 4
 
 
-def test_numpy_files_that_cannot_serve(tmp_path: Path) -> None:
+def test_invalid_numpy_files(tmp_path: Path) -> None:
     def refused(path: Path, message: str) -> None:
         with pytest.raises(DataError, match=message):
             open_source(path, None, 100)

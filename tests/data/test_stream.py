@@ -189,7 +189,7 @@ def version_1(corpus: Path, rank: PackedStream) -> State:
     return {**kept, "version": 1, "corpus": Corpus(corpus).file.footer, "slots": slots}
 
 
-def test_a_state_of_version_1_goes_on(corpus: Path, tokenizer: Path) -> None:
+def test_a_state_of_version_1_resumes(corpus: Path, tokenizer: Path) -> None:
     expected = take(streams(corpus, tokenizer), 20)
     (rank,) = streams(corpus, tokenizer)
     take([rank], 7)

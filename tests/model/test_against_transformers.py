@@ -1,6 +1,6 @@
 """The decoder against transformers' models: logits, loss and every gradient, in fp32, to 1e-5.
 
-With and without masks between documents and labels that are not learnt.
+With and without masks between documents and ignored labels.
 """
 
 from __future__ import annotations

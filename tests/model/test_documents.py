@@ -29,7 +29,7 @@ def model(family: str) -> Decoder:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9))
-def test_packed_is_as_alone(family: str, lengths: list[int]) -> None:
+def test_packed_documents_equal_single_ones(family: str, lengths: list[int]) -> None:
     decoder = model(family)
     text = torch.randint(0, 61, (sum(lengths),), generator=torch.Generator().manual_seed(2))
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -37,8 +37,8 @@ def test_packed_is_as_alone(family: str, lengths: list[int]) -> None:
     packed = decoder(
         text.expand(2, -1), positions=torch.stack([positions, torch.arange(len(text))])
     )
-    alone = [decoder(document.unsqueeze(0)) for document in text.split(lengths)]
-    torch.testing.assert_close(packed[:1], torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
+    single = [decoder(document.unsqueeze(0)) for document in text.split(lengths)]
+    torch.testing.assert_close(packed[:1], torch.cat(single, dim=1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(packed[1:], decoder(text.unsqueeze(0)), rtol=1e-5, atol=1e-5)
 
 
