@@ -13,7 +13,7 @@ from slurmllm.train.failures import classify_error
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.example[:60])
-def test_a_row_says_what_its_line_means(row: Row) -> None:
+def test_a_row_matches_its_example(row: Row) -> None:
     assert re.search(row.pattern, row.example)
     assert meaning_of(row.example) == row.meaning
     assert row.source

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,17 +75,12 @@ def sources(backend: str, package: Path = _PACKAGE) -> str:
         package: The folder of slurmllm.
     """
     found = hashlib.sha256()
-    for file in _source_files(backend, package):
+    folders = (package / "model", package / "backends" / backend)
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    for file in (*files, *(package / module for module in GRAPH_MODULES)):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         found.update(f"{file.relative_to(package).as_posix()} {content}\n".encode())
     return found.hexdigest()
-
-
-def _source_files(backend: str, package: Path) -> Iterator[Path]:
-    for folder in ("model", f"backends/{backend}"):
-        yield from sorted((package / folder).rglob("*.py"))
-    for module in GRAPH_MODULES:
-        yield package / module
 
 
 def worker_threads(config: RunConfig, mesh: Mesh, local: bool) -> int | None:

@@ -113,9 +113,11 @@ class AttemptMonitor:
                 self._note_sign(now - self._stop.at)
                 self._send(signal.SIGUSR2)  # srun forwards it to the launchers
             self._check_failures(now)
-            if self._past_deadline(now):
-                self.observed.overran_s = now - self._stop.at
-                self._kill_at = now
+            # The time limit is near, and the workers have not saved and left.
+            limited = self._stop.name is not None and self._job_limited
+            overran = limited and now - self._stop.at > leaving_s(self._lead_s)
+            if overran and self.observed.overran_s is None:
+                self.observed.overran_s, self._kill_at = now - self._stop.at, now
             if now >= self._next_look:
                 self._next_look = now + self._look_s
                 self._look(now)
@@ -175,12 +177,6 @@ class AttemptMonitor:
         if killed or any(meaning_of(f"{f.error} {f.message}") != "lost_peer" for f in failures):
             return CLEAR_GRACE_S
         return REPORTED_GRACE_S if all_reported else LAUNCHER_GRACE_S
-
-    def _past_deadline(self, now: float) -> bool:
-        """Whether a stop has taken so long that the time limit is near."""
-        if self._stop.name is None or not self._job_limited or self.observed.overran_s is not None:
-            return False
-        return now - self._stop.at > leaving_s(self._lead_s)
 
     def _look_for_newer(self, now: float) -> None:
         newer = attempts.newer_attempt(self._run, self._record.stage, self._record.attempt)

@@ -202,12 +202,14 @@ def close_attempt(
             "new_graphs": tuple(sorted({name for node in nodes for name in node.new_graphs})),
         }
     )
-    begin = first_attempt(run)
+    begin, skips = first_attempt(run), SkipsRecord()
+    if closed.ending == "divergence" and run.skips.is_file():
+        skips = SkipsRecord.load(run.skips)
     closed = decide(
         closed,
         [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending],
         load(run.config).recipe,
-        rolled_back=_rolled_back(run, closed),
+        rolled_back=any(skip.attempt == closed.attempt for skip in skips.skips),
         started=ending.started,
     )
     closed.save(paths.record)
@@ -221,13 +223,6 @@ def close_attempt(
 def first_attempt(run: RunDir) -> int:
     """The first train attempt of the last submission: budgets count from there."""
     return JobsRecord.load(run.jobs).submissions[-1].first_attempt if run.jobs.is_file() else 0
-
-
-def _rolled_back(run: RunDir, closed: AttemptRecord) -> bool:
-    """Whether the workers recorded which batches the run skips next."""
-    if closed.ending != "divergence" or not run.skips.is_file():
-        return False
-    return any(skip.attempt == closed.attempt for skip in SkipsRecord.load(run.skips).skips)
 
 
 def newer_attempt(run: RunDir, stage: Stage, number: int) -> int | None:

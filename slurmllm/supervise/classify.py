@@ -122,11 +122,15 @@ def classify(evidence: Evidence) -> Ending:
     if evidence.hang is not None and not _failed_before(evidence, evidence.hang):
         reasons = (*hang_text(evidence.hang), *evidence.stacks)
         return Ending("hang", reasons, evidence.hang.suspects)
+    if down := tuple(name for name in silent if name in evidence.down_nodes):
+        return Ending("node_failure", (f"Slurm: {', '.join(down)} down",), down)
+    if (by_failure := _by_failure(evidence)) is not None:
+        return by_failure
+    # If the run directory cannot be written, most other records could not be written either.
+    if evidence.unwritable is not None:
+        return Ending("storage_failure", (evidence.unwritable,))
     return (
-        _by_slurm(evidence, silent)
-        or _by_failure(evidence)
-        or _by_storage(evidence)
-        or _by_exit_code(evidence)
+        _by_exit_code(evidence)
         or _by_signal(evidence)
         or _by_silence(evidence, silent)
         or _by_log(evidence)
@@ -170,12 +174,6 @@ def hang_text(hang: HangRecord) -> list[str]:
         ranks = ", ".join(map(str, hang.behind[:8])) + (" …" if len(hang.behind) > 8 else "")
         lines.append(f"behind the others: rank {ranks}")
     return lines
-
-
-def _by_slurm(evidence: Evidence, silent: Sequence[str]) -> Ending | None:
-    """Nodes that did not report and that Slurm reports as down."""
-    down = tuple(name for name in silent if name in evidence.down_nodes)
-    return Ending("node_failure", (f"Slurm: {', '.join(down)} down",), down) if down else None
 
 
 def _failed_before(evidence: Evidence, hang: HangRecord) -> bool:
@@ -225,11 +223,6 @@ def device_fault(failure: FailureRecord) -> bool:
 
 def _text(failure: FailureRecord) -> str:
     return f"{failure.error} {failure.message}"
-
-
-def _by_storage(evidence: Evidence) -> Ending | None:
-    # If the run directory cannot be written, most other records could not be written either.
-    return Ending("storage_failure", (evidence.unwritable,)) if evidence.unwritable else None
 
 
 def _by_exit_code(evidence: Evidence) -> Ending | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from slurmllm.errors import SlurmError
 from slurmllm.log import message_of
@@ -44,6 +45,15 @@ def gather_evidence(
     """
     nodes = attempts.node_records(run, record)
     failures = attempts.failure_records(run, record)
+    # First: it may wait for the accounting, from which the next lines read.
+    slurm_state = _slurm_state(allocation, stop_signal)
+    out_of_memory, down_nodes = False, list[str]()
+    if isinstance(allocation, SlurmAllocation):
+        rows = allocation.client.accounting(allocation.job_id)
+        out_of_memory = any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
+        with suppress(SlurmError):
+            states = allocation.client.node_states()
+            down_nodes = [n for n in record.nodes if not usable(states.get(n, "unknown"))]
     hang, lines = observed.hang, tuple[str, ...]()
     if hang is not None:
         hang, lines = _with_stacks(run, record, hang, nodes)
@@ -51,9 +61,9 @@ def gather_evidence(
         expected_nodes=record.nodes,
         nodes=nodes,
         failures=failures,
-        slurm_state=_slurm_state(allocation, stop_signal),
-        step_out_of_memory=_out_of_memory(allocation),
-        down_nodes=_down_nodes(record, allocation),
+        slurm_state=slurm_state,
+        step_out_of_memory=out_of_memory,
+        down_nodes=down_nodes,
         stop_signal=stop_signal,
         overran_s=observed.overran_s,
         uncompiled=uncompiled,
@@ -92,23 +102,6 @@ def _slurm_state(allocation: Allocation, stop_signal: str | None) -> str:
         time.sleep(POLL_S)
         state = allocation.state()
     return state
-
-
-def _out_of_memory(allocation: Allocation) -> bool:
-    if not isinstance(allocation, SlurmAllocation):
-        return False
-    rows = allocation.client.accounting(allocation.job_id)
-    return any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
-
-
-def _down_nodes(record: AttemptRecord, allocation: Allocation) -> list[str]:
-    if not isinstance(allocation, SlurmAllocation):
-        return []
-    try:
-        states = allocation.client.node_states()
-    except SlurmError:
-        return []
-    return [name for name in record.nodes if not usable(states.get(name, "unknown"))]
 
 
 def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:

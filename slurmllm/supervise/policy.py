@@ -5,7 +5,8 @@ Pure functions of records, so that a simulation of months runs the supervisor's 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.error_patterns import LASTING_FAULT, PASSING_FAULT
@@ -81,7 +82,9 @@ def decide(
     if closed.ending in BUDGETS:
         field, name = BUDGETS[closed.ending]
         budget, hours = int(getattr(limits, field)), limits.budget_hours
-        used = 1 + sum(a.ending == closed.ending for a in _within(closed, earlier, hours))
+        begin = _end(closed) - hours * HOUR_S
+        within = takewhile(lambda attempt: _end(attempt) >= begin, reversed(earlier))
+        used = 1 + sum(attempt.ending == closed.ending for attempt in within)
         if used > budget:
             text = f"{used} {name} within {hours:g} h, slurm.{field} is {budget}"
             return _with_action(closed, "stop", (*closed.evidence, text))
@@ -158,16 +161,6 @@ def _idle_attempts(closed: AttemptRecord, earlier: Sequence[AttemptRecord]) -> i
             break
         idle += attempt.ending != "divergence"  # roll-backs have a limit: guard.max_roll_backs
     return idle
-
-
-def _within(
-    closed: AttemptRecord, earlier: Sequence[AttemptRecord], hours: float
-) -> Iterator[AttemptRecord]:
-    begin = _end(closed) - hours * HOUR_S
-    for attempt in reversed(earlier):
-        if _end(attempt) < begin:
-            return
-        yield attempt
 
 
 def _end(attempt: AttemptRecord) -> float:

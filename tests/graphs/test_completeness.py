@@ -1,4 +1,4 @@
-"""Precompile, gate and refill as a user meets them, on stand-ins for Neuron's tool and a worker.
+"""Precompile, completeness and new graphs, on stand-ins for Neuron's tool and a worker.
 
 `submit --local` on two launchers, the nxd backend in CPU mode; the workers ask for graphs and do
 nothing else (tests/nxd/standins).
@@ -180,7 +180,7 @@ def test_the_train_stage_refuses_an_incomplete_archive(stage: Stage) -> None:
     assert any(failed.name in line for line in closed["evidence"])
 
 
-def test_a_missing_artifact_is_told_from_a_failure(stage: Stage) -> None:
+def test_a_missing_artifact_is_not_a_failure(stage: Stage) -> None:
     stage.compiler(drop=["b"])
     stage.submit("r", code=70)
     (lost,) = (s for s in stage.manifest("r").states if s.state != "compiled")
@@ -241,7 +241,7 @@ def test_incomplete_graphs_compile_starts_all_the_same(stage: Stage) -> None:
     assert not stage.manifest("r").complete
 
 
-def test_resume_with_the_override_trains_and_refills(stage: Stage) -> None:
+def test_resume_with_the_override_trains_and_merges_the_new_graphs(stage: Stage) -> None:
     stage.compiler(fail=["b"])
     stage.submit("r", code=70)
     stage.compiler()
@@ -303,7 +303,7 @@ def test_nodes_with_other_versions_say_so_and_compile(stage: Stage) -> None:
     assert (merged.versions, merged.graphs) == ({**wrong, "neuronx-cc": "not installed"}, 2)
 
 
-def test_without_the_tools_workers_the_precompile_stage_says_why(stage: Stage) -> None:
+def test_without_the_tools_workers_the_precompile_stage_names_the_reason(stage: Stage) -> None:
     broken = stage.folder / "bin" / "neuron_parallel_compile"
     broken.parent.mkdir()
     broken.write_text("#!/bin/sh\necho no compiler license; exit 3\n")

@@ -40,12 +40,12 @@ def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
     return manifest
 
 
-def hand_in(run: RunDir, tmp_path: Path, node: str, manifest: GraphManifest) -> tuple[str, ...]:
+def submit(run: RunDir, tmp_path: Path, node: str, manifest: GraphManifest) -> tuple[str, ...]:
     return merge.submit_new_graphs(tmp_path / node, run, 0, NODES, node, manifest)
 
 
 def test_nothing_new_leaves_nothing(run: RunDir, tmp_path: Path, manifest: GraphManifest) -> None:
-    assert hand_in(run, tmp_path, "n1", manifest) == ()
+    assert submit(run, tmp_path, "n1", manifest) == ()
     assert merge.merge_new_graphs(run) == ()
     assert not run.new_graphs.exists()
     assert GraphManifest.load(run.graphs_manifest) == manifest
@@ -56,8 +56,8 @@ def test_new_graphs_of_all_nodes_come_into_the_archive(
 ) -> None:
     compile_graph(tmp_path / "n1", "bbb", "both")
     compile_graph(tmp_path / "n2", "both", "ccc")
-    assert hand_in(run, tmp_path, "n1", manifest) == ("bbb", "both")
-    assert hand_in(run, tmp_path, "n2", manifest) == ("both", "ccc")
+    assert submit(run, tmp_path, "n1", manifest) == ("bbb", "both")
+    assert submit(run, tmp_path, "n2", manifest) == ("both", "ccc")
     with tarfile.open(run.new_graphs / "000_n1.tar") as archive:
         assert not [name for name in archive.getnames() if "aaa" in name]
     assert sorted(merge.merge_new_graphs(run)) == ["bbb", "both", "ccc"]
@@ -83,7 +83,7 @@ def test_a_node_that_dies_while_handing_in_does_no_harm(
 ) -> None:
     for node, graph in (("n1", "bbb"), ("n2", "ccc")):
         compile_graph(tmp_path / node, graph)
-        hand_in(run, tmp_path, node, manifest)
+        submit(run, tmp_path, node, manifest)
     record, archive = run.new_graphs / "000_n2.json", run.new_graphs / "000_n2.tar"
     if harm == "no record":
         record.unlink()
@@ -105,7 +105,7 @@ def test_the_old_archive_serves_until_the_manifest_names_the_new_one(
     run: RunDir, tmp_path: Path, manifest: GraphManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_graph(tmp_path / "n1", "bbb")
-    hand_in(run, tmp_path, "n1", manifest)
+    submit(run, tmp_path, "n1", manifest)
 
     def killed(record: GraphManifest, path: Path) -> None:
         raise KeyboardInterrupt
@@ -126,9 +126,9 @@ def test_graphs_of_other_versions_do_not_mix(
     other = {**manifest.versions, "torch": "9.9"}
     compile_graph(tmp_path / "n1", "bbb")
     compile_graph(tmp_path / "n2", "ccc")
-    hand_in(run, tmp_path, "n1", manifest)
+    submit(run, tmp_path, "n1", manifest)
     monkeypatch.setattr(environment, "versions", lambda: other)
-    assert hand_in(run, tmp_path, "n2", manifest) == ("aaa", "ccc"), "all that it has"
+    assert submit(run, tmp_path, "n2", manifest) == ("aaa", "ccc"), "all that it has"
     assert NewGraphs.load(run.new_graphs / "000_n2.json").versions == other
     assert merge.merge_new_graphs(run) == ("bbb",)
 
@@ -140,7 +140,7 @@ def test_where_every_node_has_other_versions_theirs_take_the_archives_place(
     for node in NODES:
         graph_cache.empty_cache_once(tmp_path / node, "attempt 0")
         compile_graph(tmp_path / node, "ddd")
-        hand_in(run, tmp_path, node, manifest)
+        submit(run, tmp_path, node, manifest)
     assert merge.merge_new_graphs(run) == ("ddd",)
     merged = GraphManifest.load(run.graphs_manifest)
     assert (merged.versions, merged.graphs, merged.fingerprint) == ({"torch": "9.9"}, 1, "")

@@ -163,7 +163,7 @@ def rows(*states: str) -> list[AccountingRow]:
         ((), 0, "node_failure"),
     ],
 )
-def test_a_lost_attempt_ends_as_slurm_says(
+def test_an_orphaned_attempt_ends_by_accounting(
     states: tuple[str, ...], restart_count: int, ending: str
 ) -> None:
     record = open_record(restart_count)
@@ -171,7 +171,7 @@ def test_a_lost_attempt_ends_as_slurm_says(
     assert found.ending == ending
 
 
-def test_one_silent_node_is_blamed_for_a_lost_attempt() -> None:
+def test_one_unresponsive_node_is_blamed_for_an_orphaned_attempt() -> None:
     reported = {"n1": NodeRecord(node="n1", pids={0: 5}, exit_codes={0: 70})}
     row = AccountingRow("7", "NODE_FAIL", "0:0", "n[1-2]", "", "2026-11-21T05:14:09")
     assert ending_of_orphaned(open_record(), reported, row).blamed_nodes == ("n2",)
@@ -196,7 +196,7 @@ def test_usable_nodes(state: str, good: bool) -> None:
         ("ended by SIGKILL", False, ["local0"]),
     ],
 )
-def test_nodes_to_keep_off(run: RunDir, message: str, reports: bool, lost: list[str]) -> None:
+def test_lost_nodes(run: RunDir, message: str, reports: bool, lost: list[str]) -> None:
     record = attempt(run, Ending("node_failure", (message,), ("local0",)))
     folder = run.attempt("train", record.attempt)
     if reports:

@@ -258,7 +258,7 @@ def test_row(row: str) -> None:
     assert any(words in line for line in found.evidence), found.evidence
 
 
-def test_the_silent_node_is_blamed_and_not_its_peers() -> None:
+def test_the_unresponsive_node_is_blamed_and_not_its_peers() -> None:
     assert classify(ROWS["a node stopped responding"][0]).blamed_nodes == ("n2",)
     assert classify(ROWS["killed from outside"][0]).blamed_nodes == ("n2",)
     assert classify(ROWS["only echoes"][0]).blamed_nodes == ()
@@ -269,7 +269,7 @@ def test_the_silent_node_is_blamed_and_not_its_peers() -> None:
     assert classify(ROWS["aborted by NCCL's watchdog, no cause"][0]).blamed_nodes == ()
 
 
-def test_of_silent_nodes_those_are_blamed_that_are_few() -> None:
+def test_unresponsive_nodes_are_blamed_unless_they_are_most() -> None:
     names = ("n1", "n2", "n3", "n4")
     for silent, blamed in ((1, 1), (2, 2), (3, 0), (4, 0)):
         nodes = {name: node(name, {rank: 70}) for rank, name in enumerate(names[silent:])}
@@ -320,7 +320,7 @@ def test_every_class_has_an_action() -> None:
         "NET/OFI Request completed with error. RC: 21. Error: unknown error",
     ],
 )
-def test_what_a_lost_peer_says(line: str) -> None:
+def test_messages_of_a_lost_peer(line: str) -> None:
     assert LOST_PEER.search(line)
     assert not DEVICE_FAULT.search(line)
     assert not DEVICE_MEMORY.search(line)
@@ -343,7 +343,7 @@ def test_what_a_lost_peer_says(line: str) -> None:
         "Failed to execute model file.neff with status 1203",
     ],
 )  # fmt: skip
-def test_what_a_broken_device_says(line: str) -> None:
+def test_messages_of_a_broken_device(line: str) -> None:
     ending = classify(seen(both(70, 70), failure(1, "RuntimeError", line)))
     assert (ending.ending, ending.blamed_nodes) == ("node_failure", ("n2",))
 
@@ -360,7 +360,7 @@ def test_what_a_broken_device_says(line: str) -> None:
         'nrt_load_collectives status=4 message="Allocation Failure"',
     ],
 )  # fmt: skip
-def test_what_a_full_device_says(line: str) -> None:
+def test_messages_of_a_full_device(line: str) -> None:
     assert classify(seen(both(70, 70), failure(1, "RuntimeError", line))).ending == "out_of_memory"
 
 
@@ -377,5 +377,5 @@ def test_what_a_full_device_says(line: str) -> None:
         "the job's status=5", "HTTP status 101",
     ],
 )  # fmt: skip
-def test_what_no_other_node_mends(line: str) -> None:
+def test_messages_of_faulty_code(line: str) -> None:
     assert classify(seen(both(70, 70), failure(1, "RuntimeError", line))).ending == "code_error"

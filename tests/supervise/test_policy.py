@@ -107,7 +107,7 @@ def test_a_roll_back_goes_on_and_is_no_idle_attempt() -> None:
         ("attempt.json is damaged: nodes: field required", False),
     ],
 )
-def test_storage_that_may_mend_itself(evidence: str, passes: bool) -> None:
+def test_transient_storage_failures(evidence: str, passes: bool) -> None:
     assert is_transient([evidence]) is passes
     closed = decide(attempt(0, "storage_failure", evidence=(evidence,)), [], RECIPE)
     assert closed.action == ("requeue" if passes else "stop")
@@ -118,7 +118,7 @@ def test_what_is_never_requeued(ending: EndingClass) -> None:
     assert decide(attempt(0, ending, 10), [], RECIPE).action == "stop"
 
 
-def test_nodes_to_keep_off() -> None:
+def test_lost_nodes() -> None:
     blamed = attempt(1, "node_failure", blamed_nodes=("n1",), evidence=("n1 said x", "so"))
     before = attempt(0, "hang", blamed_nodes=("n1",))
     assert failing_nodes(blamed, [], ["n1"], 24.0) == {"n1": "n1 said x"}
