@@ -1,4 +1,4 @@
-"""A progress bar on the terminal, and a line a minute where there is no terminal."""
+"""A progress bar on the terminal, or one line per minute without a terminal."""
 
 from __future__ import annotations
 
@@ -20,32 +20,24 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-# Called with the bytes done so far.
+# Called with the bytes completed so far.
 OnProgress = Callable[[int], None]
-# Called with what is done at the moment, the bytes done so far, and all there are.
+# Called with the current stage, the bytes completed so far, and the total.
 OnStage = Callable[[str, int, int], None]
 
-_QUIET_S = 60.0
+_QUIET_S = 60.0  # between two lines in a log
 
 
 @contextlib.contextmanager
 def input_progress(title: str, total_bytes: int) -> Iterator[OnProgress]:
-    """Show how much of the input is read, on stderr.
-
-    Yields:
-        What to call with the bytes read so far.
-    """
+    """Show the progress of reading an input, on stderr."""
     with stage_progress() as show:
         yield lambda done_bytes: show(title, done_bytes, total_bytes)
 
 
 @contextlib.contextmanager
 def stage_progress() -> Iterator[OnStage]:
-    """Show how far some stages are, one after the other, on stderr.
-
-    Yields:
-        What to call with a stage's title, the bytes done so far, and all there are.
-    """
+    """Show the progress of consecutive stages, on stderr."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines()
@@ -73,7 +65,7 @@ def stage_progress() -> Iterator[OnStage]:
 
 
 class _Lines:
-    """The same for a log: `reading: 3.1 of 5.0 GB, 190.2 MB/s, 0:00:10 left`."""
+    """Prints lines such as `reading: 3.1 of 5.0 GB, 190.2 MB/s, 0:00:10 left`."""
 
     def __init__(self) -> None:
         self._title = ""

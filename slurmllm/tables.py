@@ -1,4 +1,8 @@
-"""Output for people: tables in one style, of which no number is ever cut, whatever the width."""
+"""Tables on the terminal, in one style; numbers are never truncated, whatever the width.
+
+rich.Table would cut or fold every column that does not fit. Here columns are dropped, folded or
+moved below in an order that each table chooses.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,20 @@ from rich.cells import cell_len, set_cell_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-PROSE = 24  # cells below which prose is no joy
-_TIGHT = 12  # likewise of prose that is repeated
+PROSE = 24  # least cells of a column of prose
+_TIGHT = 12  # least cells of prose that is repeated in every part of a table
 _GAP = 2  # cells between two columns
-_NARROWEST = 8  # cells that are left to a column where nothing else helps
-# Where nobody looks at a terminal (a pipe, a log) there is no width to fit into.
-_PIPED_WIDTH = 1_000_000
+_NARROWEST = 8  # cells of a column if nothing else helps
+_PIPED_WIDTH = 1_000_000  # a pipe or a log file has no width to fit into
 
 
 class Column(NamedTuple):
     """A column of a table.
 
     Attributes:
-        heading: Of it.
-        room: Cells that it needs at least where it may be folded; 0: all of its widest cell's.
-        drop: Those with the highest number are left out first; 0: never.
+        heading: Its heading.
+        room: Least cells if it may be folded; 0: the width of its widest cell.
+        drop: Columns with the highest number are dropped first; 0: never.
     """
 
     heading: str
@@ -37,12 +40,12 @@ class Column(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """A table as wide as there is room for.
+    """A table fitted into a width.
 
     Attributes:
-        parts: Tables, each as its lines with the headings first: where not all columns stand side
-            by side, the others follow below, behind those that tell the rows apart.
-        left_out: Headings of the columns that were dropped.
+        parts: Tables as lines, headings first. Columns that do not fit next to each other follow in
+            further tables, which repeat the columns that identify the rows.
+        left_out: Headings of the dropped columns.
     """
 
     parts: list[list[str]]
@@ -50,25 +53,19 @@ class Fitted(NamedTuple):
 
 
 def width() -> int:
-    """Cells of a line: the terminal's, or what $COLUMNS says of it; in a pipe as many as wanted."""
+    """Cells per line of the terminal, or $COLUMNS; without limit in a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPED_WIDTH
 
 
 def console() -> Console:
-    """Standard output, with lines as wide as `width` says; a terminal's follows its window."""
+    """Standard output with lines as wide as `width`; on a terminal it follows the window."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], fold: str = "") -> None:
-    """Print a table without lines.
-
-    Args:
-        headings: A heading a column.
-        rows: The cells.
-        fold: Heading of the column whose cells may be broken into several lines.
-    """
+    """Print a table without rules; cells of the column with the heading `fold` may be folded."""
     columns = [Column(name, PROSE if fold and name == fold else 0) for name in headings]
     for number, (heading, *lines) in enumerate(fitted(columns, list(rows), width()).parts):
         if number:
@@ -86,16 +83,17 @@ def fitted(
     Args:
         columns: Its columns.
         rows: Their cells.
-        room: Cells of a line.
-        one_line: Whether a row has one line alone; then a last column of prose is cut.
+        room: Cells per line.
+        one_line: Whether each row takes one line; a last column of prose is then truncated.
     """
+    cells = zip(*rows, strict=True) if rows else [()] * len(columns)
     widest = [
-        max(cell_len(line) for cell in (column.heading, *cells) for line in cell.split("\n"))
-        for column, cells in zip(columns, _transposed(rows, len(columns)), strict=True)
+        max(cell_len(line) for cell in (column.heading, *own) for line in cell.split("\n"))
+        for column, own in zip(columns, cells, strict=True)
     ]
     least = [
-        min(of_all, max(column.room, cell_len(column.heading))) if column.room else of_all
-        for column, of_all in zip(columns, widest, strict=True)
+        min(most, max(column.room, cell_len(column.heading))) if column.room else most
+        for column, most in zip(columns, widest, strict=True)
     ]
     used, left_out = list(range(len(columns))), []
     for at in sorted((at for at in used if columns[at].drop), key=lambda at: -columns[at].drop):
@@ -105,44 +103,46 @@ def fitted(
         left_out.append(columns[at].heading)
     last, taken = used[-1], _total(widest, used[:-1]) + _GAP
     if one_line and columns[last].room:
-        own = max(room - taken, columns[last].room)
-        rows = [(*row[:last], _cut(row[last], own), *row[last + 1 :]) for row in rows]
-        widest[last] = min(widest[last], own)
+        own_room = max(room - taken, columns[last].room)
+        rows = [(*row[:last], _truncate(row[last], own_room), *row[last + 1 :]) for row in rows]
+        widest[last] = min(widest[last], own_room)
     tight = [
         min(own, max(_TIGHT, cell_len(column.heading))) if column.room else own
         for column, own in zip(columns, least, strict=True)
     ]
     parts = []
-    for keys, others in _parts(rows, used, least, tight, room):
+    for keys, others in _split_columns(rows, used, least, tight, room):
         needed = {at: tight[at] for at in keys} | {at: least[at] for at in others}
-        widths = _widths(needed, widest, room)
+        widths = _choose_widths(needed, widest, room)
         shown = [[column.heading for column in columns], *rows]
-        parts.append([line for row in shown for line in _lines(row, widths)])
+        parts.append([line for row in shown for line in _row_lines(row, widths)])
     return Fitted(parts, left_out)
 
 
-def _parts(
+def _split_columns(
     rows: Sequence[Sequence[str]],
     used: list[int],
     least: Sequence[int],
     tight: Sequence[int],
     room: int,
 ) -> list[tuple[list[int], list[int]]]:
-    """The columns of each table, those that are in all of them apart.
+    """The columns of each table: the keys, which all tables repeat, and the others.
 
-    Where one table is too wide these are the first columns: as many as tell the rows apart and
-    leave room for any other.
+    The keys are the first columns, as many as identify the rows and leave room for any other.
     """
     if _total(least, used) <= room:
         return [([], used)]
+    filled: list[Sequence[str]] = []  # a blank cell repeats the one above it
+    for row in rows:
+        above = filled[-1] if filled else row
+        filled.append([cell or before for cell, before in zip(row, above, strict=True)])
     keys, most = used[:1], 0
-    named = _filled(rows)
     for count in range(1, len(used)):
         first, others = used[:count], used[count:]
-        told = len({tuple(row[at] for at in first) for row in named})
+        distinct = len({tuple(row[at] for at in first) for row in filled})
         taken = _total(tight, first) + _GAP
-        if told > most and (count == 1 or taken + max(least[at] for at in others) <= room):
-            keys, most = first, told
+        if distinct > most and (count == 1 or taken + max(least[at] for at in others) <= room):
+            keys, most = first, distinct
     rest = room - _total(tight, keys) - _GAP
     parts: list[tuple[list[int], list[int]]] = []
     for at in used[len(keys) :]:
@@ -152,17 +152,8 @@ def _parts(
     return parts or [([], keys)]
 
 
-def _filled(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """The rows, with what a blank cell leaves to the one above it."""
-    found: list[Sequence[str]] = []
-    for row in rows:
-        above = found[-1] if found else row
-        found.append([cell or before for cell, before in zip(row, above, strict=True)])
-    return found
-
-
-def _widths(needed: dict[int, int], widest: Sequence[int], room: int) -> dict[int, int]:
-    """Column → its width: what there is to spare goes to those that are folded."""
+def _choose_widths(needed: dict[int, int], widest: Sequence[int], room: int) -> dict[int, int]:
+    """Column → its width; spare cells go to the columns that would be folded."""
     widths = dict(needed)
     spare = room - sum(widths.values()) - _GAP * (len(widths) - 1)
     for at in sorted(widths, key=lambda at: widest[at] - needed[at]):
@@ -176,9 +167,8 @@ def _widths(needed: dict[int, int], widest: Sequence[int], room: int) -> dict[in
     return widths
 
 
-def _lines(row: Sequence[str], widths: dict[int, int]) -> Iterator[str]:
-    """The lines of a row."""
-    cells = [_folded(row[at], own) for at, own in widths.items()]
+def _row_lines(row: Sequence[str], widths: dict[int, int]) -> Iterator[str]:
+    cells = [_fold(row[at], own) for at, own in widths.items()]
     for line in zip_longest(*cells, fillvalue=""):
         padded = (
             set_cell_size(text, max(own, cell_len(text)))
@@ -187,7 +177,7 @@ def _lines(row: Sequence[str], widths: dict[int, int]) -> Iterator[str]:
         yield (" " * _GAP).join(padded).rstrip()
 
 
-def _folded(cell: str, own: int) -> list[str]:
+def _fold(cell: str, own: int) -> list[str]:
     """The lines of a cell, broken between words."""
     if cell_len(cell) <= own and "\n" not in cell:
         return [cell]
@@ -197,13 +187,9 @@ def _folded(cell: str, own: int) -> list[str]:
     return [str(line).rstrip() for line in Text(cell).wrap(Console(), own, overflow="fold")]
 
 
-def _cut(words: str, room: int) -> str:
-    return words if cell_len(words) <= room else f"{set_cell_size(words, room - 1)}…"
+def _truncate(text: str, room: int) -> str:
+    return text if cell_len(text) <= room else f"{set_cell_size(text, room - 1)}…"
 
 
 def _total(widths: Sequence[int], part: Sequence[int]) -> int:
     return sum(widths[at] for at in part) + _GAP * (len(part) - 1)
-
-
-def _transposed(rows: Sequence[Sequence[str]], columns: int) -> Iterable[Sequence[str]]:
-    return zip(*rows, strict=True) if rows else [()] * columns

@@ -1,4 +1,4 @@
-"""`slurmllm`: the verbs, and the one place where an error becomes a message and an exit code."""
+"""`slurmllm`: the verbs, and the conversion of errors to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 
 
 class _Failure(click.ClickException):
-    """An error of ours, as click prints it."""
+    """A `SlurmllmError` as click prints it."""
 
     def __init__(self, error: SlurmllmError) -> None:
         super().__init__(str(error))
@@ -64,14 +64,14 @@ def cli() -> None:
     """Train language models on a Slurm cluster: one line, requeued, resumed, compared.
 
     \b
-    slurmllm recipes                       what can be trained
-    slurmllm plan neox_20b --nodes 4       which mesh, how fast, what it costs
+    slurmllm recipes                       list the recipes
+    slurmllm plan neox_20b --nodes 4       choose a mesh; its speed and cost
     slurmllm submit tiny_neox --nodes 4    precompile, then train
-    slurmllm status                        what became of it
+    slurmllm status                        status of all runs
 
-    Exit codes: 0 done; 1 a negative answer (compare: the runs differ; evaluate: some tasks were
-    not scored); 2 something you can put right; 3 Slurm or a node; 4 storage or a checkpoint;
-    70 a fault of the code; 71 divergence; 75 stopped early, to be started again; 130 interrupted.
+    Exit codes: 0 done; 1 the check failed (compare: the runs differ; evaluate: some tasks were not
+    scored); 2 invalid input or configuration; 3 Slurm or a node; 4 storage or a checkpoint; 70 an
+    internal error; 71 divergence; 75 stopped early, to be requeued; 130 interrupted.
     """
 
 
@@ -85,7 +85,7 @@ for _verb in (supervise, launch, worker, check_node, allreduce):
 
 
 def main() -> None:
-    """The console script; no ending but a verb's own negative answer has the exit code 1."""
+    """The console script; exit code 1 is reserved for failed checks of a verb."""
     try:
         code = cli.main(prog_name="slurmllm", standalone_mode=False)
         sys.stdout.flush()
@@ -96,10 +96,12 @@ def main() -> None:
         click.echo("interrupted", err=True)
         code = EXIT_INTERRUPTED
     except OSError as error:
-        click.echo(f"error: {error.strerror or error}; where does the output go?", err=True)
+        click.echo(f"error: cannot write the output: {error.strerror or error}", err=True)
         code = StorageError.exit_code
     except Exception:
         traceback.print_exc()
-        click.echo("error: a fault of slurmllm itself; please report the lines above", err=True)
+        click.echo(
+            "error: an internal error of slurmllm; please report the traceback above", err=True
+        )
         code = CodeError.exit_code
     sys.exit(code if isinstance(code, int) else 0)

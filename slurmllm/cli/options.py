@@ -1,4 +1,4 @@
-"""Options that several verbs share."""
+"""Options shared by several verbs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -
     if first is not None and last is not None and first > last:
         from slurmllm.errors import UserError
 
-        raise UserError(
-            f"--to-step {last} lies before --from-step {first}; give the larger one to it"
-        )
+        raise UserError(f"--to-step {last} is less than --from-step {first}; swap them")
     return last
 
 
@@ -29,14 +27,14 @@ set_value = click.option(
     "overrides",
     multiple=True,
     metavar="PATH=VALUE",
-    help="Override a value of recipe or cluster profile, such as optim.lr=1e-4; repeatable.",
+    help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable.",
 )
 precompile = click.option(
     "--precompile",
     type=click.Choice(["auto", "always"]),
     default="auto",
     show_default=True,
-    help="auto: skip the precompile stage where this or an earlier run has compiled the graphs.",
+    help="auto: skip the precompile stage if this or an earlier run has compiled the graphs.",
 )
 cluster = click.option(
     "--cluster",
@@ -55,27 +53,27 @@ tags = click.option(
 from_step = click.option(
     "--from-step",
     type=click.IntRange(min=0),
-    is_eager=True,  # known when --to-step is looked at
-    help="First step to look at.  [default: the first]",
+    is_eager=True,  # parsed before --to-step, whose callback reads it
+    help="First step to read.  [default: the first]",
 )
 to_step = click.option(
     "--to-step",
     type=click.IntRange(min=0),
     callback=_after_from_step,
-    help="Last step to look at, included.  [default: the last]",
+    help="Last step to read, inclusive.  [default: the last]",
 )
-no_plot = click.option("--no-plot", is_flag=True, help="Draw no picture.")
+no_plot = click.option("--no-plot", is_flag=True, help="Do not draw a picture.")
 
 
 def check_picture(plot: str | None, no_plot: bool = False) -> None:
-    """That a picture is named sensibly, before any work is done for it.
+    """Check the name of a picture before any work is done for it.
 
     Raises:
-        UserError: it is none, or is asked for and not.
+        UserError: it is not a PNG, or --no-plot is given too.
     """
     from slurmllm.errors import UserError
 
     if plot is not None and no_plot:
         raise UserError("--plot and --no-plot exclude each other; give one of them")
     if plot is not None and Path(plot).suffix.lower() != ".png":
-        raise UserError(f"--plot {plot}: the picture is a PNG; name it {Path(plot).stem}.png")
+        raise UserError(f"--plot {plot}: pictures are PNG files; use {Path(plot).stem}.png")

@@ -45,7 +45,7 @@ def call(*arguments: str) -> Result:
     return result
 
 
-def test_all_ranks_have_a_prefix(run: RunDir) -> None:
+def test_lines_of_all_ranks_have_a_prefix(run: RunDir) -> None:
     assert call("--all-ranks").stdout.splitlines() == [
         "── precompile attempt 0",
         "[rank 0] precompile attempt 0: 1 node(s): a",
@@ -84,7 +84,7 @@ def test_records_have_the_colour_of_their_level(run: RunDir) -> None:
         (("--failed", "--stage", "precompile"), "no attempt of r has failed"),
     ],
 )
-def test_what_is_not_there_is_said(run: RunDir, arguments: tuple[str, ...], words: str) -> None:
+def test_missing_logs_are_errors(run: RunDir, arguments: tuple[str, ...], words: str) -> None:
     result = call(*arguments)
     assert (result.exit_code, words in result.output) == (2, True), result.output
 

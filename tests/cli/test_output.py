@@ -18,13 +18,13 @@ WORDS = st.text("ab ", min_size=1, max_size=60) | st.just("运行 a b c d e f g 
     st.lists(st.tuples(WORDS, st.lists(NUMBERS, min_size=9, max_size=9), WORDS), max_size=4),
     st.integers(40, 300),
 )
-def test_every_number_stands_whole_in_a_line_that_fits(
+def test_numbers_are_never_truncated_and_lines_fit(
     rows: list[tuple[str, list[str], str]], room: int
 ) -> None:
     columns = [
         Column("run", 16),
         *(Column(f"n{i}", drop=i == 8) for i in range(9)),
-        Column("why", PROSE),
+        Column("reason", PROSE),
     ]
     cells = [(f"{i}{name}", *numbers, why) for i, (name, numbers, why) in enumerate(rows)]
     found = fitted(columns, cells, room)
@@ -36,8 +36,8 @@ def test_every_number_stands_whole_in_a_line_that_fits(
         assert all(
             words.count(number) >= numbers[:shown].count(number) for number in numbers[:shown]
         )
-    told = [word for *_, why in rows for word in why.split() if len(word) <= 20]
-    assert set(told) <= set(words)
+    shown_words = [word for *_, why in rows for word in why.split() if len(word) <= 20]
+    assert set(shown_words) <= set(words)
 
 
 ROWS = [("a", "1", "1,234.5678", "some words that are long"), ("a", "2", "0.25", "few")]
@@ -48,7 +48,7 @@ def shown(capsys: pytest.CaptureFixture[str], fold: str = "", *more: tuple[str, 
     return click.unstyle(capsys.readouterr().out)
 
 
-def test_columns_without_room_follow_below_what_tells_the_rows_apart(
+def test_columns_without_room_follow_below_with_the_keys_of_the_rows(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = (
@@ -75,7 +75,7 @@ def test_columns_without_room_follow_below_what_tells_the_rows_apart(
     ]
 
 
-def test_a_blank_cell_stands_for_the_one_above_it() -> None:
+def test_a_blank_cell_repeats_the_one_above_it() -> None:
     rows = [("a", "one", "1"), ("", "two", "2"), ("b", "one", "3"), ("", "two", "4")]
     columns = [Column("group"), Column("task"), Column("step 100"), Column("step 200")]
     found = fitted(columns, [(*row, "0.5") for row in rows], 21)

@@ -161,12 +161,12 @@ def test_a_picture_nobody_asked_for_is_no_failure(run_command, three_runs) -> No
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--plot", "p.pdf"), r"--plot p\.pdf: the picture is a PNG; name it p\.png"),
+        (("--plot", "p.pdf"), r"--plot p\.pdf: pictures are PNG files; use p\.png"),
         (("--plot", "p.png", "--no-plot"), "exclude each other"),
         (("--tolerance", "-1"), "--tolerance -1: a tolerance is 0 or more"),
         (("--grad-norm-tolerance", "nan"), "--grad-norm-tolerance nan: a tolerance is 0 or more"),
         (("--exact", "--tolerance", "1e-3"), "--tolerance 0.001 and --exact exclude each other"),
-        (("--to-step", "5", "--from-step", "9"), "--to-step 5 lies before --from-step 9"),
+        (("--to-step", "5", "--from-step", "9"), "--to-step 5 is less than --from-step 9"),
     ],
 )
 def test_options_that_make_no_sense(run_command, options: tuple[str, ...], words: str) -> None:

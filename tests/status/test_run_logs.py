@@ -1,4 +1,4 @@
-"""Logs of many workers as one, and which of them failed first."""
+"""The merged logs of several workers, and the first failing worker."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write(path: Path, data: bytes) -> None:
         stream.write(data)
 
 
-def test_attempts_ranks_and_what_comes_later(run: RunDir) -> None:
+def test_attempts_ranks_and_new_lines(run: RunDir) -> None:
     log = run.stage_log("train")
     write(log, b"train attempt 0: 2 node(s): a b\nstep 1\ntrain attempt 0: hang \xe2\x86\x92 x\n")
     write(log, b"train attempt 1: 2 node(s): a b\nhal")
@@ -117,7 +117,7 @@ def test_ranks_are_merged_by_time(run: RunDir) -> None:
 
 
 @given(st.binary(max_size=300), st.integers(1, 8))
-def test_any_bytes_are_read_from_the_end_as_from_the_begin(data: bytes, lines: int) -> None:
+def test_reading_from_the_end_equals_reading_from_the_start(data: bytes, lines: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +129,7 @@ def test_any_bytes_are_read_from_the_end_as_from_the_begin(data: bytes, lines: i
         assert [*end.lines(), *end.flush()] == expected[-lines:]
 
 
-def test_a_line_without_end_comes_in_pieces_and_an_emptied_file_anew(run: RunDir) -> None:
+def test_a_long_line_is_split_and_a_truncated_file_read_again(run: RunDir) -> None:
     path = run.worker_log("train", 0, 1)
     write(path, b"x" * 3_000_000)
     log = GrowingLog(path)
@@ -151,7 +151,7 @@ def test_the_first_failure_of_its_own_is_the_culprit(run: RunDir) -> None:
     assert found.failure.message == "the cause"
 
 
-def test_without_a_word_the_exit_codes_and_the_logs_tell(run: RunDir) -> None:
+def test_without_failure_records_exit_codes_and_logs_decide(run: RunDir) -> None:
     attempt(run, ending=None)  # it is failing
     node(run, "a", {0: -9, 1: -9}, stopped_ranks=(0,))
     node(run, "b", {2: 1, 3: 0})
@@ -162,7 +162,7 @@ def test_without_a_word_the_exit_codes_and_the_logs_tell(run: RunDir) -> None:
     assert last_lines(run, record, 2, 5) == ["CUDA out of memory. Tried to allocate 2 GiB"]
 
 
-def test_a_node_that_was_lost_comes_before_the_echoes(run: RunDir) -> None:
+def test_a_lost_node_comes_before_lost_peers(run: RunDir) -> None:
     attempt(run, ending="node_failure", blamed_nodes=("b",))
     node(run, "a", {0: 3, 1: 3})
     failure(run, 0, 1.0, "Connection closed by peer [127.0.0.1]:1")
@@ -182,7 +182,7 @@ def test_a_hang_names_who_is_behind(run: RunDir) -> None:
     assert "after step 7" in found.how[0]
 
 
-def test_endings_that_are_no_failures(run: RunDir) -> None:
+def test_endings_without_failure(run: RunDir) -> None:
     for number, ending in enumerate(("done", "advance_signal", "cancelled", "superseded")):
         attempt(run, number, ending)
     assert failed_attempts(run, ("precompile", "train")) == []

@@ -33,8 +33,8 @@ from slurmllm.status.time_breakdown import node_hours
 PRICE = "cluster.price={on_demand: 20.0, date: '2026-01-01'}"
 
 
-class Asked(FakeSlurm):
-    """Counts the questions; holds job 7 as running, and no other."""
+class CountingSlurm(FakeSlurm):
+    """Counts the queries; has job 7 as running, and no other."""
 
     def __init__(self, silent: bool = False) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Asked(FakeSlurm):
     def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
         self.queues += 1
         if self.silent:
-            raise SlurmError("squeue gave no answer")
+            raise SlurmError("squeue did not answer")
         return {job: QueuedJob(job, "RUNNING", "None", "n[1-2]") for job in job_ids if job == "7"}
 
     def accounting(self, job_id: str) -> list[AccountingRow]:
@@ -102,7 +102,7 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
     run.events(1).write_text(save.model_dump_json() + "\n")
     checkpoint(run, 30, 1, now - 60)
     (run.checkpoints / "step_00000040").mkdir()  # a save that goes on
-    found = run_state(run, Asked())
+    found = run_state(run, CountingSlurm())
     assert (found.state, found.step, found.loss, found.tokens) == ("training", 40, 5.0, 400)
     assert found.seq_per_s == 4.0
     # 60 steps of 2 s, and of 10 s of waiting for a save in 20 steps.
@@ -115,16 +115,16 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
     assert found.usd == pytest.approx(20 * found.node_hours)
 
 
-def test_an_attempt_without_a_step_makes_the_lost_ones_again(tmp_path: Path) -> None:
+def test_an_attempt_without_a_step_recomputes_the_lost_ones(tmp_path: Path) -> None:
     run = make(tmp_path)
     attempt(run, 0, 1.0, 2.0, ending="node_failure", action="requeue")
     attempt(run, 1, 3.0, None, checkpoint_before=20)
     steps(run, 0, 1, 25)
-    found = run_state(run, Asked())
+    found = run_state(run, CountingSlurm())
     assert found.step == 25
     assert found.eta_s == pytest.approx(80 * 2.0)
     attempt(run, 1, 3.0, None, checkpoint_before=20, world_size=1)
-    assert run_state(run, Asked()).eta_s is None  # nothing is known of so few workers
+    assert run_state(run, CountingSlurm()).eta_s is None  # nothing is known of so few workers
 
 
 def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
@@ -138,18 +138,18 @@ def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
     assert (found.step_s, found.seq_per_s, found.seconds(10)) == (2.0, 4.0, 20.0)
 
 
-def test_a_checkpoint_that_a_roll_back_set_aside_is_not_the_last(tmp_path: Path) -> None:
+def test_an_invalidated_checkpoint_is_not_the_last(tmp_path: Path) -> None:
     run = make(tmp_path)
     checkpoint(run, 10, 0, 1.0)
     checkpoint(run, 20, 0, 2.0)
     skip = SkippedBatches(first=1, last=2, roll_back_to=10, onset=15, attempt=0, reason="spike")
     SkipsRecord(skips=(skip,)).save(run.skips)
-    found = run_state(run, Asked()).last_checkpoint
+    found = run_state(run, CountingSlurm()).last_checkpoint
     assert found is not None
     assert found.step == 10
 
 
-def test_an_attempt_without_an_end_counts_up_to_its_last_sign(tmp_path: Path) -> None:
+def test_an_attempt_without_an_end_counts_up_to_its_last_sign_of_life(tmp_path: Path) -> None:
     run = make(tmp_path)
     attempt(run, 0, 1000.0, None)
     Heartbeat(node="n2", written_at=2800.0, ranks={}).save(run.attempt("train", 0).heartbeat("n2"))
@@ -158,7 +158,7 @@ def test_an_attempt_without_an_end_counts_up_to_its_last_sign(tmp_path: Path) ->
     assert node_hours(run, records, running=True, now=4600.0) == pytest.approx(2 * 1.0)
 
 
-def test_slurm_is_asked_once_and_only_for_what_has_not_ended(tmp_path: Path) -> None:
+def test_slurm_is_queried_once_and_only_for_runs_that_have_not_ended(tmp_path: Path) -> None:
     ended = {"finish": "done", "stop": "code_error"}
     for action, ending in ended.items():
         run = make(tmp_path, action, "5")
@@ -167,7 +167,7 @@ def test_slurm_is_asked_once_and_only_for_what_has_not_ended(tmp_path: Path) -> 
     make(tmp_path, "damaged").jobs.write_text("{")
     make(tmp_path, "gone").config.unlink()
     names = ("finish", "stop", "runs", "damaged", "gone")
-    runs, slurm = [RunDir(tmp_path / name) for name in names], Asked()
+    runs, slurm = [RunDir(tmp_path / name) for name in names], CountingSlurm()
     states = {state.name: state for state in run_states(runs, slurm)}
     assert [s.state for s in states.values()] == [
         "done", "stopped", "training", "damaged", "damaged",
@@ -175,7 +175,7 @@ def test_slurm_is_asked_once_and_only_for_what_has_not_ended(tmp_path: Path) -> 
     assert (slurm.queues, slurm.accounts) == (1, 0)
     assert states["stop"].reason == "code_error: why"
     assert "jobs.json is damaged" in states["damaged"].reason
-    silent = {state.name: state for state in run_states(runs, Asked(silent=True))}
+    silent = {state.name: state for state in run_states(runs, CountingSlurm(silent=True))}
     assert (silent["finish"].state, silent["stop"].state) == ("done", "stopped")
     assert silent["runs"].slurm_unreachable
 
@@ -197,11 +197,11 @@ def test_a_run_that_was_cancelled_between_attempts(
     sent = sent.model_copy(update={"local": local, "cancelled_at": cancelled_at})
     JobsRecord(submissions=(sent,)).save(run.jobs)
     attempt(run, 0, 1.0, 2.0, ending="node_failure", action="requeue")
-    assert run_state(run, Asked(silent)).state == state
+    assert run_state(run, CountingSlurm(silent)).state == state
 
 
 @pytest.mark.parametrize("overrides", [(), (PRICE,)])
-def test_the_outline_is_that_of_the_whole_configuration(
+def test_the_summary_equals_the_whole_configuration(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     found = read_summary(make(tmp_path, "r", "7", *overrides).config)
