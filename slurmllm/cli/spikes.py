@@ -1,4 +1,4 @@
-"""`slurmllm spikes`: where does the loss of a run jump, and does it come back?"""
+"""`slurmllm spikes`: finds the spikes of the loss of runs."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
     from slurmllm.spikes.analysis import SpikeAnalysis
 
-_MOST_ROWS = 10  # of the table of the highest
-_HEADINGS = (*("step", "lasts", "above mean", "loss", "back after", "grad norm", "beside it"),)
+_MAX_ROWS = 10  # of the table of the highest spikes
+_HEADINGS = (*("step", "steps", "above mean", "loss", "back after", "grad norm", "coincides"),)
 
 
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option(
-    "--window", type=int, default=20, show_default=True, help="Steps that the mean is over."
+    "--window", type=int, default=20, show_default=True, help="Steps of the running mean."
 )
 @click.option(
     "--threshold",
     type=float,
     default=0.1,
     show_default=True,
-    help="How far above the mean a spike is.",
+    help="Height above the mean from which a loss is a spike.",
 )
 @click.option(
     "--min-gap",
     type=int,
     default=1,
     show_default=True,
-    help="Calm steps that part two spikes; with fewer between them they are one.",
+    help="Minimum of calm steps between two spikes; with fewer they are one.",
 )
 @options.tags
 @options.from_step
@@ -59,14 +59,14 @@ def spikes(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Find the spikes of the loss of runs, and what lies beside them.
+    """Find the spikes of the loss of runs, and restarts and norms that coincide with them.
 
-    A spike is a loss of more than the threshold above the mean of the steps before it (HLAT:
+    A spike is a loss that is more than the threshold above the mean of the steps before it (HLAT:
     20 steps, 0.1). SOURCE is a run's name, a run directory, or a log of another framework, as
     for `compare`.
 
-    Exit codes: 0 looked at, whatever was found (there is no exit code 1); 2 unusable input;
-    4 the picture asked for with --plot cannot be written.
+    Exit codes: 0 whatever was found (there is no exit code 1); 2 invalid input; 4 the picture of
+    --plot cannot be written.
     """
     from slurmllm.errors import RunError
     from slurmllm.metrics.source import locate, parse_tags, read_curve
@@ -90,14 +90,17 @@ def spikes(
     if not no_plot:
         found = _draw(curves, found, plot)
     if as_json:
-        _print_json(found)
+        import json
+
+        runs = [json.loads(run.model_dump_json()) for run in found]  # null if not finite
+        click.echo(json.dumps({"runs": runs}, indent=2, ensure_ascii=False))
     else:
         for run in found:
             _print(run)
 
 
 def _draw(curves: list[Curve], found: list[SpikeAnalysis], plot: str | None) -> list[SpikeAnalysis]:
-    """Draw one picture a run, or all into the one asked for, which alone must succeed."""
+    """Draw a picture for each run, or one of all with --plot; only the latter must succeed."""
     from slurmllm.errors import StorageError
     from slurmllm.spikes.plot import default_path, draw
 
@@ -119,15 +122,7 @@ def _draw(curves: list[Curve], found: list[SpikeAnalysis], plot: str | None) -> 
     return drawn
 
 
-def _print_json(found: list[SpikeAnalysis]) -> None:
-    import json
-
-    runs = [json.loads(run.model_dump_json()) for run in found]  # null for what is not finite
-    click.echo(json.dumps({"runs": runs}, indent=2, ensure_ascii=False))
-
-
 def _print(run: SpikeAnalysis) -> None:
-    """The figures, the highest spikes, the verdict, the warnings and where the picture is."""
     from rich.text import Text
 
     from slurmllm.tables import console, print_table
@@ -135,15 +130,15 @@ def _print(run: SpikeAnalysis) -> None:
     def line(text: str | Text) -> None:
         console().print(text, soft_wrap=True, markup=False)
 
-    every = "" if run.interval == 1 else f", one in {run.interval} logged"
-    line(f"{run.name}: steps {run.first_step}–{run.last_step}{every}")
+    interval = "" if run.interval == 1 else f", one in {run.interval} logged"
+    line(f"{run.name}: steps {run.first_step}–{run.last_step}{interval}")
     line("")
     print_table(("figure", "value"), _figures(run))
     if run.count:
         line("")
-        print_table(_HEADINGS, _cells(run))
-        if run.count > _MOST_ROWS:
-            line(f"… the {_MOST_ROWS} highest of {run.count:,}")
+        print_table(_HEADINGS, _spike_rows(run))
+        if run.count > _MAX_ROWS:
+            line(f"… the {_MAX_ROWS} highest of {run.count:,}")
     line("")
     color = {"calm": "green", "passing": "green", "lasting": "yellow", "too_short": "yellow"}
     line(Text.assemble((run.state, f"bold {color.get(run.state, 'red')}"), ": ", run.verdict))
@@ -176,31 +171,26 @@ def _figures(run: SpikeAnalysis) -> list[tuple[str, str]]:
         text = f"{usual:.3g} times the median before them, at most {most:.3g}"
         found.append(("gradient norm at spikes", text))
     if run.param_norm is not None:
-        found.append(("parameter norm", _param_norm(run)))
+        norm = run.param_norm
+        text = f"{norm.first:.5g} → {norm.last:.5g}"
+        if norm.slope is not None:
+            trend = "" if norm.direction in (None, "neither") else f", {norm.direction} throughout"
+            text += f"; over the last half {norm.slope:+.3g} per 1,000 steps{trend}"
+        found.append(("parameter norm", text))
     if run.restarts:
         shown = ", ".join(str(step) for step in run.restarts[:5])
         found.append(("restarts at", shown + (" …" if len(run.restarts) > 5 else "")))
     return found
 
 
-def _param_norm(run: SpikeAnalysis) -> str:
-    norm = run.param_norm
-    assert norm is not None
-    text = f"{norm.first:.5g} → {norm.last:.5g}"
-    if norm.slope is not None:
-        ways = "" if norm.direction in (None, "neither") else f", {norm.direction} throughout"
-        text += f"; over the last half {norm.slope:+.3g} per 1,000 steps{ways}"
-    return text
-
-
-def _cells(run: SpikeAnalysis) -> list[tuple[str, ...]]:
-    """A row a spike, the highest first, in the order of the headings."""
+def _spike_rows(run: SpikeAnalysis) -> list[tuple[str, ...]]:
+    """A row for each spike, the highest first, in the order of the headings."""
     rows: list[tuple[str, ...]] = []
-    for spike in run.highest_spikes(_MOST_ROWS):
+    for spike in run.highest_spikes(_MAX_ROWS):
         ratio, back = spike.grad_norm_ratio, spike.returned_after
-        beside = [] if spike.restart is None else [f"restart at {spike.restart}"]
+        coincident = [] if spike.restart is None else [f"restart at {spike.restart}"]
         if spike.skipped is not None:
-            beside.append(f"batches {spike.skipped[0]}–{spike.skipped[1]} skipped")
+            coincident.append(f"batches {spike.skipped[0]}–{spike.skipped[1]} skipped")
         rows.append(
             (
                 str(spike.step),
@@ -209,7 +199,7 @@ def _cells(run: SpikeAnalysis) -> list[tuple[str, ...]]:
                 f"{spike.loss:.4g}",
                 "never" if back is None else str(back),
                 "-" if ratio is None else f"× {ratio:.3g}",
-                ", ".join(beside) or "-",
+                ", ".join(coincident) or "-",
             )
         )
     return rows

@@ -1,4 +1,4 @@
-"""Spikes of the loss after HLAT, and what the norms and the lowest loss say beside them."""
+"""Spikes of the loss after HLAT, with the trends of the norms and of the running mean."""
 
 from slurmllm.spikes.analysis import Spike, SpikeAnalysis
 from slurmllm.spikes.detection import find_spikes

@@ -1,4 +1,4 @@
-"""What is known of a run's spikes; the keys of `slurmllm spikes --json`.
+"""The analysis of a run's spikes: the keys of `slurmllm spikes --json`.
 
 A step is one that was logged: of a log with every tenth step, windows and durations count those.
 """
@@ -37,7 +37,7 @@ class Spike(Record):
         "window before; None: not logged"
     )
     restart: int | None = Field(description="step of a restart in it or shortly before it")
-    skipped: Range | None = Field(description="batches passed over in it or shortly before it")
+    skipped: Range | None = Field(description="batches skipped in it or shortly before it")
 
 
 class NotFinite(Record):
@@ -57,8 +57,8 @@ class Growth(Record):
     lowest_step: int
     at_end: float = Field(description="at the curve's last finite step")
     limit: float = Field(
-        description="what noise alone cannot come to: the threshold, or ten standard errors of the "
-        "running mean where those are more"
+        description="what noise alone does not reach: the threshold, or ten standard errors of the "
+        "running mean if those are larger"
     )
     longest: int = Field(description="most logged steps in a row with more than the limit")
     longest_from: int | None = Field(description="their first; None without any")
@@ -87,7 +87,7 @@ class ParamNorm(Record):
         "up to 200 block medians (Theil and Sen)"
     )
     direction: Direction | None = Field(
-        description="of the block medians over the last half, where all go one way"
+        description="of the block medians over the last half, if all go one way"
     )
 
 
@@ -97,9 +97,9 @@ class SpikeAnalysis(Record):
     name: str
     path: str
     kind: SourceKind
-    window: int = Field(description="logged steps that the running mean is over")
+    window: int = Field(description="logged steps of the running mean")
     threshold: float = Field(description="above the running mean")
-    min_gap: int = Field(description="calm steps that part two spikes")
+    min_gap: int = Field(description="calm steps between two spikes")
     state: State = "calm"
     verdict: str = ""
     steps: int = Field(description="with a loss")
@@ -124,7 +124,7 @@ class SpikeAnalysis(Record):
     at_skips: int = Field(description="spikes that coincide with skipped batches")
     durations: dict[int, int] = Field(description="duration → number of spikes, shortest first")
     spikes: tuple[Spike, ...] = Field(
-        description="in order of their steps; of more than 1,000 the highest"
+        description="in order of their steps; of more than 1,000 only the highest"
     )
     not_finite_steps: int
     not_finite: tuple[NotFinite, ...] = Field(description="the first 1,000")
@@ -135,6 +135,6 @@ class SpikeAnalysis(Record):
     warnings: tuple[str, ...]
     plot: str | None = Field(default=None, description="path of the picture")
 
-    def highest_spikes(self, most: int) -> list[Spike]:
-        """The highest ones, highest first."""
-        return sorted(self.spikes, key=lambda spike: (-spike.height, spike.step))[:most]
+    def highest_spikes(self, limit: int) -> list[Spike]:
+        """Returns the highest spikes, highest first."""
+        return sorted(self.spikes, key=lambda spike: (-spike.height, spike.step))[:limit]

@@ -13,24 +13,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
-from slurmllm.metrics.curves import Curve, Floats, Ints
+from slurmllm.metrics.curves import Curve, Floats, Ints, thin_rows
 from slurmllm.picture import write_picture
 from slurmllm.spikes.analysis import SpikeAnalysis
 
 _LOSS, _SPIKE, _NORM = "#12466b", "#c2185b", "#2a8c6e"
-_LARGEST = 1e30  # an axis that is longer overflows
-_MOST_POINTS = 4000  # of a line; no screen has more columns
+_MAX_VALUE = 1e30  # matplotlib's axes overflow beyond it
+_MAX_POINTS = 4000  # of a line; no screen has more columns
 
 
 def default_path(curve: Curve) -> Path:
-    """`reports/spikes-<run>.png` of the run, else in this folder."""
+    """Returns `reports/spikes-<run>.png` in the run, else in the working directory."""
     name = f"spikes-{re.sub(r'[^A-Za-z0-9._-]', '_', curve.name)[:100]}.png"
     is_run = curve.kind == "run" and curve.path.is_dir()
     return curve.path / "reports" / name if is_run else Path(name)
 
 
 def draw(runs: Sequence[tuple[Curve, SpikeAnalysis]], path: Path) -> None:
-    """Draw runs side by side into a PNG file.
+    """Draw runs next to each other into a PNG file.
 
     Raises:
         StorageError: the file cannot be written.
@@ -40,10 +40,11 @@ def draw(runs: Sequence[tuple[Curve, SpikeAnalysis]], path: Path) -> None:
     for column, (curve, analysis) in zip(columns, runs, strict=True):
         _draw_run(column, curve, analysis)
     with warnings.catch_warnings():
-        # A run may be named in a script that matplotlib's own font lacks: drawn as boxes then.
+        # matplotlib's font lacks some scripts that a run's name may have: drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph")
-        remedy = "name another file with --plot, or leave it out with --no-plot"
-        write_picture(picture, path, remedy)
+        write_picture(
+            picture, path, "name another file with --plot, or leave it out with --no-plot"
+        )
 
 
 def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
@@ -69,8 +70,8 @@ def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
 
 def _draw_loss(axes: Axes, curve: Curve, analysis: SpikeAnalysis) -> None:
     steps, losses = curve.series("loss")
-    finite = np.clip(losses[np.isfinite(losses)], -_LARGEST, _LARGEST)
-    peaks = np.clip([spike.loss for spike in analysis.spikes], -_LARGEST, _LARGEST)
+    finite = np.clip(losses[np.isfinite(losses)], -_MAX_VALUE, _MAX_VALUE)
+    peaks = np.clip([spike.loss for spike in analysis.spikes], -_MAX_VALUE, _MAX_VALUE)
     marker = "o" if len(steps) < 3 else ""
     axes.plot(*_thinned(steps, losses), color=_LOSS, linewidth=0.9, marker=marker)
     for number, step in enumerate(analysis.restarts):
@@ -101,7 +102,7 @@ def _draw_loss(axes: Axes, curve: Curve, analysis: SpikeAnalysis) -> None:
             label="not a finite number" if number == 0 else None,
         )
     if finite.size:
-        # The first steps' losses would flatten all that comes after: they leave at the top.
+        # The losses of the first steps would flatten the rest: they are cut off at the top.
         low = float(finite.min())
         high = float(np.max(peaks, initial=float(np.percentile(finite, 95))))
         margin = 0.06 * (high - low) or 1.0
@@ -128,20 +129,16 @@ def _draw_durations(axes: Axes, analysis: SpikeAnalysis) -> None:
 
 
 def _thinned(steps: Ints, values: Floats) -> tuple[Ints, Floats]:
-    """Of many points the lowest and highest of each short piece: a line looks the same."""
-    values = np.where(np.isfinite(values), np.clip(values, -_LARGEST, _LARGEST), np.nan)
-    if len(values) <= _MOST_POINTS:
-        return steps, values
-    pieces = np.linspace(0, len(values), _MOST_POINTS // 2 + 1).astype(np.int64)[:-1]
-    low, high = np.fmin.reduceat(values, pieces), np.fmax.reduceat(values, pieces)
-    return np.repeat(steps[pieces], 2), np.ravel(np.column_stack([low, high]))
+    values = np.where(np.isfinite(values), np.clip(values, -_MAX_VALUE, _MAX_VALUE), np.nan)
+    rows = thin_rows(values, _MAX_POINTS, keep_short_gaps=False)
+    return steps[rows], values[rows]
 
 
 _LIMITS = (1, 2, 3, 5, 10, 20, 50, 100)
 
 
 def binned(durations: Mapping[int, int]) -> list[tuple[str, int]]:
-    """The number of spikes by ranges of durations, to the last that has any: `4–5` → 3.
+    """Count the spikes by ranges of durations, up to the last with any: `4–5` → 3.
 
     Args:
         durations: Duration → number of spikes.

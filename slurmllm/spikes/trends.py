@@ -1,4 +1,4 @@
-"""What goes slowly: growth of the loss over its lowest value, the norms' trends."""
+"""Slow trends: growth of the loss over its lowest value, trends of the norms; and the verdict."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from slurmllm.metrics.curves import Flags, Floats, Ints
 from slurmllm.spikes.analysis import Direction, GradNorm, Growth, ParamNorm, SpikeAnalysis, State
 
-_NOISE_ERRORS = 10.0  # standard errors of a running mean that noise does not come to
+_NOISE_ERRORS = 10.0  # standard errors of a running mean that noise does not reach
 _BLOCKS, _DIRECTION_BLOCKS = 200, 20
 
 
 def growth_of(steps: Ints, losses: Floats, window: int, threshold: float) -> Growth | None:
-    """How far the running mean rose above its lowest value; None without a finite loss."""
+    """Measure how far the running mean rose above its lowest value; None without a finite loss."""
     means = window_means(losses, window)
     lowest = np.fmin.accumulate(means)
     rise = means - lowest
@@ -50,11 +50,11 @@ def noise_of(values: Floats) -> float:
 
 
 def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int) -> GradNorm | None:
-    """What the gradient norm did; None where it was not logged.
+    """Describe the gradient norm; None if it was not logged.
 
     Args:
         steps: [n]
-        grads: NaN where not known. [n]
+        grads: NaN if unknown. [n]
         ratios: Of the spikes. [spikes]
         window: Of the running mean.
     """
@@ -79,7 +79,7 @@ def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int)
 
 
 def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
-    """The trend of the parameter norm; None where it was not logged."""
+    """Describe the trend of the parameter norm; None if it was not logged."""
     if norms is None:
         return None
     there = np.isfinite(norms)
@@ -96,7 +96,7 @@ def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
 
 
 def _slope(steps: Ints, norms: Floats) -> float | None:
-    """Per 1,000 steps, after Theil and Sen: lone steps that stand out do not turn it."""
+    """Slope per 1,000 steps after Theil and Sen, which single outliers do not change."""
     if len(norms) < 2:
         return None
     at = _block_medians(steps.astype(np.float64), _BLOCKS)
@@ -120,13 +120,13 @@ def _block_medians(values: Floats, blocks: int) -> Floats:
     return np.array([np.median(part) for part in parts])
 
 
-_MOST_CELLS = 2_000_000  # of a table of windows; memory stays bounded
+_MAX_CELLS = 2_000_000  # of a table of windows, to bound the memory
 
 
 def window_means(values: Floats, window: int) -> Floats:
-    """The means of the finite ones among each `window` values in a row.
+    """Returns the means of the finite ones among each `window` values in a row.
 
-    Not by differences of a cumulated sum: one huge value would spoil all means after it.
+    Not by differences of a cumulative sum: one huge value would spoil all means after it.
 
     Args:
         values: [n]
@@ -142,7 +142,7 @@ def window_means(values: Floats, window: int) -> Floats:
 
 
 def _window_sums(values: Floats, window: int) -> Floats:
-    """Sums of `window` values in a row, put together of sums of 1, 2, 4, … values."""
+    """Returns sums of `window` values in a row, composed of sums of 1, 2, 4, … values."""
     count = len(values) - window + 1
     total, begin, length = np.zeros(count), 0, 1
     sums = values
@@ -157,13 +157,13 @@ def _window_sums(values: Floats, window: int) -> Floats:
 
 
 def medians_before(values: Floats, places: Ints, window: int) -> Floats:
-    """The medians of the finite ones among the `window` values before each place.
+    """Returns the medians of the finite ones among the `window` values before each place.
 
     Returns:
         Medians; NaN without a finite value. [places]
     """
     found = np.full(len(places), np.nan)
-    chunk = max(1, _MOST_CELLS // window)
+    chunk = max(1, _MAX_CELLS // window)
     before = np.arange(-window, 0)
     padded = np.concatenate(
         [np.full(window, np.nan), np.where(np.isfinite(values), values, np.nan)]
@@ -178,9 +178,9 @@ def medians_before(values: Floats, places: Ints, window: int) -> Floats:
 
 
 def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
-    """The first place from each given one on whose value is no more than a limit.
+    """Find the first place from each given one on whose value is no more than a limit.
 
-    By a tree of smallest values, climbed and descended for all places together.
+    By a tree of smallest values, climbed and descended for all places at once.
 
     Args:
         values: NaN is above every limit. [n]
@@ -188,7 +188,7 @@ def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
         limits: [m]
 
     Returns:
-        Places; n where there is none. [m]
+        Places; n if there is none. [m]
     """
     size = 1 << max(1, len(values).bit_length())
     tree = np.full(2 * size, -np.inf)  # the value after the last one ends every search
@@ -214,31 +214,27 @@ def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
 
 
 def find_stretches(flags: Flags) -> tuple[Ints, Ints]:
-    """First and last place of each stretch of flags that are set. [stretches], [stretches]"""
+    """Returns first and last place of each stretch of set flags. [stretches], [stretches]"""
     edges = np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8))
     return np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) - 1
 
 
 def name_state(found: SpikeAnalysis) -> tuple[State, str]:
-    """The state of a run and a sentence on it, by the other fields of its analysis."""
-    state = _state(found)
+    """Returns the state of a run and its description, by the other fields of the analysis."""
+    state: State = "passing" if found.count else "calm"
+    if found.not_finite_steps:
+        state = "not_finite"
+    elif not found.judged:
+        state = "too_short"
+    elif _stays_high(found):
+        state = "rising"
+    elif found.unreturned or found.longest >= found.window:
+        state = "lasting"
     return state, "; ".join(_clauses(found))
 
 
-def _state(found: SpikeAnalysis) -> State:
-    if found.not_finite_steps:
-        return "not_finite"
-    if not found.judged:
-        return "too_short"
-    if _stays(found):
-        return "rising"
-    if found.unreturned or found.longest >= found.window:
-        return "lasting"
-    return "passing" if found.count else "calm"
-
-
-def _stays(found: SpikeAnalysis) -> bool:
-    """Whether the running mean rose and stayed: one high loss lifts it for a window alone."""
+def _stays_high(found: SpikeAnalysis) -> bool:
+    """Whether the running mean rose for good: a single high loss lifts it for one window only."""
     return found.growth is not None and found.growth.longest > 2 * found.window
 
 
@@ -255,13 +251,19 @@ def _clauses(found: SpikeAnalysis) -> Iterator[str]:
     if not found.count:
         yield f"no spike in {_steps(found.judged)}"
     else:
-        yield from _of_spikes(found)
+        yield from _describe_spikes(found)
     growth = found.growth
-    if growth is not None:
-        yield _of_growth(growth, _stays(found))
+    if growth is not None and _stays_high(found):
+        yield (
+            f"the running mean rose {growth.largest:.3g} above its lowest value (step "
+            f"{growth.step}), and was more than {growth.limit:.3g} above it for "
+            f"{_steps(growth.longest)} from step {growth.longest_from} on: slow divergence"
+        )
+    elif growth is not None:
+        yield f"the running mean never rose more than {growth.largest:.3g} above its lowest value"
 
 
-def _of_spikes(found: SpikeAnalysis) -> Iterator[str]:
+def _describe_spikes(found: SpikeAnalysis) -> Iterator[str]:
     count = found.count
     many = "1 spike" if count == 1 else f"{count:,} spikes"
     yield f"{many} in {_steps(found.judged)} ({found.per_1000_steps:.3g} per 1,000)"
@@ -285,16 +287,6 @@ def _of_spikes(found: SpikeAnalysis) -> Iterator[str]:
     for number, what in ((found.at_restarts, "a restart"), (found.at_skips, "skipped batches")):
         if number:
             yield f"{number:,} {'coincides' if number == 1 else 'coincide'} with {what}"
-
-
-def _of_growth(growth: Growth, stays: bool) -> str:
-    if stays:
-        where = f"and was more than {growth.limit:.3g} above it for {_steps(growth.longest)}"
-        return (
-            f"the running mean rose {growth.largest:.3g} above its lowest value (step "
-            f"{growth.step}), {where} from step {growth.longest_from} on: slow divergence"
-        )
-    return f"the running mean never rose more than {growth.largest:.3g} above its lowest value"
 
 
 def _steps(count: int) -> str:
