@@ -93,23 +93,15 @@ def manifest_path(corpus: Path) -> Path:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """A finished build.
-
-    Attributes:
-        manifest: The corpus's manifest.
-        outputs: The corpus, or `.bin` and `.idx`.
-        shards: Number of shards.
-        continued: Number of shards that an earlier build had finished.
-        workers: Worker processes; with Slurm, jobs that ran at a time.
-        peak_memory_bytes: Resident set: the maximum of this process plus those of its workers;
-            with Slurm, the largest of any one process.
-    """
+    """A finished build."""
 
     manifest: CorpusManifest
-    outputs: tuple[Path, ...]
+    outputs: tuple[Path, ...]  # the corpus, or `.bin` and `.idx`
     shards: int
-    continued: int
-    workers: int
+    continued: int  # shards that an earlier build had finished
+    workers: int  # with Slurm, jobs that ran at a time
+    # Resident sets: this process's maximum plus those of its workers; with Slurm, the largest of
+    # any one process.
     peak_memory_bytes: int
 
 
@@ -186,7 +178,7 @@ def build_corpus(
             if not kept and not work.logs.exists() and not work.ready.exists():
                 work.remove()
             raise
-    # The peaks of processes that run at the same time add up; Slurm jobs have nodes of their own.
+    # Processes of one machine run at the same time; Slurm jobs have memory of their own.
     own = peak_bytes()
     return BuildResult(
         manifest=manifest,
@@ -199,7 +191,6 @@ def build_corpus(
 
 
 def output_paths(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
-    """The files that a build writes, without the manifest."""
     return tuple(token_files(out)) if tokenize else (out,)
 
 

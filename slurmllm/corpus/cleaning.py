@@ -14,18 +14,11 @@ from slurmllm.corpus.readers import DocumentReader, Documents
 
 
 class Cleaned(NamedTuple):
-    """A chunk after cleaning.
-
-    Attributes:
-        documents: The kept documents.
-        empty: Number of documents skipped because they (of prompts with completions: the
-            completions) are only white space.
-        short: Number of other documents skipped because they are short.
-    """
+    """The kept documents of a chunk, and the number of skipped ones."""
 
     documents: Documents
-    empty: int
-    short: int
+    empty: int  # only white space; of prompts with completions: the completion
+    short: int  # others
 
 
 def clean(documents: Documents, options: CleanOptions) -> Cleaned:

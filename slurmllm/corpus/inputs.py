@@ -53,23 +53,14 @@ _INFO = "dataset_info.json"
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file to read.
-
-    Attributes:
-        path: The file.
-        name: Its name in corpus and manifest: the path as the user wrote it.
-        format: Its format.
-        compression: Its compression, None for a plain file.
-        size_bytes: Size on disk.
-        mtime_ns: Modification time, ns since 1970.
-    """
+    """One file to read."""
 
     path: Path
-    name: str
+    name: str  # in corpus and manifest: the path as the user wrote it
     format: Format
     compression: Compression | None
-    size_bytes: int
-    mtime_ns: int
+    size_bytes: int  # on disk
+    mtime_ns: int  # since 1970
 
     @property
     def tabs(self) -> bool:

@@ -129,7 +129,6 @@ def refuse_existing(out: Path, overwrite: bool) -> None:
 
 
 def write_error(path: Path, error: OSError) -> StorageError:
-    """The error for a file that cannot be written."""
     return StorageError(
         f"cannot write {path}: {error.strerror or error}; free space or choose another --out. "
         "No part of the output was kept; finished shards were: the same command continues from "

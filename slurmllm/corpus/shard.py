@@ -56,21 +56,14 @@ _ENCODE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """A run of input files.
+    """A run of input files, in their order, and how they are read."""
 
-    Attributes:
-        name: Hash of the files (path, size, modification time) and of the options.
-        files: The files, in their order.
-        options: How they are read.
-    """
-
-    name: str
+    name: str  # hash of the files (path, size, modification time) and of the options
     files: tuple[InputFile, ...]
     options: BuildOptions
 
     @property
     def size_bytes(self) -> int:
-        """Size of the files on disk."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -133,7 +126,6 @@ class ShardRecord(Record):
 
 
 def column_files(options: BuildOptions) -> list[str]:
-    """Names of a shard's columns."""
     names = [DIGEST_HIGH, DIGEST_LOW, DIGEST_ROW] if options.clean.dedup else []
     if options.tokenize:
         return [*names, "tokens", "tokens.lengths", "text.lengths"]

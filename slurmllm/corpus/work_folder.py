@@ -29,11 +29,9 @@ class WorkFolder:
 
     @classmethod
     def of(cls, out: Path) -> Self:
-        """The work folder of an output."""
         return cls(out.parent.absolute() / f".{out.name}.build")
 
     def shard(self, name: str) -> Path:
-        """A finished shard."""
         return self.path / name
 
     def partial(self, name: str) -> Path:
@@ -56,11 +54,9 @@ class WorkFolder:
 
     @property
     def logs(self) -> Path:
-        """Logs of Slurm jobs."""
         return self.path / "slurm"
 
     def shard_names(self) -> set[str]:
-        """Names of the finished shards."""
         return {
             path.name for path in self.path.iterdir() if path.is_dir() and "." not in path.name
         } - {self.logs.name}

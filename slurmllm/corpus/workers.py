@@ -55,7 +55,6 @@ class ShardResult(NamedTuple):
     peak_bytes: int  # largest resident set of that process so far
 
     def raise_error(self) -> None:
-        """Raise the error, if there was one."""
         if self.error is not None:
             name, message = self.error
             raise getattr(errors, name)(message)
@@ -85,7 +84,6 @@ def peak_bytes() -> int:
 
 
 def run_here(shards: Sequence[Shard], work: WorkFolder, report: Report) -> Iterator[ShardResult]:
-    """Write shards in this process."""
     for shard in shards:
         # Called before the loop advances, so the lambda sees this shard.
         yield run_shard(shard, work.path, lambda done: report({shard.name: done}))  # noqa: B023

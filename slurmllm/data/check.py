@@ -25,19 +25,13 @@ _AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """Size of a corpus.
-
-    Attributes:
-        documents: Number of documents.
-        size: Size of all documents, in `unit`.
-        unit: Bytes of text, or token ids.
-        tokens: Tokens to train on, end-of-document tokens included, if they had to be counted
-            completely; None if the corpus is long enough in any case.
-    """
+    """Size of a corpus."""
 
     documents: int
-    size: int
+    size: int  # of all documents
     unit: Literal["bytes", "tokens"]
+    # To train on, end-of-document tokens included; None if the corpus is long enough without
+    # counting them.
     tokens: int | None
 
 

@@ -67,7 +67,6 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     def begin(self, positions: Sequence[Sequence[int]], counts: Sequence[int]) -> None:

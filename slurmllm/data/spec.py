@@ -57,7 +57,6 @@ class StreamSpec:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The inverse of `to_json`."""
         corpora = [(Path(path), weight) for path, weight in fields["corpora"]]
         tokenizer = None if fields["tokenizer"] is None else Path(fields["tokenizer"])
         return cls(**{**fields, "corpora": corpora, "tokenizer": tokenizer})
@@ -87,7 +86,6 @@ class Split:
 
     @property
     def all_documents(self) -> bool:
-        """Whether every document is on this side."""
         return self.validation == 0
 
     def holds(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:

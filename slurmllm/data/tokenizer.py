@@ -113,7 +113,6 @@ class TokenEncoder:
         return [encoding.ids for encoding in found]
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token, None if the vocabulary lacks it."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
@@ -155,5 +154,4 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def vocab_size_of(tokenizer_json: str) -> int:
-    """Number of entries of a tokenizer's vocabulary."""
     return int(Tokenizer.from_str(tokenizer_json).get_vocab_size(with_added_tokens=True))

@@ -46,7 +46,6 @@ _ADOPTION_POLL_S = 1.0
 
 
 def main() -> NoReturn:
-    """Tokenize until the parent ends."""
     for number in PARENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The parent blocked them while it started this process; now they are ignored.

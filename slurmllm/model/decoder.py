@@ -188,7 +188,6 @@ class Decoder(nn.Module):
             self.final_norm = self.head = None
 
     def blocks(self) -> list[Block]:
-        """The layers of this stage, in order."""
         return [block for block in self.layers.values() if isinstance(block, Block)]
 
     def reset_buffers(self) -> None:
@@ -239,7 +238,6 @@ class Decoder(nn.Module):
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """The normalization before attention, feed-forward and head."""
     if FAMILIES[config.family].norm == "rms":
         return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)

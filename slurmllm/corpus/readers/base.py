@@ -138,5 +138,4 @@ def missing_column(keys: tuple[str, ...], schema: pa.Schema) -> str | None:
 
 
 def no_column(key: str, names: Sequence[str]) -> str:
-    """The message for a table without a column."""
     return f"no column {key!r} (columns: {', '.join(names[:10])}); {SEE_KEYS}"

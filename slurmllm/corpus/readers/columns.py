@@ -36,7 +36,6 @@ OnFraction = Callable[[float], None]
 def read_parquet(
     stream: OpenedInput, options: ReadOptions, on_error: OnError, on_fraction: OnFraction
 ) -> Iterator[Documents]:
-    """The documents of a Parquet file."""
     name, keys = stream.file.name, options.keys
     row = 0
     try:
@@ -63,7 +62,6 @@ def read_parquet(
 def read_arrow(
     stream: OpenedInput, options: ReadOptions, on_error: OnError, on_fraction: OnFraction
 ) -> Iterator[Documents]:
-    """The documents of an Arrow file, in one batch or many."""
     name, keys = stream.file.name, options.keys
     if stream.file.size_bytes == 0:
         on_error(f"{name}: an empty file, not an Arrow file", "file")

@@ -59,7 +59,6 @@ class RowErrors:
         self._errors[row] = reason, fits
 
     def report(self, last: int) -> None:
-        """Report the errors of rows up to this one."""
         for row in sorted(row for row in self._errors if row <= last):
             reason, fits = self._errors.pop(row)
             line = self._find_line(row, fits)
@@ -82,7 +81,6 @@ class RowErrors:
 
 
 def is_utf8(cells: Cells) -> bool:
-    """Whether a row is UTF-8."""
     try:
         "".join(cells).encode("latin-1").decode()
     except UnicodeDecodeError:
@@ -107,7 +105,6 @@ def _rows(stream: OpenedInput, delimiter: str) -> Generator[tuple[int, Cells], N
 def read_delimited(
     stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
-    """The documents of a CSV or TSV file."""
     name = stream.file.name
     rows = 0
     skipped: list[int] = []

@@ -33,7 +33,6 @@ _LARGEST_BLOCK = 1 << 30
 def read_json_lines(
     stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
-    """The documents of a file of JSON lines."""
     line = 1
     for block in line_blocks(stream):
         feeds = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))

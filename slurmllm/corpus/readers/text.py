@@ -34,7 +34,6 @@ Spans = npt.NDArray[np.int64]
 
 
 def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
-    """The documents of a text file."""
     if options.text_by == "paragraph":
         blocks = _paragraph_blocks(stream)
     elif options.text_by == "line":
@@ -54,7 +53,6 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
 
 
 def _paragraph_blocks(stream: OpenedInput) -> Iterator[bytes]:
-    """Blocks of whole paragraphs."""
     held: list[bytes] = []  # the beginning of a paragraph
     for block in line_blocks(stream, keep_bom=True):
         end = 0

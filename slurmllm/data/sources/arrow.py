@@ -130,7 +130,6 @@ class Strings:
         self._views = [_views(array) for array in arrays]
 
     def size(self, row: int) -> int:
-        """Bytes of a row's text."""
         batch = bisect_right(self._first, row) - 1
         offsets, _, shift = self._views[batch]
         row += shift - self._first[batch]
@@ -181,7 +180,6 @@ class Ids:
         return int(self._views[batch][row - self._first[batch]])
 
     def take(self, rows: Integers) -> npt.NDArray[np.uint64]:
-        """The hashes of rows, uint64 [n]."""
         if len(self._arrays) == 1:
             return np.asarray(self._arrays[0][rows], dtype=np.uint64)
         found = np.empty(len(rows), dtype=np.uint64)
@@ -219,7 +217,6 @@ class Corpus:
         return self._texts.total_bytes
 
     def size(self, index: int) -> int:
-        """UTF-8 bytes of the document at `index`, in 0 … len - 1."""
         return self._texts.size(index)
 
     def data(self, index: int) -> memoryview:

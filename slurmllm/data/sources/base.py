@@ -52,7 +52,6 @@ class Pieces(NamedTuple):
 
 
 def joined(parts: Sequence[tuple[Tokens, Marks]]) -> Pieces:
-    """Concatenate tokens and marks of pieces."""
     return Pieces(
         np.concatenate([tokens for tokens, _ in parts]),
         np.concatenate([marks for _, marks in parts]),

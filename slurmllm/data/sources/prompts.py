@@ -27,7 +27,6 @@ _COLUMNS = ("prompt", "completion")
 
 
 def is_prompts(file: ArrowFile) -> bool:
-    """Whether an Arrow file has prompts and completions."""
     return all(name in file.names for name in _COLUMNS)
 
 
