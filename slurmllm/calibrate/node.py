@@ -1,6 +1,6 @@
-"""One process a node: starts the node's measuring workers as a run's are started.
+"""The process of each node: starts the measuring workers like those of a run.
 
-A program of its own (`python -m slurmllm.calibrate.node TASK`), the task as JSON.
+Run as `python -m slurmllm.calibrate.node TASK`, with the task as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POLL_S = 0.1
 
 
 def main(text: str) -> int:
-    """Run the workers; the code of the first that fails, whose peers are ended."""
+    """Run the workers; returns the code of the first that fails, and kills its peers."""
     task = Task.model_validate_json(text)
     node = own_node_rank()
     name = os.environ.get(NODE_NAME) or socket.gethostname()

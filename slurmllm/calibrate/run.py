@@ -1,11 +1,11 @@
-"""The nodes to measure: those of an allocation, of a job of its own, or this machine."""
+"""Calibrate a cluster profile: measure the nodes of an allocation, and write the figures."""
 
 from __future__ import annotations
 
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,27 +21,23 @@ from slurmllm.config.yaml_source import write_yaml
 from slurmllm.diagnose.probe import read_lines
 from slurmllm.errors import ConfigError, NodeError
 from slurmllm.rundir import write_atomic
-from slurmllm.supervise.allocation import (
-    Allocation,
-)
+from slurmllm.supervise.allocation import Allocation
 
-LIMIT_S = 300.0
-_BUSY = 0.5  # tasks a CPU
+LIMIT_S = 300.0  # for all measurements
+_BUSY = 0.5  # load average per CPU from which on a node counts as in use
 _NODE = (sys.executable, "-m", "slurmllm.calibrate.node")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured.
+    """The result of a calibration.
 
     Attributes:
         hardware: The figures, with their source.
         nodes: The nodes that were measured.
-        notes: What could not be measured and what stands in for it, and which nodes others were
-            using meanwhile; a line each.
-        seconds: How long it took.
+        notes: One line for each figure that was not measured, with its replacement, and for each
+            node that was in use.
+        seconds: Duration of the measurement, s.
     """
 
     hardware: Hardware
@@ -51,62 +47,57 @@ class Calibration:
 
 
 def calibrate(
-    config: RunConfig, allocation: Allocation, say: Say, *, quick: bool = False
+    config: RunConfig, allocation: Allocation, show: Callable[[str], None], *, quick: bool = False
 ) -> Calibration:
     """Measure devices, memory and links as the native backend uses them.
 
     Args:
-        config: With the profile that the nodes are taken to be of: device and workers a node; of
-            the recipe, the precision (on GPUs bf16 unless --set), whether it compiles and the
-            environment alone.
-        allocation: The nodes, of `supervise.allocation.allocate_nodes`.
-        say: Is told of the progress, a line at a time.
-        quick: Measure less of everything, for a look whether it works.
+        config: The profile of the nodes (device, workers of a node), and of the recipe only the
+            precision (bf16 on GPUs unless --set), `compile` and the environment.
+        allocation: The nodes, from `supervise.allocation.allocate_nodes`.
+        show: Shows a line of progress.
+        quick: Whether to measure as little as possible, for tests.
 
     Raises:
-        ConfigError: the profile's devices are not measured here.
-        NodeError: a node measured nothing or not all.
+        ConfigError: the profile's devices cannot be measured.
+        NodeError: the measurement failed on a node.
     """
     require_measurable(config)
     task = _task(config, allocation, quick)
     begun = time.monotonic()
     processes = allocation.ask([*_NODE, task.model_dump_json()])
     samples: list[Sample] = []
-    words: list[str] = []
+    output: list[str] = []
     for _, text in read_lines(processes, LIMIT_S, lambda: False):
         sample = Sample.parse(text)
         if sample is None:
-            words += [text.strip()] if text.strip() else []
+            output += [text.strip()] if text.strip() else []
         elif sample.kind == "progress":
-            say(f"{time.monotonic() - begun:3.0f} s  {sample.of}")
+            show(f"{time.monotonic() - begun:3.0f} s  {sample.of}")
         else:
             samples.append(sample)
     seconds = time.monotonic() - begun
     if any(process.returncode for process in processes) or not samples:
-        last = words[-1] if words else f"no word within {LIMIT_S:.0f} s"
+        last = output[-1] if output else f"no output within {LIMIT_S:.0f} s"
         raise NodeError(f"{' '.join(allocation.nodes)}: the measurement failed: {last}")
     found = hardware_of(samples, task, config.cluster.hardware, _source(config, allocation))
-    say(f"{seconds:3.0f} s  done")
-    busy = _busy(samples)
-    # Nothing is to be refused on figures that somebody else's work went into.
+    show(f"{seconds:3.0f} s  done")
+    busy = [
+        f"{sample.of}: in use by others, {sample.value:.1f} tasks a CPU; the figures are marked as "
+        "rough, measure idle nodes"
+        for sample in samples
+        if sample.kind == "busy" and sample.value > _BUSY
+    ]
+    # Rough: figures measured on a busy node must not refuse a run.
     hardware = found.hardware.model_copy(update={"rough": bool(busy)})
     return Calibration(hardware, tuple(allocation.nodes), (*found.notes, *busy), seconds)
 
 
-def _busy(samples: Sequence[Sample]) -> list[str]:
-    return [
-        f"{sample.of}: others were using it, {sample.value:.1f} tasks a CPU; the figures are "
-        "marked as rough, measure idle nodes"
-        for sample in samples
-        if sample.kind == "busy" and sample.value > _BUSY
-    ]
-
-
 def require_measurable(config: RunConfig) -> None:
-    """Refuse a profile whose devices nothing here measures, before nodes are waited for.
+    """Check that the profile's devices can be measured, before waiting for nodes.
 
     Raises:
-        ConfigError: NeuronCores.
+        ConfigError: they are NeuronCores.
     """
     cluster = config.cluster
     if cluster.device == "neuron":
@@ -115,7 +106,7 @@ def require_measurable(config: RunConfig) -> None:
             [
                 "cluster.device: neuron is not measured by --calibrate; the figures of the shipped "
                 "profiles trn1 and trn1n come from published runs, and `slurmllm plan --against "
-                "RUN` holds them against one of yours"
+                "RUN` compares them with a run"
             ],
         )
 
@@ -141,7 +132,7 @@ def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
 
 
 def _precision(config: RunConfig) -> Literal["fp32", "bf16"]:
-    """The recipe's; on GPUs bf16, unless --set asks for fp32."""
+    """The recipe's precision; on GPUs bf16, unless --set chooses fp32."""
     asked = config.origins.get("train.precision", "").startswith("--set")
     fp32 = config.recipe.train.precision == "fp32" and (config.cluster.device == "cpu" or asked)
     return "fp32" if fp32 else "bf16"
@@ -155,37 +146,32 @@ def _source(config: RunConfig, allocation: Allocation) -> str:
 
 
 def check_target(path: Path, *, replace: bool = False) -> None:
-    """Whether a profile may be written there: to be asked before two minutes are spent.
+    """Check that a profile can be written to `path`, before the measurement.
 
     Args:
-        path: Of the profile.
-        replace: Whether a file that is there may be overwritten.
+        path: Path of the profile.
+        replace: Whether an existing file may be overwritten.
 
     Raises:
         ConfigError: the path does not end in .yaml, is a shipped profile, exists and may not be
-            replaced, or lies in no folder.
+            replaced, or its folder does not exist.
     """
-    said = f"--out {path}"
+    option = f"--out {path}"
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"{said}: a profile's name ends in .yaml; choose such a one")
+        raise ConfigError(f"{option}: a profile's name ends in .yaml; choose such a name")
     if path.resolve().parent == clusters_dir().resolve():
         raise ConfigError(
-            f"{said}: the profiles that ship with slurmllm are not written to; choose a file of "
+            f"{option}: the profiles that ship with slurmllm are not written to; choose a file of "
             "your own and name it with --cluster"
         )
     if path.is_dir() or (path.exists() and not replace):
-        raise ConfigError(f"{said}: exists and is not overwritten; choose another name")
+        raise ConfigError(f"{option}: exists and is not overwritten; choose another name")
     if not path.resolve().parent.is_dir():
-        raise ConfigError(f"{said}: there is no folder {path.resolve().parent}; make it first")
+        raise ConfigError(f"{option}: there is no folder {path.resolve().parent}; make it first")
 
 
 def profile_text(cluster: Cluster, calibration: Calibration) -> str:
-    """The YAML of a profile with the measured figures in place of its own.
-
-    Args:
-        cluster: The profile that the nodes were taken to be of.
-        calibration: What was measured on them.
-    """
+    """The YAML of a profile with its hardware figures replaced by the measured ones."""
     measured = cluster.model_copy(update={"hardware": calibration.hardware})
     values = measured.model_dump(mode="json", exclude_unset=True)
     values["hardware"] = calibration.hardware.model_dump(mode="json")
@@ -195,11 +181,11 @@ def profile_text(cluster: Cluster, calibration: Calibration) -> str:
 def write_profile(
     cluster: Cluster, calibration: Calibration, path: Path, *, replace: bool = False
 ) -> None:
-    """Write such a profile, whole or not at all; `--cluster PATH` reads it.
+    """Write the calibrated profile atomically, for `--cluster PATH`.
 
     Raises:
-        ConfigError: as `check_target` does.
-        StorageError: the file system refused.
+        ConfigError: see `check_target`.
+        StorageError: the file cannot be written.
     """
     check_target(path, replace=replace)
     write_atomic(path, profile_text(cluster, calibration))

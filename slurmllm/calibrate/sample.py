@@ -1,4 +1,4 @@
-"""What a measurement is told, and what it says of itself: lines of JSON between processes."""
+"""The task and the results of a measurement, as lines of JSON between processes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Kind = Literal[
 
 
 class Task(BaseModel):
-    """What a node is to measure.
+    """The task of the measuring processes.
 
     Attributes:
-        nodes: In all.
-        workers: Of a node, a process each.
+        nodes: Number of nodes.
+        workers: Processes of a node.
         sharing: Workers that share a machine's CPUs and memory.
-        cpus: Of a machine; None: all that there are.
+        cpus: CPUs of a machine; None: all of them.
         device: `cpu` or `cuda`.
-        address: Of the first node.
-        port: Free there.
-        precision: That the recipe computes in.
-        compiled: Whether it compiles blocks.
+        address: Address of the first node.
+        port: A free port there.
+        precision: The recipe's precision.
+        compiled: Whether the recipe compiles blocks.
         variables: Environment of the workers.
-        quick: Less of everything, for a look whether it works.
+        quick: Whether to measure as little as possible, for tests.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,16 +47,16 @@ class Task(BaseModel):
 
 
 class Sample(JsonLine):
-    """One figure, as the mean over all workers, or of one node.
+    """One measurement: the mean over all workers, or of one node.
 
     Attributes:
         kind: What was measured.
-        of: Which one of the kind: a precision, `node` or `network`, a kind of elementwise work; of
-            progress, its words; of `busy`, the node's name.
-        sizes: Of the work: [m, n, k] of a product; FLOPs of attention; bytes moved; workers and
-            bytes of a collective; layers and micro batches of a step.
-        value: Seconds; bytes of `reserved` and `memory`; of `busy`, the tasks that waited for a
-            CPU or had one before anything began, by CPU.
+        of: Variant of the kind: a precision, `node` or `network`, a kind of elementwise work; text
+            of `progress`; node name of `busy`.
+        sizes: Size of the work: [m, n, k] of a product; FLOPs of attention; bytes moved; workers
+            and bytes of a collective; layers and micro batches of a step.
+        value: Seconds; bytes for `reserved` and `memory`; load average per CPU before the start
+            for `busy`.
     """
 
     PREFIX: ClassVar[str] = "slurmllm-calibrate "

@@ -2,7 +2,7 @@
 
 Ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication
 operations in MPICH"): to gather n shares into `size` bytes on each of n workers, or to reduce and
-scatter them, each worker passes on (n - 1) / n · size bytes; an all-reduce is both in turn. A ring
+scatter them, each worker sends (n - 1) / n · size bytes; an all-reduce is both in turn. A ring
 over several nodes enters and leaves each node once, so that what all rings of a node carry goes
 through its network at the same time.
 """
@@ -21,10 +21,10 @@ class Group:
     """Workers that communicate, one of many groups of their kind.
 
     Attributes:
-        size: Workers.
-        nodes: That they lie on.
-        rings: Groups of the kind that share a node's network.
-        all_of_node: Whether it has all workers of its nodes.
+        size: Number of workers.
+        nodes: Number of nodes that it spans.
+        rings: Groups of this kind that share a node's network.
+        all_of_node: Whether it contains all workers of its nodes.
     """
 
     size: int
@@ -34,7 +34,7 @@ class Group:
 
     @property
     def within_node(self) -> bool:
-        """Whether it needs no network."""
+        """Whether it does not use the network."""
         return self.nodes == 1
 
 
@@ -42,15 +42,15 @@ def group(stride: int, size: int, per_node: int) -> Group:
     """Ranks r, r + stride, r + 2 · stride, …; of all groups like it, one that spans the most nodes.
 
     Args:
-        stride: Between neighbours.
-        size: Of the group.
+        stride: Distance of neighbouring ranks.
+        size: Number of workers of the group.
         per_node: Workers of a node.
     """
-    if per_node % (stride * size) == 0:  # where not, one of them lies across a node's end
+    if per_node % (stride * size) == 0:  # else one of the groups crosses a node's boundary
         return Group(size, 1, 0, size == per_node)
-    beside = max(1, per_node // stride)
-    whole = beside == per_node and size % per_node == 0
-    return Group(size, max(2, math.ceil(size / beside)), max(1, per_node // beside), whole)
+    per_group = max(1, per_node // stride)
+    whole = per_group == per_node and size % per_node == 0
+    return Group(size, max(2, math.ceil(size / per_group)), max(1, per_node // per_group), whole)
 
 
 def tensor_group(mesh: Mesh) -> Group:
@@ -64,7 +64,7 @@ def data_group(mesh: Mesh) -> Group:
 
 
 def rate(members: Group, hardware: Hardware) -> float:
-    """Bytes a second that a worker of a group passes on."""
+    """Bytes a second that each worker of a group sends."""
     inside = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
     if not members.all_of_node:
         inside *= hardware.part_of_node

@@ -1,4 +1,4 @@
-"""Time and dollars to the end of a run, from what the planner predicts of one layout of it."""
+"""Time and dollars to the end of a run, from the estimate of one layout."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run takes to its end; dollars are None where no price is known.
+    """Time and cost of a run to its end; dollars are None without a price.
 
     Attributes:
         steps: Optimizer steps, whole ones.
-        tokens: That they train on; no fewer than were asked for.
+        tokens: Tokens of those steps, at least the requested number.
         hours: Wall time, losses and waits in the queue included.
-        node_hours: That are bought, losses included.
-        usd: What those cost.
-        usd_per_hour: Of all nodes.
-        tokens_per_usd: Of running nodes, without losses: as AWS counts it in "Frugality meets
+        node_hours: Node hours, losses included.
+        usd: Their price.
+        usd_per_hour: Price of all nodes for an hour.
+        tokens_per_usd: Tokens per dollar without losses, as AWS defines it in "Frugality meets
             accuracy: Cost-efficient training of GPT NeoX and Pythia models with AWS Trainium"
             (2023-12-12).
     """
@@ -57,8 +57,8 @@ def cost(
 
     Args:
         candidate: The layout, with its predicted step.
-        tokens: To train on; None: the recipe's `train.steps`.
-        usd_per_node_hour: Price of a node; None: no dollars.
+        tokens: Tokens to train on; None: the recipe's `train.steps`.
+        usd_per_node_hour: Price of a node; None: unknown.
         effective: Share of the node hours that trains, by `plan.losses`.
         goodput: Share of the wall time that trains; None: no wait in the queue, as `effective`.
 
@@ -105,23 +105,23 @@ def node_price(cluster: Cluster, kind: PriceKind) -> float | None:
     """Dollars for an hour of one node by the cluster profile.
 
     Returns:
-        None where the profile says nothing of prices and none is asked for by name.
+        None if the profile has no prices and `kind` is `on_demand`.
 
     Raises:
-        ConfigError: the reserved price is asked for, and the profile has none.
+        ConfigError: the profile has no reserved price.
     """
     price = cluster.price
     if kind == "on_demand":
         return None if price is None else price.on_demand
     if price is None or price.reserved is None:
-        remedy = (
+        fix = (
             "set cluster.price.on_demand, cluster.price.reserved and cluster.price.date"
             if price is None
             else "set cluster.price.reserved=DOLLARS with --set, or plan with --price on_demand"
         )
         raise ConfigError(
             f"cluster profile {cluster.name} has no reserved price",
-            [f"cluster.price.reserved: missing; {remedy}"],
+            [f"cluster.price.reserved: missing; {fix}"],
         )
     return price.reserved
 
@@ -141,7 +141,7 @@ def parse_tokens(text: str) -> int:
         text: As given to --tokens. K, M, B and T are 10^3, 10^6, 10^9 and 10^12.
 
     Raises:
-        UserError: it is no whole number of tokens from 1 to 10^18.
+        UserError: not a whole number of tokens from 1 to 10^18.
     """
     found = _COUNT.fullmatch(text.strip())
     if found is None:

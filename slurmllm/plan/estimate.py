@@ -1,4 +1,4 @@
-"""What the planner says of one way to lay a run out: its memory, its step, what limits it."""
+"""The estimate of one layout of a run: memory and step time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from slurmllm.plan.mesh import Mesh
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by what they go into; they add up to the step.
+    """Seconds of one optimizer step by part; the parts add up to the step.
 
     Attributes:
         compute: Matrix products, attention and elementwise work, forward and backward.
-        recompute: What activation checkpointing computes again.
+        recompute: Recomputation of activation checkpointing.
         tensor: Collectives within the tensor-parallel groups.
-        bubble: Stages of the pipeline that wait for others.
+        bubble: Pipeline stages waiting for others.
         transfer: Activations and their gradients from stage to stage.
-        data: Gradients and weights between data-parallel workers, as far as computing does not
-            hide them.
+        data: Data-parallel communication that computing does not hide.
         optimizer: The optimizer's own step.
-        overhead: The rest: operators' launches, the host.
+        overhead: Launches of operators, and the host.
     """
 
     compute: float
@@ -46,11 +45,11 @@ class StepTime:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of the worker that needs the most.
+    """Memory of the worker that needs the most, bytes.
 
     Attributes:
-        parts: Name → bytes at the step's fullest moment; they add up to the peak.
-        limit: That a model may take of a device.
+        parts: Name → bytes at the peak; they add up to it.
+        limit: Device memory available to a model.
     """
 
     parts: Mapping[str, int]
@@ -58,25 +57,24 @@ class MemoryUse:
 
     @property
     def peak(self) -> int:
-        """The most within a step, bytes."""
+        """Peak within a step, bytes."""
         return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
-        """Whether it is within the limit."""
         return self.peak <= self.limit
 
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """One layout of a run on a number of nodes.
+    """The estimate of one layout of a run on a number of nodes.
 
     Attributes:
-        config: The run's configuration with this layout written into it.
+        config: The run's configuration with this layout.
         mesh: Degrees and batch arithmetic.
-        memory: What a worker needs.
-        step: How long a step takes.
-        model_flops: Of one step, as MFU counts them: no recomputation, no padding.
+        memory: Memory of a worker.
+        step: Duration of a step.
+        model_flops: FLOPs of one step as in MFU: without recomputation and padding.
     """
 
     config: RunConfig
@@ -87,27 +85,26 @@ class LayoutEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether every worker's memory holds it."""
         return self.memory.fits
 
     @property
     def seq_per_s(self) -> float:
-        """Sequences trained on in a second, by all nodes."""
+        """Throughput of all nodes, sequences/s."""
         return self.mesh.global_batch / self.step.total
 
     @property
     def tokens_per_s(self) -> float:
-        """Likewise tokens."""
+        """Throughput of all nodes, tokens/s."""
         return self.seq_per_s * self.config.recipe.model.seq_len
 
     @property
     def mfu(self) -> float:
-        """Model-FLOPs utilization: of the devices' peak in the run's precision."""
+        """Model-FLOPs utilization, relative to the peak in the run's precision."""
         return self.model_flops / self.step.total / (self.mesh.world_size * peak_flops(self.config))
 
 
 def peak_flops(config: RunConfig) -> float:
-    """FLOP/s of one device at most, in the precision that the run computes in."""
+    """Peak FLOP/s of one device in the run's precision."""
     hardware = config.cluster.hardware
     assert hardware is not None, "the planner needs cluster.hardware"
     computes_fp32 = config.recipe.train.precision == "fp32"

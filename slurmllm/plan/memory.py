@@ -109,7 +109,7 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     until_last = several and (zero <= 1 or mesh.pipeline > 1)
     dropped = zero == 3 and mesh.pipeline == 1  # pipelining keeps a stage's weights gathered
     carried = whole * formats.summed if until_last else stored * formats.kept if several else 0
-    steps = _Step(config, mesh, rank, formats)
+    steps = _StepMemory(config, mesh, rank, formats)
     transient = 0 if until_last else rest + 2 * largest_block
     return WorkerMemory(
         weights=stored * formats.kept,
@@ -127,7 +127,7 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     )
 
 
-class _Numbers(NamedTuple):
+class _ParameterCounts(NamedTuple):
     """How many numbers of its parameters a worker has.
 
     Attributes:
@@ -151,7 +151,7 @@ class _Numbers(NamedTuple):
 @lru_cache(maxsize=4096)
 def _numbers(
     model: ModelConfig, tensor: int, pipeline: int, stage: int, workers: int, worker: int
-) -> _Numbers:
+) -> _ParameterCounts:
     """What a worker of a stage has where FSDP shares it among so many."""
     plan = sharding_plan(model.family, model.tied_embeddings)
 
@@ -164,7 +164,7 @@ def _numbers(
         for name, shape in rest_shapes(model).items()
         if stage in ends(name, model, pipeline)
     ]
-    return _Numbers(sum(block), sum(rest), model.num_layers // pipeline, max(block + rest))
+    return _ParameterCounts(sum(block), sum(rest), model.num_layers // pipeline, max(block + rest))
 
 
 def _tensor_share(name: str, shape: Shape, plan: Mapping[str, str], tensor: int) -> Shape:
@@ -183,7 +183,7 @@ def _share(shape: Shape, workers: int, worker: int) -> Shape:
     return (max(0, min(rows, shape[0] - worker * rows)), *shape[1:])
 
 
-class _Step:
+class _StepMemory:
     """What one step of a worker adds, part by part, bytes."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, rank: int, formats: _Formats) -> None:

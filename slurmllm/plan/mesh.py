@@ -1,4 +1,4 @@
-"""The mesh of a run: how many workers, and which part of the work each of them has."""
+"""The mesh of a run: its workers, and the share of the work that each of them has."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import choose, divisors
 from slurmllm.errors import ConfigError, StorageError
+from slurmllm.format import format_plural
 from slurmllm.rundir import write_atomic
 
 _TITLE = "the mesh does not fit"
@@ -18,16 +19,16 @@ _TITLE = "the mesh does not fit"
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees of parallelism and the batch arithmetic that follows from them.
+    """Degrees of parallelism and the resulting batch arithmetic.
 
     Ranks count through tensor first, then data, then pipeline, so that a tensor-parallel group
-    lies inside a node and pipeline stages lie on different nodes.
+    is inside a node and pipeline stages are on different nodes.
 
     Attributes:
         micro_batch: Sequences in one forward pass of one worker.
         virtual_pipeline: Chunks of layers that a pipeline stage holds.
-        unmeasured: Whether the recipe leaves the micro batch to be measured and nobody has yet;
-            the smallest that fits stands in for it.
+        unmeasured: Whether `train.micro_batch` is `auto` and not measured yet; `micro_batch` is
+            then the smallest possible one.
     """
 
     nodes: int
@@ -64,7 +65,7 @@ class Mesh:
         return rank // (self.tensor * self.data)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of a run's plan.json; null where the micro batch is to be measured yet."""
+        """The content of a run's plan.json; null for a micro batch that is not measured yet."""
         found = {
             **asdict(self),
             "world_size": self.world_size,
@@ -88,17 +89,17 @@ def replica_nodes(config: RunConfig) -> int:
 
 
 def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[int]:
-    """The micro batches that a worker's share of the global batch can be cut into.
+    """The possible micro batches for a worker's share of the global batch.
 
     Args:
         sequences: The share: sequences in one step of one data-parallel worker.
-        pipeline: Stages. Cuts that give fewer micro batches than stages leave stages idle and
-            are named only where there is no other.
+        pipeline: Number of stages. Sizes that give fewer micro batches than stages leave stages
+            idle and are returned only if there is no other.
         virtual_pipeline: With more than one chunk a stage, micro batches come in whole rounds
             over the stages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
     Returns:
-        Smallest first; nothing where there is no whole round.
+        Sizes, smallest first; empty if no size gives whole rounds.
     """
     found = divisors(sequences)
     if pipeline == 1:
@@ -109,17 +110,17 @@ def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[
 
 
 def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:
-    """Work out the mesh of a run.
+    """Compute the mesh of a run.
 
     Args:
-        config: The run's.
-        nodes: Of the train stage.
-        measured: The micro batch that was measured, for a recipe that says `auto`: the largest
-            that fits and is no larger is used. None: not measured yet.
+        config: The run's configuration.
+        nodes: Nodes of the train stage.
+        measured: The measured micro batch, for `train.micro_batch: auto`: the largest possible
+            one up to it is used. None: not measured yet.
 
     Raises:
         ConfigError: degrees that do not divide the workers, or a global batch that cannot be
-            shared out; the message names node counts or batches that would do.
+            divided among them; the message names node counts or batches that are possible.
     """
     recipe, per_node = config.recipe, config.cluster.devices_per_node
     tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
@@ -132,8 +133,9 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
             _TITLE,
             [
                 f"parallel: tensor {tensor} × pipeline {pipeline} = {model} does not divide the "
-                f"{world} workers of {_nodes(nodes)} × {per_node}; {_choose_nodes(fitting)}, or "
-                "change the degrees with --set (parallel=auto leaves them to the planner)"
+                f"{world} workers of {format_plural(nodes, 'node')} × {per_node}; "
+                f"{_choose_nodes(fitting)}, or change the degrees with --set (parallel=auto leaves "
+                "them to the planner)"
             ],
         )
     data, virtual = world // model, recipe.parallel.virtual_pipeline
@@ -155,20 +157,20 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
 
 
 def assumed_micro_batch(config: RunConfig) -> int | None:
-    """What `train.micro_batch: auto` is where nothing can measure it; None where something can.
+    """The value of an `auto` micro batch on devices that cannot measure it, else None.
 
-    The precompile stage computes nothing on Neuron devices. Nearly all published trn1 runs use 1.
+    On Neuron devices the precompile stage compiles without computing. Nearly all published trn1
+    runs use 1.
     """
     return 1 if config.cluster.device == "neuron" else None
 
 
 def measures_micro_batch(config: RunConfig) -> bool:
-    """Whether the micro batch is left to the precompile stage."""
+    """Whether the precompile stage measures the micro batch."""
     return config.recipe.train.micro_batch == "auto" and assumed_micro_batch(config) is None
 
 
 def save_mesh(mesh: Mesh, plan: Path) -> None:
-    """Write a run's plan.json, whole or not at all."""
     write_atomic(plan, json.dumps(mesh.to_json(), indent=2) + "\n")
 
 
@@ -195,7 +197,7 @@ def load_mesh(plan: Path) -> Mesh:
 
 
 def _require_shares(config: RunConfig, data: int) -> None:
-    """The global batch is whole micro batches for each data-parallel worker."""
+    """Check that the global batch is whole micro batches for each data-parallel worker."""
     recipe, per_node = config.recipe, config.cluster.devices_per_node
     model = recipe.parallel.tensor * recipe.parallel.pipeline
     batch, wanted = recipe.train.global_batch, recipe.train.micro_batch
@@ -205,19 +207,15 @@ def _require_shares(config: RunConfig, data: int) -> None:
     shares = [d * model / per_node for d in divisors(batch // micro)]
     fitting = [int(n) for n in shares if n >= 1 and n == int(n)][-8:]
     other = "change the batch" if wanted == "auto" else "choose another micro batch"
-    remedy = _choose_nodes(fitting) if fitting else other
+    fix = _choose_nodes(fitting) if fitting else other
     by = "" if wanted == "auto" else f" × train.micro_batch {micro}"
     raise ConfigError(
         _TITLE,
         [
             f"train.global_batch: {batch} sequences are not a multiple of {data} data-parallel "
-            f"workers{by}; {remedy}, or change the batch with --set"
+            f"workers{by}; {fix}, or change the batch with --set"
         ],
     )
-
-
-def _nodes(count: int) -> str:
-    return f"{count} {'node' if count == 1 else 'nodes'}"
 
 
 def _choose_nodes(fitting: list[int]) -> str:

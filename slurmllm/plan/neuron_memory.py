@@ -52,7 +52,7 @@ _COPIES = 2
 _ALLREDUCE_BUCKET, _ZERO_BUCKETS = GIB, 2 * 130 * 2**20
 
 
-class _Formats(NamedTuple):
+class _NeuronFormats(NamedTuple):
     """Bytes of one number: of weights and activations, of gradients' sums, of the optimizer's."""
 
     computed: int
@@ -61,10 +61,10 @@ class _Formats(NamedTuple):
 
 
 _FORMATS = {
-    "fp32": _Formats(_FP32, _FP32, _FP32),
-    "bf16_mixed": _Formats(_BF16, _FP32, _FP32),
-    "bf16_sr": _Formats(_BF16, _BF16, _BF16),
-    "bf16": _Formats(_BF16, _BF16, _BF16),
+    "fp32": _NeuronFormats(_FP32, _FP32, _FP32),
+    "bf16_mixed": _NeuronFormats(_BF16, _FP32, _FP32),
+    "bf16_sr": _NeuronFormats(_BF16, _BF16, _BF16),
+    "bf16": _NeuronFormats(_BF16, _BF16, _BF16),
 }
 
 
@@ -144,7 +144,7 @@ def _output(model: ModelConfig, mesh: Mesh, norm: int, size: int) -> int:
     return norm + hidden + 2 * tokens * rows * (size + _FP32)
 
 
-class _Numbers(NamedTuple):
+class _NeuronShares(NamedTuple):
     """How many numbers of its parameters a worker has.
 
     Attributes:
@@ -157,7 +157,9 @@ class _Numbers(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _numbers(model: ModelConfig, tensor: int, pipeline: int, stage: int, workers: int) -> _Numbers:
+def _numbers(
+    model: ModelConfig, tensor: int, pipeline: int, stage: int, workers: int
+) -> _NeuronShares:
     """What a worker of a stage has where ZeRO-1 shares it among so many, padded to equal rows."""
 
     def count(shape: Shape) -> int:
@@ -166,7 +168,7 @@ def _numbers(model: ModelConfig, tensor: int, pipeline: int, stage: int, workers
     blocks, outside = _shares(model, tensor)
     block = sum(map(count, blocks))
     rest = [count(shape) for name, shape in outside.items() if stage in ends(name, model, pipeline)]
-    return _Numbers(block, model.num_layers // pipeline * block + sum(rest))
+    return _NeuronShares(block, model.num_layers // pipeline * block + sum(rest))
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""What one layout of a run comes to: memory and step time of its fullest and slowest workers."""
+"""Prediction of one layout: memory of its fullest worker, step time of its slowest."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from slurmllm.plan.step import step_time
 def predict(config: RunConfig, mesh: Mesh) -> LayoutEstimate:
     """Predict memory and step time of a run.
 
-    Args:
-        config: The run's, its layout included.
-        mesh: Of the run.
-
     Raises:
-        ConfigError: the profile says nothing of its hardware.
+        ConfigError: the profile has no hardware figures.
     """
     hardware = known_hardware(config)
     return LayoutEstimate(
@@ -41,7 +37,7 @@ def known_hardware(config: RunConfig) -> Hardware:
     """
     cluster = config.cluster
     if cluster.hardware is None:
-        remedy = (
+        fix = (
             "take that section from a shipped profile, trn1 or trn1n"
             if cluster.device == "neuron"  # which --calibrate does not measure
             else f"`slurmllm plan --calibrate --cluster {cluster.name} --out FILE.yaml` measures "
@@ -49,13 +45,13 @@ def known_hardware(config: RunConfig) -> Hardware:
         )
         raise ConfigError(
             f"cluster profile {cluster.name} cannot be planned for",
-            [f"cluster.hardware: missing; {remedy}"],
+            [f"cluster.hardware: missing; {fix}"],
         )
     return cluster.hardware
 
 
 def memory_use(config: RunConfig, mesh: Mesh, hardware: Hardware) -> MemoryUse:
-    """Of the worker that needs the most: one of the first pipeline stage or of the last."""
+    """Memory of the worker that needs the most: in the first or the last pipeline stage."""
     stages = {0, mesh.tensor * mesh.data * (mesh.pipeline - 1)}
     every = [_parts(config, mesh, rank) for rank in sorted(stages)]
     return MemoryUse(max(every, key=lambda parts: sum(parts.values())), hardware.usable_bytes)
@@ -68,7 +64,7 @@ def _parts(config: RunConfig, mesh: Mesh, rank: int) -> dict[str, int]:
 
 
 def _native_parts(memory: WorkerMemory) -> dict[str, int]:
-    """The terms of the peak, at that moment of the step that has it."""
+    """The parts of the peak, at the moment of the step at which it occurs."""
     within = {
         "whole weights": memory.whole_weights,
         "gradients": memory.whole_gradients,

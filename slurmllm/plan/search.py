@@ -1,7 +1,7 @@
-"""All layouts of a run on a number of nodes, the best of them first; torch-free.
+"""Search over all layouts of a run on a number of nodes; torch-free.
 
-Varied are the degrees, the micro batch, sequence parallelism, activation checkpointing and ZeRO.
-What is computed stays the same: model, global batch and precision are the recipe's.
+It varies the degrees, the micro batch, sequence parallelism, activation checkpointing and ZeRO.
+Model, global batch and precision are the recipe's, so that every layout computes the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.mesh import Mesh, measures_micro_batch, micro_batches
 from slurmllm.plan.predict import known_hardware, predict
 
-# What may be varied: `fixed` names those of them that are not.
+# The settings that the search varies, unless `fixed` names them.
 VARIED = (
     "parallel.tensor",
     "parallel.pipeline",
@@ -31,8 +31,8 @@ VARIED = (
 )
 LARGEST = 4096  # nodes
 _LARGEST_MICRO_BATCH = 64
-# Tensor-parallel degrees of AWS's training examples on trn1, and none. Of others (2 is valid too)
-# nobody has published a run that a prediction could be held against; fixed, they are predicted.
+# Tensor-parallel degrees of AWS's training examples on trn1, and none. For others (2 is valid too)
+# no published run exists to validate a prediction; they are predicted if fixed.
 _NEURON_TENSOR = (1, 8, 32)
 _CHECKPOINTING = ("none", "selective", "full")  # from the fastest to the smallest
 _PARALLEL_RULES = [
@@ -44,14 +44,14 @@ Unsupported = Callable[[RunConfig], Sequence[str]]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What was found for a run on a number of nodes.
+    """The layouts of a run on a number of nodes.
 
     Attributes:
-        config: As asked.
-        nodes: Of the run.
+        config: The run's configuration.
+        nodes: Number of nodes.
         fitting: Layouts that fit into memory, fastest first.
-        too_large: Those that do not, the least memory first.
-        refused: Why others were not considered → how many.
+        too_large: Layouts that do not, smallest first.
+        refused: Reason → number of layouts that were not considered.
     """
 
     config: RunConfig
@@ -63,7 +63,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Layout:
-    """One combination, the micro batch aside."""
+    """A layout without its micro batch."""
 
     tensor: int
     pipeline: int
@@ -79,16 +79,18 @@ def search(
     """Predict all layouts of a run.
 
     Args:
-        config: The run's; what is not varied is taken from it.
-        nodes: Of the train stage.
-        unsupported: Why a backend cannot train a configuration (`backends/environment.py`).
-        fixed: Dotted paths, of `VARIED`, whose values are the configuration's.
+        config: The run's configuration.
+        nodes: Nodes of the train stage.
+        unsupported: Returns why the backend cannot train a configuration
+            (`backends/environment.py`).
+        fixed: Those of `VARIED` that keep the configuration's value.
 
     Raises:
         ConfigError: no hardware figures, or no nodes.
     """
     known_hardware(config)
-    _require_nodes(nodes)
+    if nodes < 1:
+        raise ConfigError("the mesh does not fit", [f"--nodes: {nodes} is less than 1"])
     refused: Counter[str] = Counter()
     fitting: list[LayoutEstimate] = []
     too_large: list[LayoutEstimate] = []
@@ -101,19 +103,19 @@ def search(
         sizes = _micro_batches(config, layout, nodes, fixed)
         if not sizes:
             refused[_no_micro_batch(config, layout)] += 1
-        lacks = False
+        overflows = False
         for size in sizes:
             mesh = _mesh(config, layout, nodes, size)
-            # No larger one fits either, but one for the whole step: it adds up no gradients.
-            # A measurement begins with the smallest, and does not get there.
-            if lacks and (mesh.accumulation > 1 or measures_micro_batch(config)):
+            # Larger ones do not fit either, except one for the whole step, which does not
+            # accumulate gradients. A measurement starts with the smallest and never gets there.
+            if overflows and (mesh.accumulation > 1 or measures_micro_batch(config)):
                 continue
             candidate = predict(_with_micro_batch(changed, size), mesh)
             if candidate.fits:
                 fitting.append(candidate)
-            elif not lacks:
+            elif not overflows:
                 too_large.append(candidate)
-                lacks = True
+                overflows = True
     return SearchResult(
         config,
         nodes,
@@ -126,15 +128,10 @@ def search(
 def smallest_nodes(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
 ) -> int | None:
-    """The fewest nodes on which some layout fits; None where none up to `LARGEST` do.
+    """The smallest number of nodes on which any layout fits; None if above `LARGEST`.
 
-    Every count is tried to a little beyond `nodes`, and powers of two from there on.
-
-    Args:
-        config: As for `search`.
-        nodes: On which nothing fits.
-        unsupported: As for `search`.
-        fixed: As for `search`.
+    Tries every count to a little above `nodes`, on which nothing fits, then powers of two.
+    Arguments as for `search`.
     """
     closely = min(nodes + 64, LARGEST)
     counts = {*range(1, closely + 1), *(1 << power for power in range(LARGEST.bit_length()))}
@@ -145,12 +142,12 @@ def smallest_nodes(
 def _some_fits(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
 ) -> bool:
-    """Whether the smallest variant of some mesh fits."""
+    """Whether the smallest variant of any mesh fits."""
     for layout in _layouts(config, nodes, fixed, smallest=True):
         changed = _with(config, layout)
         if _reason(changed, layout, nodes, unsupported) is None:
             sizes = _micro_batches(config, layout, nodes, fixed)
-            # The last may need no sum of gradients.
+            # The largest may fit although smaller ones do not: it accumulates no gradients.
             ends = sizes[:1] if measures_micro_batch(config) else {*sizes[:1], *sizes[-1:]}
             for size in ends:
                 mesh = _mesh(config, layout, nodes, size)
@@ -159,15 +156,10 @@ def _some_fits(
     return False
 
 
-def _require_nodes(nodes: int) -> None:
-    if nodes < 1:
-        raise ConfigError("the mesh does not fit", [f"--nodes: {nodes} is less than 1"])
-
-
 def _layouts(
     config: RunConfig, nodes: int, fixed: Collection[str], smallest: bool = False
 ) -> Iterator[_Layout]:
-    """Every combination to look at; of each mesh only the smallest in memory where asked."""
+    """All combinations; with `smallest` only the one of each mesh that needs the least memory."""
     parallel, train = config.recipe.parallel, config.recipe.train
     world = nodes * config.cluster.devices_per_node
 
@@ -194,7 +186,7 @@ def _layouts(
 
 
 def _tensor_degrees(config: RunConfig, world: int) -> list[int]:
-    """Degrees within a node, or over nodes where each has one worker."""
+    """Degrees within a node, or across nodes if each has one worker."""
     per_node = config.cluster.devices_per_node
     most = per_node if per_node > 1 else world
     degrees = [t for t in divisors(config.recipe.model.num_heads) if t <= most]
@@ -204,14 +196,14 @@ def _tensor_degrees(config: RunConfig, world: int) -> list[int]:
 
 
 def _zero_stages(config: RunConfig, pipeline: int, data: int) -> list[int]:
-    """From the fastest to the smallest; only those that differ."""
+    """Distinct ZeRO stages, from the fastest to the smallest."""
     if config.backend == "nxd":
         return [0, 1]
     return [1] if data == 1 or pipeline > 1 else [1, 2, 3]
 
 
 def _reason(config: RunConfig, layout: _Layout, nodes: int, unsupported: Unsupported) -> str | None:
-    """Why a layout is not considered; None where it is."""
+    """Returns why a layout is not considered, or None if it is."""
     world = nodes * config.cluster.devices_per_node
     model = layout.tensor * layout.pipeline
     if world % model:
@@ -229,7 +221,7 @@ def _reason(config: RunConfig, layout: _Layout, nodes: int, unsupported: Unsuppo
 
 
 def _broken(config: RunConfig, layout: _Layout) -> str | None:
-    """The first rule between degrees and model that a layout breaks."""
+    """The message of the first rule between degrees and model that a layout breaks."""
     recipe = config.recipe
     values = {
         **{f"model.{name}": getattr(recipe.model, name) for name in _MODEL_FIELDS},
@@ -255,7 +247,7 @@ _MODEL_FIELDS = sorted(
 def _micro_batches(
     config: RunConfig, layout: _Layout, nodes: int, fixed: Collection[str]
 ) -> list[int]:
-    """The micro batches to look at, smallest first."""
+    """The micro batches to try, smallest first."""
     train = config.recipe.train
     sequences = train.global_batch // _data(config, layout, nodes)
     found = _cuts(sequences, layout.pipeline, layout.virtual_pipeline)
@@ -294,7 +286,7 @@ def _mesh(config: RunConfig, layout: _Layout, nodes: int, micro_batch: int) -> M
 
 
 def _with(config: RunConfig, layout: _Layout) -> RunConfig:
-    """A configuration with a layout written into it."""
+    """Returns a copy of a configuration with another layout."""
     recipe = config.recipe
     parallel = recipe.parallel.model_copy(
         update={

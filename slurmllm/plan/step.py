@@ -1,12 +1,12 @@
-"""How long an optimizer step takes, part by part; torch-free.
+"""Estimate of the duration of an optimizer step, by parts; torch-free.
 
-A worker's work in a micro batch is counted exactly (`flops.py`) and divided by what its device
-reaches: matrix products at `matrix_efficiency` of the peak, less where a dimension is small
-(d / (d + matrix_half)), or at the memory's bandwidth where that is slower (the "roofline" of
+A worker's work in a micro batch is counted exactly (`flops.py`) and divided by the rate
+of its device: matrix products at `matrix_efficiency` of the peak, less if a dimension is small
+(d / (d + matrix_half)), or at the memory's bandwidth if that is slower (the "roofline" of
 Williams et al. 2009); attention at `attention_efficiency`; elementwise work at
 `memory_efficiency` of the memory's bandwidth. Collectives follow `collectives.py`. A pipeline takes
 as many turns as there are micro batches, at the pace of its slowest stage, and fills and drains
-once through the others, in `virtual_pipeline` smaller pieces where interleaved (Narayanan et al.
+once through the others, in `virtual_pipeline` smaller pieces if interleaved (Narayanan et al.
 2021, arXiv 2104.04473).
 """
 
@@ -41,7 +41,7 @@ _BF16, _FP32 = 2, 4
 _ADAMW = 8
 # Adding a gradient to the sum of the micro batches before: two reads and a write.
 _ADD = 3
-# Of the logits: written, read for the loss, and so for their gradient.
+# Passes over the logits: written and read for the loss, likewise for their gradient.
 _LOGITS = 4
 
 
@@ -66,7 +66,7 @@ def formats(config: RunConfig) -> Formats:
     if precision == "fp32":
         return Formats(_FP32, _FP32, _FP32)
     mixed = precision == "bf16_mixed"
-    # FSDP2 adds gradients up in fp32; NxD does where it keeps fp32 master weights.
+    # FSDP2 adds gradients up in fp32; NxD does so only with fp32 master weights.
     whole = mixed or config.backend != "nxd"
     return Formats(_BF16, _FP32 if mixed else _BF16, _FP32 if whole else _BF16)
 
@@ -75,7 +75,7 @@ def step_time(config: RunConfig, mesh: Mesh) -> StepTime:
     """Predict one optimizer step.
 
     Args:
-        config: With the layout that the mesh stands for, on a cluster whose figures are known.
+        config: The configuration of the mesh, on a cluster with hardware figures.
         mesh: Degrees and batch arithmetic.
     """
     return _Step(config, mesh).time()
@@ -96,7 +96,7 @@ class _Step:
         self.bandwidth = hardware.memory_gb_s * hardware.memory_efficiency * 1e9
 
     def time(self) -> StepTime:
-        """All parts. Those of a stage are the slowest one's: the last, which has the head."""
+        """All parts, of the slowest pipeline stage: the last one, which has the head."""
         mesh, hardware = self.mesh, self.hardware
         turns = mesh.accumulation
         block = self._block_s()
@@ -136,7 +136,7 @@ class _Step:
         return work + elements * self.formats.computed / self.bandwidth
 
     def _recomputed_s(self) -> float:
-        """What the backward pass of a block computes again."""
+        """Recomputation in the backward pass of a block."""
         how = self.recipe.train.activation_checkpointing
         if how == "none":
             return 0.0
@@ -157,7 +157,7 @@ class _Step:
         return 3 * self._product_s(logits) + passes + added
 
     def _added_s(self, numbers: float) -> float:
-        """Gradients added to those of the micro batches before."""
+        """Adding gradients to those of earlier micro batches."""
         if self.mesh.accumulation == 1:
             return 0.0
         return _ADD * numbers * self.formats.reduced / self.bandwidth
@@ -176,7 +176,7 @@ class _Step:
         return 2 * passes * self._sum_s() + again * self._gathered_s()
 
     def _edge_collectives_s(self) -> float:
-        """Those of embedding and head: the stream's sums, forward and backward."""
+        """Collectives of embedding and head: sums of the residual stream, forward and backward."""
         return 2 * self._sum_s()
 
     def _sum_s(self) -> float:
@@ -193,12 +193,12 @@ class _Step:
         return self.tokens * self.model.hidden_size * self.formats.computed
 
     def _launches_s(self) -> float:
-        """What a block's operators cost beside their work, forward and backward."""
+        """Launch overhead of a block's operators, forward and backward."""
         again = self.recipe.train.activation_checkpointing == "full"
         return (3 + again) * self.hardware.operator_us * 1e-6
 
     def _stream_bytes(self) -> float:
-        """Activations that one worker hands to the next stage."""
+        """Bytes of activations that one worker sends to the next stage."""
         shared = self.mesh.tensor if self.recipe.parallel.sequence else 1
         return self._whole_stream() / shared
 
@@ -207,14 +207,14 @@ class _Step:
         return parameters / self.mesh.tensor
 
     def _stage_parameters(self) -> float:
-        """Of the fullest stage, a worker's share under tensor parallelism."""
+        """Parameters of a worker of the fullest stage."""
         return self._own(
             self.layers * block_parameters(self.model)
             + rest_parameters(self.model, self.mesh.pipeline)
         )
 
     def _data_s(self, computing: float) -> float:
-        """Gradients and weights between data-parallel workers, less what computing hides."""
+        """Data-parallel communication that computing does not hide."""
         members = data_group(self.mesh)
         numbers = self._stage_parameters()
         if members.size == 1:
@@ -229,9 +229,9 @@ class _Step:
         return total - min(total * self.hardware.overlap, computing)
 
     def _copies_s(self, numbers: float) -> float:
-        """What FSDP2 copies into its buffers and out of them where there is nobody to send to.
+        """Copies of FSDP2 into and out of its buffers, without other data-parallel workers.
 
-        Elsewhere that is part of what its collectives reach.
+        With others, the copies are part of the measured rate of the collectives.
         """
         if self.config.backend == "nxd":
             return 0.0
@@ -255,13 +255,13 @@ class _Step:
 
 @lru_cache(maxsize=65536)
 def product_s(product: Product, peak: float, width: int, hardware: Hardware) -> float:
-    """Seconds of a matrix product on one device: its own work's or its memory's, the slower.
+    """Duration of a matrix product on one device, s: of its work or its memory traffic.
 
     Args:
         product: Its sizes.
-        peak: FLOP/s of the device at most.
+        peak: Peak FLOP/s of the device.
         width: Bytes of a number.
-        hardware: What of them is reached.
+        hardware: Its efficiencies and bandwidth.
     """
     filled = product.smallest / (product.smallest + hardware.matrix_half)
     work = product.flops / (peak * hardware.matrix_efficiency * filled)

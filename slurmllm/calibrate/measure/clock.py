@@ -1,4 +1,4 @@
-"""Seconds of a piece of work, while all workers do the same."""
+"""Timing of a piece of work that all workers do at the same time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Item:
-    """Something to measure.
+    """A measurement; `kind`, `of` and `sizes` as in `Sample`.
 
     Attributes:
-        kind: As in `Sample`.
-        of: Likewise.
-        sizes: Likewise.
-        work: What is timed.
-        together: Whether all workers must do it equally often, as collectives.
+        work: The function to time.
+        together: Whether all workers must call it equally often, as with collectives.
     """
 
     kind: Kind
@@ -37,17 +34,17 @@ class Item:
 
 
 def measure(items: Sequence[Item], device: torch.device, budget_s: float, rounds: int) -> None:
-    """Measure all of them in turn, several times; the first worker says what was found.
+    """Time all items in turn, several times; rank 0 writes the results.
 
-    A slow moment of the machine thus spoils one round of some and not one of them wholly. Workers
-    begin each item at the same moment, and its seconds are the mean over them: they share a node's
+    In turn, so that a disturbance of the machine affects one round of some items only. Workers
+    start each item simultaneously and the result is the mean over them: they share a node's
     memory, CPUs and links as in training.
 
     Args:
         items: The same on all workers.
-        device: Where they are done.
-        budget_s: For each item and round.
-        rounds: Of which the median counts.
+        device: The device to synchronize with.
+        budget_s: Time for each item and round, s.
+        rounds: Rounds, whose median is taken.
     """
     seconds = [[_seconds(item, device, budget_s) for item in items] for _ in range(rounds)]
     own = [statistics.median(of_item) for of_item in zip(*seconds, strict=True)]
@@ -72,7 +69,7 @@ def _seconds(item: Item, device: torch.device, budget_s: float) -> float:
 
 
 def _repeated(work: Work, device: torch.device, budget_s: float) -> float:
-    """Mean seconds of as many calls as the budget has room for."""
+    """Mean duration of as many calls as fit into the budget, s."""
     begun, count = time.perf_counter(), 0
     while count == 0 or time.perf_counter() - begun < budget_s:
         work()
@@ -92,7 +89,6 @@ def _counted(work: Work, device: torch.device, count: int) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -102,17 +98,17 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes and times.
+    """Sizes and durations of the measurements.
 
     Attributes:
-        model: Of attention and elementwise work.
-        batch: Sequences of it in a micro batch.
-        tokens: Of the matrix products.
+        model: Model of attention and elementwise work.
+        batch: Its sequences in a micro batch.
+        tokens: Tokens of the matrix products.
         widths: Hidden sizes of the matrix products.
-        copied_bytes: Of a copy; far beyond the caches.
-        collective_bytes: Smallest first.
-        budget_s: For each measurement and round.
-        rounds: Of all measurements.
+        copied_bytes: Size of a copy, far larger than the caches.
+        collective_bytes: Sizes of the collectives, smallest first.
+        budget_s: Time for each measurement and round, s.
+        rounds: Rounds of all measurements.
     """
 
     model: ModelConfig
@@ -126,7 +122,6 @@ class Scale:
 
 
 def scale_of(task: Task) -> Scale:
-    """What suits the task's device."""
     if task.quick:
         return Scale(
             _model(64, 2, 1024, 64), 2, (128,), (64, 128, 256), 8 * _MIB, (1024, _MIB), 0.02, 1

@@ -1,6 +1,6 @@
 """One worker of a measurement: `python -m slurmllm.calibrate.measure.worker TASK`.
 
-torchrun's variables say which; `slurmllm.calibrate.node` sets them.
+`slurmllm.calibrate.node` sets torchrun's variables.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _LIMIT = timedelta(seconds=120)
 
 
 def main(text: str) -> None:
-    """Measure; the first worker says what was found."""
+    """Run all measurements; rank 0 writes the results."""
     task = Task.model_validate_json(text)
     local_rank, first = int(os.environ["LOCAL_RANK"]), os.environ["RANK"] == "0"
     device = torch.device(task.device)
     if device.type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    _progress("a tiny model, for what steps and libraries cost by themselves", first)
+    _progress("a tiny model, for the overhead of steps and libraries", first)
     tiny = {layers: step_seconds(task, layers, local_rank) for layers in LAYERS}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_LIMIT)
-    _say_mean(Sample(kind="reserved", value=_reserved(device)))
-    _say_mean(Sample(kind="memory", value=_memory(device, task.sharing)))
+    _write_mean(Sample(kind="reserved", value=_reserved(device)))
+    _write_mean(Sample(kind="memory", value=_memory(device, task.sharing)))
     for layers, seconds in tiny.items():
-        _say_mean(Sample(kind="step", sizes=(layers, MICRO_BATCHES), value=seconds))
+        _write_mean(Sample(kind="step", sizes=(layers, MICRO_BATCHES), value=seconds))
     scale = scale_of(task)
-    for words, items in _parts(task, scale, device).items():
-        _progress(words, first)
+    for name, items in _measurements(task, scale, device).items():
+        _progress(name, first)
         measure(list(items()), device, scale.budget_s, scale.rounds)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -59,10 +59,10 @@ def main(text: str) -> None:
     dist.destroy_process_group()
 
 
-def _parts(
+def _measurements(
     task: Task, scale: Scale, device: torch.device
 ) -> dict[str, Callable[[], Iterable[Item]]]:
-    """What is measured, by the words that announce it; made when its turn comes."""
+    """Name → measurements, created lazily: their tensors would not fit all at once."""
     model, precision, batch = scale.model, task.precision, scale.batch
     found: dict[str, Callable[[], Iterable[Item]]] = {
         "matrix products": lambda: computing.products(
@@ -82,7 +82,7 @@ def _parts(
 
 
 def _reserved(device: torch.device) -> int:
-    """Bytes of the device that are held without a model."""
+    """Bytes of the device that are in use without a model."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -101,17 +101,16 @@ def _memory(device: torch.device, sharing: int) -> int:
     return host_memory(sharing).limit_bytes
 
 
-def _say_mean(sample: Sample) -> None:
-    """Say the mean over all workers."""
+def _write_mean(sample: Sample) -> None:
     values = [0.0] * dist.get_world_size()
     dist.all_gather_object(values, sample.value)
     if dist.get_rank() == 0:
         sample.model_copy(update={"value": statistics.fmean(values)}).write()
 
 
-def _progress(words: str, first: bool) -> None:
+def _progress(text: str, first: bool) -> None:
     if first:
-        Sample(kind="progress", of=words).write()
+        Sample(kind="progress", of=text).write()
 
 
 LAYERS, MICRO_BATCHES = (2, 8), 4
@@ -124,14 +123,14 @@ _TINY = (
 
 
 def step_seconds(task: Task, layers: int, local_rank: int) -> float:
-    """Median seconds of a step of so many layers and MICRO_BATCHES micro batches."""
+    """Median duration of a step of `layers` layers and `MICRO_BATCHES` micro batches, s."""
     precision = "fp32" if task.precision == "fp32" else "bf16_mixed"
     config = resolve(
         "tiny_neox", "local",
         [*_TINY, f"model.num_layers={layers}", f"cluster.device={task.device}",
          f"train.precision={precision}", f"train.compile={str(task.compiled).lower()}"],
     )  # fmt: skip
-    # A world of its own: nobody waits for another worker.
+    # A process group of one: this worker must not wait for others.
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     before = {name: os.environ[name] for name in world}
     os.environ.update(world)
