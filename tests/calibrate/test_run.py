@@ -42,7 +42,7 @@ def test_this_machine() -> None:
     assert "by slurmllm plan --calibrate, 20" in hardware.source
     network, *busy = found.notes
     assert network.startswith("network_…")
-    assert all(note.startswith("local0: others were using it") for note in busy)
+    assert all(note.startswith("local0: in use by others") for note in busy)
     assert hardware.rough == bool(busy), "nothing is refused on what others had a part in"
     # What two shared cores cannot be, and what an idle or a busy one is not either.
     assert 1e-4 < hardware.fp32_tflops < 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from slurmllm.calibrate.run import Calibration, Say
+from slurmllm.calibrate.run import Calibration
 from slurmllm.cli.main import cli
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig, clusters_dir, resolve
@@ -337,8 +338,10 @@ def test_what_was_measured_becomes_a_profile(
     assert hardware is not None
     given = Hardware.model_validate(hardware.model_dump() | {"bf16_tflops": 123.0})
 
-    def measure(config: RunConfig, allocation: Allocation, say: Say) -> Calibration:
-        say("measuring")
+    def measure(
+        config: RunConfig, allocation: Allocation, show: Callable[[str], None]
+    ) -> Calibration:
+        show("measuring")
         return Calibration(given, tuple(allocation.nodes), ("a note",), 1.0)
 
     monkeypatch.setattr("slurmllm.calibrate.run.calibrate", measure)
