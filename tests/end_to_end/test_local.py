@@ -101,7 +101,7 @@ def test_a_supervisor_killed_outright_leaves_nothing_running(
     assert bench.status("orphaned")["state"] == "interrupted"
     bench.call("resume", "orphaned")
     assert bench.endings("orphaned") == [("node_failure", "requeue"), ("done", "finish")]
-    assert "without a word" in bench.attempt("orphaned", 0)["evidence"][0]
+    assert "without a record" in bench.attempt("orphaned", 0)["evidence"][0]
     bench.compare_exactly(unbroken, "orphaned")
 
 
