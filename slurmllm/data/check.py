@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from slurmllm.data.sources.base import Integers, Source
+from slurmllm.data.sources.base import Source
 from slurmllm.data.sources.opening import open_all
 from slurmllm.data.spec import Split, SplitName
 from slurmllm.errors import DataError
@@ -67,9 +67,8 @@ def check_corpora(
         # Detects a damaged file and ids beyond the vocabulary.
         source.read([(document, 0) for document in range(min(len(source), _FIRST_DOCUMENTS))])
         sides: tuple[SplitName, ...] = ("train", "validation") if validation else ()
-        for split in (Split(side, validation) for side in sides):
-            if not any(split.holds(source.document_hashes(d)).any() for d in _batches(source)):
-                raise split.empty_error(source)
+        for side in sides:
+            Split(side, validation).require_documents(source)
         needed = math.ceil(global_batch * seq_len * weight / total)
         tokens = _count_tokens(source, Split("train", validation), needed)
         if tokens is not None and tokens < needed:
@@ -91,7 +90,8 @@ def _count_tokens(source: Source, split: Split, enough: int) -> int | None:
     if source.total_size * (1 - split.validation) >= 2 * enough * rate:
         return None
     total = 0
-    for documents in _batches(source):
+    for begin in range(0, len(source), _AT_ONCE):
+        documents = np.arange(begin, min(begin + _AT_ONCE, len(source)))
         if not split.all_documents:
             documents = documents[split.holds(source.document_hashes(documents))]
         for document in documents.tolist():
@@ -100,8 +100,3 @@ def _count_tokens(source: Source, split: Split, enough: int) -> int | None:
             for piece in range(source.num_pieces(document)):
                 total += len(source.read([(document, piece)]).tokens)
     return total
-
-
-def _batches(source: Source) -> Iterator[Integers]:
-    for begin in range(0, len(source), _AT_ONCE):
-        yield np.arange(begin, min(begin + _AT_ONCE, len(source)))

@@ -22,7 +22,6 @@ _MOST_PIECES = 1024
 # Documents looked up at once, of one epoch: a hundred cost little more than one.
 _MOST_AHEAD = 256
 _LEAST_AHEAD = 8
-_SEARCHED_AT_ONCE = 1 << 16
 
 
 class DocumentIterator:
@@ -90,14 +89,7 @@ class DocumentIterator:
             # A slot may be unlucky for long. Once, after as many documents as the corpus has,
             # check that there is any on this side.
             if searched - self._ahead < len(self._source) <= searched:
-                self._require_documents()
-
-    def _require_documents(self) -> None:
-        for begin in range(0, len(self._source), _SEARCHED_AT_ONCE):
-            documents = np.arange(begin, min(begin + _SEARCHED_AT_ONCE, len(self._source)))
-            if self._split.holds(self._source.document_hashes(documents)).any():
-                return
-        raise self._split.empty_error(self._source)
+                self._split.require_documents(self._source)
 
 
 class SlotStream:

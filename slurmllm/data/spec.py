@@ -19,6 +19,8 @@ SplitName = Literal["train", "validation"]
 
 # The golden ratio's fraction: decorrelates the split from other uses of the same hash.
 _SALT = np.uint64(0x9E3779B97F4A7C15)
+# Documents whose hashes are computed at once.
+_AT_ONCE = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,18 @@ class Split:
         """Which documents are on this side, by the hashes of their content."""
         held_out: npt.NDArray[np.bool_] = splitmix64(hashes ^ _SALT) < self._below
         return held_out if self.name == "validation" else ~held_out
+
+    def require_documents(self, source: Source) -> None:
+        """Search a corpus for a document on this side.
+
+        Raises:
+            DataError: it has none.
+        """
+        for begin in range(0, len(source), _AT_ONCE):
+            documents = np.arange(begin, min(begin + _AT_ONCE, len(source)))
+            if self.holds(source.document_hashes(documents)).any():
+                return
+        raise self.empty_error(source)
 
     def empty_error(self, source: Source) -> DataError:
         """The error for a corpus without a document on this side."""

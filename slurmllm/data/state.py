@@ -107,7 +107,7 @@ def check_same_stream(here: State, saved: State) -> None:
     """
     for key, name in _IDENTITY.items():
         if key == "corpora":
-            _require_same_corpora(here[key], saved.get(key, []))
+            _check_same_corpora(here[key], saved.get(key, []))
         elif saved.get(key) != here[key]:
             raise DataError(
                 f"the data state was saved with {name} {saved.get(key)}, this stream has "
@@ -115,7 +115,7 @@ def check_same_stream(here: State, saved: State) -> None:
             )
 
 
-def _require_same_corpora(here: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
+def _check_same_corpora(here: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
     """Compare contents and weights, not paths: a corpus may have been moved."""
     if len(here) != len(saved):
         raise DataError(

@@ -44,7 +44,10 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
     for block in blocks:
         if offset == 0 and block.startswith(BOM):
             offset, block = len(BOM), block[len(BOM) :]
-        spans = _find_documents(block, options.text_by)
+        if options.text_by == "document":
+            spans = np.array([[0, len(block)]], np.int64)
+        else:
+            spans = _paragraphs(block) if options.text_by == "paragraph" else _lines(block)
         if not valid_utf8(block):
             spans = _valid_spans(block, spans, offset, stream.file.name, on_error)
         if len(spans):
@@ -65,12 +68,6 @@ def _paragraph_blocks(stream: OpenedInput) -> Iterator[bytes]:
             held = []
         held.append(block[end:])
     yield b"".join(held)
-
-
-def _find_documents(block: bytes, text_by: TextBy) -> Spans:
-    if text_by == "document":
-        return np.array([[0, len(block)]], np.int64)
-    return _paragraphs(block) if text_by == "paragraph" else _lines(block)
 
 
 def _paragraphs(block: bytes) -> Spans:
