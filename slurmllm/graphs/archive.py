@@ -114,6 +114,7 @@ def pack_archive(
         )
     except OSError as error:
         raise archive_error(run, error) from error
+    # The manifest makes the archive current; the old ones go after it.
     manifest.save(run.graphs_manifest)
     remove_old_archives(run, manifest.archive)
     return manifest
@@ -300,6 +301,7 @@ def install_archive(
 
 
 def _unpack(cache: Path, run: RunDir, manifest: GraphManifest) -> Literal["broadcast", "shared"]:
+    # The file of an earlier broadcast may be there, or a partial one: only the checksum decides.
     source = broadcast_path(cache)
     origin: Literal["broadcast", "shared"] = "broadcast"
     if not (source.is_file() and checksum(source) == manifest.archive_sha256):

@@ -62,6 +62,7 @@ def submit_new_graphs(
     record = run.new_graphs / f"{attempt:03d}_{node}.json"
     archive = record.with_suffix(".tar")
     try:
+        # The archive before its record: without a record it is ignored.
         files = write_archive(cache, archive, only=new)
         NewGraphs(
             node=node, attempt=attempt, nodes=tuple(nodes), versions=versions,
@@ -161,6 +162,7 @@ def _merge(
                         added[member.name] = GraphFile(path=member.name, bytes=member.size)
         return tuple(added[name] for name in sorted(added))
 
+    # The name has the digest: nodes that still read the old archive keep a valid file.
     temporary = run.graphs_archive("graphs.new.tar")
     files = write_tar(temporary, fill)
     digest = checksum(temporary)

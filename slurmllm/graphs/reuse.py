@@ -95,6 +95,7 @@ def adopt(source: RunDir, run: RunDir) -> bool:
         _link_or_copy(archive, run.graphs_archive(manifest.archive))
         if source.micro_batch.is_file():
             MicroBatchRecord.load(source.micro_batch).save(run.micro_batch)
+        # The manifest last: it makes the archive current. The origin is the run that compiled.
         origin = manifest.reused_from or source.name
         manifest.model_copy(update={"reused_from": origin}).save(run.graphs_manifest)
     except FileNotFoundError:  # the other run has just replaced its archive, or was removed

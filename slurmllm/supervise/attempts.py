@@ -212,6 +212,7 @@ def close_attempt(
         rolled_back=any(skip.attempt == closed.attempt for skip in skips.skips),
         started=ending.started,
     )
+    # Written last: until then the attempt counts as open, and the next supervisor closes it.
     closed.save(paths.record)
     # A launcher that was killed may have left the temporary file of a heartbeat.
     for temporary in paths.heartbeat("any").parent.glob(".*.tmp"):

@@ -58,6 +58,7 @@ def exclude_failed(run: RunDir, closed: AttemptRecord, config: RunConfig) -> lis
     ]
     if new:
         names = {node.node for node in new}
+        # A node that is excluded again gets the new reason and the later end.
         others = [node for node in excluded(run) if node.node not in names]
         ExcludedNodes(nodes=(*others, *new)).save(run.excluded)
     return new
@@ -174,6 +175,7 @@ def requeue(
     try:
         retry_unreachable(lambda: client.requeue(job_id))
     except SlurmError as error:
+        # The job is pending if Slurm noticed the dead node first and requeued it.
         if "pending" not in str(error):
             raise
         log.info("job %s: Slurm has already requeued it", job_id)

@@ -115,6 +115,7 @@ def last_lines(run: RunDir, record: AttemptRecord, rank: int, lines: int) -> lis
     if rank != 0:
         log.skip_to_last(lines)
         return [*log.lines(), *log.flush()][-lines:]
+    # Rank 0 shares the stage's log with the supervisor and the other attempts.
     found: list[str] = []
     begin, following = (f"{record.stage} attempt {n}" for n in (record.attempt, record.attempt + 1))
     for text in (*log.lines(), *log.flush()):

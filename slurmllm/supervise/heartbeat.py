@@ -67,6 +67,7 @@ class Heartbeats:
             return
         self._read_at = now
         phases = {rank: read_phase(self._phase(rank)) for rank in ranks}
+        # A worker that has not imported slurmllm yet has no phase.
         known = {rank: phase for rank, phase in phases.items() if phase is not None}
         waited_s = now - self._written_at
         changed = known != self._written and waited_s >= self._write_s

@@ -64,6 +64,7 @@ class Launcher:
             self.workers.save_with_retries(error=str(error))
             log.error("%s", error)
             failed = True
+        # After a failure too: what was compiled need not be compiled again.
         self._submit_new_graphs()
         return 1 if failed else 0
 
@@ -140,6 +141,7 @@ class Launcher:
             if not self.workers.local or self._wait_for_others():
                 started = time.monotonic()
                 for command in compilers:
+                    # SIGKILL on a stop: compilers do not handle signals, and leave no result then.
                     code = self._command(command, signal.SIGKILL)
                     log.info("%s: exit code %d", Path(command[0]).name, code)
                 self._archive_graphs(time.monotonic() - started if compilers else 0.0)
@@ -149,7 +151,7 @@ class Launcher:
 
     def _command(self, command: Sequence[str], on_stop: signal.Signals) -> int:
         def send(group: int) -> None:
-            self.stopped_at = self.stopped_at or time.monotonic()
+            self.stopped_at = self.stopped_at or time.monotonic()  # the first signal counts
             with suppress(ProcessLookupError):
                 os.killpg(group, on_stop)
 

@@ -116,6 +116,7 @@ class Supervisor:
         self, record: AttemptRecord, ending: Ending, phases: dict[str, float], seen: Observations
     ) -> AttemptRecord:
         """Record the ending and the action, unless another supervisor has done so."""
+        # Read again: after a network partition another supervisor may have closed it.
         on_disk = AttemptRecord.load(self.run.attempt(self.stage, record.attempt).record)
         if on_disk.ended_at is not None:
             self._log(on_disk, "another supervisor has closed this attempt and continues the run")
@@ -223,11 +224,13 @@ class Supervisor:
         client, slurm = allocation.client, self.config.recipe.slurm
         partition = os.environ.get("SLURM_JOB_PARTITION")
         try:
+            # A second requeue would end the incarnation that runs now.
             if started_again(allocation):
                 self._log(closed, "Slurm has started the job again: not requeued")
                 return
             lost = attempts.lost_nodes(self.run, closed)
             before = [node.node for node in excluded(self.run)]
+            # Slurm may not have noticed the loss yet and would start the job on the same nodes.
             avoid = nodes_to_avoid(
                 client, len(closed.nodes), lost, before, partition, allocation.job_id
             )

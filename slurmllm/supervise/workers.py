@@ -163,7 +163,7 @@ class Workers:
             NODE_NAME: self.node,
             SHARING: str(sharing(mesh, self.local)),
             "PATH": search_path(),
-            "PYTHONUNBUFFERED": "1",
+            "PYTHONUNBUFFERED": "1",  # the last lines of a killed worker must be in its log
             **(self.heartbeats.environment(rank) if self.heartbeats is not None else {}),
         }  # fmt: skip
 
@@ -172,6 +172,7 @@ class Workers:
         signalled_at = -REPEAT_SIGNAL_S
         while any(worker.poll() is None for worker in self.processes.values()):
             if self._failed_ranks():
+                # Its peers wait in a collective until they time out, for up to half an hour.
                 self._wait_for_peers()
                 self.end()
                 break
@@ -203,6 +204,7 @@ class Workers:
                         break
                 time.sleep(POLL_S)
             return True
+        # The folder of the next attempt: another supervisor has begun it (see newer_attempt).
         return self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()
 
     def _pids(self) -> dict[int, int]:
@@ -236,6 +238,7 @@ class Workers:
         """Kill the running workers: a peer of a failed rank waits in a collective for ever."""
         if not self.processes:
             return
+        # SIGKILL: a worker that waits in a collective never returns to Python to handle SIGTERM.
         running = list(self._pids())
         for rank in running:
             self.processes[rank].kill()
