@@ -162,7 +162,7 @@ def _merge(
                         added[member.name] = GraphFile(path=member.name, bytes=member.size)
         return tuple(added[name] for name in sorted(added))
 
-    # The name has the digest: nodes that still read the old archive keep a valid file.
+    # Another name than the old archive's, which is valid until the manifest is replaced.
     temporary = run.graphs_archive("graphs.new.tar")
     files = write_tar(temporary, fill)
     digest = checksum(temporary)

@@ -108,7 +108,7 @@ class AttemptMonitor:
         signalled_at = -REPEAT_SIGNAL_S
         while any(launcher.poll() is None for launcher in self._launchers):
             now = time.monotonic()
-            # Repeated: srun drops a signal that comes before its step has started.
+            # Repeated: launchers and workers ignore it until their handlers are installed.
             if self._stop.name is not None and now - signalled_at >= REPEAT_SIGNAL_S:
                 signalled_at = now
                 self._note_sign(now - self._stop.at)

@@ -141,7 +141,7 @@ class Launcher:
             if not self.workers.local or self._wait_for_others():
                 started = time.monotonic()
                 for command in compilers:
-                    # SIGKILL on a stop: compilers do not handle signals, and leave no result then.
+                    # SIGKILL on a stop: a compiler has nothing to save, unlike the workers.
                     code = self._command(command, signal.SIGKILL)
                     log.info("%s: exit code %d", Path(command[0]).name, code)
                 self._archive_graphs(time.monotonic() - started if compilers else 0.0)

@@ -172,7 +172,7 @@ class Workers:
         signalled_at = -REPEAT_SIGNAL_S
         while any(worker.poll() is None for worker in self.processes.values()):
             if self._failed_ranks():
-                # Its peers wait in a collective until they time out, for up to half an hour.
+                # Its peers wait in a collective, and fail only when they lose the connection.
                 self._wait_for_peers()
                 self.end()
                 break
