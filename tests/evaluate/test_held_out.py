@@ -80,8 +80,8 @@ def test_a_text_of_one_s_own(run: RunDir, evaluate: Evaluate, tmp_path: Path) ->
     other.parent.mkdir()
     other.write_text("no such thing was ever seen\n" * 80)
     asked = ("--task", "validation", "--limit", 3, "--json", "--validation-corpus")
-    said = [json.loads(evaluate(run, *asked, path).stdout) for path in (other, text)]
-    losses = [one["suites"][0]["rows"][0]["scores"]["180"] for one in said]
+    output = [json.loads(evaluate(run, *asked, path).stdout) for path in (other, text)]
+    losses = [one["suites"][0]["rows"][0]["scores"]["180"] for one in output]
     assert losses == [pytest.approx(losses[0]), row["scores"]["180"]]
     assert losses[0] != losses[1]
 

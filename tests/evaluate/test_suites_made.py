@@ -88,10 +88,10 @@ def test_every_row_has_its_figure(name: str, made: RunDir, evaluate: Evaluate) -
     done = evaluate(
         made, "--suite", name, "--limit", 1, "--batch-size", 50, "--allow-code-execution", "--json"
     )
-    said = json.loads(done.stdout)
-    assert done.exit_code == 0, (done.stderr, said["failed"])
-    assert (said["failed"], said["skipped"], said["warnings"]) == ([], [], [])
-    (table,) = said["suites"]
+    output = json.loads(done.stdout)
+    assert done.exit_code == 0, (done.stderr, output["failed"])
+    assert (output["failed"], output["skipped"], output["warnings"]) == ([], [], [])
+    (table,) = output["suites"]
     rows = {(row["group"], row["name"].partition(" (first ")[0]): row for row in table["rows"]}
     suite = find_suite(name).suite
     for group in suite.groups:
@@ -110,7 +110,7 @@ def test_every_row_has_its_figure(name: str, made: RunDir, evaluate: Evaluate) -
     assert any(row["references"] for row in table["rows"])
     if name == "hlat":
         few, more, most = (
-            scores(said, f"humaneval pass@{k} (first 1)")[STEP] for k in (1, 10, 100)
+            scores(output, f"humaneval pass@{k} (first 1)")[STEP] for k in (1, 10, 100)
         )
         assert 0 < few <= more <= most
 
@@ -176,7 +176,7 @@ def test_options_of_shipped_tasks_and_groups(
     assert asked(4).exit_code == 0
     done = asked(4000)
     assert done.exit_code == 1
-    said = json.loads(done.stdout)
-    failed = said["failed"]
-    assert (said["evaluated"], [one["shots"] for one in failed]) == (0, [1, 2, None])
+    output = json.loads(done.stdout)
+    failed = output["failed"]
+    assert (output["evaluated"], [one["shots"] for one in failed]) == (0, [1, 2, None])
     assert all("4000 tokens, and its context holds 2048" in one["error"] for one in failed)

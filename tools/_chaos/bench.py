@@ -83,7 +83,7 @@ class Bench:
     """One cluster, for one run at a time.
 
     Args:
-        root: The cluster's state directory; beside it lies the shared one.
+        root: The cluster's state directory; the shared one is next to it.
         setup: What its runs are.
     """
 
@@ -156,7 +156,7 @@ class Bench:
             found.append((_timestamp(begin), _timestamp(end)))
         return found
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Restore the cluster after a run: nodes, slurmctld, the shared directory, no jobs."""
         for _ in range(3):
             state = json.loads(self.tool_output("status", "--json"))
@@ -193,8 +193,8 @@ class Bench:
     def _call(self, command: Sequence[str]) -> str:
         done = subprocess.run(command, env=self.env, capture_output=True, text=True)
         if done.returncode:
-            words = (done.stderr or done.stdout).strip()
-            raise ChaosError(f"{' '.join(command[:6])} …: exit {done.returncode}: {words}")
+            output = (done.stderr or done.stdout).strip()
+            raise ChaosError(f"{' '.join(command[:6])} …: exit {done.returncode}: {output}")
         return done.stdout
 
 

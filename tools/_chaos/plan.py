@@ -78,10 +78,10 @@ def make_plan(seed: int, steps: int, kinds: Sequence[str] = KINDS) -> tuple[Fail
     return tuple(plan)
 
 
-def told(plan: Sequence[Failure]) -> str:
+def describe(plan: Sequence[Failure]) -> str:
     """`node_dies@stepping 12, hang@recovering`."""
-    words = []
+    parts = []
     for failure in plan:
         where = f" {failure.step}" if failure.moment in ("stepping", "saving") else ""
-        words.append(f"{failure.kind}@{failure.moment}{where}")
-    return ", ".join(words)
+        parts.append(f"{failure.kind}@{failure.moment}{where}")
+    return ", ".join(parts)

@@ -17,7 +17,7 @@ from typing import Any
 
 from _chaos.bench import Bench, ChaosError, Setup
 from _chaos.checks import Figures, check, figures, hits, records
-from _chaos.plan import make_plan, told
+from _chaos.plan import describe, make_plan
 from _chaos.recovery import PHASES, Recovery, recoveries
 from _chaos.running import Running
 from slurmllm.rundir import RunDir
@@ -31,7 +31,7 @@ class Outcome:
 
     Attributes:
         seed: Of its plan.
-        plan: In words.
+        plan: As text.
         faults: Check → what is wrong.
         seconds: From the submission to the end.
         attempts: Classes, oldest first.
@@ -91,7 +91,7 @@ class Arena:
         classes = {r["attempt"]: str(r.get("class")) for r in closed}
         outcome = Outcome(
             seed=seed,
-            plan=told(plan),
+            plan=describe(plan),
             faults=faults,
             seconds=course.seconds,
             attempts=tuple(classes.values()),
@@ -106,7 +106,7 @@ class Arena:
             shutil.copytree(self.bench.root / "log", kept / "cluster_log")
             (kept / "outcome.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n")
             outcome = Outcome(**{**vars(outcome), "kept": str(kept)})
-        self.bench.mend()
+        self.bench.repair()
         shutil.rmtree(run.path, ignore_errors=True)
         return outcome
 
