@@ -78,7 +78,7 @@ def reference(pool: MeshPool) -> Reference:
 
 
 def decayed(backend: NativeBackend) -> dict[str, float]:
-    """Weight decay of each parameter that lies on a worker."""
+    """Weight decay of each parameter of a worker."""
     names = {id(p): name for name, p in backend.model.named_parameters()}
     return {
         names[id(p)]: group["weight_decay"]

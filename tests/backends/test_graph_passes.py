@@ -49,10 +49,10 @@ def test_processors(
     vendor: str, flags: str, slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    told = tmp_path / "cpuinfo"
+    cpuinfo = tmp_path / "cpuinfo"
     core = f"vendor_id\t: {vendor}\nmodel name\t: a processor\nflags\t\t: fpu {flags}\n\n"
-    told.write_text(core * 2)
-    assert slow_bf16(told) is slow
+    cpuinfo.write_text(core * 2)
+    assert slow_bf16(cpuinfo) is slow
     assert slow_bf16(tmp_path / "missing") is False
 
 

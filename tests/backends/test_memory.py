@@ -1,4 +1,4 @@
-"""What `plan/memory.py` says lies between steps is what lies there, to the byte."""
+"""The memory between steps is as `plan/memory.py` computes it, to the byte."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def shares(backend: NativeBackend) -> dict[str, float]:
 def test_shares_add_up(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
     config = small(*mesh, FEW)
     found = pool.run(Case(config, last=0, after=shares))
-    ends = 2 if mesh[0] == "gpt3" and mesh[2] > 1 else 1  # a tied embedding lies on two stages
+    ends = 2 if mesh[0] == "gpt3" and mesh[2] > 1 else 1  # a tied embedding is on two stages
     for name, shape in parameter_shapes(config.recipe.model).items():
         total = sum(outcome.after.get(name, 0.0) for outcome in found)
         assert total == math.prod(shape) * (ends if name == "embed.weight" else 1), name

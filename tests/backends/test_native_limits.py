@@ -1,4 +1,4 @@
-"""What the native backend refuses: all reasons at once, told by the login node and the worker."""
+"""Settings that the native backend refuses, all at once, on the login node and in the worker."""
 
 from __future__ import annotations
 

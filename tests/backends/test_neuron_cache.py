@@ -79,8 +79,8 @@ def test_versions_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = environment.node_versions()
     assert (found["neuron-driver"], found["neuron-runtime"]) == ("2.24.7.0", "2.28.23.0")
     assert found.items() >= environment.versions().items()
-    said = tmp_path / "dpkg-query"
-    said.write_text("#!/bin/sh\n[ $3 = aws-neuronx-collectives ] && printf 2.28.27.0\n")
-    said.chmod(0o755)
+    dpkg_query = tmp_path / "dpkg-query"
+    dpkg_query.write_text("#!/bin/sh\n[ $3 = aws-neuronx-collectives ] && printf 2.28.27.0\n")
+    dpkg_query.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     assert environment.node_versions()["neuron-collectives"] == "2.28.27.0"

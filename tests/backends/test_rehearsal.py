@@ -123,10 +123,10 @@ def test_a_peer_that_goes_is_noticed_at_once_by_everybody() -> None:
         star.close()
         return str(caught.value)
 
-    words = gang(4, work)
-    assert words[0] == "Connection closed by peer: rank 2"
-    # In gloo's words, so that the supervisor knows them for an echo of another worker's end.
-    assert words[1] == words[3] == "Connection closed by peer: rank 0"
+    messages = gang(4, work)
+    assert messages[0] == "Connection closed by peer: rank 2"
+    # Worded as gloo's, so that the supervisor classifies them as a lost peer.
+    assert messages[1] == messages[3] == "Connection closed by peer: rank 0"
 
 
 def test_a_stranger_at_the_door_is_sent_away() -> None:

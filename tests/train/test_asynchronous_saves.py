@@ -29,11 +29,11 @@ def test_killed_worker_and_a_lost_folder(
     shutil.rmtree(run.checkpoints)
     again = Gang(run, world=2, attempt=1)
     again.finish()
-    told = again.output(0)
-    (restored,) = [line for line in told.splitlines() if ": restored step " in line]
+    output = again.output(0)
+    (restored,) = [line for line in output.splitlines() if ": restored step " in line]
     step = int(restored.partition(": restored step ")[2].split()[0])
     assert step in (10, 20, 30)
-    assert f"resumed from step {step}" in told
+    assert f"resumed from step {step}" in output
     assert rows(run, 1)[0]["step"] == step + 1
     assert curve(run, 0, 1) == curve(unbroken), "bit-identical"
     assert run.checkpoint_steps() == [50, 60]

@@ -1,4 +1,4 @@
-"""When a run saves: as the recipe says, as what it has seen says, and whether there is time."""
+"""When a run saves: fixed and automatic intervals, and the time left at a stop."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmllm.log import message_of
 from slurmllm.records import CheckpointManifest, MetricsRow, WorkerRecord
 from slurmllm.rundir import RunDir
 from train.gang import Gang, curve, make_run, rows
@@ -43,8 +44,9 @@ def test_log_tells_start_progress_and_end(unbroken: RunDir) -> None:
     log = (unbroken.logs / "train_0_0.log").read_text()
     assert "starting from step 0" in log
     assert "graph cache: 0 hits, 0 misses; first step" in log
-    told = [line.split()[1] for line in log.splitlines() if line.startswith("step ")]
-    assert told == [f"{step}/60" for step in (1, 2, 3, 10, 20, 30, 40, 50, 60)]
+    messages = [message_of(line) for line in log.splitlines()]
+    steps = [message.split()[1] for message in messages if message.startswith("step ")]
+    assert steps == [f"{step}/60" for step in (1, 2, 3, 10, 20, 30, 40, 50, 60)]
     assert (unbroken.logs / "train_0_1.log").read_text() == ""
 
 

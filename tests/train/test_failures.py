@@ -1,4 +1,4 @@
-"""Whom an exception is laid to."""
+"""Blame, exit code and record of exceptions."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ WORKER = Worker(3, 4, 1, "node-2")
         (FileNotFoundError(errno.ENOENT, "gone"), "FileNotFoundError", "code", 70),
     ],
 )  # fmt: skip
-def test_verdicts(error: BaseException, name: str, blame: str, exit_code: int) -> None:
-    verdict = classify_error(error)
-    assert (verdict.error, verdict.blame, verdict.exit_code) == (name, blame, exit_code)
-    assert verdict.message
+def test_classes(error: BaseException, name: str, blame: str, exit_code: int) -> None:
+    found = classify_error(error)
+    assert (found.error, found.blame, found.exit_code) == (name, blame, exit_code)
+    assert found.message
 
 
-def test_out_of_memory_has_a_remedy() -> None:
+def test_out_of_memory_has_a_fix() -> None:
     assert "smaller train.micro_batch" in classify_error(torch.OutOfMemoryError("CUDA")).message
 
 
-def test_record_and_words() -> None:
+def test_record_and_message() -> None:
     try:
         raise ValueError("oops")
     except ValueError as error:
         record = failure_record(error, WORKER, step=7)
     assert (record.rank, record.node, record.step) == (3, "node-2", 7)
-    assert "test_record_and_words" in record.traceback
+    assert "test_record_and_message" in record.traceback
     assert format_failure(record).startswith("Traceback")
     assert format_failure(record).endswith("rank 3 on node-2: ValueError: oops")
     plain = failure_record(ConfigError("model.x: 3 is wrong"), WORKER, step=None)

@@ -26,7 +26,7 @@ from train.gang import Gang, curve, rows, small_config
 NewRun = Callable[..., RunDir]
 
 # Some sequences are poison: the loss of a batch with one of them is not a number, or its gradient
-# is a few hundred times too large. Every batch's first sequence is told.
+# is a few hundred times too large. The hash of every batch's first sequence is printed.
 _ENTRY = """
 import hashlib, os, sys
 from pathlib import Path
@@ -55,8 +55,8 @@ STEPS = ("cluster.devices_per_node=1", "train.steps=40", "checkpoint.every_steps
 
 
 @pytest.fixture(scope="module")
-def words(data: tuple[str, str]) -> dict[str, int]:
-    """The first sequence of a global batch, as workers tell it → the batch's number, from 1."""
+def batch_numbers(data: tuple[str, str]) -> dict[str, int]:
+    """The first sequence of a global batch, as workers print it → the batch's number, from 1."""
     spec = StreamSpec([(Path(data[0]), 1.0)], Path(data[1]), 32, 8, seed=1234)
     with PackedStream(spec, 0, 1) as stream:
         batches = [stream.next_batch().inputs for _ in range(50)]
@@ -65,21 +65,24 @@ def words(data: tuple[str, str]) -> dict[str, int]:
 
 def start(
     run: RunDir,
-    words: dict[str, int],
+    batch_numbers: dict[str, int],
     poison: range,
     kind: str,
     *,
     late: bool = False,
     **other: Any,
 ) -> Gang:
-    env = {"TEST_POISON": " ".join(w for w, n in words.items() if n in poison), "TEST_KIND": kind}
+    env = {
+        "TEST_POISON": " ".join(w for w, n in batch_numbers.items() if n in poison),
+        "TEST_KIND": kind,
+    }
     return Gang(run, env={**env, "TEST_LATE": "1" if late else ""}, entry=_ENTRY, **other)
 
 
-def trained_on(gang: Gang, words: dict[str, int]) -> list[int]:
+def trained_on(gang: Gang, batch_numbers: dict[str, int]) -> list[int]:
     """The batches that steps were made with, in turn."""
     lines = gang.output(0).splitlines()
-    return [words[line.split()[1]] for line in lines if line.startswith("batch ")]
+    return [batch_numbers[line.split()[1]] for line in lines if line.startswith("batch ")]
 
 
 def events(run: RunDir, attempt: int) -> list[Event]:
@@ -89,14 +92,14 @@ def events(run: RunDir, attempt: int) -> list[Event]:
 
 
 def test_not_a_number_rolls_back_and_a_kill_after_that_changes_nothing(
-    new_run: NewRun, words: dict[str, int]
+    new_run: NewRun, batch_numbers: dict[str, int]
 ) -> None:
     run = new_run(*STEPS, "guard.not_finite=roll_back", "guard.skip_batches=2")
-    first = start(run, words, range(13, 14), "nan", world=2)
+    first = start(run, batch_numbers, range(13, 14), "nan", world=2)
     assert first.wait() == [DivergenceError.exit_code] * 2, first.output()
-    told = "the loss of step 13 is nan; roll-back 1 of at most 3: the next attempt resumes from "
-    assert f"{told}step 10 and skips batches 11 to 13" in first.output(0)
-    assert told in first.output(1)
+    message = "the loss of step 13 is nan; roll-back 1 of at most 3: the next attempt resumes from "
+    assert f"{message}step 10 and skips batches 11 to 13" in first.output(0)
+    assert message in first.output(1)
     assert SkipsRecord.load(run.skips).skips == (
         SkippedBatches(
             first=11,
@@ -113,30 +116,30 @@ def test_not_a_number_rolls_back_and_a_kill_after_that_changes_nothing(
 
     unbroken = RunDir(run.path.with_name("unbroken"))
     shutil.copytree(run.path, unbroken.path)
-    gang = start(unbroken, words, range(13, 14), "nan", attempt=1)
-    killed = start(run, words, range(13, 14), "nan", attempt=1)
+    gang = start(unbroken, batch_numbers, range(13, 14), "nan", attempt=1)
+    killed = start(run, batch_numbers, range(13, 14), "nan", attempt=1)
     killed.signal_at(18, signal.SIGKILL, ranks=[0])
     killed.wait()
-    again = start(run, words, range(13, 14), "nan", attempt=2)
+    again = start(run, batch_numbers, range(13, 14), "nan", attempt=2)
     gang.finish()
     again.finish()
     assert "resumed from step 10" in gang.output()
-    assert trained_on(gang, words) == list(range(14, 44))
+    assert trained_on(gang, batch_numbers) == list(range(14, 44))
     assert [row["tokens"] for row in rows(unbroken, 1)] == [s * 8 * 32 for s in range(11, 41)]
 
     resumed_from = WorkerRecord.load(run.attempt("train", 2).worker(0)).resumed_from
     assert resumed_from is not None
     assert 15 <= resumed_from < 40
-    assert trained_on(again, words)[0] == resumed_from + 4
+    assert trained_on(again, batch_numbers)[0] == resumed_from + 4
     assert curve(run, 1, 2) == curve(unbroken, 1), "bit-identical"
 
 
 def test_a_spike_that_stays_rolls_back_behind_its_onset(
-    new_run: NewRun, words: dict[str, int]
+    new_run: NewRun, batch_numbers: dict[str, int]
 ) -> None:
     guard = ("guard.spike=roll_back", "guard.smoothing_steps=4", "guard.window_steps=3")
     run = new_run(*STEPS, *guard, "checkpoint.keep=1")
-    first = start(run, words, range(14, 18), "spike", late=True)
+    first = start(run, batch_numbers, range(14, 18), "spike", late=True)
     assert first.wait() == [DivergenceError.exit_code], first.output()
     (skip,) = SkipsRecord.load(run.skips).skips
     assert (skip.first, skip.last, skip.onset, skip.roll_back_to) == (14, 17, 14, 10)
@@ -146,12 +149,12 @@ def test_a_spike_that_stays_rolls_back_behind_its_onset(
     assert (spike.kind, spike.step) == ("spike", 14)
     assert spike.values["grad_norm"] > 3 * spike.values["lowest"]
 
-    again = start(run, words, range(14, 18), "spike", attempt=1, late=True)
+    again = start(run, batch_numbers, range(14, 18), "spike", attempt=1, late=True)
     again.finish()
     aside = "step 15: attempt 0 saved it after the divergence from step 14 on"
     assert f"skipped an invalidated checkpoint: {aside}" in again.output()
     assert "batches 14 to 17 are skipped: the gradient norm has not" in again.output()
-    assert trained_on(again, words) == [11, 12, 13, *range(18, 45)]
+    assert trained_on(again, batch_numbers) == [11, 12, 13, *range(18, 45)]
     assert run.checkpoint_steps() == [40]
 
 
@@ -209,8 +212,10 @@ def test_a_spike_that_ends_in_no_number_rolls_back_behind_the_spike(tmp_path: Pa
         guard.check_finite("loss", float("inf"), 9, 109)
 
     (error,) = PretendGang(1).all(work)
-    told = "the loss of step 9 is inf, after a spike of the gradient norm from step 6 on; roll-back"
-    assert told in str(error)
+    message = (
+        "the loss of step 9 is inf, after a spike of the gradient norm from step 6 on; roll-back"
+    )
+    assert message in str(error)
     (skip,) = SkipsRecord.load(run.skips).skips
     assert (skip.onset, skip.first, skip.last) == (6, 106, 109)
 

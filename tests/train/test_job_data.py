@@ -1,4 +1,4 @@
-"""What a worker's micro batches hold, and what a run says that it reads."""
+"""The micro batches of a worker, and the record of the data of a run."""
 
 from __future__ import annotations
 

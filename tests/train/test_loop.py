@@ -1,4 +1,4 @@
-"""What the training loop works out beside the backend."""
+"""Target tokens and loss weights of the training loop."""
 
 from __future__ import annotations
 

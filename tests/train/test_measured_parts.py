@@ -29,8 +29,8 @@ def test_parts_add_up_to_the_step(unbroken: RunDir) -> None:
     for row in (MetricsRow.model_validate(row) for row in rows(unbroken, 0)):
         assert row.forward_backward_s is not None
         assert row.optimizer_s is not None
-        told = row.data_wait_s + row.forward_backward_s + row.optimizer_s
-        assert 0 < told <= row.step_time_s
+        sum_s = row.data_wait_s + row.forward_backward_s + row.optimizer_s
+        assert 0 < sum_s <= row.step_time_s
         assert min(row.data_wait_s, row.forward_backward_s, row.optimizer_s) > 0
 
 

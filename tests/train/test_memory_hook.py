@@ -1,4 +1,4 @@
-"""When memory is read, and what is told of it."""
+"""When memory is read, and its events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_hooks import moment
 GB = 10**9
 
 
-def told(
+def memory_events(
     folder: Path, steps: Sequence[StepEnd], *, first_step: int = 0, fails: bool = False
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """The events of rank 0 of two workers, and after which steps memory was read."""
@@ -50,7 +50,7 @@ def told(
 
 def test_steps_first_then_all_with_their_saves(tmp_path: Path) -> None:
     steps = [moment(step, saving=step == 20, last=step == 23) for step in range(11, 24)]
-    events, read_after = told(tmp_path, steps, first_step=10)
+    events, read_after = memory_events(tmp_path, steps, first_step=10)
     assert read_after == [12, 15, 23]
     assert [event["step"] for event in events] == [15, 23]
     assert events[0]["values"] == {"peak_bytes": 16 * GB, "limit_bytes": 19 * GB, "rank": 1}
@@ -72,10 +72,12 @@ def test_no_save_is_counted_before(
     tmp_path: Path, saves: tuple[int, ...], last: int, read_after: list[int]
 ) -> None:
     steps = [moment(s, saving=s in saves, last=s == last) for s in range(1, last + 1)]
-    assert told(tmp_path, steps)[1] == read_after
+    assert memory_events(tmp_path, steps)[1] == read_after
 
 
-def test_nothing_is_told_where_nothing_counts(tmp_path: Path) -> None:
-    events, read_after = told(tmp_path, [moment(s, last=s == 9) for s in range(1, 10)], fails=True)
+def test_no_event_if_memory_cannot_be_read(tmp_path: Path) -> None:
+    events, read_after = memory_events(
+        tmp_path, [moment(s, last=s == 9) for s in range(1, 10)], fails=True
+    )
     assert not events
     assert read_after == [2, 5, 9]

@@ -81,16 +81,16 @@ def test_memory_is_predicted_before_it_is_used() -> None:
     assert too_large(one, 2, limit=1400, resting=1000) is None
     assert too_large(one, 2, limit=1400, resting=0) is not None
     assert too_large(two, 4, limit=1600, resting=0) is None  # 1400 by the line through both
-    words = too_large(two, 4, limit=1500, resting=0)
-    assert words is not None
-    assert "more than 90%" in words
+    reason = too_large(two, 4, limit=1500, resting=0)
+    assert reason is not None
+    assert "more than 90%" in reason
     assert too_large([], 1, limit=0, resting=0) is None, "somebody has to begin"
     falling = candidates(1.0, 0.5, peak=-100)
     assert too_large(falling, 64, limit=1000, resting=0) is None
 
 
 class Bench:
-    """A backend of one worker whose steps take and need what a table says."""
+    """A backend of one worker whose step times and memory are in tables."""
 
     def __init__(self, step_s: dict[int, float], bytes_: dict[int, int], limit: int) -> None:
         self.step_s, self.bytes, self.limit = step_s, bytes_, limit

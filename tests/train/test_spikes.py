@@ -1,4 +1,4 @@
-"""Which gradient norms are spikes, and which spikes diverge."""
+"""Gradient norms that are spikes, and spikes that are divergences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = GuardConfig(smoothing_steps=4, window_steps=6)
 def changes(
     norms: Iterable[float], config: GuardConfig = SMALL, warmup_steps: int = 0
 ) -> list[tuple[str, int]]:
-    """What was said, and at which step."""
+    """Return the changes, each with its step."""
     watch = SpikeDetector(config, warmup_steps)
     found = []
     for step, norm in enumerate(norms, start=1):

@@ -55,7 +55,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("overrides", "error", "told"),
+    ("overrides", "error", "message"),
     [
         (["data.corpus=null"], "ConfigError", "data.corpus: not set"),
         (["data.corpus=/nowhere.arrow"], "DataError", "/nowhere.arrow"),
@@ -69,7 +69,7 @@ def test_what_is_refused_before_torch(
     monkeypatch: pytest.MonkeyPatch,
     overrides: list[str],
     error: str | None,
-    told: str,
+    message: str,
 ) -> None:
     def no_backend(name: str) -> None:
         raise ConfigError("no backend in this test")
@@ -79,7 +79,7 @@ def test_what_is_refused_before_torch(
     assert run_worker(run, "train", 0) == 2
     failure = FailureRecord.load(run.attempt("train", 0).failure(0))
     assert failure.error == error or error is None
-    assert told in failure.message
+    assert message in failure.message
     assert failure.message in capfd.readouterr().err
 
 
