@@ -122,7 +122,14 @@ def inspect_corpus(
         tokens[begin:end] = _count_tokens(source, documents, most)
         seen += int(sizes[begin:end].sum())
         on_progress(seen)
-    total, error = (int(tokens.sum()), 0) if whole else _ratio_estimate(source, sizes, tokens)
+    total, error = int(tokens.sum()), 0
+    if not whole:
+        drawn, ratio = len(sizes), tokens.sum() / max(int(sizes.sum()), 1)
+        residuals = tokens - ratio * sizes
+        # The last factor corrects for sampling without replacement.
+        variance = float((residuals**2).sum()) / (drawn - 1) / drawn * (1 - drawn / count)
+        total = round(ratio * source.total_size)
+        error = round(_Z95 * count * variance**0.5)  # half the 95 % interval
     return CorpusReport(
         corpus=str(source.path),
         documents=count,
@@ -190,16 +197,6 @@ def _count_tokens(source: Source, documents: list[int], most: int | None) -> lis
         lengths.append(round(int(counts[begin : begin + read].sum()) * pieces / read))
         begin += read
     return lengths
-
-
-def _ratio_estimate(source: Source, sizes: Integers, tokens: Integers) -> tuple[int, int]:
-    """Tokens of all documents estimated from a sample, and half the 95 % interval."""
-    drawn, count = len(sizes), len(source)
-    ratio = tokens.sum() / max(int(sizes.sum()), 1)
-    rest = tokens - ratio * sizes
-    # The last factor corrects for sampling without replacement.
-    variance = float((rest**2).sum()) / (drawn - 1) / drawn * (1 - drawn / count)
-    return round(ratio * source.total_size), round(_Z95 * count * variance**0.5)
 
 
 def _describe_lengths(tokens: Integers) -> Lengths:

@@ -63,24 +63,21 @@ class TokenEncoder:
         if hasattr(tokenizer.model, "_resize_cache"):
             tokenizer.model._resize_cache(_CACHED_WORDS)
         self._tokenizer = tokenizer
-        end, self.end_of_document = self._find_end()
+        configured = configured_eos_token(path)
+        for end in (*_END_OF_DOCUMENT_TOKENS, *([configured] if configured else [])):
+            if (token_id := self.token_id(end)) is not None:
+                break
+        else:
+            raise DataError(
+                f"tokenizer {path} has no end-of-document token: neither "
+                f"{' nor '.join(_END_OF_DOCUMENT_TOKENS)} is in its vocabulary, nor an eos_token "
+                "of a tokenizer_config.json next to it; put that file next to a tokenizer.json, "
+                "add one of the two to added_tokens, or train one with `slurmllm tokenizer train`"
+            )
+        self.end_of_document: int = token_id
         # Only an eos token that the file itself does not determine is part of the fingerprint.
         known = b"" if end in _END_OF_DOCUMENT_TOKENS else end.encode()
         self.fingerprint = hashlib.sha256(data + known).hexdigest()[:16]
-
-    def _find_end(self) -> tuple[str, int]:
-        """The end-of-document token: a well-known one, else the eos token of the config."""
-        configured = configured_eos_token(self.path)
-        for token in (*_END_OF_DOCUMENT_TOKENS, *([configured] if configured else [])):
-            token_id = self.token_id(token)
-            if token_id is not None:
-                return token, token_id
-        raise DataError(
-            f"tokenizer {self.path} has no end-of-document token: neither "
-            f"{' nor '.join(_END_OF_DOCUMENT_TOKENS)} is in its vocabulary, nor an eos_token of a "
-            "tokenizer_config.json next to it; put that file next to a tokenizer.json, add one of "
-            "the two to added_tokens, or train one with `slurmllm tokenizer train`"
-        )
 
     @property
     def num_ids(self) -> int:
