@@ -27,12 +27,7 @@ from slurmllm.report.blocks import (
     scores_name,
 )
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.figures import (
-    STEP_PARTS,
-    series,
-    shown_metrics,
-    step_parts,
-)
+from slurmllm.report.figures import STEP_PARTS, series, shown_metrics, step_parts
 from slurmllm.status.utilization import Utilization
 
 _ROWS = 2000

@@ -17,9 +17,7 @@ from slurmllm.format import (
     format_percent,
 )
 from slurmllm.plan.cost import scaling
-from slurmllm.report.blocks import (
-    Table,
-)
+from slurmllm.report.blocks import Table
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import Rate
 

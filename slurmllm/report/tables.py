@@ -19,12 +19,10 @@ from slurmllm.format import (
     format_plural,
     format_utc,
 )
-from slurmllm.records import TIME_PARTS, AttemptRecord, CorpusRecord
-from slurmllm.report.blocks import (
-    Table,
-)
+from slurmllm.records import TIME_PARTS
+from slurmllm.report.blocks import Table
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.throughput import FIRST_STEPS
+from slurmllm.report.throughput import FIRST_STEPS, Rate
 from slurmllm.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
 from slurmllm.status.utilization import Utilization, sum_utilization
 
@@ -83,7 +81,7 @@ def _progress(facts: RunFacts) -> str:
 
 def throughput_table(runs: Sequence[RunFacts]) -> Table:
     """Throughput and cost, one column per run."""
-    return _by_column(runs, _throughput())
+    return _by_column(runs, _THROUGHPUT)
 
 
 def summary_table(runs: Sequence[RunFacts]) -> Table:
@@ -94,44 +92,42 @@ def summary_table(runs: Sequence[RunFacts]) -> Table:
         "planned steps": lambda f: format_integer(f.planned_steps),
         "tokens": lambda f: format_integer(f.tokens),
         "loss": lambda f: format_number(f.loss),
-        "validation loss": lambda f: None if f.val_loss is None else format_number(f.val_loss),
-        **_throughput(),
-        "wall time, h": lambda f: (
-            format_hours(f.used.wall_hours) if f.used and f.attempts else None
-        ),
-        "node hours": lambda f: format_hours(f.used.node_hours) if f.used and f.attempts else None,
-        "dollars": lambda f: None if f.usd is None else format_dollars(f.usd),
-        "effective utilization": lambda f: (
-            format_percent(f.used.effective) if f.used and f.attempts else None
-        ),
+        "validation loss": lambda f: format_number(f.val_loss),
+        **_THROUGHPUT,
+        "wall time, h": _of_use(lambda used: format_hours(used.wall_hours)),
+        "node hours": _of_use(lambda used: format_hours(used.node_hours)),
+        "dollars": lambda f: format_dollars(f.usd),
+        "effective utilization": _of_use(lambda used: format_percent(used.effective)),
         "restarts": lambda f: format_integer(f.restarts),
     }
     return _by_column(runs, cells)
 
 
-def _throughput() -> dict[str, Cell]:
-    return {
-        f"seq/s, mean of the first {FIRST_STEPS} steps": _first_steps,
-        "seq/s, mean of all steps": lambda f: format_number(f.rate.seq_per_s) if f.rate else None,
-        "tokens/s": lambda f: format_number(f.rate.tokens_per_s) if f.rate else None,
-        "a step, median, s": lambda f: format_number(f.rate.step_s) if f.rate else None,
-        "MFU": lambda f: format_percent(f.rate.mfu) if f.rate and f.rate.mfu is not None else None,
-        "tokens/$": lambda f: (
-            format_count(f.rate.tokens_per_usd) if f.rate and f.rate.tokens_per_usd else None
-        ),
-        "tokens/$, losses and waits included": lambda f: (
-            None if f.tokens_per_usd_bought is None else format_count(f.tokens_per_usd_bought)
-        ),
-    }
+def _of_rate(text: Callable[[Rate], str]) -> Cell:
+    return lambda facts: text(facts.rate) if facts.rate else None
 
 
-def _first_steps(facts: RunFacts) -> str | None:
+def _of_use(text: Callable[[Utilization], str]) -> Cell:
+    # Without attempt records the node hours would be 0, which is not what the run cost.
+    return lambda facts: text(facts.used) if facts.used and facts.attempts else None
+
+
+def _first_steps(rate: Rate) -> str:
     """The mean, with the number of steps if there are fewer than `FIRST_STEPS`."""
-    rate = facts.rate
-    if rate is None or rate.seq_per_s_first_500 is None:
-        return None
     fewer = f"  ({rate.first_steps} steps)" if rate.first_steps < FIRST_STEPS else ""
-    return f"{format_number(rate.seq_per_s_first_500)}{fewer}"
+    known = rate.seq_per_s_first_500 is not None
+    return f"{format_number(rate.seq_per_s_first_500)}{fewer}" if known else ABSENT
+
+
+_THROUGHPUT: dict[str, Cell] = {
+    f"seq/s, mean of the first {FIRST_STEPS} steps": _of_rate(_first_steps),
+    "seq/s, mean of all steps": _of_rate(lambda rate: format_number(rate.seq_per_s)),
+    "tokens/s": _of_rate(lambda rate: format_number(rate.tokens_per_s)),
+    "a step, median, s": _of_rate(lambda rate: format_number(rate.step_s)),
+    "MFU": _of_rate(lambda rate: format_percent(rate.mfu)),
+    "tokens/$": _of_rate(lambda rate: format_count(rate.tokens_per_usd)),
+    "tokens/$, losses and waits included": lambda f: format_count(f.tokens_per_usd_bought),
+}
 
 
 def setting_table(runs: Sequence[RunFacts]) -> Table:
@@ -140,10 +136,10 @@ def setting_table(runs: Sequence[RunFacts]) -> Table:
         "read from": lambda f: str(f.path),
         "recipe": lambda f: f.recipe,
         "model": _model,
-        "parameters": lambda f: None if f.parameters is None else format_integer(f.parameters),
-        "sequence length": lambda f: _whole(f, "model.seq_len"),
+        "parameters": lambda f: format_integer(f.parameters),
+        "sequence length": lambda f: format_integer(f.configuration.count("model.seq_len")),
         "mesh": _mesh,
-        "global batch": lambda f: _whole(f, "train.global_batch"),
+        "global batch": lambda f: format_integer(f.configuration.count("train.global_batch")),
         "micro batch × accumulation": lambda f: (
             None
             if f.mesh is None or f.mesh.unmeasured
@@ -154,7 +150,7 @@ def setting_table(runs: Sequence[RunFacts]) -> Table:
         "backend": lambda f: f.configuration.config.backend if f.configuration.config else None,
         "cluster": lambda f: f.configuration.text("cluster.name"),
         "instance type": lambda f: f.configuration.text("cluster.instance_type"),
-        "nodes": lambda f: format_integer(f.nodes) if f.nodes else None,
+        "nodes": lambda f: format_integer(f.nodes or None),
         "versions": lambda f: ", ".join(f"{k} {v}" for k, v in sorted(f.versions.items())) or None,
         "data": _data,
         "price of a node hour": lambda f: (
@@ -164,29 +160,24 @@ def setting_table(runs: Sequence[RunFacts]) -> Table:
     return _by_column(runs, cells)
 
 
-def _by_column(runs: Sequence[RunFacts], cells: dict[str, Cell]) -> Table:
+def _by_column(runs: Sequence[RunFacts], cells: Mapping[str, Cell]) -> Table:
     """A table without rows that no run has a value for."""
     rows = []
     for heading, cell in cells.items():
-        values = [cell(facts) for facts in runs]
-        if any(value not in (None, ABSENT) for value in values):
-            rows.append((heading, *(ABSENT if value is None else value for value in values)))
+        values = [cell(facts) or ABSENT for facts in runs]
+        if any(value != ABSENT for value in values):
+            rows.append((heading, *values))
     return Table(("", *(facts.name for facts in runs)), rows)
-
-
-def _whole(facts: RunFacts, path: str) -> str | None:
-    value = facts.configuration.count(path)
-    return None if value is None else format_integer(value)
 
 
 def _model(facts: RunFacts) -> str | None:
     family = facts.configuration.text("model.family")
     layers, hidden, heads = (
-        _whole(facts, f"model.{name}") for name in ("num_layers", "hidden_size", "num_heads")
+        "?" if value is None else format_integer(value)
+        for name in ("num_layers", "hidden_size", "num_heads")
+        for value in (facts.configuration.count(f"model.{name}"),)
     )
-    if family is None:
-        return None
-    return f"{family}, {layers or '?'} layers, hidden size {hidden or '?'}, {heads or '?'} heads"
+    return family and f"{family}, {layers} layers, hidden size {hidden}, {heads} heads"
 
 
 def _mesh(facts: RunFacts) -> str | None:
@@ -202,20 +193,15 @@ def _mesh(facts: RunFacts) -> str | None:
 
 def _optimizer(facts: RunFacts) -> str | None:
     name = facts.configuration.text("optim.name")
-    lr = (facts.configuration.values or {}).get("optim.lr")
-    return None if name is None else f"{name}, lr {lr}"
+    return name and f"{name}, lr {(facts.configuration.values or {}).get('optim.lr')}"
 
 
 def _data(facts: RunFacts) -> str | None:
-    if facts.data is None:
-        return None
-    return "; ".join(_corpus(corpus) for corpus in facts.data.corpora)
-
-
-def _corpus(corpus: CorpusRecord) -> str:
-    name = corpus.path.rstrip("/").rpartition("/")[2]
-    documents = format_integer(corpus.documents)
-    return f"{name}, {documents} documents, fingerprint {corpus.fingerprint[:16]}"
+    return "; ".join(
+        f"{corpus.path.rstrip('/').rpartition('/')[2]}, {format_integer(corpus.documents)} "
+        f"documents, fingerprint {corpus.fingerprint[:16]}"
+        for corpus in (facts.data.corpora if facts.data is not None else ())
+    )
 
 
 def attempts_table(facts: RunFacts) -> Table:
@@ -229,7 +215,7 @@ def attempts_table(facts: RunFacts) -> Table:
                 one.stage,
                 format_utc(one.started_at),
                 f"{len(one.nodes)}: {format_names(one.nodes)}",
-                _steps(one),
+                ABSENT if None in (one.first_step, one.last_step) else f"{one.first_step}–{one.last_step}",
                 format_integer(one.steps_gained),
                 format_integer(one.steps_lost),
                 format_elapsed(None if one.ended_at is None else one.ended_at - one.started_at),
@@ -240,11 +226,6 @@ def attempts_table(facts: RunFacts) -> Table:
             for one in facts.attempts
         ],
     )  # fmt: skip
-
-
-def _steps(attempt: AttemptRecord) -> str:
-    first, last = attempt.first_step, attempt.last_step
-    return ABSENT if first is None or last is None else f"{first}–{last}"
 
 
 def checkpoints_table(facts: RunFacts) -> Table:

@@ -20,9 +20,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from slurmllm import __version__
-from slurmllm.format import (
-    format_utc,
-)
+from slurmllm.format import format_utc
 from slurmllm.report.blocks import (
     Block,
     Bullets,
