@@ -19,7 +19,7 @@ from slurmllm.format import (
     format_plural,
     format_utc,
 )
-from slurmllm.records import TIME_PARTS
+from slurmllm.records import TIME_PARTS, AttemptRecord
 from slurmllm.report.blocks import Table
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import FIRST_STEPS, Rate
@@ -215,7 +215,7 @@ def attempts_table(facts: RunFacts) -> Table:
                 one.stage,
                 format_utc(one.started_at),
                 f"{len(one.nodes)}: {format_names(one.nodes)}",
-                ABSENT if None in (one.first_step, one.last_step) else f"{one.first_step}–{one.last_step}",
+                _steps(one),
                 format_integer(one.steps_gained),
                 format_integer(one.steps_lost),
                 format_elapsed(None if one.ended_at is None else one.ended_at - one.started_at),
@@ -226,6 +226,11 @@ def attempts_table(facts: RunFacts) -> Table:
             for one in facts.attempts
         ],
     )  # fmt: skip
+
+
+def _steps(attempt: AttemptRecord) -> str:
+    first, last = attempt.first_step, attempt.last_step
+    return ABSENT if first is None or last is None else f"{first}–{last}"
 
 
 def checkpoints_table(facts: RunFacts) -> Table:
