@@ -51,7 +51,17 @@ def test_nothing_new_leaves_nothing(run: RunDir, tmp_path: Path, manifest: Graph
     assert GraphManifest.load(run.graphs_manifest) == manifest
 
 
-def test_new_graphs_of_all_nodes_come_into_the_archive(
+def test_graphs_in_the_folder_of_version_0_1_are_merged(
+    run: RunDir, tmp_path: Path, manifest: GraphManifest
+) -> None:
+    compile_graph(tmp_path / "n1", "bbb")
+    submit(run, tmp_path, "n1", manifest)
+    run.new_graphs.rename(run.graphs / "added")
+    assert merge.merge_new_graphs(run) == ("bbb",)
+    assert not (run.graphs / "added").exists()
+
+
+def test_new_graphs_of_all_nodes_are_merged(
     run: RunDir, tmp_path: Path, manifest: GraphManifest
 ) -> None:
     compile_graph(tmp_path / "n1", "bbb", "both")
