@@ -1,4 +1,4 @@
-"""A picture on its way into a file."""
+"""Writes pictures to files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 from slurmllm.errors import StorageError
 
 
-def write_picture(picture: Figure, path: Path, remedy: str) -> None:
+def write_picture(picture: Figure, path: Path, fix: str) -> None:
     """Write a PNG whole or not at all.
 
     Args:
-        picture: What is drawn.
-        path: Of the file; its folder is made.
-        remedy: What to do where it cannot be written.
+        picture: The picture.
+        path: Path of the file; its folder is created.
+        fix: What to do if it cannot be written.
 
     Raises:
         StorageError: the file system refused.
@@ -37,5 +37,5 @@ def write_picture(picture: Figure, path: Path, remedy: str) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
         raise StorageError(
-            f"cannot write the picture {path}: {error.strerror or error}; {remedy}"
+            f"cannot write the picture {path}: {error.strerror or error}; {fix}"
         ) from error

@@ -1,1 +1,1 @@
-"""Two or more curves held against each other."""
+"""Comparison of two or more curves."""

@@ -1,4 +1,4 @@
-"""Two curves at the same places: at the points that both have, else interpolated at one's."""
+"""Alignment of two curves: at their common points, or interpolated at the points of one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Axis, Curve, Flags, Floats, Ints, Range, describe_ranges
 
 Method = Literal["exact", "interpolated"]
-# So large a share of the sparser side's points must be common for these alone to be compared.
-_ENOUGH = 0.5
-# Nothing is interpolated across a gap of so many usual intervals.
-_LONGEST = 3.0
+# Share of the sparser curve's points that must be common; else the denser one is interpolated.
+_MIN_COMMON = 0.5
+# Longest gap, in median intervals, that is interpolated
+_MAX_GAP = 3.0
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Points:
     """One metric of both curves at the same places, ascending.
 
     Attributes:
-        steps: A's, or on the step axis those of the side whose points they are. [points]
-        positions: On the axis. [points]
+        steps: A's steps; on the step axis those of the curve whose points they are. [points]
+        positions: Positions on the axis. [points]
         a: A's values. [points]
         b: B's values. [points]
     """
@@ -39,12 +39,12 @@ class Points:
 
 
 class _Side:
-    """The rows of a curve that are looked at."""
+    """The rows of a curve that are compared."""
 
     def __init__(self, curve: Curve, axis: Axis, inside: Flags) -> None:
         self.curve = curve
         positions = curve.positions(axis)
-        # A position that does not lie beyond all before it (a counter set back) has no place.
+        # Positions must ascend: rows of a counter that was set back are ignored.
         rising = np.isfinite(positions)
         if axis != "step":
             highest = np.maximum.accumulate(np.where(rising, positions, -np.inf))
@@ -54,23 +54,21 @@ class _Side:
         self.positions = positions[self.rows]
 
     def lacks(self, metric: str) -> Flags | None:
-        """Which of the rows lack a metric; None: none does."""
+        """Returns which of the rows lack a metric; None if none does."""
         absent = self.curve.absent.get(metric)
         return None if absent is None else absent[self.rows]
 
 
 class Alignment:
-    """Where two curves are compared.
+    """The points at which two curves are compared.
 
     Attributes:
-        axis: What they are aligned by.
+        axis: Axis of the alignment.
         method: "exact": at common points. "interpolated": at the sparser curve's points, the other
             one linear between its own.
-        steps: Of the points compared. [points]
-        positions: Likewise, on the axis. [points]
-        matched_a: Which of A's steps in range these stand for.
-        matched_b: Likewise, B's.
-        letter: What B is called where several curves are held against A.
+        steps: Steps of the compared points. [points]
+        positions: Their positions on the axis. [points]
+        letter: Name of B in texts.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Alignment:
                 raise RunError(_no_axis(label, curve, axis))
         self.axis: Axis = axis
         self._a = _Side(a, axis, _within(a.steps, from_step, to_step))
-        # By tokens or samples the steps of B are others; those asked for are A's.
+        # By tokens or samples the range is of A's steps; those of B differ.
         own = axis == "step"
         everything = np.ones(len(b.steps), dtype=bool)
         self._b = _Side(b, axis, _within(b.steps, from_step, to_step) if own else everything)
@@ -100,7 +98,7 @@ class Alignment:
             self.steps, self.positions = self._sparse_points()
 
     def _overlap(self, side: _Side) -> Flags:
-        """Which rows of a side lie where both have some."""
+        """Returns which rows of a curve are in the common range of positions."""
         if not len(self._a.rows) or not len(self._b.rows):
             return np.zeros(len(side.rows), dtype=bool)
         first = max(self._a.positions[0], self._b.positions[0])
@@ -110,7 +108,7 @@ class Alignment:
 
     def _common_suffice(self) -> bool:
         sparser = min(self._overlap(side).sum() for side in (self._a, self._b))
-        return bool(len(self._common) >= _ENOUGH * sparser or sparser < 2)
+        return bool(len(self._common) >= _MIN_COMMON * sparser or sparser < 2)
 
     @cached_property
     def _a_is_sparser(self) -> bool:
@@ -122,19 +120,19 @@ class Alignment:
         positions = side.positions[keep]
         if self.axis == "step" or side is self._a:
             return side.steps[keep], positions
-        # A's step at that place: the one whose tokens or samples it lies in.
+        # A's step during which it reached that position
         places = np.minimum(np.searchsorted(self._a.positions, positions), len(self._a.rows) - 1)
         return self._a.steps[places], positions
 
     @cached_property
     def _everything(self) -> bool:
-        """Whether each row of both curves is compared."""
+        """Whether all rows of both curves are compared."""
         counts = {len(side.curve.steps) for side in (self._a, self._b)}
         return counts == {len(self.steps)}
 
     @property
     def only(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """The steps of A, and those of B, that are compared with nothing."""
+        """The steps of A, and those of B, that are not compared."""
         found = []
         for side, at in ((self._a, self._at_a), (self._b, self._at_b)):
             left = ~self._overlap(side)
@@ -145,7 +143,7 @@ class Alignment:
         return found[0], found[1]
 
     def of(self, metric: str) -> Points:
-        """A metric of both; without points where one of them does not have it."""
+        """Returns a metric of both curves; without points if one of them lacks it."""
         curves = self._a.curve, self._b.curve
         columns = [curve.columns[metric] for curve in curves if metric in curve.columns]
         if len(columns) < 2:
@@ -182,14 +180,14 @@ class Alignment:
         there &= (self.positions >= places[0]) & (self.positions <= places[-1])
         right = np.clip(np.searchsorted(places, self.positions), 1, len(places) - 1)
         widths = places[right] - places[right - 1]
-        there &= widths <= _LONGEST * np.median(np.diff(places))
+        there &= widths <= _MAX_GAP * np.median(np.diff(places))
         other = np.interp(self.positions, places, values)
         a, b = (own, other) if self._a_is_sparser else (other, own)
         return Points(self.steps[there], self.positions[there], a[there], b[there])
 
 
 def _common(a: Floats, b: Floats) -> tuple[Floats, Ints, Ints]:
-    """Positions that both have, and where each has them."""
+    """Returns the common positions, and their indices in both."""
     if np.array_equal(a, b):
         places = np.arange(len(a))
         return a, places, places
@@ -206,7 +204,7 @@ def _within(steps: Ints, first: int | None, last: int | None) -> Flags:
 
 
 def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:
-    """Steps as ranges; steps are neighbours when nothing of `among` lies between them."""
+    """Returns steps as ranges; steps are neighbours if no step of `among` is between them."""
     if not picked.size:
         return ()
     places = np.searchsorted(among, picked)
@@ -216,7 +214,7 @@ def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:
 
 
 def no_common_step(a: Curve, b: Curve, from_step: int | None, to_step: int | None) -> str:
-    """Value, rule and remedy for two curves without a common point."""
+    """Returns the error text for two curves without a common point."""
     held = ", ".join(f"{c.name} has {describe_ranges(ranges(c.steps, c.steps))}" for c in (a, b))
     if from_step is None and to_step is None:
         return f"no step in common: {held}; compare runs that logged the same steps"
@@ -231,7 +229,7 @@ def no_common_step(a: Curve, b: Curve, from_step: int | None, to_step: int | Non
 def _no_axis(label: str, curve: Curve, axis: Axis) -> str:
     needed = "tokens" if axis == "tokens" else "samples, or tokens and model.seq_len,"
     return (
-        f"{label} ({curve.path}) does not tell how many {axis} a step had trained on: its rows "
+        f"{label} ({curve.path}) has no number of {axis} for its steps: its rows "
         f"hold no {needed} and no config.yaml gives train.global_batch; name the column with "
         f"--tag {axis}=…, or align by step"
     )

@@ -1,7 +1,7 @@
-"""Whether two curves part, or differ as two runs of one training do: by noise.
+"""Detects whether two curves diverge, or differ only by noise, as two runs of one training do.
 
-What is judged is the signed relative difference r = (b - a) / max(|a|, |b|) at the points compared,
-against a tolerance τ. Single points beyond τ are what noise brings; the curves differ where
+The input is the signed relative difference r = (b - a) / max(|a|, |b|) at the points compared,
+against a tolerance τ. Noise takes single points beyond τ. The curves differ by one of these rules:
 
 - **lasting**: the mean of r over a window of 8 to 1,024 points, and √points at least, is beyond τ
   by more than the window's own statistical error. It is a mean over medians of three neighbours,
@@ -9,12 +9,12 @@ against a tolerance τ. Single points beyond τ are what noise brings; the curve
   shock that noise takes points to forget is none. The error is what neighbouring windows differ by,
   so that slow noise counts; of a window of less than three independent values it is more. The
   departure lasts as long as means are beyond τ/2.
-- **noise**: r scatters by more than τ from point to point: the curves do not lie on each other.
+- **noise**: r scatters by more than τ from point to point: the curves do not coincide.
 - **outlier**: points are too far off to belong to the noise: beyond τ, 10 times the scatter
   around them, and further than the tail of the noise goes (tails.py).
 
-Of curves that are otherwise the same the scatter is 0, and so one point beyond τ is a departure.
-Fewer than 20 points do not tell noise: there, each point beyond τ is a departure.
+If the curves are otherwise the same the scatter is 0, and one point beyond τ is a departure.
+Fewer than 20 points cannot show noise: then each point beyond τ is a departure.
 
 The constants are set by simulation (tools/benchmarks/departures.py): at most one false alarm in a
 hundred with noise of up to τ/3, from normal to Student's t with 3 degrees of freedom, white and
@@ -46,22 +46,22 @@ Rule = Literal["pointwise", "lasting", "noise", "outlier"]
 
 FEW = 20
 SCALES = (8, 16, 32, 64, 128, 256, 512, 1024)
-# That noise alone takes some window of a curve beyond τ plus its error.
+# Probability that noise alone takes some window of a curve beyond τ plus its error
 _CHANCE = 1e-3
 # Blocks and scatter over τ: the fewer points, the less certain an estimate.
 _NOISY = ((1, 1.75), (8, 1.25))
 _NOISY_ALL = 1.1
-# No point counts for more than so much of what a window's mean needs.
+# Limit of a single point, in multiples of what a window's mean needs
 _WINSOR = 1.5
 # Values that a window must hold, neighbours that are alike counted as one.
 _INDEPENDENT = 3.0
-# Windows, a quarter of each the next one's, of which the error can be told.
+# Number of windows, each a quarter after the last, from which the error can be estimated
 _TOLD = 24
 # Points around an outlier scatter by less than a tenth of it.
 _OFF = 10.0
-# So many points may be far off by one shock.
+# Points that one shock may take far off
 _SHOCK = 16
-# Points that outliers are looked for among.
+# Number of the furthest points among which outliers are searched
 _RANKED = 512
 
 
@@ -82,11 +82,11 @@ class Stretch:
 
 @dataclass(frozen=True)
 class DivergenceResult:
-    """What came out.
+    """Result of the detection.
 
     Attributes:
-        rule: That calls it a departure; None: noise at most.
-        onset: Place at which the curves begin to part; None where they do not.
+        rule: The rule that applies; None: noise at most.
+        onset: Index of the point at which the curves begin to diverge; None if they do not.
         lasting: The first lasting departure, if there is one.
         noise: Median scatter; None of fewer than 3 points.
     """
@@ -109,12 +109,12 @@ class _Found:
 
 
 def detect_divergence(r: Floats, tolerance: float, rough: float = 0.0) -> DivergenceResult:
-    """Judge relative differences.
+    """Detect a divergence.
 
     Args:
-        r: Signed and finite. [points]
+        r: Signed, finite relative differences. [points]
         tolerance: τ.
-        rough: Scatter that single points have on top, for not being measured where they are.
+        rough: Additional scatter of single points, because one curve is interpolated.
     """
     spread = scatter(r) if len(r) > 2 else None
     noise = None if spread is None else spread.median
@@ -155,7 +155,7 @@ def detect_divergence(r: Floats, tolerance: float, rough: float = 0.0) -> Diverg
 
 
 def _row(r: Floats, beyond: Flags) -> Stretch | None:
-    """Of few points: the first three in a row that are beyond τ."""
+    """Returns the first three in a row of few points that are beyond τ."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], beyond.astype(np.int8), [0]))))
     for first, end in edges.reshape(-1, 2):
         if end - first >= 3:
@@ -228,7 +228,7 @@ def _error(means: Floats, sigma: Floats, width: int) -> float:
     """Standard error of a window's mean over the scatter around it.
 
     1 / √width for white noise, more for slow noise, which the scatter from point to point does not
-    show: that is measured between neighbouring windows where there are enough of them.
+    show: that is measured between neighbouring windows if there are enough of them.
 
     Args:
         means: Of windows, each a quarter of the width after the one before. [windows]
@@ -246,7 +246,7 @@ def _error(means: Floats, sigma: Floats, width: int) -> float:
 
 @cache
 def _quantile(chance: float) -> float:
-    """Of the normal distribution: beyond it on either side lies this share."""
+    """Returns the value that |x| of a standard normal x exceeds with this probability."""
     return NormalDist().inv_cdf(1 - chance / 2)
 
 
@@ -295,10 +295,10 @@ def _outlier(r: Floats, spread: Scatter, beyond: Flags) -> _Found | None:
 
 
 def _limit(off: Floats) -> float:
-    """What only points that do not belong to the noise exceed; infinite where all belong.
+    """Returns a limit that noise does not exceed; infinite if all points are noise.
 
-    The furthest is held against the fifth furthest. Several outliers hide each other, and so the
-    fourth is held against the seventeenth as well, and so on.
+    The furthest is compared with the fifth furthest. Several outliers hide each other, so the
+    fourth is also compared with the seventeenth, and so on.
 
     Args:
         off: Distances from the noise's middle. [points]

@@ -1,4 +1,4 @@
-"""How much the difference of two curves scatters from point to point, whatever its trend."""
+"""Noise of the difference of two curves: scatter, tails, and the onset of a departure in it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Scatter:
     sigma: Floats
 
     def at(self, places: Ints) -> Floats:
-        """Those of the blocks that points lie in. [places]"""
+        """Returns the standard deviations at some points. [places]"""
         return self.sigma[self.block(places)]
 
     def block(self, places: Ints) -> Ints:
-        """The blocks that points lie in. [places]"""
+        """Returns the blocks of some points. [places]"""
         return np.minimum(places // self.size, len(self.sigma) - 1)
 
     @property
@@ -67,9 +67,9 @@ def medians_of_three(values: Floats) -> Floats:
     return found
 
 
-# The tail of all noise is no heavier than that of Student's t with so many degrees of freedom.
+# No noise has a heavier tail than Student's t with so many degrees of freedom.
 _HEAVIEST = 3
-# Points that tell the tail, an eighth of all at most.
+# Points from which the tail is estimated, an eighth of all at most
 _TAIL = 64
 
 
@@ -80,7 +80,7 @@ def largest(sizes: Floats, count: int) -> Floats:
 
 
 def extrapolated(top: Floats, total: int, place: int, odds: float, shocks: int = 1) -> float:
-    """What noise does not exceed, from the size of its points up to a place.
+    """Returns what noise does not exceed, from the sizes of its points after the furthest ones.
 
     Of noise with a power-law tail of index α, points are x times as far as the k-th furthest in
     proportion to 1 / x^α, and logarithms of neighbouring order statistics differ by exponentials
@@ -105,20 +105,20 @@ def extrapolated(top: Floats, total: int, place: int, odds: float, shocks: int =
     return float(top[place] * np.exp(log))
 
 
-_BACK = (64, 256, 1024, 4096)  # points before the evidence that are searched, as needed
-_BEYOND = 5.0  # times the deviation before: no noise
-_CLEAR = 10.0  # likewise: so clear that single points tell; else all of them together do
-_SURE = 8  # points that tell what was before
-_FLOOR = 1e-9  # differences below are as good as none
+_BACK = (64, 256, 1024, 4096)  # points before the evidence to search, in turn
+_BEYOND = 5.0  # times the deviation before: not noise
+_CLEAR = 10.0  # likewise: clear from single points, else from all of them together
+_SURE = 8  # points that show the deviation before
+_FLOOR = 1e-9  # smaller differences count as none
 
 
 def find_onset(r: Floats, begin: int, end: int) -> int:
     """Find the onset of a departure.
 
-    It is the point at which |r| grows most over all that was before, tenfold at least, and stays
-    so. Where it comes out of noise it is the first point that is off by more than those before
-    and stays so; where the step is small against the noise, the point that divides the values
-    best into those before and those after (CUSUM).
+    It is the point at which |r| grows most over all before, tenfold at least, and persists. If it
+    emerges from noise it is the first point that is off by more than those before and persists;
+    if the step is small compared with the noise, the point that best divides the values into
+    those before and those after (CUSUM).
 
     Args:
         r: Signed differences. [points]
@@ -126,7 +126,7 @@ def find_onset(r: Floats, begin: int, end: int) -> int:
         end: The point after its last.
 
     Returns:
-        A place from 0 to end - 1; `begin` where nothing clearer is found.
+        An index from 0 to end - 1; `begin` if nothing clearer is found.
     """
     if end == begin + 1 and not _goes_on(r, begin):
         return begin
@@ -147,7 +147,7 @@ def find_onset(r: Floats, begin: int, end: int) -> int:
         sigma = TO_SIGMA * float(np.median(np.abs(before - middle)))
         inside = r[start:end] - middle
         after = float(np.median(r[begin:end])) - middle
-        # The evidence may begin long before the departure does: then its later half tells.
+        # The evidence may begin long before the departure: then its later half is used.
         later = float(np.median(r[(begin + end) // 2 : end])) - middle
         after = later if abs(later) > 2 * abs(after) else after
         if sigma < abs(after) < _CLEAR * sigma:

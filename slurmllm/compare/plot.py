@@ -22,8 +22,8 @@ from slurmllm.compare.verdict import format_figure as in_figures
 from slurmllm.metrics.curves import Axis, Curve, Floats, relative_difference, thin_rows
 from slurmllm.picture import write_picture
 
-# A wide light line beneath narrow dark ones: both are seen where they coincide. They also differ
-# in lightness, for readers who do not tell the colours apart and for print.
+# A wide light line beneath narrow dark ones: both are visible if they coincide. They also differ
+# in lightness, for colour-blind readers and for print.
 _COLOR_A = "#f2a65a"
 _COLORS = ("#12466b", "#a3195b", "#2a8c6e", "#6b5b95", "#8a6d1f", "#4a4a4a")
 _METRIC_COLORS = {"loss": "#7a1f5c", "grad_norm": "#2a8c6e"}
@@ -33,7 +33,7 @@ _LABELS = {"loss": "loss (nats)", "grad_norm": "gradient norm"}
 
 
 class Drawn(NamedTuple):
-    """One of the curves that are held against A.
+    """One of the curves that are compared with A.
 
     Attributes:
         label: Its letter.
@@ -257,7 +257,7 @@ def _mark_departure(
     row = min(int(np.searchsorted(steps, step)), len(steps) - 1)
     place = float(each.alignment.positions[row])
     axes.axvline(place, color=color, linewidth=1.0, zorder=1)
-    # On the side of the line where there is room.
+    # On the side of the line with more room
     right = place <= (span[0] + span[1]) / 2
     axes.annotate(
         f"diverges at step {step}",

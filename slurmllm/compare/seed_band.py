@@ -1,4 +1,4 @@
-"""The band that several seeds of one training span, and whether another run stays in it.
+"""The band that several seeds of one training span, and a test whether another run is in it.
 
 At each point the seeds have a mean and a spread; the spread is pooled over the points around it.
 A further seed of the same training differs from the mean by the spread times √(1 + 1/m), and by
@@ -20,19 +20,19 @@ import numpy as np
 from slurmllm.compare.noise import extrapolated, largest, medians_of_three
 from slurmllm.metrics.curves import Floats
 
-# That a further seed leaves the band, over both metrics.
+# Probability that another seed leaves the band, over both metrics
 CHANCE = 0.01
-# What t is asked for: it knows only what few seeds tell of the noise's shape.
+# For t: few seeds show little of the shape of the noise.
 _ASKED = CHANCE / 5
 _METRICS = 2
-# That single points of heavy noise do, a metric; and the place of the one that tells how far.
+# For single points of heavy noise, by metric; and the rank of the point it is estimated from
 _HEAVY = CHANCE / _METRICS / 2
 _TELLS = 5
 
 
 @dataclass(frozen=True)
 class BandResult:
-    """A curve against the band.
+    """Result of the comparison of a curve with the band.
 
     Attributes:
         excess: Largest distance over what chance allows; above 1: outside.
@@ -52,7 +52,7 @@ class BandResult:
 
 
 def compare_with_band(seeds: Floats, other: Floats) -> BandResult:
-    """Hold a curve against the band of seeds.
+    """Compare a curve with the band of seeds.
 
     Args:
         seeds: Finite values, a row a seed, two rows at least. [seeds, points]
@@ -136,7 +136,7 @@ def _limit(own: Floats, width: int, chance: float) -> float:
         top = largest(rows.ravel(), 512)
         place = min(_TELLS, len(top)) - 1
         beyond = extrapolated(top, rows.size, place, (place + 1) / (len(rows) * _HEAVY))
-    else:  # as far off as the furthest of the seeds and more, the more the fewer there are to tell
+    else:  # beyond the furthest of the seeds, by a larger factor the fewer there are
         beyond = (1.35 + 1.65 / seeds) * float(far.max())
     return float(max(t, beyond, 1e-300))
 

@@ -16,10 +16,10 @@ from slurmllm.metrics.curves import Axis, Curve, Floats, Ints
 
 @dataclass(frozen=True)
 class BandCheck:
-    """A metric against the band.
+    """Result of the comparison of a metric with the band.
 
     Attributes:
-        record: What is said of it.
+        record: The result for --json.
         first: Place of the first point outside, among the finite ones; None: there is none.
         steps: Of the band. [points]
         mean: Mean of the seeds. [points]
@@ -38,7 +38,7 @@ class SeedBand:
 
     Attributes:
         names: Of the runs, A first.
-        warnings: What a reader should know of them.
+        warnings: Warnings for the user.
     """
 
     def __init__(self, a: Curve, others: Sequence[Curve], axis: Axis) -> None:
@@ -61,7 +61,7 @@ class SeedBand:
                 )
 
     def check(self, metric: str, points: Points) -> BandCheck:
-        """Hold B's values against the band, at the points that all have.
+        """Compare B's values with the band, at their common points.
 
         Raises:
             RunError: a seed lacks the metric at nearly all of them, or has the losses of B or of
@@ -100,7 +100,7 @@ class SeedBand:
         )
 
     def _refuse_twins(self, name: str, values: Floats, b: Floats, seeds: Sequence[Floats]) -> None:
-        """A band that holds what is judged by it, or a seed twice, is too narrow or too wide."""
+        """Refuse a band that contains B, which makes it too wide, or a seed twice: too narrow."""
         others = zip(("B", *self.names[1:]), (b, *seeds), strict=False)
         for whose, losses in others:
             if np.array_equal(values, losses, equal_nan=True):

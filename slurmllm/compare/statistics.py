@@ -1,4 +1,4 @@
-"""How far two curves lie apart, in figures; none of them decides anything."""
+"""Statistics of the difference of two curves; the verdict does not depend on them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Window(Record):
     first_step: int
     last_step: int
     points: int
-    mean_rel_diff: float | None = Field(description="None where no point is finite")
-    mean_signed_rel_diff: float | None = Field(description="above 0 where B lies above A")
+    mean_rel_diff: float | None = Field(description="None if no point is finite")
+    mean_signed_rel_diff: float | None = Field(description="above 0 if B is above A")
 
 
 class Statistics(Record):
@@ -53,8 +53,8 @@ def statistics(points: Points, signed: Floats, *, shape: bool) -> Statistics:
 
     Args:
         points: Of the metric, at least one.
-        signed: Their signed relative differences; NaN where a value is not finite. [points]
-        shape: Whether to correlate and smooth too, which says nothing of times and rates.
+        signed: Their signed relative differences; NaN if a value is not finite. [points]
+        shape: Also correlate and smooth, which is meaningless for times and rates.
     """
     finite = np.isfinite(signed)
     if finite.all():

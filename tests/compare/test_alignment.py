@@ -82,7 +82,7 @@ def test_other_batches_are_aligned_by_what_they_have_seen(axis: str) -> None:
 def test_an_axis_that_is_not_known_names_the_curve_and_the_remedy() -> None:
     a = curve("a", every(1, 9), loss=smooth(every(1, 9)), tokens=every(1, 9) * 8.0)
     b = curve("b", every(1, 9), loss=smooth(every(1, 9)))
-    with pytest.raises(RunError, match=r"B \(b\) does not tell how many tokens .*--tag tokens="):
+    with pytest.raises(RunError, match=r"B \(b\) has no number of tokens .*--tag tokens="):
         Alignment(a, b, "tokens", None, None)
 
 
