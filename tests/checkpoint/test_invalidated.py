@@ -1,4 +1,4 @@
-"""Checkpoints of a divergence that was rolled back are passed over."""
+"""Checkpoints that a roll-back invalidated are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The second place for checkpoints: copied whole, brought back whole, never the run's end."""
+"""Replicas of checkpoints: copied completely, verified when restored, never fatal to the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDi
 
 
 @pytest.fixture
-def tier(run: RunDir) -> Replica:
+def replica(run: RunDir) -> Replica:
     """It has both."""
     found = open_replica(pretend.CONFIG.recipe.checkpoint, run.name)
     assert found is not None
@@ -71,14 +71,14 @@ def assert_sound(run: RunDir, step: int) -> None:
     assert hidden == []
 
 
-def test_a_lost_folder_comes_back(run: RunDir, tier: Replica) -> None:
-    assert tier.steps() == [10, 20]
+def test_a_lost_folder_comes_back(run: RunDir, replica: Replica) -> None:
+    assert replica.steps() == [10, 20]
     shutil.rmtree(run.checkpoints)
     assert find(run) == Resumable(state(20), ())
     assert_sound(run, 20)
 
 
-def test_a_damaged_one_is_replaced(run: RunDir, tier: Replica) -> None:
+def test_a_damaged_one_is_replaced(run: RunDir, replica: Replica) -> None:
     (run.checkpoint(20) / "shard_0").write_bytes(b"damaged")
     found = find(run)
     assert found.state == state(20)
@@ -86,44 +86,44 @@ def test_a_damaged_one_is_replaced(run: RunDir, tier: Replica) -> None:
     assert_sound(run, 20)
 
 
-def test_one_damaged_in_both_places(run: RunDir, tier: Replica) -> None:
+def test_one_damaged_in_both_places(run: RunDir, replica: Replica) -> None:
     (run.checkpoint(20) / "shard_0").write_bytes(b"damaged")
-    tier.file_system.pipe_file(tier.path(20, "shard_0"), b"\1" * 1000)
+    replica.file_system.pipe_file(replica.path(20, "shard_0"), b"\1" * 1000)
     found = find(run)
     assert found.state == state(10)
     assert "shard_0 does not match its checksum there" in found.skipped[1]
     assert (run.checkpoint(20) / "shard_0").read_bytes() == b"damaged", "as it was"
 
 
-def test_a_copy_without_manifest_is_none(run: RunDir, tier: Replica) -> None:
-    tier.file_system.rm_file(tier.path(20, "manifest.json"))
-    assert tier.steps() == [10]
-    tier.put(run.checkpoint(20))
-    assert tier.steps() == [10, 20]
+def test_a_copy_without_manifest_is_none(run: RunDir, replica: Replica) -> None:
+    replica.file_system.rm_file(replica.path(20, "manifest.json"))
+    assert replica.steps() == [10]
+    replica.put(run.checkpoint(20))
+    assert replica.steps() == [10, 20]
 
 
-def test_the_last_saved_are_kept(run: RunDir, tier: Replica) -> None:
+def test_the_last_saved_are_kept(run: RunDir, replica: Replica) -> None:
     save_at(run, 15)
-    tier.put(run.checkpoint(15))
-    tier.retain(keep=2)
-    assert tier.steps() == [15, 20], "not by step"
-    tier.file_system.rm_file(tier.path(20, "manifest.json"))
-    tier.retain(keep=2)
-    assert not tier.file_system.exists(tier.path(20))
+    replica.put(run.checkpoint(15))
+    replica.retain(keep=2)
+    assert replica.steps() == [15, 20], "not by step"
+    replica.file_system.rm_file(replica.path(20, "manifest.json"))
+    replica.retain(keep=2)
+    assert not replica.file_system.exists(replica.path(20))
 
 
-def test_what_is_not_gone_on_from(run: RunDir, tier: Replica) -> None:
+def test_replicas_that_a_resume_ignores(run: RunDir, replica: Replica) -> None:
     shutil.rmtree(run.checkpoints)
     skip = SkippedBatches(first=15, last=21, roll_back_to=10, onset=15, attempt=0, reason="spike")
     SkipsRecord(skips=(skip,)).save(run.skips)
-    assert find(run).state == state(10), "set aside"
+    assert find(run).state == state(10), "invalidated"
     shutil.rmtree(run.checkpoints)
     later = Submission(submitted_at=4e9, nodes=1, local=True, first_attempt=0)
     JobsRecord(submissions=(later,)).save(run.jobs)
     assert find(run) == Resumable(None, ()), "of an older run of the same name"
 
 
-def test_a_place_that_cannot_be_read_is_told(
+def test_an_unreadable_replica_is_a_warning(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(self: Replica) -> list[int]:
@@ -138,22 +138,26 @@ def test_a_place_that_cannot_be_read_is_told(
         find(run)
 
 
-def test_copies_beside_training(run: RunDir, tier: Replica) -> None:
+def test_copies_during_training(run: RunDir, replica: Replica) -> None:
     told: list[tuple[int, bool]] = []
     ours = [True]
 
-    def still_ours() -> None:
+    def refuse_if_superseded() -> None:
         if not ours[0]:
             raise NodeError("attempt 0 was superseded by attempt 1")
 
     copier = ReplicaCopier(
-        tier, run, 2, still_ours, lambda step, _, size, fault: told.append((step, fault is None))
+        replica,
+        run,
+        2,
+        refuse_if_superseded,
+        lambda step, _, size, fault: told.append((step, fault is None)),
     )
     for step in (30, 40):
         save_at(run, step)
         copier.copy(step)
         assert copier.finish(10.0)
-    assert tier.steps() == [30, 40]
+    assert replica.steps() == [30, 40]
     shutil.rmtree(run.checkpoint(40))
     copier.copy(40)
     assert copier.finish(10.0)
@@ -162,4 +166,4 @@ def test_copies_beside_training(run: RunDir, tier: Replica) -> None:
     assert copier.finish(10.0)
     assert told == [(30, True), (40, True), (40, False), (30, False)]
     assert copier.in_use == ()
-    assert tier.steps() == [30, 40], "a refusal takes nothing away"
+    assert replica.steps() == [30, 40], "a failed copy removes nothing"

@@ -1,4 +1,4 @@
-"""Which checkpoints go, and that one to go on from stays."""
+"""Which checkpoints are removed, and that a usable one always stays."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_nothing_goes_where_the_newest_is_damaged(run: RunDir) -> None:
+def test_nothing_is_removed_if_the_newest_is_damaged(run: RunDir) -> None:
     (run.checkpoint(20) / "shard_1").write_bytes(b"cut")
     remove_expired(run, 20, keep=1)
     assert run.checkpoint_steps() == [10, 20]
@@ -66,7 +66,7 @@ def test_one_that_is_read_stays(run: RunDir) -> None:
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000020"]
 
 
-def test_one_set_aside_counts_for_nothing(run: RunDir) -> None:
+def test_an_invalidated_one_is_unusable(run: RunDir) -> None:
     for step in (25, 30):
         PretendGang().all(lambda backend, step=step: save(run, backend, state(step), attempt=1))
     skip = SkippedBatches(first=15, last=26, roll_back_to=10, onset=15, attempt=0, reason="spike")

@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all, and the others stay."""
+"""A checkpoint is published completely or not at all, and the others stay."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_later_damaged_ones_do_not_count_and_are_replaced(run: RunDir) -> None:
     assert folders(run) == ["step_00000025", "step_00000030"]
 
 
-def test_what_cannot_be_removed_is_told(
+def test_a_failed_removal_is_a_warning(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (10, 20):
@@ -136,17 +136,17 @@ def test_all_is_on_disk_before_the_manifest_and_that_before_the_name(
     done: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
-    def told_fsync(descriptor: int) -> None:
+    def recording_fsync(descriptor: int) -> None:
         fsync(descriptor)
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         done.append(f"fsync {path.relative_to(run.path)}")
 
-    def told_rename(self: Path, target: Path) -> Path:
+    def recording_rename(self: Path, target: Path) -> Path:
         done.append(f"rename {self.relative_to(run.path)}")
         return rename(self, target)
 
-    monkeypatch.setattr(os, "fsync", told_fsync)
-    monkeypatch.setattr(Path, "rename", told_rename)
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(Path, "rename", recording_rename)
     save_all(PretendGang(), run, 20)
     folder = "checkpoints/.step_00000020.003.tmp"
     manifest = next(n for n, line in enumerate(done) if f"{folder}/.manifest.json" in line)

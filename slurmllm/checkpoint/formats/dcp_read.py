@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slurmllm.checkpoint.formats.safetensors_files import StoredTensor
@@ -101,10 +102,11 @@ def _key(name: str, kind: str) -> str:
     return f"{OPTIMIZER}{name}.{kind}"
 
 
-class _TensorLoadPlanner(LoadPlanner):
-    """Loads every item into one tensor."""
+class _TensorLoadPlanner(DefaultLoadPlanner):
+    """Loads every item into one tensor; the reader calls only `resolve_tensor` and a commit."""
 
     def __init__(self, target: Tensor) -> None:
+        super().__init__()
         self._target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -114,19 +116,3 @@ class _TensorLoadPlanner(LoadPlanner):
         ):
             out = out.narrow(dim, start, length)
         return out
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
-
-    # Abstract in the base class; the reader calls only the two above.
-    def set_up_planner(self, *_: object, **__: object) -> None: ...
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
-
-    def load_bytes(self, *_: object) -> None:
-        raise NotImplementedError
