@@ -22,11 +22,11 @@ _DIGITS = 4
 
 @dataclass(frozen=True)
 class Found:
-    """Figures and what is to be said of them.
+    """Fitted hardware figures.
 
     Attributes:
         hardware: The section.
-        notes: What was not measured and what stands in for it, a line each.
+        notes: One line for each figure that was not measured, with its replacement.
     """
 
     hardware: Hardware
@@ -41,9 +41,9 @@ def hardware_of(
     Args:
         samples: Of the first worker.
         task: What was measured.
-        given: The profile's figures so far; rough ones stand in for what is not measured, and
+        given: The profile's figures so far; rough ones replace what is not measured, and
             count for nothing else.
-        source: Of the figures, as the section says it.
+        source: Text of the section's `source`.
 
     Raises:
         NodeError: a measurement is missing.
@@ -64,7 +64,7 @@ def hardware_of(
 
 
 class _Samples:
-    """What was said, by kind."""
+    """The samples by kind."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples

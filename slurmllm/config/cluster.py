@@ -1,4 +1,4 @@
-"""The cluster profile: the hardware and the habits of one Slurm cluster."""
+"""The cluster profile: the hardware and the site settings of one Slurm cluster."""
 
 from __future__ import annotations
 
@@ -21,54 +21,53 @@ Directive = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[^\s\"'\\$`]+)?$")]
 
 
 class HealthChecks(Section):
-    """What a node must have, and how it is looked at, before an attempt and by `health`."""
+    """Checks of a node, before an attempt and by `health`."""
 
     enabled: bool = Field(
         default=True, description="Whether every node is checked before every attempt."
     )
     timeout_s: PositiveFloat = Field(
-        default=60.0, description="Seconds after which a node that has not answered fails."
+        default=60.0, description="Seconds after which a node that does not respond fails."
     )
     min_node_local_gb: NonNegativeFloat = Field(
         default=1.0, description="Free space under node_local, GB of 10^9 bytes."
     )
     min_memory_gb: NonNegativeFloat = Field(
-        default=0.0, description="Memory that the host can hand out, GB of 10^9 bytes."
+        default=0.0, description="Available memory of the host, GB of 10^9 bytes."
     )
     max_write_s: PositiveFloat | None = Field(
         default=None,
-        description="Seconds that a fsynced write to the shared file system may take; no limit "
-        "where left out.",
+        description="Maximum duration of a fsynced write to the shared file system, s; no limit by "
+        "default.",
     )
     max_clock_skew_s: PositiveFloat = Field(
-        default=5.0, description="Seconds that a node's clock may be off those of the others."
+        default=5.0, description="Maximum difference of a node's clock from the others', s."
     )
     efa_interfaces: Annotated[int, Field(ge=0)] = Field(
         default=0, description="EFA interfaces of a node."
     )
     driver_version: str | None = Field(
-        default=None, description="Version of the devices' driver; any where left out."
+        default=None, description="Version of the devices' driver; any by default."
     )
     unequal_versions: Literal["warn", "fail"] = Field(
         default="warn",
-        description="What a node is told whose driver, runtime or packages differ from most "
-        "others'.",
+        description="Result for a node whose driver, runtime or packages differ from most others'.",
     )
     bandwidth: Literal["never", "health", "always"] = Field(
         default="health",
-        description="When to measure the all-reduce over all nodes: by `slurmllm health` alone, "
-        "or before every attempt too.",
+        description="When to measure the all-reduce over all nodes: only by `slurmllm health`, or "
+        "before every attempt too.",
     )
     min_allreduce_gb_s: PositiveFloat | None = Field(
         default=None,
-        description="Bus bandwidth of that all-reduce, GB/s; measured only, where left out.",
+        description="Minimum bus bandwidth of that all-reduce, GB/s; not checked by default.",
     )
 
 
 class Cluster(Section):
-    """What `--cluster` brings; `--set cluster.<field>=…` overrides a value."""
+    """A cluster profile (`--cluster`); `--set cluster.<field>=…` overrides a value."""
 
-    # It stands in comments of the scripts, so that it must not hold a line break.
+    # It is written into comments of the scripts: a line break would end the comment.
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
         description="The profile's name."
     )
@@ -76,26 +75,24 @@ class Cluster(Section):
     device: Literal["cpu", "cuda", "neuron"] = Field(description="What the workers compute on.")
     instance_type: Annotated[str, Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")] | None = Field(
         default=None,
-        description="The nodes' EC2 instance type, such as trn1.32xlarge, where they are of one.",
+        description="EC2 instance type of the nodes, such as trn1.32xlarge; none if they differ.",
     )
     devices_per_node: PositiveInt = Field(
         description="Workers on a node: GPUs, NeuronCores, or processes on CPUs."
     )
     cpus_per_node: PositiveInt | None = Field(
-        default=None, description="CPUs that a node's workers share; all there are where left out."
+        default=None, description="CPUs that a node's workers share; all by default."
     )
     node_local: Annotated[str, Field(pattern=r"^/[A-Za-z0-9_./-]*$")] = Field(
         description="A folder on every node's own disk, for the cache of compiled graphs."
     )
-    partition: SlurmWord | None = Field(
-        default=None, description="Partition where none is asked for."
-    )
+    partition: SlurmWord | None = Field(default=None, description="Default partition.")
     exclusive: bool = Field(default=True, description="Whether jobs take whole nodes.")
     directives: Annotated[tuple[Directive, ...], Field(strict=False)] = Field(
         default=(), description="Further sbatch options, such as --gres=gpu:8."
     )
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = Field(
-        default=None, description="Port of the rendezvous; a free one where left out."
+        default=None, description="Port of the rendezvous; a free one by default."
     )
     # Between Llama 3's 6334 h (arXiv 2407.21783, section 3.3.4: 419 unexpected interruptions in 54
     # days on 2048 hosts) and OPT-175B's 1700 h (arXiv 2205.01068, section 2.5: over 100 hosts, say
@@ -183,10 +180,10 @@ class Hardware(Section):
         description="Share of the data-parallel communication that computing hides.",
     )
     operator_us: NonNegativeFloat = Field(
-        default=0.0, description="What a block's operators cost beside their work, microseconds."
+        default=0.0, description="Launch overhead of a block's operators, microseconds."
     )
     step_overhead_s: NonNegativeFloat = Field(
-        default=0.0, description="What a step costs beside all of this, seconds."
+        default=0.0, description="Further overhead of a step, seconds."
     )
 
     @field_validator("reserved_gib")

@@ -1,8 +1,8 @@
-"""What sets the model families apart, in one place; torch-free.
+"""The differences between the model families; torch-free.
 
-`FAMILIES` holds what a family is and what a recipe may leave to it; `sharding_plan` says which of
-its matrices is shared out how. The decoder, the backends, the planner and the conversion of
-checkpoints read both.
+`FAMILIES` holds what a family is and what a recipe may leave to it; `sharding_plan` maps its
+matrices to their tensor-parallel sharding. The decoder, the backends, the planner and the
+conversion of checkpoints read both.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ShardingPlan:
 def sharding_plan(family: str, tied_embeddings: bool) -> ShardingPlan:
     """The one sharding plan of a family, for every backend.
 
-    Biases of column-parallel modules are shared with their rows; those of row-parallel ones lie
+    Biases of column-parallel modules are shared with their rows; those of row-parallel ones are
     whole on every worker and are added once, after the sum.
     """
     kind = FAMILIES[family]

@@ -35,7 +35,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The shape of the model; what a family settles may be left out (`config/families.py`)."""
+    """The shape of the model; fields with a default of the family may be left out."""
 
     family: FamilyName = Field(
         description="Model family: neox (GPT-NeoX, Pythia), llama (Llama 2) or gpt3."
@@ -44,7 +44,7 @@ class ModelConfig(Section):
     hidden_size: PositiveInt = Field(description="Width of the residual stream.")
     num_heads: PositiveInt = Field(description="Attention heads.")
     num_kv_heads: PositiveInt | None = Field(
-        default=None, description="Key and value heads; the attention heads where left out."
+        default=None, description="Key and value heads; as many as attention heads by default."
     )
     ffn_hidden_size: PositiveInt = Field(description="Width of the feed-forward layer.")
     vocab_size: PositiveInt = Field(
@@ -180,7 +180,7 @@ class DataConfig(Section):
 
     @property
     def corpora(self) -> tuple[CorpusShare, ...]:
-        """The corpora, one or several; none where none is set."""
+        """The corpora; empty if none is set."""
         if isinstance(self.corpus, str):
             return (CorpusShare(path=self.corpus),)
         return self.corpus or ()
@@ -200,7 +200,7 @@ class TrainConfig(Section):
     global_batch: PositiveInt = Field(description="Sequences in one optimizer step.")
     micro_batch: Annotated[PositiveInt | Literal["auto"], BeforeValidator(_number_or_auto)] = Field(
         description="Sequences in one forward pass of one worker; auto: measured once, in the "
-        "precompile stage; 1 on Neuron devices, where nothing can measure it."
+        "precompile stage; 1 on Neuron devices, which cannot measure it."
     )
     init_from: str | None = Field(
         default=None,
@@ -219,13 +219,13 @@ class TrainConfig(Section):
         "bf16_sr: bf16 throughout with stochastic rounding; bf16: bf16 throughout.",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        default="none", description="What the backward pass computes again instead of keeping."
+        default="none", description="What the backward pass recomputes instead of keeping."
     )
     compile: bool = Field(default=True, description="torch.compile on the native backend.")
     incomplete_graphs: Literal["refuse", "compile"] = Field(
         default="refuse",
-        description="What the train stage does where precompile left a graph uncompiled: refuse "
-        "to start, or compile it while training.",
+        description="What the train stage does if precompile left a graph uncompiled: refuse to "
+        "start, or compile it while training.",
     )
     log_every: PositiveInt = Field(default=10, description="Steps between lines in the log.")
 
@@ -307,7 +307,7 @@ class CheckpointConfig(Section):
         default=None, description="Checkpoints at multiples of this step are kept for good."
     )
     asynchronous: bool = Field(
-        default=False, description="Write checkpoints while training goes on."
+        default=False, description="Write checkpoints while training continues."
     )
     replica: str | None = Field(
         default=None,
@@ -320,12 +320,12 @@ class CheckpointConfig(Section):
 
 
 def _off(value: Any) -> Any:
-    """YAML takes the bare word `off` for false."""
+    """YAML reads a bare `off` as false."""
     return "off" if value is False else value
 
 
 class GuardConfig(Section):
-    """What is done about a loss or a gradient norm that is no longer right (after HLAT)."""
+    """Reaction to a loss or a gradient norm that is no longer right (after HLAT)."""
 
     not_finite: Literal["stop", "roll_back"] = Field(
         default="stop", description="At a loss or a gradient norm that is not finite."
@@ -387,19 +387,19 @@ def _slurm_time(value: Any) -> str:
 
 
 def _slurm_word(value: Any) -> str:
-    """One word: blanks, quotes or a leading dash could end the directive or begin another."""
+    """No blanks, quotes or leading dash, which could end the directive or begin another."""
     text = str(value) if type(value) is int else value
     if not isinstance(text, str) or not _SLURM_WORD.fullmatch(text):
         raise ValueError("must be one word without blanks or quotes, as Slurm itself shows it")
     return text
 
 
-# Before the time limit: Slurm does not requeue a job that it timed out.
+# Seconds before the time limit: Slurm does not requeue a job that it timed out.
 KILL_MARGIN_S = 30.0
 
 
 def leaving_s(signal_lead_s: float) -> float:
-    """Seconds that workers have to save and leave, from the signal ahead of the time limit."""
+    """Seconds that workers have to save and exit, from the signal ahead of the time limit."""
     return max(signal_lead_s - KILL_MARGIN_S, signal_lead_s / 2)
 
 
@@ -408,7 +408,7 @@ SlurmWord = Annotated[str, BeforeValidator(_slurm_word)]
 
 
 class SlurmConfig(Section):
-    """What the batch scripts ask of Slurm, and how often a run is started again."""
+    """Slurm options of the batch scripts, and limits on restarts."""
 
     time: SlurmTime = Field(
         default="1-00:00:00",
@@ -418,13 +418,13 @@ class SlurmConfig(Section):
         default="2:00:00", description="Time limit of the precompile job."
     )
     signal_lead_s: Annotated[int, Field(ge=0, le=65535)] = Field(
-        default=300, description="Seconds before the time limit at which the run saves and leaves."
+        default=300, description="Seconds before the time limit at which the run saves and exits."
     )
     partition: SlurmWord | None = Field(default=None, description="Partition.")
     account: SlurmWord | None = Field(default=None, description="Account.")
     qos: SlurmWord | None = Field(default=None, description="Quality of service.")
     reservation: SlurmWord | None = Field(default=None, description="Reservation.")
-    exclude: SlurmWord | None = Field(default=None, description="Nodes to keep away from.")
+    exclude: SlurmWord | None = Field(default=None, description="Nodes to exclude.")
     failure_budget: Annotated[int, Field(ge=0)] = Field(
         default=20,
         description="Requeues after node failures within slurm.budget_hours before the run stops.",
@@ -447,11 +447,11 @@ class SlurmConfig(Section):
         default=3, description="Attempts in a row without a new checkpoint before the run stops."
     )
     exclude_hours: NonNegativeFloat = Field(
-        default=24.0, description="Hours for which the run keeps off a node that failed it."
+        default=24.0, description="Hours for which a node that failed is excluded from the run."
     )
     drain: bool = Field(
         default=False,
-        description="Whether such a node is drained too, where Slurm permits it to this user.",
+        description="Whether such a node is drained too, if Slurm permits it to this user.",
     )
 
 
@@ -464,7 +464,7 @@ class Recipe(Section):
     description: str = Field(default="", description="One line for `slurmllm recipes`.")
     default_cluster: str = Field(
         default="local",
-        description="Cluster profile where neither --cluster nor $SLURMLLM_CLUSTER is given.",
+        description="Cluster profile if neither --cluster nor $SLURMLLM_CLUSTER is given.",
     )
     model: ModelConfig
     data: DataConfig = DataConfig()

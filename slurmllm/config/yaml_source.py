@@ -1,4 +1,4 @@
-"""YAML read with the file and line of every value, by YAML 1.2's idea of a number.
+"""YAML read with the file and line of every value, with YAML 1.2's numbers.
 
 PyYAML follows YAML 1.1, which reads `1:30:00` as the number 5400 and `1e-4` as a string; both
 occur in recipes, and both would be misread silently.
@@ -21,10 +21,10 @@ _FLOAT = re.compile(
     r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
     r"|\.inf|\.Inf|\.INF)$|^(\.nan|\.NaN|\.NAN)$"
 )
-# libyaml's stack overflows where 100 KB of text are brackets; a recipe has 2 KB.
+# libyaml's stack overflows on 100 KB of brackets; a recipe has 2 KB.
 _LARGEST_FOR_LIBYAML = 1 << 15
-# A tab, tag, question mark or byte order mark, or a comment after `|`, which libyaml takes for
-# something else than PyYAML does, mostly where that finds an error.
+# A tab, tag, question mark or byte order mark, or a comment after `|`, which libyaml parses
+# differently from PyYAML, mostly if that finds an error.
 _READ_OTHERWISE = re.compile(r"[\t!?\ufeff]|[|>]\S*#")
 _DEEPEST = 100
 
@@ -45,7 +45,7 @@ _FastLoader: type[_Loader | yaml.CSafeLoader] = _Loader
 if yaml.__with_libyaml__:
 
     class _LibyamlLoader(yaml.CSafeLoader):
-        """The same by libyaml, several times as fast."""
+        """The same with libyaml, several times as fast."""
 
         yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
@@ -53,14 +53,14 @@ if yaml.__with_libyaml__:
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes what either idea would take for a number."""
+    """SafeDumper that quotes strings that YAML 1.1 or 1.2 would read as a number."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def write_yaml(values: dict[str, Any]) -> str:
-    """YAML that `read_yaml` reads back as it was."""
+    """YAML that `read_yaml` reads back unchanged."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
@@ -122,7 +122,7 @@ def _document(text: str, loader: type[_Loader | yaml.CSafeLoader]) -> tuple[yaml
     if node is None:
         return None, None
     _check_depth(node)
-    # From nodes of its own: it writes what `<<` merges into them, as if it stood there.
+    # Loaded again: constructing writes the keys that `<<` merges into the nodes.
     return node, yaml.load(text, loader)
 
 
@@ -137,7 +137,6 @@ def _check_depth(root: yaml.Node) -> None:
 
 
 def _inner(node: yaml.Node) -> Iterator[yaml.Node]:
-    """The nodes in a node."""
     if isinstance(node, yaml.MappingNode):
         for pair in node.value:
             yield from pair

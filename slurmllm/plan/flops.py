@@ -83,7 +83,7 @@ def up_width(model: ModelConfig) -> int:
 
 
 def _heads(model: ModelConfig, tensor: int) -> tuple[int, int]:
-    """Width of a worker's queries and of its keys; a head is copied where there are too few."""
+    """Width of a worker's queries and of its keys; a head is copied if there are too few."""
     keys = model.kv_heads * kv_copies(model, tensor) // tensor
     return model.num_heads * model.head_dim // tensor, keys * model.head_dim
 

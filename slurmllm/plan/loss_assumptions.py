@@ -1,8 +1,8 @@
-"""How long the phases of a run will take that nobody has made yet, and what it loses by them.
+"""Assumed durations of the phases of a run, and the losses that follow from them.
 
-Nobody has published how long the start-up of such runs takes or what their saves cost. These are
-assumptions on the careful side, the ones behind the presets of tools/benchmarks/month.py; real
-runs' own durations (`measured.py`) are better where there are any.
+Start-up times and save costs of such runs are not published. These assumptions are conservative;
+the presets of tools/benchmarks/month.py use them too. Durations of real runs are better, if there
+are any (`month.py --from RUN`).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def assumed(
 
     A save is copied by all nodes at once, written as fast as the nodes and the file system can, and
     closed in a few seconds. A start-up reads as much, after imports, rendezvous and devices
-    (150 s on accelerators, 15 s on CPUs) and beside models and graphs, which take longer the larger
-    they are. How many workers meet is left out.
+    (150 s on accelerators, 15 s on CPUs) plus models and graphs, which take longer the larger they
+    are. The number of workers is ignored.
 
     Args:
         num_parameters: Of the model.
@@ -81,12 +81,7 @@ def assumed(
 
 
 def noticing(config: RunConfig, step_s: float) -> DetectionDelay:
-    """How long failures go unnoticed, by kinds as in Llama 3's run and the recipe's watchdog.
-
-    Args:
-        config: The run's.
-        step_s: A step, s.
-    """
+    """Detection delay of failures, with the mix of Llama 3's run and the recipe's watchdog."""
     watchdog = config.recipe.watchdog
     hang_s = max(watchdog.min_step_s, watchdog.step_factor * step_s)
 
@@ -104,18 +99,18 @@ def noticing(config: RunConfig, step_s: float) -> DetectionDelay:
 
 
 def losses(config: RunConfig, nodes: int, step_s: float, steps: int | None = None) -> Losses:
-    """What a run is expected to lose to saves, failures and restarts.
+    """Expected losses of a run to saves, failures and restarts.
 
     Args:
-        config: The run's: sections checkpoint, watchdog and slurm, and the profile's
+        config: The run's configuration: sections checkpoint, watchdog and slurm, and the profile's
             `node_mtbf_hours`.
-        nodes: That it runs on.
-        step_s: A step, s.
-        steps: Of the whole run; None: the recipe's.
+        nodes: Number of nodes.
+        step_s: Duration of a step, s.
+        steps: Steps of the whole run; None: the recipe's.
 
     Raises:
-        ConfigError: the run would never get on, because its time limit ends before the first step
-            begins, or because a failure comes before every checkpoint.
+        ConfigError: the run would make no progress: its time limit ends before the first step
+            begins, or a failure comes before every checkpoint.
     """
     recipe, cluster = config.recipe, config.cluster
     durations, save = assumed(
@@ -144,20 +139,20 @@ def losses(config: RunConfig, nodes: int, step_s: float, steps: int | None = Non
             f"{found.interval_steps} steps of {step_s:.3g} s; choose fewer nodes, or a smaller "
             "checkpoint.every_steps"
         )
-    raise ConfigError("the run would never get on", [fault])
+    raise ConfigError("the run would make no progress", [fault])
 
 
 @dataclass(frozen=True)
 class Published:
-    """What somebody counted.
+    """Published failure counts.
 
     Attributes:
-        name: Short.
-        source: Where it is written.
+        name: Short name.
+        source: The publication.
         counts: Kind → interruptions.
-        hosts: Of the run.
-        days: That it was watched.
-        note: How the kinds were told apart.
+        hosts: Hosts of the run.
+        days: Length of the observation.
+        note: How the kinds were distinguished.
     """
 
     name: str
@@ -169,7 +164,7 @@ class Published:
 
     @property
     def node_hours(self) -> float:
-        """Hours of one node in which all of these were seen."""
+        """Observed node hours."""
         return self.hosts * self.days * 24.0
 
     @property
@@ -232,7 +227,7 @@ META_RSC1 = Published(
     counts={"device": 650},
     hosts=1000,
     days=100.0,
-    note="jobs of many users; causes not told apart here: all taken for broken devices",
+    note="jobs of many users; causes unknown: all counted as broken devices",
 )
 
 PUBLISHED: Mapping[str, Published] = {

@@ -1,7 +1,7 @@
-"""How long to train between two checkpoints: what saves cost against what failures lose.
+"""The checkpoint interval and expected losses, from the cost of saves and the failure rate.
 
 Young 1974 ("A first order approximation to the optimum checkpoint interval", Comm. ACM 17(9)):
-sqrt(2·δ·M), where a save costs δ and failures are M apart on average. Daly 2006 ("A higher order
+sqrt(2·δ·M) for a save of cost δ and a mean time M between failures. Daly 2006 ("A higher order
 estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems
 22(3), eq. 37) holds for costly saves and frequent failures too.
 """
@@ -300,7 +300,7 @@ class _Attempt:
         return max(0, math.ceil((self.leaves_s - first_s) / self.cycle_s))
 
     def _sum(self, first_s: float, count: float) -> float:
-        """Probabilities that an attempt comes to each of those times, added up."""
+        """Probabilities that an attempt reaches each of those times, added up."""
         ratio = self.cycle_s / self.mtbf_s
         many = -math.expm1(-count * ratio) if count else 0.0
         return math.exp(-first_s / self.mtbf_s) * many / -math.expm1(-ratio)

@@ -1,6 +1,6 @@
 """Memory of a worker under the native backend, by arithmetic; torch-free.
 
-What lies between steps (weights, optimizer state) is exact: shapes, sharding plan and formats
+What is held between steps (weights, optimizer state) is exact: shapes, sharding plan and formats
 decide it. What a step adds is the sum of what its operators keep for the backward pass, after
 Korthikanti et al. 2022 (arXiv 2205.05198, section 4), whose count of 34 · tokens · hidden bytes a
 layer is for another block: no dropout here, no saved attention scores (they are computed again
@@ -41,7 +41,7 @@ class WorkerMemory:
         output: Logits, their gradient and the head's at the loss.
         block: The largest passing need of one block's backward pass.
         pipeline: Receive buffers of pipeline stages, one a micro batch each way.
-        ending: What the end of the backward pass holds beside the shares: whole gradients of
+        ending: What the end of the backward pass adds to the shares: whole gradients of
             embedding and head, and their copy on its way.
         passing: The optimizer step's own need.
     """

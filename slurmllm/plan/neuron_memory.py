@@ -1,18 +1,18 @@
 """Memory of a worker under the NxD backend, by arithmetic; torch-free.
 
-Between steps lie weights, with ZeRO-1 a shard of them in the optimizer's format, and both moments,
-sharded likewise (torch-xla's `ZeroRedundancyOptimizer`, which NxD's is made of). In the backward
-pass come gradients, under bf16_mixed as fp32 sums (its `main_grad`), and what the blocks keep:
+Between steps there are weights, with ZeRO-1 a shard of them in the optimizer's format, and both
+moments, sharded likewise (torch-xla's `ZeroRedundancyOptimizer`, which NxD's uses). In the
+backward pass come gradients, under bf16_mixed as fp32 sums (its `main_grad`), and what the blocks keep:
 counted operator by operator from `backends/nxd/model.py`, in the manner of Korthikanti et al. 2022
 (arXiv 2205.05198, section 4). Their 34 · tokens · hidden + 5 · heads · seq² bytes a block are 32
-and 6 here: there is no dropout, and the softmax is kept in fp32 beside its bf16 copy. Between a
-pipeline's graphs RMSNorm keeps two copies in fp32; keys and values that lie on several workers
+and 6 here: there is no dropout, and the softmax is kept in fp32 with a bf16 copy. Between a
+pipeline's graphs RMSNorm keeps two copies in fp32; keys and values that are on several workers
 count on each.
 
-A step is fullest in the backward pass or at the optimizer's step, where reduced gradients lie
-beside those that they are made of.
+A step is fullest in the backward pass or at the optimizer's step, where reduced gradients
+exist together with those that they are made of.
 
-Nobody has published what neuronx-cc's graphs take beside this: `_PROGRAMS` and `_COPIES` are
+Nobody has published what neuronx-cc's graphs take in addition: `_PROGRAMS` and `_COPIES` are
 assumed. Not counted: runtime and microcode (`cluster.hardware.reserved_gib`), profiling buffers,
 the masks of attention, what is received ahead of a stage's step.
 """
@@ -39,7 +39,7 @@ _FP32, _BF16 = 4, 2
 # 367 MB. Assumed to hold for training.
 _PROGRAMS = int(2.2 * GIB)
 
-# How often what a stage keeps lies there. In a pipeline it goes from one graph to another, where
+# Number of copies of what a stage keeps. In a pipeline it goes from one graph to another, where
 # casts, slices and transposes of one tensor have buffers of their own and graphs that wait in the
 # queue hold theirs already; within one graph the compiler uses buffers again. Twice is assumed:
 # with 1.96 to 2.07 every layout fits that AWS published, and Llama 2 70B at TP 32 fits on 16 nodes
@@ -149,7 +149,7 @@ class _NeuronShares(NamedTuple):
 
     Attributes:
         block: Of one block.
-        total: Of all its blocks and what lies outside them.
+        total: Of all its blocks, and outside them.
     """
 
     block: int

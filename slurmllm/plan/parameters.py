@@ -105,8 +105,8 @@ class Share(NamedTuple):
     """A worker's part of a parameter.
 
     Attributes:
-        dim: The dimension that is shared out; None where every worker has the whole.
-        pieces: Of that dimension, in the order in which they lie on the worker.
+        dim: The sharded dimension; None if every worker has the whole tensor.
+        pieces: Of that dimension, in their order on the worker.
     """
 
     dim: int | None
@@ -122,7 +122,7 @@ WHOLE = Share(None, ())
 
 
 def kv_copies(model: ModelConfig, tensor: int) -> int:
-    """On how many of the tensor-parallel workers each key and value head lies."""
+    """Number of tensor-parallel workers that hold each key and value head."""
     return max(1, tensor // model.kv_heads)
 
 

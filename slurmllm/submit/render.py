@@ -63,11 +63,13 @@ def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> lis
     ]
     if stage == "train":
         options.append(("signal", f"B:USR1@{slurm.signal_lead_s}"))
-    words = [f"--{name}={_quoted(name, value)}" for name, value in options if value is not None]
-    words += ["--exclusive"] if cluster.exclusive else []
-    words += ["--requeue"]  # by Slurm too, when a node of the job dies
-    words += ["--kill-on-invalid-dep=yes"] if stage == "train" else []
-    return words + list(cluster.directives)
+    directives = [
+        f"--{name}={_quoted(name, value)}" for name, value in options if value is not None
+    ]
+    directives += ["--exclusive"] if cluster.exclusive else []
+    directives += ["--requeue"]  # Slurm itself requeues too, when a node of the job dies
+    directives += ["--kill-on-invalid-dep=yes"] if stage == "train" else []
+    return directives + list(cluster.directives)
 
 
 def _quoted(name: str, value: str) -> str:
