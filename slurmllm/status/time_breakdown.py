@@ -198,36 +198,3 @@ def _fill(measured: dict[TimePart, float], length_s: float) -> tuple[dict[TimePa
         scale = length_s / total if total > 0 else 0.0
         parts = {part: seconds * scale for part, seconds in parts.items()}
     return parts, excess - from_saving
-
-
-def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, now: float) -> float:
-    """Node hours of attempts by their records only: quick, without Slurm's accounting.
-
-    Args:
-        run: The run.
-        attempts: Attempts of both stages.
-        running: Whether the newest one is running.
-        now: Unix time, s.
-    """
-    newest = max(attempts, key=lambda attempt: attempt.started_at, default=None)
-    seconds = []
-    for attempt in attempts:
-        end = attempt.ended_at
-        if end is None:
-            end = now if running and attempt is newest else _last_sign_of_life(run, attempt)
-        seconds.append(len(attempt.nodes) * max(end - attempt.started_at, 0.0))
-    return math.fsum(seconds) / HOUR_S
-
-
-def _last_sign_of_life(run: RunDir, attempt: AttemptRecord) -> float:
-    """Unix time of the last heartbeat or step of an attempt without a recorded end."""
-    signs = [attempt.started_at]
-    for name in attempt.nodes:
-        with suppress(StorageError):
-            beat = Heartbeat.load(run.attempt(attempt.stage, attempt.attempt).heartbeat(name))
-            signs.append(beat.written_at)
-    if attempt.stage == "train":
-        with suppress(OSError):
-            row = last_row_of(run.metrics(attempt.attempt)) or {}
-            signs.append(finite_number(row, "time") or 0.0)
-    return max(signs)
