@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from slurmllm.errors import StorageError
-from slurmllm.metrics.row_reader import last_row_of
-from slurmllm.metrics.step_time import finite_number
-from slurmllm.records import TIME_PARTS, AttemptRecord, EndingClass, Heartbeat, TimePart
-from slurmllm.rundir import RunDir
+from slurmllm.records import TIME_PARTS, AttemptRecord, EndingClass, TimePart
 from slurmllm.status.history import Incarnation, RunHistory, Steps
 
 HOUR_S = 3600.0

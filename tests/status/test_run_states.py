@@ -27,8 +27,7 @@ from slurmllm.records import (
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow, QueuedJob
 from slurmllm.slurm.fake import FakeSlurm
-from slurmllm.status.runs import run_state, run_states
-from slurmllm.status.runs import node_hours
+from slurmllm.status.runs import node_hours, run_state, run_states
 
 PRICE = "cluster.price={on_demand: 20.0, date: '2026-01-01'}"
 
