@@ -40,7 +40,7 @@ from slurmllm.log import setup_logging
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.supervise.heartbeat import Heartbeats
+from slurmllm.supervise.watchdog import Heartbeats
 from slurmllm.worker_phase import STACKS_SIGNAL
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from slurmllm.config.recipe import WatchdogConfig
 from slurmllm.records import AttemptRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.rundir import RunDir
 from slurmllm.supervise.first_failure import outliers, stack_lines, stack_location
-from slurmllm.supervise.heartbeat import Heartbeats
 from slurmllm.supervise.watchdog import (
     AttemptProgress as Progress,
 )
 from slurmllm.supervise.watchdog import (
+    Heartbeats,
     Watchdog,
     behind,
     find_hang,
