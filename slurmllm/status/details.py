@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from slurmllm.config.recipe import WatchdogConfig
 from slurmllm.errors import StorageError
-from slurmllm.graphs.completeness import faults
+from slurmllm.graphs.archive import faults
 from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.records import (
     AttemptRecord,

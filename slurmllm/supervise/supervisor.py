@@ -28,8 +28,7 @@ from slurmllm.errors import (
     SlurmllmError,
     StorageError,
 )
-from slurmllm.graphs.archive import broadcast_path
-from slurmllm.graphs.completeness import IncompleteGraphsError, faults, require_complete
+from slurmllm.graphs.archive import IncompleteGraphsError, broadcast_path, faults, require_complete
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, GraphManifest, JobsRecord
 from slurmllm.rundir import RunDir, Stage

@@ -10,7 +10,7 @@ import pytest
 
 from slurmllm.errors import NodeError
 from slurmllm.graphs import archive as graph_cache
-from slurmllm.graphs.completeness import faults
+from slurmllm.graphs.archive import faults
 from slurmllm.records import GraphManifest
 from slurmllm.rundir import RunDir
 
