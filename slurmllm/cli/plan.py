@@ -245,7 +245,7 @@ def _print_json(plans: Sequence[RecipePlan], top: int | None, explain: bool) -> 
 
 
 def _draw(plans: Sequence[RecipePlan], path: Path) -> None:
-    from slurmllm.picture import write_picture
     from slurmllm.plan.plot import draw
+    from slurmllm.rundir import write_picture
 
     write_picture(draw(plans), path, "name another file with --plot")

@@ -20,7 +20,7 @@ from slurmllm.compare.comparison import Comparison, curve_letter
 from slurmllm.compare.seed_runs import SeedBand
 from slurmllm.compare.verdict import format_figure as in_figures
 from slurmllm.metrics.curves import Axis, Curve, Floats, relative_difference, thin_rows
-from slurmllm.picture import write_picture
+from slurmllm.rundir import write_picture
 
 # A wide light line beneath narrow dark ones: both are visible if they coincide. They also differ
 # in lightness, for colour-blind readers and for print.

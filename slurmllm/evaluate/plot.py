@@ -12,8 +12,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from slurmllm.evaluate.scores import ScoreRow, ScoreTable
 from slurmllm.evaluate.suites import AVERAGE
-from slurmllm.picture import write_picture
-from slurmllm.rundir import RunDir
+from slurmllm.rundir import RunDir, write_picture
 
 _COLUMNS = 3
 _REFERENCE_COLOURS = ("0.25", "tab:red", "tab:purple", "tab:brown", "tab:olive", "tab:cyan")

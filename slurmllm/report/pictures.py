@@ -15,7 +15,6 @@ from matplotlib.ticker import LogFormatter
 
 from slurmllm.evaluate.plot import draw as draw_scores
 from slurmllm.metrics.curves import piece_means, thin_rows
-from slurmllm.picture import write_picture
 from slurmllm.records import TIME_PARTS
 from slurmllm.report.blocks import (
     CURVES,
@@ -28,6 +27,7 @@ from slurmllm.report.blocks import (
 )
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import STEP_PARTS, series, shown_metrics, step_parts
+from slurmllm.rundir import write_picture
 from slurmllm.status.utilization import Utilization
 
 _ROWS = 2000

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from slurmllm.metrics.curves import Curve, Floats, Ints, thin_rows
-from slurmllm.picture import write_picture
+from slurmllm.rundir import write_picture
 from slurmllm.spikes.analysis import SpikeAnalysis
 
 _LOSS, _SPIKE, _NORM = "#12466b", "#c2185b", "#2a8c6e"

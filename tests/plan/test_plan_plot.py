@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from slurmllm.picture import write_picture
 from slurmllm.plan.estimate import MemoryUse
 from slurmllm.plan.plot import Curve, picture
+from slurmllm.rundir import write_picture
 
 GIB = 2**30
 PARTS = {f"part_{number}": number * GIB for number in range(10)}  # more than there are colours
