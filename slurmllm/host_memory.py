@@ -1,4 +1,4 @@
-"""How much memory a worker used at most and may use, where it computes in the host's."""
+"""Peak and limit of a worker's host memory, for backends that compute on the CPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Memory(NamedTuple):
-    """A worker's memory, of its device or, where that computes in the host's, of its host.
+    """A worker's memory, of its device, or of the host if it computes on the CPU.
 
     Attributes:
-        peak_bytes: The most that it used.
-        limit_bytes: What it may use: its own and what is free for it.
+        peak_bytes: The maximum so far.
+        limit_bytes: What it may use: its own and its share of what is free.
     """
 
     peak_bytes: int
@@ -26,7 +26,7 @@ class Memory(NamedTuple):
 
 
 def host_memory(sharing: int) -> Memory:
-    """This process's resident set and its share of the machine; counting starts anew.
+    """This process's resident set and its share of the machine; resets the peak.
 
     Args:
         sharing: Workers that share the machine, this one included.
@@ -35,7 +35,7 @@ def host_memory(sharing: int) -> Memory:
     peak, now = status["VmHWM"], status["VmRSS"]
     total, free = _machine()
     with contextlib.suppress(OSError):
-        ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps would hide the next peak
+        ctypes.CDLL(None).malloc_trim(0)  # pages that glibc holds back would hide the next peak
     with contextlib.suppress(OSError):
         _CLEAR_REFS.write_text("5", encoding="ascii")  # proc(5): resets VmHWM
     return Memory(peak, min(total // sharing, now + free // sharing))

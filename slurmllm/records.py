@@ -47,6 +47,8 @@ TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
 # What a worker is doing: `stepping` from the second step of an attempt on.
 Phase = Literal["starting", "resuming", "first_step", "stepping", "saving", "stopping"]
 
+_NEW_GRAPHS = AliasChoices("new_graphs", "graphs_added")  # the second: runs of 0.1
+
 
 class Record(BaseModel):
     """A file of the run directory."""
@@ -55,16 +57,11 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
     def save(self, path: Path) -> None:
-        """Write the record as JSON, whole or not at all."""
         write_atomic(path, self.model_dump_json(indent=2, by_alias=True) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a record.
-
-        Raises:
-            StorageError: the file cannot be read or is not such a record.
-        """
+        """Read a record; raises StorageError if the file is unreadable or no such record."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
@@ -78,23 +75,18 @@ class Record(BaseModel):
 
     @classmethod
     def load_known(cls, path: Path) -> tuple[Self, tuple[str, ...]]:
-        """Read a record that a newer version may have written.
+        """Read a record that a newer version may have written; raises as `load` does.
 
         Returns:
-            The record without the fields whose values this version does not know, and these fields,
-            a phrase each.
-
-        Raises:
-            StorageError: the file cannot be read or is not such a record.
+            The record without the fields whose values this version does not know, and these fields.
         """
         try:
             return cls.load(path), ()
         except StorageError as error:
             if not isinstance(error.__cause__, ValidationError):
                 raise
-            unknown = {
-                str(e["loc"][0]): e.get("input") for e in error.__cause__.errors() if e["loc"]
-            }
+            errors = error.__cause__.errors()
+            unknown = {str(e["loc"][0]): e.get("input") for e in errors if e["loc"]}
             try:
                 held = json.loads(path.read_bytes())
                 known = {key: value for key, value in held.items() if key not in unknown}
@@ -147,23 +139,14 @@ class AttemptRecord(Record):
     last_step: int | None = None
     checkpoint_before: int | None = Field(default=None, description="newest step at the start")
     checkpoint_after: int | None = Field(default=None, description="newest step at the end")
-    steps_gained: int | None = Field(
-        default=None, description="train: steps that a checkpoint of this attempt holds"
-    )
-    steps_lost: int | None = Field(
-        default=None, description="train: steps that no checkpoint holds, to be recomputed"
-    )
+    steps_gained: int | None = Field(default=None, description="steps that its checkpoints hold")
+    steps_lost: int | None = Field(default=None, description="steps to be recomputed")
     backoff_s: float = Field(default=0.0, description="minimum wait of the requeued job")
-    phases_s: dict[str, float] = Field(
-        default_factory=dict,
-        description="seconds by phase: queue, preflight, cache, start_up, first_step, training, "
-        "saving, stopping; workers: from the launchers' start to their end",
-    )
-    new_graphs: tuple[str, ...] = Field(
-        default=(),
-        validation_alias=AliasChoices("new_graphs", "graphs_added"),  # runs of 0.1
-        description="graphs compiled in training that the archive lacked",
-    )
+    # Seconds of queue, preflight, cache, start_up, first_step, training, saving and stopping;
+    # `workers`: from the launchers' start to their end.
+    phases_s: dict[str, float] = Field(default_factory=dict)
+    # Graphs compiled in training that the archive lacked.
+    new_graphs: tuple[str, ...] = Field(default=(), validation_alias=_NEW_GRAPHS)
 
 
 class WorkerPhase(Record):
@@ -190,13 +173,10 @@ class HangRecord(Record):
     step: int = Field(description="last one that they finished")
     waited_s: float = Field(description="since they began that phase")
     limit_s: float
-    behind: tuple[int, ...] = Field(
-        default=(), description="ranks behind the others; empty if all are equal"
-    )
+    behind: tuple[int, ...] = Field(default=(), description="ranks; empty if all are equal")
+    # The nodes whose launchers stopped responding; called silent_nodes by runs of 0.1.
     unresponsive_nodes: tuple[str, ...] = Field(
-        default=(),
-        validation_alias=AliasChoices("unresponsive_nodes", "silent_nodes"),
-        description="nodes whose launchers stopped responding",
+        default=(), validation_alias=AliasChoices("unresponsive_nodes", "silent_nodes")
     )
     suspects: tuple[str, ...] = Field(default=(), description="nodes blamed for the hang")
 
@@ -219,7 +199,7 @@ class SkipsRecord(Record):
 
 
 class Event(Record):
-    """One line of `events/attempt_NNN.jsonl`: something that happened besides the steps."""
+    """One line of `events/attempt_NNN.jsonl`: something that happened apart from the steps."""
 
     kind: Literal[
         "save", "save_skipped", "copied", "spike", "spike_over", "not_finite", "interval", "memory"
@@ -238,38 +218,22 @@ class NodeRecord(Record):
     """`attempts/NNN/nodes/<node>.json`: a node's launcher and its workers."""
 
     node: str
-    cache: Literal["none", "present", "broadcast", "shared", "other_versions"] = Field(
-        default="none",
-        description="graphs: not needed, on this disk already, from the broadcast archive, "
-        "read from the shared file system, or none because the archive is of other versions",
-    )
+    # Graphs: not needed, on this disk already, from the broadcast archive, read from the shared
+    # file system, or not used because the archive is of other versions.
+    cache: Literal["none", "present", "broadcast", "shared", "other_versions"] = "none"
     cache_s: float = Field(default=0.0, description="seconds to put the graphs in place")
-    compile_s: float = Field(
-        default=0.0, description="precompile: seconds of the compiler, after the workers' steps"
-    )
-    environment: dict[str, str] = Field(
-        default_factory=dict,
-        description="the workers' variables of backend, profile and recipe, as they were on the "
-        "node; a variable that is missing was not set",
-    )
-    versions: dict[str, str] = Field(
-        default_factory=dict, description="of driver, runtime, compiler, … on this node"
-    )
-    graphs: tuple[str, ...] = Field(
-        default=(), description="precompile: folders of the graphs that this node compiled"
-    )
-    new_graphs: tuple[str, ...] = Field(
-        default=(),
-        validation_alias=AliasChoices("new_graphs", "graphs_added"),
-        description="train: names of the graphs that this node submitted",
-    )
+    compile_s: float = Field(default=0.0, description="precompile: of the compiler, after steps")
+    # The workers' variables of backend, profile and recipe on this node; unset ones are missing.
+    environment: dict[str, str] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict, description="of driver, runtime, …")
+    graphs: tuple[str, ...] = Field(default=(), description="precompile: folders in the cache")
+    # Names of the graphs that this node compiled in training and submitted.
+    new_graphs: tuple[str, ...] = Field(default=(), validation_alias=_NEW_GRAPHS)
     pids: dict[int, int] = Field(default_factory=dict, description="rank → process id")
-    exit_codes: dict[int, int] = Field(
-        default_factory=dict, description="rank → exit code; negative: ended by that signal"
-    )
-    stopped_ranks: tuple[int, ...] = Field(
-        default=(), description="ranks that the launcher itself ended, after another's failure"
-    )
+    # Rank → exit code; negative: ended by that signal.
+    exit_codes: dict[int, int] = Field(default_factory=dict)
+    # The ranks that the launcher itself ended, after another's failure.
+    stopped_ranks: tuple[int, ...] = ()
     error: str | None = Field(default=None, description="why the launcher itself failed")
 
 
@@ -291,12 +255,9 @@ class NodeHealth(Record):
     node: str
     findings: tuple[Finding, ...] = ()
     versions: dict[str, str] = Field(default_factory=dict, description="as in NodeRecord")
-    checks_s: float | None = Field(
-        default=None, description="seconds that the node's own checks took; None: not finished"
-    )
+    checks_s: float | None = Field(default=None, description="s; None: not finished")
 
     def of(self, *statuses: str) -> tuple[Finding, ...]:
-        """The findings of some statuses."""
         return tuple(finding for finding in self.findings if finding.status in statuses)
 
 
@@ -339,9 +300,7 @@ class WorkerRecord(Record):
     cache_hits: int
     cache_misses: int
     resumed_from: int | None = Field(default=None, description="checkpoint's step")
-    skipped_checkpoints: tuple[str, ...] = Field(
-        default=(), description="newer checkpoints that were skipped, with the reason"
-    )
+    skipped_checkpoints: tuple[str, ...] = Field(default=(), description="newer, with reasons")
 
 
 class GraphFile(Record):
@@ -356,13 +315,10 @@ class GraphState(Record):
 
     name: str
     folder: str = Field(description="inside the cache; identifies the graph")
-    state: Literal["compiled", "failed", "missing"] = Field(
-        description="missing: the compiler left neither an artifact nor a reason"
-    )
+    # missing: the compiler left neither an artifact nor a reason.
+    state: Literal["compiled", "failed", "missing"]
     compiler: str = Field(description="name and version")
-    log: str | None = Field(
-        default=None, description="of a failed one: the compiler's log, inside the run directory"
-    )
+    log: str | None = Field(default=None, description="compiler's, of a failed graph; in the run")
 
 
 class GraphManifest(Record):
@@ -372,27 +328,21 @@ class GraphManifest(Record):
     backend: str
     versions: dict[str, str] = Field(description="of torch, the compiler, …")
     graphs: int = Field(description="number of compiled graphs")
-    archive: str = Field(
-        default="graphs.tar", description="the archive's name, in the folder of this file"
-    )
+    archive: str = Field(default="graphs.tar", description="its name, in this file's folder")
     archive_bytes: int
     archive_sha256: str
     cold_first_step_s: float = Field(description="first step with an empty cache, s")
     compile_s: float = Field(default=0.0, description="seconds of the compiler after those steps")
     files: tuple[GraphFile, ...]
     states: tuple[GraphState, ...] = Field(default=(), description="of every graph")
+    # The precompile nodes that submitted no graphs.
     missing_nodes: tuple[str, ...] = Field(
-        default=(),
-        validation_alias=AliasChoices("missing_nodes", "absent_nodes"),
-        description="precompile nodes that submitted no graphs",
+        default=(), validation_alias=AliasChoices("missing_nodes", "absent_nodes")
     )
-    fingerprint: str = Field(
-        default="", description="of model, mesh, precision, flags and versions; empty: unknown"
-    )
+    fingerprint: str = Field(default="", description="see graphs.fingerprint; empty: unknown")
+    # The run that compiled the graphs.
     reused_from: str | None = Field(
-        default=None,
-        validation_alias=AliasChoices("reused_from", "taken_from"),
-        description="the run that compiled the graphs",
+        default=None, validation_alias=AliasChoices("reused_from", "taken_from")
     )
 
 
@@ -412,10 +362,9 @@ class MicroBatchCandidate(Record):
     """A measured micro batch."""
 
     micro_batch: int
-    seconds_per_sequence: float = Field(
-        description="forward and backward of a step as long as the run's, by its sequences on one "
-        "data-parallel worker; the slowest worker's"
-    )
+    # Forward and backward of a step as long as the run's, divided by its sequences on one
+    # data-parallel worker; the slowest worker's.
+    seconds_per_sequence: float
     peak_bytes: int = Field(description="memory, of the worker that used most")
     first_step_s: float = Field(description="first step, compilation included")
 
@@ -473,10 +422,11 @@ class DataRecord(Record):
 
 
 def _phrase(corpora: tuple[CorpusRecord, ...]) -> str:
-    named = [f"{Path(corpus.path).name} ({corpus.fingerprint})" for corpus in corpora]
-    if len(corpora) > 1:
-        named = [f"{name} x {c.weight:g}" for name, c in zip(named, corpora, strict=True)]
-    return " + ".join(named)
+    weighted = len(corpora) > 1
+    return " + ".join(
+        f"{Path(c.path).name} ({c.fingerprint})" + (f" x {c.weight:g}" if weighted else "")
+        for c in corpora
+    )
 
 
 class CheckpointFile(Record):
@@ -527,13 +477,9 @@ class MetricsRow(Record):
     tokens_per_s: float
     step_time_s: float
     data_wait_s: float = Field(default=0.0, description="of it, until rank 0 had its sequences")
-    forward_backward_s: float | None = Field(
-        default=None,
-        description="of it, from there until rank 0 had the loss; None if the device runs ahead",
-    )
-    optimizer_s: float | None = Field(
-        default=None, description="of it, from there until it had both norms; None likewise"
-    )
+    # Of it, from there until rank 0 had the loss; None if the device runs ahead.
+    forward_backward_s: float | None = None
+    optimizer_s: float | None = Field(default=None, description="of it, until it had the norms")
     time: float = Field(description="Unix time at the step's end, s")
 
 
@@ -543,13 +489,9 @@ class EvaluationRecord(Record):
     step: int = Field(description="of the checkpoint")
     tokens: int = Field(description="that it was trained on")
     checkpoint: str = Field(description="its checksum")
-    task: str = Field(
-        description="as the harness names it; `validation`: loss on the held-out text"
-    )
+    task: str = Field(description="the harness's name; `validation`: loss on the held-out text")
     shots: int | None = Field(default=None, description="examples before each question")
-    limit: float | None = Field(
-        default=None, description="questions at most (a share where below 1); None: all"
-    )
+    limit: float | None = Field(default=None, description="of questions; a share if below 1")
     scores: dict[str, float] = Field(description="metric → value, as the harness names them")
     errors: dict[str, float] = Field(default_factory=dict, description="metric → standard error")
     num_samples: int | None = Field(default=None, description="questions")

@@ -1,4 +1,4 @@
-"""One object that names every file of a run, and the one way a file is written.
+"""One object that names every file of a run, and the atomic writers of files.
 
 Layout (`runs/<name>/`, on the shared file system):
 
@@ -27,16 +27,18 @@ Layout (`runs/<name>/`, on the shared file system):
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Literal
 
 from slurmllm.errors import RunError, StorageError
+
+if TYPE_CHECKING:  # login-node commands must not load matplotlib
+    from matplotlib.figure import Figure
 
 Stage = Literal["precompile", "train"]
 
@@ -52,13 +54,30 @@ def write_atomic(path: Path, text: str) -> None:
     Raises:
         StorageError: the file system refused (full, read-only, quota).
     """
+    fix = "free space or fix the file system and try again"
+    _write_whole(path, text.encode(), f"cannot write {path}", fix)
+
+
+def write_picture(picture: Figure, path: Path, fix: str) -> None:
+    """Write a PNG atomically; `fix` is what to do if it cannot be written.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    stream = io.BytesIO()
+    picture.savefig(stream, format="png", pil_kwargs={"compress_level": 3})
+    _write_whole(path, stream.getvalue(), f"cannot write the picture {path}", fix)
+
+
+def _write_whole(path: Path, content: bytes, fault: str, fix: str) -> None:
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder: rename is atomic only within a file system.
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         temporary = Path(name)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         temporary.chmod(0o644)
@@ -68,10 +87,7 @@ def write_atomic(path: Path, text: str) -> None:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        raise StorageError(
-            f"cannot write {path}: {error.strerror or error}; "
-            "free space or fix the file system and try again"
-        ) from error
+        raise StorageError(f"{fault}: {error.strerror or error}; {fix}") from error
 
 
 def fsync_dir(path: Path) -> None:
@@ -172,7 +188,7 @@ class RunDir:
 
     @property
     def drill(self) -> Path:
-        """What a drill did to the run (`drill.agent.Injection`)."""
+        """What a drill did to the run (`drill.injector.Injection`)."""
         return self.path / "drill.json"
 
     def events(self, attempt: int) -> Path:
@@ -333,32 +349,3 @@ def find_run(run: str, root: Path) -> RunDir:
         f"no run {run!r}: neither {root / run} nor {Path(run).absolute()} holds a config.yaml; "
         f"{listing} (--runs-dir or $SLURMLLM_RUNS names another folder)"
     )
-
-
-def write_picture(picture: Figure, path: Path, fix: str) -> None:
-    """Write a PNG whole or not at all.
-
-    Args:
-        picture: The picture.
-        path: Path of the file; its folder is created.
-        fix: What to do if it cannot be written.
-
-    Raises:
-        StorageError: the file system refused.
-    """
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".picture.", suffix=".png", dir=path.parent)
-        temporary = Path(name)
-        with os.fdopen(descriptor, "wb") as stream:
-            picture.savefig(stream, format="png", pil_kwargs={"compress_level": 3})
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        raise StorageError(
-            f"cannot write the picture {path}: {error.strerror or error}; {fix}"
-        ) from error

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from slurmllm.error_patterns import DEVICE_FAULT, LOST_PEER
+from slurmllm.error_patterns import DEVICE_FAULT, pattern
 from slurmllm.error_patterns import MEMORY as DEVICE_MEMORY
 from slurmllm.records import EndingClass, FailureRecord, HangRecord, NodeRecord
 from slurmllm.supervise.classify import Evidence, classify
@@ -321,7 +321,7 @@ def test_every_class_has_an_action() -> None:
     ],
 )
 def test_messages_of_a_lost_peer(line: str) -> None:
-    assert LOST_PEER.search(line)
+    assert pattern("lost_peer").search(line)
     assert not DEVICE_FAULT.search(line)
     assert not DEVICE_MEMORY.search(line)
 
