@@ -15,8 +15,7 @@ from slurmllm.checkpoint.catalogue import (
 )
 from slurmllm.checkpoint.manifest import MANIFEST
 from slurmllm.errors import CheckpointError, RunError
-from slurmllm.evaluate.cache_key import checkpoint_checksum, folder_checksum
-from slurmllm.evaluate.request import ModelRef
+from slurmllm.evaluate.request import ModelRef, checkpoint_checksum, folder_checksum
 from slurmllm.rundir import RunDir, find_run, is_run
 
 _HUGGINGFACE = "config.json"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmllm.errors import StorageError, UserError
-from slurmllm.evaluate.cache_key import harness_version, task_key
 from slurmllm.evaluate.request import (
     EXPORT_PREFIX,
     EvaluationSettings,
@@ -20,6 +19,8 @@ from slurmllm.evaluate.request import (
     ModelRef,
     TaskRequest,
     ValidationText,
+    harness_version,
+    task_key,
 )
 from slurmllm.evaluate.scores import ScoreTable, match_metric, read_scores, suite_table
 from slurmllm.evaluate.suites import VALIDATION, LocatedSuite, SuiteTask

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.errors import DataError, SlurmllmError, UserError
-from slurmllm.evaluate.cache_key import harness_version
-from slurmllm.evaluate.request import EvaluationSettings, ModelRef, TaskRequest
+from slurmllm.evaluate.request import EvaluationSettings, ModelRef, TaskRequest, harness_version
 from slurmllm.records import EvaluationRecord
 
 REMEDY = "install it: pip install 'slurmllm[eval]'"

@@ -152,7 +152,7 @@ def _matching(
     folder: Path, task: SuiteTask, stored: Iterable[StoredScore]
 ) -> list[EvaluationRecord]:
     """The scores of a task as the suite defines it, of any version of the harness."""
-    from slurmllm.evaluate.cache_key import task_key
+    from slurmllm.evaluate.request import task_key
     from slurmllm.evaluate.suites import VALIDATION
 
     records = [(one.key, one.record) for one in stored if one.record.task == task.task]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.evaluate.cache_key import task_key
 from slurmllm.evaluate.plot import draw
+from slurmllm.evaluate.request import task_key
 from slurmllm.evaluate.scores import ScoreTable, score_tables
 from slurmllm.evaluate.suites import (
     LocatedSuite,

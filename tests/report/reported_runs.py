@@ -8,7 +8,7 @@ from typing import Any
 from training_rows import make_row, write_rows
 
 from slurmllm.config.resolve import resolve
-from slurmllm.evaluate.cache_key import task_key
+from slurmllm.evaluate.request import task_key
 from slurmllm.evaluate.suites import find_suite
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.records import AttemptRecord, EvaluationRecord, Event
