@@ -89,7 +89,7 @@ class JobHere:
     """A job in this process, where the harness is imported once for all of them."""
 
     def __init__(self, job: JobRequest, logs: Path, device: str | None) -> None:
-        from slurmllm.evaluate.job import run_job
+        from slurmllm.evaluate.executor import run_job
 
         logs.mkdir(parents=True, exist_ok=True)
         with (
