@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slurmllm.config.resolve import RunConfig
-from slurmllm.diagnose.devices import FOLDERS, find
 from slurmllm.diagnose.finding import fail, ok, warn
+from slurmllm.diagnose.node import FOLDERS, find
 from slurmllm.diagnose.probe import Nodes, ProbeLine, read_lines
 from slurmllm.errors import NodeError, SlurmllmError
 from slurmllm.records import Finding, NodeHealth

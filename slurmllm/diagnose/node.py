@@ -1,19 +1,188 @@
-"""All checks of the node that this process runs on: the probe that `health` and preflight start."""
+"""Devices and network interfaces of a node: their number, driver and error counters."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.cluster import Cluster
-from slurmllm.diagnose.devices import device_findings, efa_findings
-from slurmllm.diagnose.finding import fail, ok
+from slurmllm.diagnose.finding import fail, ok, warn
 from slurmllm.diagnose.probe import report
 from slurmllm.diagnose.storage import GB, node_local_findings, shared_findings
-from slurmllm.errors import SlurmllmError
+from slurmllm.errors import NodeError, SlurmllmError
 from slurmllm.records import Finding
+
+# Counters of the Neuron driver since it was loaded (Neuron Sysfs User Guide, "hardware/"): those
+# that the runtime calls uncorrectable; AWS advises to replace the instance.
+ECC_COUNTERS = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
+# Where AWS's packages install their tools: not on a batch job's $PATH by default.
+FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/sbin")
+TIMEOUT_S = 20.0
+
+
+def find(name: str) -> str | None:
+    """A program's path, on $PATH or in the vendors' folders."""
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS]))
+
+
+def output_of(name: str, *arguments: str) -> str:
+    """The standard output of a program.
+
+    Raises:
+        NodeError: it is not installed, too slow or fails; the message has its last line.
+    """
+    path = find(name)
+    if path is None:
+        raise NodeError(f"{name} is neither on $PATH nor in {', '.join(FOLDERS)}")
+    try:
+        done = subprocess.run(
+            [path, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise NodeError(f"{path} cannot be started: {error.strerror or error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NodeError(f"{name} did not end within {TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        raise NodeError(f"{name} failed with exit code {done.returncode}: {lines[-1]}")
+    return done.stdout
+
+
+def device_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
+    """Devices, driver, error counters and CPUs.
+
+    Args:
+        cluster: The profile.
+        root: Folder that contains /sys.
+
+    Raises:
+        NodeError: the tool that lists the devices is not installed or fails.
+    """
+    if cluster.device == "neuron":
+        driver = _read(root / "sys/module/neuron/version")
+        yield from _counted(neuron_cores(), "NeuronCore", driver, neuron_errors(root), cluster)
+    elif cluster.device == "cuda":
+        gpus = nvidia_gpus()
+        driver = gpus[0][1] if gpus else ""
+        errors = [f"GPU {gpu}: {count}" for gpu, _, count in gpus if count > 0]
+        yield from _counted(len(gpus), "GPU", driver, errors, cluster)
+    cpus, required = os.cpu_count() or 1, cluster.cpus_per_node
+    if required is not None and cpus < required:
+        message = f"{cpus} CPUs; profile {cluster.name} requires {required}"
+        yield warn("CPUs", cpus, required, message)
+    else:
+        yield ok("CPUs", cpus, required or "")
+
+
+def _counted(
+    devices: int, kind: str, driver: str, errors: list[str], cluster: Cluster
+) -> Iterator[Finding]:
+    required = cluster.devices_per_node
+    if devices < required:
+        message = f"{devices} {kind}s; profile {cluster.name} requires {required}"
+        yield fail("devices", devices, required, message)
+    else:
+        yield ok("devices", devices, required)
+    version = cluster.health.driver_version
+    if version is not None and driver != version:
+        message = f"driver {driver or 'unknown'}; profile {cluster.name} requires {version}"
+        yield fail("driver", driver, version, message)
+    elif driver:
+        yield ok("driver", driver, version or "")
+    if errors:
+        more = f" and {len(errors) - 3} more" if len(errors) > 3 else ""
+        message = f"uncorrected memory errors: {', '.join(errors[:3])}{more}"
+        yield fail("device errors", len(errors), 0, message)
+    else:
+        yield ok("device errors", 0)
+
+
+def neuron_cores() -> int:
+    """The number of cores of all Neuron devices, by `neuron-ls`.
+
+    Raises:
+        NodeError: it is not installed, fails, or prints something else.
+    """
+    output = output_of("neuron-ls", "--json-output")
+    try:
+        # A Trainium1 device has two cores, a worker each.
+        return sum(int(device["nc_count"]) for device in json.loads(output))
+    except (ValueError, TypeError, KeyError) as error:
+        raise NodeError(f"neuron-ls printed no list of devices: {output[:60]!r}") from error
+
+
+def neuron_errors(root: Path) -> list[str]:
+    """Uncorrected memory errors by device and counter, as texts."""
+    errors = []
+    for device in sorted((root / "sys/devices/virtual/neuron_device").glob("neuron[0-9]*")):
+        for name in ECC_COUNTERS:
+            count = _read(device / "stats/hardware" / name)
+            if count not in ("", "0"):
+                errors.append(f"{device.name}: {name} {count}")
+    return errors
+
+
+def nvidia_gpus() -> list[tuple[str, str, int]]:
+    """(index, driver, uncorrected memory errors since the driver was loaded) of every GPU.
+
+    Raises:
+        NodeError: `nvidia-smi` is not installed, fails, or prints something else.
+    """
+    output = output_of(
+        "nvidia-smi", "--query-gpu=index,driver_version,ecc.errors.uncorrected.volatile.total",
+        "--format=csv,noheader",
+    )  # fmt: skip
+    gpus = []
+    for line in output.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != 3:
+            raise NodeError(f"nvidia-smi printed {line!r}")
+        index, driver, errors = fields
+        gpus.append((index, driver, int(errors) if errors.isdigit() else 0))  # "[N/A]": no ECC
+    return gpus
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def efa_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
+    """The EFA interfaces that libfabric can use; none if the profile requires none.
+
+    Args:
+        cluster: The profile.
+        root: Folder that contains /sys.
+
+    Raises:
+        NodeError: libfabric's `fi_info` finds none: it then fails.
+    """
+    required = cluster.health.efa_interfaces
+    if required == 0:
+        return
+    if find("fi_info"):
+        output = output_of("fi_info", "-p", "efa", "-t", "FI_EP_RDM")
+        # Each interface is a domain (`domain: rdmap16s27-rdm`), listed once or several times.
+        count = len(set(re.findall(r"^\s*domain: (\S+)$", output, re.MULTILINE)))
+    else:
+        # Without libfabric: RDMA devices of the kernel, some of which may be other vendors'.
+        drivers = (root / "sys/class/infiniband").glob("*/device/driver")
+        count = sum(driver.resolve().name == "efa" for driver in drivers)
+    if count < required:
+        message = f"{count} EFA interfaces; profile {cluster.name} requires {required}"
+        yield fail("EFA", count, required, message)
+    else:
+        yield ok("EFA", count, required)
 
 
 def check_node(node: str, cluster: Cluster, backend: str, marker: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diagnose.conftest import Profile, Program
-from slurmllm.diagnose.devices import device_findings
+from slurmllm.diagnose.node import device_findings
 from slurmllm.errors import NodeError
 from slurmllm.records import Finding
 

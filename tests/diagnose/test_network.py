@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from diagnose.conftest import Profile, Program
-from slurmllm.diagnose import devices
-from slurmllm.diagnose.devices import efa_findings
+from slurmllm.diagnose import node
+from slurmllm.diagnose.node import efa_findings
 from slurmllm.errors import NodeError
 
 
@@ -36,7 +36,7 @@ def test_interfaces_by_libfabric(program: Program, profile: Profile) -> None:
 def test_interfaces_by_the_kernel(
     profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "find", lambda name: None)
+    monkeypatch.setattr(node, "find", lambda name: None)
     for number, driver in enumerate(("efa", "efa", "mlx5_core")):
         device = tmp_path / f"sys/class/infiniband/rdmap{number}/device"
         device.mkdir(parents=True)
