@@ -29,9 +29,8 @@ def doctor(
     import json
 
     from slurmllm.config.resolve import resolve
-    from slurmllm.diagnose.cluster import slurm_findings
     from slurmllm.diagnose.finding import exit_code
-    from slurmllm.diagnose.installation import installation_findings
+    from slurmllm.diagnose.login_node import installation_findings, slurm_findings
     from slurmllm.diagnose.storage import storage_findings
     from slurmllm.rundir import runs_root
     from slurmllm.slurm.client import COMMANDS, SlurmCommands

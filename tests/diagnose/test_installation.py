@@ -12,11 +12,11 @@ import pytest
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.resolve import resolve
-from slurmllm.diagnose import installation
+from slurmllm.diagnose import login_node
 from slurmllm.records import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
-PINNED = {name: pinned for name, (_, _, pinned) in installation.NEURON_PACKAGES.items()}
+PINNED = {name: pinned for name, (_, _, pinned) in login_node.NEURON_PACKAGES.items()}
 
 
 def profile(name: str) -> Cluster:
@@ -35,7 +35,7 @@ def distributions(monkeypatch: pytest.MonkeyPatch, folder: Path, found: Mapping[
         context = importlib.metadata.DistributionFinder.Context(name=name, path=[str(folder)])
         return next((found.version for found in finder.find_distributions(context)), None)
 
-    monkeypatch.setattr(installation, "installed_version", installed_version)
+    monkeypatch.setattr(login_node, "installed_version", installed_version)
 
 
 def modules(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
@@ -48,11 +48,9 @@ def modules(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
 def neuron(
     monkeypatch: pytest.MonkeyPatch, folder: Path, changed: Mapping[str, str]
 ) -> dict[str, Finding]:
-    modules(
-        monkeypatch, folder, *(module for module, _, _ in installation.NEURON_PACKAGES.values())
-    )
+    modules(monkeypatch, folder, *(module for module, _, _ in login_node.NEURON_PACKAGES.values()))
     distributions(monkeypatch, folder, {**PINNED, **changed})
-    return {finding.check: finding for finding in installation._neuron()}
+    return {finding.check: finding for finding in login_node._neuron()}
 
 
 def test_the_pinned_versions_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,11 +76,11 @@ def test_an_empty_package_of_the_public_index_is_called_one(
 ) -> None:
     modules(monkeypatch, tmp_path, "torch_xla", "torch_neuronx", "neuronxcc", "libneuronxla")
     monkeypatch.setitem(
-        installation.NEURON_PACKAGES, "neuronx-distributed",
+        login_node.NEURON_PACKAGES, "neuronx-distributed",
         ("no_such_neuronx_distributed", ("0.17",), "0.17.26814"),
     )  # fmt: skip
     distributions(monkeypatch, tmp_path, {**PINNED, "neuronx-distributed": "0.1"})
-    found = {finding.check: finding for finding in installation._neuron()}["neuronx-distributed"]
+    found = {finding.check: finding for finding in login_node._neuron()}["neuronx-distributed"]
     assert found.status == "fail"
     assert "placeholder" in str(found.value)
     assert "pip uninstall neuronx-distributed" in found.fix
@@ -90,7 +88,7 @@ def test_an_empty_package_of_the_public_index_is_called_one(
 
 def test_absent_wheels_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     distributions(monkeypatch, tmp_path, {})
-    found = list(installation._neuron())
+    found = list(login_node._neuron())
     assert [finding.check for finding in found] == list(PINNED)
     assert all(finding.status == "fail" and finding.blame == "user" for finding in found)
 
@@ -112,13 +110,13 @@ def test_absent_wheels_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_torch_is_judged_by_what_the_profile_needs(
     monkeypatch: pytest.MonkeyPatch, words: str | None, device: str, state: str
 ) -> None:
-    monkeypatch.setattr(installation, "_import_torch", lambda: words)
-    monkeypatch.setattr(installation, "installed_version", lambda name: "present")
-    assert installation._torch(profile(device)).status == state
+    monkeypatch.setattr(login_node, "_import_torch", lambda: words)
+    monkeypatch.setattr(login_node, "installed_version", lambda name: "present")
+    assert login_node._torch(profile(device)).status == state
 
 
 def test_this_environment_has_what_slurmllm_asks_for() -> None:
-    assert installation._packages().status == "ok"
+    assert login_node._packages().status == "ok"
 
 
 def test_a_package_that_is_absent_or_too_old_fails(
@@ -127,15 +125,15 @@ def test_a_package_that_is_absent_or_too_old_fails(
     asked = ["click>=8.1", "rich>=13", "gone>=1", "torch>=2.9", "ruff>=0.6; extra == 'dev'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
     distributions(monkeypatch, tmp_path, {"click": "8.0.9", "rich": "13"})
-    found = installation._packages()
+    found = login_node._packages()
     assert (found.status, found.value) == ("fail", "click 8.0.9, older than 8.1, gone missing")
 
 
 def test_the_compiler_is_the_one_that_training_would_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert installation._compiler().status == "warn"
+    assert login_node._compiler().status == "warn"
     monkeypatch.setenv("CXX", "sh")
-    assert installation._compiler().status == "ok"
+    assert login_node._compiler().status == "ok"
 
 
 def test_the_tested_torch_is_the_pinned_one() -> None:
@@ -146,7 +144,7 @@ def test_the_tested_torch_is_the_pinned_one() -> None:
 def test_no_torch_in_this_process() -> None:
     script = (
         "import sys\nfrom slurmllm.config.resolve import resolve\n"
-        "from slurmllm.diagnose.installation import installation_findings\n"
+        "from slurmllm.diagnose.login_node import installation_findings\n"
         "found = {f.check: f.status for f in installation_findings(resolve('tiny_neox').cluster)}\n"
         "assert found['torch'] != 'fail', found\nassert 'torch' not in sys.modules\n"
     )

@@ -21,7 +21,7 @@ import yaml
 
 from slurmllm.backends.nxd.environment import INSTANCES
 from slurmllm.config.resolve import resolve
-from slurmllm.diagnose.installation import NEURON_PACKAGES
+from slurmllm.diagnose.login_node import NEURON_PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs" / "parallelcluster"
