@@ -9,8 +9,7 @@ from pydantic import AliasChoices, Field
 from slurmllm.checkpoint.catalogue import read_entry, verify_entry
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Tolerances
-from slurmllm.drill.injector import Injection
-from slurmllm.drill.kinds import FAULTS, FaultKind
+from slurmllm.drill.injector import FAULTS, FaultKind, Injection
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve, describe_ranges
 from slurmllm.metrics.source import read_curve

@@ -13,8 +13,7 @@ from pathlib import Path
 from slurmllm.backends.environment import node_local_cache
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.drill.checks import DrillReport, DrillResult, check_recovery
-from slurmllm.drill.injector import Injection
-from slurmllm.drill.kinds import FaultKind
+from slurmllm.drill.injector import FaultKind, Injection
 from slurmllm.drill.plan import DrillPlan
 from slurmllm.drill.runner import Runner
 from slurmllm.errors import CodeError, RunError, StorageError

@@ -1,10 +1,4 @@
-"""The fault injector: finds the processes of a run on this machine, signals and kills them.
-
-As a program, `python -m slurmllm.drill.injector RUN SPEC` waits for a step or a save of the run and
-injects one fault; the result goes to the run's drill.json. It runs on the node of the fault: only
-there do process ids mean something, and only there is the start of a save visible at once.
-`tools/chaos` uses its functions on a development cluster.
-"""
+"""The kinds of faults, and the class that the supervisor must give to each."""
 
 from __future__ import annotations
 
@@ -17,13 +11,69 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from slurmllm.drill.kinds import FaultKind
-from slurmllm.errors import NodeError, SlurmllmError
+from slurmllm.errors import NodeError, RunError, SlurmllmError
 from slurmllm.metrics.row_reader import last_row
-from slurmllm.records import AttemptRecord, NodeRecord, Record
+from slurmllm.records import AttemptRecord, EndingClass, NodeRecord, Record
 from slurmllm.rundir import RunDir
+
+FaultKind = Literal["worker", "node", "first_node", "time_limit", "save", "hang"]
+FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+# Short, for a quick drill; the watchdog also waits for ten times the run's slow steps, as always.
+HANG_LIMIT_S = 20.0
+
+
+class Fault(NamedTuple):
+    """One kind of fault.
+
+    Attributes:
+        expected: The class that the attempt must get.
+        min_nodes: Nodes that the run must have.
+        overrides: Values that the run needs for it, as given to --set.
+    """
+
+    expected: EndingClass
+    min_nodes: int = 1
+    overrides: tuple[str, ...] = ()
+
+
+FAULTS: dict[FaultKind, Fault] = {
+    "worker": Fault("node_failure"),  # SIGKILL to one worker
+    "node": Fault("node_failure", min_nodes=2),  # SIGKILL to launcher and workers of one node
+    "first_node": Fault("node_failure"),  # SIGKILL to all of the first node, with the supervisor
+    "time_limit": Fault("advance_signal"),  # the signal that Slurm sends ahead of the time limit
+    "save": Fault("node_failure"),  # SIGKILL to one worker while a checkpoint is written
+    "hang": Fault(  # SIGSTOP to one worker
+        "hang",
+        overrides=("watchdog.enabled=true", f"watchdog.min_step_s={HANG_LIMIT_S:g}"),
+    ),
+}
+
+
+def parse_kinds(text: str, nodes: int) -> tuple[FaultKind, ...]:
+    """The kinds of `--kinds`: names separated by commas, or all.
+
+    Raises:
+        RunError: a name is unknown, or needs more nodes than there are.
+    """
+    if text == "all":
+        return tuple(kind for kind in FAULT_KINDS if FAULTS[kind].min_nodes <= nodes)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or not set(names) <= set(FAULT_KINDS):
+        raise RunError(
+            f"--kinds {text!r}: must be all, or some of {', '.join(FAULT_KINDS)}, with commas "
+            "between"
+        )
+    kinds = tuple(kind for kind in FAULT_KINDS if kind in names)
+    for kind in kinds:
+        if FAULTS[kind].min_nodes > nodes:
+            raise RunError(
+                f"--kinds {kind}: takes {FAULTS[kind].min_nodes} nodes and the run has {nodes}; "
+                "add --nodes 2 (for the first node there is the kind first_node)"
+            )
+    return kinds
+
 
 POLL_S = 0.005
 SAVE_POLL_S = 0.001  # a small save takes some milliseconds

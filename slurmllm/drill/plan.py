@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slurmllm.config.resolve import RunConfig, change
-from slurmllm.drill.injector import FaultSpec
-from slurmllm.drill.kinds import FAULTS, FaultKind
+from slurmllm.drill.injector import FAULTS, FaultKind, FaultSpec
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
 from slurmllm.plan.mesh import make_mesh

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurmllm.drill import injector
-from slurmllm.drill.injector import FaultSpec, Injection, inject
-from slurmllm.drill.kinds import FaultKind
+from slurmllm.drill.injector import FaultKind, FaultSpec, Injection, inject
 from slurmllm.errors import NodeError
 from slurmllm.records import AttemptRecord, NodeRecord
 from slurmllm.rundir import RunDir

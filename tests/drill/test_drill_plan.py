@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.config.resolve import resolve
-from slurmllm.drill.kinds import FAULT_KINDS, FAULTS, FaultKind, parse_kinds
+from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind, parse_kinds
 from slurmllm.drill.plan import DrillPlan, make_plan, why_no_reference
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
