@@ -56,9 +56,9 @@ def with_bandwidth(
         return dict(health)
     try:
         if config.cluster.device == "neuron":
-            measured = _with_nccom(nodes, config.cluster.devices_per_node, job_id, stop)
+            measured = measure_with_nccom(nodes, config.cluster.devices_per_node, job_id, stop)
         else:
-            measured = _with_torch(nodes, config, command, port, stop)
+            measured = measure_with_torch(nodes, config, command, port, stop)
         findings = {name: _bandwidth_finding(name, measured, floor) for name in health}
     except SlurmllmError as error:
         status = warn if floor is None else fail
@@ -83,7 +83,7 @@ def _bandwidth_finding(name: str, measured: Bandwidth, floor: float | None) -> F
     return fail(CHECK, gb_s, floor, message)
 
 
-def _with_torch(
+def measure_with_torch(
     nodes: Nodes, config: RunConfig, command: Sequence[str], port: int, stop: Callable[[], bool]
 ) -> Bandwidth:
     cluster = config.cluster
@@ -109,7 +109,7 @@ def _with_torch(
     return Bandwidth(overall, by_node)
 
 
-def _with_nccom(
+def measure_with_nccom(
     nodes: Nodes, per_node: int, job_id: str | None, stop: Callable[[], bool]
 ) -> Bandwidth:
     several = len(nodes.nodes) > 1

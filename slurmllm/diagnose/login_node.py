@@ -1,4 +1,4 @@
-"""This Python and its packages: required versions, and those that the tests ran with."""
+"""Checks of `doctor` on the login node: this Python and its packages, and Slurm."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ _NEURON_FIX = (
 )
 
 
+OLDEST_SLURM = "22.05"  # the development cluster's, on which the tests run
+_NODE_CHECKS = ("nodes", "CPUs", "devices")
+_CONTROLLER_CHECKS = ("slurm version", "requeue", "accounting", "partition", *_NODE_CHECKS)
+# Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
+_UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
+
+
 def installation_findings(cluster: Cluster) -> Iterator[Finding]:
     """Checks of this Python, for the backend of the profile's device."""
     neuron = cluster.device == "neuron"
@@ -48,13 +55,29 @@ def installation_findings(cluster: Cluster) -> Iterator[Finding]:
         yield fail("python", found, fix=fix, blame="user")
     else:
         yield ok("python", found)  # pip refuses to install slurmllm with a Python before 3.11
-    yield _packages()
-    yield _torch(cluster)
+    yield packages_finding()
+    yield torch_finding(cluster)
     if neuron:
-        yield from _neuron()
+        # The wheels of AWS's package index.
+        for distribution, (module, series, pinned) in NEURON_PACKAGES.items():
+            present = installed_version(distribution)
+            fix, fault = _NEURON_FIX, ""
+            if present is None:
+                fault = f"not installed; {pinned} is supported"
+            elif importlib.util.find_spec(module) is None:
+                fault = f"{present} is the public index's placeholder: no module {module}"
+                fix = f"pip uninstall {distribution}; {_NEURON_FIX}"
+            elif not any(in_series(present, prefix) for prefix in series):
+                fault = f"{present}; supported: {' and '.join(f'{s}.*' for s in series)}"
+            elif present.partition("+")[0] != pinned:
+                yield warn(distribution, f"{present}; pinned is {pinned}", fix=fix)
+            else:
+                yield ok(distribution, present)
+            if fault:
+                yield fail(distribution, fault, fix=fix, blame="user")
         yield skipped("C++ compiler", "the nxd backend compiles with neuronx-cc")
     else:
-        yield _compiler()
+        yield compiler_finding()
 
 
 def installed_version(distribution: str) -> str | None:
@@ -82,7 +105,7 @@ def in_series(version: str, series: str) -> bool:
     return numbers(version)[: len(wanted)] == wanted
 
 
-def _packages() -> Finding:
+def packages_finding() -> Finding:
     """The requirements of slurmllm's own metadata."""
     try:
         requirements = importlib.metadata.requires("slurmllm") or []
@@ -110,7 +133,7 @@ def _packages() -> Finding:
     return ok("packages", f"slurmllm {version} and the {count} packages that it requires")
 
 
-def _torch(cluster: Cluster) -> Finding:
+def torch_finding(cluster: Cluster) -> Finding:
     """Whether torch imports, and its version."""
     present = installed_version("torch")
 
@@ -119,7 +142,7 @@ def _torch(cluster: Cluster) -> Finding:
 
     if present is None:
         return failed("not installed", "pip install torch, in this environment")
-    imported = _import_torch()
+    imported = import_torch()
     if imported is None:
         found = f"{present}; not imported within {IMPORT_TIMEOUT_S} s"
         return warn("torch", found, fix="move the environment to a faster file system")
@@ -141,7 +164,7 @@ def _torch(cluster: Cluster) -> Finding:
     return ok("torch", version + ("" if cuda == "None" else f", CUDA {cuda}"))
 
 
-def _import_torch() -> str | None:
+def import_torch() -> str | None:
     """`imported <version> <CUDA version or None>`, or the import's last line; None: too slow."""
     script = "import torch; print('imported', torch.__version__, torch.version.cuda)"
     try:
@@ -156,27 +179,7 @@ def _import_torch() -> str | None:
     return lines[-1] if lines else f"exit code {done.returncode}"
 
 
-def _neuron() -> Iterator[Finding]:
-    """The wheels of AWS's package index, one finding each."""
-    for distribution, (module, series, pinned) in NEURON_PACKAGES.items():
-        present = installed_version(distribution)
-        fix, fault = _NEURON_FIX, ""
-        if present is None:
-            fault = f"not installed; {pinned} is supported"
-        elif importlib.util.find_spec(module) is None:
-            fault = f"{present} is the public index's placeholder: no module {module}"
-            fix = f"pip uninstall {distribution}; {_NEURON_FIX}"
-        elif not any(in_series(present, prefix) for prefix in series):
-            fault = f"{present}; supported: {' and '.join(f'{s}.*' for s in series)}"
-        elif present.partition("+")[0] != pinned:
-            yield warn(distribution, f"{present}; pinned is {pinned}", fix=fix)
-        else:
-            yield ok(distribution, present)
-        if fault:
-            yield fail(distribution, fault, fix=fix, blame="user")
-
-
-def _compiler() -> Finding:
+def compiler_finding() -> Finding:
     compiler = os.environ.get("CXX", "g++")
     path = shutil.which(compiler)
     if path is not None:
@@ -188,22 +191,12 @@ def _compiler() -> Finding:
     )  # fmt: skip
 
 
-OLDEST_SLURM = "22.05"  # the development cluster's, on which the tests run
-_NODE_CHECKS = ("nodes", "CPUs", "devices")
-_CONTROLLER_CHECKS = ("slurm version", "requeue", "accounting", "partition", *_NODE_CHECKS)
-# Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
-_UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
-
-
 def slurm_findings(
     client: SlurmClient, cluster: Cluster, partition: str | None = None
 ) -> Iterator[Finding]:
-    """Checks of Slurm; without Slurm one warning, and the others are skipped.
+    """Checks of Slurm, and of the given, the profile's or the default partition.
 
-    Args:
-        client: The seam to Slurm.
-        cluster: The profile.
-        partition: Else the profile's, else Slurm's default.
+    Without Slurm there is one warning, and the others are skipped.
     """
     missing = client.missing_commands()
     if len(missing) == len(COMMANDS):
@@ -284,41 +277,35 @@ def _partition_findings(
         yield status("nodes", found, fix="`sinfo --list-reasons`")
     else:
         yield ok("nodes", found)
-    # A job may get any node: the smallest one counts.
-    yield _cpus(min(node.cpus for node in own), cluster)
-    yield _devices(own, cluster)
+    yield from _node_size_findings(own, cluster)
 
 
-def _cpus(fewest: int, cluster: Cluster) -> Finding:
-    required = cluster.cpus_per_node
+def _node_size_findings(nodes: Sequence[PartitionNode], cluster: Cluster) -> Iterator[Finding]:
+    """CPUs, and GPUs as Slurm counts them; a job may get any node: the smallest one counts."""
+    fewest, required = min(node.cpus for node in nodes), cluster.cpus_per_node
     if required is not None and fewest != required:
         fix = f"--set cluster.cpus_per_node={fewest}, or another --cluster or --partition"
-        found = f"{fewest} a node; profile {cluster.name} has {required}"
-        return warn("CPUs", found, fix=fix)
-    if cluster.device == "cpu" and fewest < cluster.devices_per_node:
+        yield warn("CPUs", f"{fewest} a node; profile {cluster.name} has {required}", fix=fix)
+    elif cluster.device == "cpu" and fewest < cluster.devices_per_node:
         fix = f"--set cluster.devices_per_node={fewest}"
-        found = f"{fewest} a node for {cluster.devices_per_node} workers"
-        return warn("CPUs", found, fix=fix)
-    return ok("CPUs", f"{fewest} a node")
-
-
-def _devices(nodes: Sequence[PartitionNode], cluster: Cluster) -> Finding:
-    """GPUs as Slurm counts them; it does not count NeuronCores."""
-    required = cluster.devices_per_node
+        yield warn("CPUs", f"{fewest} a node for {cluster.devices_per_node} workers", fix=fix)
+    else:
+        yield ok("CPUs", f"{fewest} a node")
+    devices, fewest = cluster.devices_per_node, min(count_gpus(node.gres) for node in nodes)
     if cluster.device == "cpu":
-        return ok("devices", f"CPUs, {required} worker(s) a node")
-    if cluster.device == "neuron":
-        reason = f"the profile's {required} a node cannot be checked here"
-        return skipped("devices", f"Slurm counts no NeuronCores: {reason}")
-    fewest = min(count_gpus(node.gres) for node in nodes)
-    if fewest < required:
-        return fail(
-            "devices", f"{fewest} GPU(s) a node; profile {cluster.name} requires {required}",
+        yield ok("devices", f"CPUs, {devices} worker(s) a node")
+    elif cluster.device == "neuron":
+        reason = f"the profile's {devices} a node cannot be checked here"
+        yield skipped("devices", f"Slurm counts no NeuronCores: {reason}")
+    elif fewest < devices:
+        yield fail(
+            "devices", f"{fewest} GPU(s) a node; profile {cluster.name} requires {devices}",
             fix=f"another --partition, or a profile with devices_per_node: {fewest}; Slurm "
             "counts GPUs if slurm.conf has Gres=gpu:N",
             blame="user",
         )  # fmt: skip
-    return ok("devices", f"{fewest} GPUs a node")
+    else:
+        yield ok("devices", f"{fewest} GPUs a node")
 
 
 def count_gpus(gres: str) -> int:

@@ -1,4 +1,4 @@
-"""Devices and network interfaces of a node: their number, driver and error counters."""
+"""All checks of the node that this process runs on: the probe that `health` and preflight start."""
 
 from __future__ import annotations
 
@@ -24,44 +24,62 @@ from slurmllm.records import Finding
 ECC_COUNTERS = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
 # Where AWS's packages install their tools: not on a batch job's $PATH by default.
 FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/sbin")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 20.0  # nvidia-smi takes some seconds if the driver has to wake the GPUs up
 
 
-def find(name: str) -> str | None:
-    """A program's path, on $PATH or in the vendors' folders."""
-    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS]))
+def check_node(node: str, cluster: Cluster, backend: str, marker: Path) -> None:
+    """Run all checks and report their findings.
 
-
-def output_of(name: str, *arguments: str) -> str:
-    """The standard output of a program.
-
-    Raises:
-        NodeError: it is not installed, too slow or fails; the message has its last line.
+    Args:
+        node: This node's name.
+        cluster: The profile with the requirements.
+        backend: Whose library versions to report.
+        marker: A file that the caller has just created in the shared folder.
     """
-    path = find(name)
-    if path is None:
-        raise NodeError(f"{name} is neither on $PATH nor in {', '.join(FOLDERS)}")
-    try:
-        done = subprocess.run(
-            [path, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=TIMEOUT_S, check=False,
-        )  # fmt: skip
-    except OSError as error:
-        raise NodeError(f"{path} cannot be started: {error.strerror or error}") from error
-    except subprocess.TimeoutExpired as error:
-        raise NodeError(f"{name} did not end within {TIMEOUT_S:.0f} s") from error
-    if done.returncode != 0:
-        lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-        raise NodeError(f"{name} failed with exit code {done.returncode}: {lines[-1]}")
-    return done.stdout
+    started = time.monotonic()
+    report(node)  # the clock, before the checks take time
+    for finding in node_findings(node, cluster, marker):
+        report(node, finding=finding)
+    for version in load_environment(backend).node_versions().items():
+        report(node, version=version)
+    report(node, took_s=time.monotonic() - started)
+
+
+def node_findings(node: str, cluster: Cluster, marker: Path) -> Iterator[Finding]:
+    """The findings of each check; a check that raises an error fails."""
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
+        "devices": lambda: device_findings(cluster),
+        "EFA": lambda: efa_findings(cluster),
+        "memory": lambda: memory_findings(cluster),
+        "node-local disk": lambda: node_local_findings(cluster),
+        # Last: a process that waits for a dead file system cannot be killed (state D).
+        "shared file system": lambda: shared_findings(cluster, marker, node),
+    }
+    for check, findings in checks.items():
+        try:
+            yield from findings()
+        except SlurmllmError as error:
+            yield fail(check, "unusable", "", str(error).splitlines()[0])
+        except OSError as error:
+            path = f"{error.filename}: " if error.filename else ""
+            yield fail(check, "unusable", "", f"{path}{error.strerror or error}")
+
+
+def memory_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
+    """Host memory that is free or can be freed at once (MemAvailable), GB."""
+    required = cluster.health.min_memory_gb
+    lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    available = round(kib * 1024 / GB, 1)
+    if available < required:
+        message = f"{available} GB available; profile {cluster.name} requires {required:g}"
+        yield fail("memory", available, required, message)
+    else:
+        yield ok("memory", available, required or "")
 
 
 def device_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
-    """Devices, driver, error counters and CPUs.
-
-    Args:
-        cluster: The profile.
-        root: Folder that contains /sys.
+    """Devices, driver, error counters and CPUs; /sys is read under `root`.
 
     Raises:
         NodeError: the tool that lists the devices is not installed or fails.
@@ -158,11 +176,7 @@ def _read(path: Path) -> str:
 
 
 def efa_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
-    """The EFA interfaces that libfabric can use; none if the profile requires none.
-
-    Args:
-        cluster: The profile.
-        root: Folder that contains /sys.
+    """The EFA interfaces that libfabric can use; no finding if the profile requires none.
 
     Raises:
         NodeError: libfabric's `fi_info` finds none: it then fails.
@@ -185,52 +199,30 @@ def efa_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
         yield ok("EFA", count, required)
 
 
-def check_node(node: str, cluster: Cluster, backend: str, marker: Path) -> None:
-    """Run all checks and report their findings.
+def find(name: str) -> str | None:
+    """A program's path, on $PATH or in the vendors' folders."""
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS]))
 
-    Args:
-        node: This node's name.
-        cluster: The profile with the requirements.
-        backend: Whose library versions to report.
-        marker: A new file in the shared folder.
+
+def output_of(name: str, *arguments: str) -> str:
+    """The standard output of a program.
+
+    Raises:
+        NodeError: it is not installed, too slow or fails; the message has its last line.
     """
-    started = time.monotonic()
-    report(node)  # the clock, before the checks take time
-    for finding in node_findings(node, cluster, marker):
-        report(node, finding=finding)
-    for version in load_environment(backend).node_versions().items():
-        report(node, version=version)
-    report(node, took_s=time.monotonic() - started)
-
-
-def node_findings(node: str, cluster: Cluster, marker: Path) -> Iterator[Finding]:
-    """The findings of each check; a check that raises an error fails."""
-    checks: dict[str, Callable[[], Iterator[Finding]]] = {
-        "devices": lambda: device_findings(cluster),
-        "EFA": lambda: efa_findings(cluster),
-        "memory": lambda: memory_findings(cluster),
-        "node-local disk": lambda: node_local_findings(cluster),
-        # Last: a process that waits for a dead file system cannot be killed (state D).
-        "shared file system": lambda: shared_findings(cluster, marker, node),
-    }
-    for check, findings in checks.items():
-        try:
-            yield from findings()
-        except SlurmllmError as error:
-            yield fail(check, "unusable", "", str(error).splitlines()[0])
-        except OSError as error:
-            path = f"{error.filename}: " if error.filename else ""
-            yield fail(check, "unusable", "", f"{path}{error.strerror or error}")
-
-
-def memory_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
-    """Host memory that is free or can be freed at once (MemAvailable), GB."""
-    required = cluster.health.min_memory_gb
-    lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
-    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    available = round(kib * 1024 / GB, 1)
-    if available < required:
-        message = f"{available} GB available; profile {cluster.name} requires {required:g}"
-        yield fail("memory", available, required, message)
-    else:
-        yield ok("memory", available, required or "")
+    path = find(name)
+    if path is None:
+        raise NodeError(f"{name} is neither on $PATH nor in {', '.join(FOLDERS)}")
+    try:
+        done = subprocess.run(
+            [path, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise NodeError(f"{path} cannot be started: {error.strerror or error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NodeError(f"{name} did not end within {TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        raise NodeError(f"{name} failed with exit code {done.returncode}: {lines[-1]}")
+    return done.stdout

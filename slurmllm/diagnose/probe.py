@@ -48,18 +48,14 @@ class Nodes(Protocol):
 
 
 class JsonLine(BaseModel):
-    """A message between processes: one line of output, a prefix and then JSON.
-
-    Attributes:
-        PREFIX: Marks the line, in output that also holds messages of srun and of libraries.
-    """
+    """A message between processes: one line of output, a prefix and then JSON."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    # Marks the line, in output that also holds messages of srun and of libraries.
     PREFIX: ClassVar[str]
 
     def write(self) -> None:
-        """Write the line to the standard output."""
         text = f"{self.PREFIX}{self.model_dump_json(exclude_none=True)}\n"
         sys.stdout.flush()
         # A single write(2): print() may split a line, and srun then mixes the lines of tasks.
@@ -92,9 +88,8 @@ class ProbeLine(JsonLine):
     Attributes:
         node: The sender; empty for a measurement over all nodes.
         time: The sender's clock, Unix time, s.
-        finding: Result of one check.
         version: Name and version of a library on the node.
-        took_s: Seconds of all checks; in the last line.
+        took_s: Duration of all checks, s; in the last line.
         gb_s: Bus bandwidth of an all-reduce, GB/s.
     """
 
@@ -151,7 +146,7 @@ def check_nodes(
     """Run the checks of `node.py` on every node.
 
     Args:
-        nodes: Nodes to check.
+        nodes: The nodes.
         config: With the cluster profile.
         folder: On the shared file system.
         command: `python -m slurmllm`.
@@ -264,7 +259,7 @@ def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> di
     for name, node in reports.items():
         driver = next((str(f.value) for f in node.health.findings if f.check == "driver"), None)
         versions[name] = node.health.versions | ({"driver": driver} if driver else {})
-    common = _majority_versions(versions)
+    version_findings = dict(_version_findings(versions, limits))
     compared = {}
     for name, node in reports.items():
         findings = list(node.health.findings)
@@ -275,46 +270,40 @@ def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> di
             status = warn if step_failed and not node.slurm_message else fail
             findings.append(status("answer", "none", "", message))
         if node.clock_ahead_s is not None and len(reports) > 1:
-            # Against the median of the nodes: this machine's own clock may be wrong. The 0.0 that
-            # is added turns -0.0 into 0.0.
-            ahead, limit = (
-                round(node.clock_ahead_s - median_ahead_s, 2) + 0.0,
-                limits.max_clock_skew_s,
-            )
-            message = (
-                f"the clock differs by {ahead:+g} s from the other nodes'; the limit is {limit:g} s"
-            )
-            findings.append(
-                ok("clock", ahead, limit) if abs(ahead) <= limit
-                else fail("clock", ahead, limit, message)
-            )  # fmt: skip
-        if versions[name]:
-            findings.append(_version_finding(versions[name], common, limits))
+            limit = limits.max_clock_skew_s
+            # Against the median of the nodes: this machine's own clock may be wrong.
+            ahead = round(node.clock_ahead_s - median_ahead_s, 2) + 0.0  # turns -0.0 into 0.0
+            if abs(ahead) <= limit:
+                findings.append(ok("clock", ahead, limit))
+            else:
+                message = f"the clock differs by {ahead:+g} s from the other nodes'; the limit is "
+                findings.append(fail("clock", ahead, limit, f"{message}{limit:g} s"))
+        if name in version_findings:
+            findings.append(version_findings[name])
         compared[name] = node.health.model_copy(update={"findings": tuple(findings)})
     return compared
 
 
-def _majority_versions(versions: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """The version of each library that more than half of the reporting nodes have, else ""."""
-    reporting = [of_node for of_node in versions.values() if of_node]
-    majority = {}
-    for library in {name for of_node in reporting for name in of_node}:
-        counts = Counter(of_node.get(library, "none") for of_node in reporting)
+def _version_findings(
+    versions: Mapping[str, Mapping[str, str]], limits: HealthChecks
+) -> Iterator[tuple[str, Finding]]:
+    """(node, finding) of each node that reports versions: those of most nodes are right."""
+    reporting = {name: of_node for name, of_node in versions.items() if of_node}
+    majority = {}  # library → its version on more than half of the nodes, else ""
+    for library in {library for of_node in reporting.values() for library in of_node}:
+        counts = Counter(of_node.get(library, "none") for of_node in reporting.values())
         (version, count), *_ = counts.most_common(1)
         majority[library] = version if 2 * count > counts.total() else ""
-    return majority
-
-
-def _version_finding(
-    own: Mapping[str, str], majority: Mapping[str, str], limits: HealthChecks
-) -> Finding:
-    odd = sorted(name for name, version in majority.items() if own.get(name, "none") != version)
-    if not odd:
-        return ok("versions", f"{len(own)} the same")
-    message = ", ".join(
-        f"{name} {own.get(name, 'none')} here, {majority[name] or 'several'} on the others"
-        for name in odd
-    )
-    # Without a majority it is unknown which nodes are wrong: warn only.
-    strict = limits.unequal_versions == "fail" and any(majority[name] for name in odd)
-    return (fail if strict else warn)("versions", f"{len(odd)} other", "as on most nodes", message)
+    for name, own in reporting.items():
+        odd = sorted(lib for lib, version in majority.items() if own.get(lib, "none") != version)
+        if not odd:
+            yield name, ok("versions", f"{len(own)} the same")
+            continue
+        message = ", ".join(
+            f"{lib} {own.get(lib, 'none')} here, {majority[lib] or 'several'} on the others"
+            for lib in odd
+        )
+        # Without a majority it is unknown which nodes are wrong: warn only.
+        strict = limits.unequal_versions == "fail" and any(majority[lib] for lib in odd)
+        status = fail if strict else warn
+        yield name, status("versions", f"{len(odd)} other", "as on most nodes", message)

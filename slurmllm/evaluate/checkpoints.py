@@ -18,8 +18,6 @@ from slurmllm.errors import CheckpointError, RunError
 from slurmllm.evaluate.request import ModelRef, checkpoint_checksum, folder_checksum
 from slurmllm.rundir import RunDir, find_run, is_run
 
-_HUGGINGFACE = "config.json"
-
 
 @dataclass(frozen=True)
 class EvaluationTarget:
@@ -64,7 +62,7 @@ def find_target(target: str, root: Path) -> EvaluationTarget:
             if path.parent.name == "checkpoints" and is_run(above):
                 return EvaluationTarget(RunDir(above), RunDir(above), path)
             return EvaluationTarget(RunDir(path), None, path)
-        if (path / _HUGGINGFACE).is_file():
+        if (path / "config.json").is_file():
             return EvaluationTarget(RunDir(path), None, path)
     run = find_run(target, root)
     return EvaluationTarget(run, run)
@@ -85,13 +83,16 @@ def select_models(
         CheckpointError: no checkpoint verifies.
     """
     if target.model is not None or target.run is None:
-        assert target.model is not None
+        folder = target.model
+        assert folder is not None
         if requested:
             raise RunError(
-                f"--checkpoint {requested[0]}: {target.model} is one model; omit the option, or "
+                f"--checkpoint {requested[0]}: {folder} is one model; omit the option, or "
                 "name the run"
             )
-        return Selection((_model_of_folder(target.model),))
+        if (folder / MANIFEST).is_file():
+            return Selection((_model(read_entry(folder)),))
+        return Selection((ModelRef(folder, 0, 0, folder_checksum(folder), huggingface=True),))
     # Reads only manifests; the job verifies the files, which takes minutes for a large model.
     run, entries = target.run, list_checkpoints(target.run)
     invalidated = invalidated_checkpoints(run)
@@ -140,12 +141,6 @@ def select_models(
 
 def _step(entry: CheckpointEntry) -> int:
     return int(entry.directory.name.rpartition("_")[2])
-
-
-def _model_of_folder(folder: Path) -> ModelRef:
-    if (folder / MANIFEST).is_file():
-        return _model(read_entry(folder))
-    return ModelRef(folder, 0, 0, folder_checksum(folder), huggingface=True)
 
 
 def _model(entry: CheckpointEntry) -> ModelRef:

@@ -47,7 +47,6 @@ class EvaluationPlan:
         validation: Text of `validation`, if requested.
         skipped: Task → reason.
         harness: Version of the harness, or the newest that scored here; None without either.
-        settings: Settings of all tasks.
     """
 
     suites: tuple[LocatedSuite, ...]
@@ -85,14 +84,7 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class TaskFailure:
-    """A task without a score.
-
-    Attributes:
-        step: Of the checkpoint.
-        task: Its name.
-        shots: As requested.
-        reason: One line.
-    """
+    """A task without a score, and the reason on one line."""
 
     step: int
     task: str
@@ -132,7 +124,7 @@ def plan_evaluation(
         suites: The suites.
         settings: Settings of all tasks.
         named: Tasks of --task.
-        corpus: Text for `validation`.
+        corpus: File of --validation-corpus.
 
     Raises:
         UserError: a named task cannot be evaluated.
@@ -183,13 +175,7 @@ def _resolve_validation(
 def plan_jobs(
     target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan, *, force: bool
 ) -> tuple[list[JobRequest], dict[str, str], int]:
-    """The jobs for the scores that are not cached.
-
-    Args:
-        target: The run or model.
-        models: The models.
-        plan: The tasks for each of them.
-        force: Whether cached scores are computed again.
+    """The jobs for the scores that are not cached, or for all of them (`force`).
 
     Returns:
         A job for each model with missing scores; task → reason for those that may not run; the
@@ -225,13 +211,7 @@ def is_cached(job: JobRequest, task: TaskRequest) -> bool:
 def run_jobs(
     jobs: Sequence[JobRequest], runner: JobRunner, on_end: Callable[[JobRequest, JobOutcome], None]
 ) -> EvaluationResult:
-    """Run jobs.
-
-    Args:
-        jobs: From `plan_jobs`.
-        runner: Runs them.
-        on_end: Called with each job and its outcome.
-    """
+    """Run jobs; `on_end` is called with each job and its outcome."""
     result = EvaluationResult()
     try:
         for job, outcome in runner(jobs):

@@ -1,4 +1,9 @@
-"""One job: verify and export a checkpoint, evaluate its tasks, save each score at once."""
+"""Runs jobs, one for each checkpoint: as processes of this machine, or as a Slurm array.
+
+A job verifies and exports its checkpoint, evaluates its tasks, and saves each score at once. A
+local job is a process of its own rather than one of submitit's LocalExecutor, whose controller
+discards the exit status, hides the CUDA devices and kills a job one second after SIGINT.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from time import time
 from typing import Any
 
 from slurmllm.checkpoint.catalogue import read_entry, verify_entry
-from slurmllm.checkpoint.formats.exporting import plan_export, run_export
-from slurmllm.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
 from slurmllm.errors import DataError, SlurmllmError, StorageError
 from slurmllm.evaluate.request import (
     EXPORT_PREFIX,
@@ -41,133 +43,11 @@ from slurmllm.slurm.arrays import (
     submit_array,
 )
 
-
-def run_job(request: JobRequest) -> JobOutcome:
-    """Evaluate the tasks of a job; a task that fails does not end the others."""
-    model, text = request.model, request.validation
-    if not model.verified and not model.huggingface:
-        faults = verify_entry(read_entry(model.directory)).faults
-        if faults:
-            return JobOutcome(damaged=faults)
-    failed: dict[str, str] = {}
-
-    def evaluate(task: TaskRequest, score: Callable[[TaskRequest], EvaluationRecord]) -> None:
-        try:
-            # Saved at once: an interrupted job continues after its last score.
-            score(task).save(request.score_file(task))
-        except Exception as error:
-            failed[task.key] = _reason(error)
-
-    harness_tasks = []
-    for task in request.tasks:
-        if text is not None and task.task.task == text.name:
-            evaluate(task, lambda _: validation_record(request))
-        else:
-            harness_tasks.append(task)
-    if harness_tasks:
-        from slurmllm.evaluate.harness import Harness
-
-        try:
-            store = RunDir(request.store).evaluations
-            with exported(model, store, request.settings) as folder:
-                harness = Harness(folder, model, request.settings)
-                for task in harness_tasks:
-                    evaluate(task, harness.score)
-        except Exception as error:
-            reason = _reason(error)
-            failed |= {t.key: reason for t in harness_tasks if not request.score_file(t).is_file()}
-    return JobOutcome(failed=failed)
-
-
-def validation_record(request: JobRequest) -> EvaluationRecord:
-    """The loss on held-out text."""
-    from slurmllm.evaluate.harness import resolve_device
-    from slurmllm.evaluate.validation_loss import held_out_loss
-    from slurmllm.evaluate.validation_text import LOOP, stream_spec
-
-    model, settings = request.model, request.settings
-    assert request.validation is not None
-    device = resolve_device(settings.device)
-    with stream_spec(request.validation, model.directory, settings.tokenizer) as spec:
-        loss = held_out_loss(model.directory, spec, settings.limit, settings.batch_size, device)
-    return EvaluationRecord(
-        step=model.step,
-        tokens=model.tokens,
-        checkpoint=model.checksum,
-        task=request.validation.name,
-        limit=settings.limit,
-        scores=loss.scores,
-        errors=loss.errors,
-        num_samples=loss.sequences,
-        version=LOOP,
-        seconds=loss.seconds,
-        evaluated_at=time(),
-    )
-
-
-def _reason(error: Exception) -> str:
-    """An error on one line; the traceback of an unexpected one goes to the job's log."""
-    if isinstance(error, SlurmllmError):
-        return str(error)
-    traceback.print_exception(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-_SHARD_BYTES = 5 * 10**9
-
-
-@contextlib.contextmanager
-def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iterator[Path]:
-    """The Hugging Face folder of a model.
-
-    Args:
-        model: The model; a Hugging Face folder is used as it is.
-        store: Folder for a temporary export, on a disk with space for checkpoints.
-        settings: With the folder of kept exports, if any, and the tokenizer.
-
-    Raises:
-        ConfigError: transformers has no such model.
-        DataError: the tokenizer is missing or does not fit.
-        StorageError: a file cannot be read or written.
-    """
-    if model.huggingface:
-        yield model.directory
-        return
-    if settings.export_dir is not None:
-        folder = settings.export_dir / f"{model.directory.name}-{model.checksum[:12]}"
-        if not folder.is_dir():
-            _export(model.directory, folder, settings.tokenizer)
-        yield folder
-        return
-    try:
-        store.mkdir(parents=True, exist_ok=True)
-        prefix = f"{EXPORT_PREFIX}{settings.call_id}-"
-        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=store))
-    except OSError as error:
-        raise StorageError(
-            f"cannot create a folder for the exported model in {store}: "
-            f"{error.strerror or error}; choose another one: --export-dir DIR"
-        ) from error
-    try:
-        folder = temporary / model.directory.name
-        _export(model.directory, folder, settings.tokenizer)
-        yield folder
-    finally:
-        # If the job is killed, the next call removes the folder (evaluate.py).
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _export(directory: Path, folder: Path, tokenizer_file: Path | None) -> None:
-    tokenizer = checkpoint_tokenizer(directory, tokenizer_file)
-    if not tokenizer.files:
-        raise DataError(f"no tokenizer is known for {directory}; give --tokenizer FILE")
-    run_export(plan_export(directory, tokenizer), folder, _SHARD_BYTES)
-
-
 _POLL_S = 0.2
-_SLURM_POLL_S = 1.0
+_SLURM_POLL_S = 1.0  # submitit looks for a file of each task, on the shared file system
 # Between SIGTERM and SIGKILL: a job removes the model that it has exported.
 _TERMINATE_S = 5.0
+_SHARD_BYTES = 5 * 10**9  # files of an exported model
 
 
 class JobProcess:
@@ -234,17 +114,6 @@ class JobProcess:
                 path.unlink(missing_ok=True)
 
 
-def main(stem: str) -> None:
-    """Entry point of a job's process."""
-    # Raises SystemExit, so that the exported model is removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    request, outcome = Path(f"{stem}.request"), Path(f"{stem}.outcome")
-    result = pickle.dumps(run_job(pickle.loads(request.read_bytes())))
-    partial = outcome.with_suffix(".partial")
-    partial.write_bytes(result)  # the parent must not read half an outcome
-    partial.replace(outcome)
-
-
 def cuda_devices() -> list[str]:
     """The CUDA devices that this process sees, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -301,7 +170,7 @@ def run_on_slurm(
     resources: Resources,
     on_submit: Callable[[str], None],
 ) -> Iterator[tuple[JobRequest, JobOutcome]]:
-    """Run jobs in a Slurm array, which is cancelled when this is closed.
+    """Run jobs in a Slurm array, which is cancelled when this is closed; as `run_local`.
 
     Args:
         jobs: The jobs.
@@ -311,9 +180,6 @@ def run_on_slurm(
         options: Options of the array.
         resources: Of each array task.
         on_submit: Called with a line about each array.
-
-    Yields:
-        Each job and its outcome, in the order in which they end.
 
     Raises:
         SlurmError: Slurm rejected the array.
@@ -357,6 +223,143 @@ def _task_outcome(task: Any) -> JobOutcome:
         reason = " ".join(str(error).split())[:120]
         return JobOutcome(error=f"job {task.job_id} ended as {task.state} ({hint}): {reason}")
     return outcome
+
+
+def run_job(request: JobRequest) -> JobOutcome:
+    """Evaluate the tasks of a job; a task that fails does not end the others."""
+    model, text = request.model, request.validation
+    if not model.verified and not model.huggingface:
+        faults = verify_entry(read_entry(model.directory)).faults
+        if faults:
+            return JobOutcome(damaged=faults)
+    failed: dict[str, str] = {}
+
+    def evaluate(task: TaskRequest, score: Callable[[TaskRequest], EvaluationRecord]) -> None:
+        try:
+            # Saved at once: an interrupted job continues after its last score.
+            score(task).save(request.score_file(task))
+        except Exception as error:
+            failed[task.key] = _reason(error)
+
+    harness_tasks = []
+    for task in request.tasks:
+        if text is not None and task.task.task == text.name:
+            evaluate(task, lambda _: validation_record(request))
+        else:
+            harness_tasks.append(task)
+    if harness_tasks:
+        from slurmllm.evaluate.harness import Harness
+
+        try:
+            store = RunDir(request.store).evaluations
+            with exported(model, store, request.settings) as folder:
+                harness = Harness(folder, model, request.settings)
+                for task in harness_tasks:
+                    evaluate(task, harness.score)
+        except Exception as error:
+            reason = _reason(error)
+            failed |= {t.key: reason for t in harness_tasks if not request.score_file(t).is_file()}
+    return JobOutcome(failed=failed)
+
+
+def validation_record(request: JobRequest) -> EvaluationRecord:
+    """The loss on held-out text."""
+    # Here and not above: torch, which the login node does without.
+    from slurmllm.evaluate.harness import resolve_device
+    from slurmllm.evaluate.validation_loss import held_out_loss
+    from slurmllm.evaluate.validation_text import LOOP, stream_spec
+
+    model, settings = request.model, request.settings
+    assert request.validation is not None
+    device = resolve_device(settings.device)
+    with stream_spec(request.validation, model.directory, settings.tokenizer) as spec:
+        loss = held_out_loss(model.directory, spec, settings.limit, settings.batch_size, device)
+    return EvaluationRecord(
+        step=model.step,
+        tokens=model.tokens,
+        checkpoint=model.checksum,
+        task=request.validation.name,
+        limit=settings.limit,
+        scores=loss.scores,
+        errors=loss.errors,
+        num_samples=loss.sequences,
+        version=LOOP,
+        seconds=loss.seconds,
+        evaluated_at=time.time(),
+    )
+
+
+def _reason(error: Exception) -> str:
+    """An error on one line; the traceback of an unexpected one goes to the job's log."""
+    if isinstance(error, SlurmllmError):
+        return str(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+_SHARD_BYTES = 5 * 10**9
+
+
+@contextlib.contextmanager
+def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iterator[Path]:
+    """The Hugging Face folder of a model, exported to it if needed.
+
+    Args:
+        model: The model; a Hugging Face folder is used as it is.
+        store: Folder for a temporary export, on a disk with space for checkpoints.
+        settings: With the folder of kept exports, if any, and the tokenizer.
+
+    Raises:
+        ConfigError: transformers has no such model.
+        DataError: the tokenizer is missing or does not fit.
+        StorageError: a file cannot be read or written.
+    """
+    if model.huggingface:
+        yield model.directory
+        return
+    if settings.export_dir is not None:
+        folder = settings.export_dir / f"{model.directory.name}-{model.checksum[:12]}"
+        if not folder.is_dir():
+            _export(model.directory, folder, settings.tokenizer)
+        yield folder
+        return
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        prefix = f"{EXPORT_PREFIX}{settings.call_id}-"
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=store))
+    except OSError as error:
+        raise StorageError(
+            f"cannot create a folder for the exported model in {store}: "
+            f"{error.strerror or error}; choose another one: --export-dir DIR"
+        ) from error
+    try:
+        folder = temporary / model.directory.name
+        _export(model.directory, folder, settings.tokenizer)
+        yield folder
+    finally:
+        # If the job is killed, the caller removes the folder (`evaluate.run_jobs`).
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _export(directory: Path, folder: Path, tokenizer_file: Path | None) -> None:
+    from slurmllm.checkpoint.formats.exporting import plan_export, run_export
+    from slurmllm.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
+
+    tokenizer = checkpoint_tokenizer(directory, tokenizer_file)
+    if not tokenizer.files:
+        raise DataError(f"no tokenizer is known for {directory}; give --tokenizer FILE")
+    run_export(plan_export(directory, tokenizer), folder, _SHARD_BYTES)
+
+
+def main(stem: str) -> None:
+    """Entry point of a job's process."""
+    # Raises SystemExit, so that the exported model is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    request, outcome = Path(f"{stem}.request"), Path(f"{stem}.outcome")
+    result = pickle.dumps(run_job(pickle.loads(request.read_bytes())))
+    partial = outcome.with_suffix(".partial")
+    partial.write_bytes(result)  # the parent must not read half an outcome
+    partial.replace(outcome)
 
 
 if __name__ == "__main__":

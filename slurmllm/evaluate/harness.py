@@ -68,7 +68,17 @@ class Harness:
         started = time.monotonic()
         results = self._evaluate(request)
         name = request.task.task
-        scores, errors = _finite_scores(results["results"][name])
+        scores: dict[str, float] = {}
+        errors: dict[str, float] = {}
+        for key, value in results["results"][name].items():
+            metric, comma, filter_name = key.partition(",")
+            # `alias` has no comma; a standard error may be "N/A".
+            if not comma or isinstance(value, str) or not math.isfinite(float(value)):
+                continue
+            if metric.endswith("_stderr"):
+                errors[f"{metric.removesuffix('_stderr')},{filter_name}"] = float(value)
+            else:
+                scores[key] = float(value)
         if not scores:
             raise DataError(f"{name} has no metric that is a finite number")
         shots = results.get("n-shot", {}).get(name, request.task.shots)
@@ -96,8 +106,17 @@ class Harness:
                 raise UserError(fault)
             import lm_eval
 
+            if self._loaded_model is None:
+                from lm_eval.api.registry import get_model
+
+                # "auto" halves the batch on a CUDA out-of-memory error; a CPU would swap instead.
+                size = settings.batch_size or (1 if self._device == "cpu" else "auto")
+                self._loaded_model = get_model("hf").create_from_arg_obj(
+                    {"pretrained": str(self._folder)},
+                    {"batch_size": size, "max_batch_size": None, "device": self._device},
+                )
             results = lm_eval.simple_evaluate(
-                model=self._load(),
+                model=self._loaded_model,
                 tasks=[_harness_task(request)],
                 num_fewshot=task.shots,
                 limit=settings.limit,
@@ -111,18 +130,6 @@ class Harness:
             raise _translate_error(task.task, error) from error
         assert results is not None, "None on ranks other than 0"
         return dict(results)
-
-    def _load(self) -> Any:
-        if self._loaded_model is None:
-            from lm_eval.api.registry import get_model
-
-            # "auto" halves the batch on a CUDA out-of-memory error; a CPU would swap instead.
-            size = self._settings.batch_size or (1 if self._device == "cpu" else "auto")
-            self._loaded_model = get_model("hf").create_from_arg_obj(
-                {"pretrained": str(self._folder)},
-                {"batch_size": size, "max_batch_size": None, "device": self._device},
-            )
-        return self._loaded_model
 
 
 @cache
@@ -206,22 +213,6 @@ def resolve_device(device: str) -> str:
     if device == "auto":
         return "cuda" if available else "cpu"
     return device
-
-
-def _finite_scores(result: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """Scores and standard errors by `metric,filter`, without those that are not finite."""
-    scores: dict[str, float] = {}
-    errors: dict[str, float] = {}
-    for name, value in result.items():
-        metric, comma, filter_name = name.partition(",")
-        # `alias` has no comma; a standard error may be "N/A".
-        if not comma or isinstance(value, str) or not math.isfinite(float(value)):
-            continue
-        if metric.endswith("_stderr"):
-            errors[f"{metric.removesuffix('_stderr')},{filter_name}"] = float(value)
-        else:
-            scores[name] = float(value)
-    return scores, errors
 
 
 def _translate_error(task: str, error: Exception) -> SlurmllmError:

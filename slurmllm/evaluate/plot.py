@@ -19,7 +19,6 @@ _REFERENCE_COLOURS = ("0.25", "tab:red", "tab:purple", "tab:brown", "tab:olive",
 
 
 def default_path(store: RunDir, suite: str) -> Path:
-    """Where the picture is stored by default."""
     return store.reports / f"evaluation-{suite}.png"
 
 
@@ -29,7 +28,13 @@ def draw(table: ScoreTable, name: str, path: Path) -> None:
     Raises:
         StorageError: the picture cannot be written.
     """
-    panels = _panels(table)
+    by_unit: dict[tuple[str, str], list[ScoreRow]] = {}
+    for row in table.rows:
+        metric = row.metric.partition(",")[0]
+        # A panel for each group and unit: perplexity is not drawn on the axis of the loss.
+        unit = metric if metric in ("loss", "perplexity", "bits_per_token") else ""
+        by_unit.setdefault((f"{row.group}: {unit}" if unit else row.group, unit), []).append(row)
+    panels = [(title, rows) for (title, _), rows in by_unit.items()]
     columns = min(_COLUMNS, len(panels))
     lines = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.6 * columns, 3.4 * lines + 0.4), layout="constrained", dpi=110)
@@ -42,16 +47,6 @@ def draw(table: ScoreTable, name: str, path: Path) -> None:
     for ax in axes[len(panels) :]:
         ax.set_axis_off()
     write_picture(figure, path, "name another file: --plot FILE.png")
-
-
-def _panels(table: ScoreTable) -> list[tuple[str, list[ScoreRow]]]:
-    """A panel for each group and unit: perplexity is not drawn on the axis of the loss."""
-    panels: dict[tuple[str, str], list[ScoreRow]] = {}
-    for row in table.rows:
-        metric = row.metric.partition(",")[0]
-        unit = metric if metric in ("loss", "perplexity", "bits_per_token") else ""
-        panels.setdefault((row.group, unit), []).append(row)
-    return [(f"{group}: {unit}" if unit else group, rows) for (group, unit), rows in panels.items()]
 
 
 def _panel(

@@ -1,4 +1,4 @@
-"""What a job evaluates, and its outcome; all of it is pickled, so it is plain data."""
+"""What a job evaluates, its outcome, and the cache keys of its scores; pickled, so plain data."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from slurmllm.evaluate.suites import SuiteTask
 from slurmllm.records import CheckpointManifest
 from slurmllm.rundir import RunDir
 
+HARNESS = "lm_eval"
 # Prefix of the temporary folders of exported models, in the folder of the scores.
 EXPORT_PREFIX = ".export-"
 
@@ -62,7 +63,6 @@ class TaskRequest:
     """One task to evaluate.
 
     Attributes:
-        task: As the suite defines it.
         folder: The task's own folder is relative to it.
         key: Cache key of its scores.
     """
@@ -100,11 +100,8 @@ class JobRequest:
     """One job: some tasks on one model.
 
     Attributes:
-        store: Directory that holds the scores: the run's.
-        model: The model.
-        tasks: The tasks.
+        store: Directory that holds the scores: the run's, or the model folder.
         validation: Text of `validation`, if requested.
-        settings: Settings of all tasks.
     """
 
     store: Path
@@ -114,7 +111,6 @@ class JobRequest:
     settings: EvaluationSettings
 
     def score_file(self, task: TaskRequest) -> Path:
-        """Where a task's scores are stored."""
         return RunDir(self.store).evaluation(self.model.checksum, task.key)
 
     def title(self, request: TaskRequest) -> str:
@@ -137,9 +133,6 @@ class JobOutcome:
     failed: dict[str, str] = field(default_factory=dict)
     damaged: tuple[str, ...] = ()
     error: str | None = None
-
-
-HARNESS = "lm_eval"
 
 
 @cache
@@ -182,7 +175,7 @@ def task_key(
         task: The task.
         folder: The task's own folder is relative to it.
         limit: Maximum questions.
-        version: Of the harness, which also identifies the tasks that it ships.
+        version: Of the harness; it also identifies the tasks that the harness ships.
         extra: Whatever else changes the scores.
     """
     parts = {

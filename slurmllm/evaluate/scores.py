@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,12 +60,7 @@ class ScoreTable:
 
 @dataclass(frozen=True)
 class StoredScore:
-    """The scores of one file.
-
-    Attributes:
-        key: Cache key of the task (`cache_key.task_key`).
-        record: The scores.
-    """
+    """The scores of one file, and the cache key of its task (`request.task_key`)."""
 
     key: str
     record: EvaluationRecord
@@ -129,8 +125,14 @@ def suite_table(
         group_rows: list[ScoreRow] = []
         for task in group.tasks:
             matching = _matching(located.folder, task, stored)
+            if limit is not None:
+                matching = [record for record in matching if record.limit == limit]
+            elif any(record.limit is not None for record in matching):
+                # Scores of different numbers of questions are not comparable: only one is shown.
+                most = max(math.inf if r.limit is None else r.limit for r in matching)
+                matching = [r for r in matching if (r.limit or math.inf) == most]
             # One record of each step: the newest.
-            by_time = sorted(_of_limit(matching, limit), key=lambda record: record.evaluated_at)
+            by_time = sorted(matching, key=lambda record: record.evaluated_at)
             newest = {record.step: record for record in by_time}
             scores = [newest[step] for step in sorted(newest)]
             steps |= {record.step: record.tokens for record in scores}
@@ -166,15 +168,6 @@ def _matching(
         if key == task_key(task, folder, limit, record.version):
             matching.append(record)
     return matching
-
-
-def _of_limit(records: Sequence[EvaluationRecord], limit: int | None) -> list[EvaluationRecord]:
-    if limit is not None:
-        return [record for record in records if record.limit == limit]
-    # Scores of different numbers of questions are not comparable: only one number is shown.
-    limits = {record.limit for record in records}
-    best = None if None in limits or not limits else max(one for one in limits if one is not None)
-    return [record for record in records if record.limit == best]
 
 
 def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> list[ScoreRow]:

@@ -1,8 +1,9 @@
-"""Suites: tasks of an evaluation, with the scores of published models."""
+"""Suites: tasks of an evaluation, with published scores; the data of the shipped tasks."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,6 @@ class SuiteTask(Section):
 
     @property
     def title(self) -> str:
-        """The row's name."""
         return self.name or self.task
 
 
@@ -115,7 +115,6 @@ class Suite(Section):
         return self
 
     def rows(self) -> Iterator[SuiteTask]:
-        """The rows of all groups."""
         return (task for group in self.groups for task in group.tasks)
 
     def only(self, tasks: Sequence[str]) -> Suite:
@@ -140,19 +139,16 @@ class Suite(Section):
 
     def with_shots(self, shots: int) -> Suite:
         """The suite with another number of examples, which becomes part of its name."""
-        groups = tuple(
-            group.model_copy(
-                update={
-                    "tasks": tuple(
-                        row if row.task == VALIDATION else row.model_copy(update={"shots": shots})
-                        for row in group.tasks
-                    )
-                }
+        groups = []
+        for group in self.groups:
+            rows = tuple(
+                row if row.task == VALIDATION else row.model_copy(update={"shots": shots})
+                for row in group.tasks
             )
-            for group in self.groups
-        )
-        name = f"{self.name}-{shots}shot"
-        return self.model_copy(update={"name": name, "groups": groups, "references": ()})
+            groups.append(group.model_copy(update={"tasks": rows}))
+        # Published figures are of the suite's own number of examples.
+        update = {"name": f"{self.name}-{shots}shot", "groups": tuple(groups), "references": ()}
+        return self.model_copy(update=update)
 
 
 @dataclass(frozen=True)
@@ -176,7 +172,6 @@ def suites_dir() -> Path:
 
 
 def suite_names() -> list[str]:
-    """Names of the suites that ship with slurmllm."""
     return sorted(path.stem for path in suites_dir().glob("*.yaml"))
 
 
@@ -201,27 +196,6 @@ def find_suite(name: str) -> LocatedSuite:
     return LocatedSuite(read_suite(suites_dir() / f"{name}.yaml"), suites_dir(), shipped=True)
 
 
-def read_suite(path: Path) -> Suite:
-    """Read a suite's file.
-
-    Raises:
-        ConfigError: it cannot be read, or has faults: all of them, by dotted path.
-    """
-    values, _ = read_yaml(path)
-    try:
-        return Suite.model_validate(values)
-    except ValidationError as error:
-        items = error.errors()
-        locations = [item["loc"] for item in items]
-        faults = [
-            _fault(item["type"], item["loc"], item["msg"], item["input"])
-            for item in items
-            # pydantic also reports a list as empty if all its elements are invalid.
-            if not any(loc != item["loc"] == loc[: len(item["loc"])] for loc in locations)
-        ]
-        raise ConfigError(f"{path}: {len(faults)} fault(s)", faults) from error
-
-
 # Messages of pydantic about Python types, as rules of a YAML file.
 _RULES = {
     "missing": "missing, but required",
@@ -233,17 +207,34 @@ _RULES = {
 }
 
 
-def _fault(kind: str, location: Sequence[int | str], message: str, given: Any) -> str:
-    field = ".".join(map(str, location)) or "the suite"
-    rule = _RULES.get(kind, message.removeprefix("Value error, "))
-    if kind.startswith("model_") and field.rpartition(".")[0].endswith("tasks"):
-        rule += ", such as {task: piqa}"
-    value = f" (is {given!r:.60})" if isinstance(given, str | int | float) else ""
-    return f"{field}: {rule.replace('Input should be', 'must be')}{value}"
+def read_suite(path: Path) -> Suite:
+    """Read a suite's file.
+
+    Raises:
+        ConfigError: it cannot be read, or has faults: all of them, by dotted path.
+    """
+    values, _ = read_yaml(path)
+    try:
+        return Suite.model_validate(values)
+    except ValidationError as error:
+        items = error.errors()
+    locations = [item["loc"] for item in items]
+    faults = []
+    for item in items:
+        kind, location, given = item["type"], item["loc"], item["input"]
+        # pydantic also reports a list as empty if all its elements are invalid.
+        if any(other != location == other[: len(location)] for other in locations):
+            continue
+        field = ".".join(map(str, location)) or "the suite"
+        rule = _RULES.get(kind, item["msg"].removeprefix("Value error, "))
+        if kind.startswith("model_") and field.rpartition(".")[0].endswith("tasks"):
+            rule += ", such as {task: piqa}"
+        value = f" (is {given!r:.60})" if isinstance(given, str | int | float) else ""
+        faults.append(f"{field}: {rule.replace('Input should be', 'must be')}{value}")
+    raise ConfigError(f"{path}: {len(faults)} fault(s)", faults)
 
 
 def suite_of_tasks(tasks: Sequence[str], shots: int | None) -> Suite:
-    """A suite of the tasks of --task."""
     rows = tuple(
         SuiteTask(task=task, shots=None if task == VALIDATION else shots)
         for task in dict.fromkeys(tasks)
@@ -255,12 +246,8 @@ def suite_of_tasks(tasks: Sequence[str], shots: int | None) -> Suite:
 def save_suite(run: RunDir, located: LocatedSuite, *, complete: bool = True) -> None:
     """Save a suite that is not shipped, for `report` and later tables.
 
-    Tasks of --task are added to those of earlier calls.
-
-    Args:
-        run: The run.
-        located: The suite.
-        complete: Whether it has all its tasks; a part does not replace an existing file.
+    Tasks of --task are added to those of earlier calls. A suite that is not `complete` does not
+    replace an existing file.
 
     Raises:
         StorageError: the file cannot be written.
@@ -270,8 +257,16 @@ def save_suite(run: RunDir, located: LocatedSuite, *, complete: bool = True) -> 
         return
     if suite.name == "tasks" and path.is_file():
         earlier = [row for row in read_suite(path).rows() if row not in tuple(suite.rows())]
-        rows = _distinct_names([*earlier, *suite.rows()])
-        group = suite.groups[0].model_copy(update={"tasks": rows})
+        rows = [*earlier, *suite.rows()]
+        tasks = [row.task for row in rows]
+        # Rows of one task with several numbers of shots have the shots in their names.
+        distinct = tuple(
+            row.model_copy(update={"name": f"{row.task} {row.shots}-shot"})
+            if tasks.count(row.task) > 1 and row.shots is not None
+            else row
+            for row in rows
+        )
+        group = suite.groups[0].model_copy(update={"tasks": distinct})
         suite = suite.model_copy(update={"groups": (group,)})
     values = suite.model_dump(mode="json")
     for row in (row for group in values["groups"] for row in group["tasks"]):
@@ -280,12 +275,53 @@ def save_suite(run: RunDir, located: LocatedSuite, *, complete: bool = True) -> 
     write_atomic(path, write_yaml(values))
 
 
-def _distinct_names(rows: Sequence[SuiteTask]) -> tuple[SuiteTask, ...]:
-    """The rows; those of one task with several numbers of shots have the shots in their names."""
-    tasks = [row.task for row in rows]
-    return tuple(
-        row.model_copy(update={"name": f"{row.task} {row.shots}-shot"})
-        if tasks.count(row.task) > 1 and row.shots is not None
-        else row
-        for row in rows
-    )
+def logiqa_questions(**files: Any) -> dict[str, Any]:
+    """The splits of LogiQA (Liu et al. 2020, arXiv 2007.08124), for a task's `custom_dataset`.
+
+    A question is a block of lines: the letter of the answer, the passage, the question and four
+    options, each with its letter. The columns, and the blanks inserted after full stops, are those
+    of the data set that the harness's task was written for.
+
+    Args:
+        files: Split → URL of a file, which is downloaded once and then read from the cache
+            (HF_HOME); the harness adds arguments of its own, which are ignored.
+    """
+    from datasets import Dataset, DownloadConfig, DownloadManager
+
+    def spaced(text: str) -> str:
+        return text.replace(".", ". ").strip()
+
+    def rows(path: str) -> Iterator[dict[str, Any]]:
+        for block in Path(path).read_text("utf-8").strip().split("\n\n"):
+            label, passage, question, *options = block.strip().split("\n")
+            yield {
+                "label": label.strip(),
+                "context": spaced(passage),
+                "question": spaced(question),
+                "options": [spaced(option[2:]) for option in options],
+            }
+
+    urls = {split: url for split, url in files.items() if isinstance(url, str)}
+    # use_etag=False: no request for a newer version, because a node may have no network.
+    manager = DownloadManager(download_config=DownloadConfig(use_etag=False))
+    paths: dict[str, str] = manager.download(urls)
+    return {split: Dataset.from_list(list(rows(path))) for split, path in paths.items()}
+
+
+def shipped_lines(**files: Any) -> dict[str, Any]:
+    """The splits of a shipped task, for its YAML's `custom_dataset`.
+
+    Args:
+        files: Split → a .jsonl file, relative to the suites' folder; the harness adds arguments of
+            its own, which are ignored.
+    """
+    from datasets import Dataset
+
+    folder = suites_dir()
+    return {
+        split: Dataset.from_list(
+            [json.loads(line) for line in (folder / name).read_text("utf-8").splitlines()]
+        )
+        for split, name in files.items()
+        if isinstance(name, str) and name.endswith(".jsonl")
+    }

@@ -32,7 +32,7 @@ from slurmllm.model import IGNORED
 from slurmllm.model.decoder import Decoder, build_model
 from slurmllm.model.init import fill
 
-_TOKENS_PER_BATCH = 2048
+_TOKENS_PER_BATCH = 2048  # few: their logits alone take 4 bytes times the vocabulary each
 
 
 class ValidationLoss(NamedTuple):
@@ -42,8 +42,6 @@ class ValidationLoss(NamedTuple):
         loss: Mean over the target tokens, nats.
         error: Standard error over the batches; None for a single batch.
         targets: Number of target tokens.
-        sequences: Number of sequences.
-        seconds: Duration.
     """
 
     loss: float
@@ -94,11 +92,16 @@ def held_out_loss(
     model = load_model(directory, read_origin(directory).model, device)
     rows = batches(spec, limit or MAX_SEQUENCES)
     size = batch_size or max(1, _TOKENS_PER_BATCH // spec.seq_len)
-    sums: list[tuple[float, int]] = []
+    sums: list[tuple[float, int]] = []  # (sum of losses in nats, target tokens) of each batch
     sequences = 0
     with torch.inference_mode():
         while group := list(itertools.islice(rows, size)):
-            sums.append(_batch_loss(model, group, device))
+            labels = _tensor([batch.labels(IGNORED) for batch in group], device)
+            places = [place for batch in group if (place := batch.positions) is not None]
+            positions = _tensor(places, device) if places else None
+            mean = model(_tensor([batch.inputs for batch in group], device), labels, positions)
+            # The decoder's loss is the mean over all labels, where masked ones count as zero.
+            sums.append((float(mean) * labels.numel(), int((labels != IGNORED).sum())))
             sequences += len(group)
     targets = sum(count for _, count in sums)
     if not targets:
@@ -139,16 +142,6 @@ def batches(spec: StreamSpec, limit: int) -> Iterator[Batch]:
             ):
                 return
             yield batch
-
-
-def _batch_loss(model: Decoder, group: Sequence[Batch], device: str) -> tuple[float, int]:
-    """Sum of the losses of some sequences, nats, and the number of their target tokens."""
-    labels = _tensor([batch.labels(IGNORED) for batch in group], device)
-    places = [place for batch in group if (place := batch.positions) is not None]
-    positions = _tensor(places, device) if places else None
-    mean = model(_tensor([batch.inputs for batch in group], device), labels, positions)
-    # The decoder's loss is the mean over all labels, where masked ones count as zero.
-    return float(mean) * labels.numel(), int((labels != IGNORED).sum())
 
 
 def _tensor(rows: Sequence[npt.NDArray[np.int64]], device: str) -> Tensor:

@@ -28,10 +28,10 @@ _CORPORA = (".arrow", ".npy", ".bin", ".idx")
 
 
 def validation_text(run: RunDir | None, corpus: Path | None) -> ValidationText:
-    """The text for a run's checkpoints.
+    """The text for a run's checkpoints, or for a model folder (`run` is None).
 
     Args:
-        run: The run; None for a model folder.
+        run: The run.
         corpus: File of --validation-corpus.
 
     Raises:
@@ -58,7 +58,7 @@ def validation_text(run: RunDir | None, corpus: Path | None) -> ValidationText:
 
 
 def cache_key_parts(text: ValidationText, tokenizer: Path | None) -> dict[str, Any]:
-    """What the loss depends on, besides the checkpoint with its data order and tokenizer name."""
+    """What the loss depends on, apart from the checkpoint, its data order and tokenizer name."""
     parts: dict[str, Any] = {"loop": LOOP}
     if text.corpus is not None:
         parts["corpus"] = _digest(text.corpus)

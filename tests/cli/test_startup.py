@@ -55,7 +55,7 @@ def test_every_module_but_the_workers_loads_without_torch() -> None:
         "worker = ('slurmllm.train', 'slurmllm.model', 'slurmllm.backends.native.', "
         "'slurmllm.backends.nxd.', 'slurmllm.checkpoint', 'slurmllm.__main__', "
         "'slurmllm.diagnose.allreduce', 'slurmllm.calibrate.measure.', "
-        "'slurmllm.evaluate.validation_loss', 'slurmllm.evaluate.executor')\n"
+        "'slurmllm.evaluate.validation_loss')\n"
         "light = ('slurmllm.backends.native.environment', 'slurmllm.backends.nxd.environment', "
         "'slurmllm.evaluate.validation_text')\n"
         "for module in pkgutil.walk_packages(slurmllm.__path__, 'slurmllm.'):\n"

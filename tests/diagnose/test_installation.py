@@ -96,27 +96,27 @@ def test_absent_wheels_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "device", "state"),
     [
-        (f"imported {installation.TESTED_TORCH}+cpu None", "local", "ok"),
+        (f"imported {login_node.TESTED_TORCH}+cpu None", "local", "ok"),
         ("imported 2.10.1 None", "local", "warn"),
         ("imported 2.8.0 None", "local", "fail"),
         ("ImportError: libtorch.so: no such file", "local", "fail"),
         (None, "local", "warn"),
-        (f"imported {installation.TESTED_TORCH} None", "p4d", "fail"),
-        (f"imported {installation.TESTED_TORCH} 12.8", "p4d", "ok"),
+        (f"imported {login_node.TESTED_TORCH} None", "p4d", "fail"),
+        (f"imported {login_node.TESTED_TORCH} 12.8", "p4d", "ok"),
         ("imported 2.9.1 12.8", "trn1", "ok"),
-        (f"imported {installation.TESTED_TORCH} None", "trn1", "fail"),
+        (f"imported {login_node.TESTED_TORCH} None", "trn1", "fail"),
     ],
 )
 def test_torch_is_judged_by_what_the_profile_needs(
     monkeypatch: pytest.MonkeyPatch, words: str | None, device: str, state: str
 ) -> None:
-    monkeypatch.setattr(login_node, "_import_torch", lambda: words)
+    monkeypatch.setattr(login_node, "import_torch", lambda: words)
     monkeypatch.setattr(login_node, "installed_version", lambda name: "present")
-    assert login_node._torch(profile(device)).status == state
+    assert login_node.torch_finding(profile(device)).status == state
 
 
 def test_this_environment_has_what_slurmllm_asks_for() -> None:
-    assert login_node._packages().status == "ok"
+    assert login_node.packages_finding().status == "ok"
 
 
 def test_a_package_that_is_absent_or_too_old_fails(
@@ -125,20 +125,20 @@ def test_a_package_that_is_absent_or_too_old_fails(
     asked = ["click>=8.1", "rich>=13", "gone>=1", "torch>=2.9", "ruff>=0.6; extra == 'dev'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
     distributions(monkeypatch, tmp_path, {"click": "8.0.9", "rich": "13"})
-    found = login_node._packages()
+    found = login_node.packages_finding()
     assert (found.status, found.value) == ("fail", "click 8.0.9, older than 8.1, gone missing")
 
 
 def test_the_compiler_is_the_one_that_training_would_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert login_node._compiler().status == "warn"
+    assert login_node.compiler_finding().status == "warn"
     monkeypatch.setenv("CXX", "sh")
-    assert login_node._compiler().status == "ok"
+    assert login_node.compiler_finding().status == "ok"
 
 
 def test_the_tested_torch_is_the_pinned_one() -> None:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    assert f"torch=={installation.TESTED_TORCH}\n" in pins
+    assert f"torch=={login_node.TESTED_TORCH}\n" in pins
 
 
 def test_no_torch_in_this_process() -> None:

@@ -83,7 +83,7 @@ def test_a_task_that_fails_does_not_end_the_others(
 ) -> None:
     tasks = tmp_path / "tasks"
     tasks.mkdir()
-    lines = "custom_dataset: !function slurmllm.evaluate.task_data.shipped_lines\n"
+    lines = "custom_dataset: !function slurmllm.evaluate.suites.shipped_lines\n"
     choice = (suites_dir() / "smoke" / "smoke_choice.yaml").read_text()
     (tasks / "good.yaml").write_text(choice.replace("task: smoke_choice", "task: good"))
     bad = choice.replace("task: smoke_choice", "task: bad").replace(
@@ -114,7 +114,7 @@ def test_a_job_that_is_killed_is_reported(learnt: Learnt, tmp_path: Path) -> Non
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     choice = (suites_dir() / "smoke" / "smoke_choice.yaml").read_text()
-    own = choice.replace("slurmllm.evaluate.task_data.shipped_lines", "deadly.load")
+    own = choice.replace("slurmllm.evaluate.suites.shipped_lines", "deadly.load")
     (tasks / "deadly.yaml").write_text(own.replace("task: smoke_choice", "task: deadly"))
     (tasks / "good.yaml").write_text(choice.replace("task: smoke_choice", "task: good"))
     (tasks / "deadly.py").write_text("import os\ndef load(**_):\n    os.kill(os.getpid(), 9)\n")
