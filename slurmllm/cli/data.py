@@ -188,8 +188,7 @@ def build(
     )
     from slurmllm.corpus.join import BuildCallbacks
     from slurmllm.corpus.options import CleanOptions, ReadOptions
-    from slurmllm.corpus.output import refuse_existing
-    from slurmllm.corpus.work_folder import WorkFolder
+    from slurmllm.corpus.work_folder import WorkFolder, refuse_existing
     from slurmllm.progress import stage_progress
     from slurmllm.slurm.arrays import SlurmOptions
 

@@ -11,7 +11,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.corpus.inspection import CorpusReport, RecipeEpochs, Sequence
+    from slurmllm.data.inspection import CorpusReport, PackedSequence, RecipeEpochs
     from slurmllm.data.spec import StreamSpec
 
 # Width of the longest bar of the histogram, in characters.
@@ -52,8 +52,8 @@ def inspect(
     CORPUS takes the values of data.corpus; the default is the recipe's. The token count of a large
     corpus is estimated from a sample of its documents.
     """
-    from slurmllm.corpus.inspection import count_epochs, first_sequences, inspect_corpus
-    from slurmllm.data.sources.opening import open_all
+    from slurmllm.data.inspection import count_epochs, first_sequences, inspect_corpus
+    from slurmllm.data.sources import open_all
     from slurmllm.errors import UserError
     from slurmllm.progress import input_progress
 
@@ -192,7 +192,7 @@ def _print_report(report: CorpusReport) -> None:
     print_table(("tokens a document", "share", ""), rows)
 
 
-def _print_sequence(sequence: Sequence) -> None:
+def _print_sequence(sequence: PackedSequence) -> None:
     from rich.text import Text
 
     from slurmllm.tables import console

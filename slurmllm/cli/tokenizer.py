@@ -50,7 +50,7 @@ def train(
 
     from slurmllm.corpus.cleaning import DocumentStream
     from slurmllm.corpus.options import InputErrors, ReadOptions
-    from slurmllm.corpus.output import refuse_existing
+    from slurmllm.corpus.work_folder import refuse_existing
     from slurmllm.data.tokenizer import END_OF_DOCUMENT, train_tokenizer, vocab_size_of
     from slurmllm.errors import DataError
     from slurmllm.progress import input_progress

@@ -16,8 +16,7 @@ from pydantic import Field
 
 from slurmllm.corpus.finished_shard import FinishedShard
 from slurmllm.corpus.inputs import FormatOption, InputFile
-from slurmllm.corpus.join import BuildCallbacks, JoinResult, join
-from slurmllm.corpus.megatron_output import token_files
+from slurmllm.corpus.join import BuildCallbacks, JoinResult, join, token_files
 from slurmllm.corpus.options import (
     ERROR_EXAMPLES,
     BuildOptions,
@@ -25,9 +24,8 @@ from slurmllm.corpus.options import (
     ReadOptions,
     TokenizeOptions,
 )
-from slurmllm.corpus.output import output_files, refuse_existing
 from slurmllm.corpus.shard import Shard, load_shard, plan_shards
-from slurmllm.corpus.work_folder import WorkFolder
+from slurmllm.corpus.work_folder import WorkFolder, output_files, refuse_existing
 from slurmllm.corpus.workers import ShardResult, peak_bytes, run_here, run_locally, run_on_slurm
 from slurmllm.errors import DataError
 from slurmllm.records import Record

@@ -35,8 +35,8 @@ import numpy.typing as npt
 
 from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
+from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import BEGINS, UNTRAINED
-from slurmllm.data.sources.opening import open_all
 from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.data.state import State, check_same_stream, identity, slot_positions, upgrade_state
 from slurmllm.errors import DataError

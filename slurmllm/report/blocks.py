@@ -79,12 +79,20 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class PlotData:
-    """The data of a plot."""
+    """The data of a plot.
 
-    name: str  # unique in the page
+    Attributes:
+        name: Name of the plot, unique in the page.
+        title: Its title.
+        section: The section that it belongs to.
+        content: Input of `report.js`.
+        note: Caption.
+    """
+
+    name: str
     title: str
     section: Literal["curves", "throughput", "utilization", "evaluation"]
-    content: Json  # input of `report.js`
+    content: Json
     note: str = ""
 
 

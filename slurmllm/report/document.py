@@ -49,7 +49,12 @@ def title(runs: Sequence[RunFacts]) -> str:
 
 
 def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[ReportSection]:
-    """The sections of a report; empty ones are left out."""
+    """The sections of a report; empty ones are left out.
+
+    Args:
+        runs: The runs of the report.
+        drawn: Its plots.
+    """
     spikes = [facts for facts in runs if facts.spikes is not None]
     warnings = [f"{facts.name}: {warning}" for facts in runs for warning in facts.warnings]
     found = [

@@ -24,45 +24,74 @@ CheckpointState = Literal["kept", "invalidated", "damaged", "removed"]
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """A checkpoint that a run saved."""
+    """A checkpoint that a run saved.
+
+    Attributes:
+        step: Its step.
+        attempt: The attempt that saved it.
+        tokens: Tokens trained by then.
+        num_bytes: Size of all its files.
+        saved_at: Unix time, s.
+        seconds: Duration of the save.
+        waited_s: Part of it that training waited.
+        state: kept; invalidated (by a roll-back); damaged (no readable manifest); removed.
+    """
 
     step: int
-    attempt: int | None  # the attempt that saved it
-    tokens: int | None  # tokens trained by then
-    num_bytes: int | None  # size of all its files
-    saved_at: float | None  # Unix time, s
-    seconds: float | None  # duration of the save
-    waited_s: float | None  # part of it that training waited
-    # kept; invalidated (by a roll-back); damaged (no readable manifest); removed
+    attempt: int | None
+    tokens: int | None
+    num_bytes: int | None
+    saved_at: float | None
+    seconds: float | None
+    waited_s: float | None
     state: CheckpointState
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run, or a log of another framework."""
+    """A run, or a log of another framework.
 
-    name: str  # unique in the report
-    path: Path  # the file or directory that was read
+    Attributes:
+        name: Its name, unique in the report.
+        path: The file or directory that was read.
+        kind: Kind of that source.
+        configuration: The configuration of a run.
+        curve: Its metrics; None if there are none.
+        mesh: The mesh of the last submission.
+        attempts: Attempts of both stages, in the order of their starts.
+        cancelled: Whether the last submission was cancelled.
+        used: Its node hours; None for a log of another framework.
+        lost: The recovery from each of its failures.
+        rates: Its throughput by node count, the count with the most steps first.
+        saved: Its checkpoints, removed ones included.
+        scores: Evaluation scores of its checkpoints.
+        spikes: Spikes of its loss.
+        data: The corpora that it read.
+        versions: Name → version on its nodes, with commas if nodes differ.
+        events: Its events, oldest first.
+        usd_per_node_hour: Price of a node.
+        warnings: Unreadable files and other doubts.
+    """
+
+    name: str
+    path: Path
     kind: SourceKind
     configuration: LenientConfig = field(default_factory=LenientConfig)
-    curve: Curve | None = None  # metrics; None if there are none
-    mesh: Mesh | None = None  # the mesh of the last submission
-    # attempts of both stages, in the order of their starts
+    curve: Curve | None = None
+    mesh: Mesh | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    cancelled: bool = False  # whether the last submission was cancelled
-    used: Utilization | None = None  # node hours; None for a log of another framework
-    lost: tuple[FailureRecovery, ...] = ()  # one per failure
-    # throughput by node count, the count with the most steps first
+    cancelled: bool = False
+    used: Utilization | None = None
+    lost: tuple[FailureRecovery, ...] = ()
     rates: tuple[Rate, ...] = ()
-    saved: tuple[CheckpointFacts, ...] = ()  # checkpoints, removed ones included
-    scores: tuple[ScoreTable, ...] = ()  # evaluation scores of its checkpoints
+    saved: tuple[CheckpointFacts, ...] = ()
+    scores: tuple[ScoreTable, ...] = ()
     spikes: SpikeAnalysis | None = None
-    data: DataRecord | None = None  # the corpora that it read
-    # name → version on its nodes, with commas if nodes differ
+    data: DataRecord | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
-    events: tuple[Event, ...] = ()  # events, oldest first
+    events: tuple[Event, ...] = ()
     usd_per_node_hour: float | None = None
-    warnings: tuple[str, ...] = ()  # unreadable files and other doubts
+    warnings: tuple[str, ...] = ()
 
     @property
     def train(self) -> tuple[AttemptRecord, ...]:

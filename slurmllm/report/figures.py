@@ -245,12 +245,19 @@ _MOST = 300  # markers per kind and run, the latest
 
 @dataclass(frozen=True)
 class Mark:
-    """A marker at a step."""
+    """A marker at a step.
 
-    run: int  # index of the run in the report
+    Attributes:
+        run: Index of the run in the report.
+        kind: Kind of the event.
+        step: Its step.
+        lines: Text shown on hover.
+    """
+
+    run: int
     kind: Literal["restart", "save", "spike"]
     step: int
-    lines: tuple[str, ...]  # text shown on hover
+    lines: tuple[str, ...]
 
 
 def marks(number: int, facts: RunFacts, everything: bool = True) -> list[Mark]:
@@ -258,6 +265,7 @@ def marks(number: int, facts: RunFacts, everything: bool = True) -> list[Mark]:
 
     Args:
         number: Index of the run in the report.
+        facts: The run.
         everything: Whether to include saves and spikes, not only restarts.
     """
     if facts.curve is None:

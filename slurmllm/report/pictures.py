@@ -40,6 +40,8 @@ def write_pictures(
     """Draw the pictures that have data.
 
     Args:
+        runs: The runs of the report.
+        drawn: The plots of the page.
         folder: Folder of the files.
 
     Returns:

@@ -37,12 +37,19 @@ _TITLE = "run {} cannot be compared with a prediction"
 
 @dataclass(frozen=True)
 class ExpectedOverheads:
-    """Predictions for a run other than its step time; None: no prediction."""
+    """Predictions for a run other than its step time; None: no prediction.
 
-    start_up_s: float | None = None  # from a worker's start to the start of its first step
-    first_step_s: float | None = None  # excess of a first step over later ones
-    save_waited_s: float | None = None  # wait of training for a save
-    effective: float | None = None  # productive node hours / node hours
+    Attributes:
+        start_up_s: From a worker's start to the start of its first step.
+        first_step_s: Excess of a first step over later ones.
+        save_waited_s: Wait of training for a save.
+        effective: Productive node hours / node hours.
+    """
+
+    start_up_s: float | None = None
+    first_step_s: float | None = None
+    save_waited_s: float | None = None
+    effective: float | None = None
 
 
 class PredictedFigure(BaseModel):
@@ -88,6 +95,7 @@ def check_run_prediction(
     """Predict a run with its own configuration and compare that with its measurements.
 
     Args:
+        run: A run with steps.
         cluster: Another profile (a shipped name or a file) for the hardware figures; None: the
             run's own.
         expect: Returns the predictions other than step time.

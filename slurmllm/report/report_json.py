@@ -19,6 +19,7 @@ def to_json(runs: Sequence[RunFacts], written: ReportFiles | None) -> dict[str, 
     """The whole document; unknown values are null.
 
     Args:
+        runs: The runs of the report.
         written: Its files; None if none were written.
     """
     used = [facts.used for facts in runs if facts.used is not None]

@@ -23,12 +23,17 @@ from slurmllm.report.throughput import Rate
 
 
 class ScalingRow(NamedTuple):
-    """A run on one number of nodes."""
+    """A run on one number of nodes.
+
+    Attributes:
+        facts: The run.
+        rate: Its throughput.
+        efficiency: Throughput per node relative to that on the fewest nodes, with the same model,
+            hardware and sequence length; None if nodes or throughput are unknown.
+    """
 
     facts: RunFacts
     rate: Rate
-    # throughput per node relative to that on the fewest nodes, with the same model, hardware and
-    # sequence length; None if nodes or throughput are unknown
     efficiency: float | None
 
     @property

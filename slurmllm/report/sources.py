@@ -42,6 +42,7 @@ def find_run_directory(source: str, root: Path) -> Path | None:
 
     Args:
         source: A run's name or a directory.
+        root: The folder of all runs.
 
     Raises:
         RunError: a folder cannot be read.
@@ -171,6 +172,7 @@ def read_checkpoints(
     Files are not verified: `slurmllm checkpoint verify` does that.
 
     Args:
+        run: The run.
         events: Its events, oldest first.
         warnings: Warnings about unreadable files are appended.
     """

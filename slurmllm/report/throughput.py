@@ -24,20 +24,33 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Rate:
-    """The throughput of a run's steps on one number of nodes."""
+    """The throughput of a run's steps on one number of nodes.
 
-    nodes: int | None  # number of nodes; None if no record has it
-    workers: int | None  # number of workers; None if no record has it
-    steps: int  # steps on so many nodes that the run kept
-    first_steps: int  # those among the run's first 500 steps
-    seq_per_s: float | None  # mean over all steps
-    tokens_per_s: float | None  # mean over all steps
-    seq_per_s_first_500: float | None  # mean over the first steps
-    tokens_per_s_first_500: float | None  # mean over the first steps
-    step_s: float | None  # median step time, s
-    # Model-FLOPs utilization at the mean throughput; None if the peak is unknown
+    Attributes:
+        nodes: Number of nodes; None if no record has it.
+        workers: Number of workers; None if no record has it.
+        steps: Steps on so many nodes that the run kept.
+        first_steps: Those among the run's first 500 steps.
+        seq_per_s: Mean over all steps.
+        tokens_per_s: Mean over all steps.
+        seq_per_s_first_500: Mean over the first steps.
+        tokens_per_s_first_500: Mean over the first steps.
+        step_s: Median step time, s.
+        mfu: Model-FLOPs utilization at the mean throughput; None if the peak is unknown.
+        usd_per_hour: Price of all nodes; None without a price.
+    """
+
+    nodes: int | None
+    workers: int | None
+    steps: int
+    first_steps: int
+    seq_per_s: float | None
+    tokens_per_s: float | None
+    seq_per_s_first_500: float | None
+    tokens_per_s_first_500: float | None
+    step_s: float | None
     mfu: float | None = None
-    usd_per_hour: float | None = None  # price of all nodes; None without a price
+    usd_per_hour: float | None = None
 
     @property
     def tokens_per_usd(self) -> float | None:
@@ -58,6 +71,7 @@ def throughput_by_nodes(
         curve: The run's metrics.
         sizes: Attempt → its nodes and workers, if known.
         config: The run's configuration.
+        usd_per_node_hour: Price of a node.
     """
     sequences, tokens = per_s(curve)
     # A curve may begin later than step 1: the first 500 of the steps that it has.

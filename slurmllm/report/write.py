@@ -57,7 +57,10 @@ def to_html(
     """The whole page.
 
     Args:
+        title: Title of the page.
+        sections: Its content.
         data: Data of its plots (`figures.page_data`).
+        made_at: Time of writing.
     """
     # Only plotly.js is used, which plotly's Python package contains.
     from plotly.offline import (  # type: ignore[import-untyped]
@@ -137,6 +140,8 @@ def to_markdown(
     """The whole text.
 
     Args:
+        title: Its heading.
+        sections: Its content.
         pictures: Name → path, relative to the text, of those that there are.
         made_at: When, for people.
     """
@@ -188,9 +193,14 @@ def _safe(text: str) -> str:
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """The files of a report."""
+    """The files of a report.
 
-    html: Path | None  # the page; None if it was not requested
+    Attributes:
+        html: The page; None if it was not requested.
+        markdown: The Markdown.
+    """
+
+    html: Path | None
     markdown: Path
 
 
@@ -198,6 +208,7 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool = True) -> Rep
     """Write a report: the page, the Markdown next to it, and its pictures.
 
     Args:
+        runs: The runs of the report.
         page: The .html file; the Markdown has the same name with .md.
         html: Whether to write the page.
 

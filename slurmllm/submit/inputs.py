@@ -76,7 +76,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         share.model_copy(update={"path": absolute(share.path, 0)}) for share in data.corpora
     )
     tokenizer = None if data.tokenizer is None else absolute(data.tokenizer, 1)
-    from slurmllm.data.check import check_corpora
+    from slurmllm.data.inspection import check_corpora
 
     check_corpora(
         [(Path(share.path), share.weight) for share in corpora],

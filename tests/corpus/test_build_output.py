@@ -16,9 +16,8 @@ from click.testing import CliRunner
 from data.conftest import names_in
 
 from slurmllm.cli.data import data
-from slurmllm.corpus.megatron_output import token_files
-from slurmllm.corpus.output import output_files
-from slurmllm.corpus.work_folder import WorkFolder
+from slurmllm.corpus.join import token_files
+from slurmllm.corpus.work_folder import WorkFolder, output_files
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 
@@ -26,7 +25,7 @@ from slurmllm.errors import DataError
 HUGE = """
 import resource, sys
 from pathlib import Path
-from slurmllm.corpus import arrow_output, finished_shard
+from slurmllm.corpus import finished_shard, join
 from slurmllm.corpus.shard import ColumnRecord, ShardInput, ShardRecord
 from slurmllm.corpus.work_folder import WorkFolder
 
@@ -53,7 +52,7 @@ record = ShardRecord(documents=rows, empty=0, short=0, bad=0, bad_examples=(), r
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()
 file = Nothing()
-arrow_output.write_arrow(file, [finished_shard.FinishedShard(folder, record, 0)], rows,
+join.write_arrow(file, [finished_shard.FinishedShard(folder, record, 0)], rows,
     {"text": rows * length}, ["a"], WorkFolder(folder), lambda done: None)
 print(file.size_bytes, peak() - before)
 """

@@ -203,11 +203,11 @@ def test_a_killed_build_continues(inputs: Path, how: str) -> None:
 # Kills itself when it writes the corpus, or when it renames the manifest.
 DYING = """
 import os, pathlib, signal, sys
-from slurmllm.corpus import arrow_output
+from slurmllm.corpus import join
 die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 replace = pathlib.Path.replace
 if sys.argv.pop(1) == "join":
-    arrow_output._offsets = die
+    join._offsets = die
 else:
     pathlib.Path.replace = lambda path, to: (
         die if str(to).endswith(".arrow.json") else replace)(path, to)

@@ -14,7 +14,7 @@ from data.conftest import names_in
 from slurmllm.corpus import builtin
 from slurmllm.corpus.build import CorpusManifest, manifest_path
 from slurmllm.corpus.builtin import ensure_stdlib
-from slurmllm.data.check import check_corpora
+from slurmllm.data.inspection import check_corpora
 from slurmllm.data.tokenizer import vocab_size_of
 from slurmllm.errors import DataError
 

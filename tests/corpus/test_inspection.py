@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 from data.conftest import some_texts
 
 from slurmllm.cli.main import cli
-from slurmllm.corpus import inspection
-from slurmllm.corpus.inspection import inspect_corpus
-from slurmllm.data.sources.opening import open_source
+from slurmllm.data import inspection
+from slurmllm.data.inspection import inspect_corpus
+from slurmllm.data.sources import open_source
 from slurmllm.data.tokenizer import TokenEncoder
 
 

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from slurmllm.data.chat import ChatFormat
+from slurmllm.data.sources import open_source
 from slurmllm.data.sources.base import UNTRAINED
-from slurmllm.data.sources.opening import open_source
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder, train_tokenizer

@@ -11,7 +11,7 @@ import pyarrow.ipc
 import pytest
 from tokenizers import Tokenizer, models
 
-from slurmllm.data.check import CorpusFacts, check_corpora
+from slurmllm.data.inspection import CorpusFacts, check_corpora
 from slurmllm.data.sources.arrow import Corpus
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
@@ -146,8 +146,8 @@ def test_a_corpus_with_damaged_text(tmp_path: Path) -> None:
 
 def test_fast_and_without_torch(corpus: Path, tokenizer: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from slurmllm.data.check import check_corpora;"
-        "import slurmllm.data.stream, slurmllm.corpus.builtin, slurmllm.data.worker;"
+        "import sys; from pathlib import Path; from slurmllm.data.inspection import check_corpora;"
+        "import slurmllm.data.stream, slurmllm.corpus.builtin, slurmllm.data.prefetch;"
         "check_corpora([(Path(sys.argv[1]), 1.0)], Path(sys.argv[2]), 320, 8, 8);"
         "assert 'torch' not in sys.modules"
     )

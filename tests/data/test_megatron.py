@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slurmllm.data.sources import tokenized
+from slurmllm.data.sources import open_source, tokenized
 from slurmllm.data.sources.base import BEGINS
-from slurmllm.data.sources.opening import open_source
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 

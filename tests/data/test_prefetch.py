@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from slurmllm.data.prefetch import PARENT_SIGNALS
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
-from slurmllm.data.worker import PARENT_SIGNALS
 from slurmllm.errors import CodeError, DataError, NodeError, StorageError
 
 from .corpora import write_texts

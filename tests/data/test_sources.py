@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from slurmllm.data.sources import text
+from slurmllm.data.sources import open_source, text
 from slurmllm.data.sources.base import BEGINS, Source, document_hash, fingerprint
-from slurmllm.data.sources.opening import open_source
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from evaluate.conftest import in_processes
 from slurmllm.cli.main import cli
-from slurmllm.data.sources.opening import open_all
+from slurmllm.data.sources import open_all
 from slurmllm.data.spec import Split
 from slurmllm.evaluate.validation_loss import batches, held_out_loss
 from slurmllm.evaluate.validation_text import stream_spec, validation_text

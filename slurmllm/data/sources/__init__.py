@@ -1,1 +1,75 @@
-"""Corpora as training reads them: one file per kind of corpus."""
+"""Corpora of all kinds as documents of token ids; recognized by content and ending."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slurmllm.errors import DataError
+
+if TYPE_CHECKING:
+    from slurmllm.data.sources.base import Source
+    from slurmllm.data.tokenizer import TokenEncoder
+
+
+def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None) -> Source:
+    """Open a corpus.
+
+    Args:
+        path: An Arrow corpus, of texts or of prompts and completions; a Megatron `.idx`, its
+            `.bin` or the name of both without the ending; a `.npy`.
+        encoder: Tokenizes texts; not needed for token ids.
+        vocab_size: Upper bound of the ids of tokenized corpora.
+
+    Raises:
+        DataError: missing, unreadable, of an unknown kind, or text without a tokenizer.
+    """
+    # Imports here: `sources.base`, which recipes need too, must not load tokenizers and pyarrow.
+    from slurmllm.data.sources.tokenized import NPY_MAGIC, MegatronSource, NumpySource, is_megatron
+
+    if is_megatron(path):
+        return MegatronSource(path, encoder, vocab_size)
+    magic = b""
+    # Errors are suppressed here: opening the file below raises them with a message.
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        magic = stream.read(len(NPY_MAGIC))
+    if path.suffix == ".npy" or magic == NPY_MAGIC:
+        return NumpySource(path, encoder, vocab_size)
+    # 0.1 s of imports that token ids do not need.
+    from slurmllm.data.sources.arrow import ArrowFile
+    from slurmllm.data.sources.text import PromptSource, TextSource, is_prompts
+
+    file = ArrowFile(path)
+    if encoder is None:
+        raise DataError(
+            f"{path} has text, and no tokenizer is set; name a tokenizer.json in data.tokenizer "
+            "(data inspect: --tokenizer)"
+        )
+    return PromptSource(file, encoder) if is_prompts(file) else TextSource(file, encoder)
+
+
+def open_all(
+    corpora: Sequence[tuple[Path, float]],
+    tokenizer: Path | None,
+    vocab_size: int | None,
+    mask: str,
+) -> tuple[list[Source], TokenEncoder | None]:
+    """Open the corpora of a blend, and their tokenizer.
+
+    Raises:
+        DataError: as for `open_source` and `TokenEncoder`, or `data.mask` needs the bounds of
+            documents, which are unknown.
+    """
+    from slurmllm.data.tokenizer import TokenEncoder
+
+    encoder = None if tokenizer is None else TokenEncoder(tokenizer)
+    sources = [open_source(path, encoder, vocab_size) for path, _ in corpora]
+    for source in sources:
+        if mask == "document" and not source.knows_documents:
+            raise DataError(
+                f"data.mask is document, and the documents' bounds in {source.path} are unknown; "
+                "set data.tokenizer, whose end-of-document token marks them, or data.mask=none"
+            )
+    return sources, encoder

@@ -1,18 +1,28 @@
-"""Count a corpus: documents, tokens, lengths, and how many epochs of it a recipe trains."""
+"""Corpora counted: whether a model can be trained on them, and `slurmllm data inspect`.
+
+`check_corpora` runs before a submit and reads as little as it can. `inspect_corpus` counts
+documents, tokens and lengths; `count_epochs` how many epochs of a corpus a recipe trains.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from slurmllm.data.order import Integers, Permutation
+from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import Request, Source
-from slurmllm.data.spec import StreamSpec
+from slurmllm.data.spec import Split, SplitName, StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.errors import DataError
 from slurmllm.progress import OnProgress
 from slurmllm.records import Record
 
@@ -22,6 +32,11 @@ SAMPLED_DOCUMENTS = 4000
 # Pieces of a long document that are tokenized for the estimate, evenly spread.
 _SAMPLED_PIECES = 8
 _AT_ONCE = 256
+# Upper bound of the mean bytes per token of natural text (English: 4 to 5, code: 3 to 4). A corpus
+# that fills a batch even at this rate need not be counted.
+_MOST_BYTES_PER_TOKEN = 16
+# Documents at the beginning of each corpus that are always read.
+_FIRST_DOCUMENTS = 16
 # Half the width of an interval that holds 95 % of a normal distribution, in standard deviations.
 _Z95 = 1.96
 
@@ -82,7 +97,7 @@ class SequencePart(Record):
     trained: bool = Field(description="false: a prompt, which is read but not trained")
 
 
-class Sequence(Record):
+class PackedSequence(Record):
     """A packed sequence of the first step."""
 
     number: int = Field(description="its row in the global batch")
@@ -163,7 +178,7 @@ def count_epochs(
     )
 
 
-def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list[Sequence]:
+def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list[PackedSequence]:
     """The first rows of the first step, decoded."""
     with PackedStream(spec, 0, 1) as stream:
         batch = stream.next_batch()
@@ -177,7 +192,7 @@ def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list
             SequencePart(text=encoder.decode(ids[begin:end]), trained=not prompt[begin])
             for begin, end in itertools.pairwise(bounds)
         )
-        found.append(Sequence(number=number, tokens=len(ids), parts=parts))
+        found.append(PackedSequence(number=number, tokens=len(ids), parts=parts))
     return found
 
 
@@ -220,3 +235,82 @@ def _describe_lengths(tokens: Integers) -> Lengths:
         longest=int(tokens.max()),
         histogram=tuple(buckets),
     )
+
+
+@dataclass(frozen=True)
+class CorpusFacts:
+    """Size of a corpus."""
+
+    documents: int
+    size: int  # of all documents
+    unit: Literal["bytes", "tokens"]
+    # To train on, end-of-document tokens included; None if the corpus is long enough without
+    # counting them.
+    tokens: int | None
+
+
+def check_corpora(
+    corpora: Sequence[tuple[Path, float]],
+    tokenizer: Path | None,
+    vocab_size: int,
+    seq_len: int,
+    global_batch: int,
+    validation: float = 0.0,
+    mask: Literal["none", "document"] = "none",
+) -> list[CorpusFacts]:
+    """Check that a model can be trained on corpora with a tokenizer.
+
+    Reads the tokenizer, each corpus's metadata and its first documents; more only if the corpus
+    might be shorter than its part of a global batch, and no more than that.
+
+    The arguments are those of `StreamSpec`.
+
+    Raises:
+        SlurmllmError: corpus or tokenizer are missing, unreadable, damaged or do not fit.
+    """
+    sources, encoder = open_all(corpora, tokenizer, vocab_size, mask)
+    if encoder is not None and encoder.num_ids > vocab_size:
+        raise DataError(
+            f"tokenizer {tokenizer} has {encoder.num_ids} token ids, more than model.vocab_size "
+            f"{vocab_size}; set model.vocab_size to {encoder.num_ids} or more, or choose a "
+            f"tokenizer with at most {vocab_size}"
+        )
+    total = sum(weight for _, weight in corpora)
+    facts = []
+    for source, (_, weight) in zip(sources, corpora, strict=True):
+        # Detects a damaged file and ids beyond the vocabulary.
+        source.read([(document, 0) for document in range(min(len(source), _FIRST_DOCUMENTS))])
+        sides: tuple[SplitName, ...] = ("train", "validation") if validation else ()
+        for side in sides:
+            Split(side, validation).require_documents(source)
+        needed = math.ceil(global_batch * seq_len * weight / total)
+        tokens = _count_enough_tokens(source, Split("train", validation), needed)
+        if tokens is not None and tokens < needed:
+            share = f" x its share {weight / total:.3g}" if len(corpora) > 1 else ""
+            raise DataError(
+                f"corpus {source.path} has {tokens} tokens in {len(source)} documents"
+                f"{' with those held out' if validation else ''}, fewer than one global batch "
+                f"takes: train.global_batch {global_batch} x model.seq_len {seq_len}{share} = "
+                f"{needed}; add text to the corpus, or lower train.global_batch or model.seq_len"
+            )
+        facts.append(CorpusFacts(len(source), source.total_size, source.size_unit, tokens))
+    return facts
+
+
+def _count_enough_tokens(source: Source, split: Split, enough: int) -> int | None:
+    """Tokens on one side of a corpus; None if there are enough without counting all of them."""
+    rate = _MOST_BYTES_PER_TOKEN if source.size_unit == "bytes" else 1
+    # Twice: the hash holds out only about this fraction of the documents.
+    if source.total_size * (1 - split.validation) >= 2 * enough * rate:
+        return None
+    total = 0
+    for begin in range(0, len(source), _AT_ONCE):
+        documents = np.arange(begin, min(begin + _AT_ONCE, len(source)))
+        if not split.all_documents:
+            documents = documents[split.holds(source.document_hashes(documents))]
+        for document in documents.tolist():
+            if total >= enough:
+                return None
+            for piece in range(source.num_pieces(document)):
+                total += len(source.read([(document, piece)]).tokens)
+    return total
