@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which exist, which verify, which are invalidated.
+"""The checkpoints of a run: which exist, verify, are invalidated or expired.
 
 A roll-back invalidates the checkpoints saved after training began to diverge. Their files verify,
 so a resume must know them by the run's records. They stay on disk for inspection until training
@@ -7,19 +7,26 @@ reaches their step again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import shutil
+import time
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from slurmllm.checkpoint.manifest import file_faults, read_manifest
+from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.errors import CheckpointError, StorageError
 from slurmllm.records import CheckpointManifest, SkippedBatches, SkipsRecord
-from slurmllm.rundir import RunDir
+from slurmllm.rundir import RunDir, fsync_dir
 
 if TYPE_CHECKING:
     from slurmllm.progress import OnProgress
+
+log = logging.getLogger(__name__)
+
+REMOVED = "removed"  # suffix of a folder that is being removed
 
 
 def read_rollbacks(run: RunDir) -> tuple[SkippedBatches, ...]:
@@ -28,12 +35,10 @@ def read_rollbacks(run: RunDir) -> tuple[SkippedBatches, ...]:
 
 
 def invalidation_reason(step: int, attempt: int, rollbacks: Sequence[SkippedBatches]) -> str | None:
-    """Returns why the checkpoint that `attempt` saved at `step` is invalidated, None if valid.
-
-    A checkpoint of the same step saved by a later attempt is valid: that one trained past the
-    divergence again, without the skipped batches.
-    """
+    """Returns why the checkpoint that `attempt` saved at `step` is invalidated, None if valid."""
     for rollback in rollbacks:
+        # A later attempt trained past the divergence again, without the skipped batches: what it
+        # saved at the same step is valid.
         if step >= rollback.onset and attempt <= rollback.attempt:
             return (
                 f"attempt {attempt} saved it after the divergence from step {rollback.onset} on, "
@@ -125,3 +130,106 @@ def newest_verified(run: RunDir) -> tuple[Path, list[str]]:
         raise CheckpointError(f"run {run.name} has no checkpoint yet; see `slurmllm status`")
     lines = "\n".join(f"  {line}" for line in skipped)
     raise CheckpointError(f"none of the checkpoints of run {run.name} verifies:\n{lines}")
+
+
+class RetainedCheckpoint(NamedTuple):
+    """A checkpoint on disk, considered for removal.
+
+    Attributes:
+        saved_at: Unix time, s.
+        usable: Whether a run may resume from it, as far as is known without reading its files.
+    """
+
+    step: int
+    saved_at: float
+    usable: bool = True
+
+
+def expired_steps(
+    checkpoints: Sequence[RetainedCheckpoint],
+    now: float,
+    *,
+    keep: int,
+    keep_hours: float = 0.0,
+    keep_every: int | None = None,
+) -> list[int]:
+    """Returns the steps of the checkpoints to remove; at least one usable one always remains.
+
+    Args:
+        checkpoints: Oldest first; the newest has just been checked on disk.
+        now: Unix time, s.
+        keep: Number of newest usable checkpoints to keep.
+        keep_hours: Age in hours up to which all usable checkpoints are kept.
+        keep_every: Usable checkpoints at multiples of this step are kept.
+    """
+    # If the newest is unusable, the older ones are all that a resume has.
+    if not checkpoints or not checkpoints[-1].usable:
+        return []
+    newest = {one.step for one in [c for c in checkpoints if c.usable][-keep:]}
+    return [
+        one.step
+        for one in checkpoints
+        if one.step not in newest
+        and not (one.usable and now - one.saved_at < keep_hours * 3600)
+        and not (one.usable and keep_every and one.step % keep_every == 0)
+    ]
+
+
+def remove_expired(
+    run: RunDir,
+    newest: int,
+    keep: int,
+    keep_hours: float = 0.0,
+    keep_every: int | None = None,
+    in_use: Collection[int] = (),
+) -> None:
+    """Removes the expired checkpoints of a run; failures are logged and otherwise ignored.
+
+    Args:
+        newest: Step of the checkpoint that has just been published.
+        keep, keep_hours, keep_every: See `expired_steps`.
+        in_use: Steps of checkpoints that are being read.
+    """
+    found = []
+    try:
+        invalidated = invalidated_checkpoints(run)
+        for step in run.checkpoint_steps():
+            # The resume skipped later ones as damaged or invalidated; they stay for inspection
+            # until training reaches their step again.
+            if step > newest:
+                continue
+            directory = run.checkpoint(step)
+            try:
+                manifest = read_manifest(directory)
+            except StorageError:
+                found.append(RetainedCheckpoint(step, 0.0, usable=False))
+                continue
+            # Sizes only: the checksums are of the bytes as they were written, and reading the files
+            # again so soon would verify the page cache, not the disk.
+            usable = step not in invalidated and (
+                step < newest or not file_faults(directory, manifest.files, checksums=False)
+            )
+            found.append(RetainedCheckpoint(step, manifest.saved_at, usable))
+    except StorageError as error:
+        log.warning("no checkpoint is removed: %s", error)
+        return
+    now = time.time()
+    for step in expired_steps(found, now, keep=keep, keep_hours=keep_hours, keep_every=keep_every):
+        if step not in in_use:
+            _remove(run.checkpoint(step))
+
+
+def _remove(directory: Path) -> None:
+    # Renamed first: if the removal is killed, no partial checkpoint keeps the name.
+    hidden = directory.with_name(f".{directory.name}.{REMOVED}")
+    try:
+        if hidden.exists():
+            shutil.rmtree(hidden)
+        directory.rename(hidden)
+        fsync_dir(directory.parent)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        log.warning("cannot remove %s: %s", directory, error.strerror)
+        with suppress(OSError, StorageError):  # still complete: it may serve a resume
+            if not file_faults(hidden, read_manifest(hidden).files, checksums=False):
+                hidden.rename(directory)

@@ -1,16 +1,54 @@
-"""A folder that appears complete or not at all."""
+"""A checkpoint folder: manifest with checksums, verification, atomic creation and replacement."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slurmllm.errors import RunError, StorageError
+from slurmllm.records import CheckpointFile, CheckpointManifest
 from slurmllm.rundir import fsync_dir
+
+MANIFEST = "manifest.json"
+
+
+def describe(directory: Path, name: str, sha256: str | None = None) -> CheckpointFile:
+    """Returns size and checksum of one file, which is read unless its `sha256` is given."""
+    path = directory / name
+    if sha256 is None:
+        with path.open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    return CheckpointFile(path=name, bytes=path.stat().st_size, sha256=sha256)
+
+
+def read_manifest(directory: Path) -> CheckpointManifest:
+    """Raises a StorageError if the manifest is missing or damaged."""
+    # The manifest is a save's last file: without it the folder is incomplete.
+    if not (directory / MANIFEST).is_file():
+        raise StorageError(f"{directory.name} has no {MANIFEST}: its save did not finish")
+    return CheckpointManifest.load(directory / MANIFEST)
+
+
+def file_faults(
+    directory: Path, files: Sequence[CheckpointFile], *, checksums: bool = True
+) -> list[str]:
+    """Verifies the sizes of files, then their checksums; returns one line per fault."""
+    faults = []
+    for file in files:
+        try:
+            size = (directory / file.path).stat().st_size
+            if size != file.bytes:  # a file of another size is not worth reading
+                faults.append(f"{file.path} has {size} bytes instead of {file.bytes}")
+            elif checksums and describe(directory, file.path).sha256 != file.sha256:
+                faults.append(f"{file.path} does not match its checksum")
+        except OSError as error:
+            faults.append(f"{file.path} cannot be read: {error.strerror or error}")
+    return faults
 
 
 def require_absent(target: Path) -> None:
@@ -35,17 +73,15 @@ def require_absent(target: Path) -> None:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Creates a folder under a temporary name and renames it when the block completes.
 
-    If the block raises, the temporary folder and the parents created for it are removed. A process
-    killed by SIGKILL leaves the temporary folder, `.<name>.<random>.tmp`.
-
-    Yields:
-        The temporary folder. The block must fsync its files; folders are fsynced here.
+    The block must fsync its files; folders are fsynced here. If it raises, the temporary folder and
+    the parents created for it are removed. SIGKILL leaves the folder, `.<name>.<random>.tmp`.
 
     Raises:
         RunError: The target exists already.
         StorageError: The file system failed a write.
     """
     require_absent(target)
+    # A symbolic link to an empty folder stays a link: rename() would refuse to replace it.
     target = Path(os.path.realpath(target))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     parents = [parent for parent in target.parents if not parent.exists()]
@@ -58,7 +94,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         fsync_dir(target.parent)
     except BaseException as error:  # KeyboardInterrupt too: no half folder may remain
         shutil.rmtree(temporary, ignore_errors=True)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another process may have put something there
             for parent in parents:
                 parent.rmdir()
         if isinstance(error, OSError):
@@ -67,3 +103,15 @@ def atomic_folder(target: Path) -> Iterator[Path]:
                 "space or fix the file system and try again"
             ) from error
         raise
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Renames a complete checkpoint to its final name durably, in place of an existing one."""
+    replaced = target.with_name(f".{target.name}.replaced")
+    if target.exists():  # damaged or invalidated: the resume skipped it
+        # rename() does not replace a folder that has content.
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    temporary.rename(target)
+    fsync_dir(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmllm.checkpoint.manifest import MANIFEST, read_manifest
+from slurmllm.checkpoint.folder import MANIFEST, publish, read_manifest
 from slurmllm.config.recipe import CheckpointConfig
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.records import CheckpointManifest
@@ -103,7 +103,14 @@ class Replica:
                 for file in manifest.files:
                     path = temporary / file.path
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    if self._get(self.path(step, file.path), path) != file.sha256:
+                    checksum, source = hashlib.sha256(), self.path(step, file.path)
+                    with self.file_system.open(source, "rb") as stream, path.open("wb") as copy:
+                        while chunk := stream.read(_CHUNK_BYTES):
+                            checksum.update(chunk)
+                            copy.write(chunk)
+                        copy.flush()
+                        os.fsync(copy.fileno())
+                    if checksum.hexdigest() != file.sha256:
                         raise OSError(f"{file.path} does not match its checksum there")
                 for folder in {(temporary / file.path).parent for file in manifest.files}:
                     fsync_dir(folder)
@@ -135,23 +142,11 @@ class Replica:
         self.file_system.makedirs(target.rpartition("/")[0], exist_ok=True)
         self.file_system.put_file(str(source), target)
 
-    def _get(self, source: str, target: Path) -> str:
-        """Downloads a file durably (fsync); returns its sha256."""
-        checksum = hashlib.sha256()
-        with self.file_system.open(source, "rb") as stream, target.open("wb") as copy:
-            while chunk := stream.read(_CHUNK_BYTES):
-                checksum.update(chunk)
-                copy.write(chunk)
-            copy.flush()
-            os.fsync(copy.fileno())
-        return checksum.hexdigest()
-
 
 def open_replica(config: CheckpointConfig, run: str) -> Replica | None:
     """Returns the replica of a run, None if the recipe has none.
 
-    Raises:
-        StorageError: No installed file system can open it.
+    Raises a StorageError if no installed file system can open it.
     """
     location = config.replica
     if location is None:
@@ -174,27 +169,12 @@ def _storage_errors(verb: str, path: str) -> Iterator[None]:
         raise StorageError(f"checkpoint.replica: cannot {verb} {path}: {reason}") from error
 
 
-def publish(temporary: Path, target: Path) -> None:
-    """Renames a complete checkpoint to its final name durably, in place of an existing one."""
-    replaced = target.with_name(f".{target.name}.replaced")
-    if target.exists():  # damaged or invalidated: the resume skipped it
-        # rename() does not replace a folder that has content.
-        shutil.rmtree(replaced, ignore_errors=True)
-        target.rename(replaced)
-    temporary.rename(target)
-    fsync_dir(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
 # step, seconds, bytes, error message
 OnCopied = Callable[[int, float, int, str | None], None]
 
 
 class ReplicaCopier:
     """Copies checkpoints to the replica in the background, one at a time, always the newest.
-
-    A failed copy is reported; the next checkpoint is tried again. The thread is a daemon, so that a
-    copy in progress does not delay the end of the process.
 
     Args:
         keep: Number of replicas to keep.
@@ -228,7 +208,7 @@ class ReplicaCopier:
         with self._changed:
             self._pending = step
             self._changed.notify_all()
-        if self._thread is None:
+        if self._thread is None:  # a daemon: a copy must not delay the end of the process
             self._thread = threading.Thread(target=self._copy_loop, name="replica", daemon=True)
             self._thread.start()
 
@@ -252,7 +232,7 @@ class ReplicaCopier:
                 self._refuse_if_superseded()
                 num_bytes = self._replica.put(self._run.checkpoint(step))
                 self._replica.retain(self._keep)
-            except SlurmllmError as error:
+            except SlurmllmError as error:  # reported; the next checkpoint is tried again
                 fault = str(error)
             self._on_copied(step, time.monotonic() - began, num_bytes, fault)
             with self._changed:

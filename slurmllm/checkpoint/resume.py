@@ -12,7 +12,7 @@ from slurmllm.checkpoint.catalogue import (
     invalidation_reason,
     read_rollbacks,
 )
-from slurmllm.checkpoint.manifest import file_faults, read_manifest
+from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.replicas import Replica, open_replica
 from slurmllm.checkpoint.shards import ShardBackend
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_differences
@@ -48,7 +48,13 @@ def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str,
     replica: Replica | None = None
     listing = None
     if backend.worker.rank == 0:
-        replica, replica_steps = _open_replica(run, backend)
+        replica_steps: list[int] = []
+        try:
+            replica = open_replica(backend.config.recipe.checkpoint, run.name)
+            replica_steps = usable_steps(run, replica) if replica is not None else []
+        except StorageError as error:  # the run's own checkpoints do not depend on it
+            log.warning("%s", error)
+            replica = None
         listing = (run.checkpoint_steps(), invalidated_checkpoints(run), replica_steps)
     steps, invalidated, replica_steps = backend.gather(listing)[0]
     skipped: list[str] = []
@@ -72,16 +78,6 @@ def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str,
     return Resumable(None, (), _newer_than(0, invalidated))
 
 
-def _open_replica(run: RunDir, backend: ShardBackend) -> tuple[Replica | None, list[int]]:
-    """Opens the run's replica and lists its usable steps; a failure is only a warning."""
-    try:
-        replica = open_replica(backend.config.recipe.checkpoint, run.name)
-        return replica, usable_steps(run, replica) if replica is not None else []
-    except StorageError as error:
-        log.warning("%s", error)
-        return None, []
-
-
 def _fetch(replica: Replica, step: int, run: RunDir) -> str | None:
     """Restores a checkpoint from its replica; returns the fault if that fails."""
     try:
@@ -95,13 +91,11 @@ def _fetch(replica: Replica, step: int, run: RunDir) -> str | None:
 def usable_steps(run: RunDir, replica: Replica) -> list[int]:
     """Returns the steps of the replicas that a run may resume from, oldest first.
 
-    Without invalidated ones, and without those of an older run of the same name.
-
-    Raises:
-        StorageError: The replica is unreachable, or the run's records are damaged.
+    Raises a StorageError if the replica is unreachable, or the run's records are damaged.
     """
     rollbacks = read_rollbacks(run)
     submissions = JobsRecord.load(run.jobs).submissions if run.jobs.exists() else ()
+    # An older run of the same name, whose folder was removed, may have left replicas.
     created_at = min((one.submitted_at for one in submissions), default=0.0)
     return [
         manifest.step
@@ -128,6 +122,7 @@ def first_fault(directory: Path, backend: ShardBackend) -> str | None:
     manifest, fault = backend.gather((manifest, fault))[0]
     if manifest is None:
         return fault
+    # Every worker reads a part: one alone takes minutes for a large checkpoint.
     share = manifest.files[backend.worker.rank :: backend.worker.world_size]
     faults = [line for part in backend.gather(file_faults(directory, share)) for line in part]
     return "; ".join(faults) or None

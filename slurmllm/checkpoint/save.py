@@ -24,10 +24,8 @@ from contextlib import contextmanager
 from threading import Thread
 from typing import TypeVar
 
-from slurmllm.checkpoint.catalogue import list_checkpoints
-from slurmllm.checkpoint.manifest import MANIFEST, describe
-from slurmllm.checkpoint.replicas import publish
-from slurmllm.checkpoint.retention import REMOVED, remove_expired
+from slurmllm.checkpoint.catalogue import REMOVED, list_checkpoints, remove_expired
+from slurmllm.checkpoint.folder import MANIFEST, describe, publish
 from slurmllm.checkpoint.shards import ShardBackend, ShardWrite
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError
@@ -55,10 +53,6 @@ def save(run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) ->
 
 class Save:
     """A save in progress, created and finished by all workers together (collective).
-
-    Args:
-        state: The training loop's state to store with the shards.
-        attempt: Number of this attempt of the train stage.
 
     Attributes:
         num_bytes: Size of all files, known when the save has finished.
@@ -97,11 +91,7 @@ class Save:
     def finish(self, in_use: Collection[int] = ()) -> float:
         """Waits for all workers' files and publishes the checkpoint (collective).
 
-        Args:
-            in_use: Steps of checkpoints that retention must keep because they are being read.
-
-        Returns:
-            Seconds since the save began.
+        Returns the seconds since the save began. Retention keeps the steps `in_use`.
         """
         with self._all_or_nothing():
             _agree(self._backend, self._files.result)
@@ -135,7 +125,7 @@ class Save:
     def _create_folder(self) -> None:
         if not self._first:
             return
-        if self._temporary.exists():
+        if self._temporary.exists():  # a save of this attempt failed at this step before
             shutil.rmtree(self._temporary)
         self._temporary.mkdir(parents=True)
         fsync_dir(self._run.path)  # the first save creates the checkpoints' folder too
@@ -154,6 +144,7 @@ class Save:
 
     def _describe(self, shards: ShardWrite, name: str) -> CheckpointFile:
         """Makes a file durable and returns its size and checksum."""
+        # Whoever wrote the file may have closed it without an fsync.
         descriptor = os.open(self._temporary / name, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -162,6 +153,7 @@ class Save:
         return describe(self._temporary, name, shards.sha256(name))
 
     def _publish(self, manifest: CheckpointManifest) -> None:
+        # The files are durable already; without these their names may be lost in a power failure.
         parents = {(self._temporary / file.path).parent for file in manifest.files}
         for folder in sorted(parents, reverse=True):
             fsync_dir(folder)
@@ -180,7 +172,14 @@ class Save:
         except _SaveFailed as failure:
             message = f"cannot save {self._target}: {failure}"
             if self._first:  # before the clean-up, which frees the space that was missing
-                message += self._advice()
+                free = shutil.disk_usage(self._run.path).free
+                sizes = (entry.num_bytes for entry in reversed(list_checkpoints(self._run)))
+                needed = next((size for size in sizes if size), None)
+                last = f"; the last checkpoint took {needed / 1e6:.1f} MB" if needed else ""
+                message += (
+                    f"; {free / 1e6:.1f} MB are free there{last}. Older checkpoints are untouched: "
+                    "free space (or raise the quota or the file size limit), then `slurmllm resume`"
+                )
             self._give_up()
             raise CheckpointError(message) from failure
 
@@ -189,17 +188,6 @@ class Save:
             self._shards.abandon()
         if self._first:
             shutil.rmtree(self._temporary, ignore_errors=True)
-
-    def _advice(self) -> str:
-        """Returns the free and the needed space, and what to do."""
-        free = shutil.disk_usage(self._run.path).free
-        sizes = (entry.num_bytes for entry in reversed(list_checkpoints(self._run)))
-        needed = next((size for size in sizes if size), None)
-        last = f"; the last checkpoint took {needed / 1e6:.1f} MB" if needed else ""
-        return (
-            f"; {free / 1e6:.1f} MB are free there{last}. Older checkpoints are untouched: free "
-            "space (or raise the quota or the file size limit), then `slurmllm resume`"
-        )
 
 
 class _SaveFailed(Exception):
@@ -225,6 +213,7 @@ def _agree_all(backend: ShardBackend, part: Callable[[], T]) -> list[T]:
         fault = f"{error.strerror or error} (rank {worker.rank} on {worker.node})"
     except StorageError as error:
         fault = str(error)
+    # Reached whatever happened: a worker that raised before would leave the others waiting.
     answers = backend.gather((result, fault, superseded))
     for _, fault, superseded in answers:
         if fault is not None:
@@ -249,8 +238,7 @@ def refuse_if_superseded(run: RunDir, attempt: int) -> None:
 def remove_leftovers(run: RunDir, attempt: int | None = None) -> None:
     """Removes temporary folders of interrupted saves; called by rank 0 at the start.
 
-    Args:
-        attempt: This attempt; what newer ones are writing stays. None removes all.
+    What attempts after `attempt` are writing stays; None removes all.
     """
     if not run.checkpoints.is_dir():
         return

@@ -31,21 +31,17 @@ class ShardWrite(ABC):
 
     @abstractmethod
     def wait(self) -> list[str]:
-        """Wait until this worker's shards are durable (fsync). May be called from any thread.
+        """Wait until this worker's shards are durable (fsync); called from any thread.
 
-        Returns:
-            Names of the files that this worker wrote.
-
-        Raises:
-            OSError, StorageError: The file system failed a write.
+        Returns the names of the files that this worker wrote. Raises an OSError or a StorageError
+        if the file system failed a write.
         """
 
     @abstractmethod
     def finish(self) -> list[str]:
         """Complete what all workers wrote (collective), after `wait` returned on all of them.
 
-        Returns:
-            Names of further files that this worker wrote.
+        Returns the names of further files that this worker wrote.
         """
 
     def sha256(self, name: str) -> str | None:
@@ -54,23 +50,6 @@ class ShardWrite(ABC):
 
     def abandon(self) -> None:  # noqa: B027  most have nothing to release
         """Give up the write because it failed on one of the workers."""
-
-
-class CompletedWrite(ShardWrite):
-    """Shards that are already durable.
-
-    Args:
-        names: Files that this worker wrote.
-    """
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-
-    def wait(self) -> list[str]:
-        return self._names
-
-    def finish(self) -> list[str]:
-        return []
 
 
 class WorkerIdentity(Protocol):

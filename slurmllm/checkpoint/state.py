@@ -1,22 +1,36 @@
-"""The training loop's state in a checkpoint, and the fingerprint that a resume compares."""
+"""The training state and the model of a checkpoint, and whether a run can use them; no torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
+from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig, Recipe
 from slurmllm.config.resolve import flatten
-from slurmllm.records import Record
+from slurmllm.errors import RunError, StorageError
+from slurmllm.records import ImportedModel, Record
 
 TRAIN_STATE = "train_state.json"
 # AdamW's state per parameter next to `step`, by torch's names.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MODEL = "model.json"
+INDEX = "weights.safetensors.index.json"
 _MODEL_PREFIX = "model."
+# Fields that change neither the parameters nor what they compute, or that are compared separately.
+_IGNORED_FIELDS = {
+    "init_std",
+    "scaled_init",
+    "output_init_std",
+    "vocab_pad_multiple",
+    "num_kv_heads",
+    "seq_len",
+}
 
 
 class TrainState(Record):
@@ -35,11 +49,8 @@ class TrainState(Record):
 def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
     """Returns what must be equal for training to continue a checkpoint: dotted path → value.
 
-    Model and data order. Learning rate, mesh and number of steps may change.
-
-    Args:
-        corpus: Content hash of the corpus.
-        tokenizer: Content hash of the tokenizer.
+    Model and data order, with the content hashes of corpus and tokenizer. Learning rate, mesh and
+    number of steps may change.
     """
     return {
         **flatten(recipe.model.model_dump(mode="json"), _MODEL_PREFIX),
@@ -77,3 +88,81 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
         for path in [*saved, *(path for path in current if path not in saved)]
         if saved.get(path) != current.get(path)
     ]
+
+
+class Origin(NamedTuple):
+    """A checkpoint folder and its model.
+
+    Attributes:
+        imported: The record that `checkpoint import` wrote; None for a run's checkpoint.
+    """
+
+    directory: Path
+    model: ModelConfig
+    imported: ImportedModel | None
+
+
+def read_origin(directory: Path) -> Origin:
+    """Reads which model a checkpoint folder holds.
+
+    Raises:
+        RunError: The folder is no checkpoint, or its model is unknown to this version.
+        StorageError: The folder is damaged.
+    """
+    imported: ImportedModel | None = None
+    try:
+        if (directory / MODEL).is_file():
+            imported = ImportedModel.load(directory / MODEL)
+            values: dict[str, Any] = imported.model
+        elif (directory / TRAIN_STATE).is_file():
+            values = model_fields(TrainState.load(directory / TRAIN_STATE).fingerprint)
+        else:
+            raise RunError(
+                f"{directory} is no checkpoint: it holds neither {TRAIN_STATE} (a run's) nor "
+                f"{MODEL} (an imported one); name runs/<run>/checkpoints/step_XXXXXXXX or a folder "
+                "that `slurmllm checkpoint import` created"
+            )
+        return Origin(directory, ModelConfig.model_validate(values), imported)
+    except OSError as error:
+        raise StorageError(f"cannot read {directory}: {error.strerror or error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "model"
+        raise RunError(
+            f"{directory} is of a model that this version does not know: model.{field}: "
+            f"{first['msg']}; use the version that wrote it"
+        ) from error
+
+
+def model_differences(stored: ModelConfig, wanted: ModelConfig) -> list[str]:
+    """Compares a checkpoint's model with a recipe's; returns one line per incompatible field."""
+    fields = [
+        (name, getattr(stored, name), getattr(wanted, name))
+        for name in ModelConfig.model_fields
+        if name not in _IGNORED_FIELDS
+    ]
+    fields.append(("num_kv_heads", stored.kv_heads, wanted.kv_heads))
+    differing = [field for field in fields if field[1] != field[2]]
+    # Learned positions are parameters: a shorter table has no rows for the last positions.
+    if FAMILIES[stored.family].positions == "learned" and stored.seq_len < wanted.seq_len:
+        differing.append(("seq_len", stored.seq_len, wanted.seq_len))
+    return [f"model.{name}: the checkpoint has {a!r}, the recipe {b!r}" for name, a, b in differing]
+
+
+def require_model(directory: Path, wanted: ModelConfig) -> Origin:
+    """Checks that a run may start from a checkpoint (`train.init_from`).
+
+    Raises:
+        RunError: The folder is no checkpoint, or its model differs.
+        StorageError: The folder is damaged.
+    """
+    origin = read_origin(directory)
+    lines = model_differences(origin.model, wanted)
+    if lines:
+        raise RunError(
+            f"the weights in {directory} are of another model than the recipe's:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nset the recipe's values to the checkpoint's (--set), or name another checkpoint "
+            "in train.init_from"
+        )
+    return origin

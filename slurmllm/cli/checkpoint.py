@@ -335,7 +335,7 @@ def convert(
 def _verified_checkpoint(source: str, run: str | None, runs_dir: str | None) -> Path:
     """Returns the checkpoint folder that the arguments name, after verifying it."""
     from slurmllm.checkpoint.catalogue import newest_verified, read_entry
-    from slurmllm.checkpoint.origin import read_origin
+    from slurmllm.checkpoint.state import read_origin
     from slurmllm.errors import CheckpointError, RunError
     from slurmllm.rundir import find_run, runs_root
 

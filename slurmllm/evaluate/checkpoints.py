@@ -13,7 +13,7 @@ from slurmllm.checkpoint.catalogue import (
     newest_verified,
     read_entry,
 )
-from slurmllm.checkpoint.manifest import MANIFEST
+from slurmllm.checkpoint.folder import MANIFEST
 from slurmllm.errors import CheckpointError, RunError
 from slurmllm.evaluate.request import ModelRef, checkpoint_checksum, folder_checksum
 from slurmllm.rundir import RunDir, find_run, is_run

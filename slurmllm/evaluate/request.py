@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from slurmllm.checkpoint.origin import MODEL
+from slurmllm.checkpoint.state import MODEL
 from slurmllm.evaluate.suites import SuiteTask
 from slurmllm.records import CheckpointManifest
 from slurmllm.rundir import RunDir

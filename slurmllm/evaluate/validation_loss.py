@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slurmllm.checkpoint.formats.weights import weight_reader
-from slurmllm.checkpoint.origin import read_origin
+from slurmllm.checkpoint.state import read_origin
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.data.slots import POSITION
 from slurmllm.data.spec import StreamSpec

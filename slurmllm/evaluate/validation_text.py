@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.checkpoint.formats.tokenizer_files import TOKENIZER, TOKENIZER_FOLDER
-from slurmllm.checkpoint.origin import read_origin
+from slurmllm.checkpoint.state import read_origin
 from slurmllm.config.load import load
 from slurmllm.data.spec import StreamSpec
 from slurmllm.errors import DataError, UserError

@@ -19,7 +19,7 @@ def resolve_weights(config: RunConfig) -> RunConfig:
     """
     if config.recipe.train.init_from is None:
         return config
-    from slurmllm.checkpoint.origin import require_model
+    from slurmllm.checkpoint.state import require_model
 
     source = Path(config.recipe.train.init_from).absolute()
     require_model(source, config.recipe.model)

@@ -13,8 +13,8 @@ import torch
 from backends.conftest import LABELS, NewBackend, batch, micro_batches
 from slurmllm.backends.base import Backend
 from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.checkpoint.formats import dcp_writer
-from slurmllm.checkpoint.formats.dcp_writer import DcpWriter
+from slurmllm.checkpoint.formats import dcp_write
+from slurmllm.checkpoint.formats.dcp_write import DcpWriter
 
 ASYNCHRONOUS = "checkpoint.asynchronous=true"
 
@@ -118,7 +118,7 @@ def test_the_second_save_uses_the_memory_of_the_first(
 def test_several_files_of_one_worker(
     new_backend: NewBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_writer, "_SPLIT_BYTES", 0)
+    monkeypatch.setattr(dcp_write, "_SPLIT_BYTES", 0)
     backend = new_backend()
     train(backend, 2)
     assert backend.save_shards(tmp_path).wait() == ["__0_0.distcp", "__0_1.distcp", ".metadata"]

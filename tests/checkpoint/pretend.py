@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from train.gang import small_config
 
 from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, Worker
-from slurmllm.checkpoint.shards import CompletedWrite, ShardWrite, WeightReader
+from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.host_memory import Memory
 from slurmllm.plan.mesh import make_mesh
@@ -23,6 +23,19 @@ FINGERPRINT = fingerprint(CONFIG.recipe, "corpus-a", "tokenizer-a")
 
 def state(step: int) -> TrainState:
     return TrainState(step=step, tokens=step * 256, data={"at": step}, fingerprint=FINGERPRINT)
+
+
+class CompletedWrite(ShardWrite):
+    """Shards that are already durable."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def wait(self) -> list[str]:
+        return self._names
+
+    def finish(self) -> list[str]:
+        return []
 
 
 class PretendBackend(Backend):

@@ -28,14 +28,13 @@ from checkpoint.nxd_folders import (
     zero_shard,
 )
 from checkpoint.test_nxd_files import HALF, assert_holds
+from slurmllm.checkpoint.folder import MANIFEST, describe, file_faults, read_manifest
 from slurmllm.checkpoint.formats.converting import NxdMesh, plan_conversion, run_conversion
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.safetensors_files import write_index, write_shard
 from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.checkpoint.formats.weights import open_training, open_weights, weight_reader
-from slurmllm.checkpoint.manifest import MANIFEST, describe, file_faults, read_manifest
-from slurmllm.checkpoint.origin import INDEX, MODEL, read_origin
-from slurmllm.checkpoint.state import TRAIN_STATE, TrainState
+from slurmllm.checkpoint.state import INDEX, MODEL, TRAIN_STATE, TrainState, read_origin
 from slurmllm.cli.main import cli
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh as PlanMesh

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from checkpoint import hub
+from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.formats import exporting, importing
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
 from slurmllm.checkpoint.formats.safetensors_files import write_index, write_shard
 from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles, tokenizer_in
 from slurmllm.checkpoint.formats.weights import open_weights, weight_reader
-from slurmllm.checkpoint.manifest import file_faults, read_manifest
-from slurmllm.checkpoint.origin import INDEX, MODEL, read_origin
+from slurmllm.checkpoint.state import INDEX, MODEL, read_origin
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import StorageError

@@ -14,9 +14,8 @@ from checkpoint.nxd_folders import Layout, Whole, random_whole, write_nxd
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training, weight_reader
-from slurmllm.checkpoint.origin import read_origin
 from slurmllm.checkpoint.shards import Region
-from slurmllm.checkpoint.state import TrainState, fingerprint
+from slurmllm.checkpoint.state import TrainState, fingerprint, read_origin
 from slurmllm.config.load import load
 from slurmllm.errors import RunError, StorageError
 from slurmllm.model.decoder import build_model

@@ -11,7 +11,7 @@ from train.gang import small_config
 
 from checkpoint import pretend
 from checkpoint.pretend import FINGERPRINT, PretendGang, state
-from slurmllm.checkpoint.manifest import file_faults, read_manifest
+from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.replicas import Replica, ReplicaCopier, open_replica
 from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.checkpoint.save import save

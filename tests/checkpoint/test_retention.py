@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.pretend import PretendGang, state
-from slurmllm.checkpoint.retention import RetainedCheckpoint, expired_steps, remove_expired
+from slurmllm.checkpoint.catalogue import RetainedCheckpoint, expired_steps, remove_expired
 from slurmllm.checkpoint.save import save
 from slurmllm.records import SkippedBatches, SkipsRecord
 from slurmllm.rundir import RunDir

@@ -11,7 +11,7 @@ import pytest
 
 from checkpoint.pretend import FINGERPRINT, PretendGang, state
 from slurmllm.checkpoint import save as saving
-from slurmllm.checkpoint.manifest import describe, file_faults, read_manifest
+from slurmllm.checkpoint.folder import describe, file_faults, read_manifest
 from slurmllm.checkpoint.save import remove_leftovers, save
 from slurmllm.checkpoint.state import TrainState, fingerprint_digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from train.gang import Gang, make_data, make_run
 
+from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
 from slurmllm.checkpoint.formats.safetensors_files import plan_shards, write_index, write_shard
 from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
 from slurmllm.checkpoint.formats.weights import weight_reader
-from slurmllm.checkpoint.manifest import file_faults, read_manifest
-from slurmllm.checkpoint.origin import INDEX, MODEL, read_origin, require_model
-from slurmllm.checkpoint.state import TrainState
+from slurmllm.checkpoint.state import INDEX, MODEL, TrainState, read_origin, require_model
 from slurmllm.config.load import load
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import RunError, StorageError
@@ -162,7 +161,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from slurmllm.backends.base import Worker, load_backend
 from slurmllm.backends.native.tensor_parallel import apply_tensor_parallel
-from slurmllm.checkpoint.origin import read_origin
+from slurmllm.checkpoint.state import read_origin
 from slurmllm.checkpoint.save import save
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.checkpoint.formats.weights import VOCABULARY

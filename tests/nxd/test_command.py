@@ -10,7 +10,7 @@ import pytest
 from end_to_end.bench import SMALL, Bench
 
 from nxd.conftest import nxd_environment
-from slurmllm.checkpoint.formats.nxd_layout import LAYOUT
+from slurmllm.checkpoint.formats.nxd_files import LAYOUT
 from slurmllm.corpus.builtin import ensure_stdlib
 
 pytestmark = pytest.mark.nxd

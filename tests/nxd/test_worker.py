@@ -9,7 +9,7 @@ import pytest
 from train.gang import Gang, curve, make_data, make_run
 
 from nxd.conftest import nxd_environment
-from slurmllm.checkpoint.manifest import file_faults, read_manifest
+from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.errors import EXIT_REQUEUE, CheckpointError
 from slurmllm.rundir import RunDir
 

@@ -285,7 +285,7 @@ def test_resume_looks_at_other_weights_to_start_from(
     monkeypatch.chdir(tmp_path)
     looked_at = []
     monkeypatch.setattr(
-        "slurmllm.checkpoint.origin.require_model", lambda source, model: looked_at.append(source)
+        "slurmllm.checkpoint.state.require_model", lambda source, model: looked_at.append(source)
     )
     assert call("resume", "r", "--set", "train.init_from=weights").exit_code == 0
     assert load(run.config).recipe.train.init_from == str(tmp_path / "weights")

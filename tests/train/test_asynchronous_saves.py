@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from slurmllm.checkpoint.manifest import file_faults, read_manifest
+from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.rundir import RunDir
 from train.conftest import LONG
 from train.gang import Gang, curve, rows

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.checkpoint.manifest import file_faults, read_manifest
+from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.records import FailureRecord
 from slurmllm.rundir import RunDir
 from train.conftest import LONG

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from slurmllm.backends.base import Worker
-from slurmllm.checkpoint.formats.dcp_writer import DcpWriter, dcp_error
+from slurmllm.checkpoint.formats.dcp_write import DcpWriter, dcp_error
 from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.errors import StorageError
 

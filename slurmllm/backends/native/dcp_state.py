@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from slurmllm.backends.base import Worker
 from slurmllm.backends.native.sharded_tensors import local_part, local_region
-from slurmllm.checkpoint.formats.dcp_writer import dcp_error
-from slurmllm.checkpoint.formats.nxd_layout import read_layout
+from slurmllm.checkpoint.formats.dcp_write import dcp_error
+from slurmllm.checkpoint.formats.nxd_files import read_layout
 from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training
-from slurmllm.checkpoint.origin import read_origin
-from slurmllm.checkpoint.state import MOMENTS
+from slurmllm.checkpoint.state import MOMENTS, read_origin
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError
 

@@ -35,7 +35,7 @@ from slurmllm.backends.nxd.environment import unsupported_settings
 from slurmllm.backends.nxd.gradients import Norm, clip_, sum_replicated_kv
 from slurmllm.backends.nxd.saving import NxdSaving
 from slurmllm.backends.nxd.shards import ParameterShards
-from slurmllm.checkpoint.formats.nxd_layout import NxdLayout, read_layout
+from slurmllm.checkpoint.formats.nxd_files import NxdLayout, read_layout
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import CodeError, ConfigError
 from slurmllm.host_memory import Memory, host_memory

@@ -22,7 +22,7 @@ import neuronx_distributed as nxd
 import torch.distributed as dist
 from neuronx_distributed.trainer import checkpoint as nxd_checkpoint
 
-from slurmllm.checkpoint.formats.nxd_layout import (
+from slurmllm.checkpoint.formats.nxd_files import (
     LAYOUT,
     TAG,
     NxdLayout,

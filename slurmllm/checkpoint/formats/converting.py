@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.folder import atomic_folder
-from slurmllm.checkpoint.formats.dcp_offline_write import write_dcp
-from slurmllm.checkpoint.formats.nxd_files import NxdFiles
-from slurmllm.checkpoint.formats.nxd_layout import NxdLayout, names_of_stages, read_layout
+from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe, read_manifest
+from slurmllm.checkpoint.formats.dcp_write import write_dcp
+from slurmllm.checkpoint.formats.nxd_files import NxdFiles, NxdLayout, names_of_stages, read_layout
 from slurmllm.checkpoint.formats.nxd_write import NxdContent, NxdWriter
 from slurmllm.checkpoint.formats.safetensors_files import TensorFiles
 from slurmllm.checkpoint.formats.tokenizer_files import TOKENIZER_FOLDER, copy_files, tokenizer_in
@@ -28,10 +27,16 @@ from slurmllm.checkpoint.formats.weights import (
     is_backend_format,
     open_weights,
 )
-from slurmllm.checkpoint.manifest import MANIFEST, describe, read_manifest
-from slurmllm.checkpoint.origin import MODEL, Origin, read_origin
 from slurmllm.checkpoint.shards import Region
-from slurmllm.checkpoint.state import MOMENTS, TRAIN_STATE, TrainState, fingerprint_digest
+from slurmllm.checkpoint.state import (
+    MODEL,
+    MOMENTS,
+    TRAIN_STATE,
+    Origin,
+    TrainState,
+    fingerprint_digest,
+    read_origin,
+)
 from slurmllm.config.load import load
 from slurmllm.config.recipe import OptimConfig
 from slurmllm.config.resolve import flatten

@@ -38,7 +38,7 @@ from slurmllm.checkpoint.formats.tokenizer_files import (
     write_tokenizer_config,
 )
 from slurmllm.checkpoint.formats.weights import VOCABULARY, open_weights
-from slurmllm.checkpoint.origin import Origin, read_origin
+from slurmllm.checkpoint.state import Origin, read_origin
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.folder import atomic_folder
+from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe
 from slurmllm.checkpoint.formats.huggingface import (
     FAMILY_MAPPINGS,
     SHARDS,
@@ -47,9 +47,7 @@ from slurmllm.checkpoint.formats.tokenizer_files import (
     copy_files,
     tokenizer_in,
 )
-from slurmllm.checkpoint.manifest import MANIFEST, describe
-from slurmllm.checkpoint.origin import INDEX, MODEL
-from slurmllm.checkpoint.state import fingerprint_digest
+from slurmllm.checkpoint.state import INDEX, MODEL, fingerprint_digest
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.records import CheckpointFile, CheckpointManifest, ImportedModel

@@ -1,41 +1,158 @@
-"""Reading neuronx-distributed's checkpoints without it: whole parameters and moments, or regions.
+"""neuronx-distributed's checkpoints: their layout, and reading them without it.
 
-A value is in one worker's file, or in several that agree; `nxd_layout.py` computes which. Weights
-are the fp32 master weights if the checkpoint has them.
+    nxd_layout.json                                       NxdLayout; NxD's own files lack it
+    nxd/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt         name → the worker's part of a parameter
+    nxd/optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt         the optimizer's state, by number
+    nxd/checkpoint, nxd/done                              NxD's completion marks
+
+The numbers count the optimizer's parameters, in the order of `names`. A value is in one worker's
+file, or in several that agree. Weights are the fp32 master weights if the checkpoint has them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slurmllm.checkpoint.formats.nxd_layout import (
-    NxdLayout,
-    RegionPart,
-    StoredPart,
-    model_file,
-    optimizer_file,
-    part_of_worker,
-    shard_of_replica,
-)
 from slurmllm.checkpoint.formats.safetensors_files import StoredTensor
 from slurmllm.checkpoint.shards import Region
 from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError
-from slurmllm.plan.parameters import parameter_shapes
+from slurmllm.plan.parameters import Shape, parameter_shapes, share_of
+from slurmllm.records import Record
 
+LAYOUT = "nxd_layout.json"
+TAG = "nxd"  # NxD's term for the folder of one checkpoint
 MASTERS = "sharded_master_weights"
 # Only the files' tables of tensors are cached: about 100 kB for a thousand tensors.
 _CACHED_FILES = 1024
 
 Key = tuple[Any, ...]  # keys through nested dicts: ("base_state", 3, "exp_avg")
+
+
+class NxdLayout(Record):
+    """`nxd_layout.json` of a checkpoint that NxD wrote, or that was converted for it."""
+
+    tensor: int = Field(description="tensor-parallel workers")
+    pipeline: int = Field(description="stages")
+    data: int = Field(description="data-parallel workers; each has a file of its own under zero")
+    virtual_pipeline: int = Field(default=1, description="chunks of layers per stage")
+    zero: bool = Field(description="ZeRO-1: the optimizer's state is sharded over `data`")
+    optimizer_dtype: str = Field(description="of the moments, and of master weights: float32")
+    dtype: str = Field(description="of the weights: bfloat16")
+    trained: bool = Field(
+        default=True, description="whether the optimizer's state is stored with the weights"
+    )
+    names: tuple[tuple[str, ...], ...] = Field(
+        description="each stage's parameters in the optimizer's order, named as in the whole model"
+    )
+
+
+def model_file(tensor_rank: int, pipeline_rank: int) -> str:
+    """Path of a worker's weights in the checkpoint folder; data-parallel replicas share it."""
+    return f"{TAG}/model/{_file_name(0, tensor_rank, pipeline_rank)}"
+
+
+def optimizer_file(data_rank: int, tensor_rank: int, pipeline_rank: int) -> str:
+    """Path of a worker's shard of the optimizer's state; `data_rank` is 0 without zero."""
+    return f"{TAG}/optim/{_file_name(data_rank, tensor_rank, pipeline_rank)}"
+
+
+def _file_name(data: int, tensor: int, pipeline: int) -> str:
+    return f"dp_rank_{data:02d}_tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}.pt"
+
+
+def read_layout(directory: Path) -> NxdLayout | None:
+    """Returns the layout of a checkpoint folder, None if it is not in NxD's format."""
+    path = directory / LAYOUT
+    return NxdLayout.load(path) if path.is_file() else None
+
+
+class RegionPart(NamedTuple):
+    """A region of a parameter (`whole`), and its place in a stored tensor (`local`)."""
+
+    whole: Region
+    local: Region
+
+
+class StoredPart(NamedTuple):
+    """A tensor in a file: its shape, and the regions of the parameter in it; the rest is 0."""
+
+    shape: Shape
+    parts: tuple[RegionPart, ...]
+
+
+def part_of_worker(
+    name: str, shape: Shape, model: ModelConfig, tensor: int, tensor_rank: int
+) -> StoredPart:
+    """Returns the part of a parameter that a tensor-parallel worker holds."""
+    share = share_of(name, shape, model, tensor, tensor_rank)
+    whole = tuple(slice(0, size) for size in shape)
+    if share.dim is None:
+        return StoredPart(shape, (RegionPart(whole, whole),))
+    before, after = whole[: share.dim], whole[share.dim + 1 :]
+    parts, end = [], 0
+    for piece in share.pieces:
+        local = slice(end, end + piece.stop - piece.start)
+        parts.append(RegionPart((*before, piece, *after), (*before, local, *after)))
+        end = local.stop
+    return StoredPart((*shape[: share.dim], end, *shape[share.dim + 1 :]), tuple(parts))
+
+
+def shard_of_replica(part: StoredPart, data: int, data_rank: int) -> StoredPart:
+    """Returns the rows of a tensor that a data-parallel worker's optimizer holds under ZeRO-1."""
+    each = -(-part.shape[0] // data)  # NxD pads the last shards to equal size
+    rows = slice(each * data_rank, each * (data_rank + 1))
+    parts = []
+    for whole, local in part.parts:
+        start, stop = max(local[0].start, rows.start), min(local[0].stop, rows.stop)
+        if start < stop:
+            offset = whole[0].start - local[0].start
+            parts.append(
+                RegionPart(
+                    (slice(start + offset, stop + offset), *whole[1:]),
+                    (slice(start - rows.start, stop - rows.start), *local[1:]),
+                )
+            )
+    return StoredPart((each, *part.shape[1:]), tuple(parts))
+
+
+def names_of_stages(
+    model: ModelConfig, pipeline: int, virtual_pipeline: int
+) -> tuple[tuple[str, ...], ...]:
+    """Returns each pipeline stage's parameters in the order of the NxD backend's optimizer.
+
+    That is matrices first (they decay), otherwise the order of NxD's modules.
+    """
+    shapes = parameter_shapes(model)
+    chunks = pipeline * virtual_pipeline
+    each = model.num_layers // chunks
+    stages: list[list[str]] = [[] for _ in range(pipeline)]
+    for name in sorted(shapes, key=_module_order):
+        layer = _module_order(name)[0]
+        chunk = 0 if layer < 0 else min(layer // each, chunks - 1)
+        stages[chunk % pipeline].append(name)
+    if model.tied_embeddings and pipeline > 1:
+        stages[-1].append("embed.weight")  # the head of the last stage
+    return tuple(tuple(sorted(names, key=lambda name: len(shapes[name]) <= 1)) for names in stages)
+
+
+def _module_order(name: str) -> tuple[int, bool]:
+    """Sort key of NxD's module order: in a layer, norms before matrices (`ParallelBlock`)."""
+    module, _, rest = name.partition(".")
+    if module == "layers":
+        layer, _, leaf = rest.partition(".")
+        return int(layer), "norm." not in leaf
+    return (-1 if module in ("embed", "positions") else sys.maxsize), False
 
 
 class _Source(NamedTuple):
@@ -49,12 +166,7 @@ class _Source(NamedTuple):
 class NxdFiles:
     """A checkpoint folder in NxD's format; see `weights.TrainingFiles`.
 
-    Attributes:
-        tensors: The weights.
-        moments: The optimizer's, by kind and parameter; empty if only weights were saved.
-
-    Raises:
-        StorageError: A worker's file is missing or damaged; every read raises it too.
+    The constructor and every read raise a StorageError if a worker's file is missing or damaged.
     """
 
     def __init__(self, directory: Path, model: ModelConfig, layout: NxdLayout) -> None:
@@ -66,6 +178,7 @@ class NxdFiles:
         for stage, names in enumerate(layout.names):
             for number, name in enumerate(names):
                 self._places.setdefault(name, (stage, number))
+        # NxD writes master weights only if the weights are of a smaller type than the state.
         self._masters = bool(
             layout.trained
             and layout.zero
@@ -137,11 +250,19 @@ class NxdFiles:
         for source in sources:
             for part in source.part.parts:
                 key = tuple((piece.start, piece.stop) for piece in part.whole)
-                common = _intersection(part.whole, wanted)
-                if common is None or key in seen:  # several workers hold the same values
+                common = tuple(
+                    slice(max(x.start, y.start), min(x.stop, y.stop))
+                    for x, y in zip(part.whole, wanted, strict=True)
+                )
+                # Several workers hold the same values.
+                if key in seen or any(piece.start >= piece.stop for piece in common):
                     continue
                 seen.add(key)
-                values = self._read(source, _local_region(common, part))
+                local = tuple(
+                    slice(x.start + at.start, x.stop + at.start)
+                    for x, at in zip(_shifted(common, part.whole), part.local, strict=True)
+                )
+                values = self._read(source, local)
                 out[_shifted(common, wanted)] = values
                 missing -= values.numel()
         if missing:  # else `out` would have uninitialized values
@@ -159,24 +280,9 @@ class NxdFiles:
         return file.read(source.key, region)
 
 
-def _intersection(a: Region, b: Region) -> Region | None:
-    both = tuple(
-        slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
-    )
-    return both if all(part.start < part.stop for part in both) else None
-
-
 def _shifted(region: Region, origin: Region) -> Region:
     return tuple(
         slice(x.start - o.start, x.stop - o.start) for x, o in zip(region, origin, strict=True)
-    )
-
-
-def _local_region(common: Region, part: RegionPart) -> Region:
-    """Converts a region of the whole parameter to one of the stored tensor."""
-    return tuple(
-        slice(x.start + at.start, x.stop + at.start)
-        for x, at in zip(_shifted(common, part.whole), part.local, strict=True)
     )
 
 
@@ -222,15 +328,7 @@ class TorchFile:
     def shape(self, key: Key) -> tuple[int, ...] | None:
         return self._records[key].shape if key in self._records else None
 
-    def dtype(self, key: Key) -> torch.dtype | None:
-        return self._records[key].dtype if key in self._records else None
-
     def read(self, key: Key, region: Region | None = None) -> Tensor:
-        """Returns a tensor or a region of it.
-
-        Raises:
-            StorageError: The tensor is missing, or the file cannot be read.
-        """
         record = self._records.get(key)
         if record is None or not record.contiguous:
             raise StorageError(f"{self.path} holds no {'.'.join(map(str, key))}; restore it")
@@ -241,19 +339,18 @@ class TorchFile:
         out = torch.empty(shape, dtype=record.dtype)
         if out.numel():
             row_bytes = out.nbytes // shape[0] if shape else 0
-            self._read_into(out, record.offset + first * row_bytes)
+            # numpy has no bf16: the bytes are read into a view of the tensor's memory.
+            target = out.reshape(-1).view(torch.uint8).numpy().data
+            try:
+                with self.path.open("rb") as stream:
+                    stream.seek(record.offset + first * row_bytes)
+                    num_bytes = stream.readinto(target)
+            except OSError as error:
+                reason = error.strerror or error
+                raise StorageError(f"{self.path} cannot be read: {reason}") from error
+            if num_bytes != len(target):
+                raise StorageError(f"{self.path} is cut short; restore it")
         return out[(slice(None), *region[1:])] if region else out
-
-    def _read_into(self, out: Tensor, offset: int) -> None:
-        target = out.reshape(-1).view(torch.uint8).numpy().data
-        try:
-            with self.path.open("rb") as stream:
-                stream.seek(offset)
-                num_bytes = stream.readinto(target)
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be read: {error.strerror or error}") from error
-        if num_bytes != len(target):
-            raise StorageError(f"{self.path} is cut short; restore it")
 
 
 def _tensors(content: Mapping[Any, Any], keys: Key = ()) -> Iterator[tuple[Key, Tensor]]:

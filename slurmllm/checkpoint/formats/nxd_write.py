@@ -12,10 +12,10 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.formats.dcp_writer import ChecksumFileSystem
-from slurmllm.checkpoint.formats.nxd_files import MASTERS
-from slurmllm.checkpoint.formats.nxd_layout import (
+from slurmllm.checkpoint.formats.dcp_write import ChecksumFileSystem
+from slurmllm.checkpoint.formats.nxd_files import (
     LAYOUT,
+    MASTERS,
     TAG,
     NxdLayout,
     StoredPart,

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from slurmllm.checkpoint.formats.dcp_read import METADATA, DcpFiles
-from slurmllm.checkpoint.formats.nxd_files import NxdFiles
-from slurmllm.checkpoint.formats.nxd_layout import LAYOUT, read_layout
+from slurmllm.checkpoint.formats.nxd_files import LAYOUT, NxdFiles, read_layout
 from slurmllm.checkpoint.formats.safetensors_files import (
     StoredTensor,
     TensorFiles,
     open_safetensors,
 )
-from slurmllm.checkpoint.origin import INDEX, MODEL, Origin, require_model
 from slurmllm.checkpoint.shards import Region, WeightReader
-from slurmllm.checkpoint.state import TRAIN_STATE
+from slurmllm.checkpoint.state import INDEX, MODEL, TRAIN_STATE, Origin, require_model
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError
 
