@@ -232,7 +232,7 @@ def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
 
 def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """A row a metric, in the order of the headings; those that decide the verdict first."""
-    from slurmllm.compare.verdict import format_figure
+    from slurmllm.compare.comparison import format_figure
 
     def shown(value: float | None) -> str:
         return "-" if value is None else format_figure(value)

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Literal
 
 import numpy as np
 
 from slurmllm.compare.alignment import Alignment
-from slurmllm.compare.comparison import Kind
 from slurmllm.metrics.curves import (
     Curve,
     Floats,
     Ints,
-    Setting,
     bit_identical,
     describe_ranges,
     relative_difference,
 )
+
+Kind = Literal[
+    "data", "seed", "batch", "model", "precision", "lr", "optimizer", "mesh", "rounding",
+    "gradient", "batches", "not_finite", "unknown",
+]  # fmt: skip
 
 # Backends may compute a schedule in single precision: two equal schedules then differ by 1e-7.
 _LR_TOLERANCE = 1e-6
@@ -177,7 +181,13 @@ def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[Cause]:
             continue
         name = "" if key in _NAMED_BY_PHRASE else f"{key.split('.', 1)[-1]} "
         weak = kind in ("mesh", "rounding") or (key == "train.init_from" and None not in values)
-        text = f"{name}{' and '.join(_format_setting(value) for value in values)}"
+        shown = [
+            f"{value:.6g}" if isinstance(value, float)
+            else f"{value:.60}" if isinstance(value, str)
+            else str(value).lower()
+            for value in values
+        ]  # fmt: skip
+        text = f"{name}{' and '.join(shown)}"
         groups.setdefault((kind, weak), []).append(text)
     sizes = [{len(nodes) for nodes in curve.nodes.values()} for curve in (a, b)]
     if all(sizes) and sizes[0] != sizes[1]:
@@ -223,13 +233,3 @@ def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:
     if key in _KERNEL_SETTINGS or section in ("versions", "env"):
         return "rounding"
     return None
-
-
-def _format_setting(value: Setting) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return f"{value:.60}" if isinstance(value, str) else str(value)

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from slurmllm.compare import comparison
 from slurmllm.compare import diagnosis as diagnoses
-from slurmllm.compare import verdict
 from slurmllm.compare.alignment import Alignment, Points, no_common_step
 from slurmllm.compare.causes import Cause, compare_skips, find_causes
 from slurmllm.compare.comparison import (
@@ -25,10 +25,8 @@ from slurmllm.compare.comparison import (
 )
 from slurmllm.compare.diagnosis import DifferenceSeries
 from slurmllm.compare.divergence import DivergenceResult, detect_divergence
-from slurmllm.compare.noise import TO_SIGMA
-from slurmllm.compare.seed_band import CHANCE
-from slurmllm.compare.seed_runs import BandCheck, SeedBand
-from slurmllm.compare.statistics import statistics
+from slurmllm.compare.seed_band import CHANCE, BandCheck, SeedBand
+from slurmllm.compare.statistics import TO_SIGMA, statistics
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Axis, Curve, Flags, Floats, Ints, bit_identical
 
@@ -108,30 +106,33 @@ def compare(
         likely, diagnosis = diagnoses.date_roundings(likely, diagnosis, metrics)
     only_in_a, only_in_b = alignment.only
     warnings = [
-        *verdict.warnings_of("A", a, only_in_a),
-        *verdict.warnings_of(letter, b, only_in_b),
-        *verdict.warnings_of_both(a, b, METRICS, metrics, alignment),
+        *comparison.warnings_of("A", a, only_in_a),
+        *comparison.warnings_of(letter, b, only_in_b),
+        *comparison.warnings_of_both(a, b, METRICS, metrics, alignment),
         *(band.warnings if band is not None else ()),
     ]
     if match:
         warnings += [f"the curves match although {c.text}" for c in causes if not c.weak]
+    data = None
+    if a.data is not None and b.data is not None:
+        skips = (cause.text for cause in compare_skips(a, b))
+        unlike = (*a.data.differences(b.data), *skips)
+        data = DataComparison(same=not unlike, differences=unlike)
     band_record = None
     if band is not None:
         records = {name: check.record for name, check in checks.items()}
         band_record = Band(seeds=band.names, chance=CHANCE, metrics=records)
     with ThreadPoolExecutor(max_workers=2) as pool:  # numpy releases the GIL
-        of_all = pool.map(
-            lambda name: statistics(points[name], differences[name], shape=name not in RATES),
-            points,
-        )
+        shapes = [name not in RATES for name in points]
+        of_all = pool.map(statistics, points.values(), differences.values(), shapes)
         described = dict(zip(points, of_all, strict=True))
     return Comparison(
         verdict="match" if match else "differ",
         match=match,
-        reason=verdict.reason(metrics, tolerances, band_record, likely, diagnosis, letter),
+        reason=comparison.reason(metrics, tolerances, band_record, likely, diagnosis, letter),
         causes=tuple(cause.text for cause in causes),
         diagnosis=diagnosis,
-        data=_compare_data(a, b),
+        data=data,
         tolerance=tolerances,
         a=_side(a),
         b=_side(b),
@@ -310,14 +311,6 @@ def _side(curve: Curve) -> Side:
         restarts=tuple(int(step) for step in curve.restarts),
         missing=curve.gaps,
     )
-
-
-def _compare_data(a: Curve, b: Curve) -> DataComparison | None:
-    if a.data is None or b.data is None:
-        return None
-    skips = (cause.text for cause in compare_skips(a, b))
-    differences = (*a.data.differences(b.data), *skips)
-    return DataComparison(same=not differences, differences=differences)
 
 
 def _overlap(curve: Curve) -> Overlap:

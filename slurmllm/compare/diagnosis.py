@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from slurmllm.compare.alignment import Alignment
-from slurmllm.compare.causes import Cause
-from slurmllm.compare.comparison import Diagnosis, Kind, MetricComparison
-from slurmllm.compare.noise import largest_rise, persists
+from slurmllm.compare.causes import Cause, Kind
+from slurmllm.compare.comparison import Diagnosis, MetricComparison
+from slurmllm.compare.statistics import largest_rise, persists
 from slurmllm.metrics.curves import Curve, Floats, Ints
 
 # Points by which an onset that emerges from noise may be wrong

@@ -11,7 +11,7 @@ against a tolerance τ. Noise takes single points beyond τ. The curves differ b
   departure lasts as long as means are beyond τ/2.
 - **noise**: r scatters by more than τ from point to point: the curves do not coincide.
 - **outlier**: points are too far off to belong to the noise: beyond τ, 10 times the scatter
-  around them, and further than the tail of the noise goes (tails.py).
+  around them, and further than the tail of the noise goes (statistics.extrapolated).
 
 If the curves are otherwise the same the scatter is 0, and one point beyond τ is a departure.
 Fewer than 20 points cannot show noise: then each point beyond τ is a departure.
@@ -24,14 +24,13 @@ slow, 50 to 20,000 points.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from math import comb
 from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 
-from slurmllm.compare.noise import (
+from slurmllm.compare.statistics import (
     TO_SIGMA,
     Scatter,
     extrapolated,
@@ -124,7 +123,13 @@ def detect_divergence(r: Floats, tolerance: float, rough: float = 0.0) -> Diverg
     if spread is None or len(r) < FEW:
         if not beyond.any():
             return DivergenceResult(noise=noise)
-        return DivergenceResult("pointwise", int(np.argmax(beyond)), _row(r, beyond), noise)
+        # Of few points the first three in a row beyond τ are a lasting departure.
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], beyond.astype(np.int8), [0]))))
+        rows = [(int(a), int(b)) for a, b in edges.reshape(-1, 2) if b - a >= 3]
+        of_few = [Stretch(a, b - 1, float(np.median(np.abs(r[a:b])))) for a, b in rows[:1]]
+        return DivergenceResult(
+            "pointwise", int(np.argmax(beyond)), next(iter(of_few), None), noise
+        )
     found = [
         one
         for one in (
@@ -154,22 +159,18 @@ def detect_divergence(r: Floats, tolerance: float, rough: float = 0.0) -> Diverg
     return DivergenceResult(rule, onset, stretch, noise)
 
 
-def _row(r: Floats, beyond: Flags) -> Stretch | None:
-    """Returns the first three in a row of few points that are beyond τ."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], beyond.astype(np.int8), [0]))))
-    for first, end in edges.reshape(-1, 2):
-        if end - first >= 3:
-            return Stretch(int(first), int(end - 1), float(np.median(np.abs(r[first:end]))))
-    return None
-
-
 def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:
     calm = medians_of_three(r)
     total = np.concatenate(([0.0], np.cumsum(calm)))
     shortest = max(width for width in SCALES if width**2 <= max(len(r), SCALES[0] ** 2))
     scales = [width for width in SCALES if shortest <= width <= max(shortest, len(r) // 8)]
-    begins = {width: _begins(len(r), width) for width in scales}
-    z = _quantile(_CHANCE / sum(len(places) for places in begins.values()))
+    # First points of windows, a quarter of the width apart; the last window ends with the curve.
+    begins = {
+        width: np.union1d(np.arange(0, len(r) - width + 1, width // 4), [len(r) - width])
+        for width in scales
+    }
+    chance = _CHANCE / sum(len(places) for places in begins.values())
+    z = NormalDist().inv_cdf(1 - chance / 2)
     middles = begins[scales[-1]] + scales[-1] // 2
     single = _error(r[middles], spread.at(middles), 1)
     covered = np.zeros(len(r) + 1, dtype=np.int64)
@@ -188,40 +189,22 @@ def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:
         covered -= np.bincount(stays + width, minlength=len(r) + 1)
         needed = tolerance + z * few * error * sigma
         hits = np.flatnonzero(size > needed)
-        most = _WINSOR * needed[hits] + 3 * sigma[hits]
-        hits = places[hits[_means_of_cut(calm, places[hits], width, most) >= needed[hits]]]
+        # Winsorized means (Tukey), to which no point adds more than a limit
+        most = (_WINSOR * needed[hits] + 3 * sigma[hits])[:, None]
+        inside = np.lib.stride_tricks.sliding_window_view(calm, width)[places[hits]]
+        cut_means = np.abs(np.clip(inside, -most, most).mean(axis=1))
+        hits = places[hits[cut_means >= needed[hits]]]
         if not len(hits):
             continue
         if first is None or hits[0] + width < first.end:
             first = _Found("lasting", int(hits[0]), int(hits[0] + width))
     if first is None:
         return None
-    inside = np.cumsum(covered[:-1]) > 0
-    before, after = inside[: first.first + 1][::-1], inside[first.first :]
+    departed = np.cumsum(covered[:-1]) > 0
+    before, after = departed[: first.first + 1][::-1], departed[first.first :]
     since = 0 if before.all() else first.first + 1 - int(np.argmin(before))
     last = len(r) - 1 if after.all() else first.first + int(np.argmin(after)) - 1
     return _Found("lasting", first.first, first.end, since, last)
-
-
-def _begins(points: int, width: int) -> Ints:
-    """First points of windows, a quarter of the width apart; the last one ends with the curve."""
-    found = np.arange(0, points - width + 1, width // 4)
-    end = points - width
-    return found if found[-1] == end else np.append(found, end)
-
-
-def _means_of_cut(r: Floats, begins: Ints, width: int, most: Floats) -> Floats:
-    """Sizes of winsorized means (Tukey) over windows, to which no point adds more than a limit.
-
-    Args:
-        r: Differences. [points]
-        begins: First points of the windows. [windows]
-        width: Points of a window.
-        most: The limits. [windows]
-    """
-    inside = np.lib.stride_tricks.sliding_window_view(r, width)[begins]
-    found: Floats = np.abs(np.clip(inside, -most[:, None], most[:, None]).mean(axis=1))
-    return found
 
 
 def _error(means: Floats, sigma: Floats, width: int) -> float:
@@ -242,12 +225,6 @@ def _error(means: Floats, sigma: Floats, width: int) -> float:
     # Against the mean of the windows before and after: a trend is no noise.
     ratios = np.abs(means[4:-4] - (means[8:] + means[:-8]) / 2)[there] / sigma[4:-4][there]
     return float(max(white, TO_SIGMA * np.median(ratios) / np.sqrt(1.5)))
-
-
-@cache
-def _quantile(chance: float) -> float:
-    """Returns the value that |x| of a standard normal x exceeds with this probability."""
-    return NormalDist().inv_cdf(1 - chance / 2)
 
 
 def _noisy(count: int, spread: Scatter, tolerance: float) -> _Found | None:

@@ -17,8 +17,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from slurmllm.compare.alignment import Alignment
 from slurmllm.compare.comparison import Comparison, curve_letter
-from slurmllm.compare.seed_runs import SeedBand
-from slurmllm.compare.verdict import format_figure as in_figures
+from slurmllm.compare.comparison import format_figure as in_figures
+from slurmllm.compare.seed_band import SeedBand
 from slurmllm.metrics.curves import Axis, Curve, Floats, relative_difference, thin_rows
 from slurmllm.rundir import write_picture
 

@@ -1,4 +1,4 @@
-"""The band that several seeds of one training span, and a test whether another run is in it.
+"""The band that several seeds of one training span: the tolerance of `compare --seed`.
 
 At each point the seeds have a mean and a spread; the spread is pooled over the points around it.
 A further seed of the same training differs from the mean by the spread times √(1 + 1/m), and by
@@ -12,13 +12,17 @@ of a seed are alike; they count as so many as their correlation leaves.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 
-from slurmllm.compare.noise import extrapolated, largest, medians_of_three
-from slurmllm.metrics.curves import Floats
+from slurmllm.compare.alignment import Alignment, Points
+from slurmllm.compare.comparison import BandOfMetric
+from slurmllm.compare.statistics import extrapolated, largest, medians_of_three
+from slurmllm.errors import RunError
+from slurmllm.metrics.curves import Axis, Curve, Floats, Ints
 
 # Probability that another seed leaves the band, over both metrics
 CHANCE = 0.01
@@ -66,7 +70,12 @@ def compare_with_band(seeds: Floats, other: Floats) -> BandResult:
     further = np.sqrt(1 + 1 / count)
     own, z = deviations / scale, (other - mean) / (scale * further)
     calm, calm_z = medians_of_three(own), medians_of_three(z)
-    widths = _widths(points)
+    # 1, 4, 16 … points as long as there are 8 means at least, then all points
+    widths = [1]
+    while widths[-1] * 4 * 8 <= points:
+        widths.append(widths[-1] * 4)
+    if points > 1:
+        widths.append(points)
     chance = _ASKED / _METRICS / len(widths)
     limits = {width: _limit(own if width == 1 else calm, width, chance) for width in widths}
     excess, worst, first, end = 0.0, 1, None, points + 1
@@ -81,14 +90,6 @@ def compare_with_band(seeds: Floats, other: Floats) -> BandResult:
     size = float(np.abs(mean).mean()) or 1.0
     spread = float(np.sqrt((deviations**2).sum() / (count - 1) / points)) / size
     return BandResult(excess, worst, first, mean, limits[1] * further * scale, spread)
-
-
-def _widths(points: int) -> list[int]:
-    """1, 4, 16 … points, as long as there are 8 means at least; then all points."""
-    found = [1]
-    while found[-1] * 4 * 8 <= points:
-        found.append(found[-1] * 4)
-    return [*found, points] if points > 1 else found
 
 
 def _point_to_point(deviations: Floats) -> Floats:
@@ -194,3 +195,99 @@ def t_quantile(chance: float, degrees: float) -> float:
             (1 / (((n + 6) / (n * y) - 0.089 * d - 0.822) * (n + 2) * 3) + 0.5 / (n + 4)) * y - 1
         ) * (n + 1) / (n + 2) + 1 / y
     return math.sqrt(n * y)
+
+
+@dataclass(frozen=True)
+class BandCheck:
+    """Result of the comparison of a metric with the band.
+
+    Attributes:
+        record: The result for --json.
+        first: Place of the first point outside, among the finite ones; None: there is none.
+        steps: Of the band. [points]
+        mean: Mean of the seeds. [points]
+        half_width: What single points may differ from it by. [points]
+    """
+
+    record: BandOfMetric
+    first: int | None
+    steps: Ints
+    mean: Floats
+    half_width: Floats
+
+
+class SeedBand:
+    """A and further runs that differ from it in the seed alone.
+
+    Attributes:
+        names: Names of the runs, A first.
+        warnings: Warnings for the user.
+    """
+
+    def __init__(self, a: Curve, others: Sequence[Curve], axis: Axis) -> None:
+        self._aligned = [Alignment(a, other, axis, None, None) for other in others]
+        self.names = (a.name, *(other.name for other in others))
+        self.warnings = [
+            f"seed {curve.name}: {warning}" for curve in others for warning in curve.warnings
+        ]
+        for curve, alignment in zip(others, self._aligned, strict=True):
+            if alignment.method != "exact" or not len(alignment.steps):
+                raise RunError(
+                    f"--seed {curve.name} logged other steps than {a.name}; the runs that make a "
+                    "band log the same ones"
+                )
+            loss = alignment.of("loss")
+            if np.array_equal(loss.a, loss.b):
+                raise RunError(
+                    f"--seed {curve.name} has the very losses of {a.name}: it is no other seed; "
+                    "name runs that were trained with another train.seed"
+                )
+
+    def check(self, metric: str, points: Points) -> BandCheck:
+        """Compare B's values with the band, at their common points.
+
+        Raises:
+            RunError: a seed lacks the metric at nearly all of them, or has the losses of B or of
+                another seed.
+        """
+        steps = points.steps
+        rows = [points.a]
+        there = np.isfinite(points.a) & np.isfinite(points.b)
+        for name, alignment in zip(self.names[1:], self._aligned, strict=True):
+            own = alignment.of(metric)
+            at = np.searchsorted(own.steps, steps)
+            at[at == len(own.steps)] = 0
+            found = own.steps[at] == steps if len(own) else np.zeros(len(steps), dtype=bool)
+            if np.count_nonzero(found) < 2:
+                raise RunError(
+                    f"--seed {name} has {metric} at none of the steps compared; name runs that "
+                    "logged the same steps"
+                )
+            values = np.where(found, own.b[at], np.nan)
+            if metric == "loss":
+                # A band that contains B is too wide, one that has a seed twice too narrow.
+                for whose, losses in zip(
+                    ("B", *self.names[1:]), (points.b, *rows[1:]), strict=False
+                ):
+                    if np.array_equal(values, losses, equal_nan=True):
+                        raise RunError(
+                            f"--seed {name} has the very losses of {whose}: it is no other seed; "
+                            "name runs that were trained with another train.seed, each once"
+                        )
+            there &= np.isfinite(values)
+            rows.append(values)
+        if not there.any():
+            raise RunError(
+                f"the seeds {', '.join(self.names)} and B have {metric} at no step in common; "
+                "name runs that logged the same steps"
+            )
+        result = compare_with_band(np.stack(rows)[:, there], points.b[there])
+        steps = steps[there]
+        record = BandOfMetric(
+            within=result.excess <= 1,
+            spread=result.spread,
+            excess=result.excess,
+            width=result.width,
+            first_outside_step=None if result.first is None else int(steps[result.first]),
+        )
+        return BandCheck(record, result.first, steps, result.mean, result.half_width)

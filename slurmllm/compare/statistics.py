@@ -1,9 +1,9 @@
-"""Statistics of the difference of two curves; the verdict does not depend on them."""
+"""Statistics of the difference of two curves: figures to report, and its noise and onset."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -48,7 +48,7 @@ class Statistics(Record):
 
 
 @np.errstate(all="ignore")  # it runs in a thread, which has a state of its own
-def statistics(points: Points, signed: Floats, *, shape: bool) -> Statistics:
+def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     """Describe how a metric differs.
 
     Args:
@@ -68,8 +68,21 @@ def statistics(points: Points, signed: Floats, *, shape: bool) -> Statistics:
         return Statistics.model_validate(none | {"points": len(points), "windows": ()})
     largest = int(np.argmax(size))
     median, p99 = np.percentile(size, [50, 99])
-    ratio = _ratio(a, b)
-    of_shape = _shape(positions, a, b) if shape else _Shape(None, None, None)
+    nonzero = a != 0
+    ratio = None
+    if nonzero.any():
+        ratio = float(np.median(b / a if nonzero.all() else b[nonzero] / a[nonzero]))
+    correlation = detrended = area = None
+    if shape:
+        width = max(1, round(len(a) * _SMOOTHING))
+        # Large values must not overflow in a running sum or a product.
+        scale = float(max(np.abs(a).max(), np.abs(b).max())) or 1.0
+        if scale > 1e100:
+            a, b = a / scale, b / scale
+        smooth_a, smooth_b = running_mean(a, width), running_mean(b, width)
+        correlation = _correlation(a, b)
+        detrended = _correlation(a - smooth_a, b - smooth_b) if width > 1 else None
+        area = _area_between(positions, smooth_a, smooth_b)
     return Statistics(
         points=len(points),
         max_rel_diff=float(size[largest]),
@@ -77,31 +90,11 @@ def statistics(points: Points, signed: Floats, *, shape: bool) -> Statistics:
         mean_rel_diff=float(size.mean()),
         median_rel_diff=float(median),
         p99_rel_diff=float(p99),
-        correlation=of_shape.correlation,
-        correlation_detrended=of_shape.detrended,
-        area_between=of_shape.area,
+        correlation=correlation,
+        correlation_detrended=detrended,
+        area_between=area,
         ratio=ratio,
         windows=_windows(points.steps, finite, signed),
-    )
-
-
-class _Shape(NamedTuple):
-    correlation: float | None
-    detrended: float | None
-    area: float | None
-
-
-def _shape(positions: Floats, a: Floats, b: Floats) -> _Shape:
-    width = max(1, round(len(a) * _SMOOTHING))
-    # Large values must not overflow in a running sum or a product.
-    scale = float(max(np.abs(a).max(), np.abs(b).max())) or 1.0
-    if scale > 1e100:
-        a, b = a / scale, b / scale
-    smooth_a, smooth_b = running_mean(a, width), running_mean(b, width)
-    return _Shape(
-        correlation=_correlation(a, b),
-        detrended=_correlation(a - smooth_a, b - smooth_b) if width > 1 else None,
-        area=_area(positions, smooth_a, smooth_b),
     )
 
 
@@ -141,20 +134,13 @@ def _correlation(a: Floats, b: Floats) -> float | None:
     return float(np.clip((a * b).sum() / np.sqrt(variance), -1.0, 1.0))
 
 
-def _area(positions: Floats, a: Floats, b: Floats) -> float | None:
+def _area_between(positions: Floats, a: Floats, b: Floats) -> float | None:
     if len(a) < 2:
         under, between = float(np.abs(a).sum()), float(np.abs(b - a).sum())
     else:
         under = float(np.trapezoid(np.abs(a), positions))
         between = float(np.trapezoid(np.abs(b - a), positions))
     return between / under if under > 0 else None
-
-
-def _ratio(a: Floats, b: Floats) -> float | None:
-    there = a != 0
-    if not there.any():
-        return None
-    return float(np.median(b / a if there.all() else b[there] / a[there]))
 
 
 def _windows(steps: Ints, finite: Flags, signed: Floats) -> tuple[Window, ...]:
@@ -173,3 +159,178 @@ def _windows(steps: Ints, finite: Flags, signed: Floats) -> tuple[Window, ...]:
             )
         )
     return tuple(found)
+
+
+TO_SIGMA = 1.4826  # median of |x| of a normal x → its standard deviation
+_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Robust standard deviations of r by blocks of points, from the median of |r_i+1 - r_i|.
+
+    Attributes:
+        size: Points of a block; the last one has up to twice as many.
+        sigma: Standard deviation. [blocks]
+    """
+
+    size: int
+    sigma: Floats
+
+    def at(self, places: Ints) -> Floats:
+        """Returns the standard deviations at some points. [places]"""
+        return self.sigma[self.block(places)]
+
+    def block(self, places: Ints) -> Ints:
+        """Returns the blocks of some points. [places]"""
+        return np.minimum(places // self.size, len(self.sigma) - 1)
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.sigma))
+
+
+def scatter(r: Floats) -> Scatter:
+    """Measure the scatter of 3 values or more, in blocks of 64, or of a quarter of few. [points]"""
+    size = min(_BLOCK, max(3, len(r) // 4))
+    blocks = max(1, len(r) // size)
+    found = np.empty(blocks)
+    whole = r[: (blocks - 1) * size].reshape(-1, size)
+    if len(whole):
+        found[:-1] = np.median(np.abs(np.diff(whole, axis=1)), axis=1)
+    found[-1] = np.median(np.abs(np.diff(r[(blocks - 1) * size :])))
+    return Scatter(size, found * (TO_SIGMA / np.sqrt(2)))
+
+
+def medians_of_three(values: Floats) -> Floats:
+    """Median of each value and its two neighbours; the ends stay. [..., points]"""
+    found = values.copy()
+    low = np.minimum(values[..., :-1], values[..., 1:])
+    high = np.maximum(values[..., :-1], values[..., 1:])
+    found[..., 1:-1] = np.maximum(low[..., :-1], np.minimum(high[..., :-1], values[..., 2:]))
+    return found
+
+
+# No noise has a heavier tail than Student's t with so many degrees of freedom.
+_HEAVIEST = 3
+# Points from which the tail is estimated, an eighth of all at most
+_TAIL = 64
+
+
+def largest(sizes: Floats, count: int) -> Floats:
+    """The largest values, the first the largest. [count, or as many as there are]"""
+    count = min(len(sizes), count)
+    return np.sort(np.partition(sizes, -count)[-count:])[::-1]
+
+
+def extrapolated(top: Floats, total: int, place: int, odds: float, shocks: int = 1) -> float:
+    """Returns what noise does not exceed, from the sizes of its points after the furthest ones.
+
+    Of noise with a power-law tail of index α, points are x times as far as the k-th furthest in
+    proportion to 1 / x^α, and logarithms of neighbouring order statistics differ by exponentials
+    (Rényi). α is estimated from the points after the k-th (Hill's estimator trimmed at the top,
+    Bhattacharya, Kallitsis & Stoev, Electronic Journal of Statistics 13, 2019), with the
+    uncertainty that so many points leave.
+
+    Args:
+        top: The largest sizes, in falling order.
+        total: How many there are in all.
+        place: k - 1.
+        odds: One over the chance that noise goes on beyond, as far as the k-th point.
+        shocks: So many must do so at once, by chances of their own.
+    """
+    log = np.log(odds) / (shocks * _HEAVIEST)
+    tail = min(max(_TAIL, 2 * place), total // 8, len(top))
+    degrees = tail - place - 1
+    if degrees > 0 and top[tail - 1] > 0:
+        logs = np.log(top[place:tail] / top[tail - 1])
+        hill = (logs.sum() + place * logs[0]) / degrees
+        log = min(log, hill * degrees * (odds ** (1 / degrees) - 1) / shocks)
+    return float(top[place] * np.exp(log))
+
+
+_BACK = (64, 256, 1024, 4096)  # points before the evidence to search, in turn
+_BEYOND = 5.0  # times the deviation before: not noise
+_CLEAR = 10.0  # likewise: clear from single points, else from all of them together
+_SURE = 8  # points that show the deviation before
+_FLOOR = 1e-9  # smaller differences count as none
+
+
+def find_onset(r: Floats, begin: int, end: int) -> int:
+    """Find the onset of a departure.
+
+    It is the point at which |r| grows most over all before, tenfold at least, and persists. If it
+    emerges from noise it is the first point that is off by more than those before and persists;
+    if the step is small compared with the noise, the point that best divides the values into
+    those before and those after (CUSUM).
+
+    Args:
+        r: Signed differences. [points]
+        begin: First point of what is known to be a departure.
+        end: The point after its last.
+
+    Returns:
+        An index from 0 to end - 1; `begin` if nothing clearer is found.
+    """
+    if end == begin + 1:
+        # A single point, unless those after it are off as well, by more than all before it
+        most = float(np.max(np.abs(r[:begin]), initial=_FLOOR))
+        following = np.abs(r[end : end + 3])
+        if not (len(following) and np.median(following) > _BEYOND * most):
+            return begin
+    jump = largest_rise(r, end)
+    if jump is not None:
+        return jump
+    identical = int(np.argmax(np.abs(r[:end]) > _FLOOR))
+    for back in _BACK:
+        start = max(0, begin - back)
+        if start == 0 and 0 < identical <= begin:
+            level = float(np.median(np.abs(r[begin:end])))
+            if begin - identical <= _SURE or np.median(np.abs(r[identical:begin])) > level / 3:
+                return identical
+        before = r[max(0, start - max(back, 256)) : start] if start else r[:begin]
+        if not len(before):
+            return begin
+        middle = float(np.median(before)) if start else 0.0
+        sigma = TO_SIGMA * float(np.median(np.abs(before - middle)))
+        inside = r[start:end] - middle
+        after = float(np.median(r[begin:end])) - middle
+        # The evidence may begin long before the departure: then its later half is used.
+        later = float(np.median(r[(begin + end) // 2 : end])) - middle
+        after = later if abs(later) > 2 * abs(after) else after
+        if sigma < abs(after) < _CLEAR * sigma:
+            gained = np.cumsum(((inside - after / 2) * np.sign(after))[::-1])[::-1]
+            return start + int(np.argmax(gained))
+        lasting = persists(np.abs(inside) > _BEYOND * sigma)
+        if not lasting.any():
+            return begin
+        first = int(np.argmax(lasting))
+        if first > 0 or start == 0:
+            return start + first
+    return begin
+
+
+def largest_rise(r: Floats, end: int) -> int | None:
+    """Returns where |r| rises most, tenfold at least, over all before and stays up; else None.
+
+    Args:
+        r: Signed differences; the first few are not looked at: they are what was before. [points]
+        end: Points from here on are not looked at, except for whether it stays up.
+    """
+    if end <= _SURE:
+        return None
+    size = np.abs(r[: end + 3])
+    before = np.maximum(np.maximum.accumulate(size)[_SURE - 1 : end - 1], _FLOOR)
+    ahead = np.concatenate((size, np.repeat(size[-1:], 3)))
+    # The second smallest of four: one of them may pass through zero.
+    four = np.sort(np.stack([ahead[_SURE + i : end + i] for i in range(4)]), axis=0)
+    rise = np.minimum(four[1], size[_SURE:end]) / before
+    largest = int(np.argmax(rise))
+    return _SURE + largest if rise[largest] >= _CLEAR else None
+
+
+def persists(flags: Flags) -> Flags:
+    """Where a flag is set and at least two of the three after it are too; fewer at the end."""
+    ahead = np.concatenate((flags.astype(np.int8), np.ones(3, dtype=np.int8)))
+    found: Flags = flags & (ahead[1:-2] + ahead[2:-1] + ahead[3:] >= 2)
+    return found

@@ -5,11 +5,14 @@ A step is one that was logged: of a log with every tenth step, windows and durat
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Literal
 
+import numpy as np
 from pydantic import Field
 
-from slurmllm.metrics.curves import Range, SourceKind
+from slurmllm.metrics.curves import Flags, Floats, Ints, Range, SourceKind
 from slurmllm.records import Record
 
 # passing: all returned to the mean; lasting: one did not, or went on for a whole window;
@@ -138,3 +141,286 @@ class SpikeAnalysis(Record):
     def highest_spikes(self, limit: int) -> list[Spike]:
         """Returns the highest spikes, highest first."""
         return sorted(self.spikes, key=lambda spike: (-spike.height, spike.step))[:limit]
+
+
+_NOISE_ERRORS = 10.0  # standard errors of a running mean that noise does not reach
+_BLOCKS, _DIRECTION_BLOCKS = 200, 20
+
+
+def growth_of(steps: Ints, losses: Floats, window: int, threshold: float) -> Growth | None:
+    """Measure how far the running mean rose above its lowest value; None without a finite loss."""
+    means = window_means(losses, window)
+    lowest = np.fmin.accumulate(means)
+    rise = means - lowest
+    there = np.flatnonzero(np.isfinite(rise))
+    if not there.size:
+        return None
+    at = steps[window - 1 :]
+    top = int(there[np.argmax(rise[there])])
+    limit = max(threshold, _NOISE_ERRORS * noise_of(losses) / math.sqrt(window))
+    first, last = find_stretches(rise > limit)
+    lengths = last - first + 1
+    longest = int(np.argmax(lengths)) if lengths.size else None
+    return Growth(
+        largest=float(rise[top]),
+        step=int(at[top]),
+        lowest=float(lowest[top]),
+        lowest_step=int(at[np.nanargmin(means[: top + 1])]),
+        at_end=float(rise[there[-1]]),
+        limit=limit,
+        longest=0 if longest is None else int(lengths[longest]),
+        longest_from=None if longest is None else int(at[first[longest]]),
+    )
+
+
+def noise_of(values: Floats) -> float:
+    """Standard deviation from step to step, robust against spikes and without the trend."""
+    jumps = np.diff(values[np.isfinite(values)])
+    jumps = jumps[np.isfinite(jumps)]
+    if not jumps.size:
+        return 0.0
+    return 1.4826 * float(np.median(np.abs(jumps - np.median(jumps)))) / math.sqrt(2)
+
+
+def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int) -> GradNorm | None:
+    """Describe the gradient norm; None if it was not logged.
+
+    Args:
+        steps: [n]
+        grads: NaN if unknown. [n]
+        ratios: Of the spikes. [spikes]
+        window: Of the running mean.
+    """
+    if grads is None:
+        return None
+    known = ratios[np.isfinite(ratios)]
+    growth, growth_step = None, None
+    if len(grads) >= window:
+        means = window_means(grads, window)
+        lowest = np.fmin.accumulate(means)
+        grown = np.divide(means, lowest, out=np.full(len(means), np.nan), where=lowest > 0)
+        if np.isfinite(grown).any():
+            top = int(np.nanargmax(np.where(np.isfinite(grown), grown, np.nan)))
+            growth, growth_step = float(grown[top]), int(steps[window - 1 + top])
+    return GradNorm(
+        ratio_median=float(np.median(known)) if known.size else None,
+        ratio_largest=float(known.max()) if known.size else None,
+        doubled=int(np.count_nonzero(known > 2)),
+        growth=growth,
+        growth_step=growth_step,
+    )
+
+
+def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
+    """Describe the trend of the parameter norm; None if it was not logged."""
+    if norms is None:
+        return None
+    there = np.isfinite(norms)
+    steps, norms = steps[there], norms[there]
+    half = len(norms) // 2
+    first, last = float(norms[0]), float(norms[-1])
+    return ParamNorm(
+        first=first,
+        last=last,
+        ratio=last / first if first else None,
+        slope=_slope(steps[half:], norms[half:]),
+        direction=_direction(norms[half:]),
+    )
+
+
+def _slope(steps: Ints, norms: Floats) -> float | None:
+    """Slope per 1,000 steps after Theil and Sen, which single outliers do not change."""
+    if len(norms) < 2:
+        return None
+    at = _block_medians(steps.astype(np.float64), _BLOCKS)
+    medians = _block_medians(norms, _BLOCKS)
+    i, j = np.triu_indices(len(at), 1)
+    slope = 1000.0 * float(np.median((medians[j] - medians[i]) / (at[j] - at[i])))
+    return slope if math.isfinite(slope) else None
+
+
+def _direction(norms: Floats) -> Direction | None:
+    if len(norms) < 2:
+        return None
+    changes = np.diff(_block_medians(norms, _DIRECTION_BLOCKS))
+    if (changes > 0).all():
+        return "rising"
+    return "falling" if (changes < 0).all() else "neither"
+
+
+def _block_medians(values: Floats, blocks: int) -> Floats:
+    parts = np.array_split(values, min(blocks, len(values)))
+    return np.array([np.median(part) for part in parts])
+
+
+_MAX_CELLS = 2_000_000  # of a table of windows, to bound the memory
+
+
+def window_means(values: Floats, window: int) -> Floats:
+    """Returns the means of the finite ones among each `window` values in a row.
+
+    Not by differences of a cumulative sum: one huge value would spoil all means after it.
+
+    Args:
+        values: [n]
+        window: From 1 to n.
+
+    Returns:
+        Means, by their window's first value; NaN without a finite value. [n - window + 1]
+    """
+    finite = np.isfinite(values)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        sums = _window_sums(np.where(finite, values, 0.0), window)
+        return sums / _window_sums(finite.astype(np.float64), window)
+
+
+def _window_sums(values: Floats, window: int) -> Floats:
+    """Returns sums of `window` values in a row, composed of sums of 1, 2, 4, … values."""
+    count = len(values) - window + 1
+    total, begin, length = np.zeros(count), 0, 1
+    sums = values
+    while True:
+        if window & length:
+            total = total + sums[begin : begin + count]
+            begin += length
+        if 2 * length > window:
+            return total
+        sums = sums[:-length] + sums[length:]
+        length *= 2
+
+
+def medians_before(values: Floats, places: Ints, window: int) -> Floats:
+    """Returns the medians of the finite ones among the `window` values before each place.
+
+    Returns:
+        Medians; NaN without a finite value. [places]
+    """
+    found = np.full(len(places), np.nan)
+    chunk = max(1, _MAX_CELLS // window)
+    before = np.arange(-window, 0)
+    padded = np.concatenate(
+        [np.full(window, np.nan), np.where(np.isfinite(values), values, np.nan)]
+    )
+    for begin in range(0, len(places), chunk):
+        table = np.sort(padded[places[begin : begin + chunk, None] + window + before], axis=1)
+        counts = window - np.isnan(table).sum(axis=1)
+        rows = np.arange(len(table))
+        low, high = np.maximum(counts - 1, 0) // 2, np.minimum(counts // 2, window - 1)
+        found[begin : begin + chunk] = 0.5 * table[rows, low] + 0.5 * table[rows, high]
+    return found
+
+
+def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
+    """Find the first place from each given one on whose value is no more than a limit.
+
+    By a tree of smallest values, climbed and descended for all places at once.
+
+    Args:
+        values: NaN is above every limit. [n]
+        places: [m]
+        limits: [m]
+
+    Returns:
+        Places; n if there is none. [m]
+    """
+    size = 1 << max(1, len(values).bit_length())
+    tree = np.full(2 * size, -np.inf)  # the value after the last one ends every search
+    tree[size : size + len(values)] = np.where(np.isnan(values), np.inf, values)
+    level = size
+    while level > 1:
+        pairs = tree[level : 2 * level].reshape(-1, 2)
+        tree[level // 2 : level] = pairs.min(axis=1)
+        level //= 2
+    nodes = places + size
+    climbing = np.flatnonzero(tree[nodes] > limits)
+    while climbing.size:
+        after = nodes[climbing] + 1
+        # A left child's parent begins where it does, and holds more.
+        nodes[climbing] = np.where(after % 2 == 0, after // 2, after)
+        climbing = climbing[tree[nodes[climbing]] > limits[climbing]]
+    descending = np.flatnonzero(nodes < size)
+    while descending.size:
+        left = 2 * nodes[descending]
+        nodes[descending] = left + (tree[left] > limits[descending])
+        descending = descending[nodes[descending] < size]
+    return nodes - size
+
+
+def find_stretches(flags: Flags) -> tuple[Ints, Ints]:
+    """Returns first and last place of each stretch of set flags. [stretches], [stretches]"""
+    edges = np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8))
+    return np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) - 1
+
+
+def name_state(found: SpikeAnalysis) -> tuple[State, str]:
+    """Returns the state of a run and its description, by the other fields of the analysis."""
+    state: State = "passing" if found.count else "calm"
+    if found.not_finite_steps:
+        state = "not_finite"
+    elif not found.judged:
+        state = "too_short"
+    elif _stays_high(found):
+        state = "rising"
+    elif found.unreturned or found.longest >= found.window:
+        state = "lasting"
+    return state, "; ".join(_clauses(found))
+
+
+def _stays_high(found: SpikeAnalysis) -> bool:
+    """Whether the running mean rose for good: a single high loss lifts it for one window only."""
+    return found.growth is not None and found.growth.longest > 2 * found.window
+
+
+def _clauses(found: SpikeAnalysis) -> Iterator[str]:
+    if found.not_finite:
+        number, first = _steps(found.not_finite_steps), found.not_finite[0].step
+        yield f"the loss is not a finite number at {number}, first at step {first}"
+    if not found.judged:
+        yield (
+            f"{_steps(found.steps)} and a running mean over {found.window} before each: "
+            "none can be judged"
+        )
+        return
+    if not found.count:
+        yield f"no spike in {_steps(found.judged)}"
+    else:
+        yield from _describe_spikes(found)
+    growth = found.growth
+    if growth is not None and _stays_high(found):
+        yield (
+            f"the running mean rose {growth.largest:.3g} above its lowest value (step "
+            f"{growth.step}), and was more than {growth.limit:.3g} above it for "
+            f"{_steps(growth.longest)} from step {growth.longest_from} on: slow divergence"
+        )
+    elif growth is not None:
+        yield f"the running mean never rose more than {growth.largest:.3g} above its lowest value"
+
+
+def _describe_spikes(found: SpikeAnalysis) -> Iterator[str]:
+    count = found.count
+    many = "1 spike" if count == 1 else f"{count:,} spikes"
+    yield f"{many} in {_steps(found.judged)} ({found.per_1000_steps:.3g} per 1,000)"
+    if count == 1:
+        yield f"it lasts {_steps(found.longest)}"
+    else:
+        yield (
+            f"{found.one_step:,} of them ({found.one_step_share:.0%}) last one step, the "
+            f"longest {_steps(found.longest)}"
+        )
+    highest = max(found.spikes, key=lambda spike: spike.height)
+    yield f"the highest is {highest.height:.3g} above the mean, at step {highest.peak_step}"
+    if found.unreturned:
+        which = "it" if count == 1 else f"{found.unreturned:,} of them"
+        yield f"{which} did not come back to the mean"
+    elif found.returned_after_median is not None:
+        which = "it came" if count == 1 else "they came"
+        yield f"{which} back to the mean after {_steps(round(found.returned_after_median))}" + (
+            "" if count == 1 else " (median)"
+        )
+    for number, what in ((found.at_restarts, "a restart"), (found.at_skips, "skipped batches")):
+        if number:
+            yield f"{number:,} {'coincides' if number == 1 else 'coincide'} with {what}"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count:,} steps"

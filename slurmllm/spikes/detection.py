@@ -19,8 +19,10 @@ import numpy as np
 
 from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, Range
-from slurmllm.spikes.analysis import NotFinite, Spike, SpikeAnalysis
-from slurmllm.spikes.trends import (
+from slurmllm.spikes.analysis import (
+    NotFinite,
+    Spike,
+    SpikeAnalysis,
     find_stretches,
     first_at_most,
     grad_norm_of,

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
 from slurmllm.compare.compare import compare
-from slurmllm.compare.comparison import Comparison, Tolerances
-from slurmllm.compare.verdict import format_figure
+from slurmllm.compare.comparison import Comparison, Tolerances, format_figure
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.source import read_curve

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm.compare.noise import extrapolated, largest
+from slurmllm.compare.statistics import extrapolated, largest
 
 CHANCE = 0.05
 

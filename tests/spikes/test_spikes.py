@@ -15,10 +15,9 @@ from PIL import Image
 from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
 from slurmllm.records import SkippedBatches
-from slurmllm.spikes.analysis import SpikeAnalysis
+from slurmllm.spikes.analysis import SpikeAnalysis, first_at_most, medians_before, window_means
 from slurmllm.spikes.detection import find_spikes, select_steps
 from slurmllm.spikes.plot import binned, default_path, draw
-from slurmllm.spikes.trends import first_at_most, medians_before, window_means
 
 
 def make_curve(losses: object, **columns: object) -> Curve:
