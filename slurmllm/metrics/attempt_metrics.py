@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,25 +39,15 @@ LineFault = tuple[int, str]  # line, from 0 in its block, and what is wrong with
 
 @dataclass
 class _Block:
-    """Result of reading a block of lines.
+    """Result of reading a block of lines."""
 
-    Attributes:
-        lines: Number of line ends.
-        rows: The rows; None if there are none.
-        cut: The last line, if it is not whole: cut, unless something follows in the file.
-        faults: Lines that are not rows.
-        unknown_values: Values of an unknown type, skipped.
-        empty: Whether all lines are blank.
-        uniform: Whether the fast reader read it.
-    """
-
-    lines: int
+    lines: int  # line ends
     rows: RowBlock | None = None
-    cut: LineFault | None = None
+    cut: LineFault | None = None  # the last line, if it is not whole; a fault if more follows
     faults: list[LineFault] = field(default_factory=list)
-    unknown_values: list[LineFault] = field(default_factory=list)
-    empty: bool = False
-    uniform: bool = False
+    unknown_values: list[LineFault] = field(default_factory=list)  # skipped
+    empty: bool = False  # all lines are blank
+    uniform: bool = False  # read by the fast reader
 
 
 def read_attempts(files: list[Path], lenient: bool) -> tuple[list[RowBlock], list[str]]:
@@ -85,8 +75,15 @@ def read_attempts(files: list[Path], lenient: bool) -> tuple[list[RowBlock], lis
                     rows += cached
                     continue
                 with path.open("rb") as stream:
+                    # Begin and end, in bytes, of blocks of whole lines
+                    spans, begin, size = [], 0, os.fstat(stream.fileno()).st_size
+                    while begin < size:
+                        stream.seek(begin + _BLOCK_BYTES)
+                        stream.readline()
+                        end = min(stream.tell(), size)
+                        spans.append((begin, end))
+                        begin = end
                     read = partial(_read_block, stream.fileno(), index, lenient, large)
-                    spans = _block_spans(stream)
                     blocks = pool.map(read, spans) if large else map(read, spans)
                     whole, of_file = _collect(path, blocks, lenient)
                 of_rows = [block.rows for block in whole if block.rows is not None]
@@ -135,19 +132,6 @@ def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[
     if cut is not None:
         warnings.append(f"{path}:{cut[0]}: the last line is cut and left out")
     return found, warnings
-
-
-def _block_spans(stream: BinaryIO) -> list[tuple[int, int]]:
-    """Returns begin and end, in bytes, of blocks of whole lines."""
-    spans = []
-    begin, size = 0, os.fstat(stream.fileno()).st_size
-    while begin < size:
-        stream.seek(begin + _BLOCK_BYTES)
-        stream.readline()
-        end = min(stream.tell(), size)
-        spans.append((begin, end))
-        begin = end
-    return spans
 
 
 def _read_block(
@@ -236,12 +220,8 @@ _TRANSLATE_BYTES = 1 << 18
 def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
     """Read whole lines of a metrics file as CSV, in which keys and values alternate.
 
-    Args:
-        block: The lines.
-        attempt: Attempt of rows that do not have one.
-
     Returns:
-        The rows; None if they are not uniform.
+        The rows, those without an attempt with this one; None if they are not uniform.
     """
     # pyarrow takes a carriage return for the end of a line, JSON for a space.
     if b"\r" in block:

@@ -32,15 +32,12 @@ _CHECKSUM = b"crc32"
 
 
 def load_columns(path: Path, index: int, status: os.stat_result) -> list[RowBlock] | None:
-    """Load the rows of a metrics file from its cache.
+    """Load the rows of a metrics file from its cache; None without a valid one.
 
     Args:
         path: The metrics file.
         index: Its index among the run's: the attempt of rows that do not have one.
         status: The file's status now.
-
-    Returns:
-        The rows; None without a valid cache.
     """
     if status.st_size < MIN_BYTES:
         return None

@@ -30,37 +30,22 @@ _MAX_RESTARTS = 1000
 
 @dataclass(frozen=True)
 class TagSeries:
-    """The values of one tag, in the order in which they were written.
+    """The values of one tag, in the order in which they were written."""
 
-    Attributes:
-        order: Position of each value in the log: ascending numbers, common to all tags. [rows]
-        steps: Step of each value. [rows]
-        values: The values. [rows]
-        times: When each was written, Unix time in s; None if the log has no times. [rows]
-    """
-
-    order: Ints
-    steps: Ints
-    values: Floats
-    times: Floats | None = None
+    order: Ints  # position of each value in the log: ascending, common to all tags [rows]
+    steps: Ints  # [rows]
+    values: Floats  # [rows]
+    times: Floats | None = None  # when written, Unix time in s; None if not logged [rows]
 
 
 @dataclass(frozen=True)
 class Log:
-    """A log as it was read.
+    """A log as it was read."""
 
-    Attributes:
-        path: The file or folder.
-        kind: Kind of the log.
-        series: Tag → its values.
-        starts: Positions in the log (as `TagSeries.order`) at which a new process began to write.
-        warnings: Warnings for the user.
-    """
-
-    path: Path
+    path: Path  # file or folder
     kind: SourceKind
-    series: Mapping[str, TagSeries]
-    starts: Sequence[int] = ()
+    series: Mapping[str, TagSeries]  # by tag
+    starts: Sequence[int] = ()  # positions (`TagSeries.order`) at which a process began to write
     warnings: tuple[str, ...] = ()
 
 
@@ -72,9 +57,7 @@ def log_suffix(path: Path) -> str:
 def open_log(path: Path, warnings: list[str]) -> BinaryIO:
     """Open a log, unpacked if it is a .gz.
 
-    Args:
-        path: The file.
-        warnings: A warning is appended once a damaged .gz has been read as far as possible.
+    A warning is appended once a damaged .gz has been read as far as possible.
 
     Raises:
         RunError: the name ends in .gz but the file is not gzip.
@@ -208,11 +191,6 @@ class RowCollector:
 def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
     """Convert a log to a curve.
 
-    Args:
-        log: The log.
-        name: Name of the curve.
-        tags: Metric → tag, in preference to the known names.
-
     Raises:
         RunError: no tag is the loss, or a requested tag is missing.
     """
@@ -224,8 +202,14 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
         chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
     warnings = [*log.warnings, *choice.missing]
     for metric, others in choice.others.items():
-        ours = log.series[choice.tags[metric]]
-        differing = [tag for tag in others if not _agree(ours, log.series[tag])]
+        ours, differing = log.series[choice.tags[metric]], []
+        for tag in others:
+            other = log.series[tag]
+            _, at_a, at_b = np.intersect1d(ours.steps, other.steps, return_indices=True)
+            if not at_a.size or not np.allclose(
+                ours.values[at_a], other.values[at_b], rtol=1e-6, atol=0.0, equal_nan=True
+            ):
+                differing.append(tag)
         if differing:
             warnings.append(
                 f"{log.path}: {metric} is taken from {choice.tags[metric]!r}, not from "
@@ -304,11 +288,3 @@ def _merge_tags(
         absent[metric][index] = False
         row_attempts[index] = np.maximum(row_attempts[index], attempts)
     return RowBlock(steps, row_attempts, columns, absent), (rows, identical, largest)
-
-
-def _agree(a: TagSeries, b: TagSeries) -> bool:
-    """Whether two tags have the same values at their common steps."""
-    _, index_a, index_b = np.intersect1d(a.steps, b.steps, return_indices=True)
-    return index_a.size > 0 and bool(
-        np.allclose(a.values[index_a], b.values[index_b], rtol=1e-6, atol=0.0, equal_nan=True)
-    )

@@ -66,35 +66,57 @@ def merge_rows(
         name: Name of the curve.
         path: The directory or file that was read.
         kind: Kind of the source.
-        warnings: Warnings so far.
+        warnings: Warnings so far, to which those about the rows are added.
         skips: Roll-backs; rows that one of them undid are no overlap.
     """
-    rows = _concatenate(blocks)
-    used, replaced, winners = select_latest(rows.steps, rows.attempts)
-    steps, attempts = rows.steps[used], rows.attempts[used]
+    columns: dict[str, Floats] = {}
+    absent: dict[str, Flags] = {}
+    for key in COLUMNS:
+        if any(key in block.columns for block in blocks):
+            columns[key] = np.concatenate([block.column(key) for block in blocks])
+        if key in columns and any(
+            key not in block.columns or key in block.absent for block in blocks
+        ):
+            lacking = [
+                block.absent.get(key, np.full(len(block.steps), key not in block.columns))
+                for block in blocks
+            ]
+            absent[key] = np.concatenate(lacking)
+    all_steps = np.concatenate([block.steps for block in blocks])
+    all_attempts = np.concatenate([block.attempts for block in blocks])
+    used, replaced, winners = select_latest(all_steps, all_attempts)
+    steps, attempts = all_steps[used], all_attempts[used]
     # Steps that were undone by a roll-back are computed again with other data: they must differ.
     for skip in skips if replaced.size else ():
-        undone = rows.steps[replaced] > (skip.roll_back_to or 0)
-        undone &= (rows.attempts[replaced] <= skip.attempt) & (
-            rows.attempts[winners] > skip.attempt
-        )
+        undone = all_steps[replaced] > (skip.roll_back_to or 0)
+        undone &= all_attempts[replaced] <= skip.attempt
+        undone &= all_attempts[winners] > skip.attempt
         replaced, winners = replaced[~undone], winners[~undone]
-    identical, largest = compare_overlap(rows.columns, replaced, winners)
+    identical, largest = compare_overlap(columns, replaced, winners)
     # Without a copy if no row was replaced or out of order: columns of long runs are 100 MB.
-    in_order = len(used) == len(rows.steps) and bool(np.all(used[1:] > used[:-1]))
-    absent = {key: flags[used] for key, flags in rows.absent.items()}
+    in_order = len(used) == len(all_steps) and bool(np.all(used[1:] > used[:-1]))
+    absent = {key: flags[used] for key, flags in absent.items()}
+    warnings = list(warnings)
+    # A run that fell back to an old checkpoint and has not caught up again
+    back = np.flatnonzero(np.diff(attempts) < 0)
+    if back.size:
+        i = int(back[-1])
+        warnings.append(
+            f"steps from {steps[i + 1]} are of attempt {attempts[i + 1]}; the later attempt "
+            f"{attempts[i]} has only reached step {steps[i]}"
+        )
     return Curve(
         name=name,
         path=path,
         steps=steps,
         attempts=attempts,
-        columns={key: c if in_order else c[used] for key, c in rows.columns.items()},
+        columns={key: c if in_order else c[used] for key, c in columns.items()},
         absent={key: flags for key, flags in absent.items() if flags.any()},
         overlap_rows=int(replaced.size),
         overlap_identical=identical if replaced.size else None,
         overlap_max_rel_diff=largest if replaced.size else None,
         gaps=_find_gaps(steps),
-        warnings=(*warnings, *_stale_warnings(steps, attempts)),
+        warnings=tuple(warnings),
         kind=kind,
         skips=skips,
     )
@@ -142,28 +164,6 @@ def compare_overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tupl
     return identical, largest
 
 
-def _concatenate(blocks: Sequence[RowBlock]) -> RowBlock:
-    columns: dict[str, Floats] = {}
-    absent: dict[str, Flags] = {}
-    for key in COLUMNS:
-        if not any(key in block.columns for block in blocks):
-            continue
-        columns[key] = np.concatenate([block.column(key) for block in blocks])
-        if any(key not in block.columns or key in block.absent for block in blocks):
-            absent[key] = np.concatenate(
-                [
-                    block.absent.get(key, np.full(len(block.steps), key not in block.columns))
-                    for block in blocks
-                ]
-            )
-    return RowBlock(
-        steps=np.concatenate([block.steps for block in blocks]),
-        attempts=np.concatenate([block.attempts for block in blocks]),
-        columns=columns,
-        absent=absent,
-    )
-
-
 def _find_gaps(steps: Ints) -> tuple[Range, ...]:
     """Find missing ranges; the most frequent interval between rows is the regular one."""
     if len(steps) < 3:
@@ -177,18 +177,3 @@ def _find_gaps(steps: Ints) -> tuple[Range, ...]:
         (int(steps[i]) + regular, max(int(steps[i + 1]) - regular, int(steps[i]) + regular))
         for i in np.flatnonzero(intervals > regular)
     )
-
-
-def _stale_warnings(steps: Ints, attempts: Ints) -> list[str]:
-    """Warn if rows of an attempt follow rows of a later one.
-
-    This is so if a run fell back to an old checkpoint and has not caught up again.
-    """
-    back = np.flatnonzero(np.diff(attempts) < 0)
-    if not back.size:
-        return []
-    i = int(back[-1])
-    return [
-        f"steps from {steps[i + 1]} are of attempt {attempts[i + 1]}; the later attempt "
-        f"{attempts[i]} has only reached step {steps[i]}"
-    ]

@@ -164,10 +164,7 @@ def read_events(
 
     Lines that are not events (a cut last one, a kind of a newer version) are skipped.
 
-    Args:
-        run: The run.
-        attempt: Number of the train attempt.
-        skipped_lines: The numbers of these lines, from 1, are appended here.
+    Their numbers, from 1, are appended to `skipped_lines`.
 
     Raises:
         RunError: the file cannot be read.

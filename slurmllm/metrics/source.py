@@ -1,4 +1,4 @@
-"""Reads whatever holds metrics as a curve, by what it is."""
+"""Reads run directories, metrics files and logs of other frameworks as curves."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from slurmllm.errors import RunError, StorageError
-from slurmllm.metrics.attempt_metrics import read_attempts
+from slurmllm.metrics import text_logs
 from slurmllm.metrics.curves import Curve, Setting
+from slurmllm.metrics.log_series import curve_of_log, log_suffix
 from slurmllm.metrics.merge import merge_rows
-from slurmllm.metrics.row_reader import read_error
-from slurmllm.metrics.tags import parse_tags
+from slurmllm.metrics.row_reader import parse_row, read_error
+from slurmllm.metrics.tags import choose_tags, parse_tags
+from slurmllm.metrics.tensorboard_logs import (
+    event_files,
+    event_folders,
+    is_event_file,
+    read_tensorboard,
+)
 from slurmllm.records import DataRecord, SkipsRecord
 from slurmllm.rundir import RunDir, find_run
 
@@ -24,6 +33,7 @@ _TABLES = (".csv", ".tsv")
 _TEXTS = (".log", ".txt", ".out", ".err")
 # Of the Hugging Face Trainer's checkpoints, and of Lightning's CSVLogger
 _LOGS_IN_FOLDERS = ("trainer_state.json", "metrics.csv")
+_CLUSTER_SETTINGS = ("name", "device", "instance_type")
 _KINDS = (
     "a run's name or directory, a TensorBoard event file or a folder of them, or a .jsonl, .json, "
     ".csv, .tsv, .log, .txt or .out file"
@@ -42,9 +52,6 @@ def locate(source: str, root: Path) -> Path:
     Raises:
         RunError: it is none of these.
     """
-    from slurmllm.metrics.log_series import log_suffix
-    from slurmllm.metrics.tensorboard_logs import event_files, event_folders, is_event_file
-
     if not source.strip():  # an unset variable of a script; as a path it is the folder itself
         raise RunError(f"an empty name is no run; give {_KINDS}")
     path = Path(source)
@@ -98,7 +105,18 @@ def read_curve(
     try:
         if source.is_file():
             return _read_file(source, tags or {}, lenient)
-        return _read_folder(source, tags or {}, lenient)
+        run = RunDir(source)
+        if run.metrics_files() or not source.is_dir():
+            return read_run(source, lenient)
+        own_events = run.tensorboard.is_dir()
+        # NeMo and Hydra write a config.yaml next to their event files too.
+        foreign = not own_events and event_files(source)
+        known = (source / "config.yaml").is_file() or (source / "metrics").is_dir()
+        if not known or foreign:
+            return read_tensorboard(source, run_name(source, False), tags or {})
+        if not (own_events and event_files(run.tensorboard)):
+            return read_run(source, lenient)  # raises: there are no metrics yet
+        return read_tensorboard(run.tensorboard, run_name(source, False), tags or {})
     except OSError as error:
         raise RunError(
             f"cannot read {error.filename or source}: {error.strerror or error}; a log must be "
@@ -106,38 +124,18 @@ def read_curve(
         ) from error
 
 
-def _read_folder(source: Path, tags: Mapping[str, str], lenient: bool) -> Curve:
-    """Read a run's metrics; its event files if it has no metrics; or another's event files."""
-    from slurmllm.metrics.tensorboard_logs import event_files, read_tensorboard
-
-    run = RunDir(source)
-    if run.metrics_files() or not source.is_dir():
-        return read_run(source, lenient)
-    own_events = run.tensorboard.is_dir()
-    # NeMo and Hydra write a config.yaml next to their event files too.
-    foreign = not own_events and event_files(source)
-    is_run = not foreign and ((source / "config.yaml").is_file() or (source / "metrics").is_dir())
-    if is_run and not (own_events and event_files(run.tensorboard)):
-        return read_run(source, lenient)  # raises: there are no metrics yet
-    return read_tensorboard(run.tensorboard if is_run else source, run_name(source, False), tags)
-
-
 def _read_file(source: Path, tags: Mapping[str, str], lenient: bool) -> Curve:
-    from slurmllm.metrics import tensorboard_logs, text_logs
-    from slurmllm.metrics import text_logs as tabular_logs
-    from slurmllm.metrics.log_series import curve_of_log, log_suffix
-
     suffix = log_suffix(source)
-    if tensorboard_logs.is_event_file(source):
-        return tensorboard_logs.read_tensorboard(source, source.absolute().parent.name, tags)
+    if is_event_file(source):
+        return read_tensorboard(source, source.absolute().parent.name, tags)
     if suffix in _JSON_LINES and source.suffix != ".gz" and _is_own_file(source, tags):
         return read_run(source, lenient)
     if suffix in _JSON_LINES:
-        log = tabular_logs.read_json_lines(source, tags)
+        log = text_logs.read_json_lines(source, tags)
     elif suffix == ".json":
-        log = tabular_logs.read_json(source, tags)
+        log = text_logs.read_json(source, tags)
     elif suffix in _TABLES:
-        log = tabular_logs.read_table(source, tags)
+        log = text_logs.read_table(source, tags)
     elif suffix in _TEXTS:
         log = text_logs.read_text(source, tags)
     else:
@@ -147,9 +145,6 @@ def _read_file(source: Path, tags: Mapping[str, str], lenient: bool) -> Curve:
 
 def _is_own_file(path: Path, tags: Mapping[str, str]) -> bool:
     """Whether slurmllm wrote a file: by its folder, else by the keys of its first whole row."""
-    from slurmllm.metrics.row_reader import parse_row
-    from slurmllm.metrics.tags import choose_tags
-
     if path.absolute().parent.name == "metrics":
         return True
     with path.open("rb") as stream:
@@ -167,20 +162,15 @@ def _is_own_file(path: Path, tags: Mapping[str, str]) -> bool:
     return True
 
 
-_CLUSTER_SETTINGS = ("name", "device", "instance_type")
-
-
 def read_run(source: Path, lenient: bool = False) -> Curve:
     """Read a run directory's metrics, or a single .jsonl file of them.
-
-    Args:
-        source: The directory or the file.
-        lenient: Skip broken lines with a warning.
 
     Raises:
         RunError: there are no metrics, a file cannot be read or, if not lenient, a line before
             the last is broken.
     """
+    from slurmllm.metrics.attempt_metrics import read_attempts  # loads pyarrow
+
     try:
         is_file = source.is_file()
         files = [source] if is_file else RunDir(source).metrics_files()
@@ -219,13 +209,17 @@ def read_run(source: Path, lenient: bool = False) -> Curve:
     if not of_run:
         return replace(curve, data=data)
     later: list[str] = []
-    return replace(
-        curve,
-        data=data,
-        settings=_read_settings(run, later),
-        nodes=_read_nodes(run, later),
-        warnings=(*curve.warnings, *later),
-    )
+    settings = _read_settings(run, later)
+    nodes: dict[int, tuple[str, ...]] = {}
+    try:
+        for attempt in run.attempts("train"):
+            names = _read_mapping(attempt.record, json.loads, later).get("nodes")
+            if isinstance(names, list) and all(isinstance(node, str) for node in names):
+                nodes[attempt.number] = tuple(names)
+    except OSError as error:
+        later.append(f"cannot read {error.filename or run.path}: {error.strerror or error}")
+    warnings = [*curve.warnings, *later]
+    return replace(curve, data=data, settings=settings, nodes=nodes, warnings=tuple(warnings))
 
 
 def run_name(source: Path, is_file: bool) -> str:
@@ -260,8 +254,6 @@ def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
         Dotted path in the recipe → value, with `cluster.name`, `cluster.device` and
         `versions.torch` and the like; empty without config.yaml.
     """
-    import yaml
-
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     settings: dict[str, Setting] = {}
     config = _read_mapping(run.config, lambda text: yaml.load(text, Loader=loader), warnings)
@@ -274,20 +266,6 @@ def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
     versions = _read_mapping(run.graphs_manifest, json.loads, warnings).get("versions")
     _flatten("versions", versions if isinstance(versions, dict) else {}, settings)
     return settings
-
-
-def _read_nodes(run: RunDir, warnings: list[str]) -> dict[int, tuple[str, ...]]:
-    nodes: dict[int, tuple[str, ...]] = {}
-    try:
-        attempts = run.attempts("train")
-    except OSError as error:
-        warnings.append(f"cannot read {error.filename or run.path}: {error.strerror or error}")
-        return nodes
-    for attempt in attempts:
-        names = _read_mapping(attempt.record, json.loads, warnings).get("nodes")
-        if isinstance(names, list) and all(isinstance(node, str) for node in names):
-            nodes[attempt.number] = tuple(names)
-    return nodes
 
 
 def _flatten(path: str, value: Any, into: dict[str, Setting]) -> None:
@@ -305,8 +283,6 @@ def _read_mapping(
     path: Path, parse: Callable[[bytes], Any], warnings: list[str]
 ) -> Mapping[Any, Any]:
     """Read a file that holds a mapping; empty without the file, or with a warning if damaged."""
-    import yaml
-
     try:
         if not path.is_file():
             return {}

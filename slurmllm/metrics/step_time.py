@@ -29,67 +29,40 @@ RECENT_STEPS = 100
 
 
 class AttemptGroup(NamedTuple):
-    """What attempts of one configuration have in common.
+    """What attempts of one configuration have in common."""
 
-    Attributes:
-        submission: Number of the last submission before them, from 1; 0 if none is recorded.
-        nodes: Number of nodes; None if no record has it.
-    """
-
-    submission: int
-    nodes: int | None
+    submission: int  # number of the last one before them, from 1; 0 if none is recorded
+    nodes: int | None  # number of nodes; None if no record has it
 
 
 class StepSplit(NamedTuple):
-    """What followed the wait for data in a step, s.
+    """Sections of a step after the wait for data, s."""
 
-    Attributes:
-        forward_backward_s: Until rank 0 had the loss.
-        optimizer_s: From there until it had the norms.
-        rest_s: From there to the end of the step.
-    """
-
-    forward_backward_s: float
-    optimizer_s: float
-    rest_s: float
+    forward_backward_s: float  # until rank 0 had the loss
+    optimizer_s: float  # from there until it had the norms
+    rest_s: float  # from there to the end of the step
 
 
 @dataclass(frozen=True)
 class SteadySteps:
-    """Medians over the steady steps of attempts of one configuration.
+    """Medians over the steady steps of attempts of one configuration."""
 
-    Attributes:
-        attempts: The attempts, oldest first.
-        nodes: Number of nodes; None if no record has it.
-        steps: Number of steps.
-        step_s: Seconds of a step.
-        data_wait_s: Seconds of it until rank 0 had its sequences.
-        split: The rest of the step; None if it was not measured.
-        warnings: Warnings for the user.
-    """
-
-    attempts: tuple[int, ...]
-    nodes: int | None
+    attempts: tuple[int, ...]  # oldest first
+    nodes: int | None  # number of nodes; None if no record has it
     steps: int
     step_s: float
-    data_wait_s: float
-    split: StepSplit | None
+    data_wait_s: float  # until rank 0 had its sequences
+    split: StepSplit | None  # None if not measured
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The pace of a run's recent steps.
+    """The pace of a run's recent steps."""
 
-    Attributes:
-        step_s: Median seconds of a step.
-        seq_per_s: Median throughput; None if no row has it.
-        saves_s: Seconds per step that training waited for saves, over the attempt.
-    """
-
-    step_s: float
-    seq_per_s: float | None
-    saves_s: float
+    step_s: float  # median
+    seq_per_s: float | None  # median; None if no row has it
+    saves_s: float  # per step, that training waited for saves, over the attempt
 
     def seconds(self, steps: int) -> float:
         """Estimates the duration of some steps, saves included and restarts not."""
@@ -102,11 +75,6 @@ def read_steady_steps(
     """Read the steady steps of the newest attempts that have enough of them.
 
     Attempts of one submission on the same number of nodes had one configuration and are combined.
-
-    Args:
-        run: The run.
-        attempts: Records of its attempts.
-        submissions: Its submissions, oldest first.
 
     Raises:
         RunError: there are too few, or a metrics file is damaged.
@@ -131,15 +99,26 @@ def read_steady_steps(
         for group, numbers in groups.items()
     }
     for group in reversed(groups):
-        if len(steady[group]) >= MIN_STEPS:
+        used = steady[group]
+        if len(used) >= MIN_STEPS:
+            # Sections of the step, if all rows have them: those of old versions do not.
+            splits = [
+                (loss, norms, row.step_time_s - row.data_wait_s - loss - norms)
+                for row in used
+                if (loss := row.forward_backward_s) is not None
+                and (norms := row.optimizer_s) is not None
+            ]
+            split = None
+            if len(splits) == len(used):
+                split = StepSplit(*(median(section) for section in zip(*splits, strict=True)))
             return SteadySteps(
                 attempts=tuple(n for n in groups[group] if len(rows[n]) > FIRST_STEPS),
                 nodes=group.nodes,
-                steps=len(steady[group]),
-                step_s=median(row.step_time_s for row in steady[group]),
-                data_wait_s=median(row.data_wait_s for row in steady[group]),
-                split=_median_split(steady[group]),
-                warnings=tuple(_warnings(group, groups)),
+                steps=len(used),
+                step_s=median(row.step_time_s for row in used),
+                data_wait_s=median(row.data_wait_s for row in used),
+                split=split,
+                warnings=tuple(_unused_warnings(group, groups)),
             )
     most = max(len(of_group) for of_group in steady.values())
     raise RunError(
@@ -151,12 +130,7 @@ def read_steady_steps(
 def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
     """Read the pace of the newest attempt with steps on as many workers as the last one.
 
-    Args:
-        run: The run.
-        attempts: Its train attempts, oldest first.
-
-    Returns:
-        The pace; None if there is no such step.
+    Returns None if there is no such step. The train attempts are given oldest first.
     """
     records = {attempt.attempt: attempt for attempt in attempts}
     for path in reversed(run.metrics_files()):
@@ -212,20 +186,9 @@ def _read_rows(path: Path) -> list[MetricsRow]:
     return found
 
 
-def _median_split(rows: Sequence[MetricsRow]) -> StepSplit | None:
-    """Medians of the step's sections, if all rows have them: those of old versions do not."""
-    splits = [
-        (loss, norms, row.step_time_s - row.data_wait_s - loss - norms)
-        for row in rows
-        if (loss := row.forward_backward_s) is not None and (norms := row.optimizer_s) is not None
-    ]
-    if len(splits) < len(rows):
-        return None
-    return StepSplit(*(median(section) for section in zip(*splits, strict=True)))
-
-
-def _warnings(used: AttemptGroup, groups: Mapping[AttemptGroup, Sequence[int]]) -> Iterator[str]:
-    """Warnings about attempts that were not used."""
+def _unused_warnings(
+    used: AttemptGroup, groups: Mapping[AttemptGroup, Sequence[int]]
+) -> Iterator[str]:
     order = list(groups)
     position = order.index(used)
     for group in order[position + 1 :]:

@@ -34,17 +34,11 @@ class Framework:
 
 @dataclass(frozen=True)
 class TagChoice:
-    """The tags that hold the metrics of a log.
+    """The tags (columns, keys) that hold the metrics of a log."""
 
-    Attributes:
-        tags: Metric → tag, column or key.
-        others: Metric → other tags that match.
-        missing: Warnings for tags that the user named and this log lacks, if another matches.
-    """
-
-    tags: Mapping[str, str]
-    others: Mapping[str, tuple[str, ...]]
-    missing: tuple[str, ...]
+    tags: Mapping[str, str]  # by metric
+    others: Mapping[str, tuple[str, ...]]  # metric → other tags that match
+    missing: tuple[str, ...]  # warnings: tags that the user named and the log lacks
 
 
 FRAMEWORKS = (

@@ -46,18 +46,11 @@ _TENSOR_TYPES = {
 
 @dataclass(frozen=True)
 class EventFile:
-    """The scalars of an event file.
-
-    Attributes:
-        events: Number of events.
-        starts: Indices of the events with which a process began to write.
-        series: Tag → its values.
-        warnings: Warnings for the user.
-    """
+    """The scalars of an event file."""
 
     events: int
-    starts: list[int]
-    series: dict[str, TagSeries]
+    starts: list[int]  # indices of the events with which a process began to write
+    series: dict[str, TagSeries]  # by tag
     warnings: list[str]
 
 
@@ -114,7 +107,20 @@ def read_tensorboard(source: Path, name: str, tags: Mapping[str, str]) -> Curve:
         RunError: there are no scalars, none is the loss, or the folders below hold several runs.
         OSError: a file cannot be read.
     """
-    files = [source] if source.is_file() else event_files(source) or _files_of_only_folder(source)
+    files = [source] if source.is_file() else event_files(source)
+    if not files:
+        # Lightning and Hugging Face write theirs to a folder of its own, below.
+        folders = event_folders(source)
+        if not folders:
+            raise RunError(f"no metrics in {source}: no TensorBoard event files there or below")
+        if len(folders) > 1:
+            shown = ", ".join(str(folder.relative_to(source)) for folder in folders[:20])
+            more = f" and {len(folders) - 20} more" if len(folders) > 20 else ""
+            raise RunError(
+                f"{source} holds the event files of several runs: {shown}{more}; name one, such as "
+                f"{folders[0]}"
+            )
+        files = event_files(folders[0])
     series: dict[str, list[TagSeries]] = {}
     starts: list[int] = []
     warnings: list[str] = []
@@ -260,24 +266,6 @@ def _tensor_scalar(value: Any) -> float | None:
     if dtype == "bfloat16":  # the upper half of a float32; numpy has no such type
         return float(np.frombuffer(b"\0\0" + content, dtype="<f4")[0])
     return float(np.frombuffer(content, dtype=dtype)[0])
-
-
-def _files_of_only_folder(source: Path) -> list[Path]:
-    """Returns the event files of the one folder below that holds any.
-
-    Lightning and Hugging Face write theirs to a folder of its own.
-    """
-    folders = event_folders(source)
-    if len(folders) == 1:
-        return event_files(folders[0])
-    if not folders:
-        raise RunError(f"no metrics in {source}: no TensorBoard event files there or below")
-    shown = ", ".join(str(folder.relative_to(source)) for folder in folders[:20])
-    more = f" and {len(folders) - 20} more" if len(folders) > 20 else ""
-    raise RunError(
-        f"{source} holds the event files of several runs: {shown}{more}; name one, such as "
-        f"{folders[0]}"
-    )
 
 
 def _steps_from_tag(series: dict[str, TagSeries], key: str | None) -> dict[str, TagSeries]:

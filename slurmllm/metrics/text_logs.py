@@ -1,13 +1,13 @@
-"""Metrics in the text output of a training: the lines of NxD's examples and other frameworks.
+"""Logs of other frameworks in text files: tables, JSON, and the lines of a training's output.
 
-A log may have gigabytes and is streamed. Bytes that are not UTF-8 are replaced, terminal colours
-removed, and a carriage return, with which a progress bar overwrites itself, ends a line too.
+A log may have gigabytes and is streamed. Bytes that are not UTF-8 are replaced; in a text log
+terminal colours are removed, and a carriage return, with which a progress bar overwrites itself,
+ends a line too.
 """
 
 from __future__ import annotations
 
 import calendar
-import contextlib
 import csv
 import io
 import json
@@ -62,16 +62,15 @@ def read_text(path: Path, tags: Mapping[str, str]) -> Log:
 
 
 def _lines_with_loss(stream: BinaryIO) -> Iterator[str]:
-    def decode(line: bytes) -> str:
-        return _COLOURS.sub("", line.decode("utf-8", errors="replace"))
-
     rest = b""
     while chunk := stream.read(_CHUNK_BYTES):
         *whole, rest = re.split(rb"[\r\n]+", rest + chunk)
         rest = rest[-_MAX_LINE_BYTES:]
-        yield from (decode(line) for line in whole if b"loss" in line)
+        for line in whole:
+            if b"loss" in line:
+                yield _COLOURS.sub("", line.decode("utf-8", errors="replace"))
     if b"loss" in rest:
-        yield decode(rest)
+        yield _COLOURS.sub("", rest.decode("utf-8", errors="replace"))
 
 
 def _to_float(text: str) -> float:
@@ -226,12 +225,20 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         tab = log_suffix(path) == ".tsv"
         delimiter = "\t" if tab else max(",;\t", key=header_line.count)
         header: list[str] = []
-        with contextlib.suppress(csv.Error):  # a line of 128 KiB without a separator
+        with suppress(csv.Error):  # a line of 128 KiB without a separator
             cells = next(csv.reader([header_line], delimiter=delimiter), [])
             header = [name.strip() for name in cells]
         if not any(header):
             raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
-        names = _metric_names(header)
+        # The columns' names, without the run's name if all are of one run
+        names = header
+        matches = [_WANDB_COLUMN.fullmatch(name) for name in header]
+        known = all(
+            match or not name or step_keys([name], {})
+            for name, match in zip(header, matches, strict=True)
+        )
+        if known and len({match["run"] for match in matches if match}) == 1:
+            names = [m["metric"] if m else name for name, m in zip(header, matches, strict=True)]
         if any(tag in header and tag not in names for tag in tags.values()):
             names = header
         reader = csv.reader(lines, delimiter=delimiter)
@@ -258,20 +265,10 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
     return rows.log(path, "csv", tags, warnings)
 
 
-def _metric_names(header: list[str]) -> list[str]:
-    """Returns the columns' names, without the run's name if all are of one run."""
-    matches = [_WANDB_COLUMN.fullmatch(name) for name in header]
-    runs = {match["run"] for match in matches if match}
-    unmatched = [name for name, match in zip(header, matches, strict=True) if not match]
-    if len(runs) != 1 or not all(step_keys([name], {}) or not name for name in unmatched):
-        return header
-    return [match["metric"] if match else name for name, match in zip(header, matches, strict=True)]
-
-
 def _cell_numbers(names: list[str], cells: list[str]) -> Iterator[tuple[str, float]]:
     for name, cell in zip(names, cells, strict=False):
         if cell and name and not name.endswith(_WANDB_RANGE):
-            with contextlib.suppress(ValueError):
+            with suppress(ValueError):
                 yield name, float(cell)
 
 
