@@ -46,7 +46,7 @@ class Allocation(ABC):
 
     @abstractmethod
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
-        """Start a launcher on every node; the processes end when the launchers have ended."""
+        """Start a launcher on every node; the processes end with the launchers."""
 
     @abstractmethod
     def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
@@ -133,7 +133,7 @@ class SlurmAllocation(Allocation):
 
 
 class LocalAllocation(Allocation):
-    """This machine, as one node or several; `run` is None outside a run."""
+    """This machine as one node or several; `run` is None outside a run."""
 
     job_id = None
 
@@ -201,12 +201,8 @@ def allocate_nodes(
     the new allocation.
 
     Args:
-        config: With the profile, for partition, exclusiveness and directives.
         command: The verb and its arguments, without those that choose the nodes:
             `["plan", "--calibrate", "--cluster", "p4d", …]`.
-        job_name: Of the new job.
-        nodes: How many; default 1.
-        local: This machine, without Slurm.
         options: Of salloc, by name: nodelist, partition, account, qos, reservation, exclude, time.
 
     Raises:

@@ -32,24 +32,19 @@ log = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """Records the first stop signal.
-
-    Attributes:
-        name: The signal, or None.
-        at: time.monotonic() of its arrival.
-    """
+    """Records the first stop signal and time.monotonic() of its arrival."""
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.at = 0.0
 
     def install(self) -> None:
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self.name is None:
+                self.name, self.at = signal.Signals(number).name, time.monotonic()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.name is None:
-            self.name, self.at = signal.Signals(number).name, time.monotonic()
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, on_signal)
 
 
 @dataclass
@@ -104,7 +99,6 @@ class AttemptMonitor:
         self.observed = Observations()
 
     def wait(self) -> Observations:
-        """Wait until all launchers have ended."""
         signalled_at = -REPEAT_SIGNAL_S
         while any(launcher.poll() is None for launcher in self._launchers):
             now = time.monotonic()
@@ -149,10 +143,12 @@ class AttemptMonitor:
         if now >= self._next_grace_look:
             self._next_grace_look = now + GRACE_LOOK_S
             self._grace_s = self._grace()
+        # The earliest time to kill stays: a later grace period must not postpone it.
         if now - self._failed_at > self._grace_s:
             self._kill_at = min(now, self._kill_at or now)
 
     def _grace(self) -> float:
+        """Seconds from the first failure to the end of the other launchers."""
         if self._record.stage == "precompile":
             return LAUNCHER_GRACE_S  # the other nodes submit the graphs that they have
         try:

@@ -1,7 +1,11 @@
-"""Hang detection: the workers' phases, as the launchers report them, against time limits.
+"""Hang detection: launchers forward their workers' phases, the supervisor applies time limits.
 
 All workers advance together: a run hangs if none of them has changed its phase or step for longer
 than the phase of the slowest ones may take. The limit of a step is learned from the run.
+
+Workers write into files on the node's own memory disk (`Heartbeats`), so that none of them ever
+waits for the shared file system; the launcher forwards changes a few times a minute (`Watchdog`
+reads them), and collects the workers' stacks when there is a hang.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -30,6 +34,11 @@ HEARTBEAT_S = 15.0  # a launcher writes at least as often, whether or not anythi
 UNRESPONSIVE_S = 4 * HEARTBEAT_S  # without a heartbeat
 STEPS_LEARNED = 200
 SLOW = 0.95  # quantile of the step times that counts as a slow step
+READ_S = 1.0  # interval between reads of the workers' files
+WRITE_S = 5.0  # minimum interval between writes to the shared file system
+DUMP_S = 3.0  # for workers to dump their stacks
+PY_SPY_S = 10.0
+_FOLDER, _LOCK = "slurmllm-phases-", "lock"
 _TAIL_BYTES = 128 * 1024
 _ORDER: Mapping[Phase, int] = {phase: place for place, phase in enumerate(get_args(Phase))}
 
@@ -52,13 +61,7 @@ class AttemptProgress:
 
 
 def limit_s(phase: Phase, config: WatchdogConfig, slow_step_s: float | None) -> float:
-    """The time limit of a phase, s.
-
-    Args:
-        phase: Of the workers.
-        config: The recipe's watchdog section.
-        slow_step_s: Duration of a slow step of this run; None before its second step.
-    """
+    """The time limit of a phase, s; `slow_step_s` is None before the second step of the run."""
     if phase in ("starting", "resuming"):
         return config.start_up_s
     if phase in ("saving", "stopping"):
@@ -78,13 +81,9 @@ def behind(phases: Mapping[int, WorkerPhase]) -> tuple[int, ...]:
 def find_hang(
     progress: AttemptProgress, config: WatchdogConfig, slow_step_s: float | None, now: float
 ) -> HangRecord | None:
-    """Whether an attempt hangs, and the suspect nodes as far as phases show them.
+    """The hang of an attempt, with the suspect nodes as far as phases show them.
 
-    Args:
-        progress: Of the workers.
-        config: The recipe's watchdog section.
-        slow_step_s: See limit_s.
-        now: Unix time, s.
+    `now` is Unix time, s; see limit_s for `slow_step_s`.
     """
     last = behind(progress.phases)
     if not last:
@@ -127,20 +126,17 @@ def recent_step_times(run: RunDir) -> list[float]:
     """
     found: list[float] = []
     for path in reversed(run.metrics_files()):
-        found = _step_times(path) + found
+        times = []
+        with suppress(OSError), path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
+            # The first line is the attempt's first step, or cut by the seek.
+            for line in stream.read().splitlines()[1:]:
+                with suppress(ValueError, KeyError, TypeError):  # a line that is being written
+                    times.append(float(json.loads(line)["step_time_s"]))
+        found = times + found
         if len(found) >= STEPS_LEARNED:
             break
     return found[-STEPS_LEARNED:]
-
-
-def _step_times(path: Path) -> list[float]:
-    times = []
-    with suppress(OSError), path.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
-        for line in stream.read().splitlines()[1:]:  # the first line: step 1, or cut by the seek
-            with suppress(ValueError, KeyError, TypeError):  # a line that is being written
-                times.append(float(json.loads(line)["step_time_s"]))
-    return times
 
 
 def _place(worker: WorkerPhase) -> tuple[int, int, int]:
@@ -152,25 +148,15 @@ def _place(worker: WorkerPhase) -> tuple[int, int, int]:
     return len(_ORDER), worker.step, within
 
 
-@dataclass
 class Watchdog:
-    """Watches one train attempt for the supervisor.
+    """Watches one train attempt for the supervisor."""
 
-    Args:
-        run: The run.
-        record: The attempt.
-        config: The recipe's watchdog section.
-    """
-
-    run: RunDir
-    record: AttemptRecord
-    config: WatchdogConfig
-    _heartbeats: dict[str, Heartbeat] = field(default_factory=dict, init=False)
-    _mtimes: dict[str, float] = field(default_factory=dict, init=False)
-    _read_at: dict[str, float] = field(default_factory=dict, init=False)
-    _metrics_bytes: int = field(default=-1, init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, run: RunDir, record: AttemptRecord, config: WatchdogConfig) -> None:
+        self.run, self.record, self.config = run, record, config
+        self._heartbeats: dict[str, Heartbeat] = {}
+        self._mtimes: dict[str, float] = {}
+        self._read_at: dict[str, float] = {}
+        self._metrics_bytes = -1
         self._changed = self._looked = time.monotonic()
 
     def look(self) -> HangRecord | None:
@@ -182,7 +168,16 @@ class Watchdog:
         self._looked = now
         self._read(now)
         unchanged_s = now - self._changed
-        phases, nodes = self._phases()
+        per_node = self.record.world_size // len(self.record.nodes)
+        nodes = {
+            rank: name
+            for index, name in enumerate(self.record.nodes)
+            for rank in range(index * per_node, (index + 1) * per_node)
+        }
+        starting = WorkerPhase(phase="starting", step=0, since=self.record.started_at)
+        phases = dict.fromkeys(nodes, starting)
+        for heartbeat in self._heartbeats.values():
+            phases |= {rank: phase for rank, phase in heartbeat.ranks.items() if rank in nodes}
         if unchanged_s <= limit_s(min(phases.values(), key=_place).phase, self.config, 0.0):
             return None  # below the lowest limit: no need to read the step times
         unresponsive = tuple(
@@ -215,35 +210,9 @@ class Watchdog:
             if size != self._metrics_bytes:
                 self._metrics_bytes, self._changed = size, now
 
-    def _phases(self) -> tuple[dict[int, WorkerPhase], dict[int, str]]:
-        per_node = self.record.world_size // len(self.record.nodes)
-        nodes = {
-            rank: name
-            for index, name in enumerate(self.record.nodes)
-            for rank in range(index * per_node, (index + 1) * per_node)
-        }
-        starting = WorkerPhase(phase="starting", step=0, since=self.record.started_at)
-        phases = dict.fromkeys(nodes, starting)
-        for heartbeat in self._heartbeats.values():
-            phases |= {rank: phase for rank, phase in heartbeat.ranks.items() if rank in nodes}
-        return phases, nodes
-
-
-READ_S = 1.0  # interval between reads of the workers' files
-WRITE_S = 5.0  # minimum interval between writes to the shared file system
-DUMP_S = 3.0  # for workers to dump their stacks
-PY_SPY_S = 10.0
-_FOLDER, _LOCK = "slurmllm-phases-", "lock"
-
 
 class Heartbeats:
-    """The phase files of one node's workers, and the node's heartbeat.
-
-    Args:
-        attempt: The attempt's folder, for heartbeats and stacks.
-        node: Name of this node.
-        config: The recipe's watchdog section.
-    """
+    """The phase files of one node's workers, and the node's heartbeat, for its launcher."""
 
     def __init__(self, attempt: AttemptDir, node: str, config: WatchdogConfig) -> None:
         self._attempt, self._node = attempt, node
@@ -252,7 +221,13 @@ class Heartbeats:
         self._read_s = min(READ_S, self._write_s)
         self._written_at = self._read_at = -HEARTBEAT_S
         self._written: dict[int, WorkerPhase] = {}
-        _remove_stale_folders()
+        # Remove the files of launchers that were killed: their locks are free. Not by process id:
+        # launchers in other containers may share this memory, with ids of their own.
+        for folder in {"/dev/shm", tempfile.gettempdir()}:
+            for lock in Path(folder).glob(f"{_FOLDER}*/{_LOCK}"):
+                with suppress(OSError), lock.open("wb") as stream:
+                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.parent, ignore_errors=True)
         self._folder: Path | None = None
         with suppress(OSError):
             parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -262,10 +237,9 @@ class Heartbeats:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """The variables that name a worker's files."""
         if self._folder is None:
             return {}
-        return {PHASE_FILE: str(self._phase(rank)), STACKS_FILE: str(self._stacks(rank))}
+        return {PHASE_FILE: str(self._file(rank)), STACKS_FILE: str(self._file(f"{rank}.stacks"))}
 
     def update(self, ranks: Mapping[int, int]) -> None:
         """Forward the workers' phases if it is time; `ranks` maps rank to process id."""
@@ -273,16 +247,15 @@ class Heartbeats:
         if self._folder is None or now - self._read_at < self._read_s:
             return
         self._read_at = now
-        phases = {rank: read_phase(self._phase(rank)) for rank in ranks}
+        phases = {rank: read_phase(self._file(rank)) for rank in ranks}
         # A worker that has not imported slurmllm yet has no phase.
         known = {rank: phase for rank, phase in phases.items() if phase is not None}
         waited_s = now - self._written_at
         changed = known != self._written and waited_s >= self._write_s
-        if changed or waited_s >= HEARTBEAT_S:
-            self._written, self._written_at = known, now
-            self._write(Heartbeat(node=self._node, written_at=time.time(), ranks=known))
-
-    def _write(self, heartbeat: Heartbeat) -> None:
+        if not changed and waited_s < HEARTBEAT_S:
+            return
+        self._written, self._written_at = known, now
+        heartbeat = Heartbeat(node=self._node, written_at=time.time(), ranks=known)
         # Without fsync: a heartbeat that a crash removes has no reader any more.
         path = self._attempt.heartbeat(self._node)
         temporary = path.with_name(f".{path.name}.tmp")
@@ -295,10 +268,9 @@ class Heartbeats:
                 temporary.unlink()
 
     def dump_stacks(self, running: Mapping[int, int]) -> None:
-        """Have all workers dump their stacks, and copy them into the run directory.
+        """Have the workers dump their stacks, and copy them into the run directory.
 
-        Args:
-            running: Rank → process id.
+        `running` maps rank to process id.
         """
         for pid in running.values():
             with suppress(ProcessLookupError):
@@ -318,33 +290,26 @@ class Heartbeats:
                 path.write_text(dump)  # the other nodes count these files
 
     def close(self) -> None:
-        """Remove the workers' files."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._lock.close()
 
     def _read_dump(self, rank: int) -> str:
         try:
-            return self._stacks(rank).read_text(errors="replace")
+            return self._file(f"{rank}.stacks").read_text(errors="replace")
         except OSError:
             return ""
 
-    def _phase(self, rank: int) -> Path:
+    def _file(self, name: int | str) -> Path:
         assert self._folder is not None
-        return self._folder / f"{rank}"
-
-    def _stacks(self, rank: int) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{rank}.stacks"
+        return self._folder / f"{name}"
 
 
 def _inspect_process(pid: int) -> str:
     """What /proc and py-spy show of a process that dumps nothing: stopped, or in the kernel."""
-    state = next(
-        (line for line in _read_proc(pid, "status").splitlines() if "State" in line), "State: ?"
-    )
+    states = [line for line in _read_proc(pid, "status").splitlines() if "State" in line]
     # "State:	T (stopped)" → "T (stopped)"
-    state = state.partition(":")[2].strip()
+    state = states[0].partition(":")[2].strip() if states else "?"
     head = f"no answer; state {state}, waits in {_read_proc(pid, 'wchan')}\n"
     spy = shutil.which("py-spy")
     if spy is None:
@@ -363,13 +328,3 @@ def _read_proc(pid: int, name: str) -> str:
         return Path(f"/proc/{pid}/{name}").read_text().strip() or "nothing"
     except OSError as error:
         return str(error.strerror)
-
-
-def _remove_stale_folders() -> None:
-    """Remove the files of launchers that were killed: their locks are free."""
-    # Not by process id: launchers in other containers may share this memory, with ids of their own.
-    for parent in {"/dev/shm", tempfile.gettempdir()}:
-        for lock in Path(parent).glob(f"{_FOLDER}*/{_LOCK}"):
-            with suppress(OSError), lock.open("wb") as stream:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
