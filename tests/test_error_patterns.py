@@ -23,7 +23,7 @@ def test_a_row_matches_its_example(row: Row) -> None:
         "n2": NodeRecord(node="n2", pids={1: 1}, exit_codes={1: 70}, stopped_ranks=[1]),
     }
     # In the log of a worker that aborted without a record …
-    found = classify(Evidence(("n1", "n2"), nodes, last_words={0: ["step 7", row.example]}))
+    found = classify(Evidence(("n1", "n2"), nodes, log_tails={0: ["step 7", row.example]}))
     assert (found.ending, found.blamed_nodes) == (ending, ("n1",) if blamed else ())
     assert row.example.strip()[:400] in found.evidence[0]
     # … and in the words of its exception.

@@ -143,7 +143,7 @@ class AttemptMonitor:
         if now >= self._next_grace_look:
             self._next_grace_look = now + GRACE_LOOK_S
             self._grace_s = self._grace()
-        # The earliest time to kill stays: a later grace period must not postpone it.
+        # Never later than a deadline that has passed already.
         if now - self._failed_at > self._grace_s:
             self._kill_at = min(now, self._kill_at or now)
 

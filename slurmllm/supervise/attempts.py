@@ -1,4 +1,4 @@
-"""The attempt records: opened, closed, and the records of nodes and workers that belong to them."""
+"""Attempt records, opened and closed, with the records of their nodes and workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,14 @@ def still_runs(record: AttemptRecord, allocation: Allocation) -> str | None:
     For another job Slurm is asked; while it does not respond, the attempt stays open.
     """
     if record.job_id is None:
-        return _process_runs(record)
+        if record.pid in (None, os.getpid()) or record.host != socket.gethostname():
+            return None
+        try:
+            # Process ids are reused: the command line must be a supervisor's.
+            alive = b"supervise" in Path(f"/proc/{record.pid}/cmdline").read_bytes()
+        except OSError:
+            return None
+        return f"process {record.pid} on {record.host} is its supervisor" if alive else None
     if not isinstance(allocation, SlurmAllocation):
         return f"it belongs to job {record.job_id}, and there is no Slurm here"
     if record.job_id == allocation.job_id:
@@ -49,17 +56,6 @@ def still_runs(record: AttemptRecord, allocation: Allocation) -> str | None:
     if job is not None and job.state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED"):
         return f"job {record.job_id} is {job.state}"
     return None
-
-
-def _process_runs(record: AttemptRecord) -> str | None:
-    if record.pid is None or record.host != socket.gethostname() or record.pid == os.getpid():
-        return None
-    try:
-        # Process ids are reused: the command line must be a supervisor's.
-        alive = b"supervise" in Path(f"/proc/{record.pid}/cmdline").read_bytes()
-    except OSError:
-        return None
-    return f"process {record.pid} on {record.host} is its supervisor" if alive else None
 
 
 def incarnation(record: AttemptRecord, rows: Sequence[AccountingRow]) -> AccountingRow | None:
@@ -79,13 +75,7 @@ def ended_at(row: AccountingRow | None) -> float | None:
 def ending_of_orphaned(
     record: AttemptRecord, reported: Mapping[str, NodeRecord], row: AccountingRow | None
 ) -> Ending:
-    """The ending of an attempt whose supervisor died with its node, by Slurm's accounting.
-
-    Args:
-        record: The attempt, still open.
-        reported: The records of its launchers.
-        row: The accounting row of its incarnation, if there is accounting.
-    """
+    """The ending of an attempt whose supervisor died with its node, by Slurm's accounting."""
     state = row.state if row is not None else "UNKNOWN"
     evidence = (
         f"Slurm: {state}; the supervisor on {record.nodes[0]} ended without a record"
@@ -102,7 +92,6 @@ def ending_of_orphaned(
 
 
 def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:
-    """The records of a stage's attempts, oldest first."""
     return [AttemptRecord.load(a.record) for a in run.attempts(stage) if a.record.is_file()]
 
 
@@ -115,8 +104,19 @@ def open_attempt(
         StorageError: The run directory cannot be written.
     """
     steps = run.checkpoint_steps()
+    while True:
+        number = max((attempt.number for attempt in run.attempts(stage)), default=-1) + 1
+        folder = run.attempt(stage, number).path
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()  # atomic: two supervisors get different numbers
+            break
+        except FileExistsError:
+            continue  # another supervisor was faster
+        except OSError as error:
+            raise StorageError(f"cannot make {folder}: {error.strerror or error}") from error
     record = AttemptRecord(
-        attempt=_make_folder(run, stage),
+        attempt=number,
         stage=stage,
         job_id=allocation.job_id,
         restart_count=allocation.restart_count,
@@ -133,21 +133,6 @@ def open_attempt(
     return record
 
 
-def _make_folder(run: RunDir, stage: Stage) -> int:
-    """Make the next attempt's folder. mkdir is atomic: two supervisors get different numbers."""
-    while True:
-        number = max((attempt.number for attempt in run.attempts(stage)), default=-1) + 1
-        folder = run.attempt(stage, number).path
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()
-        except FileExistsError:
-            continue  # another supervisor was faster
-        except OSError as error:
-            raise StorageError(f"cannot make {folder}: {error.strerror or error}") from error
-        return number
-
-
 def close_attempt(
     run: RunDir,
     record: AttemptRecord,
@@ -157,19 +142,13 @@ def close_attempt(
     sign_at: float | None = None,
     row: AccountingRow | None = None,
 ) -> AttemptRecord:
-    """Record how an attempt ended and the action that follows.
+    """Record how an attempt ended and the action that follows; returns the closed record.
 
     Args:
-        run: The run.
-        record: The attempt, open.
-        ending: How it ended.
         phases_s: The supervisor's own measurements; the others follow from the workers' files.
         ended_at: Unix time of the end; None: now.
         sign_at: Unix time of the first sign of the end.
         row: The accounting row of its incarnation, if there is accounting.
-
-    Returns:
-        The closed record.
 
     Raises:
         StorageError: The run directory cannot be read or written.

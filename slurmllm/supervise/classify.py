@@ -50,7 +50,7 @@ class Evidence:
         uncompiled: Why the archive of a precompile attempt is incomplete.
         hang: Found by the watchdog.
         stacks: Locations of the workers of a hang, one line each.
-        last_words: Rank → last lines of the log, for workers that failed without a record.
+        log_tails: Rank → last lines of the log, for workers that failed without a record.
         superseded_by: The newer attempt of another supervisor.
         unwritable: Why the run directory cannot be written.
     """
@@ -66,7 +66,7 @@ class Evidence:
     uncompiled: Sequence[str] = ()
     hang: HangRecord | None = None
     stacks: Sequence[str] = ()
-    last_words: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    log_tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
     superseded_by: int | None = None
     unwritable: str | None = None
 
@@ -119,9 +119,12 @@ def classify(evidence: Evidence) -> Ending:
     ended = set(codes.values())
     if not silent and EXIT_REQUEUE in ended and ended <= {EXIT_OK, EXIT_REQUEUE}:
         return Ending("advance_signal", (f"{stop_signal or 'a stop signal'}: saved and left",))
-    if evidence.hang is not None and not _failed_before(evidence, evidence.hang):
-        reasons = (*hang_text(evidence.hang), *evidence.stacks)
-        return Ending("hang", reasons, evidence.hang.suspects)
+    if (hang := evidence.hang) is not None:
+        # Unless a worker failed by itself before the others were found waiting for it.
+        recorded = (f.time < hang.found_at and not _is_echo(f) for f in evidence.failures)
+        failed = failed_workers(evidence.nodes)
+        if not any(recorded) and all(worker.code not in _EXITS for worker in failed):
+            return Ending("hang", (*hang_text(hang), *evidence.stacks), hang.suspects)
     if down := tuple(name for name in silent if name in evidence.down_nodes):
         return Ending("node_failure", (f"Slurm: {', '.join(down)} down",), down)
     if (by_failure := _by_failure(evidence)) is not None:
@@ -176,14 +179,6 @@ def hang_text(hang: HangRecord) -> list[str]:
     return lines
 
 
-def _failed_before(evidence: Evidence, hang: HangRecord) -> bool:
-    """Whether a worker failed by itself before the others were found waiting for it."""
-    recorded = any(
-        f.time < hang.found_at and meaning_of(_text(f)) != "lost_peer" for f in evidence.failures
-    )
-    return recorded or any(worker.code in _EXITS for worker in failed_workers(evidence.nodes))
-
-
 def _by_failure(evidence: Evidence) -> Ending | None:
     """The earliest failure record that is not an echo of another worker's failure."""
     for taken in evidence.failures:
@@ -191,7 +186,7 @@ def _by_failure(evidence: Evidence) -> Ending | None:
             # No node is to blame: another process took the port first. Waiting peers may be silent.
             text = f"rank {taken.rank} on {taken.node}: {taken.message}"
             return Ending("node_failure", (f"the rendezvous port was taken: {text}",))
-    primary = [f for f in evidence.failures if meaning_of(_text(f)) != "lost_peer"]
+    primary = [f for f in evidence.failures if not _is_echo(f)]
     if not primary:
         return None
     first = min(primary, key=lambda failure: failure.time)
@@ -225,6 +220,11 @@ def _text(failure: FailureRecord) -> str:
     return f"{failure.error} {failure.message}"
 
 
+def _is_echo(failure: FailureRecord) -> bool:
+    """Whether the worker only lost a peer."""
+    return meaning_of(_text(failure)) == "lost_peer"
+
+
 def _by_exit_code(evidence: Evidence) -> Ending | None:
     """A specific exit code of a worker that could not write its failure record."""
     failed = without_record(failed_workers(evidence.nodes), evidence.failures)
@@ -242,41 +242,36 @@ def _by_signal(evidence: Evidence) -> Ending | None:
         if node.error is not None:
             return Ending("node_failure", (f"{name}: {node.error}",), (name,))
     echo: Ending | None = None
-    plain: Ending | None = None
+    unexplained: Ending | None = None
     # Workers with a failure record have been judged by it: echoes, or one was the cause.
     for rank, code, name in without_record(failed_workers(evidence.nodes), evidence.failures):
         if code >= 0:
             continue
         number = signal.Signals(-code)
-        line = telling_line(evidence.last_words.get(rank, ()))
+        line = telling_line(evidence.log_tails.get(rank, ()))
         if line is not None:
             ending = _by_line(*line, f"rank {rank} on {name} ended by {number.name}", name)
             if line[1] != "lost_peer":
                 return ending
             echo = echo or ending
-        elif plain is None:
-            plain = _by_signal_number(evidence, rank, name, number)
-    if plain is not None or echo is not None:
-        return plain or echo
+        elif unexplained is None:
+            who = f"rank {rank} on {name}"
+            if number in CRASHES:
+                unexplained = Ending("code_error", (f"{who} crashed with {number.name}",))
+            elif evidence.overran_s is not None:
+                continue  # the supervisor may have sent the signal
+            elif number == signal.SIGBUS:
+                text = f"{who}: SIGBUS: memory, or a file mapped into it, could not be read"
+                unexplained = Ending("node_failure", (text,), (name,))
+            else:
+                text = f"{who} was ended by {number.name} from outside"
+                unexplained = Ending("node_failure", (text,), (name,))
+    if unexplained is not None or echo is not None:
+        return unexplained or echo
     if evidence.overran_s is not None:
         text = f"{evidence.stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
         return Ending("advance_signal", (text,))
     return None
-
-
-def _by_signal_number(
-    evidence: Evidence, rank: int, name: str, number: signal.Signals
-) -> Ending | None:
-    """The meaning of a signal by itself; None if the supervisor may have sent it."""
-    if number in CRASHES:
-        return Ending("code_error", (f"rank {rank} on {name} crashed with {number.name}",))
-    if evidence.overran_s is not None:
-        return None
-    if number == signal.SIGBUS:
-        text = "memory, or a file mapped into it, could not be read"
-        return Ending("node_failure", (f"rank {rank} on {name}: SIGBUS: {text}",), (name,))
-    text = f"rank {rank} on {name} was ended by {number.name} from outside"
-    return Ending("node_failure", (text,), (name,))
 
 
 def _by_line(line: str, meaning: Meaning, who: str, node: str) -> Ending:
@@ -308,7 +303,7 @@ def _by_log(evidence: Evidence) -> Ending:
     failed = without_record(failed_workers(evidence.nodes), evidence.failures)
     echo: Ending | None = None
     for rank, code, name in failed:
-        line = telling_line(evidence.last_words.get(rank, ()))
+        line = telling_line(evidence.log_tails.get(rank, ()))
         if line is not None:
             ending = _by_line(*line, f"rank {rank} on {name} ended with exit code {code}", name)
             if line[1] != "lost_peer":

@@ -32,21 +32,17 @@ def gather_evidence(
 ) -> Evidence:
     """Collect the evidence by which an ending is classified.
 
-    Args:
-        run: The run.
-        record: The attempt.
-        allocation: Its nodes.
-        observed: By the monitor while the launchers ran.
-        stop_signal: The signal that came before any failure.
-        uncompiled: See Evidence.
-
     Raises:
         StorageError: A record cannot be read.
     """
     nodes = attempts.node_records(run, record)
     failures = attempts.failure_records(run, record)
-    # First: it may wait for the accounting, from which the next lines read.
-    slurm_state = _slurm_state(allocation, stop_signal)
+    # The state first: accounting, from which the next lines read, lags behind SIGTERM.
+    deadline = time.monotonic() + (ACCOUNTING_LAG_S if stop_signal == "SIGTERM" else 0.0)
+    slurm_state = allocation.state()
+    while slurm_state in ("RUNNING", "COMPLETING") and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        slurm_state = allocation.state()
     out_of_memory, down_nodes = False, list[str]()
     if isinstance(allocation, SlurmAllocation):
         rows = allocation.client.accounting(allocation.job_id)
@@ -69,7 +65,7 @@ def gather_evidence(
         uncompiled=uncompiled,
         hang=hang,
         stacks=lines,
-        last_words={
+        log_tails={
             worker.rank: _log_tail(run, record, worker.rank)
             for worker in without_record(failed_workers(nodes), failures)
         },
@@ -92,16 +88,6 @@ def _with_stacks(
         apart = [node_of[rank] for rank in first_failure.outliers(locations) if rank in node_of]
         hang = hang.model_copy(update={"suspects": tuple(dict.fromkeys(apart))})
     return hang, first_failure.stack_lines(locations)
-
-
-def _slurm_state(allocation: Allocation, stop_signal: str | None) -> str:
-    """The job's state. Accounting shows it some time after SIGTERM."""
-    deadline = time.monotonic() + (ACCOUNTING_LAG_S if stop_signal == "SIGTERM" else 0.0)
-    state = allocation.state()
-    while state in ("RUNNING", "COMPLETING") and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        state = allocation.state()
-    return state
 
 
 def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:

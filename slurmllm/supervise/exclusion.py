@@ -87,7 +87,7 @@ def to_avoid(client: SlurmClient, run: RunDir, config: RunConfig, wanted: int) -
 
 def usable(state: str) -> bool:
     """Whether Slurm would start a job on a node in this state (sinfo's long form)."""
-    return not any(word in state for word in _UNUSABLE)
+    return not any(fault in state for fault in _UNUSABLE)
 
 
 def enough_others(
@@ -120,8 +120,6 @@ def nodes_to_avoid(
     the loss, or returns at once if the nodes respond: then only the launcher was lost.
 
     Args:
-        client: Slurm.
-        wanted: Number of nodes of the job.
         lost: Nodes that failed their checks, stopped responding, or whose device broke, in the
             attempt that has just ended.
         excluded_before: Nodes that the run excludes; used again if there are no others.
@@ -140,9 +138,8 @@ def nodes_to_avoid(
     log.info("no spare node for %s: waiting until Slurm notices the loss", names)
     deadline = time.monotonic() + SLURM_NOTICE_S
     while time.monotonic() < deadline:
-        if any(
-            not usable(retry_unreachable(client.node_states).get(name, "unknown")) for name in lost
-        ):
+        states = (retry_unreachable(client.node_states).get(name, "unknown") for name in lost)
+        if not all(map(usable, states)):
             break
         time.sleep(POLL_S)
     return []
@@ -162,9 +159,6 @@ def requeue(
     requeue has begun; the caller must ignore the SIGTERM that comes with it.
 
     Args:
-        client: Slurm.
-        job_id: The job.
-        avoid: Nodes to exclude.
         excluded: The recipe's own exclusion, which the new list replaces.
         avoided_before: Whether the job may have an exclusion list that is to be replaced.
         backoff_s: Minimum wait, s.

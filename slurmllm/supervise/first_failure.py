@@ -31,6 +31,12 @@ from slurmllm.supervise.log_files import GrowingLog, node_of
 
 _NO_FAILURES = ("done", "advance_signal", "cancelled", "superseded")
 _SEARCHED_LINES = 200  # of a log, for the line that names a cause
+# Frames as faulthandler and py-spy print them.
+_FAULTHANDLER = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
+_PY_SPY = re.compile(r"^\s+(?P<name>\S+) \((?P<path>[^:)]+):(?P<line>\d+)\)$")
+# Frames of a worker that computes or waits for the others.
+_COLLECTIVE = re.compile(r"/torch/|/torch_xla/|/neuronx_distributed/|slurmllm/backends/")
+_MAX_LINES = 4
 
 
 @dataclass(frozen=True)
@@ -56,17 +62,17 @@ class Culprit:
 
 def failed_attempts(run: RunDir, stages: Sequence[Stage]) -> list[AttemptRecord]:
     """The attempts that failed or are failing, by start time."""
-    found = [record for stage in stages for record in load_attempts(run, stage)]
-    return sorted((one for one in found if _has_failed(run, one)), key=lambda r: r.started_at)
-
-
-def _has_failed(run: RunDir, record: AttemptRecord) -> bool:
-    if record.ending is not None:
-        return record.ending not in _NO_FAILURES
-    paths = run.attempt(record.stage, record.attempt)
-    if paths.hang.is_file() or failure_records(run, record):
-        return True
-    return bool(failed_workers(node_records(run, record)))
+    found = []
+    for record in (record for stage in stages for record in load_attempts(run, stage)):
+        if record.ending is not None:
+            failed = record.ending not in _NO_FAILURES
+        else:
+            hang = run.attempt(record.stage, record.attempt).hang.is_file()
+            failed = hang or bool(failure_records(run, record))
+            failed = failed or bool(failed_workers(node_records(run, record)))
+        if failed:
+            found.append(record)
+    return sorted(found, key=lambda record: record.started_at)
 
 
 def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
@@ -82,7 +88,13 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     if hang_path.is_file() and record.ending in (None, "hang"):
         hang = HangRecord.load(hang_path)
         if first is None or first.time >= hang.found_at:
-            return _hung(run, record, hang)
+            locations = read_locations(run.attempt(record.stage, record.attempt))
+            rank = next(iter((*outliers(locations), *hang.behind)), None)
+            how = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
+            if rank in locations:
+                how.append(f"its stack was in {locations[rank].text}")
+            name = "" if rank is None else node_of(run, record.stage, record.attempt, rank)
+            return Culprit(record, rank, name, tuple(how), stacks=bool(locations))
     silent = [name for name in record.nodes if not reported_all(nodes.get(name))]
     lost = [name for name in silent if name in record.blamed_nodes]
     if lost and record.ending is not None:
@@ -91,26 +103,25 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
         return Culprit(record, first.rank, first.node, _exit(nodes, first.rank), first)
     unrecorded = without_record(failed_workers(nodes), failures)
     if unrecorded:
-        rank, _, node = _most_likely(run, record, unrecorded)
-        return Culprit(record, rank, node, _exit(nodes, rank))
+        likely = _most_likely(run, record, unrecorded)
+        return Culprit(record, likely.rank, likely.node, _exit(nodes, likely.rank))
     if silent and record.ending is not None:
         return _lost(record, silent)
     echo = min(failures, key=lambda failure: failure.time, default=None)
     if echo is not None:
-        how = ("it only lost a peer, and no other worker recorded a failure",)
-        return Culprit(record, echo.rank, echo.node, how, echo)
+        facts = ("it only lost a peer, and no other worker recorded a failure",)
+        return Culprit(record, echo.rank, echo.node, facts, echo)
     return Culprit(record, None, "", ())
 
 
 def log_of(run: RunDir, record: AttemptRecord, rank: int) -> Path:
-    """The log that a worker of an attempt writes to."""
     if rank == 0:
         return run.stage_log(record.stage)
     return run.worker_log(record.stage, record.attempt, rank)
 
 
 def last_lines(run: RunDir, record: AttemptRecord, rank: int, lines: int) -> list[str]:
-    """The last lines of a worker in an attempt; for rank 0 mixed with the supervisor's."""
+    """The last lines of a worker's log; for rank 0 mixed with the supervisor's."""
     log = GrowingLog(log_of(run, record, rank))
     if rank != 0:
         log.skip_to_last(lines)
@@ -150,30 +161,12 @@ def _exit(nodes: Mapping[str, NodeRecord], rank: int) -> tuple[str, ...]:
     return (f"ended by signal {-code}",)  # a real-time signal
 
 
-def _hung(run: RunDir, record: AttemptRecord, hang: HangRecord) -> Culprit:
-    locations = read_locations(run.attempt(record.stage, record.attempt))
-    rank = next(iter((*outliers(locations), *hang.behind)), None)
-    how = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
-    if rank in locations:
-        how.append(f"its stack was in {locations[rank].text}")
-    node = node_of(run, record.stage, record.attempt, rank) if rank is not None else ""
-    return Culprit(record, rank, node, tuple(how), stacks=bool(locations))
-
-
 def _lost(record: AttemptRecord, nodes: Sequence[str]) -> Culprit:
     """A node that stopped responding, represented by its first worker."""
     per_node = record.world_size // max(len(record.nodes), 1)
     rank = record.nodes.index(nodes[0]) * per_node
     how = (f"{', '.join(nodes)} stopped responding: its launcher left no report",)
     return Culprit(record, rank, nodes[0], how)
-
-
-# Frames as faulthandler and py-spy print them.
-_FAULTHANDLER = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
-_PY_SPY = re.compile(r"^\s+(?P<name>\S+) \((?P<path>[^:)]+):(?P<line>\d+)\)$")
-# Frames of a worker that computes or waits for the others.
-_COLLECTIVE = re.compile(r"/torch/|/torch_xla/|/neuronx_distributed/|slurmllm/backends/")
-_MAX_LINES = 4
 
 
 class StackLocation(NamedTuple):

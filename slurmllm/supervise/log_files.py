@@ -1,4 +1,4 @@
-"""Log files that grow: read on from where the last read ended, and from their end."""
+"""Log files that grow: the lines appended since the last read, and the last lines."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class GrowingLog:
         The file is opened for every block: a merge reads the logs of thousands of ranks at a time,
         more than the limit of open files.
         """
-        while block := self._read_block():
+        while True:
+            block = b""
+            with suppress(OSError), self.path.open("rb") as stream:
+                if stream.seek(0, 2) < self.position:  # the file was truncated
+                    self.position, self.rest = 0, b""
+                stream.seek(self.position)
+                block = stream.read(_BLOCK_BYTES)
+            if not block:
+                return
             self.position += len(block)
             *whole, self.rest = (self.rest + block).split(b"\n")
             for line in whole:
                 yield text_of(line)
             if len(self.rest) > _LONGEST_BYTES:
                 yield from self.flush()
-
-    def _read_block(self) -> bytes:
-        with suppress(OSError), self.path.open("rb") as stream:
-            if stream.seek(0, 2) < self.position:  # the file was truncated
-                self.position, self.rest = 0, b""
-            stream.seek(self.position)
-            return stream.read(_BLOCK_BYTES)
-        return b""
 
     def flush(self) -> Iterator[str]:
         """The text after the last newline, if any."""

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 
 from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics.row_reader import MetricsFile, last_row_of, read_events
@@ -45,23 +44,28 @@ def timeline(
 ) -> Timeline:
     """Reconstruct the timeline of a train attempt.
 
-    Args:
-        run: The run.
-        record: The attempt; its phases are those before the launchers' start.
-        ended_at: Unix time of its end.
-        sign_at: Unix time of the first sign of the end, if the supervisor saw one.
+    `record` has the phases before the launchers' start; `ended_at` and `sign_at`, the first sign of
+    the end that the supervisor saw, are Unix times.
     """
-    first, last = _first_and_last(run.metrics(record.attempt))
-    saves_of = saved_by(run, record.attempt)
-    if first is None or last is None:
+    steps = saved_by(run, record.attempt)
+    first, last = None, None
+    with suppress(RunError, OSError):
+        path = run.metrics(record.attempt)
+        first, last = next(MetricsFile(path).rows(), None), last_row_of(path)
+    needed = {"step", "time", "step_time_s"}
+    if first is None or last is None or not needed <= first.keys() & last.keys():
         before = record.checkpoint_before or 0
-        gained = max(saves_of, default=before) - before
+        gained = max(steps, default=before) - before
         return Timeline(steps_gained=max(gained, 0), steps_lost=0)
     first_step, last_step = int(first["step"]), int(last["step"])
     before = first_step - 1
-    saved = max(saves_of, default=before)
+    saved = max(steps, default=before)
     first_began = first["time"] - first["step_time_s"]
-    saves = _waits(run, record.attempt)
+    # Unix time of the end of each save, and the seconds for which training waited.
+    saves: list[tuple[float, float]] = []
+    with suppress(RunError):
+        events = read_events(run, record.attempt)
+        saves = [(event.time, event.waited_s or 0.0) for event in events if event.kind == "save"]
     worked_until = max(last["time"], *(time for time, _ in saves), 0.0)
     # A step in progress at the first sign counts as training.
     work_end = min(max(worked_until, sign_at or 0.0), ended_at)
@@ -97,14 +101,6 @@ def saved_by(run: RunDir, attempt: int) -> list[int]:
     return found
 
 
-def _waits(run: RunDir, attempt: int) -> list[tuple[float, float]]:
-    """Unix time of the end of each save, and the seconds for which training waited."""
-    with suppress(RunError):
-        found = read_events(run, attempt)
-        return [(event.time, event.waited_s or 0.0) for event in found if event.kind == "save"]
-    return []
-
-
 def queue_s(
     record: AttemptRecord, earlier: Sequence[AttemptRecord], row: AccountingRow | None
 ) -> float | None:
@@ -122,16 +118,3 @@ def queue_s(
         eligible = datetime.fromisoformat(row.eligible or row.submit).timestamp()
         return max(datetime.fromisoformat(row.start).timestamp() - eligible, 0.0)
     return None
-
-
-def _first_and_last(path: Path) -> tuple[dict[str, float] | None, dict[str, float] | None]:
-    """The first and the last row of a metrics file, if both have all that is needed."""
-    try:
-        first = next(MetricsFile(path).rows(), None)
-        last = last_row_of(path)
-    except (RunError, OSError):
-        return None, None
-    needed = ("step", "time", "step_time_s")
-    if any(row is None or any(name not in row for name in needed) for row in (first, last)):
-        return None, None
-    return first, last

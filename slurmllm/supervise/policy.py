@@ -50,7 +50,6 @@ def decide(
     Args:
         closed: The attempt, with class, evidence, end and checkpoints.
         earlier: The attempts of the stage since the last submission, oldest first.
-        recipe: Limits, budgets and backoff are in its slurm section.
         rolled_back: After a divergence: whether the workers chose a checkpoint to go back to.
         started: Whether launchers were started.
 
@@ -73,7 +72,9 @@ def decide(
     if action != "requeue":
         return _with_action(closed, action)
     limits = recipe.slurm
-    idle = _idle_attempts(closed, earlier)
+    idle = 0  # attempts in a row, this one included, without a new checkpoint
+    for attempt in takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier))):
+        idle += attempt.ending != "divergence"  # roll-backs have a limit: guard.max_roll_backs
     if idle >= limits.no_progress_limit and closed.ending != "divergence":
         text = f"{idle} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
         evidence = (text, f"the last one: {closed.ending}", *closed.evidence)
@@ -125,7 +126,6 @@ def failing_nodes(
     """The nodes to exclude after an attempt, with the reasons.
 
     Args:
-        closed: The attempt.
         earlier: All attempts before it, of both stages.
         lost: The blamed nodes that stopped responding, failed their checks or have a broken
             device: one such ending is enough. Other nodes are excluded after two.
@@ -151,16 +151,6 @@ def gained(attempt: AttemptRecord) -> bool:
         return attempt.steps_gained > 0
     before, after = attempt.checkpoint_before, attempt.checkpoint_after
     return after is not None and (before is None or after > before)
-
-
-def _idle_attempts(closed: AttemptRecord, earlier: Sequence[AttemptRecord]) -> int:
-    """Number of attempts in a row, this one included, without a new checkpoint."""
-    idle = 0
-    for attempt in (closed, *reversed(earlier)):
-        if gained(attempt):
-            break
-        idle += attempt.ending != "divergence"  # roll-backs have a limit: guard.max_roll_backs
-    return idle
 
 
 def _end(attempt: AttemptRecord) -> float:

@@ -222,22 +222,22 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
     ),
     "memory that cannot be read": (seen(both(70, -signal.SIGBUS), LOST), "node_failure", "SIGBUS"),
     "aborted by Neuron's runtime": (
-        seen(both(-6, -6), last_words={0: ["NRT_TIMEOUT"], 1: ["x", "NRT_EXEC_HW_ERR_NC_UE"]}),
+        seen(both(-6, -6), log_tails={0: ["NRT_TIMEOUT"], 1: ["x", "NRT_EXEC_HW_ERR_NC_UE"]}),
         "node_failure",
         "rank 1 on n2 ended by SIGABRT: NRT_EXEC_HW_ERR_NC_UE",
     ),
     "aborted by NCCL's watchdog, the cause killed": (
-        seen(both(-6, -9), last_words={0: ["Watchdog caught collective operation timeout"]}),
+        seen(both(-6, -9), log_tails={0: ["Watchdog caught collective operation timeout"]}),
         "node_failure",
         "rank 1 on n2 was ended by SIGKILL",
     ),
     "aborted by NCCL's watchdog, no cause": (
-        seen(both(-6, -6), last_words={r: ["NCCL communicator was aborted"] for r in (0, 1)}),
+        seen(both(-6, -6), log_tails={r: ["NCCL communicator was aborted"] for r in (0, 1)}),
         "node_failure",
         "rank 0 on n1 ended by SIGABRT: NCCL communicator",
     ),
     "an exit without a record that the log explains": (
-        seen(both(1, 3), last_words={0: ["[F137] neuronx-cc was forcibly killed"]}),
+        seen(both(1, 3), log_tails={0: ["[F137] neuronx-cc was forcibly killed"]}),
         "out_of_memory",
         "F137",
     ),
