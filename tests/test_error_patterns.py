@@ -9,7 +9,7 @@ import pytest
 from slurmllm.error_patterns import ENDINGS, TABLE, Row, meaning_of, telling_line
 from slurmllm.records import FailureRecord, NodeRecord
 from slurmllm.supervise.classify import Evidence, classify
-from slurmllm.train.failures import classify_error
+from slurmllm.train.exits import classify_error
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.example[:60])

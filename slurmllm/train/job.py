@@ -23,10 +23,10 @@ from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
 from slurmllm.records import MicroBatchRecord, SkippedBatches
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard
 from slurmllm.train.run_records import EventLog, check_data
 from slurmllm.train.schedules import SaveSchedule
-from slurmllm.train.signals import StopRequest
 from slurmllm.worker_phase import PhaseWriter
 
 log = logging.getLogger(__name__)

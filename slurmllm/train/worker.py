@@ -13,10 +13,9 @@ from slurmllm.backends.base import Worker
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, SlurmllmError
 from slurmllm.log import setup_logging
 from slurmllm.rundir import AttemptDir, RunDir, Stage
-from slurmllm.train.failures import failure_record, format_failure
+from slurmllm.train.exits import StopRequest, dump_on_signal, failure_record, format_failure
 from slurmllm.train.hooks import Hook
 from slurmllm.train.job import Job, make_job, open_job
-from slurmllm.train.signals import StopRequest, dump_on_signal
 
 log = logging.getLogger(__name__)
 

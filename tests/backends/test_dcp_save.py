@@ -71,11 +71,11 @@ def test_steps_meanwhile_are_not_in_it(
 def test_the_optimizer_waits_for_the_copy(
     new_backend: NewBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slurmllm.backends.native import dcp_save
+    from slurmllm.backends.native import dcp
 
     backend = new_backend(ASYNCHRONOUS)
     train(backend, 1)
-    copy = dcp_save._SavePlanner.copy
+    copy = dcp._SavePlanner.copy
 
     go = threading.Event()
 
@@ -83,7 +83,7 @@ def test_the_optimizer_waits_for_the_copy(
         assert go.wait(30)
         copy(self, *arguments)
 
-    monkeypatch.setattr(dcp_save._SavePlanner, "copy", slow)
+    monkeypatch.setattr(dcp._SavePlanner, "copy", slow)
     saving = backend.save_shards(tmp_path)
     backend.forward_backward(micro_batches(batch(seed=1), 2), LABELS)
     assert saving.waited_s == 0

@@ -19,9 +19,8 @@ from mesh_pool import small_run as small
 from torch.distributed.tensor import DTensor
 
 from backends.conftest import Reference, decayed
-from slurmllm.backends.native.pipeline import Pipeline
+from slurmllm.backends.native.parallel import Pipeline, local_part, num_copies
 from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.backends.native.sharded_tensors import local_part, num_copies
 from slurmllm.plan.parameters import parameter_shapes
 
 TOLERANCE = 1e-5

@@ -55,8 +55,8 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
     import torch.distributed as dist
 
     from slurmllm.backends.base import Worker
-    from slurmllm.backends.native import dcp_state
-    from slurmllm.backends.native.dcp_save import DcpSaver
+    from slurmllm.backends.native import dcp
+    from slurmllm.backends.native.dcp import DcpSaver
 
     model = build_model(recipe.model)
     initialize(model, recipe.model, seed=step)
@@ -70,7 +70,7 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
         class OneWorker(PretendBackend):
             def save_shards(self, directory: Path) -> ShardWrite:
                 optimizer = AdamW(model.parameters())
-                held = dcp_state.state_of(model, optimizer, worker)
+                held = dcp.state_of(model, optimizer, worker)
                 shards = DcpSaver(worker, group, torch.device("cpu"))
                 return shards.begin(held, directory, asynchronous=False)
 

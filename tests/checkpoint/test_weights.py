@@ -160,7 +160,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from slurmllm.backends.base import Worker, load_backend
-from slurmllm.backends.native.tensor_parallel import apply_tensor_parallel
+from slurmllm.backends.native.parallel import apply_tensor_parallel
 from slurmllm.checkpoint.state import read_origin
 from slurmllm.checkpoint.save import save
 from slurmllm.checkpoint.state import TrainState, fingerprint

@@ -64,8 +64,7 @@ def test_weights_are_loaded_before_the_optimizer(pool: MeshPool, tmp_path: Path)
 
 def count_every_copy() -> None:
     """repeated keys and values counted once for each worker that holds them."""
-    from slurmllm.backends.nxd.gradients import CopyCounts
-    from slurmllm.backends.nxd.shards import ParameterShards
+    from slurmllm.backends.nxd.shards import CopyCounts, ParameterShards
 
     ParameterShards.copy_counts = lambda self, name, stages: CopyCounts(  # type: ignore[method-assign]
         self.tensor if self.share(name).dim is None else 1

@@ -128,7 +128,7 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
     found = Heartbeats(attempt, "n1", CONFIG)
     code = (
         "import time; from slurmllm.worker_phase import PhaseWriter; "
-        "from slurmllm.train.signals import dump_on_signal; dump_on_signal(); "
+        "from slurmllm.train.exits import dump_on_signal; dump_on_signal(); "
         "PhaseWriter.from_environment().begin('stepping', 7); print(flush=True); time.sleep(100)"
     )
     workers = {

@@ -17,12 +17,12 @@ from slurmllm.errors import StorageError
 from slurmllm.records import AttemptRecord, EndingClass, MetricsRow
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempt_monitor
-from slurmllm.train import signals as stopping
+from slurmllm.train import exits as stopping
+from slurmllm.train.exits import StopRequest
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.checkpoint import CheckpointHook
 from slurmllm.train.run_records import EventLog
 from slurmllm.train.schedules import SaveSchedule
-from slurmllm.train.signals import StopRequest
 from slurmllm.worker_phase import PhaseWriter
 
 from .gang import small_config

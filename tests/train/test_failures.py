@@ -9,7 +9,7 @@ import torch
 
 from slurmllm.backends.base import Worker
 from slurmllm.errors import CheckpointError, ConfigError, DivergenceError
-from slurmllm.train.failures import classify_error, failure_record, format_failure
+from slurmllm.train.exits import classify_error, failure_record, format_failure
 
 WORKER = Worker(3, 4, 1, "node-2")
 

@@ -15,8 +15,8 @@ from slurmllm.backends.base import IGNORED, Worker
 from slurmllm.errors import ConfigError
 from slurmllm.records import DataRecord
 from slurmllm.rundir import RunDir
+from slurmllm.train.exits import StopRequest
 from slurmllm.train.job import Job, make_job, open_stream
-from slurmllm.train.signals import StopRequest
 from train.gang import make_run, small_config
 
 

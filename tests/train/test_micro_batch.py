@@ -17,9 +17,9 @@ from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
 from slurmllm.records import MicroBatchCandidate, MicroBatchRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train import micro_batch
+from slurmllm.train.exits import StopRequest
 from slurmllm.train.job import Job, make_guard, make_job
 from slurmllm.train.micro_batch import choose, choose_micro_batch, enough, to_try, too_large
-from slurmllm.train.signals import StopRequest
 from train.gang import Gang, curve
 
 NewRun = Callable[..., RunDir]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.config.recipe import GuardConfig
-from slurmllm.train.grad_spikes import SpikeDetector
+from slurmllm.train.guard import SpikeDetector
 
 SMALL = GuardConfig(smoothing_steps=4, window_steps=6)
 

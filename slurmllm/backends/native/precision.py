@@ -1,4 +1,4 @@
-"""The formats of each precision mode, and its optimizer.
+"""The formats of each precision mode, and its optimizer: AdamW, or one that rounds stochastically.
 
 | mode | weights and optimizer state | products | gradient sums |
 |---|---|---|---|
@@ -8,24 +8,37 @@
 | bf16 | bf16, each update rounded to nearest | bf16 | fp32, then bf16 |
 
 bf16_sr and bf16 use 8 bytes a parameter, 2 each for weight, gradient and the two moments; the
-others use 16. All compute an update in fp32. Stochastic rounding is our own
-(`stochastic_rounding.py`), not torchao's optimizer (0.18), which draws from the global generator of
-each worker, so that copies of a parameter diverge, and is compiled again for each shape.
+others use 16. All compute an update in fp32.
+
+Rounding to nearest loses an update far below the spacing of bf16 (2⁻⁸ of the value) at every step;
+stochastic rounding keeps it on average (Gupta et al. 2015, arXiv 1502.02551; Zamirai et al. 2020,
+arXiv 2010.06192). Both moments are rounded so too: rounded to nearest, a second moment with a beta2
+of 0.999 would never decrease.
+
+The random bits are a hash of (seed, step, parameter's name, row, column), with row and column in
+the whole parameter. So all copies of an element, on tensor-parallel workers or at both ends of a
+pipeline, are rounded alike and stay equal; every mesh rounds alike; and a resumed run rounds as an
+uninterrupted one without any saved state. torchao's optimizer (0.18) draws from the global
+generator of each worker instead, so that copies diverge, and is compiled again for each shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from slurmllm.backends.native.stochastic_rounding import StochasticAdamW
+from slurmllm.backends.native.parallel import local_part, local_region
 from slurmllm.config.recipe import OptimConfig, TrainConfig
 
 _PURE = ("bf16_sr", "bf16")
+# Elements updated at a time without compilation: temporaries (about 30 bytes an element) stay in a
+# CPU's cache, and below a gigabyte on a GPU.
+_SLICE = {"cpu": 2**16, "cuda": 2**25}
 
 
 def store_weights(model: nn.Module, precision: str) -> None:
@@ -39,7 +52,6 @@ def store_weights(model: nn.Module, precision: str) -> None:
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """Return the format of activations."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
@@ -74,3 +86,183 @@ def make_optimizer(
             param_groups, names, **options, seed=train.seed, compiled=train.compile
         )
     return torch.optim.AdamW(param_groups, **options, fused=True)
+
+
+class StochasticAdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW, computed in fp32 from bf16 and rounded back stochastically.
+
+    The state has the names and shapes of AdamW's, so a run of any precision can load it.
+
+    Args:
+        groups: Parameter groups, each with its weight_decay; plain tensors or DTensors.
+        names: Of the parameters. Copies of a parameter must have the same name.
+        compiled: Whether to compile the update, one graph for all shapes of matrices and one for
+            vectors; on CPUs the results have the same bits.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        names: Mapping[Tensor, str],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        seed: int,
+        compiled: bool,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._keys = _RandomKeys(
+            [(names[p], p) for group in self.param_groups for p in group["params"]], seed
+        )
+        self._update: Callable[..., None] = _update_in_slices
+        if compiled:
+            self._update = torch.compile(update_, fullgraph=True, dynamic=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None, "the loss is computed before"
+        for group in self.param_groups:
+            coefficients: dict[int, Tensor] = {}  # by step, usually one for all parameters
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU: read below
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                step = int(state["step"].item())
+                keys, columns = self._keys.get(parameter, step)
+                if step not in coefficients:
+                    coefficients[step] = _coefficients(group, step, keys.device)
+                shards = [
+                    local_part(tensor).view(len(keys), len(columns))
+                    for tensor in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                ]
+                if shards[0].numel():
+                    self._update(*shards, keys, columns, coefficients[step])
+
+
+def _coefficients(group: Mapping[str, Any], step: int, device: torch.device) -> Tensor:
+    """Return the factors of `update_`, fp32 [7]; a tensor, or each step would compile again."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    return torch.tensor(
+        [
+            1 - lr * group["weight_decay"],
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            lr / (1 - beta1**step),
+            (1 - beta2**step) ** -0.5,
+            group["eps"],
+        ],
+        dtype=torch.float32,
+        device=device,
+    )
+
+
+def update_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    keys: Tensor,
+    columns: Tensor,
+    coefficients: Tensor,
+) -> None:
+    """One step of AdamW in place (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2).
+
+    Args:
+        weight: bf16 [rows, columns], as gradient, exp_avg and exp_avg_sq.
+        keys: int32 [rows, 1], hashed with the column to the random bits.
+        columns: int32 [columns], the columns' numbers in the whole parameter.
+        coefficients: See `_coefficients`.
+    """
+    keep, one_minus_beta1, beta2, one_minus_beta2, size, root, eps = coefficients.unbind()
+    bits = scramble(keys ^ columns)
+    first, second = bits & 0xFFFF, (bits >> 16) & 0xFFFF
+    g, m, v = gradient.float(), exp_avg.float(), exp_avg_sq.float()
+    m = m + (g - m) * one_minus_beta1
+    v = v * beta2 + g * g * one_minus_beta2
+    w = weight.float() * keep - size * m / (v.sqrt() * root + eps)
+    # The moments share their bits: each is unbiased, and the effect of their correlation is of the
+    # order of 2⁻¹⁶. The weight has bits of its own.
+    weight.copy_(round_to_bf16(w, second))
+    exp_avg.copy_(round_to_bf16(m, first))
+    exp_avg_sq.copy_(round_to_bf16(v, first))
+
+
+def _update_in_slices(*tensors: Tensor) -> None:
+    by_row, others = tensors[:5], tensors[5:]  # weight to keys; columns and coefficients
+    weight = by_row[0]
+    each = max(1, _SLICE[weight.device.type] // weight.shape[1])
+    for start in range(0, weight.shape[0], each):
+        update_(*(tensor[start : start + each] for tensor in by_row), *others)
+
+
+def round_to_bf16(x: Tensor, random: Tensor) -> Tensor:
+    """Round to one of the two neighbours in bf16, on average x; returned as fp32.
+
+    bf16 is the upper half of fp32. Adding 16 random bits to the lower half carries into the upper
+    half with the right probability; values exact in bf16 never change.
+
+    Args:
+        x: fp32.
+        random: int32, uniform in [0, 2¹⁶).
+    """
+    return ((x.view(torch.int32) + random) & -0x10000).view(torch.float32)
+
+
+def scramble(x: Tensor) -> Tensor:
+    """Hash int32 to int32, one to one; all bits of the result are usable.
+
+    Shifts and multipliers of Wellons, "Prospecting for hash functions" (2018), lowbias32. int32
+    products wrap around on every device, and its right shifts keep the sign, hence the masks.
+    """
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+class _RandomKeys:
+    """The keys that the random bits of each element are hashed from.
+
+    A shard of a parameter is rows and columns of the whole; a vector is one row. All rows of a
+    worker are in one tensor, so that a step takes a few small operations, not a few a parameter.
+    """
+
+    def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], seed: int) -> None:
+        self._seed = seed
+        self._columns: dict[Tensor, Tensor] = {}
+        self._count: dict[Tensor, int] = {}
+        rows = []
+        for name, parameter in named_parameters:
+            region = local_region(parameter)
+            row, column = region if len(region) == 2 else (slice(0, 1), region[0])
+            options: dict[str, Any] = {"dtype": torch.int32, "device": local_part(parameter).device}
+            numbers = torch.arange(row.start, row.stop, **options)
+            rows.append(scramble(numbers ^ _hash_of(seed, name)))
+            self._count[parameter] = len(numbers)
+            self._columns[parameter] = torch.arange(column.start, column.stop, **options)
+        self._rows = torch.cat(rows).unsqueeze(1)
+        self._step = -1
+        self._keys: dict[Tensor, Tensor] = {}
+
+    def get(self, parameter: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return the keys of the rows in a step, int32 [rows, 1], and the columns, int32."""
+        if step != self._step:
+            keys = scramble(self._rows ^ _hash_of(self._seed, step))
+            counts = list(self._count.values())
+            self._keys = dict(zip(self._count, torch.split(keys, counts), strict=True))
+            self._step = step
+        return self._keys[parameter], self._columns[parameter]
+
+
+def _hash_of(*values: object) -> int:  # int32
+    digest = hashlib.sha256("/".join(map(str, values)).encode()).digest()
+    return int.from_bytes(digest[:4], "little", signed=True)

@@ -1,7 +1,7 @@
 """The native backend's worker: PyTorch on a mesh of pipeline × data × tensor workers.
 
-Tensor parallelism is DTensor's (`tensor_parallel.py`), pipelining torch.distributed.pipelining's
-(`pipeline.py`), data parallelism FSDP2's; torch.compile compiles a block (`compiling.py`).
+Tensor parallelism is DTensor's and pipelining torch.distributed.pipelining's (`parallel.py`), data
+parallelism FSDP2's; torch.compile compiles a block (`compiling.py`).
 
 FSDP2 shards parameters, gradients and optimizer state between steps, which is at least what any
 `parallel.zero` asks for. Within a step, zero 0 and 1 keep whole gradients until the last micro
@@ -24,12 +24,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, loss_weight
-from slurmllm.backends.native import compiling, dcp_state, precision
-from slurmllm.backends.native.dcp_save import DcpSaver
+from slurmllm.backends.native import compiling, dcp, precision
+from slurmllm.backends.native.dcp import DcpSaver
 from slurmllm.backends.native.environment import unsupported
-from slurmllm.backends.native.pipeline import Pipeline, chunks_of, combine_chunks, make_chunk
-from slurmllm.backends.native.sharded_tensors import local_part, num_copies, scale_, total_norm
-from slurmllm.backends.native.tensor_parallel import apply_tensor_parallel
+from slurmllm.backends.native.parallel import (
+    Pipeline,
+    apply_tensor_parallel,
+    combine_chunks,
+    local_part,
+    make_chunk,
+    num_copies,
+    scale_,
+    total_norm,
+)
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError
 from slurmllm.host_memory import Memory, host_memory
@@ -93,7 +100,7 @@ class NativeBackend(Backend):
 
     def build(self, model_factory: ModelFactory) -> None:
         recipe, mesh = self.config.recipe, self.mesh
-        numbers = chunks_of(mesh.pipeline_rank(self.worker.rank), mesh)
+        numbers = range(mesh.pipeline_rank(self.worker.rank), mesh.chunks, mesh.pipeline)
         with torch.device("meta"):
             self.chunks = [make_chunk(model_factory, number, mesh) for number in numbers]
         tensor_mesh = self.device_mesh["tensor"]
@@ -230,20 +237,14 @@ class NativeBackend(Backend):
 
     def save_shards(self, directory: Path) -> ShardWrite:
         return self.shards.begin(
-            dcp_state.state_of(self.model, self.optimizer, self.worker),
+            dcp.state_of(self.model, self.optimizer, self.worker),
             directory,
             asynchronous=self.config.recipe.checkpoint.asynchronous,
         )
 
     def load_shards(self, directory: Path) -> None:
-        dcp_state.load(
-            self.model,
-            self.optimizer,
-            directory,
-            self.worker,
-            self.control,
-            config=self.config.recipe.model,
-        )
+        model = self.config.recipe.model
+        dcp.load(self.model, self.optimizer, directory, self.worker, self.control, config=model)
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.worker.world_size

@@ -76,7 +76,7 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
             "pipeline_parallel_size": mesh.pipeline,
             "sequence_parallel": parallel.sequence,
             "pipeline_config": pipeline,
-            # Norm and clipping are in `gradients.py`: NxD's are wrong with replicated keys and
+            # Norm and clipping are in `shards.py`: NxD's are wrong with replicated keys and
             # values, and its ZeRO-1 always clips at 1.
             "optimizer_config": {"zero_one_enabled": zero, "grad_clipping": False},
             "activation_checkpoint_config": _RECOMPUTED[train.activation_checkpointing],

@@ -32,9 +32,8 @@ from slurmllm.backends.nxd import model as parallel_model
 from slurmllm.backends.nxd import saving
 from slurmllm.backends.nxd.arguments import arguments, dtype, model_inputs, optimizer_dtype
 from slurmllm.backends.nxd.environment import unsupported_settings
-from slurmllm.backends.nxd.gradients import Norm, clip_, sum_replicated_kv
 from slurmllm.backends.nxd.saving import NxdSaving
-from slurmllm.backends.nxd.shards import ParameterShards
+from slurmllm.backends.nxd.shards import Norm, ParameterShards, clip_, sum_replicated_kv
 from slurmllm.checkpoint.formats.nxd_files import NxdLayout, read_layout
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import CodeError, ConfigError

@@ -2,8 +2,9 @@
 
 A worker under test asks for a graph by a name. As with libneuronxla's cache, a graph is a folder
 `<cache>/neuronxcc-<version>/MODULE_<hash of the graph>+<hash of the flags>`; the layout is
-described in `slurmllm/backends/nxd/graphs.py`. The compiler does as the JSON file $STANDIN_CONTROL
-says: {"fail": […], "drop": […], "hang": […], "exit_code": n}, the lists with names of graphs.
+described in `slurmllm/backends/nxd/environment.py`. The compiler reads its behaviour from the JSON
+file $STANDIN_CONTROL: {"fail": […], "drop": […], "hang": […], "exit_code": n}, the lists with
+names of graphs.
 """
 
 from __future__ import annotations

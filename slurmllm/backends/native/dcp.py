@@ -1,13 +1,16 @@
-"""DCP save: writing a worker's shards with torch.distributed.checkpoint, also during training.
+"""Checkpoints of the native backend with torch.distributed.checkpoint (DCP).
+
+Every worker writes its own shards into one file; `.metadata` maps parameter names to pieces, so
+that another number of workers can read them.
 
 Why not DCP's own `async_save`: its planning and its end are collectives from a background thread,
 on a group that nothing else may use then; its copy blocks training from start to end; and it does
-not report the files that it wrote. This module uses its parts one by one:
+not report the files that it wrote. `DcpSaver` uses its parts one by one:
 
 1. `begin` (collective): the plan, made once, because names and shapes never change.
 2. In a thread: the copy into host memory. It continues during the next forward and backward passes,
-   which only read weights; `DcpSaver.wait_for_copy` blocks the optimizer until it is complete. On
-   CUDA, a stream of its own copies into pinned memory.
+   which only read weights; `wait_for_copy` blocks the optimizer until it is complete. On CUDA, a
+   stream of its own copies into pinned memory.
 3. In that thread, at a lower priority: files, checksums and fsync.
 4. `finish` (collective): `.metadata`.
 
@@ -30,17 +33,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from slurmllm.backends.base import Worker
+from slurmllm.backends.native.parallel import local_part, local_region
 from slurmllm.checkpoint.formats.dcp_write import DcpWriter, dcp_error
+from slurmllm.checkpoint.formats.nxd_files import read_layout
+from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training
 from slurmllm.checkpoint.shards import ShardWrite
+from slurmllm.checkpoint.state import MOMENTS, read_origin
+from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -48,6 +59,17 @@ log = logging.getLogger(__name__)
 _ALIGNMENT = 64  # bytes, of a copy in host memory
 _BACKGROUND_NICENESS = 5  # of the writing threads: training has the cores first
 _BYTES = WriteItemType.BYTE_IO
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) -> dict[str, Any]:
+    """Return a worker's state for a checkpoint: the tensors themselves, no copies."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {
+        "model": model_state,
+        # Without param_groups: learning rate and the like come from the recipe.
+        "optimizer": optimizer_state["state"],
+        "random": {_random_key(worker.rank): _random_state()},
+    }
 
 
 class DcpSaver:
@@ -84,34 +106,33 @@ class DcpSaver:
         workers = _DistWrapper(self._group, True, 0)
         writer.set_up_storage_writer(self._worker.rank == 0, rank=self._worker.rank)
         if self._plan is None:
-            self._make_plan(planner, writer, workers)
+
+            def make_global_plan(plans: list[SavePlan]) -> list[SavePlan]:
+                plans, self._metadata = planner.create_global_plan(plans)
+                return writer.prepare_global_plan(plans)
+
+            local_plan = planner.create_local_plan
+            try:
+                self._plan = workers.reduce_scatter("plan", local_plan, make_global_plan)
+            except CheckpointException as error:
+                raise dcp_error(error, "cannot plan a checkpoint") from error
+            self._names = frozenset(planner.state_dict)
         assert self._names == planner.state_dict.keys(), "the names of a state never change"
-        plan = planner.finish_plan(self._plan)  # type: ignore[arg-type]
+        plan = planner.finish_plan(self._plan)
         if asynchronous:
             if not self._copies:
                 self._allocate_copies(planner, plan)
             planner.copies = self._copies
-        self._save = DcpSave(
+        self._save = save = DcpSave(
             planner, plan, writer, workers, self._metadata, self._worker, self._device
         )
-        self._save.start(asynchronous)
-        return self._save
+        save.start(asynchronous)
+        return save
 
     def wait_for_copy(self) -> None:
         """Wait until the state may be changed; before every optimizer step."""
         if self._save is not None:
             self._save.wait_for_copy()
-
-    def _make_plan(self, planner: _SavePlanner, writer: DcpWriter, workers: _DistWrapper) -> None:
-        def make_global_plan(plans: list[SavePlan]) -> list[SavePlan]:
-            plans, self._metadata = planner.create_global_plan(plans)
-            return writer.prepare_global_plan(plans)
-
-        try:
-            self._plan = workers.reduce_scatter("plan", planner.create_local_plan, make_global_plan)
-        except CheckpointException as error:
-            raise dcp_error(error, "cannot plan a checkpoint") from error
-        self._names = frozenset(planner.state_dict)
 
     def _allocate_copies(self, planner: _SavePlanner, plan: SavePlan) -> None:
         """Allocate host memory for the tensors that this worker writes, the same at every save."""
@@ -126,12 +147,10 @@ class DcpSaver:
         offset = 0
         for index, tensor in tensors.items():
             # Each copy has a storage of its own, because torch.save writes the whole storage.
-            if tensor.numel():
-                flat = torch.frombuffer(
-                    memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset
-                )
+            if count := tensor.numel():
+                flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset)
                 self._copies[index] = flat.view(tensor.shape)
-            else:
+            else:  # `frombuffer` refuses a count of 0
                 self._copies[index] = torch.empty(tensor.shape, dtype=tensor.dtype)
             offset += sizes[index]
         if self._device.type == "cuda":
@@ -243,7 +262,6 @@ class _SavePlanner(DefaultSavePlanner):
         self._bytes: dict[MetadataIndex, bytes] = {}
 
     def tensor(self, item: WriteItem) -> Tensor:
-        """Return this worker's part of the tensor itself."""
         found = super().resolve_data(item)
         assert isinstance(found, Tensor)
         return found.detach()
@@ -275,3 +293,93 @@ class _SavePlanner(DefaultSavePlanner):
         if index in self.copies:
             return self.copies[index]
         return super().resolve_data(write_item)
+
+
+def load(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    directory: Path,
+    worker: Worker,
+    group: dist.ProcessGroup,
+    config: ModelConfig | None = None,
+) -> None:
+    """Load a checkpoint of any number of workers, by DCP or by NxD (collective).
+
+    The random state is restored if the number of workers is the same; else it stays as seeded at
+    the start.
+
+    Args:
+        group: All workers, over the host's network.
+        config: Of the whole model; None to read it from `train_state.json`.
+
+    Raises:
+        StorageError: On all workers if one of them cannot read its shards.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
+    if read_layout(directory) is None:
+        _load_dcp(state, directory, worker, group)
+    else:
+        _load_nxd(state, directory, group, config)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    random_state = state.get("random", {}).get(_random_key(worker.rank), {})
+    if "cpu" in random_state:
+        torch.set_rng_state(random_state["cpu"])
+    if "cuda" in random_state:
+        torch.cuda.set_rng_state(random_state["cuda"])
+
+
+def _load_dcp(
+    state: dict[str, Any], directory: Path, worker: Worker, group: dist.ProcessGroup
+) -> None:
+    reader = FileSystemReader(directory)
+    saved = reader.read_metadata().state_dict_metadata
+    ranks = {key.split(".")[1] for key in saved if key.startswith("random.")}
+    if len(ranks) == worker.world_size:
+        own = _random_key(worker.rank)
+        now = _random_state().items()
+        random_state = {kind: value for kind, value in now if f"random.{own}.{kind}" in saved}
+        if random_state:
+            state["random"] = {own: random_state}
+    try:
+        load_state(state, storage_reader=reader, process_group=group)
+    except CheckpointException as error:
+        raise dcp_error(error, f"cannot read shards from {directory}") from error
+
+
+def _load_nxd(
+    state: dict[str, Any], directory: Path, group: dist.ProcessGroup, config: ModelConfig | None
+) -> None:
+    fault: str | None = None
+    try:
+        _read_shards(state, open_training(directory, config or read_origin(directory).model))
+    except StorageError as error:
+        fault = str(error)
+    # Exchanged, so that no worker waits in a later collective for one that failed here.
+    faults: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(faults, fault, group=group)
+    for rank, found in enumerate(faults):
+        if found is not None:
+            raise StorageError(f"{found} (rank {rank})")
+
+
+@torch.no_grad()
+def _read_shards(state: dict[str, Any], files: TrainingFiles) -> None:
+    for name, parameter in state["model"].items():
+        local_part(parameter).copy_(files.read(name, local_region(parameter)))
+    for name, moments in state["optimizer"].items():
+        moments["step"].fill_(files.step(name))
+        for kind in MOMENTS:
+            region = local_region(moments[kind])
+            local_part(moments[kind]).copy_(files.read_moment(kind, name, region))
+
+
+def _random_key(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
