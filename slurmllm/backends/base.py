@@ -65,19 +65,16 @@ class MicroBatch:
 
 
 def loss_weight(micro_batches: Sequence[MicroBatch], num_targets: int, data: int) -> float:
-    """Return the factor from a mean over all labels to the mean over target tokens.
+    """Return the factor from a mean over all labels, IGNORED ones as 0, to the mean over targets.
 
-    In the mean over all labels, IGNORED ones count as 0. The factor is the same for all micro
-    batches and workers, so that each may divide by the number of all its labels and the result is
-    the mean of the global batch, however its targets are distributed.
+    The factor is the same for all micro batches and workers, so that each may divide by the number
+    of all its labels and the result is the mean of the global batch, however its targets are
+    distributed. It is exactly 1 without IGNORED labels.
 
     Args:
         micro_batches: This worker's, of one step.
         num_targets: Labels of the global batch that are not IGNORED.
         data: Data-parallel degree.
-
-    Returns:
-        All labels of the global batch over the target tokens: exactly 1 without IGNORED labels.
     """
     return sum(m.labels.size for m in micro_batches) * data / max(num_targets, 1)
 
@@ -105,10 +102,7 @@ class Backend(ABC):
 
     @abstractmethod
     def build(self, model_factory: ModelFactory) -> None:
-        """Build this worker's shard of the model (collective).
-
-        Weights depend only on the seed, not on the mesh.
-        """
+        """Build this worker's shard (collective); weights depend on the seed, not on the mesh."""
 
     @abstractmethod
     def build_optimizer(self) -> None:
@@ -116,11 +110,7 @@ class Backend(ABC):
 
     @abstractmethod
     def fill_weights(self, read: WeightReader) -> None:
-        """Set the weights of this worker's shard before the first step.
-
-        Args:
-            read: Called for no more than this worker's share of each parameter.
-        """
+        """Set the weights of this worker's shard before the first step, the only part it reads."""
 
     @abstractmethod
     def forward_backward(
@@ -139,11 +129,7 @@ class Backend(ABC):
 
     @abstractmethod
     def optimizer_step(self, lr: float) -> SupportsFloat:
-        """Clip gradients, update weights, clear gradients (collective).
-
-        Returns:
-            The 2-norm of the gradient over all parameters before clipping.
-        """
+        """Clip, update weights, clear gradients; returns the norm before clipping (collective)."""
 
     @abstractmethod
     def param_norm(self) -> SupportsFloat:
@@ -194,11 +180,7 @@ class Backend(ABC):
 
 
 def load_backend(name: str) -> type[Backend]:
-    """Import the runtime class of a backend.
-
-    Raises:
-        ConfigError: This installation lacks a package of the backend.
-    """
+    """Import the runtime class of a backend; ConfigError if a package of it is missing."""
     try:
         module = importlib.import_module(f"slurmllm.backends.{name}.runtime")
     except ModuleNotFoundError as error:

@@ -60,11 +60,10 @@ class BackendEnvironment(Protocol):
     def precompile_commands(
         config: RunConfig, workers: Sequence[str], work: Path
     ) -> list[list[str]]:
-        """Return the commands that fill a node's cache, in order; the first runs the workers.
+        """Return the commands that fill a node's cache, in order.
 
-        Args:
-            workers: The command that starts the node's workers and waits for them.
-            work: A temporary folder on the node's own disk.
+        The first runs `workers`, the command that starts the node's workers and waits for them;
+        `work` is a temporary folder on the node's own disk.
         """
 
     @staticmethod
@@ -90,9 +89,8 @@ class BackendEnvironment(Protocol):
     def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
         """Return the settings that the graphs of a run depend on, except versions; JSON types.
 
-        Args:
-            mesh: Of the train stage; its micro batch is the one that precompile uses.
-            threads: CPU threads of a worker; None before the nodes are known.
+        The mesh is that of the train stage, whose micro batch precompile uses; `threads` are the
+        CPU threads of a worker, None before the nodes are known.
         """
 
     @staticmethod
@@ -113,7 +111,6 @@ class BackendEnvironment(Protocol):
 
 
 def load_environment(backend: str) -> BackendEnvironment:
-    """Import the `environment.py` of a backend."""
     module = importlib.import_module(f"slurmllm.backends.{backend}.environment")
     return cast(BackendEnvironment, module)
 
@@ -134,13 +131,21 @@ def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
     The recipe's replace the cluster profile's, and those the backend's; a variable has the
     position of its last definition.
     """
+
+    def given(path: str, values: Mapping[str, str], owner: str) -> dict[str, Variable]:
+        origins = {name: config.origins.get(f"{path}.{name}", "") for name in values}
+        return {
+            name: Variable(value, "--set" if origins[name].startswith("--set") else owner)
+            for name, value in values.items()
+        }
+
     environment = load_environment(config.backend)
     cluster, recipe = config.cluster, config.recipe
     layers = (
         environment.variables(config),
         environment.cache_variables(node_local_cache(config, run)),
-        _given(config, "cluster.env", cluster.env, f"cluster {cluster.name}"),
-        _given(config, "env", recipe.env, f"recipe {recipe.name}"),
+        given("cluster.env", cluster.env, f"cluster {cluster.name}"),
+        given("env", recipe.env, f"recipe {recipe.name}"),
     )
     found: dict[str, Variable] = {}
     for layer in layers:
@@ -148,14 +153,3 @@ def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
             found.pop(name, None)
             found[name] = variable
     return found
-
-
-def _given(
-    config: RunConfig, path: str, values: Mapping[str, str], owner: str
-) -> dict[str, Variable]:
-    """The variables of a profile or a recipe; their source is its name, or --set."""
-    given = {name: config.origins.get(f"{path}.{name}", "") for name in values}
-    return {
-        name: Variable(value, "--set" if given[name].startswith("--set") else owner)
-        for name, value in values.items()
-    }

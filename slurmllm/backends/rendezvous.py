@@ -13,6 +13,7 @@ import ipaddress
 import os
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 NODE_RANK = "SLURMLLM_NODE_RANK"
@@ -45,10 +46,6 @@ def rendezvous_variables(
     Args:
         master_addr: Name or address of the first node.
         master_port: The port of rank 0's store there.
-        nodes: Number of nodes.
-        workers_per_node: Workers on each of them.
-        node_rank: Index of this node.
-        local_rank: Index of the worker on this node.
         threads: CPU threads of a worker; $OMP_NUM_THREADS takes precedence. None: not set.
     """
     omp = os.environ.get("OMP_NUM_THREADS") or (None if threads is None else str(threads))
@@ -68,11 +65,8 @@ def rendezvous_variables(
 def interface_variables(master_addr: str, routes: Path = _ROUTES) -> dict[str, str]:
     """The variables that name the network interface, as far as they are not set yet.
 
-    Empty if all workers are on one machine, or if there is no default route.
-
-    Args:
-        master_addr: The rendezvous of the attempt.
-        routes: The kernel's table of IPv4 routes.
+    Empty if all workers are on one machine, or if there is no default route in `routes`, the
+    kernel's table of IPv4 routes.
     """
     addresses = _addresses(master_addr)
     if addresses and all(_is_loopback(address) for address in addresses):
@@ -138,9 +132,7 @@ def _is_loopback(address: str) -> bool:
 
 def _default_address() -> str | None:
     """This machine's address on its default route; connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
-        except OSError:
-            return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
         return str(probe.getsockname()[0])
+    return None

@@ -54,8 +54,14 @@ class StopRequest:
 
     def install(self) -> None:
         """Install the handlers; before torch is imported, which takes seconds."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.signal_name = signal.Signals(number).name
+            if self._signalled_at is None:  # the launcher repeats it; the first one counts
+                self._signalled_at = time.monotonic()
+
         for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            signal.signal(number, handle)
 
     def ignore(self) -> None:
         """Ignore the signals from now on.
@@ -70,20 +76,12 @@ class StopRequest:
         """Return the time until the supervisor kills this worker, s; None if it is unknown.
 
         It is unknown without a signal, outside Slurm, and after SIGTERM, which leaves Slurm's
-        KillWait.
-
-        Args:
-            lead_s: `slurm.signal_lead_s`, the time from the signal to the time limit.
+        KillWait. `lead_s` is `slurm.signal_lead_s`, the time from the signal to the time limit.
         """
         limited = self.signal_name not in (None, "SIGTERM") and "SLURM_JOB_ID" in os.environ
         if not limited or self._signalled_at is None:
             return None
         return leaving_s(lead_s) - (time.monotonic() - self._signalled_at)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.signal_name = signal.Signals(number).name
-        if self._signalled_at is None:  # the launcher repeats it; the time counts from the first
-            self._signalled_at = time.monotonic()
 
 
 class ErrorClass(NamedTuple):

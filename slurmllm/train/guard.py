@@ -69,22 +69,14 @@ class OpenSpike:
 
 
 class SpikeChange(NamedTuple):
-    """A change of the state of a spike.
-
-    Attributes:
-        kind: The spike began, returned, or did not return within the window.
-    """
+    """A spike began, returned, or did not return within the window."""
 
     kind: Literal["began", "over", "stays"]
     spike: OpenSpike
 
 
 class SpikeDetector:
-    """Detects spikes from the gradient norms of all steps in turn.
-
-    Args:
-        warmup_steps: Of the learning rate.
-    """
+    """Detects spikes from the gradient norms of all steps in turn."""
 
     def __init__(self, config: GuardConfig, warmup_steps: int) -> None:
         self._config, self._warmup_steps = config, warmup_steps
@@ -100,12 +92,7 @@ class SpikeDetector:
         return self._spike
 
     def update(self, step: int, batch: int, norm: float) -> SpikeChange | None:
-        """Add the norm of a step.
-
-        Args:
-            batch: Number of the step's global batch in the stream.
-            norm: Its gradient norm, finite.
-        """
+        """Add the norm of a step, a finite one; `batch` is its global batch in the stream."""
         change = self._check(step, batch, norm) if step > self._warmup_steps else None
         self._norms.append(norm)
         if len(self._norms) == self._config.smoothing_steps:
@@ -144,7 +131,7 @@ class SpikeDetector:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state; an empty one resets it."""
+        """Restore the state; an empty one, from checkpoints older than the guard, resets it."""
         self._norms.clear()
         self._norms.extend(state.get("norms", ()))
         self._lows = deque((step, norm) for step, norm in state.get("lows", ()))
@@ -217,7 +204,19 @@ class Guard:
         if change is None:
             return
         if change.kind == "stays":
-            self._handle_persistent(change.spike, step, batch, norm)
+            spike, policy = change.spike, self._config.spike
+            reason = (
+                f"the gradient norm has not returned in the {step - spike.onset} steps since step "
+                f"{spike.onset}: it is {norm:.3g} at step {step}, more than "
+                f"{self._config.factor:g} times the lowest smoothed norm ({spike.lowest:.3g})"
+            )
+            if policy == "stop" or policy == "roll_back":
+                self._found = Divergence(
+                    reason, "guard.spike", policy, spike.onset, spike.batch, batch
+                )
+            elif not self._warned:
+                self._warned = True
+                log.warning(reason)
         elif change.kind == "began":
             self._warned = False
             message = (
@@ -262,25 +261,10 @@ class Guard:
         return () if found is None else (found,)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint; JSON types."""
         return self._detector.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state; empty from checkpoints older than the guard."""
         self._detector.load_state(state)
-
-    def _handle_persistent(self, spike: OpenSpike, step: int, batch: int, norm: float) -> None:
-        reason = (
-            f"the gradient norm has not returned in the {step - spike.onset} steps since step "
-            f"{spike.onset}: it is {norm:.3g} at step {step}, more than {self._config.factor:g} "
-            f"times the lowest smoothed norm ({spike.lowest:.3g})"
-        )
-        policy = self._config.spike
-        if policy == "stop" or policy == "roll_back":
-            self._found = Divergence(reason, "guard.spike", policy, spike.onset, spike.batch, batch)
-        elif not self._warned:
-            self._warned = True
-            log.warning(reason)
 
     def _add_event(self, kind: str, step: int, norm: float, spike: OpenSpike, message: str) -> None:
         values = {

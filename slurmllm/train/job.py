@@ -177,11 +177,9 @@ def measured_micro_batch(run: RunDir, config: RunConfig, stage: Stage) -> int | 
 def precompile_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:
     """Make a mesh whose graphs are the run's, on the nodes of the precompile stage.
 
-    If graphs depend on the micro batch alone, each worker computes one micro batch in a step, or
-    one for each pipeline stage.
-
-    Args:
-        measured: The micro batch of a recipe with `auto`, None if it is not measured yet.
+    Unless graphs depend on the accumulation, each worker computes one micro batch in a step, or one
+    for each pipeline stage. `measured` is the micro batch of a recipe with `auto`, None if it is
+    not measured yet.
     """
     recipe, per_node = config.recipe, config.cluster.devices_per_node
     tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
@@ -211,7 +209,13 @@ def open_job(job: Job) -> None:
     job.backend = backend_class(job.config, job.mesh, job.worker)
     job.guard = make_guard(job)
     job.backend.start()
-    job.backend.build(lambda: _build_model(job))
+
+    def build_model() -> nn.Module:
+        from slurmllm.model.decoder import build_model  # imports torch; not every backend calls it
+
+        return build_model(job.config.recipe.model)
+
+    job.backend.build(build_model)
     job.backend.build_optimizer()
     if job.stage == "train":
         if job.worker.rank == 0:
@@ -221,12 +225,6 @@ def open_job(job: Job) -> None:
 
 def make_guard(job: Job) -> Guard:
     return Guard(job.run, job.stage, job.attempt, job.config.recipe, job.backend, job.events)
-
-
-def _build_model(job: Job) -> nn.Module:
-    from slurmllm.model.decoder import build_model  # imports torch; not every backend calls it
-
-    return build_model(job.config.recipe.model)
 
 
 def change_micro_batch(job: Job, measured: int) -> None:

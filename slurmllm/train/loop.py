@@ -43,12 +43,9 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
             row = read_metrics(job, step)
             newest = not unread
             end = StepEnd(
-                row,
-                last=last and newest,
-                saving=saving and newest,
-                leaving=leaving and newest,
+                row, last=last and newest, saving=saving and newest, leaving=leaving and newest,
                 batch=step.batch,
-            )
+            )  # fmt: skip
             for hook in hooks:
                 hook.after_step(end)
     if job.step < job.last_step:

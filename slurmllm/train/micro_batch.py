@@ -120,11 +120,8 @@ def too_large(
 ) -> str | None:
     """Return why a micro batch does not fit into the memory; None if it is predicted to.
 
-    Args:
-        found: Measured so far, smallest first.
-        size: The next micro batch.
-        limit: Bytes that a worker may use.
-        resting: Bytes that a worker uses between steps.
+    `found` are those measured so far, smallest first; a worker may use `limit` bytes and uses
+    `resting` bytes between steps.
     """
     if not found:
         return None  # the first one is always measured
@@ -142,30 +139,18 @@ def too_large(
 
 
 def _save_record(
-    job: Job,
-    found: Sequence[MicroBatchCandidate],
-    limit: int,
-    nodes: tuple[str, ...],
-    reason: str,
+    job: Job, found: Sequence[MicroBatchCandidate], limit: int, nodes: tuple[str, ...], reason: str
 ) -> MicroBatchRecord:
     record = MicroBatchRecord(
-        micro_batch=choose(found),
-        reason=reason,
-        candidates=tuple(found),
-        limit_bytes=limit,
-        nodes=nodes,
-        device=job.config.cluster.device,
-        workers=job.worker.world_size,
-    )
+        micro_batch=choose(found), reason=reason, candidates=tuple(found), limit_bytes=limit,
+        nodes=nodes, device=job.config.cluster.device, workers=job.worker.world_size,
+    )  # fmt: skip
     record.save(job.run.micro_batch)
     return record
 
 
 def _measure(job: Job, mesh: Mesh) -> tuple[MicroBatchCandidate, int, int]:
-    """Measure one micro batch (collective).
-
-    Args:
-        mesh: The train stage's with this micro batch.
+    """Measure the micro batch of a mesh of the train stage (collective).
 
     Returns:
         The measurement; the bytes that a worker may use; those that it uses between steps.
@@ -211,13 +196,14 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
     )
     if mesh != job.backend.mesh:
         job.backend.change_batch(mesh)
-    model = job.config.recipe.model
+    recipe = job.config.recipe
+    model = recipe.model
     # Equal on all workers of a replica, as in training; the time does not depend on the tokens.
     tokens = np.random.default_rng(mesh.data_rank(job.worker.rank)).integers(
         model.vocab_size, size=(length, mesh.micro_batch, model.seq_len)
     )
     # The cost of the mask does not depend on the documents' boundaries.
-    documents = job.config.recipe.data.mask == "document"
+    documents = recipe.data.mask == "document"
     positions = np.tile(np.arange(model.seq_len), (mesh.micro_batch, 1)) if documents else None
     batches = [MicroBatch(part, part, positions) for part in tokens]
     job.backend.gather(None)  # a barrier: all workers start together
@@ -225,7 +211,6 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
     labels = mesh.global_batch * model.seq_len
     float(job.backend.forward_backward(batches, labels))  # waits for the device
     seconds = time.perf_counter() - began
-    recipe = job.config.recipe
     float(job.backend.optimizer_step(learning_rate(recipe.optim, recipe.train.steps, 1)))
     return float(max(job.backend.gather(seconds)))
 

@@ -14,13 +14,10 @@ from slurmllm.rundir import RunDir
 
 
 def check_data(run: RunDir, identity: Mapping[str, Any]) -> None:
-    """Write `data.json` in the first attempt, compare with it in later ones.
+    """Write `PackedStream.identity` to `data.json` in the first attempt, compare in later ones.
 
     Checkpoints record the data too; this file covers the time before the first one, and lets
     `compare` check whether two runs read the same data.
-
-    Args:
-        identity: Of the stream that the attempt is about to read (`PackedStream.identity`).
 
     Raises:
         DataError: The data are not those that the run began with.
@@ -48,16 +45,12 @@ class EventLog:
         self._path, self._attempt = path, attempt
 
     def add(self, kind: str, step: int, **fields: Any) -> None:
-        """Append an event (`records.Event`).
-
-        Errors of the file system are ignored: the save that the event describes must not fail.
-        """
         if self._path is None:
             return
         event = Event.model_validate(
             {"kind": kind, "step": step, "attempt": self._attempt, "time": time.time(), **fields}
         )
-        with suppress(OSError):
+        with suppress(OSError):  # the save that the event describes must not fail
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as stream:
                 stream.write(event.model_dump_json(exclude_defaults=True) + "\n")

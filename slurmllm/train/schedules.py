@@ -27,12 +27,10 @@ _SAVES = 5
 
 
 def learning_rate(optim: OptimConfig, total_steps: int, step: int) -> float:
-    """Return the learning rate of a step: linear warm-up, then the decay, then `min_lr`.
+    """Return the learning rate of a step, from 1: linear warm-up, then the decay, then `min_lr`.
 
-    Args:
-        optim: lr, min_lr, warmup_steps, decay and decay_steps.
-        total_steps: Of the run; the end of the decay if decay_steps is not set.
-        step: From 1. The first step of a warm-up over n steps has lr / n, the n-th lr.
+    The first step of a warm-up over n steps has lr / n, the n-th lr. The decay ends at
+    `total_steps` of the run if decay_steps is not set.
     """
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
@@ -48,22 +46,19 @@ class SaveSchedule:
     """The steps after which a checkpoint is saved, the same on all workers.
 
     Attributes:
-        auto: Whether they are chosen during training (`schedule_next`).
+        auto: Whether they are chosen during training.
+        next: Under `auto`, the step of the next save; None if it is chosen later.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._every = None if config.every_steps == "auto" else config.every_steps
-        self._next: int | None = None
         self.auto = self._every is None
+        self.next: int | None = None
 
     def due(self, step: int) -> bool:
         if self._every is not None:
             return step % self._every == 0
-        return self._next is not None and step >= self._next
-
-    def schedule_next(self, step: int | None) -> None:
-        """Under `auto`, set the step of the next save; None if it is chosen later."""
-        self._next = step
+        return self.next is not None and step >= self.next
 
 
 class NextSave(NamedTuple):
@@ -113,12 +108,7 @@ class SaveInterval:
     """Measures steps and saves, and chooses the step of the next save.
 
     The cost of a save is the time that training waits for it plus the slow-down of the steps
-    during its write.
-
-    Args:
-        nodes: Number of nodes of this attempt.
-        started: Unix time of its start, s.
-        node_mtbf_hours: Mean time between failures of a node, from the cluster profile.
+    during its write. `started` is the Unix time of the attempt's start, s.
     """
 
     def __init__(
@@ -136,15 +126,10 @@ class SaveInterval:
         (self._saving_s if saving else self._quiet_s).append(seconds)
 
     def add_save(self, seconds: float, waited_s: float, waited_in_steps_s: float) -> float:
-        """Add a save.
+        """Add a save that took `seconds`; returns its cost, s.
 
-        Args:
-            seconds: From its start to its end.
-            waited_s: Time that training waited between steps.
-            waited_in_steps_s: Time that it waited within steps; part of their step times.
-
-        Returns:
-            The cost of the save, s.
+        Training waited `waited_s` between steps, and `waited_in_steps_s` within steps, as a part of
+        their step times.
         """
         slower = sum(self._saving_s) - len(self._saving_s) * self._step_s()
         if not self._quiet_s:

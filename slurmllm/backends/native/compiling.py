@@ -66,13 +66,10 @@ def slow_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def wrap_blocks(blocks: Sequence[Block], *, compiled: bool, recompute: Recompute) -> None:
-    """Compile the forward function of equal blocks, with activation checkpointing if requested.
+    """Compile the forward function of equal blocks, this worker's decoder layers.
 
-    Only `forward` is replaced: modules keep their names, and hooks stay outside.
-
-    Args:
-        blocks: All decoder layers of this worker.
-        recompute: What backward recomputes: none, selective (attention's core), full.
+    Backward recomputes nothing, attention's core (selective) or the whole block (full). Only
+    `forward` is replaced: modules keep their names, and hooks stay outside.
     """
     if recompute == "selective":
         for block in blocks:

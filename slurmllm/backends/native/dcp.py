@@ -75,9 +75,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker)
 class DcpSaver:
     """Writes one worker's part of every checkpoint; keeps plan and host memory between saves.
 
-    Args:
-        group: All workers, over the host's network.
-        device: Of the state.
+    Its `group` is all workers, over the host's network.
     """
 
     def __init__(self, worker: Worker, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -89,11 +87,9 @@ class DcpSaver:
         self._save: DcpSave | None = None
 
     def begin(self, state: Mapping[str, Any], directory: Path, *, asynchronous: bool) -> DcpSave:
-        """Begin to write a state into an existing folder (collective).
+        """Begin to write a state (tensors, DTensors, dicts of them) into a folder (collective).
 
-        Args:
-            state: Tensors, DTensors and nested dicts of them.
-            asynchronous: Whether training may continue at once; else all is written on return.
+        Unless `asynchronous`, all is written on return.
 
         Raises:
             StorageError: On all workers if the file system refused one of them.

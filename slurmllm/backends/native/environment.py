@@ -17,9 +17,7 @@ _FX_GRAPHS = "inductor/fxgraph"  # two levels: first letters of the key, then th
 
 
 def variables(config: RunConfig) -> dict[str, Variable]:
-    found = {
-        "MALLOC_ARENA_MAX": Variable("64", "glibc: fewer arenas, less memory held by threads"),
-    }
+    found = {"MALLOC_ARENA_MAX": Variable("64", "glibc: fewer arenas, less memory held by threads")}
     if config.cluster.device == "cpu":
         # A step frees and allocates the same large tensors. From the system, each one is new pages
         # that the kernel clears: about a tenth of the time of a 70-million-parameter step.
@@ -86,7 +84,7 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
     Not the number of data-parallel workers: graphs contain no collectives between replicas.
     """
     recipe, cluster = config.recipe, config.cluster
-    # Before the nodes are known, the partition stands for their number of threads.
+    # Before the nodes are known, the partition replaces their number of threads.
     on = threads if threads is not None else (recipe.slurm.partition or cluster.partition)
     return {
         "model": recipe.model.model_dump(mode="json"),

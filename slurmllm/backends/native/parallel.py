@@ -46,7 +46,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -
 
     Args:
         model: On the meta device or with weights that are equal on all workers.
-        mesh: One-dimensional, the tensor-parallel workers.
+        mesh: One-dimensional.
         sequence: Whether activations between the matrices are sharded by sequence.
     """
     config = model.config
@@ -157,10 +157,9 @@ def combine_chunks(chunks: Sequence[Decoder]) -> nn.Module:
 
 
 class Pipeline:
-    """This worker's chunks and their schedule.
+    """This worker's chunks, in order, and their schedule.
 
     Args:
-        chunks: This worker's, in order.
         group: The pipeline workers, a one-dimensional mesh.
         hidden: Activations between chunks: [micro_batch, seq or a shard of it, hidden], on meta.
     """
@@ -216,15 +215,10 @@ class Pipeline:
     def forward_backward(
         self, tokens: Tensor, labels: Tensor, positions: Tensor | None, weight: float
     ) -> Tensor | None:
-        """Accumulate the gradients of all micro batches.
+        """Accumulate the gradients of all micro batches, each loss times `weight`.
 
-        Args:
-            tokens: [accumulation · micro_batch, seq], as labels and positions.
-            positions: Read by every stage.
-            weight: Factor of every loss.
-
-        Returns:
-            The mean loss; None if this worker does not have the last chunk.
+        Tokens, labels and positions: [accumulation · micro_batch, seq]; every stage reads the
+        positions. Returns the mean loss; None if this worker does not have the last chunk.
         """
         self._weight = weight
         losses: list[Tensor] = []
@@ -246,7 +240,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_region(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the region of the whole tensor that this worker's shard covers."""
+    """Return the region of the whole tensor that is this worker's shard."""
     size, offset = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         size, offset = compute_local_shape_and_global_offset(
@@ -271,11 +265,7 @@ def total_norm(tensors: Sequence[Tensor], copies: Sequence[int]) -> float:
     """Return the 2-norm over all elements of all tensors (collective over all workers).
 
     One message: torch's clip_grad_norm_ sends one for each DTensor, and does not cover pipeline
-    stages.
-
-    Args:
-        tensors: This worker's; partial sums are not norms yet.
-        copies: `num_copies` of each of them.
+    stages. `copies` has `num_copies` of each tensor.
     """
     squares = torch.stack([_sum_of_squares(local_part(tensor).detach()) for tensor in tensors])
     weights = torch.tensor(copies, dtype=torch.float64, device=squares.device)

@@ -8,7 +8,6 @@ tracer for pipeline stages: a straight-line forward, and no tensor used by sever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,7 +65,6 @@ class Layers:
         return made
 
     def row(self, linear: nn.Linear) -> nn.Module:
-        """Make a layer sharded by input features."""
         made: nn.Module = RowParallelLinear(
             linear.in_features,
             linear.out_features,
@@ -77,7 +75,6 @@ class Layers:
         return made
 
     def vocabulary(self, embedding: nn.Embedding, kind: type[VocabularyEmbedding]) -> nn.Module:
-        """Make an embedding sharded by entries."""
         return kind(
             embedding.num_embeddings,
             embedding.embedding_dim,
@@ -139,12 +136,7 @@ class CoreAttention(CausalCore):
         self.group = group
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotary: Tensor,
-        positions: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, positions: Tensor | None = None
     ) -> Tensor:
         """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim].
 
@@ -235,21 +227,16 @@ class ParallelLoss(nn.Module):
         # A copy: NxD's function overwrites its input.
         logits = logits.to(torch.float32, copy=True)
         if self.padded > self.vocab_size:  # exclude padding from the softmax
-            padding = self._padding_mask(logits)
-            logits = logits.masked_fill(padding, torch.finfo(torch.float32).min / 2)
+            if self._padding is None or self._padding.device != logits.device:
+                # Data, not a branch of the graph, so that all workers have one graph.
+                first = get_tensor_model_parallel_rank() * logits.shape[-1]
+                mask = torch.arange(first, first + logits.shape[-1]) >= self.vocab_size
+                self._padding = mask.to(logits.device)
+            logits = logits.masked_fill(self._padding, torch.finfo(torch.float32).min / 2)
         targets = (labels != IGNORED).to(torch.float32)
         losses = parallel_cross_entropy(logits, torch.where(labels == IGNORED, 0, labels))
         loss: Tensor = (losses * targets).mean()
         return loss if self.weight is None else loss * self.weight.squeeze()
-
-    def _padding_mask(self, logits: Tensor) -> Tensor:
-        """Return the mask of padding entries; data, so that all workers have one graph."""
-        if self._padding is None or self._padding.device != logits.device:
-            entries = logits.shape[-1]
-            first = get_tensor_model_parallel_rank() * entries
-            mask = torch.arange(first, first + entries) >= self.vocab_size
-            self._padding = mask.to(logits.device)
-        return self._padding
 
 
 class ParallelDecoder(nn.Module):
@@ -297,10 +284,3 @@ class ParallelDecoder(nn.Module):
             x = block(x, positions)
         loss: Tensor = self.loss(self.head(self.final_norm(x)), labels)
         return loss
-
-
-def make_parallel(factory: Callable[[], nn.Module], layers: Layers) -> ParallelDecoder:
-    """Make the model of a factory in NxD's layers."""
-    decoder = factory()
-    assert isinstance(decoder, Decoder)
-    return ParallelDecoder(decoder, layers)

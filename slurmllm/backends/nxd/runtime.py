@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ from slurmllm.backends.nxd.saving import NxdSaving
 from slurmllm.backends.nxd.shards import Norm, ParameterShards, clip_, sum_replicated_kv
 from slurmllm.checkpoint.formats.nxd_files import NxdLayout, read_layout
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
+from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.errors import CodeError, ConfigError
 from slurmllm.host_memory import Memory, host_memory
+from slurmllm.model.decoder import Decoder
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import kv_copies
 
@@ -127,7 +130,8 @@ class NxdBackend(Backend):
         def model_fn() -> nn.Module:
             with torch.device("meta"):
                 decoder = model_factory()
-            model = parallel_model.make_parallel(lambda: decoder, layers)
+            assert isinstance(decoder, Decoder)
+            model = parallel_model.ParallelDecoder(decoder, layers)
             self._shards.store_names(model)
             return model
 
@@ -168,10 +172,7 @@ class NxdBackend(Backend):
         if "optimizer_dtype" in options:
             options["optimizer_dtype"] = getattr(torch, options["optimizer_dtype"])
         self.optimizer = nxd.initialize_parallel_optimizer(
-            self._nxd_config,
-            torch.optim.AdamW,
-            groups,
-            **options,
+            self._nxd_config, torch.optim.AdamW, groups, **options
         )
         stages = self.mesh.pipeline
         self._norm = Norm(
@@ -343,9 +344,11 @@ class NxdBackend(Backend):
             if self._sharded:  # in the optimizer's format, which may be wider
                 weight = self._shards.read(name, files.read)
                 updated.data.copy_(self._shard(weight, updated))
-            moments = {
-                kind: self._moment(name, kind, files, updated) for kind in ("exp_avg", "exp_avg_sq")
-            }
+            moments = {}
+            for kind in MOMENTS:
+                whole = self._shards.read(name, partial(files.read_moment, kind))
+                shard = self._shard(whole, updated)
+                moments[kind] = shard.to(updated.device, updated.dtype, copy=True)
             step = torch.tensor(float(files.step(name)), dtype=torch.float32)
             self._inner_optimizer.state[updated] = {"step": step, **moments}
         self._use_loaded_state()
@@ -360,10 +363,6 @@ class NxdBackend(Backend):
                 zero = torch.zeros((), dtype=torch.float32, device=self.device)
                 state["step"] = zero + state["step"].to(self.device)
             mark_step()
-
-    def _moment(self, name: str, kind: str, files: Any, like: Tensor) -> Tensor:
-        whole = self._shards.read(name, lambda n, region: files.read_moment(kind, n, region))
-        return self._shard(whole, like).to(like.device, like.dtype, copy=True)
 
     def _shard(self, whole: Tensor, like: Tensor) -> Tensor:
         """Return ZeRO-1's shard of this worker's part of a parameter; without ZeRO-1 the part."""

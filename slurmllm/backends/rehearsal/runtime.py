@@ -13,6 +13,7 @@ import os
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,7 @@ class RehearsalBackend(Backend):
 
 
 class State:
-    """One worker's shard of the state.
-
-    Args:
-        length: Numbers of all workers.
+    """One worker's shard of the state, whose `length` is that of all workers.
 
     Attributes:
         numbers: uint64; every step makes a new array, so that a save may keep the old one.
@@ -140,8 +138,18 @@ class State:
         for index, path in enumerate(paths):
             begin, end = _shard_bounds(self._length, index, len(paths))
             first, last = max(begin, self._first), min(end, self._last)
-            if first < last:
-                parts.append(_load_numbers(path, end - begin)[first - begin : last - begin])
+            if first >= last:
+                continue
+            try:
+                found: npt.NDArray[np.uint64] = np.load(path, mmap_mode="r")
+            except (OSError, ValueError) as error:
+                raise StorageError(f"{path} cannot be read: {error}") from error
+            if found.shape != (end - begin,):
+                raise StorageError(
+                    f"{path} has {found.size} numbers instead of {end - begin}: "
+                    "SLURMLLM_REHEARSAL_BYTES had another value; restore it"
+                )
+            parts.append(found[first - begin : last - begin])
         self.numbers = np.concatenate(parts)
 
 
@@ -149,38 +157,25 @@ def _shard_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
     return length * rank // world_size, length * (rank + 1) // world_size
 
 
-def _load_numbers(path: Path, length: int) -> npt.NDArray[np.uint64]:
-    try:
-        found: npt.NDArray[np.uint64] = np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{path} cannot be read: {error}") from error
-    if found.shape != (length,):
-        raise StorageError(
-            f"{path} has {found.size} numbers instead of {length}: "
-            "SLURMLLM_REHEARSAL_BYTES had another value; restore it"
-        )
-    return found
-
-
+@dataclass(eq=False)
 class _ShardFile(ShardWrite):
     """A shard that `wait` writes, in the thread of the save."""
 
-    def __init__(self, path: Path, numbers: npt.NDArray[np.uint64]) -> None:
-        self._path, self._numbers = path, numbers
+    path: Path
+    numbers: npt.NDArray[np.uint64]
 
     def wait(self) -> list[str]:
-        with self._path.open("wb") as stream:
-            np.save(stream, self._numbers)
+        with self.path.open("wb") as stream:
+            np.save(stream, self.numbers)
             stream.flush()
             os.fsync(stream.fileno())
-        return [self._path.name]
+        return [self.path.name]
 
     def finish(self) -> list[str]:
         return []
 
 
-def mix(*values: int) -> int:
-    """Return a 64-bit digest of numbers."""
+def mix(*values: int) -> int:  # a 64-bit digest
     text = ",".join(map(str, values)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 

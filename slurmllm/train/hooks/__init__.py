@@ -1,4 +1,4 @@
-"""Hooks: what a worker does after each step besides training; a file for each kind."""
+"""Hooks: the work of a step other than training; a file for each kind."""
 
 from __future__ import annotations
 

@@ -35,12 +35,9 @@ class CheckpointHook(Hook):
         self._interval: SaveInterval | None = None
         self._copier: ReplicaCopier | None = None
         if job.worker.rank == 0:
-            self._interval = SaveInterval(
-                read_earlier_attempts(job.run, job.attempt),
-                job.mesh.nodes,
-                job.started,
-                job.config.cluster.node_mtbf_hours,
-            )
+            earlier = read_earlier_attempts(job.run, job.attempt)
+            mtbf_hours = job.config.cluster.node_mtbf_hours
+            self._interval = SaveInterval(earlier, job.mesh.nodes, job.started, mtbf_hours)
             self._copier = _make_copier(job)
 
     def after_step(self, end: StepEnd) -> None:
@@ -56,7 +53,7 @@ class CheckpointHook(Hook):
             began = time.monotonic()
             self._save = Save(job.run, job.backend, job.train_state(), job.attempt)
             self._waited_s = time.monotonic() - began
-            job.saves.schedule_next(None)
+            job.saves.next = None
             if end.leaving or not job.config.recipe.checkpoint.asynchronous:
                 self._finish()
                 finished = True
@@ -87,13 +84,9 @@ class CheckpointHook(Hook):
         if self._interval is not None:
             cost_s = self._interval.add_save(self._save_s, between_s, save.waited_s)
             job.events.add(
-                "save",
-                save.step,
-                seconds=self._save_s,
-                waited_s=waited_s,
-                bytes=save.num_bytes,
+                "save", save.step, seconds=self._save_s, waited_s=waited_s, bytes=save.num_bytes,
                 values={"cost_s": cost_s},
-            )
+            )  # fmt: skip
         if self._copier is not None:
             self._copier.copy(save.step)
 
@@ -104,7 +97,7 @@ class CheckpointHook(Hook):
             return
         chosen = self._interval.choose(job.step) if self._interval is not None else None
         chosen = job.backend.gather(chosen)[0]
-        job.saves.schedule_next(chosen.step)
+        job.saves.next = chosen.step
         log.info(chosen.message)
         job.events.add("interval", job.step, message=chosen.message, values=chosen.values)
 
@@ -158,10 +151,7 @@ def _make_copier(job: Job) -> ReplicaCopier | None:
         log.warning("%s; retrying at the next save", fault)
         job.events.add("copied", step, message=fault, seconds=seconds)
 
-    return ReplicaCopier(
-        replica,
-        job.run,
-        config.replica_keep,
-        lambda: refuse_if_superseded(job.run, job.attempt),
-        report,
-    )
+    def check() -> None:
+        refuse_if_superseded(job.run, job.attempt)
+
+    return ReplicaCopier(replica, job.run, config.replica_keep, check, report)

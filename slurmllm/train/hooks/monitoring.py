@@ -96,16 +96,13 @@ class StartUpHook(Hook):
         job, row = self._job, end.row
         hits, misses = job.backend.graph_cache_counts()
         first_step_s = job.first_step_s or row.step_time_s
-        WorkerRecord(
-            rank=job.worker.rank,
-            node=job.worker.node,
-            start_up_s=row.time - row.step_time_s - job.started,
-            first_step_s=first_step_s,
-            cache_hits=hits,
-            cache_misses=misses,
-            resumed_from=job.resumed_from,
-            skipped_checkpoints=job.skipped,
-        ).save(job.run.attempt(job.stage, job.attempt).worker(job.worker.rank))
+        record = WorkerRecord(
+            rank=job.worker.rank, node=job.worker.node,
+            start_up_s=row.time - row.step_time_s - job.started, first_step_s=first_step_s,
+            cache_hits=hits, cache_misses=misses,
+            resumed_from=job.resumed_from, skipped_checkpoints=job.skipped,
+        )  # fmt: skip
+        record.save(job.run.attempt(job.stage, job.attempt).worker(job.worker.rank))
         log.info("graph cache: %d hits, %d misses; first step %.1f s", hits, misses, first_step_s)
 
 
