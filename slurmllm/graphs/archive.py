@@ -3,7 +3,7 @@
 A cache folder that came from an archive holds the archive's checksum in `.archive`; it is unpacked
 next to its final name and renamed, so that a folder is either complete or absent. An archive is
 never changed: new graphs make another one under another name, and the manifest, which names the
-current archive, is replaced last.
+current archive, is replaced last. By default a run does not train on an archive that lacks graphs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from slurmllm.backends.environment import Graph, load_environment
+from slurmllm.backends.environment import load_environment
 from slurmllm.errors import NodeError, RunError, StorageError
 from slurmllm.records import GraphFile, GraphManifest, GraphState
 from slurmllm.rundir import RunDir, fsync_dir, write_atomic
 
 _MARKER = ".archive"
 _POLL_S = 0.5
+_MAX_GRAPHS = 4  # named in one message
+_MAX_CHARACTERS = 200  # of a compiler's log in a message
 
 
 def empty_cache(cache: Path) -> None:
@@ -84,7 +86,6 @@ def pack_archive(
     Args:
         cache: The node-local folder, with the graphs of all nodes.
         expected: Whether an archive without any graph is incomplete.
-        missing_nodes: Nodes that submitted nothing.
 
     Raises:
         StorageError: The shared file system refuses.
@@ -92,7 +93,20 @@ def pack_archive(
     environment = load_environment(backend)
     graphs = environment.graphs(cache)
     try:
-        states = _graph_states(graphs, run)
+        shutil.rmtree(run.graph_log("").parent, ignore_errors=True)
+        states = []
+        for graph in graphs:
+            log = None
+            if graph.log is not None:  # the node's disk may be gone when the user reads it
+                copy = run.graph_log(graph.name)
+                write_atomic(copy, graph.log.read_text(encoding="utf-8", errors="replace"))
+                log = str(copy.relative_to(run.path))
+            states.append(
+                GraphState(
+                    name=graph.name, folder=graph.folder, state=graph.state,
+                    compiler=graph.compiler, log=log,
+                )
+            )  # fmt: skip
         uncompiled = {graph.folder for graph in graphs if graph.state != "compiled"}
         archive = run.graphs_archive()
         files = write_archive(cache, archive, without=uncompiled)
@@ -108,7 +122,7 @@ def pack_archive(
             cold_first_step_s=cold_first_step_s,
             compile_s=compile_s,
             files=files,
-            states=states,
+            states=tuple(states),
             missing_nodes=tuple(missing_nodes),
             fingerprint=fingerprint or "",
         )
@@ -121,29 +135,9 @@ def pack_archive(
 
 
 def remove_old_archives(run: RunDir, current: str) -> None:
-    """Remove the archives that the manifest no longer names."""
     for old in run.graphs.glob("graphs*.tar"):
         if old.name != current:
             old.unlink(missing_ok=True)
-
-
-def _graph_states(graphs: Sequence[Graph], run: RunDir) -> tuple[GraphState, ...]:
-    """The states of graphs; the compiler's logs of failed ones are copied to the run directory."""
-    shutil.rmtree(run.graph_log("").parent, ignore_errors=True)
-    states = []
-    for graph in graphs:
-        log = None
-        if graph.log is not None:
-            copy = run.graph_log(graph.name)
-            write_atomic(copy, graph.log.read_text(encoding="utf-8", errors="replace"))
-            log = str(copy.relative_to(run.path))
-        states.append(
-            GraphState(
-                name=graph.name, folder=graph.folder, state=graph.state, compiler=graph.compiler,
-                log=log,
-            )
-        )  # fmt: skip
-    return tuple(states)
 
 
 def submit_graphs(cache: Path, run: RunDir, node: str, without: Iterable[str] = ()) -> None:
@@ -329,10 +323,6 @@ def _read_marker(cache: Path) -> str | None:
     return marker.read_text(encoding="utf-8") if marker.is_file() else None
 
 
-_MAX_GRAPHS = 4  # named in one message
-_MAX_CHARACTERS = 200  # of a compiler's log in a message
-
-
 class IncompleteGraphsError(RunError):
     """Graphs of the run are not compiled, and the recipe does not allow training without them."""
 
@@ -345,7 +335,12 @@ def faults(manifest: GraphManifest, run: RunDir) -> tuple[str, ...]:
     bad = [state for state in manifest.states if state.state != "compiled"]
     for state in bad[:_MAX_GRAPHS]:
         if state.log is not None:
-            lines.append(f"{state.name} failed: {_last_line(run.path / state.log)}; {state.log}")
+            last = "the log is gone"
+            with suppress(OSError):
+                text = (run.path / state.log).read_text(encoding="utf-8", errors="replace")
+                texts = [line.strip() for line in text.split("\n") if line.strip()]
+                last = texts[-1][:_MAX_CHARACTERS] if texts else "the compiler wrote nothing"
+            lines.append(f"{state.name} failed: {last}; {state.log}")
         else:
             lines.append(f"{state.name} {state.state}: the compiler left no artifact and no log")
     if len(bad) > _MAX_GRAPHS:
@@ -356,22 +351,8 @@ def faults(manifest: GraphManifest, run: RunDir) -> tuple[str, ...]:
     return tuple(lines) or ("the workers' steps left no compiled graph in the cache",)
 
 
-def _last_line(log: Path) -> str:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
-        return "the log is gone"
-    texts = [line.strip() for line in lines if line.strip()]
-    return texts[-1][:_MAX_CHARACTERS] if texts else "the compiler wrote nothing"
-
-
 def require_complete(manifest: GraphManifest, run: RunDir, incomplete_graphs: str) -> None:
     """Refuse to train on an incomplete archive.
-
-    Args:
-        manifest: Of the archive.
-        run: The run.
-        incomplete_graphs: The recipe's `train.incomplete_graphs`.
 
     Raises:
         IncompleteGraphsError: Names the graphs, their logs and the ways to continue.

@@ -36,9 +36,7 @@ def graph_fingerprint(
     """A digest of everything that decides a run's graphs.
 
     Args:
-        config: The run's.
         mesh: Of the train stage.
-        local: Whether the run's nodes are launchers on this machine.
         measured: The measured micro batch of a recipe with `micro_batch: auto`: precompile's
             graphs are of that one, for every node count.
         versions: Of the libraries; by default those of this machine.
@@ -66,14 +64,8 @@ def graph_fingerprint(
 
 @functools.cache
 def sources(backend: str, package: Path = _PACKAGE) -> str:
-    """A digest of slurmllm's own code that decides graphs: model, mesh and backend.
-
-    The version number is not enough: a checkout changes under one.
-
-    Args:
-        backend: The run's.
-        package: The folder of slurmllm.
-    """
+    """A digest of slurmllm's own code that decides graphs: model, mesh and backend."""
+    # The version number is not enough: a checkout changes without a new one.
     found = hashlib.sha256()
     folders = (package / "model", package / "backends" / backend)
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]

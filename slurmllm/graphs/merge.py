@@ -34,13 +34,7 @@ def submit_new_graphs(
 ) -> tuple[str, ...]:
     """Submit the graphs that a node's cache has and the archive lacks; returns their names.
 
-    Args:
-        cache: The node's cache.
-        run: The run.
-        attempt: Number of the train attempt.
-        nodes: All nodes of the attempt.
-        node: This node.
-        manifest: As it was when the attempt began.
+    `nodes` are those of the attempt, `manifest` is the one with which it began.
 
     Raises:
         StorageError: The shared file system refuses.
@@ -86,7 +80,13 @@ def merge_new_graphs(run: RunDir) -> tuple[str, ...]:
     if not folders or not run.graphs_manifest.is_file():
         return ()
     manifest = GraphManifest.load(run.graphs_manifest)
-    submitted = _valid(folders)
+    submitted: dict[Path, NewGraphs] = {}
+    for path in sorted(path for folder in folders for path in folder.glob("*.json")):
+        # A damaged record or archive is ignored: its graphs can be compiled again.
+        with suppress(StorageError, OSError):
+            graphs, tar = NewGraphs.load(path), path.with_suffix(".tar")
+            if tar.is_file() and checksum(tar) == graphs.archive_sha256:
+                submitted[path] = graphs
     usable, base = _matching(list(submitted.values()), manifest)
     known = _compiled(base.states)
     new: dict[str, GraphState] = {}
@@ -109,17 +109,6 @@ def merge_new_graphs(run: RunDir) -> tuple[str, ...]:
     except OSError as error:
         raise archive_error(run, error) from error
     return tuple(state.name for state in new.values())
-
-
-def _valid(folders: Sequence[Path]) -> dict[Path, NewGraphs]:
-    """The records whose archive is complete. Others are ignored: graphs can be compiled again."""
-    found = {}
-    for path in sorted(path for folder in folders for path in folder.glob("*.json")):
-        with suppress(StorageError, OSError):
-            graphs, archive = NewGraphs.load(path), path.with_suffix(".tar")
-            if archive.is_file() and checksum(archive) == graphs.archive_sha256:
-                found[path] = graphs
-    return found
 
 
 def _matching(

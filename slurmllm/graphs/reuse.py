@@ -27,15 +27,7 @@ def measured_micro_batch(run: RunDir) -> int | None:
 
 
 def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir) -> bool:
-    """Whether a run's archive has all graphs that a configuration needs.
-
-    Args:
-        config: Of the run to be submitted.
-        nodes: Its number of nodes.
-        local: Whether they are launchers on this machine.
-        own: Its directory.
-        run: The run that may have the graphs: the same one or another.
-    """
+    """Whether `run`, `own` or another, has all graphs that a configuration of `own` needs."""
     manifest = _manifest(run)
     if manifest is None or not manifest.complete:
         return False

@@ -47,11 +47,9 @@ class Launcher:
         self.stopped_at: float | None = None
 
     def main(self) -> int:
-        """Run the node's share of the attempt.
+        """Run the node's share of the attempt; returns 0 if all workers finished or saved.
 
-        Returns:
-            0 if every worker finished, or saved and left; else 1: the supervisor reads the
-            records, and srun ends the other launchers on any exit code but 0.
+        Else 1: the supervisor reads the records, and srun ends the other launchers.
         """
         self.workers.watch_signals()
         try:
@@ -112,11 +110,7 @@ class Launcher:
         return graph_fingerprint(self.config, mesh, self.workers.local, measured)
 
     def _precompile(self) -> bool:
-        """Run the workers under the backend's commands and archive the cache.
-
-        Returns:
-            Whether a worker failed.
-        """
+        """Run the workers under the backend's commands; returns whether one of them failed."""
         work = self.cache.with_name(f"{self.cache.name}.work-{self.node}")
         inner = [
             sys.executable, "-m", "slurmllm.supervise.workers",
@@ -137,8 +131,13 @@ class Launcher:
                 )
             if EXIT_REQUEUE in codes:
                 return False  # stopped before the end
-            # The nodes of --local share one cache: the first one compiles for all of them.
-            if not self.workers.local or self._wait_for_others():
+            # The nodes of --local share one cache: the first one compiles for all of them, when
+            # their workers have ended.
+            if self.workers.local and self.workers.node_rank == 0:
+                for name in self.record.nodes[1:]:
+                    while not reported_all(self._record_of(name)) and not self._has_failed(name):
+                        time.sleep(POLL_S)
+            if not self.workers.local or self.workers.node_rank == 0:
                 started = time.monotonic()
                 for command in compilers:
                     # SIGKILL on a stop: a compiler has nothing to save, unlike the workers.
@@ -163,15 +162,6 @@ class Launcher:
                 f"must be on $PATH there or next to {sys.executable}"
             ) from error
 
-    def _wait_for_others(self) -> bool:
-        """Wait until the other nodes' workers have ended; False on any node but the first."""
-        if self.workers.node_rank != 0:
-            return False
-        for name in self.record.nodes[1:]:
-            while not reported_all(self._record_of(name)) and not self._has_failed(name):
-                time.sleep(POLL_S)
-        return True
-
     def _archive_graphs(self, compile_s: float) -> None:
         """Pack the graphs of all nodes: the others submit theirs through the run directory."""
         others = () if self.workers.local else self.record.nodes[1:]
@@ -187,24 +177,17 @@ class Launcher:
         missing = graph_cache.collect_graphs(self.cache, self.run, others, self._has_failed)
         first = self.attempt.worker(0)
         manifest = graph_cache.pack_archive(
-            self.cache,
-            self.run,
-            self.config.backend,
+            self.cache, self.run, self.config.backend,
             WorkerRecord.load(first).first_step_s if first.is_file() else 0.0,
-            compile_s=compile_s,
-            fingerprint=self._fingerprint(),
+            compile_s=compile_s, fingerprint=self._fingerprint(), missing_nodes=missing,
             expected=self.environment.expects_graphs(self.config),
-            missing_nodes=missing,
-        )
-        total = "" if manifest.complete else f" of {len(manifest.states)}"
+        )  # fmt: skip
         log.info(
             "graph cache: %d%s graphs in %.1f MB; first step %.1f s with an empty cache%s",
-            manifest.graphs,
-            total,
-            manifest.archive_bytes / 1e6,
-            manifest.cold_first_step_s,
+            manifest.graphs, "" if manifest.complete else f" of {len(manifest.states)}",
+            manifest.archive_bytes / 1e6, manifest.cold_first_step_s,
             f", compiled in {compile_s:.1f} s" if compile_s else "",
-        )
+        )  # fmt: skip
 
     def _record_of(self, node: str) -> NodeRecord | None:
         path = self.attempt.node(node)

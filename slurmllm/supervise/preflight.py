@@ -20,12 +20,7 @@ WRITERS = 16  # threads that write the nodes' records: a write waits for the fil
 
 
 class Preflight(NamedTuple):
-    """The result of the checks.
-
-    Attributes:
-        ending: How the attempt ends; None if it can begin.
-        warnings: One line each.
-    """
+    """The result of the checks: the attempt's ending, None if it can begin, and warnings."""
 
     ending: Ending | None
     warnings: tuple[str, ...]

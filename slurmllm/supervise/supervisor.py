@@ -32,14 +32,10 @@ from slurmllm.graphs.archive import IncompleteGraphsError, broadcast_path, fault
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, GraphManifest, JobsRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import AccountingRow, SlurmClient, retry_unreachable
+from slurmllm.slurm.client import AccountingRow, retry_unreachable
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
-from slurmllm.supervise.attempt_monitor import (
-    AttemptMonitor,
-    Observations,
-    StopSignals,
-)
+from slurmllm.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
 from slurmllm.supervise.attempts import ended_at, ending_of_orphaned, incarnation, still_runs
 from slurmllm.supervise.classify import Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
@@ -65,10 +61,7 @@ class Supervisor:
         self.stop = StopSignals()
 
     def main(self) -> int:
-        """Run the attempt.
-
-        Returns:
-            0 finished, 75 to be started again, another code of errors.py if it stopped.
+        """Run the attempt; returns 0 finished, 75 to be started again, or a code of errors.py.
 
         Raises:
             StorageError: The run directory is no longer writable; the attempt's record is open.
@@ -98,10 +91,9 @@ class Supervisor:
         if ending is None:
             started = time.monotonic()
             limited = self.allocation.job_id is not None
-            monitor = AttemptMonitor(
+            observed = AttemptMonitor(
                 self.run, record, self.config, launchers, self.stop, limited
-            )  # fmt: skip
-            observed = monitor.wait()
+            ).wait()
             phases["workers"] = time.monotonic() - started
             stop_signal = None if observed.failed_first else self.stop.name
             ending = classify(
@@ -150,12 +142,7 @@ class Supervisor:
         return found.ending
 
     def _broadcast_graphs(self) -> float:
-        """Copy the archive to every node's own disk; returns the duration, s.
-
-        Raises:
-            StorageError: The precompile stage left no manifest.
-            IncompleteGraphsError: Graphs are not compiled, and the recipe refuses to go on.
-        """
+        """Copy the archive to every node's own disk; returns the duration, s."""
         if self.stage == "precompile":
             return 0.0
         started = time.monotonic()
@@ -210,8 +197,13 @@ class Supervisor:
             return EXIT_NEGATIVE
         if isinstance(self.allocation, SlurmAllocation):
             self._requeue(self.allocation, closed)
-        else:
-            wait_backoff(closed.backoff_s, self.stop)
+            return EXIT_REQUEUE
+        # A requeued job waits in Slurm's queue, a local run here.
+        if closed.backoff_s:
+            log.info("waiting %.0f s before the next attempt", closed.backoff_s)
+        deadline = time.monotonic() + closed.backoff_s
+        while self.stop.name is None and time.monotonic() < deadline:
+            time.sleep(0.2)
         return EXIT_REQUEUE
 
     def _exit_code(self, closed: AttemptRecord) -> int:
@@ -234,25 +226,21 @@ class Supervisor:
                 client, len(closed.nodes), lost, before, partition, allocation.job_id
             )
             if self.stage == "precompile" and avoid:
-                self._exclude_from_train(client, partition)
+                # The train job depends on this one; it may not start on the same nodes either.
+                last = JobsRecord.load(self.run.jobs).submissions[-1]
+                before = [node.node for node in excluded(self.run)]
+                kept_out = nodes_to_avoid(client, last.nodes, [], before, partition)
+                if last.train_job is not None and kept_out:
+                    given = [slurm.exclude] if slurm.exclude else []
+                    client.exclude(last.train_job, [*given, *kept_out])
             listed = self.run.excluded.is_file()
             requeue(client, allocation.job_id, avoid, slurm.exclude, listed, closed.backoff_s)
         except SlurmError as error:
-            # The record says requeue, but the job may end here: tell the reader of its log.
+            # The record has the action requeue, but the job may end here.
             log.error("%s; if the job ends here, `slurmllm resume %s`", error, self.run.name)
 
-    def _exclude_from_train(self, client: SlurmClient, partition: str | None) -> None:
-        """Exclude the same nodes from the train job that depends on this one."""
-        submission = JobsRecord.load(self.run.jobs).submissions[-1]
-        avoid = nodes_to_avoid(
-            client, submission.nodes, [], [node.node for node in excluded(self.run)], partition
-        )
-        if submission.train_job is not None and avoid:
-            given = self.config.recipe.slurm.exclude
-            client.exclude(submission.train_job, [*([given] if given else []), *avoid])
-
     def _exclude_failed(self, closed: AttemptRecord) -> None:
-        """Record the nodes that the attempt lost, and drain them if the recipe says so."""
+        """Record the nodes that the attempt lost, and drain them if the recipe has slurm.drain."""
         try:
             new = exclude_failed(self.run, closed, self.config)
         except StorageError as error:
@@ -262,11 +250,7 @@ class Supervisor:
             drain(self.allocation.client, new)
 
     def _close_orphaned(self) -> AttemptRecord | None:
-        """Close earlier attempts whose supervisors died.
-
-        Returns:
-            The last one if it ended the run because a limit of the recipe is reached.
-        """
+        """Close earlier attempts whose supervisors died; returns the last if it ended the run."""
         closed: AttemptRecord | None = None
         for record in attempts.load_attempts(self.run, self.stage):
             if record.ended_at is not None:
@@ -274,9 +258,8 @@ class Supervisor:
             if reason := still_runs(record, self.allocation):
                 self._log(record, f"is still open and is superseded by this attempt: {reason}")
                 continue
-            reported = attempts.node_records(self.run, record)
             row = incarnation(record, self._accounting(record.job_id))
-            ending = ending_of_orphaned(record, reported, row)
+            ending = ending_of_orphaned(record, attempts.node_records(self.run, record), row)
             closed = attempts.close_attempt(
                 self.run, record, ending, ended_at=ended_at(row), row=row
             )
@@ -314,15 +297,6 @@ def started_again(allocation: SlurmAllocation) -> bool:
     return job is not None and job.state == "RUNNING"
 
 
-def wait_backoff(seconds: float, stop: StopSignals) -> None:
-    """Wait before the next local attempt; a requeued job waits in Slurm's queue."""
-    deadline = time.monotonic() + seconds
-    if seconds:
-        log.info("waiting %.0f s before the next attempt", seconds)
-    while stop.name is None and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-
 def wait_writable(run: RunDir, patience_s: float) -> None:
     """Wait until the folder of the job's log is writable, for `patience_s` at most.
 
@@ -341,9 +315,6 @@ def requeue_unrecorded(
     run: RunDir, stage: Stage, allocation: Allocation, error: StorageError
 ) -> int:
     """Requeue a run whose directory is not writable; the next attempt closes the open record.
-
-    Returns:
-        The exit code for another start.
 
     Raises:
         StorageError: The fault is not transient, or as many starts in a row failed with it as

@@ -59,12 +59,7 @@ SAVE_RETRY_S = 15.0  # if the shared file system refuses the node's record
 
 
 class Workers:
-    """The workers of this node.
-
-    Attributes:
-        node_record: The node's record, as last written.
-        stop_requested: Whether a stop signal has come.
-    """
+    """The workers of this node; `node_record` is the node's record as last written."""
 
     def __init__(self, run: RunDir, stage: Stage, attempt: int) -> None:
         self.run, self.stage = run, stage
@@ -88,12 +83,13 @@ class Workers:
 
     def watch_signals(self) -> None:
         """Record stop signals instead of dying of them."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._on_stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        self.stop_requested = True
+        def on_stop(number: int, frame: FrameType | None) -> None:
+            self.stop_requested = True
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, on_stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def load_record(self) -> None:
         """Reload the node's record, which the other program of this node may have written."""
@@ -102,7 +98,6 @@ class Workers:
             self.node_record = NodeRecord.load(path)
 
     def save(self, **update: object) -> None:
-        """Write the node's record."""
         if self.processes:
             running = self.processes.items()
             update["exit_codes"] = {r: w.returncode for r, w in running if w.poll() is not None}
@@ -122,7 +117,6 @@ class Workers:
                 time.sleep(1.0)
 
     def start(self) -> None:
-        """Start one worker per device."""
         per_node = self.config.cluster.devices_per_node
         for local_rank in range(per_node):
             rank = self.node_rank * per_node + local_rank
@@ -173,7 +167,11 @@ class Workers:
         while any(worker.poll() is None for worker in self.processes.values()):
             if self._failed_ranks():
                 # Its peers wait in a collective, and fail only when they lose the connection.
-                self._wait_for_peers()
+                # They get some time to record why.
+                clear = any(self._is_cause(rank) for rank in self._failed_ranks())
+                deadline = time.monotonic() + (CLEAR_GRACE_S if clear else PEER_GRACE_S)
+                while self._pids() and time.monotonic() < deadline:
+                    time.sleep(POLL_S)
                 self.end()
                 break
             if self._must_end():
@@ -182,8 +180,7 @@ class Workers:
             if self.stop_requested and time.monotonic() - signalled_at >= REPEAT_SIGNAL_S:
                 signalled_at = time.monotonic()
                 for worker in self.processes.values():
-                    if worker.poll() is None:
-                        worker.send_signal(WORKER_SIGNAL)
+                    worker.send_signal(WORKER_SIGNAL)  # to those that have not ended
             if self.heartbeats is not None:
                 self.heartbeats.update(self._pids())
             time.sleep(POLL_S)
@@ -214,15 +211,6 @@ class Workers:
     def _failed_ranks(self) -> list[int]:
         codes = {rank: worker.poll() for rank, worker in self.processes.items()}
         return [rank for rank, code in codes.items() if code not in (None, 0, EXIT_REQUEUE)]
-
-    def _wait_for_peers(self) -> None:
-        """Give the peers of a failed worker time to fail too and to record why."""
-        clear = any(self._is_cause(rank) for rank in self._failed_ranks())
-        deadline = time.monotonic() + (CLEAR_GRACE_S if clear else PEER_GRACE_S)
-        while time.monotonic() < deadline:
-            if all(worker.poll() is not None for worker in self.processes.values()):
-                return
-            time.sleep(POLL_S)
 
     def _is_cause(self, rank: int) -> bool:
         """Whether a failed worker is itself the cause: killed, or by its failure record."""
@@ -278,15 +266,9 @@ def prepare_child() -> None:
 def run_command(
     command: list[str], stop: Callable[[], bool], on_stop: Callable[[int], None]
 ) -> int:
-    """Run a command in a process group of its own.
+    """Run a command in a process group of its own; returns its exit code, negative for a signal.
 
-    Args:
-        command: The command.
-        stop: Returns whether a stop is requested.
-        on_stop: Called with the group's id after that, and again every few seconds.
-
-    Returns:
-        The exit code; negative if a signal ended the command.
+    When `stop` returns True, calls `on_stop` with the group's id, and again every few seconds.
 
     Raises:
         OSError: The command cannot be started.
@@ -314,9 +296,8 @@ def main(arguments: list[str]) -> int:
     die_with_parent()
     setup_logging()
     path, stage, attempt = arguments
-    workers = Workers(
-        RunDir(Path(path)), "train" if stage == "train" else "precompile", int(attempt)
-    )
+    known: Stage = "train" if stage == "train" else "precompile"
+    workers = Workers(RunDir(Path(path)), known, int(attempt))
     workers.watch_signals()
     workers.load_record()
     try:
