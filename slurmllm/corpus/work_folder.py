@@ -188,6 +188,16 @@ class OutputFile(io.RawIOBase):
         """Digest of the bytes written so far, in hexadecimal."""
         return self._digest.hexdigest()
 
+    def finish(self) -> None:
+        """Write everything to the disk, and close the file."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
+            self._stream.close()
+
 
 @contextlib.contextmanager
 def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[OutputFile]]:
@@ -208,19 +218,17 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
     *others, manifest = paths
     with contextlib.ExitStack() as stack:
         hasher = stack.enter_context(ThreadPoolExecutor(1))
-        streams: list[BinaryIO] = []
+        files: list[OutputFile] = []
         for path in paths:
             try:
-                streams.append(work.scratch(path.name).open("wb"))
+                files.append(OutputFile(work.scratch(path.name).open("wb"), path, hasher))
             except OSError as error:
                 raise write_error(path, error) from error
-            stack.callback(_discard, streams[-1])
-        yield [OutputFile(streams[index], path, hasher) for index, path in enumerate(paths)]
-        for path, stream in zip(paths, streams, strict=True):
+            stack.callback(files[-1].discard)
+        yield files
+        for path, file in zip(paths, files, strict=True):
             try:
-                stream.flush()
-                os.fsync(stream.fileno())
-                stream.close()
+                file.finish()
                 work.scratch(path.name).chmod(0o644)
             except OSError as error:
                 raise write_error(path, error) from error
@@ -237,11 +245,6 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
             fsync_dir(manifest.parent)
         except OSError as error:
             raise write_error(paths[0], error) from error
-
-
-def _discard(stream: BinaryIO) -> None:
-    with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
-        stream.close()
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:

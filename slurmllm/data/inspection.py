@@ -304,13 +304,9 @@ def _count_enough_tokens(source: Source, split: Split, enough: int) -> int | Non
     if source.total_size * (1 - split.validation) >= 2 * enough * rate:
         return None
     total = 0
-    for begin in range(0, len(source), _AT_ONCE):
-        documents = np.arange(begin, min(begin + _AT_ONCE, len(source)))
-        if not split.all_documents:
-            documents = documents[split.holds(source.document_hashes(documents))]
-        for document in documents.tolist():
-            if total >= enough:
-                return None
-            for piece in range(source.num_pieces(document)):
-                total += len(source.read([(document, piece)]).tokens)
+    for document in split.documents(source):
+        if total >= enough:
+            return None
+        for piece in range(source.num_pieces(document)):
+            total += len(source.read([(document, piece)]).tokens)
     return total

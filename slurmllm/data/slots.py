@@ -24,7 +24,15 @@ _MOST_AHEAD = 256
 _LEAST_AHEAD = 8
 
 
-class DocumentIterator:
+def document_pieces(
+    source: Source,
+    order: DocumentOrder,
+    split: Split,
+    slot: int,
+    stride: int,
+    number: int,
+    piece: int,
+) -> Iterator[tuple[int, int, int]]:
     """The pieces of a slot's documents without end, as (number, document, piece).
 
     `number` counts the slot's documents, those on the other side of the split included.
@@ -37,66 +45,38 @@ class DocumentIterator:
         stride: The slot reads positions slot, slot + stride, …
         number: Documents of the slot already read.
         piece: First piece of the current document to read.
+
+    Raises:
+        DataError: this side of the split has no document.
     """
-
-    def __init__(
-        self,
-        source: Source,
-        order: DocumentOrder,
-        split: Split,
-        slot: int,
-        stride: int,
-        number: int,
-        piece: int,
-    ) -> None:
-        self._source = source
-        self._order = order
-        self._split = split
-        self._slot = slot
-        self._stride = stride
-        self._looked_up = number
-        self._ahead = min(_MOST_AHEAD, max(_LEAST_AHEAD, len(source) // stride))
-        self._pieces = self._iterate(piece)
-
-    def next(self) -> tuple[int, int, int]:
-        """The next piece to read.
-
-        Raises:
-            DataError: this side of the split has no document.
-        """
-        return next(self._pieces)
-
-    def _iterate(self, piece: int) -> Iterator[tuple[int, int, int]]:
-        while True:
-            for number, document in self._next_documents():
-                for index in range(piece, self._source.num_pieces(document)):
-                    yield number, document, index
-                piece = 0
-
-    def _next_documents(self) -> list[tuple[int, int]]:
-        """The next documents, at least one, with their numbers."""
-        searched = 0
-        while True:
-            numbers = np.arange(self._looked_up, self._looked_up + self._ahead)
-            documents = self._order.take(self._slot + numbers * self._stride)
-            self._looked_up += self._ahead
-            if not self._split.all_documents:
-                held = self._split.holds(self._source.document_hashes(documents))
-                numbers, documents = numbers[held], documents[held]
-            if len(documents):
-                return list(zip(numbers.tolist(), documents.tolist(), strict=True))
-            searched += self._ahead
+    ahead = min(_MOST_AHEAD, max(_LEAST_AHEAD, len(source) // stride))
+    searched = 0
+    while True:
+        numbers = np.arange(number, number + ahead)
+        documents = order.take(slot + numbers * stride)
+        number += ahead
+        if not split.all_documents:
+            held = split.holds(source.document_hashes(documents))
+            numbers, documents = numbers[held], documents[held]
+        if not len(documents):
+            searched += ahead
             # A slot may be unlucky for long. Once, after as many documents as the corpus has,
             # check that there is any on this side.
-            if searched - self._ahead < len(self._source) <= searched:
-                self._split.require_documents(self._source)
+            if searched - ahead < len(source) <= searched:
+                split.require_documents(source)
+            continue
+        searched = 0
+        for counted, document in zip(numbers.tolist(), documents.tolist(), strict=True):
+            for index in range(piece, source.num_pieces(document)):
+                yield counted, document, index
+            piece = 0
 
 
 class SlotStream:
     """A slot's tokens of one corpus: documents joined and cut into sequences, without padding.
 
     Args:
-        documents: The pieces to read.
+        documents: From `document_pieces`.
         number: Documents already read.
         piece: Current piece of the current document.
         offset: Tokens of that piece already returned.
@@ -106,7 +86,9 @@ class SlotStream:
         resuming: Whether the token at a restored position is not yet read.
     """
 
-    def __init__(self, documents: DocumentIterator, number: int, piece: int, offset: int) -> None:
+    def __init__(
+        self, documents: Iterator[tuple[int, int, int]], number: int, piece: int, offset: int
+    ) -> None:
         self._documents = documents
         self.position = (number, piece, offset)
         self.resuming = piece != 0 or offset != 0
@@ -123,7 +105,7 @@ class SlotStream:
 
     def request(self, count: int) -> list[Request]:
         """The next pieces to read; `append` must follow with them."""
-        pieces = [self._documents.next() for _ in range(count)]
+        pieces = [next(self._documents) for _ in range(count)]
         self._buffered += [(number, piece) for number, _, piece in pieces]
         return [(document, piece) for _, document, piece in pieces]
 
@@ -212,7 +194,7 @@ class SlotGroup:
             streams = []
             for slot, numbers in zip(slots, positions, strict=True):
                 number, piece, offset = numbers[corpus * POSITION : (corpus + 1) * POSITION]
-                documents = DocumentIterator(
+                documents = document_pieces(
                     source, order, split, slot, spec.global_batch, number, max(piece, 0)
                 )
                 streams.append(SlotStream(documents, number, piece, offset))
@@ -250,6 +232,9 @@ class SlotGroup:
         """Read until each stream has a sequence: for all of them at once, and hardly more.
 
         One request per slot and document would cost a call of the tokenizer each.
+
+        Raises:
+            DataError: no document on this side of the split has a token.
         """
         source, read = self._sources[corpus], self._read[corpus]
         while short := [stream for stream in streams if stream.missing(self._width)]:
@@ -268,7 +253,13 @@ class SlotGroup:
             read[1] += len(pieces.ends)
             empty = 0 if len(pieces.tokens) else self._empty_pieces[corpus] + len(pieces.ends)
             if empty > 2 * len(source) + _MOST_PIECES:
-                self._require_tokens(source)
+                # Search the whole corpus for a token.
+                for document in self._split.documents(source):
+                    every_piece = range(source.num_pieces(document))
+                    if len(source.read([(document, index) for index in every_piece]).tokens):
+                        break
+                else:
+                    raise self._split.empty_error(source)
                 empty = 0
             self._empty_pieces[corpus] = empty
             first = begin = 0
@@ -277,22 +268,3 @@ class SlotGroup:
                 end = int(ends[-1])
                 stream.append(pieces.tokens[begin:end], pieces.marks[begin:end], ends - begin)
                 first, begin = first + len(part), end
-
-    def _require_tokens(self, source: Source) -> None:
-        """Search the whole corpus for a token, after many pieces without one.
-
-        Raises:
-            DataError: this side of the split has none.
-        """
-        for begin in range(0, len(source), _MOST_PIECES):
-            documents = np.arange(begin, min(begin + _MOST_PIECES, len(source)))
-            if not self._split.all_documents:
-                documents = documents[self._split.holds(source.document_hashes(documents))]
-            requests = [
-                (document, piece)
-                for document in documents.tolist()
-                for piece in range(source.num_pieces(document))
-            ]
-            if requests and len(source.read(requests).tokens):
-                return
-        raise self._split.empty_error(source)

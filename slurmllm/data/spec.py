@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -95,17 +95,18 @@ class Split:
         held_out: npt.NDArray[np.bool_] = splitmix64(hashes ^ _SALT) < self._below
         return held_out if self.name == "validation" else ~held_out
 
-    def require_documents(self, source: Source) -> None:
-        """Search a corpus for a document on this side.
-
-        Raises:
-            DataError: it has none.
-        """
+    def documents(self, source: Source) -> Iterator[int]:
+        """The documents of a corpus on this side, in the order of the file."""
         for begin in range(0, len(source), _AT_ONCE):
             documents = np.arange(begin, min(begin + _AT_ONCE, len(source)))
-            if self.holds(source.document_hashes(documents)).any():
-                return
-        raise self.empty_error(source)
+            if not self.all_documents:
+                documents = documents[self.holds(source.document_hashes(documents))]
+            yield from documents.tolist()
+
+    def require_documents(self, source: Source) -> None:
+        """Raise a DataError if a corpus has no document on this side."""
+        if next(self.documents(source), None) is None:
+            raise self.empty_error(source)
 
     def empty_error(self, source: Source) -> DataError:
         """The error for a corpus without a document on this side."""

@@ -106,35 +106,33 @@ def check_same_stream(here: State, saved: State) -> None:
             difference.
     """
     for key, name in _IDENTITY.items():
-        if key == "corpora":
-            _check_same_corpora(here[key], saved.get(key, []))
-        elif saved.get(key) != here[key]:
+        if key != "corpora" and saved.get(key) != here[key]:
             raise DataError(
                 f"the data state was saved with {name} {saved.get(key)}, this stream has "
                 f"{here[key]}; {_FIX}"
             )
-
-
-def _check_same_corpora(here: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
-    """Compare contents and weights, not paths: a corpus may have been moved."""
-    if len(here) != len(saved):
-        raise DataError(
-            f"the data state was saved with {len(saved)} corpora, this stream has {len(here)}; "
-            f"{_FIX}"
-        )
-    for now, then in zip(here, saved, strict=True):
-        if now["fingerprint"] != then["fingerprint"]:
+        if key != "corpora":
+            continue
+        # Contents and weights, not paths: a corpus may have been moved.
+        corpora = saved.get(key, [])
+        if len(here[key]) != len(corpora):
             raise DataError(
-                f"the data state was saved with corpus {then['path']} (fingerprint "
-                f"{then['fingerprint']}, {then['documents']} documents), this stream has "
-                f"{now['path']} ({now['fingerprint']}, {now['documents']}): changed after the run "
-                f"began, or another corpus; {_FIX}"
+                f"the data state was saved with {len(corpora)} corpora, this stream has "
+                f"{len(here[key])}; {_FIX}"
             )
-        if now["weight"] != then["weight"]:
-            raise DataError(
-                f"the data state was saved with weight {then['weight']:g} of {now['path']}, this "
-                f"stream has {now['weight']:g}; {_FIX}"
-            )
+        for now, then in zip(here[key], corpora, strict=True):
+            if now["fingerprint"] != then["fingerprint"]:
+                raise DataError(
+                    f"the data state was saved with corpus {then['path']} (fingerprint "
+                    f"{then['fingerprint']}, {then['documents']} documents), this stream has "
+                    f"{now['path']} ({now['fingerprint']}, {now['documents']}): changed after the "
+                    f"run began, or another corpus; {_FIX}"
+                )
+            if now["weight"] != then["weight"]:
+                raise DataError(
+                    f"the data state was saved with weight {then['weight']:g} of {now['path']}, "
+                    f"this stream has {now['weight']:g}; {_FIX}"
+                )
 
 
 def upgrade_state(state: State, here: State, former: str | None) -> State:

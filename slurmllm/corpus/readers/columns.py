@@ -10,7 +10,6 @@ import mmap
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
@@ -150,24 +149,20 @@ def _slices(columns: list[pa.Array]) -> Iterator[tuple[int, int]]:
     while begin < rows:
         # Bytes up to the end of each of the next rows.
         ends = np.zeros(min(rows - begin, _MOST_ROWS), np.int64)
-        for column in columns:
-            ends += _row_ends(column.slice(begin, len(ends)))
+        for column in (column.slice(begin, len(ends)) for column in columns):
+            if column.type not in (pa.string(), pa.large_string()):  # an estimate
+                share = column.nbytes // len(column)
+                ends += np.cumsum(np.full(len(column), share, np.int64))
+                continue
+            kind = np.dtype(np.int64 if column.type == pa.large_string() else np.int32)
+            _, buffer, values = column.buffers()
+            offsets = np.frombuffer(buffer, kind)[column.offset : column.offset + len(column) + 1]
+            # A damaged file must not make Arrow read outside the map.
+            if np.any(np.diff(offsets) < 0) or offsets[0] < 0:
+                raise pa.ArrowInvalid("offsets that do not ascend")
+            if offsets[-1] > (values.size if values is not None else 0):
+                raise pa.ArrowInvalid("offsets beyond the end of the text")
+            ends += np.cumsum(np.diff(offsets), dtype=np.int64)
         end = begin + max(int(np.searchsorted(ends, CHUNK_BYTES, side="right")), 1)
         yield begin, end
         begin = end
-
-
-def _row_ends(column: pa.Array) -> npt.NDArray[np.int64]:
-    """End of each row of a column, in bytes of text; estimated for types but plain strings."""
-    if column.type not in (pa.string(), pa.large_string()):
-        share = column.nbytes // len(column)
-        return np.cumsum(np.full(len(column), share, np.int64))
-    kind = np.dtype(np.int64 if column.type == pa.large_string() else np.int32)
-    _, buffer, values = column.buffers()
-    offsets = np.frombuffer(buffer, kind)[column.offset : column.offset + len(column) + 1]
-    # A damaged file must not make Arrow read outside the map.
-    if np.any(np.diff(offsets) < 0) or offsets[0] < 0:
-        raise pa.ArrowInvalid("offsets that do not ascend")
-    if offsets[-1] > (values.size if values is not None else 0):
-        raise pa.ArrowInvalid("offsets beyond the end of the text")
-    return np.cumsum(np.diff(offsets), dtype=np.int64)

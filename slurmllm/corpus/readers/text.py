@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from slurmllm.corpus.decompress import OpenedInput
-from slurmllm.corpus.options import ReadOptions, TextBy
+from slurmllm.corpus.options import ReadOptions
 from slurmllm.corpus.readers.base import (
     BOM,
     CHUNK_BYTES,
@@ -49,9 +49,31 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
         else:
             spans = _paragraphs(block) if options.text_by == "paragraph" else _lines(block)
         if not valid_utf8(block):
-            spans = _valid_spans(block, spans, offset, stream.file.name, on_error)
+            valid = []
+            for span in spans.tolist():
+                try:
+                    block[span[0] : span[1]].decode("utf-8")
+                    valid.append(span)
+                except UnicodeDecodeError as error:
+                    place = span[0] + error.start
+                    on_error(
+                        f"{stream.file.name}: byte {offset + place} is not UTF-8 "
+                        f"(0x{block[place]:02x})"
+                    )
+            spans = np.array(valid, np.int64).reshape(-1, 2)
         if len(spans):
-            yield (_copy_spans(block, spans, options.text_by),)
+            # Without a copy, the block is an array of documents and the gaps between them,
+            # alternating; `take` then copies the documents.
+            count, buffers = 2 * len(spans), [None, pa.py_buffer(spans.reshape(-1))]
+            pieces = pa.Array.from_buffers(
+                pa.large_string(), count - 1, [*buffers, pa.py_buffer(block)], null_count=0
+            )
+            texts = pieces.take(pa.array(np.arange(0, count, 2)))
+            if b"\r" in block:
+                texts = pc.replace_substring(texts, "\r\n", "\n")
+                if options.text_by != "document":
+                    texts = pc.utf8_trim(texts, "\r\n")
+            yield (texts,)
         offset += len(block)
 
 
@@ -98,30 +120,3 @@ def _lines(block: bytes) -> Spans:
     keep = np.ones(len(spans), bool)
     keep[spaced] = [not block[begin:end].isspace() for begin, end in spans[spaced].tolist()]
     return spans[keep]
-
-
-def _valid_spans(block: bytes, spans: Spans, offset: int, name: str, on_error: OnError) -> Spans:
-    """The spans that are UTF-8; the others are errors."""
-    good = []
-    for row, (begin, end) in enumerate(spans.tolist()):
-        try:
-            block[begin:end].decode("utf-8")
-        except UnicodeDecodeError as error:
-            place = begin + error.start
-            on_error(f"{name}: byte {offset + place} is not UTF-8 (0x{block[place]:02x})")
-        else:
-            good.append(row)
-    return spans[good]
-
-
-def _copy_spans(block: bytes, spans: Spans, text_by: TextBy) -> pa.LargeStringArray:
-    # Without a copy, the block is an array of documents and the gaps between them, alternating;
-    # `take` then copies the documents.
-    buffers = [None, pa.py_buffer(spans.reshape(-1)), pa.py_buffer(block)]
-    pieces = pa.Array.from_buffers(pa.large_string(), 2 * len(spans) - 1, buffers, null_count=0)
-    texts = pieces.take(pa.array(np.arange(0, 2 * len(spans), 2)))
-    if b"\r" in block:
-        texts = pc.replace_substring(texts, "\r\n", "\n")
-        if text_by != "document":
-            texts = pc.utf8_trim(texts, "\r\n")
-    return texts
