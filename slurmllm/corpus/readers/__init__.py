@@ -44,43 +44,41 @@ class DocumentReader:
         self._on_error = on_error
 
     def __iter__(self) -> Iterator[Documents]:
-        try:
-            stream = OpenedInput(self.file)
-        except OSError as error:
-            self._on_error(f"{self.file.name}: cannot be read: {error.strerror or error}", "file")
-            return
-        with stream:
-            try:
-                for chunk in self._chunks(stream):
-                    self.position_bytes = max(self.position_bytes, stream.offset_bytes)
-                    self.documents += len(chunk[0])
-                    yield chunk
-            except OSError as error:
-                reason = " ".join(str(error).split()).rstrip(".")
-                self._on_error(
-                    f"{self.file.name}: cannot be read to its end: {reason} (near byte "
-                    f"{stream.offset_bytes:,} of {self.file.size_bytes:,} on disk, after "
-                    f"{self.documents:,} documents)",
-                    "rest",
-                )
-            # Parquet and plain Arrow files are not read through the stream: no checksum.
-            if stream.offset_bytes:
-                with contextlib.suppress(OSError):
-                    self.checksum = stream.checksum()
-
-    def _chunks(self, stream: OpenedInput) -> Iterator[Documents]:
-        kind, options = self.file.format, self.options
+        kind, options, on_error = self.file.format, self.options, self._on_error
         if kind == "text" and options.prompt_key is not None:
             raise DataError(
                 f"{self.file.name}: a text file has no fields, so no --prompt-key; give "
                 "prompts and completions as JSON lines, CSV, Parquet or Arrow"
             )
-        if kind in _READERS:
-            return _READERS[kind](stream, options, self._on_error)
+        try:
+            stream = OpenedInput(self.file)
+        except OSError as error:
+            on_error(f"{self.file.name}: cannot be read: {error.strerror or error}", "file")
+            return
 
         # Parquet and Arrow files are not read through the stream, which counts no bytes of them.
         def on_fraction(fraction: float) -> None:
             self.position_bytes = int(fraction * self.file.size_bytes)
 
-        read = read_parquet if kind == "parquet" else read_arrow
-        return read(stream, options, self._on_error, on_fraction)
+        with stream:
+            try:
+                if kind in _READERS:
+                    chunks = _READERS[kind](stream, options, on_error)
+                else:
+                    read = read_parquet if kind == "parquet" else read_arrow
+                    chunks = read(stream, options, on_error, on_fraction)
+                for chunk in chunks:
+                    self.position_bytes = max(self.position_bytes, stream.offset_bytes)
+                    self.documents += len(chunk[0])
+                    yield chunk
+            except OSError as error:
+                reason = " ".join(str(error).split()).rstrip(".")
+                on_error(
+                    f"{self.file.name}: cannot be read to its end: {reason} (near byte "
+                    f"{stream.offset_bytes:,} of {self.file.size_bytes:,} on disk, after "
+                    f"{self.documents:,} documents)",
+                    "rest",
+                )
+            if stream.offset_bytes:
+                with contextlib.suppress(OSError):
+                    self.checksum = stream.checksum()
