@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +56,7 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Field (JSON lines) or column (CSV, Parquet, Arrow) of the text.",
         ),
         click.option(
-            "--skip-bad",
-            is_flag=True,
-            help="Skip and count unreadable input instead of failing.",
+            "--skip-bad", is_flag=True, help="Skip and count unreadable input instead of failing."
         ),
         click.option("--overwrite", is_flag=True, help="Replace --out if it exists."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
@@ -69,23 +69,14 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def named_inputs(
     inputs: tuple[str, ...], files_from: str | None, format_: Any, exclude: list[Path]
 ) -> list[InputFile]:
-    """Find the files named by the arguments and --files-from.
-
-    Raises:
-        click.UsageError: neither is given.
-        DataError: a file cannot be found or read.
-    """
+    """Find the files named by the arguments and --files-from; at least one must be given."""
     from slurmllm.corpus.inputs import find_inputs, read_list
 
     if not inputs and files_from is None:
         raise click.UsageError("name an INPUT, or a list of them with --files-from")
     listed = [] if files_from is None else read_list(files_from)
-    return find_inputs(
-        [*inputs, *listed],
-        format_,
-        exclude=exclude,
-        on_note=lambda note: click.echo(note, err=True),
-    )
+    on_note = partial(click.echo, err=True)
+    return find_inputs([*inputs, *listed], format_, exclude=exclude, on_note=on_note)
 
 
 @click.group()
@@ -139,8 +130,7 @@ data.add_command(inspect)
 @click.option("--account", help="Slurm account.")
 @click.option("--qos", help="Slurm quality of service.")
 @click.option(
-    "--time",
-    help="Time limit of a Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 60]",
+    "--time", help="Time limit of a Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 60]"
 )
 @click.option(
     "--out",
@@ -166,11 +156,8 @@ def build(
     dtype: Any,
     workers: int | None,
     slurm: bool,
-    partition: str | None,
-    account: str | None,
-    qos: str | None,
-    time: str | None,
     out: Path,
+    **slurm_options: str | None,  # --partition, --account, --qos, --time
 ) -> None:
     """Build an Arrow corpus from text, JSON lines, CSV, Parquet, Arrow or datasets folders.
 
@@ -178,8 +165,6 @@ def build(
     compressed (.gz .zst .bz2 .xz). An interrupted build continues when the same command is run
     again.
     """
-    from time import monotonic
-
     from slurmllm.corpus.build import (
         build_corpus,
         manifest_path,
@@ -192,15 +177,14 @@ def build(
     from slurmllm.progress import stage_progress
     from slurmllm.slurm.arrays import SlurmOptions
 
-    begun = monotonic()
+    begun = time.monotonic()
     if (prompt_key is None) != (completion_key is None):
         raise click.UsageError("--prompt-key and --completion-key go together")
     if tokenizer is None and dtype is not None:
         raise click.UsageError("--dtype is the type of token ids; add --tokenize")
     if tokenizer is not None and prompt_key is not None:
         raise click.UsageError("--tokenize writes plain text; leave out --prompt-key")
-    given = {"partition": partition, "account": account, "qos": qos, "time": time}
-    for_slurm = {name: value for name, value in given.items() if value is not None}
+    for_slurm = {name: value for name, value in slurm_options.items() if value is not None}
     if for_slurm and not slurm:
         raise click.UsageError(f"--{next(iter(for_slurm))} applies to Slurm jobs; add --slurm")
     outputs = output_paths(out, tokenize=tokenizer is not None)
@@ -231,10 +215,10 @@ def build(
             callbacks=BuildCallbacks(
                 on_read=lambda done: show("reading", done, total),
                 on_join=lambda done, of: show("writing", done, of),
-                on_note=lambda note: click.echo(note, err=True),
+                on_note=partial(click.echo, err=True),
             ),
         )
-    seconds = monotonic() - begun
+    seconds = time.monotonic() - begun
     report_bad(built.manifest.bad, built.manifest.bad_examples)
     if as_json:
         corpus, *others = map(str, built.outputs)
@@ -280,11 +264,7 @@ def _print_build(built: BuildResult, manifest_file: Path, seconds: float) -> Non
         f"from {files:,} file{'s' if files != 1 else ''} in {seconds:.1f} s, "
         f"with {built.peak_memory_bytes / 1e6:,.0f} MB of memory"
     )
-    skipped = {
-        "blank": manifest.empty,
-        "short": manifest.short,
-        "duplicate": manifest.duplicates,
-    }
+    skipped = {"blank": manifest.empty, "short": manifest.short, "duplicate": manifest.duplicates}
     if any(skipped.values()):
         counts = ", ".join(f"{count:,} {kind}" for kind, count in skipped.items() if count)
         click.echo(f"skipped: {counts}")

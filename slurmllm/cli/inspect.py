@@ -136,12 +136,10 @@ def _recipe_stream(
     from slurmllm.rundir import runs_root
     from slurmllm.submit.inputs import resolve_inputs
 
-    replaced = [
-        f"data.{field}={json.dumps(value)}"
-        for field, value in (("corpus", corpus), ("tokenizer", tokenizer))
-        if value is not None
-    ]
-    config = resolve(recipe, overrides=[*overrides, *replaced])
+    for field, value in (("corpus", corpus), ("tokenizer", tokenizer)):
+        if value is not None:
+            overrides = (*overrides, f"data.{field}={json.dumps(value)}")
+    config = resolve(recipe, overrides=overrides)
     config = resolve_inputs(config, runs_root(runs_dir), build=True)
     found, data = config.recipe, config.recipe.data
     spec = StreamSpec(
@@ -163,9 +161,9 @@ def _print_report(report: CorpusReport) -> None:
     def line(text: str) -> None:
         console().print(text, soft_wrap=True, markup=False)
 
-    what, size = f"{report.documents:,} {report.documents_are}", f"{report.size:,} token ids"
-    if report.unit == "bytes":
-        size = f"{report.size / 1e6:,.1f} MB of text"
+    text = report.unit == "bytes"
+    size = f"{report.size / 1e6:,.1f} MB of text" if text else f"{report.size:,} token ids"
+    what = f"{report.documents:,} {report.documents_are}"
     line(f"{report.corpus}: {what}, {size}, {report.fingerprint}")
     if report.tokens_are == "exact":
         ends = ", end-of-document tokens included" if report.documents_are == "documents" else ""
@@ -181,14 +179,10 @@ def _print_report(report: CorpusReport) -> None:
         f"99 % to {at.p99:,}, longest {at.longest:,}"
     )
     most = max(bucket.share for bucket in at.histogram)
-    rows = [
-        (
-            f"{bucket.least:,}-{bucket.below - 1:,}",
-            f"{bucket.share:.1%}",
-            "█" * round(_BAR * bucket.share / most),
-        )
-        for bucket in at.histogram
-    ]
+    rows = []
+    for bucket in at.histogram:
+        bar = "█" * round(_BAR * bucket.share / most)
+        rows.append((f"{bucket.least:,}-{bucket.below - 1:,}", f"{bucket.share:.1%}", bar))
     print_table(("tokens a document", "share", ""), rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,7 @@ def tokenizer() -> None:
 @tokenizer.command()
 @input_options
 @click.option(
-    "--out",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="The tokenizer.json to write.",
+    "--out", required=True, type=click.Path(path_type=Path), help="The tokenizer.json to write."
 )
 @click.option(
     "--vocab-size",
@@ -46,8 +44,6 @@ def train(
 
     INPUT is a file, a folder (read to any depth) or a quoted glob.
     """
-    import time
-
     from slurmllm.corpus.cleaning import DocumentStream
     from slurmllm.corpus.options import InputErrors, ReadOptions
     from slurmllm.corpus.work_folder import refuse_existing

@@ -38,12 +38,7 @@ ENDINGS: dict[str, Format] = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-COMPRESSIONS: dict[str, Compression] = {
-    ".gz": "gzip",
-    ".zst": "zstd",
-    ".bz2": "bz2",
-    ".xz": "xz",
-}
+COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 
 
 STATE = "state.json"

@@ -66,10 +66,7 @@ class ChatFormat:
         """
         if self._render is None:
             return prompt, completion
-        turns = [
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": completion},
-        ]
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         before = self._render(turns[:1], add_generation_prompt=True)
         whole = self._render(turns, add_generation_prompt=False)
         if whole.startswith(before):

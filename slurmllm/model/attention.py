@@ -69,14 +69,10 @@ def document_starts(positions: Tensor) -> Tensor:
 
 
 def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask of causal attention within documents, for all layers.
+    """Additive mask of causal attention within documents, for all layers, [batch, 1, seq, seq].
 
-    Args:
-        positions: As for `document_starts`.
-        dtype: Type of queries and keys.
-
-    Returns:
-        [batch, 1, seq, seq]: 0 if the token of a row attends to that of a column, else -inf.
+    0 if the token of a row attends to that of a column, else -inf. `positions` are those of
+    `document_starts`, `dtype` the type of queries and keys.
     """
     # Not booleans: torch's attention would convert them in every layer, and keep each result for
     # the backward pass.

@@ -46,8 +46,8 @@ class Attention(nn.Module):
         """[batch, seq, hidden] → [batch, seq, hidden]; rotary and mask as for `CausalCore`."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         q, k, v = qkv.split([self.group, 1, 1], dim=-2)
-        q, k, v = q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
-        out: Tensor = self.out(self.core(q, k, v, rotary, mask))
+        core = self.core(q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2), rotary, mask)
+        out: Tensor = self.out(core)
         return out
 
 
@@ -168,12 +168,9 @@ class Decoder(nn.Module):
         self.reset_buffers()
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
-        """Reduce the decoder to a pipeline stage.
+        """Reduce the decoder to a pipeline stage with these layers.
 
-        Args:
-            layers: The layers of this stage.
-            first: Whether it embeds tokens; otherwise its input is hidden states.
-            last: Whether it computes logits or loss; otherwise its output is hidden states.
+        The first embeds tokens, the last computes logits or loss; between stages go hidden states.
         """
         self.first, self.last = first, last
         # Deleted, not skipped: a stage must not allocate the other layers.

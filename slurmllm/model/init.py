@@ -28,10 +28,7 @@ _SCALED = ("attention.out.weight", "mlp.down.weight")
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Set all weights and buffers: matrices normal, biases 0, norm weights 1.
 
-    Args:
-        model: A decoder or a pipeline stage, on its device, parameters plain tensors or DTensors.
-        config: Determines the standard deviations.
-        seed: The run's seed.
+    The model is a decoder or a pipeline stage on its device, of plain tensors or DTensors.
     """
     # By name, since the families have norms of different classes.
     norms = {
@@ -52,12 +49,7 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
-    """Set all weights from given values, and compute the buffers.
-
-    Args:
-        model: As for `initialize`.
-        read: Returns the values of a region of a parameter, by its name.
-    """
+    """Set all weights, and compute the buffers; `read` returns a region of a parameter by name."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             local, size, offset = _local(parameter)
@@ -91,15 +83,9 @@ def normal(
     offset: Sequence[int] = (0, 0),
     size: Sequence[int] | None = None,
 ) -> Tensor:
-    """fp32 values of a matrix, or of a rectangle of it.
+    """fp32 values of the parameter `name` of a shape [rows, columns], or of a rectangle of it.
 
-    Args:
-        shape: Shape of the whole matrix, [rows, columns].
-        std: Standard deviation.
-        seed: The run's seed.
-        name: Name of the parameter.
-        offset: First row and column of the rectangle.
-        size: Its rows and columns. None: up to the end of the matrix.
+    The rectangle begins at `offset`, (row, column); `size` None: up to the end of the matrix.
     """
     height, width = size or (shape[0] - offset[0], shape[1] - offset[1])
     values = torch.empty(height, width, dtype=torch.float32)

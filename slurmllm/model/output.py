@@ -172,11 +172,9 @@ def _softmax_gradient_(
     share: VocabularyShare,
     functions: tuple[Statistics, SoftmaxInPlace],
 ) -> Tensor:
-    """Overwrite logits by the gradient of the summed loss, softmax - one_hot; returns the sum.
+    """Overwrite logits [rows, entries] by the gradient of the summed loss, softmax - one_hot.
 
-    Args:
-        logits: [rows, entries], overwritten.
-        labels: [rows], entries of the whole vocabulary, or IGNORED.
+    Returns the sum. The labels [rows] are entries of the whole vocabulary, or IGNORED.
     """
     compute_statistics, softmax_in_place = functions
     largest, total = compute_statistics(logits)

@@ -16,13 +16,7 @@ import pyarrow.parquet as pq
 
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import ReadOptions
-from slurmllm.corpus.readers.base import (
-    CHUNK_BYTES,
-    Documents,
-    OnError,
-    good_rows,
-    missing_column,
-)
+from slurmllm.corpus.readers.base import CHUNK_BYTES, Documents, OnError, good_rows, missing_column
 
 _MOST_ROWS = 1 << 16
 _ARROW_FILE = b"ARROW1\0\0"

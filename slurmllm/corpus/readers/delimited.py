@@ -18,13 +18,7 @@ import pyarrow.csv as pc
 
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import ERROR_EXAMPLES, ReadOptions
-from slurmllm.corpus.readers.base import (
-    Documents,
-    OnError,
-    good_rows,
-    line_blocks,
-    no_column,
-)
+from slurmllm.corpus.readers.base import Documents, OnError, good_rows, line_blocks, no_column
 
 # Bytes read for the names of the columns.
 _HEADER_BYTES = 64 << 10
@@ -170,9 +164,7 @@ def _open_csv(
         # One thread: other processes read other shards at the same time.
         read_options=pc.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
         parse_options=pc.ParseOptions(
-            delimiter=_delimiter(stream),
-            newlines_in_values=True,
-            invalid_row_handler=odd_row,
+            delimiter=_delimiter(stream), newlines_in_values=True, invalid_row_handler=odd_row
         ),
         convert_options=pc.ConvertOptions(
             # Binary: good_rows checks for UTF-8, and finds the row.

@@ -18,13 +18,7 @@ import pyarrow.json as pj
 
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import ReadOptions
-from slurmllm.corpus.readers.base import (
-    SEE_KEYS,
-    Documents,
-    OnError,
-    line_blocks,
-    valid_utf8,
-)
+from slurmllm.corpus.readers.base import SEE_KEYS, Documents, OnError, line_blocks, valid_utf8
 
 # Arrow's block size is an int32.
 _LARGEST_BLOCK = 1 << 30

@@ -51,10 +51,7 @@ def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None
 
 
 def open_all(
-    corpora: Sequence[tuple[Path, float]],
-    tokenizer: Path | None,
-    vocab_size: int | None,
-    mask: str,
+    corpora: Sequence[tuple[Path, float]], tokenizer: Path | None, vocab_size: int | None, mask: str
 ) -> tuple[list[Source], TokenEncoder | None]:
     """Open the corpora of a blend, and their tokenizer.
 
