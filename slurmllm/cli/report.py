@@ -64,8 +64,8 @@ def report(
 
     from slurmllm.errors import UserError
     from slurmllm.metrics.source import locate, parse_tags
-    from slurmllm.report.report_json import to_json
     from slurmllm.report.sources import find_run_directory, make_names_unique, read_run_facts
+    from slurmllm.report.write import to_json
     from slurmllm.rundir import runs_root
     from slurmllm.slurm.client import SlurmCommands
 
@@ -139,7 +139,6 @@ def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> ReportFiles
 
 def _print(runs: Sequence[RunFacts]) -> None:
     """The tables, and each run's warnings."""
-    from slurmllm.report.scaling import scaling_rows, scaling_table
     from slurmllm.report.tables import (
         RECOVERIES_CAPTION,
         SHOWN_RECOVERIES,
@@ -149,6 +148,7 @@ def _print(runs: Sequence[RunFacts]) -> None:
         throughput_table,
         verdict,
     )
+    from slurmllm.report.throughput import scaling_rows, scaling_table
 
     for facts in runs:
         click.echo(f"{facts.name}: {verdict(facts)}")

@@ -62,7 +62,6 @@ def runs_view(states: Sequence[RunState], console: Console, height: int | None =
 
     Args:
         states: States of the runs, the newest last.
-        console: Its width is used.
         height: Lines available; each run takes one, and older ones that do not fit are counted.
     """
     shown = list(states)

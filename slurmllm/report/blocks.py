@@ -79,20 +79,12 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class PlotData:
-    """The data of a plot.
+    """The data of a plot."""
 
-    Attributes:
-        name: Name of the plot, unique in the page.
-        title: Its title.
-        section: The section that it belongs to.
-        content: Input of `report.js`.
-        note: Caption.
-    """
-
-    name: str
+    name: str  # unique in the page
     title: str
     section: Literal["curves", "throughput", "utilization", "evaluation"]
-    content: Json
+    content: Json  # input of `report.js`
     note: str = ""
 
 

@@ -19,7 +19,6 @@ from slurmllm.report.blocks import (
     scores_name,
 )
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.scaling import ScalingRow, scaling_rows, scaling_table
 from slurmllm.report.tables import (
     RECOVERIES_CAPTION,
     SHOWN_RECOVERIES,
@@ -34,7 +33,7 @@ from slurmllm.report.tables import (
     summary_table,
     verdict,
 )
-from slurmllm.report.throughput import FIRST_STEPS
+from slurmllm.report.throughput import FIRST_STEPS, scaling_rows, scaling_table
 
 _MEASURE = (
     f"seq/s are the mean over the first {FIRST_STEPS} steps, each step once, as in Table 1 of "
@@ -49,68 +48,63 @@ def title(runs: Sequence[RunFacts]) -> str:
 
 
 def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[ReportSection]:
-    """The sections of a report; empty ones are left out.
-
-    Args:
-        runs: The runs of the report.
-        drawn: Its plots.
-    """
-    spikes = [facts for facts in runs if facts.spikes is not None]
+    """The sections of a report; empty ones are left out."""
+    setting: list[Block] = [setting_table(runs)]
+    evaluation: list[Block] = list(_plots(drawn, "evaluation"))
+    spikes: list[Block] = []
+    for number, facts in enumerate(runs):
+        if facts.attempts:
+            setting += [Paragraph("attempts", strong=facts.name), attempts_table(facts)]
+        for table in facts.scores:
+            evaluation += [
+                Paragraph(f"suite {table.suite}", strong=facts.name),
+                Picture(scores_name(number, table.suite), f"Scores of {facts.name}"),
+                scores_table(table),
+            ]
+        if facts.spikes is not None:
+            spikes.append(Paragraph(facts.spikes.verdict, strong=facts.name))
+            if facts.spikes.spikes:
+                spikes.append(spikes_table(facts.spikes))
+    curves = _plots(drawn, "curves")
     warnings = [f"{facts.name}: {warning}" for facts in runs for warning in facts.warnings]
     found = [
         ReportSection(
             "summary", "Summary",
             [*(Paragraph(verdict(f), strong=f.name) for f in runs), summary_table(runs)],
         ),
-        ReportSection("setting", "What ran where", list(_setting(runs))),
-        ReportSection("curves", "Curves", list(_curves(drawn))),
+        ReportSection("setting", "What ran where", setting),
+        ReportSection("curves", "Curves", [*curves, *[Picture(CURVES, "Curves")][: len(curves)]]),
         ReportSection("throughput", "Throughput and scaling", list(_throughput(runs, drawn))),
         ReportSection("utilization", "Utilization", list(_utilization(runs))),
-        ReportSection("evaluation", "Evaluation", list(_evaluation(runs, drawn))),
+        ReportSection("evaluation", "Evaluation", evaluation),
         ReportSection("checkpoints", "Checkpoints", list(_checkpoints(runs))),
-        ReportSection("spikes", "Spikes", [block for f in spikes for block in _spikes(f)]),
+        ReportSection("spikes", "Spikes", spikes),
         ReportSection("warnings", "Warnings", [Bullets(warnings)] if warnings else []),
     ]  # fmt: skip
     return [section for section in found if section.blocks]
 
 
-def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
-    yield setting_table(runs)
-    for facts in runs:
-        if facts.attempts:
-            yield Paragraph("attempts", strong=facts.name)
-            yield attempts_table(facts)
-
-
-def _curves(drawn: Sequence[PlotData]) -> Iterator[Block]:
-    shown = [plot for plot in drawn if plot.section == "curves"]
-    for plot in shown:
-        yield Plot(plot.name, plot.title, plot.note)
-    if shown:
-        yield Picture(CURVES, "Curves")
+def _plots(drawn: Sequence[PlotData], section: str) -> list[Plot]:
+    return [Plot(one.name, one.title, one.note) for one in drawn if one.section == section]
 
 
 def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
     rows = scaling_rows(runs)
+    notes = [_MEASURE] if rows else []
+    for row in rows:  # whose mean is over fewer than FIRST_STEPS steps
+        first, nodes = row.rate.first_steps, row.rate.nodes
+        if first == 0:
+            notes.append(f"{row.facts.name}: none of its steps is among the first, so over all.")
+        elif first < FIRST_STEPS and row.rate.seq_per_s is not None:
+            on = "" if nodes is None else f" on {format_plural(nodes, 'node')}"
+            which = "all" if first == row.rate.steps else "the first"
+            notes.append(f"{row.facts.name}{on}: over {which} {format_plural(first, 'step')}.")
     if rows:
         yield scaling_table(rows)
-        yield Paragraph(" ".join((_MEASURE, *_fewer_steps(rows))))
-    for plot in drawn:
-        if plot.section == "throughput":
-            yield Plot(plot.name, plot.title, plot.note)
-            yield Picture(SCALING, plot.title)
-
-
-def _fewer_steps(rows: Sequence[ScalingRow]) -> Iterator[str]:
-    """Which means are over fewer than `FIRST_STEPS` steps."""
-    for row in rows:
-        first, steps = row.rate.first_steps, row.rate.steps
-        if first == 0:
-            yield f"{row.facts.name}: none of its steps is among the first, so over all."
-        elif first < FIRST_STEPS and row.rate.seq_per_s is not None:
-            nodes = "" if row.rate.nodes is None else f" on {format_plural(row.rate.nodes, 'node')}"
-            which = "all" if first == steps else "the first"
-            yield f"{row.facts.name}{nodes}: over {which} {format_plural(first, 'step')}."
+        yield Paragraph(" ".join(notes))
+    for plot in _plots(drawn, "throughput"):
+        yield plot
+        yield Picture(SCALING, plot.title)
 
 
 def _utilization(runs: Sequence[RunFacts]) -> Iterator[Block]:
@@ -130,17 +124,6 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[Block]:
         yield endings_table(facts.lost)
 
 
-def _evaluation(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
-    for plot in drawn:
-        if plot.section == "evaluation":
-            yield Plot(plot.name, plot.title, plot.note)
-    for number, facts in enumerate(runs):
-        for found in facts.scores:
-            yield Paragraph(f"suite {found.suite}", strong=facts.name)
-            yield Picture(scores_name(number, found.suite), f"Scores of {facts.name}")
-            yield scores_table(found)
-
-
 def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
     for facts in runs:
         if facts.saved:
@@ -151,10 +134,3 @@ def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
                 text += f"; {more:,} removed ones are not listed"
             yield Paragraph(text, strong=facts.name)
             yield table
-
-
-def _spikes(facts: RunFacts) -> Iterator[Block]:
-    assert facts.spikes is not None
-    yield Paragraph(facts.spikes.verdict, strong=facts.name)
-    if facts.spikes.spikes:
-        yield spikes_table(facts)

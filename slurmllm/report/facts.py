@@ -13,7 +13,6 @@ from slurmllm.metrics.curves import Curve, SourceKind
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameters
 from slurmllm.records import AttemptRecord, DataRecord, Event
-from slurmllm.report.throughput import Rate
 from slurmllm.spikes import SpikeAnalysis
 from slurmllm.status.recoveries import FailureRecovery
 from slurmllm.status.utilization import Utilization
@@ -24,74 +23,69 @@ CheckpointState = Literal["kept", "invalidated", "damaged", "removed"]
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """A checkpoint that a run saved.
-
-    Attributes:
-        step: Its step.
-        attempt: The attempt that saved it.
-        tokens: Tokens trained by then.
-        num_bytes: Size of all its files.
-        saved_at: Unix time, s.
-        seconds: Duration of the save.
-        waited_s: Part of it that training waited.
-        state: kept; invalidated (by a roll-back); damaged (no readable manifest); removed.
-    """
+    """A checkpoint that a run saved."""
 
     step: int
-    attempt: int | None
-    tokens: int | None
-    num_bytes: int | None
-    saved_at: float | None
-    seconds: float | None
-    waited_s: float | None
+    attempt: int | None  # the attempt that saved it
+    tokens: int | None  # tokens trained by then
+    num_bytes: int | None  # size of all its files
+    saved_at: float | None  # Unix time, s
+    seconds: float | None  # duration of the save
+    waited_s: float | None  # part of it that training waited
+    # kept; invalidated (by a roll-back); damaged (no readable manifest); removed
     state: CheckpointState
 
 
 @dataclass(frozen=True)
+class Rate:
+    """The throughput of a run's steps on one number of nodes."""
+
+    nodes: int | None  # None if no record has it
+    workers: int | None  # None if no record has it
+    steps: int  # steps on so many nodes that the run kept
+    first_steps: int  # those among the run's first 500 steps
+    seq_per_s: float | None  # mean over all steps
+    tokens_per_s: float | None  # mean over all steps
+    seq_per_s_first_500: float | None  # mean over the first steps
+    tokens_per_s_first_500: float | None  # mean over the first steps
+    step_s: float | None  # median step time, s
+    # Model-FLOPs utilization at the mean throughput; None if the peak is unknown
+    mfu: float | None = None
+    usd_per_hour: float | None = None  # price of all nodes; None without a price
+
+    @property
+    def tokens_per_usd(self) -> float | None:
+        """Tokens per dollar while training, at the mean of the first 500 steps."""
+        rate = self.tokens_per_s_first_500 or self.tokens_per_s
+        return rate * 3600.0 / self.usd_per_hour if rate and self.usd_per_hour else None
+
+
+@dataclass(frozen=True)
 class RunFacts:
-    """A run, or a log of another framework.
+    """A run, or a log of another framework."""
 
-    Attributes:
-        name: Its name, unique in the report.
-        path: The file or directory that was read.
-        kind: Kind of that source.
-        configuration: The configuration of a run.
-        curve: Its metrics; None if there are none.
-        mesh: The mesh of the last submission.
-        attempts: Attempts of both stages, in the order of their starts.
-        cancelled: Whether the last submission was cancelled.
-        used: Its node hours; None for a log of another framework.
-        lost: The recovery from each of its failures.
-        rates: Its throughput by node count, the count with the most steps first.
-        saved: Its checkpoints, removed ones included.
-        scores: Evaluation scores of its checkpoints.
-        spikes: Spikes of its loss.
-        data: The corpora that it read.
-        versions: Name → version on its nodes, with commas if nodes differ.
-        events: Its events, oldest first.
-        usd_per_node_hour: Price of a node.
-        warnings: Unreadable files and other doubts.
-    """
-
-    name: str
-    path: Path
+    name: str  # unique in the report
+    path: Path  # the file or directory that was read
     kind: SourceKind
     configuration: LenientConfig = field(default_factory=LenientConfig)
-    curve: Curve | None = None
-    mesh: Mesh | None = None
+    curve: Curve | None = None  # metrics; None if there are none
+    mesh: Mesh | None = None  # the mesh of the last submission
+    # attempts of both stages, in the order of their starts
     attempts: tuple[AttemptRecord, ...] = ()
-    cancelled: bool = False
-    used: Utilization | None = None
-    lost: tuple[FailureRecovery, ...] = ()
+    cancelled: bool = False  # whether the last submission was cancelled
+    used: Utilization | None = None  # node hours; None for a log of another framework
+    lost: tuple[FailureRecovery, ...] = ()  # one per failure
+    # throughput by node count, the count with the most steps first
     rates: tuple[Rate, ...] = ()
-    saved: tuple[CheckpointFacts, ...] = ()
-    scores: tuple[ScoreTable, ...] = ()
+    saved: tuple[CheckpointFacts, ...] = ()  # checkpoints, removed ones included
+    scores: tuple[ScoreTable, ...] = ()  # evaluation scores of its checkpoints
     spikes: SpikeAnalysis | None = None
-    data: DataRecord | None = None
+    data: DataRecord | None = None  # the corpora that it read
+    # name → version on its nodes, with commas if nodes differ
     versions: Mapping[str, str] = field(default_factory=dict)
-    events: tuple[Event, ...] = ()
+    events: tuple[Event, ...] = ()  # events, oldest first
     usd_per_node_hour: float | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # unreadable files and other doubts
 
     @property
     def train(self) -> tuple[AttemptRecord, ...]:

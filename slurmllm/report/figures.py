@@ -1,5 +1,7 @@
 """The plots of the page as data; `report.js` draws them with plotly.js.
 
+Plots without a step axis (throughput by nodes, node hours, scores) are plotly data and layout.
+
 Every curve has three x axes (step, tokens, hours) and is stored twice: thinned to its extremes, for
 display, and as means of equally long pieces, for smoothing.
 """
@@ -7,26 +9,27 @@ display, and as means of equally long pieces, for smoothing.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.evaluate.scores import HELD_OUT
 from slurmllm.format import format_elapsed, format_names, format_number
 from slurmllm.metrics.curves import Curve, Floats, Ints, piece_means, thin_rows
-from slurmllm.report.blocks import RUN_COLORS, Json, PlotData
+from slurmllm.records import TIME_PARTS
+from slurmllm.report.blocks import PART_COLORS, RUN_COLORS, Json, PlotData
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.summary_figures import summary_figures
-from slurmllm.report.throughput import per_s
+from slurmllm.report.throughput import per_s, scaling_rows
 
 # The page must stay small enough to send by mail: rows of all curves of a figure.
 _MOST_ROWS = 6000
 _FEWEST_ROWS = 300
 _MOST_PIECES = 600  # of a stacked figure
 _MOST_STACKS = 4
+_MOST_MARKS = 300  # per kind and run, the latest
 _METRICS = (
     ("loss", "Loss", "nats"),
     ("val_loss", "Validation loss", "nats"),
@@ -44,26 +47,48 @@ STEP_PARTS = (
     ("optimizer and norms", "#7fb3d5"),
     ("rest", "#9aa5ab"),
 )
+_ALL = slice(None)
 
 
-@dataclass(frozen=True)
 class _Positions:
-    """The positions of a curve's rows on each of its axes."""
+    """The positions of a curve's rows on each of its axes: step, tokens, hours."""
 
-    axes: Mapping[str, Floats] = field(default_factory=dict)
+    def __init__(self, curve: Curve | None) -> None:
+        self.axes: dict[str, Floats] = {}
+        if curve is None:
+            return
+        self.axes["step"] = curve.steps.astype(np.float64)
+        if np.isfinite(tokens := curve.positions("tokens")).any():
+            self.axes["tokens"] = tokens
+        # Wall time since the start of the first step, h; without times the sum of the step times.
+        ends, taken = curve.columns.get("time"), curve.columns.get("step_time_s")
+        if ends is not None and np.isfinite(ends).any():
+            first = float(ends[np.isfinite(ends)][0])
+            begin = first - (float(np.nan_to_num(taken[0])) if taken is not None else 0.0)
+            self.axes["hours"] = (ends - begin) / 3600.0
+        elif taken is not None:
+            self.axes["hours"] = np.cumsum(np.nan_to_num(taken)) / 3600.0
 
     def at(self, rows: Ints) -> Json:
         return {name: _packed(values[rows]) for name, values in self.axes.items()}
 
-    def pieces(self, most: int) -> Json:
-        return {name: _packed(piece_means(values, most)) for name, values in self.axes.items()}
+    def at_steps(self, curve: Curve, steps: Sequence[int]) -> Json:
+        # A step after the last row: its metrics were lost with the node.
+        return self.at(np.minimum(np.searchsorted(curve.steps, steps), len(curve.steps) - 1))
+
+    def pieces(self, most: int, rows: Ints | slice = _ALL) -> Json:
+        return {
+            name: _packed(piece_means(values[rows], most)) for name, values in self.axes.items()
+        }
 
 
 def figures(runs: Sequence[RunFacts]) -> list[PlotData]:
     """All plots that have data, in the page's order."""
-    positions = [_positions(facts.curve) for facts in runs]
-    found = [*_curves(runs, positions), *_stacks(runs, positions), *_memory(runs, positions)]
-    return [*found, *summary_figures(runs)]
+    positions = [_Positions(facts.curve) for facts in runs]
+    return [
+        *_curves(runs, positions), *_stacks(runs, positions), *_memory(runs, positions),
+        *_scaling(runs), *_utilization(runs), *_evaluation(runs),
+    ]  # fmt: skip
 
 
 def page_data(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Json:
@@ -109,84 +134,73 @@ def shown_metrics(runs: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
     return [row for row in known if row[0] != "tokens_per_s" or not sequences]
 
 
-def hours(curve: Curve) -> Floats | None:
-    """Wall time of each row since the start of the first one, h; None without times."""
-    ends, taken = curve.columns.get("time"), curve.columns.get("step_time_s")
-    if ends is None or not np.isfinite(ends).any():
-        return None if taken is None else np.cumsum(np.nan_to_num(taken)) / 3600.0
-    first = float(ends[np.isfinite(ends)][0])
-    begin = first - (float(np.nan_to_num(taken[0])) if taken is not None else 0.0)
-    return (ends - begin) / 3600.0
-
-
-def _positions(curve: Curve | None) -> _Positions:
-    if curve is None:
-        return _Positions()
-    axes = {"step": curve.steps.astype(np.float64)}
-    tokens, passed = curve.positions("tokens"), hours(curve)
-    if np.isfinite(tokens).any():
-        axes["tokens"] = tokens
-    if passed is not None:
-        axes["hours"] = passed
-    return _Positions(axes)
-
-
 def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
     most = max(_FEWEST_ROWS, _MOST_ROWS // max(1, len(runs)))
     for metric, title, unit in shown_metrics(runs):
-        lines = []
+        lines: list[Json] = []
+        markers: list[Json] = []
         for number, (facts, where) in enumerate(zip(runs, positions, strict=True)):
-            values = None if facts.curve is None else series(facts.curve, metric)
-            if facts.curve is None or values is None:
+            if facts.curve is None:
                 continue
-            if metric in facts.curve.absent:
-                there = np.flatnonzero(~facts.curve.absent[metric])
-                where = _Positions({name: x[there] for name, x in where.axes.items()})
-                values = values[there]
-            lines.append(_line(number, values, where, most))
-        markers = [
-            one
-            for number, facts in enumerate(runs)
-            for one in marks(number, facts, everything=metric == "loss")
-        ]
+            markers += _marks(number, facts, facts.curve, where, everything=metric == "loss")
+            values = series(facts.curve, metric)
+            if values is None:
+                continue
+            # Rows in which the metric was not logged, such as the validation loss of most steps.
+            absent = facts.curve.absent.get(metric)
+            there = np.arange(len(values)) if absent is None else np.flatnonzero(~absent)
+            values = values[there]
+            rows = thin_rows(values, most)
+            line: Json = {
+                "run": number,
+                "x": where.at(there[rows]),
+                "y": _packed(values[rows], "f4"),
+            }
+            if len(rows) < len(values):
+                pieces = max(1, most // 3)
+                means = _packed(piece_means(values, pieces), "f4")
+                line["mean"] = {"x": where.pieces(pieces, there), "y": means}
+            lines.append(line)
         content: Json = {
-            "kind": "curve",
-            "title": title,
-            "unit": unit,
-            "series": lines,
-            "marks": _packed_marks(runs, positions, markers),
-        }
+            "kind": "curve", "title": title, "unit": unit, "series": lines, "marks": markers,
+        }  # fmt: skip
         yield PlotData(metric, title, "curves", content)
 
 
-def _line(number: int, values: Floats, where: _Positions, most: int) -> Json:
-    rows = thin_rows(values, most)
-    line: Json = {"run": number, "x": where.at(rows), "y": _packed(values[rows], "f4")}
-    if len(rows) < len(values):
-        pieces = max(1, most // 3)
-        line["mean"] = {"x": where.pieces(pieces), "y": _packed(piece_means(values, pieces), "f4")}
-    return line
-
-
-def _packed_marks(
-    runs: Sequence[RunFacts], positions: Sequence[_Positions], found: Sequence[Mark]
-) -> list[Json]:
-    """Positions and texts of the markers, by run and kind."""
-    packed = []
-    for number, facts in enumerate(runs):
-        for kind in dict.fromkeys(mark.kind for mark in found if mark.run == number):
-            own = [mark for mark in found if (mark.run, mark.kind) == (number, kind)]
-            assert facts.curve is not None
-            rows = np.searchsorted(facts.curve.steps, [mark.step for mark in own])
-            packed.append(
-                {
-                    "run": number,
-                    "kind": kind,
-                    "x": positions[number].at(np.minimum(rows, len(facts.curve.steps) - 1)),
-                    "text": ["<br>".join(map(escape, mark.lines)) for mark in own],
-                }
-            )
-    return packed
+def _marks(
+    number: int, facts: RunFacts, curve: Curve, where: _Positions, everything: bool
+) -> Iterator[Json]:
+    """The markers of a run by kind: restarts, and with `everything` saves and spikes."""
+    found: dict[str, list[tuple[int, list[str]]]] = {"restart": [], "save": [], "spike": []}
+    records = {attempt.attempt: attempt for attempt in facts.train}
+    for row in (np.flatnonzero(np.diff(curve.attempts) != 0) + 1).tolist():
+        before, after = int(curve.attempts[row - 1]), int(curve.attempts[row])
+        lines = [f"{facts.name}: attempt {after} from step {curve.steps[row]}"]
+        for one in range(before, after):  # attempts without a step have no row
+            record = records.get(one)
+            if record is not None and record.ending is not None:
+                why = "; ".join(record.evidence)
+                lines.append(
+                    f"attempt {one} ended: {record.ending}{f' ({why:.150})' if why else ''}"
+                )
+        if after in records:
+            lines.append(f"nodes: {format_names(records[after].nodes)}")
+        found["restart"].append((int(curve.steps[row]), lines))
+    for save in facts.saved if everything else ():
+        duration = "" if save.seconds is None else f", {format_elapsed(save.seconds)} s"
+        found["save"].append((save.step, [f"{facts.name}: saved step {save.step}{duration}"]))
+    for spike in facts.spikes.spikes if facts.spikes is not None and everything else ():
+        height = f"{format_number(spike.height)} above the mean"
+        text = f"{facts.name}: spike at step {spike.peak_step}, {height}"
+        found["spike"].append((spike.peak_step, [text]))
+    for kind, marks in found.items():
+        if shown := marks[-_MOST_MARKS:]:
+            yield {
+                "run": number,
+                "kind": kind,
+                "x": where.at_steps(curve, [step for step, _ in shown]),
+                "text": ["<br>".join(map(escape, lines)) for _, lines in shown],
+            }
 
 
 def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
@@ -221,10 +235,9 @@ def _memory(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
         measured = [e for e in facts.events if e.kind == "memory" and "peak_bytes" in e.values]
         if not measured or facts.curve is None:
             continue
-        rows = np.searchsorted(facts.curve.steps, [event.step for event in measured])
         peaks = np.array([event.values["peak_bytes"] / 1e9 for event in measured])
         limits |= {e.values["limit_bytes"] / 1e9 for e in measured if "limit_bytes" in e.values}
-        where = positions[number].at(np.minimum(rows, len(facts.curve.steps) - 1))
+        where = positions[number].at_steps(facts.curve, [event.step for event in measured])
         lines.append({"run": number, "x": where, "y": _packed(peaks, "f4"), "points": True})
     if lines:
         content = {"kind": "curve", "title": "Memory", "unit": "GB", "series": lines, "marks": []}
@@ -233,70 +246,110 @@ def _memory(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
         yield PlotData("memory", "Peak memory of a worker", "curves", content, note)
 
 
+def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
+    """seq/s over nodes of models that ran on several node counts."""
+    groups: dict[str, list[tuple[int, float, float]]] = {}
+    for row in scaling_rows(runs):
+        if row.rate.nodes and row.speed and row.efficiency:
+            cluster = row.facts.configuration.text("cluster.name")
+            label = f"{row.facts.recipe or row.facts.name}{f' on {cluster}' if cluster else ''}"
+            groups.setdefault(label, []).append((row.rate.nodes, row.speed, row.efficiency))
+    data: list[Json] = []
+    for number, (label, points) in enumerate(groups.items()):
+        nodes = [point[0] for point in points]
+        if len(set(nodes)) < 2:
+            continue
+        color = RUN_COLORS[number % len(RUN_COLORS)]
+        text = [f"{100 * efficiency:.1f} % of linear" for *_, efficiency in points]
+        data.append(
+            {
+                "type": "scatter", "mode": "lines+markers", "name": escape(label), "x": nodes,
+                "y": [speed for _, speed, _ in points], "text": text,
+                "line": {"color": color},
+                "hovertemplate": "%{x} nodes: %{y:.4g} seq/s, %{text}<extra></extra>",
+            }
+        )  # fmt: skip
+        begin, base, _ = points[0]
+        data.append(
+            {
+                "type": "scatter", "mode": "lines", "name": "linear", "x": [begin, max(nodes)],
+                "y": [base, base * max(nodes) / begin], "hoverinfo": "skip",
+                "line": {"color": color, "dash": "dot", "width": 1},
+            }
+        )  # fmt: skip
+    if data:
+        layout = {
+            "xaxis": {"title": {"text": "nodes"}, "type": "log", "dtick": 0.30102999566},
+            "yaxis": {"title": {"text": "sequences/s"}, "type": "log"},
+        }
+        content: Json = {"kind": "native", "data": data, "layout": layout}
+        yield PlotData("scaling", "Throughput by nodes", "throughput", content)
+
+
+def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
+    """One stacked bar per run."""
+    runs_used = [(f.name, f.used) for f in runs if f.used is not None and f.used.node_hours > 0]
+    if not runs_used:
+        return
+    names = [escape(name) for name, _ in runs_used]
+    data = [
+        {
+            "type": "bar", "orientation": "h", "name": part.replace("_", " "), "y": names,
+            "x": [100.0 * used.shares[part] for _, used in runs_used],
+            "customdata": [used.parts[part] for _, used in runs_used],
+            "marker": {"color": PART_COLORS[part]},
+            "hovertemplate": "%{fullData.name}: %{x:.2f} %, %{customdata:.4g} node hours"
+            "<extra>%{y}</extra>",
+        }
+        for part in TIME_PARTS
+        if any(used.parts[part] for _, used in runs_used)
+    ]  # fmt: skip
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "% of the node hours"}, "range": [0, 100]},
+        "yaxis": {"autorange": "reversed", "automargin": True, "type": "category"},
+        "height": 150 + 34 * len(runs_used),
+    }
+    content: Json = {"kind": "native", "data": data, "layout": layout}
+    yield PlotData("utilization", "Where the node hours went", "utilization", content)
+
+
+def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
+    """Scores over tokens, one plot per suite with several evaluated checkpoints."""
+    suites = dict.fromkeys(table.suite for facts in runs for table in facts.scores)
+    for number, suite in enumerate(suites):
+        data: list[Json] = []
+        for name, table, row in (
+            (f.name, t, r)
+            for f in runs
+            for t in f.scores
+            for r in t.rows
+            if t.suite == suite and len(t.tokens) > 1
+        ):
+            if row.group == HELD_OUT:  # losses are on another scale
+                continue
+            steps = [step for step in table.steps if step in row.scores and step in table.tokens]
+            label = f"{row.group + ', ' if row.group else ''}{row.name} ({row.metric})"
+            data.append(
+                {
+                    "type": "scatter", "mode": "lines+markers",
+                    "name": escape(f"{name}: {label}" if len(runs) > 1 else label),
+                    "x": [table.tokens[step] for step in steps],
+                    "y": [row.scores[step] for step in steps],
+                    "error_y": {
+                        "array": [row.errors.get(step, 0.0) for step in steps], "thickness": 1,
+                    },
+                    "hovertemplate": "%{fullData.name}: %{y:.4g} at %{x:,} tokens<extra></extra>",
+                }
+            )  # fmt: skip
+        if data:
+            layout = {"xaxis": {"title": {"text": "tokens"}}, "yaxis": {"title": {"text": "score"}}}
+            content: Json = {"kind": "native", "data": data, "layout": layout | {"height": 420}}
+            yield PlotData(f"scores-{number}", f"Scores: {suite}", "evaluation", content)
+
+
 def _packed(values: npt.NDArray[Any], kind: Literal["f4", "f8"] = "f8") -> Json:
     """An array as base64 of its little-endian bytes, which `report.js` decodes."""
     with np.errstate(over="ignore"):
         raw = np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
     return {"t": kind, "b": base64.b64encode(raw).decode("ascii")}
-
-
-_MOST = 300  # markers per kind and run, the latest
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A marker at a step.
-
-    Attributes:
-        run: Index of the run in the report.
-        kind: Kind of the event.
-        step: Its step.
-        lines: Text shown on hover.
-    """
-
-    run: int
-    kind: Literal["restart", "save", "spike"]
-    step: int
-    lines: tuple[str, ...]
-
-
-def marks(number: int, facts: RunFacts, everything: bool = True) -> list[Mark]:
-    """The markers of a run.
-
-    Args:
-        number: Index of the run in the report.
-        facts: The run.
-        everything: Whether to include saves and spikes, not only restarts.
-    """
-    if facts.curve is None:
-        return []
-    found = list(_restarts(number, facts))[-_MOST:]
-    for save in facts.saved[-_MOST:] if everything else ():
-        duration = "" if save.seconds is None else f", {format_elapsed(save.seconds)} s"
-        text = f"{facts.name}: saved step {save.step}{duration}"
-        found.append(Mark(number, "save", save.step, (text,)))
-    spikes = facts.spikes.spikes if facts.spikes is not None and everything else ()
-    for spike in spikes[-_MOST:]:
-        height = format_number(spike.height)
-        text = f"{facts.name}: spike at step {spike.peak_step}, {height} above the mean"
-        found.append(Mark(number, "spike", spike.peak_step, (text,)))
-    return found
-
-
-def _restarts(number: int, facts: RunFacts) -> Iterator[Mark]:
-    assert facts.curve is not None
-    records = {attempt.attempt: attempt for attempt in facts.train}
-    steps, attempts = facts.curve.steps, facts.curve.attempts
-    for row in (np.flatnonzero(np.diff(attempts) != 0) + 1).tolist():
-        before, after = int(attempts[row - 1]), int(attempts[row])
-        lines = [f"{facts.name}: attempt {after} from step {steps[row]}"]
-        for one in range(before, after):
-            record = records.get(one)
-            if record is not None and record.ending is not None:
-                why = "; ".join(record.evidence)
-                lines.append(
-                    f"attempt {one} ended: {record.ending}{f' ({why:.150})' if why else ''}"
-                )
-        if after in records:
-            lines.append(f"nodes: {format_names(records[after].nodes)}")
-        yield Mark(number, "restart", int(steps[row]), tuple(lines))

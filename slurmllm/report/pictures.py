@@ -40,8 +40,6 @@ def write_pictures(
     """Draw the pictures that have data.
 
     Args:
-        runs: The runs of the report.
-        drawn: The plots of the page.
         folder: Folder of the files.
 
     Returns:
@@ -122,10 +120,19 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
     grid = {"left": 0.07, "right": 0.99, "wspace": 0.15} | margins
     panels = list(np.atleast_1d(picture.subplots(rows, 2, gridspec_kw=grid)).flat)
     for axes, (metric, title, unit) in zip(panels, metrics, strict=False):
-        _panel(axes, runs, metric)
+        _draw_metric(axes, runs, metric)
         axes.set_title(f"{title}{f', {unit}' if unit else ''}", fontsize=10, loc="left")
-    if split is not None:
-        _parts(panels[len(metrics)], split)
+    if split is not None and split.curve is not None:
+        axes = panels[len(metrics)]
+        axes.stackplot(
+            piece_means(split.curve.steps.astype(np.float64), _ROWS),
+            *(piece_means(part, _ROWS) for part in step_parts(split.curve) or []),
+            labels=[name for name, _ in STEP_PARTS],
+            colors=[color for _, color in STEP_PARTS],
+        )
+        axes.set_title(f"Step time by parts, s: {split.name}", fontsize=10, loc="left",
+                       parse_math=False)  # fmt: skip
+        axes.legend(fontsize=7, loc="upper right")
     for axes in panels[:count]:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(visible=True, color="#e3e3e3", linewidth=0.6)
@@ -144,39 +151,20 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
         write_picture(picture, path, _FIX)
 
 
-def _panel(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
+def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
     for number, facts in enumerate(runs):
         curve, color = facts.curve, RUN_COLORS[number % len(RUN_COLORS)]
+        # matplotlib hides labels that begin with an underscore.
+        label = f" {facts.name}" if facts.name.startswith("_") else facts.name
         values = None if curve is None else series(curve, metric)
-        if curve is None or values is None:
-            axes.plot([], [], color=color, label=_label(facts.name))
+        if curve is None or values is None:  # for the legend, which is the first panel's
+            axes.plot([], [], color=color, label=label)
             continue
         rows = np.flatnonzero(np.isfinite(values))
         rows = rows[thin_rows(values[rows], _ROWS)]
-        axes.plot(curve.steps[rows], values[rows], color=color, linewidth=0.9,
-                  label=_label(facts.name))  # fmt: skip
-        for step in curve.restarts[-60:]:
+        axes.plot(curve.steps[rows], values[rows], color=color, linewidth=0.9, label=label)
+        for step in curve.restarts[-60:]:  # more would cover the curve
             axes.axvline(float(step), color=color, linewidth=0.8, linestyle=":", alpha=0.7)
-
-
-def _label(name: str) -> str:
-    # matplotlib hides labels that begin with an underscore.
-    return f" {name}" if name.startswith("_") else name
-
-
-def _parts(axes: Axes, facts: RunFacts) -> None:
-    assert facts.curve is not None
-    parts = step_parts(facts.curve) or []
-    steps = piece_means(facts.curve.steps.astype(np.float64), _ROWS)
-    axes.stackplot(
-        steps,
-        *(piece_means(part, _ROWS) for part in parts),
-        labels=[name for name, _ in STEP_PARTS],
-        colors=[color for _, color in STEP_PARTS],
-    )
-    axes.set_title(f"Step time by parts, s: {facts.name}", fontsize=10, loc="left",
-                   parse_math=False)  # fmt: skip
-    axes.legend(fontsize=7, loc="upper right")
 
 
 def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:

@@ -20,7 +20,7 @@ from slurmllm.errors import ConfigError, RunError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.step_time import SteadySteps, read_steady_steps
 from slurmllm.plan.estimate import LayoutEstimate, peak_flops
-from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh
+from slurmllm.plan.mesh import load_mesh, make_mesh
 from slurmllm.plan.predict import predict
 from slurmllm.records import MicroBatchRecord, WorkerRecord
 from slurmllm.rundir import RunDir
@@ -37,19 +37,12 @@ _TITLE = "run {} cannot be compared with a prediction"
 
 @dataclass(frozen=True)
 class ExpectedOverheads:
-    """Predictions for a run other than its step time; None: no prediction.
+    """Predictions for a run other than its step time; None: no prediction."""
 
-    Attributes:
-        start_up_s: From a worker's start to the start of its first step.
-        first_step_s: Excess of a first step over later ones.
-        save_waited_s: Wait of training for a save.
-        effective: Productive node hours / node hours.
-    """
-
-    start_up_s: float | None = None
-    first_step_s: float | None = None
-    save_waited_s: float | None = None
-    effective: float | None = None
+    start_up_s: float | None = None  # from a worker's start to the start of its first step
+    first_step_s: float | None = None  # excess of a first step over later ones
+    save_waited_s: float | None = None  # wait of training for a save
+    effective: float | None = None  # productive node hours / node hours
 
 
 class PredictedFigure(BaseModel):
@@ -95,7 +88,6 @@ def check_run_prediction(
     """Predict a run with its own configuration and compare that with its measurements.
 
     Args:
-        run: A run with steps.
         cluster: Another profile (a shipped name or a file) for the hardware figures; None: the
             run's own.
         expect: Returns the predictions other than step time.
@@ -108,7 +100,14 @@ def check_run_prediction(
     config = _config(run, cluster)
     history = _history(run)
     steady = read_steady_steps(run, history.attempts, read_submissions(run))
-    candidate = predict(config, _mesh(run, config, steady.nodes))
+    mesh = load_mesh(run.plan)
+    # plan.json holds only the mesh of the last submission, which may have other nodes.
+    if steady.nodes not in (None, mesh.nodes):
+        assert steady.nodes is not None
+        measured = run.micro_batch.is_file()
+        micro = MicroBatchRecord.load(run.micro_batch).micro_batch if measured else None
+        mesh = make_mesh(config, steady.nodes, micro)
+    candidate = predict(config, mesh)
     expected = expect(candidate) if expect is not None else ExpectedOverheads()
     return _compare(run, history, steady, candidate, expected)
 
@@ -169,17 +168,6 @@ def _history(run: RunDir) -> RunHistory:
     return read_history(run, read_incarnations(read_submissions(run), SlurmCommands()))
 
 
-def _mesh(run: RunDir, config: RunConfig, nodes: int | None) -> Mesh:
-    """The mesh of the steps; plan.json holds only that of the last submission."""
-    last = load_mesh(run.plan)
-    if nodes in (None, last.nodes):
-        return last
-    assert nodes is not None
-    measured = run.micro_batch.is_file()
-    micro = MicroBatchRecord.load(run.micro_batch).micro_batch if measured else None
-    return make_mesh(config, nodes, micro)
-
-
 def _compare(
     run: RunDir,
     history: RunHistory,
@@ -190,11 +178,9 @@ def _compare(
     cluster = candidate.config.cluster
     used = account_node_hours(history)
     rows = [
-        *_rates(steady, candidate),
-        *_parts(steady, candidate),
+        *_step_rows(steady, candidate),
         *_memory(run, steady, candidate),
-        *_starts(run, steady, expected),
-        *_saves(run, steady, expected),
+        *_overhead_rows(run, steady, expected),
     ]
     if used.effective is not None:
         hours = f"of {used.node_hours:.4g} node hours, all attempts"
@@ -216,7 +202,7 @@ def _compare(
     )
 
 
-def _rates(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[PredictedFigure]:
+def _step_rows(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[PredictedFigure]:
     mesh, taken_s = candidate.mesh, steady.step_s
     sequences = mesh.global_batch / taken_s
     tokens = sequences * candidate.config.recipe.model.seq_len
@@ -225,10 +211,7 @@ def _rates(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[Predicted
     yield _row("sequences", candidate.seq_per_s, sequences, "seq/s")
     yield _row("tokens", candidate.tokens_per_s, tokens, "tokens/s")
     yield _row("MFU", candidate.mfu, candidate.model_flops / taken_s / peak, "")
-
-
-def _parts(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[PredictedFigure]:
-    """The parts of the step; medians need not add up to the median of the step."""
+    # Medians of the parts need not add up to the median of the step.
     predicted = candidate.step.parts()
     late = _OPTIMIZER[candidate.config.backend]
     early = [name for name in predicted if name not in late]
@@ -258,47 +241,43 @@ def _memory(
     run: RunDir, steady: SteadySteps, candidate: LayoutEstimate
 ) -> Iterator[PredictedFigure]:
     """Peak memory of the worker with the highest one, in the first steps without a save."""
-    for attempt in reversed(steady.attempts):
-        for event in read_events(run, attempt):
-            if event.kind == "memory" and {"peak_bytes", "limit_bytes"} <= event.values.keys():
-                yield _peak_row(event.values, candidate)
-                return
-
-
-def _peak_row(measured: Mapping[str, float], candidate: LayoutEstimate) -> PredictedFigure:
+    measured = next(
+        (
+            event.values
+            for attempt in reversed(steady.attempts)
+            for event in read_events(run, attempt)
+            if event.kind == "memory" and {"peak_bytes", "limit_bytes"} <= event.values.keys()
+        ),
+        None,
+    )
+    if measured is None:
+        return
     cluster, predicted = candidate.config.cluster, float(candidate.memory.peak)
-    limit = measured["limit_bytes"] / 1e9
-    note = f"a worker may use {limit:.2f} GB"
+    note = f"a worker may use {measured['limit_bytes'] / 1e9:.2f} GB"
     # Memory of a process includes interpreter and malloc's reserve; that of a GPU only tensors.
     if cluster.device == "cpu" and cluster.hardware is not None:
         reserved = cluster.hardware.reserved_gib * GIB
         predicted += reserved
         note += f"; predicted: {reserved / 1e9:.2f} GB of it without a model"
-    return _row("peak memory", predicted, measured["peak_bytes"], "bytes", note)
+    yield _row("peak memory", predicted, measured["peak_bytes"], "bytes", note)
 
 
-def _starts(
+def _overhead_rows(
     run: RunDir, steady: SteadySteps, expected: ExpectedOverheads
 ) -> Iterator[PredictedFigure]:
-    """Start-up of the slowest worker of each attempt, mean over the attempts."""
+    """Start-up of the slowest worker of each attempt, mean over the attempts, and saves."""
     found = []
     for attempt in steady.attempts:
         folder = run.attempt("train", attempt).path / "workers"
         records = [WorkerRecord.load(path) for path in sorted(folder.glob("rank_*.json"))]
         if records:
             found.append(max(records, key=lambda record: record.start_up_s))
-    if not found:
-        return
-    several = "" if len(found) == 1 else f"mean of {len(found)} starts"
-    start_up_s = mean(record.start_up_s for record in found)
-    longer_s = mean(max(0.0, record.first_step_s - steady.step_s) for record in found)
-    yield _row("start-up", expected.start_up_s, start_up_s, "s", several)
-    yield _row("first step, longer by", expected.first_step_s, longer_s, "s", several)
-
-
-def _saves(
-    run: RunDir, steady: SteadySteps, expected: ExpectedOverheads
-) -> Iterator[PredictedFigure]:
+    if found:
+        several = "" if len(found) == 1 else f"mean of {len(found)} starts"
+        start_up_s = mean(record.start_up_s for record in found)
+        longer_s = mean(max(0.0, record.first_step_s - steady.step_s) for record in found)
+        yield _row("start-up", expected.start_up_s, start_up_s, "s", several)
+        yield _row("first step, longer by", expected.first_step_s, longer_s, "s", several)
     events = [event for attempt in steady.attempts for event in read_events(run, attempt)]
     waits = [e.waited_s for e in events if e.kind == "save" and e.waited_s is not None]
     if waits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
 from slurmllm.config.load import LenientConfig, load_leniently
-from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, RunError, SlurmllmError
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.metrics.curves import Curve
@@ -21,8 +20,8 @@ from slurmllm.metrics.source import read_curve
 from slurmllm.plan.cost import PriceKind, node_price
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import AttemptRecord, DataRecord, Event, NodeRecord
-from slurmllm.report.facts import CheckpointFacts, CheckpointState, RunFacts
-from slurmllm.report.throughput import Rate, throughput_by_nodes
+from slurmllm.report.facts import CheckpointFacts, CheckpointState, Rate, RunFacts
+from slurmllm.report.throughput import throughput_by_nodes
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.spikes import SpikeAnalysis, find_spikes
@@ -39,10 +38,6 @@ _SHARED = r"/(config\.yaml|data\.json|skips\.json|attempts/\d+/attempt\.json)"
 
 def find_run_directory(source: str, root: Path) -> Path | None:
     """The run directory, whole or copied in part, of an argument; None if it is something else.
-
-    Args:
-        source: A run's name or a directory.
-        root: The folder of all runs.
 
     Raises:
         RunError: a folder cannot be read.
@@ -86,7 +81,7 @@ def read_run_facts(
         RunError: the source is not a run, and its metrics cannot be read.
     """
     warnings: list[str] = []
-    if _is_run_or_part(source):
+    if _is_run_or_part(source):  # whatever is readable of it
         curve = _or_warn(lambda: read_curve(source, tags, lenient=True), warnings)
         return _read_run(RunDir(source), curve, warnings, price, client)
     curve = read_curve(source, tags, lenient=True)
@@ -117,6 +112,7 @@ def _read_run(
     history = _or_warn(
         lambda: read_history(run, read_incarnations(submissions, client)), warnings
     ) or RunHistory(run.name, ())
+    # In a tie the precompile stage came first.
     attempts = tuple(
         sorted(history.attempts, key=lambda a: (a.started_at, a.stage != "precompile"))
     )
@@ -126,11 +122,16 @@ def _read_run(
                 f"train attempt {one.attempt} completed steps {one.first_step} to {one.last_step}, "
                 f"but {run.metrics(one.attempt)} lacks them: none of its time is productive"
             )
-    usd = _find_price(price, config, warnings)
+    usd = price if isinstance(price, float) else None
+    if config is not None and not isinstance(price, float):
+        try:
+            usd = node_price(config.cluster, price)
+        except ConfigError as error:
+            warnings.append(" ".join([error.title, *error.faults]))
     used = account_node_hours(history, usd)
     mesh = _or_warn(lambda: load_mesh(run.plan) if run.plan.is_file() else None, warnings)
     events = _or_warn(lambda: tuple(_read_events(run, history, warnings)), warnings) or ()
-    scores = _or_warn(lambda: score_tables(run), warnings)
+    scores, doubts = _or_warn(lambda: score_tables(run), warnings) or ((), ())
     rates: list[Rate] = []
     if curve is not None:
         warnings += curve.warnings
@@ -139,8 +140,7 @@ def _read_run(
             planned = (mesh.nodes, mesh.world_size)
             sizes = dict.fromkeys(set(curve.attempts.tolist()), planned)
         rates = throughput_by_nodes(curve, sizes, config, usd)
-    if scores is not None:
-        warnings += scores[1]
+    warnings += doubts
     return RunFacts(
         name=run.name,
         path=run.path,
@@ -154,7 +154,7 @@ def _read_run(
         lost=tuple(find_recoveries(history)),
         rates=tuple(rates),
         saved=tuple(read_checkpoints(run, events, warnings)),
-        scores=tuple(scores[0]) if scores is not None else (),
+        scores=tuple(scores),
         spikes=None if curve is None else _find_spikes(curve, warnings),
         data=_or_warn(lambda: DataRecord.load(run.data) if run.data.is_file() else None, warnings),
         versions=_or_warn(lambda: _read_versions(run, attempts, warnings), warnings) or {},
@@ -172,7 +172,6 @@ def read_checkpoints(
     Files are not verified: `slurmllm checkpoint verify` does that.
 
     Args:
-        run: The run.
         events: Its events, oldest first.
         warnings: Warnings about unreadable files are appended.
     """
@@ -230,20 +229,6 @@ def _or_warn(read: Callable[[], T], warnings: list[str]) -> T | None:
     return None
 
 
-def _find_price(
-    price: float | PriceKind, config: RunConfig | None, warnings: list[str]
-) -> float | None:
-    if isinstance(price, float):
-        return price
-    if config is None:
-        return None
-    try:
-        return node_price(config.cluster, price)
-    except ConfigError as error:
-        warnings.append(" ".join([error.title, *error.faults]))
-        return None
-
-
 def _read_events(run: RunDir, history: RunHistory, warnings: list[str]) -> Iterator[Event]:
     numbers = {attempt.attempt for attempt in history.attempts if attempt.stage == "train"}
     for number in sorted(numbers | set(history.steps)):
@@ -279,10 +264,10 @@ def _read_versions(
 
 def make_names_unique(runs: Sequence[RunFacts]) -> list[RunFacts]:
     """Append a number to the name of every later source of the same name."""
-    given: dict[str, int] = {}
+    given: Counter[str] = Counter()
     found = []
     for facts in runs:
-        given[facts.name] = given.get(facts.name, 0) + 1
+        given[facts.name] += 1
         count = given[facts.name]
         found.append(facts if count == 1 else replace(facts, name=f"{facts.name} ({count})"))
     return found

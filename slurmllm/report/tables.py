@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from slurmllm.evaluate.scores import ScoreRow, ScoreTable
+from slurmllm.config.load import LenientConfig
+from slurmllm.evaluate.scores import ScoreTable
 from slurmllm.format import (
     ABSENT,
     format_bytes,
@@ -19,10 +20,12 @@ from slurmllm.format import (
     format_plural,
     format_utc,
 )
-from slurmllm.records import TIME_PARTS, AttemptRecord
+from slurmllm.plan.mesh import Mesh
+from slurmllm.records import TIME_PARTS
 from slurmllm.report.blocks import Table
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.throughput import FIRST_STEPS, Rate
+from slurmllm.report.throughput import FIRST_STEPS
+from slurmllm.spikes import SpikeAnalysis
 from slurmllm.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
 from slurmllm.status.utilization import Utilization, sum_utilization
 
@@ -32,12 +35,24 @@ _SHOWN_CHECKPOINTS = 5
 SHOWN_RECOVERIES = 20
 RECOVERIES_CAPTION = "from the last completed step before an ending to the next one, s"
 
-Cell = Callable[[RunFacts], str | None]
-
 
 def verdict(facts: RunFacts) -> str:
     """The outcome of a run, in a sentence or two."""
-    parts = [_progress(facts)]
+    made = f"{format_integer(facts.steps)} steps"
+    if facts.planned_steps is not None:
+        made = f"{format_integer(facts.steps)} of {format_integer(facts.planned_steps)} steps"
+    begin = {
+        "log": f"{made} in a {facts.kind} log",
+        "not started": "no step yet",
+        "open": f"{made}; the last attempt has no recorded end",
+        "requeued": f"{made}; requeued",
+        "cancelled": f"cancelled at {made}",
+    }.get(facts.state, f"{facts.state}: {made}")
+    if facts.state == "stopped" and facts.train:
+        last = facts.train[-1]
+        why = "; ".join(last.evidence) or "no evidence"
+        begin = f"stopped at {made} ({last.ending or 'unknown'}: {why})"
+    parts = [begin]
     if facts.tokens is not None:
         parts.append(f"{format_count(facts.tokens)} tokens")
     if facts.loss is not None:
@@ -61,147 +76,117 @@ def verdict(facts: RunFacts) -> str:
     return sentence
 
 
-def _progress(facts: RunFacts) -> str:
-    made = f"{format_integer(facts.steps)} steps"
-    if facts.planned_steps is not None:
-        made = f"{format_integer(facts.steps)} of {format_integer(facts.planned_steps)} steps"
-    last = facts.train[-1] if facts.train else None
-    texts = {
-        "log": f"{made} in a {facts.kind} log",
-        "not started": "no step yet",
-        "open": f"{made}; the last attempt has no recorded end",
-        "requeued": f"{made}; requeued",
-        "cancelled": f"cancelled at {made}",
-    }
-    if facts.state == "stopped" and last is not None:
-        ending = last.ending or "unknown"
-        return f"stopped at {made} ({ending}: {'; '.join(last.evidence) or 'no evidence'})"
-    return texts.get(facts.state, f"{facts.state}: {made}")
-
-
 def throughput_table(runs: Sequence[RunFacts]) -> Table:
     """Throughput and cost, one column per run."""
-    return _by_column(runs, _THROUGHPUT)
+    return _by_column(runs, [_throughput(facts) for facts in runs])
+
+
+def _throughput(facts: RunFacts) -> dict[str, str | None]:
+    rate = facts.rate
+    first = format_number(rate.seq_per_s_first_500) if rate else None
+    if rate and rate.seq_per_s_first_500 is not None and rate.first_steps < FIRST_STEPS:
+        first = f"{first}  ({rate.first_steps} steps)"
+    return {
+        f"seq/s, mean of the first {FIRST_STEPS} steps": first,
+        "seq/s, mean of all steps": format_number(rate.seq_per_s) if rate else None,
+        "tokens/s": format_number(rate.tokens_per_s) if rate else None,
+        "a step, median, s": format_number(rate.step_s) if rate else None,
+        "MFU": format_percent(rate.mfu) if rate else None,
+        "tokens/$": format_count(rate.tokens_per_usd) if rate else None,
+        "tokens/$, losses and waits included": format_count(facts.tokens_per_usd_bought),
+    }
 
 
 def summary_table(runs: Sequence[RunFacts]) -> Table:
     """The most important figures, one column per run."""
-    cells: dict[str, Cell] = {
-        "state": lambda f: f.state,
-        "steps": lambda f: format_integer(f.steps),
-        "planned steps": lambda f: format_integer(f.planned_steps),
-        "tokens": lambda f: format_integer(f.tokens),
-        "loss": lambda f: format_number(f.loss),
-        "validation loss": lambda f: format_number(f.val_loss),
-        **_THROUGHPUT,
-        "wall time, h": _of_use(lambda used: format_hours(used.wall_hours)),
-        "node hours": _of_use(lambda used: format_hours(used.node_hours)),
-        "dollars": lambda f: format_dollars(f.usd),
-        "effective utilization": _of_use(lambda used: format_percent(used.effective)),
-        "restarts": lambda f: format_integer(f.restarts),
-    }
-    return _by_column(runs, cells)
-
-
-def _of_rate(text: Callable[[Rate], str]) -> Cell:
-    return lambda facts: text(facts.rate) if facts.rate else None
-
-
-def _of_use(text: Callable[[Utilization], str]) -> Cell:
-    # Without attempt records the node hours would be 0, which is not what the run cost.
-    return lambda facts: text(facts.used) if facts.used and facts.attempts else None
-
-
-def _first_steps(rate: Rate) -> str:
-    """The mean, with the number of steps if there are fewer than `FIRST_STEPS`."""
-    fewer = f"  ({rate.first_steps} steps)" if rate.first_steps < FIRST_STEPS else ""
-    known = rate.seq_per_s_first_500 is not None
-    return f"{format_number(rate.seq_per_s_first_500)}{fewer}" if known else ABSENT
-
-
-_THROUGHPUT: dict[str, Cell] = {
-    f"seq/s, mean of the first {FIRST_STEPS} steps": _of_rate(_first_steps),
-    "seq/s, mean of all steps": _of_rate(lambda rate: format_number(rate.seq_per_s)),
-    "tokens/s": _of_rate(lambda rate: format_number(rate.tokens_per_s)),
-    "a step, median, s": _of_rate(lambda rate: format_number(rate.step_s)),
-    "MFU": _of_rate(lambda rate: format_percent(rate.mfu)),
-    "tokens/$": _of_rate(lambda rate: format_count(rate.tokens_per_usd)),
-    "tokens/$, losses and waits included": lambda f: format_count(f.tokens_per_usd_bought),
-}
+    columns: list[dict[str, str | None]] = []
+    for facts in runs:
+        # Without attempt records the node hours would be 0, which is not what the run cost.
+        used = facts.used if facts.attempts else None
+        columns.append(
+            {
+                "state": facts.state,
+                "steps": format_integer(facts.steps),
+                "planned steps": format_integer(facts.planned_steps),
+                "tokens": format_integer(facts.tokens),
+                "loss": format_number(facts.loss),
+                "validation loss": format_number(facts.val_loss),
+                **_throughput(facts),
+                "wall time, h": format_hours(used.wall_hours) if used else None,
+                "node hours": format_hours(used.node_hours) if used else None,
+                "dollars": format_dollars(facts.usd),
+                "effective utilization": format_percent(used.effective) if used else None,
+                "restarts": format_integer(facts.restarts),
+            }
+        )
+    return _by_column(runs, columns)
 
 
 def setting_table(runs: Sequence[RunFacts]) -> Table:
     """What ran where, one column per run."""
-    cells: dict[str, Cell] = {
-        "read from": lambda f: str(f.path),
-        "recipe": lambda f: f.recipe,
-        "model": _model,
-        "parameters": lambda f: format_integer(f.parameters),
-        "sequence length": lambda f: format_integer(f.configuration.count("model.seq_len")),
-        "mesh": _mesh,
-        "global batch": lambda f: format_integer(f.configuration.count("train.global_batch")),
-        "micro batch × accumulation": lambda f: (
-            None
-            if f.mesh is None or f.mesh.unmeasured
-            else f"{f.mesh.micro_batch} × {f.mesh.accumulation}"
-        ),
-        "precision": lambda f: f.configuration.text("train.precision"),
-        "optimizer": _optimizer,
-        "backend": lambda f: f.configuration.config.backend if f.configuration.config else None,
-        "cluster": lambda f: f.configuration.text("cluster.name"),
-        "instance type": lambda f: f.configuration.text("cluster.instance_type"),
-        "nodes": lambda f: format_integer(f.nodes or None),
-        "versions": lambda f: ", ".join(f"{k} {v}" for k, v in sorted(f.versions.items())) or None,
-        "data": _data,
-        "price of a node hour": lambda f: (
-            None if f.usd_per_node_hour is None else f"${format_dollars(f.usd_per_node_hour)}"
-        ),
-    }
-    return _by_column(runs, cells)
+    columns: list[dict[str, str | None]] = []
+    for facts in runs:
+        given, mesh = facts.configuration, facts.mesh
+        family, optimizer = given.text("model.family"), given.text("optim.name")
+        price = facts.usd_per_node_hour
+        columns.append(
+            {
+                "read from": str(facts.path),
+                "recipe": facts.recipe,
+                "model": family and f"{family}, {_layers(given)}",
+                "parameters": format_integer(facts.parameters),
+                "sequence length": format_integer(given.count("model.seq_len")),
+                "mesh": _format_mesh(mesh) if mesh else None,
+                "global batch": format_integer(given.count("train.global_batch")),
+                "micro batch × accumulation": (
+                    f"{mesh.micro_batch} × {mesh.accumulation}"
+                    if mesh is not None and not mesh.unmeasured
+                    else None
+                ),
+                "precision": given.text("train.precision"),
+                "optimizer": (
+                    optimizer and f"{optimizer}, lr {(given.values or {}).get('optim.lr')}"
+                ),
+                "backend": given.config.backend if given.config else None,
+                "cluster": given.text("cluster.name"),
+                "instance type": given.text("cluster.instance_type"),
+                "nodes": format_integer(facts.nodes or None),
+                "versions": ", ".join(f"{k} {v}" for k, v in sorted(facts.versions.items())),
+                "data": "; ".join(
+                    f"{corpus.path.rstrip('/').rpartition('/')[2]}, "
+                    f"{format_integer(corpus.documents)} documents, fingerprint "
+                    f"{corpus.fingerprint[:16]}"
+                    for corpus in (facts.data.corpora if facts.data is not None else ())
+                ),
+                "price of a node hour": None if price is None else f"${format_dollars(price)}",
+            }
+        )
+    return _by_column(runs, columns)
 
 
-def _by_column(runs: Sequence[RunFacts], cells: Mapping[str, Cell]) -> Table:
-    """A table without rows that no run has a value for."""
+def _layers(given: LenientConfig) -> str:
+    # A configuration of a newer version may lack any of them.
+    layers, hidden, heads = (
+        "?" if value is None else format_integer(value)
+        for value in map(given.count, ("model.num_layers", "model.hidden_size", "model.num_heads"))
+    )
+    return f"{layers} layers, hidden size {hidden}, {heads} heads"
+
+
+def _format_mesh(mesh: Mesh) -> str:
+    stages = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
+    workers = format_plural(mesh.world_size, "worker")
+    return f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{stages}, data {mesh.data}: {workers}"
+
+
+def _by_column(runs: Sequence[RunFacts], columns: Sequence[Mapping[str, str | None]]) -> Table:
+    """A table of one column per run, without rows that no run has a value for."""
     rows = []
-    for heading, cell in cells.items():
-        values = [cell(facts) or ABSENT for facts in runs]
+    for heading in columns[0] if columns else ():
+        values = [column[heading] or ABSENT for column in columns]
         if any(value != ABSENT for value in values):
             rows.append((heading, *values))
     return Table(("", *(facts.name for facts in runs)), rows)
-
-
-def _model(facts: RunFacts) -> str | None:
-    family = facts.configuration.text("model.family")
-    layers, hidden, heads = (
-        "?" if value is None else format_integer(value)
-        for name in ("num_layers", "hidden_size", "num_heads")
-        for value in (facts.configuration.count(f"model.{name}"),)
-    )
-    return family and f"{family}, {layers} layers, hidden size {hidden}, {heads} heads"
-
-
-def _mesh(facts: RunFacts) -> str | None:
-    mesh = facts.mesh
-    if mesh is None:
-        return None
-    stages = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
-    return (
-        f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{stages}, data {mesh.data}: "
-        f"{format_plural(mesh.world_size, 'worker')}"
-    )
-
-
-def _optimizer(facts: RunFacts) -> str | None:
-    name = facts.configuration.text("optim.name")
-    return name and f"{name}, lr {(facts.configuration.values or {}).get('optim.lr')}"
-
-
-def _data(facts: RunFacts) -> str | None:
-    return "; ".join(
-        f"{corpus.path.rstrip('/').rpartition('/')[2]}, {format_integer(corpus.documents)} "
-        f"documents, fingerprint {corpus.fingerprint[:16]}"
-        for corpus in (facts.data.corpora if facts.data is not None else ())
-    )
 
 
 def attempts_table(facts: RunFacts) -> Table:
@@ -215,7 +200,9 @@ def attempts_table(facts: RunFacts) -> Table:
                 one.stage,
                 format_utc(one.started_at),
                 f"{len(one.nodes)}: {format_names(one.nodes)}",
-                _steps(one),
+                f"{one.first_step}–{one.last_step}"
+                if one.first_step is not None and one.last_step is not None
+                else ABSENT,
                 format_integer(one.steps_gained),
                 format_integer(one.steps_lost),
                 format_elapsed(None if one.ended_at is None else one.ended_at - one.started_at),
@@ -226,11 +213,6 @@ def attempts_table(facts: RunFacts) -> Table:
             for one in facts.attempts
         ],
     )  # fmt: skip
-
-
-def _steps(attempt: AttemptRecord) -> str:
-    first, last = attempt.first_step, attempt.last_step
-    return ABSENT if first is None or last is None else f"{first}–{last}"
 
 
 def checkpoints_table(facts: RunFacts) -> Table:
@@ -256,9 +238,8 @@ def checkpoints_table(facts: RunFacts) -> Table:
     )
 
 
-def spikes_table(facts: RunFacts) -> Table:
+def spikes_table(found: SpikeAnalysis) -> Table:
     """The highest spikes of a run."""
-    assert facts.spikes is not None
     return Table(
         ("step", "steps", "height", "loss", "back after", "gradient norm, ratio"),
         [
@@ -270,7 +251,7 @@ def spikes_table(facts: RunFacts) -> Table:
                 format_integer(one.returned_after),
                 format_number(one.grad_norm_ratio),
             )
-            for one in facts.spikes.highest_spikes(_SHOWN_SPIKES)
+            for one in found.highest_spikes(_SHOWN_SPIKES)
         ],
     )
 
@@ -280,7 +261,23 @@ def scores_table(found: ScoreTable) -> Table:
     steps = found.steps[-_SHOWN_CHECKPOINTS:]
     models = list(dict.fromkeys(name for row in found.rows for name in row.references))
     columns = [f"step {format_integer(step)}" for step in steps]
-    rows = [tuple(_score_cells(row, steps, models)) for row in found.rows]
+    rows = []
+    for row in found.rows:
+        values = [format_number(row.scores.get(step)) for step in steps]
+        errors = [row.errors.get(step) for step in steps]
+        rows.append(
+            (
+                row.group,
+                row.name,
+                ABSENT if row.shots is None else str(row.shots),
+                row.metric,
+                *(
+                    value if error is None or value == ABSENT else f"{value} ± {error:.2g}"
+                    for value, error in zip(values, errors, strict=True)
+                ),
+                *(format_number(row.references.get(model)) for model in models),
+            )
+        )
     tokens = ", ".join(
         f"step {format_integer(step)}: {format_count(found.tokens[step])} tokens"
         for step in steps
@@ -291,19 +288,6 @@ def scores_table(found: ScoreTable) -> Table:
     )
     caption = ". ".join(part for part in (tokens, sources) if part)
     return Table(("group", "task", "shots", "metric", *columns, *models), rows, caption)
-
-
-def _score_cells(row: ScoreRow, steps: Sequence[int], models: Sequence[str]) -> Iterator[str]:
-    yield row.group
-    yield row.name
-    yield ABSENT if row.shots is None else str(row.shots)
-    yield row.metric
-    for step in steps:
-        error = row.errors.get(step)
-        value = format_number(row.scores.get(step))
-        yield value if error is None or value == ABSENT else f"{value} ± {error:.2g}"
-    for model in models:
-        yield format_number(row.references.get(model))
 
 
 def parts_table(used: Mapping[str, Utilization]) -> Table:

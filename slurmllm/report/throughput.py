@@ -1,62 +1,61 @@
-"""The throughput of a run by node count: seq/s, tokens/s, tokens per dollar, MFU.
+"""The throughput of runs by node count, in the columns of Table 1 of the AWS post.
 
-The measure is that of Table 1 in AWS's "Frugality meets Accuracy: Cost-efficient training of GPT
-NeoX and Pythia models with AWS Trainium" (2023-12-12): the mean of the steps' throughput over the
-first 500 steps, each step once, first steps after a start included; and the tokens of an hour at
-that rate per dollar of the nodes' price. Failures and saves are not included.
+The measure is that of AWS's "Frugality meets Accuracy: Cost-efficient training of GPT NeoX and
+Pythia models with AWS Trainium" (2023-12-12): the mean of the steps' throughput over the first 500
+steps, each step once, first steps after a start included; and the tokens of an hour at that rate
+per dollar of the nodes' price. Failures and saves are not included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from slurmllm.config.resolve import RunConfig
+from slurmllm.format import (
+    ABSENT,
+    format_count,
+    format_dollars,
+    format_integer,
+    format_number,
+    format_percent,
+)
 from slurmllm.metrics.curves import Curve, Flags, Floats
+from slurmllm.plan.cost import scaling
 from slurmllm.plan.estimate import peak_flops
 from slurmllm.plan.flops import model_flops
+from slurmllm.report.blocks import Table
+from slurmllm.report.facts import Rate, RunFacts
 
 FIRST_STEPS = 500
-_HOUR_S = 3600.0
 
 
-@dataclass(frozen=True)
-class Rate:
-    """The throughput of a run's steps on one number of nodes.
+class ScalingRow(NamedTuple):
+    """A run on one number of nodes."""
 
-    Attributes:
-        nodes: Number of nodes; None if no record has it.
-        workers: Number of workers; None if no record has it.
-        steps: Steps on so many nodes that the run kept.
-        first_steps: Those among the run's first 500 steps.
-        seq_per_s: Mean over all steps.
-        tokens_per_s: Mean over all steps.
-        seq_per_s_first_500: Mean over the first steps.
-        tokens_per_s_first_500: Mean over the first steps.
-        step_s: Median step time, s.
-        mfu: Model-FLOPs utilization at the mean throughput; None if the peak is unknown.
-        usd_per_hour: Price of all nodes; None without a price.
-    """
-
-    nodes: int | None
-    workers: int | None
-    steps: int
-    first_steps: int
-    seq_per_s: float | None
-    tokens_per_s: float | None
-    seq_per_s_first_500: float | None
-    tokens_per_s_first_500: float | None
-    step_s: float | None
-    mfu: float | None = None
-    usd_per_hour: float | None = None
+    facts: RunFacts
+    rate: Rate
+    # Throughput per node relative to that on the fewest nodes, with the same model, hardware and
+    # sequence length; None if nodes or throughput are unknown.
+    efficiency: float | None
 
     @property
-    def tokens_per_usd(self) -> float | None:
-        """Tokens per dollar while training, at the mean of the first 500 steps."""
-        rate = self.tokens_per_s_first_500 or self.tokens_per_s
-        return rate * _HOUR_S / self.usd_per_hour if rate and self.usd_per_hour else None
+    def degrees(self) -> tuple[int | None, int | None, int | None]:
+        """Tensor, pipeline and data parallelism on these nodes."""
+        mesh, workers = self.facts.mesh, self.rate.workers
+        if mesh is None:
+            return None, None, None
+        # The plan is of the last submission: on other nodes only data parallelism differs.
+        replica = mesh.tensor * mesh.pipeline
+        known = workers is not None and workers % replica == 0
+        return mesh.tensor, mesh.pipeline, (workers or 0) // replica if known else mesh.data
+
+    @property
+    def speed(self) -> float | None:
+        """Sequences/s over the first steps, else over all."""
+        return self.rate.seq_per_s_first_500 or self.rate.seq_per_s
 
 
 def throughput_by_nodes(
@@ -68,9 +67,9 @@ def throughput_by_nodes(
     """The throughput by node count, the count with the most steps first.
 
     Args:
-        curve: The run's metrics.
+        curve: Metrics of a run.
         sizes: Attempt → its nodes and workers, if known.
-        config: The run's configuration.
+        config: Configuration of the run.
         usd_per_node_hour: Price of a node.
     """
     sequences, tokens = per_s(curve)
@@ -85,7 +84,12 @@ def throughput_by_nodes(
         own: Flags = np.isin(curve.attempts, attempts)
         first: Flags = own & (np.arange(len(own)) < first_rows)
         nodes, workers = size or (None, None)
-        seq_per_s = _mean(sequences, own)
+        seq_per_s, mfu = _reduce(np.mean, sequences, own), None
+        hardware = None if config is None else config.cluster.hardware
+        # A peak that is only a guess would give a figure that looks measured.
+        if config and hardware and not hardware.rough and workers and seq_per_s:
+            peak = workers * peak_flops(config)
+            mfu = model_flops(config.recipe.model, 1) * seq_per_s / peak
         found.append(
             Rate(
                 nodes=nodes,
@@ -93,11 +97,11 @@ def throughput_by_nodes(
                 steps=int(own.sum()),
                 first_steps=int(first.sum()),
                 seq_per_s=seq_per_s,
-                tokens_per_s=_mean(tokens, own),
-                seq_per_s_first_500=_mean(sequences, first),
-                tokens_per_s_first_500=_mean(tokens, first),
-                step_s=_median(curve.columns.get("step_time_s"), own),
-                mfu=_mfu(config, workers, seq_per_s),
+                tokens_per_s=_reduce(np.mean, tokens, own),
+                seq_per_s_first_500=_reduce(np.mean, sequences, first),
+                tokens_per_s_first_500=_reduce(np.mean, tokens, first),
+                step_s=_reduce(np.median, curve.columns.get("step_time_s"), own),
+                mfu=mfu,
                 usd_per_hour=(
                     nodes * usd_per_node_hour if nodes and usd_per_node_hour is not None else None
                 ),
@@ -106,13 +110,25 @@ def throughput_by_nodes(
     return sorted(found, key=lambda rate: -rate.steps)
 
 
+def _reduce(how: Callable[[Floats], Any], values: Floats | None, rows: Flags) -> float | None:
+    """Mean or median of the finite values in some rows; None without any."""
+    finite = np.empty(0) if values is None else values[rows][np.isfinite(values[rows])]
+    return float(how(finite)) if len(finite) else None
+
+
 def per_s(curve: Curve) -> tuple[Floats | None, Floats | None]:
     """Sequences/s and tokens/s of each row; a missing one is computed from the other."""
     sequences, tokens = curve.columns.get("seq_per_s"), curve.columns.get("tokens_per_s")
-    length, batch = (_number(curve, key) for key in ("model.seq_len", "train.global_batch"))
+    # Settings of another framework's log may be of any type.
+    length, batch = (
+        float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        else None
+        for value in map(curve.settings.get, ("model.seq_len", "train.global_batch"))
+    )
     taken = curve.columns.get("step_time_s")
     if sequences is None and tokens is None and taken is not None and batch:
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore"):  # a step of 0 s, below the clock's resolution
             sequences = batch / taken
     if sequences is None and tokens is not None and length:
         sequences = tokens / length
@@ -121,33 +137,81 @@ def per_s(curve: Curve) -> tuple[Floats | None, Floats | None]:
     return sequences, tokens
 
 
-def _number(curve: Curve, key: str) -> float | None:
-    value = curve.settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if value > 0 else None
+def scaling_rows(several: Sequence[RunFacts]) -> list[ScalingRow]:
+    """One row per run and node count, grouped by model, the fewest nodes first.
+
+    A run without logged throughput has no row.
+    """
+    groups: dict[object, list[ScalingRow]] = {}
+    for facts in several:
+        config = facts.configuration.config
+        # Equal for runs that differ only in their nodes.
+        key: object = facts.recipe or facts.name
+        if config is not None:
+            key = (config.recipe.model, config.cluster.name)
+        for rate in facts.rates:
+            if rate.seq_per_s is not None or rate.tokens_per_s is not None:
+                groups.setdefault(key, []).append(ScalingRow(facts, rate, None))
+    rows = []
+    for group in groups.values():
+        group.sort(key=lambda row: row.rate.nodes or 0)
+        efficiencies = iter(
+            scaling([(nodes, s) for row in group if (nodes := row.rate.nodes) and (s := row.speed)])
+        )
+        rows += [
+            row._replace(efficiency=next(efficiencies)) if row.rate.nodes and row.speed else row
+            for row in group
+        ]
+    return rows
 
 
-def _mean(values: Floats | None, rows: Flags) -> float | None:
-    finite = _finite(values, rows)
-    return float(np.mean(finite)) if len(finite) else None
+def scaling_table(rows: Sequence[ScalingRow]) -> Table:
+    """AWS's columns that `slurmllm plan` has too, with the same names."""
+    return Table(
+        ("run", "model", "parameters", "nodes", "workers", "TP", "PP", "DP", "seq len",
+         "global batch", "seq/s", "tokens/s", "MFU", "$/h", "tokens/$", "scaling"),
+        [
+            (
+                row.facts.name,
+                row.facts.recipe or ABSENT,
+                format_count(row.facts.parameters),
+                format_integer(row.rate.nodes),
+                format_integer(row.rate.workers),
+                *map(format_integer, row.degrees),
+                format_integer(row.facts.configuration.count("model.seq_len")),
+                format_integer(row.facts.configuration.count("train.global_batch")),
+                format_number(row.speed),
+                format_number(row.rate.tokens_per_s_first_500 or row.rate.tokens_per_s),
+                format_percent(row.rate.mfu),
+                format_dollars(row.rate.usd_per_hour),
+                format_count(row.rate.tokens_per_usd),
+                format_percent(row.efficiency, 1),
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
 
 
-def _median(values: Floats | None, rows: Flags) -> float | None:
-    finite = _finite(values, rows)
-    return float(np.median(finite)) if len(finite) else None
-
-
-def _finite(values: Floats | None, rows: Flags) -> Floats:
-    if values is None:
-        return np.empty(0)
-    own = values[rows]
-    return own[np.isfinite(own)]
-
-
-def _mfu(config: RunConfig | None, workers: int | None, seq_per_s: float | None) -> float | None:
-    # A peak that is only a guess would give a figure that looks measured.
-    hardware = None if config is None else config.cluster.hardware
-    if config is None or hardware is None or hardware.rough or not workers or not seq_per_s:
-        return None
-    return model_flops(config.recipe.model, 1) * seq_per_s / (workers * peak_flops(config))
+def scaling_json(rows: Sequence[ScalingRow]) -> list[dict[str, Any]]:
+    """The rows for `--json`."""
+    return [
+        {
+            "run": row.facts.name,
+            "recipe": row.facts.recipe,
+            "parameters": row.facts.parameters,
+            "nodes": row.rate.nodes,
+            "workers": row.rate.workers,
+            **dict(zip(("tensor", "pipeline", "data"), row.degrees, strict=True)),
+            "seq_len": row.facts.configuration.count("model.seq_len"),
+            "global_batch": row.facts.configuration.count("train.global_batch"),
+            "steps": row.rate.steps,
+            "first_steps": row.rate.first_steps,
+            "seq_per_s": row.speed,
+            "tokens_per_s": row.rate.tokens_per_s_first_500 or row.rate.tokens_per_s,
+            "mfu": row.rate.mfu,
+            "usd_per_hour": row.rate.usd_per_hour,
+            "tokens_per_usd": row.rate.tokens_per_usd,
+            "scaling_efficiency": row.efficiency,
+        }
+        for row in rows
+    ]

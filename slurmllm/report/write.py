@@ -1,4 +1,4 @@
-"""Writes a report as HTML and Markdown.
+"""Writes a report as HTML, Markdown and JSON.
 
 The page is one file with script, style and data inside; it opens without a network, and its content
 security policy forbids every request. The template escapes all texts.
@@ -7,11 +7,12 @@ security policy forbids every request. The template escapes all texts.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -35,10 +36,15 @@ from slurmllm.report.document import sections, title
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import figures, page_data
 from slurmllm.report.pictures import write_pictures
+from slurmllm.report.throughput import scaling_json, scaling_rows
 from slurmllm.rundir import write_atomic
+from slurmllm.status.recoveries import sum_by_ending
+from slurmllm.status.utilization import sum_utilization
 
 _HERE = Path(__file__).parent
 _AXES = ("step", "tokens", "hours")
+# Characters with a meaning in Markdown.
+_SPECIAL = re.compile(r"([\\`*_{}\[\]|#~])")
 # Characters that would end a script element, or a line within it.
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -57,10 +63,7 @@ def to_html(
     """The whole page.
 
     Args:
-        title: Title of the page.
-        sections: Its content.
         data: Data of its plots (`figures.page_data`).
-        made_at: Time of writing.
     """
     # Only plotly.js is used, which plotly's Python package contains.
     from plotly.offline import (  # type: ignore[import-untyped]
@@ -68,70 +71,46 @@ def to_html(
         get_plotlyjs_version,
     )
 
-    template = _environment().get_template("report.html.j2")
-    return template.render(
-        title=title,
-        version=__version__,
-        made_at=made_at,
-        sections=sections,
-        axes=_axes(data),
-        logarithmic={
-            name for name, figure in data["figures"].items() if figure["kind"] != "native"
-        },
-        css=Markup(_text("report.css")),
-        script=Markup(_text("report.js")),
-        data=Markup(_script_json(data)),
-        plotly=Markup(get_plotlyjs()),
-        plotly_version=get_plotlyjs_version(),
-    )
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["by_plots"] = _by_plots
-    return environment
-
-
-def _by_plots(blocks: Iterable[Block]) -> list[_Group]:
-    """Group consecutive plots, which are placed side by side; pictures are for the Markdown."""
-    found: list[_Group] = []
-    for block in blocks:
-        if isinstance(block, Picture):
-            continue
-        if not isinstance(block, Plot):
-            found.append(_Group(block))
-        elif found and found[-1].plots:
-            found[-1] = _Group(plots=(*found[-1].plots, block))
-        else:
-            found.append(_Group(plots=(block,)))
-    return found
-
-
-def _axes(data: dict[str, Any]) -> list[str]:
-    """The x axes that at least one curve has."""
+    # The x axes that at least one curve has.
     known = {
         axis
         for figure in data["figures"].values()
         for series in figure.get("series", ())
         for axis in series["x"]
     }
-    return [axis for axis in _AXES if axis in known]
+    script_json = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["by_plots"] = _by_plots
+    template = environment.get_template("report.html.j2")
+    return template.render(
+        title=title,
+        version=__version__,
+        made_at=made_at,
+        sections=sections,
+        axes=[axis for axis in _AXES if axis in known],
+        logarithmic={
+            name for name, figure in data["figures"].items() if figure["kind"] != "native"
+        },
+        css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
+        script=Markup((_HERE / "report.js").read_text(encoding="utf-8")),
+        data=Markup(re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found[0]], script_json)),
+        plotly=Markup(get_plotlyjs()),
+        plotly_version=get_plotlyjs_version(),
+    )
 
 
-def _script_json(data: dict[str, Any]) -> str:
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found[0]], text)
-
-
-def _text(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")
-
-
-# Characters with a meaning in Markdown.
-_SPECIAL = re.compile(r"([\\`*_{}\[\]|#~])")
+def _by_plots(blocks: Iterable[Block]) -> list[_Group]:
+    """Group consecutive plots, which are placed side by side; pictures are for the Markdown."""
+    found: list[_Group] = []
+    shown = (block for block in blocks if not isinstance(block, Picture))
+    for is_plot, group in groupby(shown, lambda block: isinstance(block, Plot)):
+        if is_plot:
+            found.append(_Group(plots=tuple(block for block in group if isinstance(block, Plot))))
+        else:
+            found += map(_Group, group)
+    return found
 
 
 def to_markdown(
@@ -140,15 +119,14 @@ def to_markdown(
     """The whole text.
 
     Args:
-        title: Its heading.
+        title: Title of the report.
         sections: Its content.
         pictures: Name → path, relative to the text, of those that there are.
-        made_at: When, for people.
+        made_at: Time of writing, as text.
     """
     lines = [f"# {_safe(title)}", "", f"made {made_at}", ""]
     for section in sections:
-        body = list(_blocks(section, pictures))
-        if body:
+        if body := list(_blocks(section, pictures)):
             lines += [f"## {section.title}", "", *body]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -161,28 +139,19 @@ def _blocks(section: ReportSection, pictures: Mapping[str, str]) -> Iterator[str
         elif isinstance(block, Bullets):
             yield "\n".join(f"- {_safe(item)}" for item in block.items) + "\n"
         elif isinstance(block, Table):
-            yield "\n".join(_table(block)) + "\n"
+            rule = "|" + "|".join("---:" if number else "---" for number in block.numeric) + "|"
+            yield "\n".join((_row(block.headings), rule, *map(_row, block.rows)))
+            yield f"\n{_safe(block.caption)}\n" if block.caption else ""
         elif isinstance(block, Picture) and block.name in pictures:
             yield f"![{_safe(block.title)}]({pictures[block.name]})\n"
 
 
-def _table(table: Table) -> Iterator[str]:
-    yield _row(table.headings)
-    yield "|" + "|".join("---:" if number else "---" for number in table.numeric) + "|"
-    for row in table.rows:
-        yield _row(row)
-    if table.caption:
-        yield f"\n{_safe(table.caption)}"
-
-
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
-
-
-def _cell(text: str) -> str:
-    # Leading spaces indent the heading of a row.
-    indent = len(text) - len(text.lstrip(" "))
-    return "&nbsp;" * indent + _safe(text.lstrip(" "))
+    # Leading spaces indent the heading of a row; Markdown would drop them.
+    texts = (cell.lstrip(" ") for cell in cells)
+    indents = (len(cell) - len(cell.lstrip(" ")) for cell in cells)
+    shown = ("&nbsp;" * n + _safe(text) for n, text in zip(indents, texts, strict=True))
+    return "| " + " | ".join(shown) + " |"
 
 
 def _safe(text: str) -> str:
@@ -193,14 +162,9 @@ def _safe(text: str) -> str:
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """The files of a report.
+    """The files of a report."""
 
-    Attributes:
-        html: The page; None if it was not requested.
-        markdown: The Markdown.
-    """
-
-    html: Path | None
+    html: Path | None  # the page; None if it was not requested
     markdown: Path
 
 
@@ -208,7 +172,6 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool = True) -> Rep
     """Write a report: the page, the Markdown next to it, and its pictures.
 
     Args:
-        runs: The runs of the report.
         page: The .html file; the Markdown has the same name with .md.
         html: Whether to write the page.
 
@@ -226,3 +189,95 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool = True) -> Rep
     }
     write_atomic(markdown, to_markdown(title(runs), content, pictures, made_at))
     return ReportFiles(page if html else None, markdown)
+
+
+def to_json(runs: Sequence[RunFacts], written: ReportFiles | None) -> dict[str, Any]:
+    """The whole document; unknown values are null.
+
+    Args:
+        written: Its files; None if none were written.
+    """
+    used = [facts.used for facts in runs if facts.used is not None]
+    html = None if written is None else written.html
+    found: dict[str, Any] = {
+        "runs": [_run(facts) for facts in runs],
+        "total": sum_utilization(used).model_dump(mode="json") if used else None,
+        "scaling": scaling_json(scaling_rows(runs)),
+        "report": {
+            "html": None if html is None else str(html),
+            "markdown": None if written is None else str(written.markdown),
+        },
+    }
+    plain: dict[str, Any] = _finite(found)
+    return plain
+
+
+def _run(facts: RunFacts) -> dict[str, Any]:
+    rate, mesh, spikes = facts.rate, facts.mesh, facts.spikes
+    return {
+        "name": facts.name,
+        "path": str(facts.path),
+        "kind": facts.kind,
+        "state": facts.state,
+        "recipe": facts.recipe,
+        "parameters": facts.parameters,
+        "nodes": facts.nodes,
+        "mesh": None if mesh is None else mesh.to_json(),
+        "steps": facts.steps,
+        "planned_steps": facts.planned_steps,
+        "tokens": facts.tokens,
+        "loss": facts.loss,
+        "val_loss": facts.val_loss,
+        "seq_per_s": rate and rate.seq_per_s,
+        "tokens_per_s": rate and rate.tokens_per_s,
+        "seq_per_s_first_500": rate and rate.seq_per_s_first_500,
+        "step_time_s": rate and rate.step_s,
+        "tokens_per_usd": rate and rate.tokens_per_usd,
+        "tokens_per_usd_bought": facts.tokens_per_usd_bought,
+        "mfu": rate and rate.mfu,
+        "usd": facts.usd,
+        "restarts": facts.restarts,
+        "checkpoints": [
+            {
+                "step": one.step,
+                "attempt": one.attempt,
+                "tokens": one.tokens,
+                "bytes": one.num_bytes,
+                "saved_at": one.saved_at,
+                "seconds": one.seconds,
+                "waited_s": one.waited_s,
+                # An invalidated checkpoint is still on disk.
+                "kept": one.state in ("kept", "invalidated"),
+                "state": one.state,
+            }
+            for one in facts.saved
+        ],
+        "evaluations": [
+            {
+                "suite": found.suite,
+                "rows": [asdict(row) for row in found.rows],
+                "steps": list(found.steps),
+                "tokens": dict(found.tokens),
+                "sources": dict(found.sources),
+            }
+            for found in facts.scores
+        ],
+        "spikes": spikes and spikes.model_dump(mode="json", exclude={"spikes", "not_finite"}),
+        "data": facts.data and facts.data.model_dump(mode="json"),
+        "versions": dict(facts.versions),
+        "utilization": facts.used and facts.used.model_dump(mode="json"),
+        "recoveries": [one.model_dump(mode="json", by_alias=True) for one in facts.lost],
+        "endings": [
+            one.model_dump(mode="json", by_alias=True) for one in sum_by_ending(facts.lost)
+        ],
+        "warnings": list(facts.warnings),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

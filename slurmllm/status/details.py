@@ -31,52 +31,33 @@ from slurmllm.supervise.watchdog import behind, limit_s, recent_step_times, slow
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """What the slowest workers are doing.
+    """What the slowest workers are doing."""
 
-    Attributes:
-        phase: Phase of the workers furthest behind.
-        step: Their last completed step.
-        unchanged_s: Seconds since any worker last changed its phase or step, by the nodes' clocks.
-        limit_s: Seconds from which on this is a hang; None without a watchdog.
-        behind: Ranks behind the others; empty if all are equally far.
-    """
-
-    phase: Phase
-    step: int
+    phase: Phase  # phase of the workers furthest behind
+    step: int  # their last completed step
+    # seconds since any worker last changed its phase or step, by the nodes' clocks
     unchanged_s: float
-    limit_s: float | None
-    behind: tuple[int, ...]
+    limit_s: float | None  # seconds from which on this is a hang; None without a watchdog
+    behind: tuple[int, ...]  # ranks behind the others; empty if all are equally far
 
 
 @dataclass(frozen=True)
 class Details:
-    """Details of one run.
+    """Details of one run."""
 
-    Attributes:
-        cold_first_step_s: First step with an empty graph cache (precompile stage).
-        first_steps: Node of the last attempt → (first step in s, cache hits, cache misses).
-        mesh: The planned mesh; None without plan.json.
-        micro_batch: Measurement for `train.micro_batch: auto`.
-        graphs: Manifest of the graph archive.
-        uncompiled: Why the graph archive is incomplete.
-        versions: Node of the last attempt → versions of driver, runtime, compiler, …
-        unequal_versions: Nodes with other versions; empty if all are equal.
-        excluded: Excluded nodes.
-        workers: What the workers are doing; None if none are running.
-        skips: Batches that the run skips after roll-backs.
-    """
-
-    cold_first_step_s: float | None
+    cold_first_step_s: float | None  # first step with an empty graph cache (precompile stage)
+    # node of the last attempt → (first step in s, cache hits, cache misses)
     first_steps: dict[str, tuple[float, int, int]]
-    mesh: Mesh | None
-    micro_batch: MicroBatchRecord | None
+    mesh: Mesh | None  # the planned mesh; None without plan.json
+    micro_batch: MicroBatchRecord | None  # measurement for `train.micro_batch: auto`
     graphs: GraphManifest | None
-    uncompiled: tuple[str, ...]
+    uncompiled: tuple[str, ...]  # why the graph archive is incomplete
+    # node of the last attempt → versions of driver, runtime, compiler, …
     versions: dict[str, dict[str, str]]
-    unequal_versions: str
+    unequal_versions: str  # nodes with other versions; empty if all are equal
     excluded: tuple[ExcludedNode, ...]
-    workers: WorkerProgress | None
-    skips: tuple[SkippedBatches, ...]
+    workers: WorkerProgress | None  # what the workers are doing; None if none are running
+    skips: tuple[SkippedBatches, ...]  # batches that the run skips after roll-backs
 
 
 def read_details(
@@ -85,10 +66,8 @@ def read_details(
     """Read the details of a run.
 
     Args:
-        run: The run.
         attempts: Attempts of the train stage, oldest first.
         training: Whether the train job is running.
-        config: Of its watchdog.
 
     Raises:
         StorageError: a record is damaged.
@@ -128,7 +107,7 @@ def read_worker_progress(
     """The progress of an open attempt; None before its launchers have written a heartbeat."""
     beats: dict[int, WorkerPhase] = {}
     for name in record.nodes:
-        with suppress(StorageError):
+        with suppress(StorageError):  # not written yet, or damaged
             beats |= Heartbeat.load(run.attempt(record.stage, record.attempt).heartbeat(name)).ranks
     if not beats:
         return None
@@ -138,6 +117,7 @@ def read_worker_progress(
     return WorkerProgress(
         phase=beat.phase,
         step=beat.step,
+        # The nodes' clocks may be ahead of this machine's.
         unchanged_s=max(time.time() - max(b.since for b in beats.values()), 0.0),
         limit_s=limit_s(beat.phase, config, slow_s) if config.enabled else None,
         behind=() if len(last) == len(beats) else last,

@@ -1,14 +1,14 @@
 """A run's history: attempts, steps, saves and job starts, read from its directory and Slurm.
 
-The breakdown of node hours (`time_breakdown`), the recoveries and the utilization are computed
-from it; the month simulator produces the same object.
+Utilization and recoveries are computed from it; the month simulator produces the same object.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -25,43 +25,29 @@ from slurmllm.slurm.client import SlurmClient
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+_STAGES: tuple[Stage, ...] = ("precompile", "train")
 _SLACK_S = 60.0  # between the clocks of the login node and of slurmctld
 
 
 @dataclass(frozen=True)
 class Incarnation:
-    """One start of a Slurm job.
-
-    Attributes:
-        job_id: The job.
-        stage: The stage that it ran.
-        nodes: Number of nodes.
-        start: Unix time, s.
-        end: Unix time, s; the current time if the job is running.
-        running: Whether the job is running.
-    """
+    """One start of a Slurm job."""
 
     job_id: str
     stage: Stage
     nodes: int
-    start: float
-    end: float
-    running: bool = False
+    start: float  # Unix time, s
+    end: float  # Unix time, s; the current time if the job is running
+    running: bool = False  # whether the job is running
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of an attempt, in the order in which it completed them.
+    """The steps of an attempt, in the order in which it completed them."""
 
-    Attributes:
-        numbers: Step numbers. [steps]
-        seconds: Duration of each, s. [steps]
-        ends: Unix time at the end of each, s. [steps]
-    """
-
-    numbers: Ints
-    seconds: Floats
-    ends: Floats
+    numbers: Ints  # step numbers [steps]
+    seconds: Floats  # duration of each, s [steps]
+    ends: Floats  # Unix time at the end of each, s [steps]
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -69,33 +55,40 @@ class Steps:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What a run did, and when.
-
-    Attributes:
-        name: Name of the run.
-        attempts: Attempts of both stages.
-        steps: Train attempt → its steps; only attempts with steps.
-        waited_s: Train attempt → seconds that training waited for its saves, if known.
-        saves: (seconds that training waited, seconds in total) of each known save.
-        incarnations: Job starts in Slurm's accounting; empty without accounting.
-        submissions: Unix times of submit and of every resume.
-        warnings: What could not be read.
-    """
+    """What a run did, and when."""
 
     name: str
-    attempts: Sequence[AttemptRecord]
+    attempts: Sequence[AttemptRecord]  # attempts of both stages
+    # train attempt → its steps; only attempts with steps
     steps: Mapping[int, Steps] = field(default_factory=dict)
+    # train attempt → seconds that training waited for its saves, if known
     waited_s: Mapping[int, float] = field(default_factory=dict)
+    # (seconds that training waited, seconds in total) of each known save
     saves: Sequence[tuple[float, float]] = ()
+    # job starts in Slurm's accounting; empty without accounting
     incarnations: Sequence[Incarnation] = ()
-    submissions: Sequence[float] = ()
-    warnings: tuple[str, ...] = ()
+    submissions: Sequence[float] = ()  # Unix times of submit and of every resume
+    warnings: tuple[str, ...] = ()  # what could not be read
 
 
 def read_history(run: RunDir, incarnations: Sequence[Incarnation] = ()) -> RunHistory:
     """Read a run's history; unreadable files are skipped with a warning."""
     warnings: list[str] = []
-    attempts = list(_read_attempt_records(run, warnings))
+    attempts: list[AttemptRecord] = []
+    for record in (a.record for stage in _STAGES for a in run.attempts(stage)):
+        if not record.is_file():  # removed, or the attempt is being opened
+            continue
+        try:
+            attempt, ignored = AttemptRecord.load_known(record)
+        except SlurmllmError as error:
+            warnings.append(str(error))
+            continue
+        attempts.append(attempt)
+        if ignored:
+            warnings.append(
+                f"{record}: {', '.join(ignored)}; ignoring these values: the file may be of a "
+                "newer version of slurmllm"
+            )
     steps: dict[int, Steps] = {}
     for path in run.metrics_files():
         found = _read_steps(path, warnings)
@@ -130,24 +123,6 @@ def read_submissions(run: RunDir, warnings: list[str] | None = None) -> Sequence
         return ()
 
 
-def _read_attempt_records(run: RunDir, warnings: list[str]) -> Iterator[AttemptRecord]:
-    stages: tuple[Stage, ...] = ("precompile", "train")
-    for paths in (paths for stage in stages for paths in run.attempts(stage)):
-        if not paths.record.is_file():
-            continue
-        try:
-            record, unknown = AttemptRecord.load_known(paths.record)
-        except SlurmllmError as error:
-            warnings.append(str(error))
-            continue
-        yield record
-        if unknown:
-            warnings.append(
-                f"{paths.record}: {', '.join(unknown)}; ignoring these values: the file may be of "
-                "a newer version of slurmllm"
-            )
-
-
 def _read_steps(path: Path, warnings: list[str]) -> Steps:
     try:
         parts, left_out = read_attempts([path], lenient=True)
@@ -174,20 +149,23 @@ def _read_steps(path: Path, warnings: list[str]) -> Steps:
 
 def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list[Incarnation]:
     """Every start of every job of a run, oldest first; empty without Slurm or accounting."""
-    jobs: list[tuple[str, Stage]] = []
-    for sent in submissions:
-        if sent.precompile_job is not None:
-            jobs.append((sent.precompile_job, "precompile"))
-        if sent.train_job is not None:
-            jobs.append((sent.train_job, "train"))
     found = []
-    sizes: dict[str, int] = {}
-    for job_id, stage in jobs:
-        for row in client.accounting(job_id):
+    sizes: dict[str, int] = {}  # node list → number of nodes; scontrol expands each list once
+    for job_id, stage in (
+        (job, stage)
+        for sent in submissions
+        for job, stage in zip((sent.precompile_job, sent.train_job), _STAGES, strict=True)
+    ):
+        for row in () if job_id is None else client.accounting(job_id):
             if row.job_id != job_id:
                 continue  # a job step
             if row.nodes not in sizes:
-                sizes[row.nodes] = _count_nodes(row.nodes, client)
+                sizes[row.nodes] = 0
+                if "[" in row.nodes:
+                    with suppress(SlurmError):
+                        sizes[row.nodes] = len(client.hostnames(row.nodes))
+                elif row.nodes and not row.nodes.startswith("None"):  # `None assigned`
+                    sizes[row.nodes] = row.nodes.count(",") + 1
             start, end = _to_unix(row.start), _to_unix(row.end)
             if start is None or not sizes[row.nodes]:
                 continue  # pending, or cancelled while pending
@@ -196,18 +174,6 @@ def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) ->
             last = max(start, time.time() if end is None else end)
             found.append(Incarnation(job_id, stage, sizes[row.nodes], start, last, end is None))
     return sorted(found, key=lambda incarnation: incarnation.start)
-
-
-def _count_nodes(nodelist: str, client: SlurmClient) -> int:
-    """Number of nodes in a Slurm node list; 0 for `None assigned`."""
-    if not nodelist or nodelist.startswith("None"):
-        return 0
-    if "[" not in nodelist:
-        return nodelist.count(",") + 1
-    try:
-        return len(client.hostnames(nodelist))
-    except SlurmError:
-        return 0
 
 
 def _to_unix(timestamp: str) -> float | None:

@@ -37,21 +37,14 @@ _Worker = tuple[Stage, int, int]  # stage, attempt, rank
 
 @dataclass
 class MergedLogs:
-    """The merged logs of some ranks of a run.
-
-    Args:
-        run: The run.
-        stages: The stages, in this order.
-        wanted: Whether a rank is included.
-        first: Stage → first attempt to show; by default all attempts of a stage.
-        attempt: The only attempt to show; None: all from the first on.
-    """
+    """The merged logs of some ranks of a run."""
 
     run: RunDir
-    stages: Sequence[Stage]
-    wanted: Callable[[int], bool]
+    stages: Sequence[Stage]  # the stages, in this order
+    wanted: Callable[[int], bool]  # whether to include a rank
+    # stage → first attempt to show; by default all attempts of a stage
     first: Mapping[Stage, int] = field(default_factory=dict)
-    attempt: int | None = None
+    attempt: int | None = None  # the only attempt to show; None: all from the first on
     _stage_logs: dict[Stage, GrowingLog] = field(default_factory=dict, init=False)
     _logs: dict[_Worker, GrowingLog] = field(default_factory=dict, init=False)
     _current: dict[Stage, int] = field(default_factory=dict, init=False)
@@ -63,7 +56,15 @@ class MergedLogs:
             log = self._stage_log(stage)
             if self.attempt is None:
                 log.skip_to_last(lines)
-                self._current[stage] = self._attempt_at(stage, log)
+                # The attempt at this position: the one before the next that begins after it.
+                begins = re.compile(rf"{stage} attempt (\d+)\b.*?: \d+ node")
+                texts = map(message_of, GrowingLog(log.path, log.position).lines())
+                following = next(filter(None, map(begins.match, texts)), None)
+                self._current[stage] = (
+                    max(int(following[1]) - 1, 0)
+                    if following is not None
+                    else max((attempt.number for attempt in self.run.attempts(stage)), default=0)
+                )
             for _, worker in self._workers(stage, None):
                 worker.skip_to_last(lines)
 
@@ -168,15 +169,6 @@ class MergedLogs:
 
     def _stage_log(self, stage: Stage) -> GrowingLog:
         return self._stage_logs.setdefault(stage, GrowingLog(self.run.stage_log(stage)))
-
-    def _attempt_at(self, stage: Stage, log: GrowingLog) -> int:
-        """The attempt of the line at the current position of a stage's log."""
-        following = GrowingLog(log.path, log.position)
-        begins = re.compile(rf"{stage} attempt (\d+)\b.*?: \d+ node")
-        for text in following.lines():
-            if found := begins.match(message_of(text)):
-                return max(int(found[1]) - 1, 0)
-        return max((attempt.number for attempt in self.run.attempts(stage)), default=0)
 
 
 def merge_by_time(streams: Sequence[Iterator[tuple[float, RankLine]]]) -> Iterator[RankLine]:

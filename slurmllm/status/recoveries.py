@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from slurmllm.records import AttemptRecord, EndingClass
 from slurmllm.status.history import RunHistory
-from slurmllm.status.time_breakdown import HOUR_S, break_down_time
+from slurmllm.status.utilization import HOUR_S, break_down_time
 
 RecoveryPhase = Literal[
     "noticing",  # from the last completed step to the first sign of the end
@@ -81,6 +81,7 @@ def find_recoveries(history: RunHistory) -> list[FailureRecovery]:
         while following < len(train) and train[following].attempt not in history.steps:
             following += 1
         if ended.ending is not None and ended.ended_at is not None and ended.ending != "done":
+            # Without a step of its own the outage begins with the attempt.
             own, steps = allocations[ended.attempt], history.steps.get(ended.attempt)
             last_step_at = float(steps.ends[-1]) if steps is not None else ended.started_at
             if following < len(train):
@@ -143,6 +144,7 @@ def recovery_phases(
     ended, *between, then = attempts
     phases = _closing_phases(since, ended)
     closed = max(since, ended.ended_at or since)
+    # Attempts in between may lack an end: the supervisor was killed with its node.
     phases["failed_attempts"] = math.fsum(
         a.ended_at - a.started_at for a in between if a.ended_at is not None
     )

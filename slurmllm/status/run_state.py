@@ -21,29 +21,19 @@ _WAITING = ("PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD")
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of a run that determine its state.
-
-    Attributes:
-        run: The run.
-        config: Summary of its configuration.
-        sent: Its last submission.
-        attempts: Attempts of the train stage, oldest first.
-        precompiles: Attempts of the precompile stage, oldest first.
-    """
+    """The records of a run that determine its state."""
 
     run: RunDir
     config: ConfigSummary
     sent: Submission | None
-    attempts: list[AttemptRecord]
-    precompiles: list[AttemptRecord]
+    attempts: list[AttemptRecord]  # attempts of the train stage, oldest first
+    precompiles: list[AttemptRecord]  # attempts of the precompile stage, oldest first
 
     @property
     def last(self) -> AttemptRecord | None:
         """The last train attempt of the last submission."""
-        last = self.attempts[-1] if self.attempts else None
-        if last is not None and self.sent is not None and last.attempt < self.sent.first_attempt:
-            return None
-        return last
+        first = 0 if self.sent is None else self.sent.first_attempt
+        return next((a for a in self.attempts[-1:] if a.attempt >= first), None)
 
     @property
     def precompiled(self) -> AttemptRecord | None:
@@ -51,9 +41,13 @@ class RunRecords:
         last, sent = next(reversed(self.precompiles), None), self.sent
         if last is None or sent is None or last.ending is None:
             return None
-        if sent.local:
-            return last if last.started_at >= sent.submitted_at else None
-        return last if last.job_id == sent.precompile_job else None
+        # A local attempt has no job id: its time decides.
+        own = (
+            last.started_at >= sent.submitted_at
+            if sent.local
+            else (last.job_id == sent.precompile_job)
+        )
+        return last if own else None
 
     @property
     def ended(self) -> bool:
@@ -93,7 +87,6 @@ def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str
     and a job that runs comes before the record of an attempt that it may be about to supersede.
 
     Args:
-        records: Of the run.
         jobs: Stage → state of its job; not read if the records show that the run has ended.
     """
     run, sent, last = records.run, records.sent, records.last
@@ -106,17 +99,20 @@ def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str
     if records.ended:
         return _stopped(run, last) if last is not None else _not_precompiled(records, None)
     precompile, train = jobs.get("precompile"), jobs.get("train")
+    # A record cannot show that a requeued job runs again before its attempt is opened.
     if train is not None and train.state in _RUNNING:
         return "training", ""
     if precompile is not None and precompile.state in _RUNNING:
         return "precompiling", ""
     if train is not None and train.state in _WAITING:
         reason = f"waiting for {train.reason}" if train.reason else ""
+        # A user's or an administrator's hold never ends by itself.
         if train.state == "REQUEUE_HOLD" or "held" in train.reason.lower():
             reason += f"; `scontrol release {train.job_id}` lets it start"
         return "requeued" if last is not None else "queued", reason
     if train is not None and train.state == "CANCELLED" and records.attempts:
         return _cancelled(run)
+    # UNKNOWN has a reason if the query failed, none if Slurm has forgotten the job.
     unreachable = train is not None and train.state == "UNKNOWN" and bool(train.reason)
     forgotten = train is not None and train.state == "UNKNOWN" and not unreachable
     if forgotten and sent.cancelled_at is not None:
@@ -167,7 +163,7 @@ def _not_precompiled(records: RunRecords, job: JobState | None) -> tuple[str, st
 def is_process_alive(sent: Submission) -> bool:
     """Whether the process of a local submission is running on this machine."""
     if sent.pid is None or sent.host != socket.gethostname():
-        return False
+        return False  # a shared file system shows runs of other machines, too
     try:
         # The pid may belong to another program by now.
         command = Path(f"/proc/{sent.pid}/cmdline").read_bytes()
@@ -178,15 +174,10 @@ def is_process_alive(sent: Submission) -> bool:
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """The result of one squeue call.
+    """The result of one squeue call."""
 
-    Attributes:
-        jobs: Jobs in the queue, by id.
-        error: Why Slurm did not answer; empty if it did.
-    """
-
-    jobs: Mapping[str, QueuedJob] = field(default_factory=dict)
-    error: str = ""
+    jobs: Mapping[str, QueuedJob] = field(default_factory=dict)  # jobs in the queue, by id
+    error: str = ""  # why Slurm did not answer; empty if it did
 
 
 def job_ids(sent: Submission | None) -> dict[str, str]:
@@ -214,9 +205,7 @@ def read_job_states(
     """Stage → state of the jobs of a submission.
 
     Args:
-        sent: The submission.
         queue: Result of `query_queue`.
-        client: Slurm.
         brief: Whether one active job is enough: sacct is called once for every job that has left
             the queue, which takes long for a list of runs.
     """

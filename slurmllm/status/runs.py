@@ -35,67 +35,45 @@ ACTIVE = ("queued", "precompiling", "training", "requeued")
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint.
-
-    Attributes:
-        step: Its step.
-        saved_at: Unix time, s.
-        age_s: Seconds since then.
-    """
+    """A complete checkpoint."""
 
     step: int
-    saved_at: float
+    saved_at: float  # Unix time, s
     age_s: float
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The current state of a run.
-
-    Attributes:
-        state: queued, precompiling, training, requeued, done, stopped, cancelled, interrupted,
-            unknown (slurmctld is unreachable) or damaged (a record cannot be read).
-        reason: One line that explains the state; empty if nothing needs to be explained.
-        step: Last trained step, of `steps`.
-        metrics: The last row of metrics, as stored.
-        loss: The loss of that row; None if it is not finite.
-        tokens: Tokens trained so far.
-        seq_per_s: Median of the recent steps.
-        eta_s: Seconds to the last step at the recent pace, with saves and without further
-            restarts; None if the run is not training.
-        finish_at: Unix time of the last step, s.
-        last_checkpoint: The newest complete checkpoint that no roll-back has invalidated.
-        checkpoints: Steps of all checkpoint folders.
-        restarts: Attempts of the train stage after the first.
-        node_hours: Node hours of all attempts of both stages.
-        usd: Their cost by the profile's on-demand price; None without a price.
-        jobs: Stage → its Slurm job; in a list of runs only jobs whose state was needed.
-        attempts: Attempts of the train stage.
-        details: Only of a run that was read by itself.
-    """
+    """The current state of a run."""
 
     name: str
     run_dir: str
     recipe: str = ""
+    # queued, precompiling, training, requeued, done, stopped, cancelled, interrupted, unknown
+    # (slurmctld is unreachable) or damaged (a record cannot be read)
     state: str = "damaged"
-    reason: str = ""
+    reason: str = ""  # one line that explains the state; empty if nothing needs to be explained
     nodes: int = 0
-    step: int = 0
+    step: int = 0  # last trained step, of `steps`
     steps: int = 0
-    metrics: dict[str, Any] = field(default_factory=dict)
-    loss: float | None = None
-    tokens: int | None = None
-    seq_per_s: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)  # the last row of metrics, as stored
+    loss: float | None = None  # the loss of that row; None if it is not finite
+    tokens: int | None = None  # tokens trained so far
+    seq_per_s: float | None = None  # median of the recent steps
+    # seconds to the last step at the recent pace, with saves and without further restarts; None if
+    # the run is not training
     eta_s: float | None = None
-    finish_at: float | None = None
+    finish_at: float | None = None  # Unix time of the last step, s
+    # the newest complete checkpoint that no roll-back has invalidated
     last_checkpoint: SavedCheckpoint | None = None
-    checkpoints: list[int] = field(default_factory=list)
-    restarts: int = 0
-    node_hours: float = 0.0
-    usd: float | None = None
+    checkpoints: list[int] = field(default_factory=list)  # steps of all checkpoint folders
+    restarts: int = 0  # attempts of the train stage after the first
+    node_hours: float = 0.0  # node hours of all attempts of both stages
+    usd: float | None = None  # their cost by the profile's on-demand price; None without a price
+    # stage → its Slurm job; in a list of runs only jobs whose state was needed
     jobs: dict[str, JobState] = field(default_factory=dict)
-    attempts: list[AttemptRecord] = field(default_factory=list)
-    details: Details | None = None
+    attempts: list[AttemptRecord] = field(default_factory=list)  # attempts of the train stage
+    details: Details | None = None  # only of a run that was read by itself
 
     @property
     def active(self) -> bool:
@@ -146,8 +124,9 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
     for run in runs:
         try:
             read.append(read_records(run, read_summary(run.config)))
-        except (SlurmllmError, OSError) as error:
+        except (SlurmllmError, OSError) as error:  # one damaged run must not hide the others
             read.append(_damaged(run, error))
+    # One call of squeue for all: a call per run would load slurmctld.
     wanted = [one.sent for one in read if isinstance(one, RunRecords) and not one.ended]
     queue = query_queue(wanted, client)
     found = []
@@ -204,6 +183,7 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         metrics=row,
         loss=finite_number(row, "loss"),
         tokens=None if tokens is None else int(tokens),
+        # Without a recent pace the last row's own throughput.
         seq_per_s=pace.seq_per_s if pace else finite_number(row, "seq_per_s"),
         eta_s=eta_s,
         finish_at=None if eta_s is None else now + eta_s,
@@ -244,7 +224,6 @@ def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, no
     """Node hours of attempts by their records only: quick, without Slurm's accounting.
 
     Args:
-        run: The run.
         attempts: Attempts of both stages.
         running: Whether the newest one is running.
         now: Unix time, s.
@@ -253,7 +232,7 @@ def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, no
     seconds = []
     for attempt in attempts:
         end = attempt.ended_at
-        if end is None:
+        if end is None:  # it runs, or its supervisor was killed with its node
             end = now if running and attempt is newest else _last_sign_of_life(run, attempt)
         seconds.append(len(attempt.nodes) * max(end - attempt.started_at, 0.0))
     return math.fsum(seconds) / 3600

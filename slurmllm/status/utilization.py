@@ -1,23 +1,182 @@
-"""The utilization of a run's node hours: how many were productive, and what the others were."""
+"""The utilization of a run's node hours: every allocation's time by part, and their sums.
+
+    allocation: start ─ preflight ─ cache ─ start-up ─ first step ─ steps and saves ─ … ─ end
+
+Measured parts are taken from the records; the rest is idle. The parts of an allocation always add
+up to its length.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from slurmllm.records import TIME_PARTS, TimePart
-from slurmllm.status.history import RunHistory
-from slurmllm.status.time_breakdown import HOUR_S, AllocationTime, break_down_time
+from slurmllm.records import TIME_PARTS, AttemptRecord, EndingClass, TimePart
+from slurmllm.status.history import Incarnation, RunHistory, Steps
 
+HOUR_S = 3600.0
+_SLACK_S = 2.0  # sacct reports whole seconds
 _OVERLAP = 0.01  # share of an allocation that is measured twice, above which to warn
 # Summed over runs.
 _AMOUNTS = (
     "node_hours", "wall_hours", "queue_hours", "productive_hours", "training_hours", "attempts",
     "steps", "steps_lost",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AllocationTime:
+    """The time of one allocation, by part."""
+
+    # number of the attempt; None if the allocation ended before the supervisor opened one
+    attempt: int | None
+    stage: str  # stage of the attempt
+    ending: EndingClass | None  # class of the ending; None if the attempt is open
+    nodes: int
+    start: float  # Unix time, s
+    end: float  # Unix time, s
+    parts_s: dict[TimePart, float]  # seconds by part; multiplied by `nodes` they are node seconds
+    steps: int = 0  # steps that the run kept
+    steps_lost: int = 0  # steps that were, or must be, recomputed
+    overlap_s: float = 0.0  # seconds by which the measured parts exceeded the allocation; cut off
+
+
+def break_down_time(history: RunHistory) -> list[AllocationTime]:
+    """Every allocation of a run with its parts, in the order of their starts."""
+    kept = _last_kept_steps(history)
+    # Typical step time: the median without the first step of each attempt, which compiles.
+    later = [steps.seconds[1:] for steps in history.steps.values() if len(steps) > 1]
+    typical_s = float(np.median(np.concatenate(later))) if later else None
+    free = list(history.incarnations)
+    found = []
+    for attempt in sorted(history.attempts, key=lambda a: a.started_at):
+        # The job start in which the attempt was opened: the supervisor's clock is a node's.
+        around = [
+            one
+            for one in free
+            if one.job_id == attempt.job_id
+            and one.start - _SLACK_S <= attempt.started_at <= one.end + _SLACK_S
+        ]
+        own = max(around, key=lambda one: one.start, default=None)
+        if own is not None:
+            free.remove(own)
+        start, end, nodes = _span(attempt, own, history)
+        steps, lost, overlap_s = 0, 0, 0.0
+        if attempt.stage == "precompile":
+            parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {"precompile": end - start}
+        else:
+            made = history.steps.get(attempt.attempt)
+            last_kept = kept.get(attempt.attempt, 0)
+            waited_s = history.waited_s.get(attempt.attempt, attempt.phases_s.get("saving", 0.0))
+            measured = _measured(attempt, start, end, made, last_kept, waited_s, typical_s)
+            parts_s, overlap_s = _fill(measured, end - start)
+            if made is not None:
+                steps = int(np.count_nonzero(made.numbers <= last_kept))
+                lost = len(made) - steps
+        found.append(
+            AllocationTime(
+                attempt.attempt, attempt.stage, attempt.ending, nodes, start, end, parts_s,
+                steps, lost, overlap_s,
+            )
+        )  # fmt: skip
+    for left in free:  # no attempt was opened in these
+        part: TimePart = "precompile" if left.stage == "precompile" else "start_up"
+        parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {part: left.end - left.start}
+        found.append(
+            AllocationTime(None, left.stage, None, left.nodes, left.start, left.end, parts_s)
+        )
+    return sorted(found, key=lambda one: one.start)
+
+
+def _last_kept_steps(history: RunHistory) -> dict[int, int]:
+    """Train attempt → the last of its steps that the run kept.
+
+    That is the last one before the first step of any later attempt, and for an attempt that has
+    ended the last one covered by a checkpoint.
+    """
+    train = {a.attempt: a for a in history.attempts if a.stage == "train"}
+    limit: float = math.inf
+    kept: dict[int, int] = {}
+    for number in sorted(history.steps, reverse=True):
+        steps, attempt = history.steps[number], train.get(number)
+        own = limit
+        if attempt is not None and attempt.ended_at is not None and attempt.ending != "done":
+            own = min(limit, (attempt.checkpoint_after or 0) + 1)
+        kept[number] = int(min(own - 1, int(steps.numbers[-1])))
+        limit = min(limit, int(steps.numbers[0]))
+    return kept
+
+
+def _span(
+    attempt: AttemptRecord, own: Incarnation | None, history: RunHistory
+) -> tuple[float, float, int]:
+    """Start, end and number of nodes of an attempt's allocation, as far as they are known."""
+    start, nodes = attempt.started_at, len(attempt.nodes)
+    ends = [start]
+    if attempt.ended_at is not None:
+        ends.append(attempt.ended_at)
+    elif attempt.attempt in history.steps and attempt.stage == "train":
+        ends.append(float(history.steps[attempt.attempt].ends[-1]))
+    if own is None:
+        return start, max(ends), nodes
+    # The supervisor cannot outlive its allocation; sacct's times are whole seconds.
+    return min(own.start, start), max(own.end, *ends), own.nodes
+
+
+def _measured(
+    attempt: AttemptRecord,
+    start: float,
+    end: float,
+    steps: Steps | None,
+    last_kept: int,
+    waited_s: float,
+    typical_s: float | None,
+) -> dict[TimePart, float]:
+    """The measured parts of a train attempt, s; they may exceed its length."""
+    preflight, cache = (attempt.phases_s.get(name, 0.0) for name in ("preflight", "cache"))
+    parts: dict[TimePart, float] = {"preflight": preflight, "cache": cache}
+    if steps is None:  # it failed within its first step: all unmeasured time is start-up
+        closed = attempt.ended_at if attempt.ended_at is not None else end
+        stopping = attempt.phases_s.get("stopping", 0.0)
+        return parts | {"start_up": max(0.0, closed - start - stopping) - preflight - cache}
+    seconds = steps.seconds.copy()
+    first_s = max(0.0, float(seconds[0]) - typical_s) if typical_s is not None else 0.0
+    seconds[0] -= first_s
+    kept = steps.numbers <= last_kept
+    begun = float(steps.ends[0] - steps.seconds[0])
+    return parts | {
+        "productive": math.fsum(seconds[kept]),
+        "recomputation": math.fsum(seconds[~kept]),
+        "first_step": first_s,
+        "start_up": begun - start - preflight - cache,
+        # The wait for an asynchronous save may in part be within a step's own time.
+        "saving": waited_s,
+    }
+
+
+def _fill(measured: dict[TimePart, float], length_s: float) -> tuple[dict[TimePart, float], float]:
+    """All parts, which add up to an allocation's length, and the excess that was cut off.
+
+    An excess is taken from the waits for saves first, then from all parts in proportion.
+    """
+    parts = dict.fromkeys(TIME_PARTS, 0.0)
+    parts.update({part: max(0.0, seconds) for part, seconds in measured.items()})
+    excess = math.fsum(parts.values()) - length_s
+    if excess <= 0:
+        parts["idle"] = -excess
+        return parts, 0.0
+    from_saving = min(parts["saving"], excess)
+    parts["saving"] -= from_saving
+    if from_saving < excess:
+        total = math.fsum(parts.values())
+        scale = length_s / total if total > 0 else 0.0
+        parts = {part: seconds * scale for part, seconds in parts.items()}
+    return parts, excess - from_saving
 
 
 class Utilization(BaseModel):
@@ -87,12 +246,17 @@ def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = No
         part: math.fsum(one.nodes * one.parts_s[part] for one in found) / HOUR_S
         for part in TIME_PARTS
     }
-    queue_s = math.fsum(_queue_waits(found, history.submissions))
     # Seconds with an allocation: two at once, such as a precompile of a resume, count once.
-    covered, until = [], -math.inf
+    covered, waits, until = [], [], -math.inf
     for one in found:
+        # In the queue since the end of the previous allocation or a later submission: a stopped
+        # run does not wait until somebody resumes it.
+        since = max((s for s in history.submissions if until < s <= one.start), default=until)
+        if since > -math.inf:
+            waits.append(max(0.0, one.start - since))
         covered.append(max(0.0, one.end - max(one.start, until)))
         until = max(until, one.end)
+    queue_s = math.fsum(waits)
     wall_s = math.fsum(covered) + queue_s
     training: tuple[TimePart, ...] = ("productive", "recomputation", "saving")
     return Utilization(
@@ -122,23 +286,6 @@ def sum_utilization(runs: Sequence[Utilization]) -> Utilization:
     prices = {one.usd_per_node_hour for one in runs}
     price = prices.pop() if len(prices) == 1 else None
     return Utilization(**(amounts | counts), parts=parts, usd_per_node_hour=price)
-
-
-def _queue_waits(
-    allocations: Sequence[AllocationTime], submissions: Sequence[float]
-) -> Iterator[float]:
-    """Seconds in the queue before each allocation, which are in the order of their starts.
-
-    Counted from the end of the previous allocation or from a later submission: a stopped run does
-    not wait until somebody resumes it.
-    """
-    before: float | None = None
-    for one in allocations:
-        since = [s for s in submissions if s <= one.start and (before is None or s > before)]
-        begin = max(since, default=before)
-        if begin is not None:
-            yield max(0.0, one.start - begin)
-        before = one.end if before is None else max(before, one.end)
 
 
 def _warnings(found: Sequence[AllocationTime], history: RunHistory) -> Iterator[str]:

@@ -11,8 +11,8 @@ from training_rows import make_row, write_rows
 from slurmllm.config.load import load
 from slurmllm.plan.flops import model_flops
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.scaling import scaling_rows
 from slurmllm.report.sources import make_names_unique, read_run_facts
+from slurmllm.report.throughput import scaling_rows
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.fake import FakeSlurm
 

@@ -23,8 +23,7 @@ from slurmllm.slurm.client import AccountingRow
 from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.status.history import Incarnation, RunHistory, Steps, read_history, read_incarnations
 from slurmllm.status.recoveries import find_recoveries, sum_by_ending
-from slurmllm.status.time_breakdown import break_down_time
-from slurmllm.status.utilization import account_node_hours, sum_utilization
+from slurmllm.status.utilization import account_node_hours, break_down_time, sum_utilization
 
 HOUR_S = 3600.0
 

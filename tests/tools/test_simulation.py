@@ -22,8 +22,7 @@ from slurmllm.errors import RunError
 from slurmllm.plan.loss_assumptions import LLAMA3, META_RSC1, OPT, FailureKind
 from slurmllm.plan.losses import HOUR_S, Durations, SaveCost, best_interval_s
 from slurmllm.status.history import RunHistory
-from slurmllm.status.time_breakdown import break_down_time
-from slurmllm.status.utilization import account_node_hours
+from slurmllm.status.utilization import account_node_hours, break_down_time
 
 QUICK = Durations((125.0,), (15.0,), (10.0,), (120.0,), (60.0,), (5.0,))
 

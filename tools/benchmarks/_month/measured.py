@@ -13,7 +13,7 @@ from slurmllm.plan.losses import Durations, SaveCost
 from slurmllm.records import TimePart
 from slurmllm.status.history import RunHistory
 from slurmllm.status.recoveries import find_recoveries
-from slurmllm.status.time_breakdown import AllocationTime, break_down_time
+from slurmllm.status.utilization import AllocationTime, break_down_time
 
 
 @dataclass(frozen=True)
