@@ -66,9 +66,9 @@ def check(bench: Bench, run: RunDir, course: Course, reference: Figures) -> dict
     parts: dict[str, Callable[[], str]] = {
         "run done": lambda: _done(run, course),
         "every step once": steps,
-        "same figures": losses,
+        "same values": losses,
         "no process left": lambda: _processes(run),
-        "no half file": lambda: _half_files(run),
+        "no partial file": lambda: _partial_files(run),
         "endings named": lambda: _endings(run, course),
     }
     for name, part in parts.items():
@@ -96,7 +96,7 @@ def _processes(run: RunDir) -> str:
     return ""
 
 
-def _half_files(run: RunDir) -> str:
+def _partial_files(run: RunDir) -> str:
     odd = [
         str(path.relative_to(run.path))
         for path in run.path.rglob("*")
