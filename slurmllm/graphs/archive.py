@@ -286,36 +286,33 @@ def install_archive(
             fcntl.flock(lock, fcntl.LOCK_EX)
             if _read_marker(cache) == manifest.archive_sha256:
                 return "present"
-            return _unpack(cache, run, manifest)
+            # The file of an earlier broadcast may be there, or a partial one: only the checksum
+            # decides.
+            source = broadcast_path(cache)
+            origin: Literal["broadcast", "shared"] = "broadcast"
+            if not (source.is_file() and checksum(source) == manifest.archive_sha256):
+                source, origin = run.graphs_archive(manifest.archive), "shared"
+                if not (source.is_file() and checksum(source) == manifest.archive_sha256):
+                    raise NodeError(
+                        f"{source} does not match its manifest; `slurmllm resume {run.name} "
+                        "--precompile always` compiles the graphs again"
+                    )
+            unpacked = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
+            try:
+                with tarfile.open(source) as archive:
+                    archive.extractall(unpacked, filter="data")
+                (unpacked / _MARKER).write_text(manifest.archive_sha256, encoding="utf-8")
+                if cache.exists():
+                    shutil.rmtree(cache)
+                unpacked.replace(cache)
+            finally:
+                shutil.rmtree(unpacked, ignore_errors=True)
+            return origin
     except OSError as error:
         raise NodeError(
             f"cannot unpack the compiled graphs into {cache} on {os.uname().nodename}: "
             f"{error.strerror or error}; free space there or set cluster.node_local"
         ) from error
-
-
-def _unpack(cache: Path, run: RunDir, manifest: GraphManifest) -> Literal["broadcast", "shared"]:
-    # The file of an earlier broadcast may be there, or a partial one: only the checksum decides.
-    source = broadcast_path(cache)
-    origin: Literal["broadcast", "shared"] = "broadcast"
-    if not (source.is_file() and checksum(source) == manifest.archive_sha256):
-        source, origin = run.graphs_archive(manifest.archive), "shared"
-        if not (source.is_file() and checksum(source) == manifest.archive_sha256):
-            raise NodeError(
-                f"{source} does not match its manifest; `slurmllm resume {run.name} --precompile "
-                "always` compiles the graphs again"
-            )
-    unpacked = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
-    try:
-        with tarfile.open(source) as archive:
-            archive.extractall(unpacked, filter="data")
-        (unpacked / _MARKER).write_text(manifest.archive_sha256, encoding="utf-8")
-        if cache.exists():
-            shutil.rmtree(cache)
-        unpacked.replace(cache)
-    finally:
-        shutil.rmtree(unpacked, ignore_errors=True)
-    return origin
 
 
 def _read_marker(cache: Path) -> str | None:

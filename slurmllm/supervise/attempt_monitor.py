@@ -52,11 +52,8 @@ class Observations:
     """What the monitor observed while the launchers ran.
 
     Attributes:
-        failed_first: Whether a failure came before any stop signal: a signal after a failure is
-            Slurm cleaning up.
+        failed_first: A failure came before any stop signal: a later signal is Slurm's clean-up.
         overran_s: Seconds from the stop signal to the forced end of the workers, if it was forced.
-        hang: Found by the watchdog.
-        superseded_by: The newer attempt of another supervisor.
         unwritable: Why the run directory could not be written.
         sign_at: Unix time of the first sign of the end.
     """

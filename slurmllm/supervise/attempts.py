@@ -98,11 +98,7 @@ def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:
 def open_attempt(
     run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation
 ) -> AttemptRecord:
-    """Begin the next attempt on the allocation's nodes and write its record.
-
-    Raises:
-        StorageError: The run directory cannot be written.
-    """
+    """Begin the next attempt and write its record; raises StorageError if that is impossible."""
     steps = run.checkpoint_steps()
     while True:
         number = max((attempt.number for attempt in run.attempts(stage)), default=-1) + 1

@@ -39,9 +39,6 @@ class Evidence:
     """Everything that is known of an attempt that has ended.
 
     Attributes:
-        expected_nodes: Its nodes.
-        nodes: The launchers' records.
-        failures: The workers' failure records.
         slurm_state: State of the job at the end; of a local one see `LocalAllocation.state`.
         step_out_of_memory: Whether Slurm's accounting reports OUT_OF_MEMORY.
         down_nodes: Nodes that Slurm reports as unusable.
@@ -51,7 +48,6 @@ class Evidence:
         hang: Found by the watchdog.
         stacks: Locations of the workers of a hang, one line each.
         log_tails: Rank → last lines of the log, for workers that failed without a record.
-        superseded_by: The newer attempt of another supervisor.
         unwritable: Why the run directory cannot be written.
     """
 
@@ -73,13 +69,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended.
+    """How an attempt ended; `evidence` has the reasons, one line each.
 
-    Attributes:
-        ending: The class.
-        evidence: The reasons, one line each.
-        blamed_nodes: The nodes that caused it.
-        started: Whether launchers were started.
+    `started` is False if it ended before its launchers were started.
     """
 
     ending: EndingClass
@@ -132,12 +124,7 @@ def classify(evidence: Evidence) -> Ending:
     # If the run directory cannot be written, most other records could not be written either.
     if evidence.unwritable is not None:
         return Ending("storage_failure", (evidence.unwritable,))
-    return (
-        _by_exit_code(evidence)
-        or _by_signal(evidence)
-        or _by_silence(evidence, silent)
-        or _by_log(evidence)
-    )
+    return _by_exit_code(evidence) or _by_signal(evidence) or _by_silence(evidence, silent)
 
 
 def reported_all(node: NodeRecord | None) -> bool:
@@ -280,8 +267,8 @@ def _by_line(line: str, meaning: Meaning, who: str, node: str) -> Ending:
     return Ending(ending, (f"{who}: {line.strip()[:400]}",), (node,) if blamed else ())
 
 
-def _by_silence(evidence: Evidence, silent: Sequence[str]) -> Ending | None:
-    """A node that never reported, or workers that only lost their peers."""
+def _by_silence(evidence: Evidence, silent: Sequence[str]) -> Ending:
+    """A node that never reported, or workers that left no cause but in their logs."""
     if silent and evidence.stop_signal is not None:
         text = f"{evidence.stop_signal}: {', '.join(silent)} ended before the workers reported"
         return Ending("advance_signal", (text,))
@@ -295,11 +282,6 @@ def _by_silence(evidence: Evidence, silent: Sequence[str]) -> Ending | None:
         first = min(evidence.failures, key=lambda failure: failure.time)
         text = f"communication: rank {first.rank} on {first.node}: {first.message}"
         return Ending("node_failure", (text,))
-    return None
-
-
-def _by_log(evidence: Evidence) -> Ending:
-    """An exit code without a reason: by the worker's log, as far as a line of it is known."""
     failed = without_record(failed_workers(evidence.nodes), evidence.failures)
     echo: Ending | None = None
     for rank, code, name in failed:

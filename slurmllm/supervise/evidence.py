@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 from slurmllm.errors import SlurmError
+from slurmllm.graphs.archive import faults
 from slurmllm.log import message_of
-from slurmllm.records import AttemptRecord, HangRecord, NodeRecord
+from slurmllm.records import AttemptRecord, GraphManifest, HangRecord, NodeRecord
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempts, first_failure
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
@@ -28,13 +29,17 @@ def gather_evidence(
     allocation: Allocation,
     observed: Observations,
     stop_signal: str | None,
-    uncompiled: Sequence[str],
 ) -> Evidence:
     """Collect the evidence by which an ending is classified.
 
     Raises:
         StorageError: A record cannot be read.
     """
+    uncompiled: tuple[str, ...] = ()
+    if record.stage == "precompile":
+        uncompiled = ("no archive of compiled graphs was written",)
+        if run.graphs_manifest.is_file():
+            uncompiled = faults(GraphManifest.load(run.graphs_manifest), run)
     nodes = attempts.node_records(run, record)
     failures = attempts.failure_records(run, record)
     # The state first: accounting, from which the next lines read, lags behind SIGTERM.

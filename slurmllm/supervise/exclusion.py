@@ -75,11 +75,7 @@ def drain(client: SlurmClient, nodes: Sequence[ExcludedNode]) -> None:
 
 
 def to_avoid(client: SlurmClient, run: RunDir, config: RunConfig, wanted: int) -> list[str]:
-    """The excluded nodes, if a new job of the run can start without them.
-
-    Raises:
-        SlurmError: Slurm does not respond.
-    """
+    """The excluded nodes, if a new job of the run can start without them."""
     names = sorted(node.node for node in excluded(run))
     partition = config.recipe.slurm.partition or config.cluster.partition
     return names if names and enough_others(client, wanted, names, partition) else []
@@ -93,11 +89,8 @@ def usable(state: str) -> bool:
 def enough_others(
     client: SlurmClient, wanted: int, avoid: Sequence[str], partition: str | None
 ) -> bool:
-    """Whether `wanted` usable nodes remain without those to avoid.
-
-    `partition` may be several, separated by commas; None is Slurm's default.
-    """
-    names = partition.split(",") if partition else None
+    """Whether `wanted` usable nodes remain; `partition` None is Slurm's default."""
+    names = partition.split(",") if partition else None  # sbatch takes several
     spare = {
         node.name
         for node in retry_unreachable(client.partition_nodes)

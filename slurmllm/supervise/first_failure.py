@@ -44,7 +44,6 @@ class Culprit:
     """The worker that made an attempt fail, as far as known.
 
     Attributes:
-        record: The attempt's.
         rank: None if unknown.
         node: Empty if unknown.
         how: The facts, one line each.
@@ -170,19 +169,14 @@ def _lost(record: AttemptRecord, nodes: Sequence[str]) -> Culprit:
 
 
 class StackLocation(NamedTuple):
-    """Where a worker's main thread was.
-
-    Attributes:
-        text: Function, file and line.
-        apart: Whether it neither computed nor waited for the others.
-    """
+    """Location of a worker's main thread; `apart` if it neither computed nor waited for others."""
 
     text: str
     apart: bool
 
 
 def read_locations(attempt: AttemptDir) -> dict[int, StackLocation]:
-    """The locations of the workers of an attempt that hung, by rank."""
+    """Rank → location of the workers of an attempt that hung."""
     folder = attempt.stacks(0).parent
     found = {}
     for path in sorted(folder.glob("rank_*.txt")) if folder.is_dir() else []:

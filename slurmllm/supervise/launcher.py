@@ -63,7 +63,16 @@ class Launcher:
             log.error("%s", error)
             failed = True
         # After a failure too: what was compiled need not be compiled again.
-        self._submit_new_graphs()
+        if self.manifest is not None and self.workers.node_record.pids:
+            try:
+                names = merge.submit_new_graphs(
+                    self.cache, self.run, self.attempt.number, self.record.nodes, self.node,
+                    self.manifest,
+                )  # fmt: skip
+                if names:
+                    self.workers.save(new_graphs=names)
+            except (SlurmllmError, OSError) as error:  # changes nothing in the attempt
+                log.warning("new graphs are not kept: %s", error)
         return 1 if failed else 0
 
     def _prepare_cache(self) -> None:
@@ -73,7 +82,14 @@ class Launcher:
             # open the rendezvous, when no worker can have compiled anything.
             if self.workers.node_rank == 0 or not self.workers.local:
                 graph_cache.empty_cache(self.cache)
-                self._install_incomplete()
+                # Begin with the graphs of an earlier attempt; those that failed are retried.
+                with suppress(StorageError, NodeError):
+                    if self.run.graphs_manifest.is_file():
+                        earlier = GraphManifest.load(self.run.graphs_manifest)
+                        same = earlier.versions == self.environment.versions()
+                        same = same and not earlier.complete
+                        if same and earlier.fingerprint == self._fingerprint():
+                            graph_cache.install_archive(self.cache, self.run, earlier)
             if self.workers.node_rank == 0:
                 graph_cache.remove_submitted(self.run, self.record.nodes)
                 # A complete archive here was rejected by the user (`--precompile always`).
@@ -94,16 +110,6 @@ class Launcher:
             return
         origin = graph_cache.install_archive(self.cache, self.run, self.manifest)
         self.workers.save(cache=origin, cache_s=time.monotonic() - started)
-
-    def _install_incomplete(self) -> None:
-        """Begin with the graphs of an earlier precompile attempt; those that failed are retried."""
-        if not self.run.graphs_manifest.is_file():
-            return
-        with suppress(StorageError, NodeError):
-            earlier = GraphManifest.load(self.run.graphs_manifest)
-            same = earlier.versions == self.environment.versions()
-            if same and not earlier.complete and earlier.fingerprint == self._fingerprint():
-                graph_cache.install_archive(self.cache, self.run, earlier)
 
     def _fingerprint(self) -> str | None:
         mesh, measured = load_mesh(self.run.plan), measured_micro_batch(self.run)
@@ -163,7 +169,7 @@ class Launcher:
             ) from error
 
     def _archive_graphs(self, compile_s: float) -> None:
-        """Pack the graphs of all nodes: the others submit theirs through the run directory."""
+        # The other nodes submit their graphs through the run directory.
         others = () if self.workers.local else self.record.nodes[1:]
         found = self.environment.graphs(self.cache)
         compiled = tuple(graph.folder for graph in found if graph.state == "compiled")
@@ -203,20 +209,6 @@ class Launcher:
         if self.workers.stop_requested and self.stopped_at is None:
             self.stopped_at = time.monotonic()
         return self.stopped_at is not None and time.monotonic() > self.stopped_at + STOPPED_GRACE_S
-
-    def _submit_new_graphs(self) -> None:
-        """Submit the graphs compiled in training; a failure changes nothing in the attempt."""
-        if self.manifest is None or not self.workers.node_record.pids:
-            return
-        try:
-            names = merge.submit_new_graphs(
-                self.cache, self.run, self.attempt.number, self.record.nodes, self.node,
-                self.manifest,
-            )  # fmt: skip
-            if names:
-                self.workers.save(new_graphs=names)
-        except (SlurmllmError, OSError) as error:
-            log.warning("new graphs are not kept: %s", error)
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:

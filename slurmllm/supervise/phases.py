@@ -26,8 +26,6 @@ class Timeline:
 
     Attributes:
         phases_s: start_up, first_step, training, saving, stopping, s; empty without a step.
-        first_step: The first step of the attempt.
-        last_step: The last one.
         steps_gained: Steps after its start that a checkpoint of this attempt holds.
         steps_lost: Steps that no checkpoint holds.
     """

@@ -123,13 +123,10 @@ def failing_nodes(
     lost: Collection[str],
     hours: float,
 ) -> dict[str, str]:
-    """The nodes to exclude after an attempt, with the reasons.
+    """Node → reason of the nodes to exclude after an attempt; `earlier` is of both stages.
 
-    Args:
-        earlier: All attempts before it, of both stages.
-        lost: The blamed nodes that stopped responding, failed their checks or have a broken
-            device: one such ending is enough. Other nodes are excluded after two.
-        hours: Age limit of the endings that count.
+    One ending is enough for `lost` nodes: they stopped responding, failed their checks or have a
+    broken device. Other nodes are excluded after two within `hours`.
     """
     found = {}
     for name in closed.blamed_nodes:

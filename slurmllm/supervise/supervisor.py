@@ -28,7 +28,7 @@ from slurmllm.errors import (
     SlurmllmError,
     StorageError,
 )
-from slurmllm.graphs.archive import IncompleteGraphsError, broadcast_path, faults, require_complete
+from slurmllm.graphs.archive import IncompleteGraphsError, broadcast_path, require_complete
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, GraphManifest, JobsRecord
 from slurmllm.rundir import RunDir, Stage
@@ -44,7 +44,7 @@ from slurmllm.supervise.policy import backoff_s, is_transient
 from slurmllm.supervise.preflight import preflight
 
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
-EXIT_FAILED = {
+EXIT_FAILED = {  # by class of ending; 70 for the others
     "bad_configuration": 2, "storage_failure": 4, "divergence": 71, "cancelled": EXIT_NEGATIVE,
     "superseded": EXIT_NEGATIVE,
 }  # fmt: skip
@@ -90,16 +90,14 @@ class Supervisor:
             return error.exit_code
         if ending is None:
             started = time.monotonic()
-            limited = self.allocation.job_id is not None
             observed = AttemptMonitor(
-                self.run, record, self.config, launchers, self.stop, limited
-            ).wait()
+                self.run, record, self.config, launchers, self.stop,
+                job_limited=self.allocation.job_id is not None,
+            ).wait()  # fmt: skip
             phases["workers"] = time.monotonic() - started
             stop_signal = None if observed.failed_first else self.stop.name
             ending = classify(
-                gather_evidence(
-                    self.run, record, self.allocation, observed, stop_signal, self._uncompiled()
-                )
+                gather_evidence(self.run, record, self.allocation, observed, stop_signal)
             )
         return self._act(self._close(record, ending, phases, observed))
 
@@ -174,14 +172,6 @@ class Supervisor:
             shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
             log.info("graph cache: %d new graphs in the archive: %s", len(names), shown)
 
-    def _uncompiled(self) -> tuple[str, ...]:
-        """Why the archive of this precompile attempt is incomplete."""
-        if self.stage == "train":
-            return ()
-        if not self.run.graphs_manifest.is_file():
-            return ("no archive of compiled graphs was written",)
-        return faults(GraphManifest.load(self.run.graphs_manifest), self.run)
-
     def _accounting(self, job_id: str | None) -> list[AccountingRow]:
         if job_id is None or not isinstance(self.allocation, SlurmAllocation):
             return []
@@ -222,9 +212,8 @@ class Supervisor:
             lost = attempts.lost_nodes(self.run, closed)
             before = [node.node for node in excluded(self.run)]
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
-            avoid = nodes_to_avoid(
-                client, len(closed.nodes), lost, before, partition, allocation.job_id
-            )
+            own_job, wanted = allocation.job_id, len(closed.nodes)
+            avoid = nodes_to_avoid(client, wanted, lost, before, partition, own_job)
             if self.stage == "precompile" and avoid:
                 # The train job depends on this one; it may not start on the same nodes either.
                 last = JobsRecord.load(self.run.jobs).submissions[-1]
@@ -234,7 +223,7 @@ class Supervisor:
                     given = [slurm.exclude] if slurm.exclude else []
                     client.exclude(last.train_job, [*given, *kept_out])
             listed = self.run.excluded.is_file()
-            requeue(client, allocation.job_id, avoid, slurm.exclude, listed, closed.backoff_s)
+            requeue(client, own_job, avoid, slurm.exclude, listed, closed.backoff_s)
         except SlurmError as error:
             # The record has the action requeue, but the job may end here.
             log.error("%s; if the job ends here, `slurmllm resume %s`", error, self.run.name)

@@ -78,7 +78,6 @@ class Workers:
 
     @property
     def local(self) -> bool:
-        """Whether the nodes are launchers on this machine."""
         return self.record.job_id is None
 
     def watch_signals(self) -> None:
@@ -235,7 +234,7 @@ class Workers:
         self.node_record = self.node_record.model_copy(update={"stopped_ranks": tuple(running)})
 
     def run_to_end(self) -> bool:
-        """Start the workers, wait for them, record their exits; returns whether one failed."""
+        """Run the workers and record their exits; returns whether one failed."""
         try:
             self.start()
             failed = self.wait()

@@ -59,7 +59,7 @@ def test_figures_that_do_not_repeat_themselves_are_found(tmp_path: Path) -> None
     assert odd == ["step 2 of attempt_001.jsonl differs from an earlier attempt's"]
 
 
-def test_half_files_and_processes_left_are_found(
+def test_partial_files_and_processes_left_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from _chaos import checks
@@ -72,7 +72,7 @@ def test_half_files_and_processes_left_are_found(
     (run.path / "checkpoints" / ".step_00000020.tmp").mkdir()
     run.attempt("train", 0).path.mkdir(parents=True)
     run.attempt("train", 0).record.write_text('{"attempt": 0, "ended_at"')
-    words = checks._half_files(run)
+    words = checks._partial_files(run)
     assert ".step_00000020.tmp" in words
     assert "attempt.json is no JSON" in words
     assert "step_00000010" in words
