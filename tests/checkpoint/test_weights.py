@@ -40,10 +40,11 @@ def write(folder: Path, model: ModelConfig) -> dict[str, Tensor]:
     initialize(decoder, model, seed=2)
     held = {name: p.detach() + 0.1 for name, p in decoder.named_parameters()}
     weight_map = {}
-    for shard in plan_shards([t.nbytes for t in held.values()], 9000, "weights", "weights"):
-        names = [list(held)[index] for index in shard.parts]
-        write_shard(folder / shard.file, {name: held[name] for name in names})
-        weight_map.update(dict.fromkeys(names, shard.file))
+    shards = plan_shards([t.nbytes for t in held.values()], 9000, "weights", "weights")
+    for file, parts in shards.items():
+        names = [list(held)[index] for index in parts]
+        write_shard(folder / file, {name: held[name] for name in names})
+        weight_map.update(dict.fromkeys(names, file))
     write_index(folder / INDEX, weight_map, 0)
     ImportedModel(
         source="", architecture="", model=model.model_dump(), parameters=0, dtypes=()

@@ -101,18 +101,11 @@ class ConversionPlan:
     def nxd(self) -> NxdContent | None:
         if self.layout is None:
             return None
-        return NxdContent(
-            self.layout,
-            self.origin.model,
-            self.weights,
-            self.training,
-            self.optim,
-            self.kept_dtype,
-        )
+        model, dtype = self.origin.model, self.kept_dtype
+        return NxdContent(self.layout, model, self.weights, self.training, self.optim, dtype)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors to write."""
         if nxd := self.nxd:
             return sum(weights + state * nxd.replicas for weights, state in nxd.file_sizes())
         numbers = sum(math.prod(shape) for shape in parameter_shapes(self.origin.model).values())
@@ -151,14 +144,16 @@ def plan_conversion(
     run = _run_of(directory)
     recipe = load(run.config).recipe if run else None
     optim = recipe.optim if recipe else _stored_optim(weights)
+    if precision is None and recipe is not None:
+        precision = recipe.train.precision
+    elif precision is None:  # of no run: concluded from the types of the tensors
+        stored = read_layout(directory)
+        fp32 = weights.tensors["embed.weight"].dtype != torch.bfloat16
+        mixed = stored is not None and stored.dtype != stored.optimizer_dtype
+        precision = "bf16_mixed" if mixed else "fp32" if fp32 else "bf16"
+    default = OptimConfig(lr=_DEFAULT_LR)
     plan = ConversionPlan(
-        origin,
-        weights,
-        training,
-        precision or (recipe.train.precision if recipe else _stored_precision(directory, weights)),
-        None,
-        optim or OptimConfig(lr=_DEFAULT_LR),
-        optim is not None,
+        origin, weights, training, precision, None, optim or default, optim is not None
     )
     if mesh is None:
         return plan
@@ -197,17 +192,11 @@ def _stored_optim(weights: TensorFiles) -> OptimConfig | None:
     if not groups:
         return None
     known = {key: groups[0][key] for key in ("betas", "eps", "weight_decay") if key in groups[0]}
+    # The first group has the matrices, the last one norms and biases.
     all_decay = groups[-1].get("weight_decay") == groups[0].get("weight_decay")
     return OptimConfig(
         lr=groups[0].get("lr") or _DEFAULT_LR, decay_norms_and_biases=all_decay, **known
     )
-
-
-def _stored_precision(directory: Path, weights: TensorFiles) -> Precision:
-    layout = read_layout(directory)
-    if layout is not None and layout.dtype != layout.optimizer_dtype:
-        return "bf16_mixed"
-    return "bf16" if weights.tensors["embed.weight"].dtype == torch.bfloat16 else "fp32"
 
 
 def _shape_faults(
@@ -257,10 +246,6 @@ def run_conversion(
     plan: ConversionPlan, out: Path, on_progress: OnProgress = lambda _: None
 ) -> CheckpointManifest:
     """Writes the checkpoint folder, complete or not at all.
-
-    Args:
-        out: The folder to create.
-        on_progress: Receives the bytes converted so far.
 
     Raises:
         RunError: `out` exists already.
@@ -320,7 +305,7 @@ def _write_native(plan: ConversionPlan, folder: Path, on_progress: OnProgress) -
             return plan.weights.read(keys[1], region).to(dtype)
         assert training is not None
         _, name, kind = keys
-        if kind == "step":
+        if kind == "step":  # fp32, also under pure bf16: bf16 counts exactly only up to 256
             return torch.tensor(training.step(name))
         return training.read_moment(kind, name, region).to(dtype)
 

@@ -29,12 +29,7 @@ METADATA = ".metadata"
 class DcpFiles:
     """One checkpoint folder in DCP's format; see `weights.TrainingFiles`.
 
-    Attributes:
-        tensors: The weights.
-        moments: The optimizer's, by kind and parameter; empty if only weights were saved.
-
-    Raises:
-        StorageError: The folder is damaged or holds no weights; every read raises it too.
+    The constructor and every read raise a StorageError if the folder is damaged.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -256,7 +256,22 @@ class _OfflinePlanner(DefaultSavePlanner):
         self._read, self._on_progress, self._done_bytes = read, on_progress, 0
 
     def create_local_plan(self) -> SavePlan:
-        items = [item for key, value in self.state_dict.items() for item in _pieces(key, value)]
+        items = []
+        for key, tensor in self.state_dict.items():
+            # Groups of rows of at most PIECE_BYTES: memory holds one at a time.
+            rows = tensor.shape[0] if tensor.ndim else 1
+            each = max(1, PIECE_BYTES // (tensor.nbytes // rows or 1))
+            for start in range(0, rows, each):
+                sizes, offsets = list(tensor.shape), [0] * tensor.ndim
+                if tensor.ndim:
+                    sizes[0], offsets[0] = min(each, rows - start), start
+                data = TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+                    properties=TensorProperties.create_from_tensor(tensor),
+                    size=tensor.size(),
+                )
+                index = MetadataIndex(key, torch.Size(offsets))
+                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         self.plan = replace(SavePlan(items), planner_data=self.mappings)
         return self.plan
 
@@ -271,22 +286,3 @@ class _OfflinePlanner(DefaultSavePlanner):
         self._done_bytes += values.nbytes
         self._on_progress(self._done_bytes)
         return values
-
-
-def _pieces(key: str, tensor: Tensor) -> Iterator[WriteItem]:
-    """Splits a tensor into groups of rows of at most PIECE_BYTES."""
-    rows = tensor.shape[0] if tensor.ndim else 1
-    each = max(1, PIECE_BYTES // (tensor.nbytes // rows or 1))
-    for start in range(0, rows, each):
-        sizes, offsets = list(tensor.shape), [0] * tensor.ndim
-        if tensor.ndim:
-            sizes[0], offsets[0] = min(each, rows - start), start
-        yield WriteItem(
-            index=MetadataIndex(key, torch.Size(offsets)),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-                properties=TensorProperties.create_from_tensor(tensor),
-                size=tensor.size(),
-            ),
-        )

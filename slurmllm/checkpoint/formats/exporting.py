@@ -65,14 +65,13 @@ class ExportPlan:
     tokenizer: TokenizerFiles
 
     def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
-        """Returns the type that a tensor is written in."""
+        # A bias that only theirs has takes the embedding's type.
         stored = self.weights.tensors.get(mapping.ours, self.weights.tensors["embed.weight"])
         assert stored.dtype is not None
         return self.dtype or stored.dtype
 
     @property
     def sizes_bytes(self) -> list[int]:
-        """Size of each tensor when written."""
         return [torch.Size(m.shape).numel() * self.dtype_of(m).itemsize for m in self.mappings]
 
     def read(self, mapping: TensorMapping) -> Tensor:
@@ -108,20 +107,10 @@ def plan_export(
     weights = open_weights(origin)
     model = with_their_biases(unpadded(origin.model))
     plan = ExportPlan(origin, model, weights, tensor_mappings(model), dtype, tokenizer)
-    faults = _shape_faults(plan)
-    if faults:
-        lines = "\n".join(f"  {fault}" for fault in faults)
-        raise StorageError(f"{directory} is damaged; restore it:\n{lines}")
-    return plan
-
-
-def _shape_faults(plan: ExportPlan) -> list[str]:
-    """Compares the checkpoint's tensors with its model; returns one line per fault."""
-    faults = []
-    own_names = {mapping.ours for mapping in tensor_mappings(plan.origin.model)}
+    own_names = {mapping.ours for mapping in tensor_mappings(origin.model)}
     for mapping in plan.mappings:
         name, shape = mapping.ours, mapping.shape
-        stored = plan.weights.tensors.get(name)
+        stored = weights.tensors.get(name)
         if stored is None:
             if name in own_names:
                 faults.append(f"{name}: is missing; {list(shape)} was expected")
@@ -131,22 +120,22 @@ def _shape_faults(plan: ExportPlan) -> list[str]:
         fits = stored.shape[1:] == shape[1:] and stored.shape[0] >= shape[0]
         if not (fits if padded else stored.shape == shape):
             faults.append(f"{name}: is {list(stored.shape)}; {list(shape)} was expected")
-    unknown = sorted(name for name in plan.weights.tensors if name not in own_names)
-    return faults + [f"{name}: is no tensor of this model" for name in unknown]
+    unknown = sorted(name for name in weights.tensors if name not in own_names)
+    faults += [f"{name}: is no tensor of this model" for name in unknown]
+    if faults:
+        lines = "\n".join(f"  {fault}" for fault in faults)
+        raise StorageError(f"{directory} is damaged; restore it:\n{lines}")
+    return plan
 
 
 def run_export(
     plan: ExportPlan, out: Path, shard_bytes: int, on_progress: OnProgress = lambda _: None
 ) -> list[str]:
-    """Writes the Hugging Face folder, complete or not at all.
+    """Writes the Hugging Face folder, complete or not at all; returns the names of its files.
 
     Args:
-        out: The folder to create.
         shard_bytes: Largest output file, and about the memory needed.
         on_progress: Receives the bytes of weights converted so far.
-
-    Returns:
-        Names of the files.
 
     Raises:
         RunError: `out` exists already.
@@ -158,7 +147,23 @@ def run_export(
     if imported is not None and end is None:
         bos, eos = imported.bos_token_id, imported.eos_token_id
     with atomic_folder(out) as folder:
-        _write_weights(plan, folder, shard_bytes, on_progress)
+        sizes = plan.sizes_bytes
+        shards = plan_shards(sizes, shard_bytes, "model", WHOLE)
+        weight_map: dict[str, str] = {}
+        done_bytes = 0
+        for file, indices in shards.items():
+            tensors: dict[str, Tensor] = {}
+            for index in indices:
+                mapping = plan.mappings[index]
+                parts = mapping.layout.split(plan.model, plan.read(mapping))
+                for name, part in zip(mapping.theirs, parts, strict=True):
+                    tensors[name] = own_storage(part)
+                done_bytes += sizes[index]
+                on_progress(done_bytes)
+            write_shard(folder / file, tensors)
+            weight_map.update(dict.fromkeys(tensors, file))
+        if len(shards) > 1:
+            write_index(folder / SHARDS, weight_map, sum(sizes))
         write_config(
             plan.model,
             folder / CONFIG,
@@ -175,25 +180,3 @@ def run_export(
         for path in folder.glob("*.json"):
             fsync_file(path)
         return sorted(path.name for path in folder.iterdir())
-
-
-def _write_weights(
-    plan: ExportPlan, folder: Path, shard_bytes: int, on_progress: OnProgress
-) -> None:
-    sizes = plan.sizes_bytes
-    shards = plan_shards(sizes, shard_bytes, "model", WHOLE)
-    weight_map: dict[str, str] = {}
-    done_bytes = 0
-    for shard in shards:
-        tensors: dict[str, Tensor] = {}
-        for index in shard.parts:
-            mapping = plan.mappings[index]
-            parts = mapping.layout.split(plan.model, plan.read(mapping))
-            for name, part in zip(mapping.theirs, parts, strict=True):
-                tensors[name] = own_storage(part)
-            done_bytes += sizes[index]
-            on_progress(done_bytes)
-        write_shard(folder / shard.file, tensors)
-        weight_map.update(dict.fromkeys(tensors, shard.file))
-    if len(shards) > 1:
-        write_index(folder / SHARDS, weight_map, sum(sizes))

@@ -133,14 +133,17 @@ class SourceConfig:
 
 
 def read_config(directory: Path) -> tuple[SourceConfig | None, list[str]]:
-    """Reads the config.json of a Hugging Face model.
-
-    Returns:
-        The configuration, None if there are faults; and one line per fault.
-    """
-    values, fault = _read_json(directory / CONFIG)
-    if fault is not None:
-        return None, [fault]
+    """Returns the config.json of a Hugging Face model, None if it has faults; and these, a line each."""
+    try:
+        values = json.loads((directory / CONFIG).read_bytes())
+    except FileNotFoundError:
+        return None, [f"{CONFIG}: is missing; is this the folder of a Hugging Face model?"]
+    except OSError as error:
+        return None, [f"{CONFIG}: cannot be read: {error.strerror or error}"]
+    except (ValueError, RecursionError) as error:  # untrusted: nested too deeply, not UTF-8
+        return None, [f"{CONFIG}: is not JSON: {error}; fetch it again"]
+    if not isinstance(values, dict):
+        return None, [f"{CONFIG}: holds no mapping of settings; fetch it again"]
     family, faults = _find_family(values)
     if family is None:
         return None, faults
@@ -161,26 +164,13 @@ def read_config(directory: Path) -> tuple[SourceConfig | None, list[str]]:
     bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
     for key, value in (("bos_token_id", bos), ("eos_token_id", eos)):
         several = value if isinstance(value, list) and key == "eos_token_id" else [value]
+        # type() and not isinstance(): True is an int.
         if value is not None and any(type(one) is not int for one in several):
             faults.append(f"{key}: must be the number of a token, not {value!r}")
     if faults or model is None:
         return None, faults
     architecture = (values.get("architectures") or [dialect.causal])[0]
     return SourceConfig(model, architecture, bos, eos), []
-
-
-def _read_json(path: Path) -> tuple[dict[str, Any], str | None]:
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}, f"{path.name}: is missing; is this the folder of a Hugging Face model?"
-    except OSError as error:
-        return {}, f"{path.name}: cannot be read: {error.strerror or error}"
-    except (ValueError, RecursionError) as error:
-        return {}, f"{path.name}: is not JSON: {error}; fetch it again"
-    if not isinstance(values, dict):
-        return {}, f"{path.name}: holds no mapping of settings; fetch it again"
-    return values, None
 
 
 def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
@@ -297,16 +287,12 @@ def write_config(
     bos_token_id: int | None,
     eos_token_id: int | list[int] | None,
 ) -> None:
-    """Writes a config.json.
-
-    Args:
-        model: Its biases must be those that transformers' model has.
-        dtype: Type of the weights by torch's name (`bfloat16`).
-    """
+    """Writes a config.json; `dtype` is the weights' type by torch's name (`bfloat16`)."""
     dialect = DIALECTS[model.family]
     values: dict[str, Any] = {"architectures": [dialect.causal], "model_type": dialect.model_type}
     values.update({key: getattr(model, name) for name, (key, _) in dialect.keys.items()})
     values[dialect.keys["activation"][0]] = _THEIR_ACTIVATIONS[model.activation]
+    # Dropouts are written as 0: some configuration classes default to more.
     if model.family == "neox":
         values.update(rotary_pct=model.rotary_pct, rotary_emb_base=model.rotary_base)
         values.update(attention_dropout=0.0, hidden_dropout=0.0)
@@ -319,7 +305,7 @@ def write_config(
             "rope_theta": model.rotary_base,
             "partial_rotary_factor": model.rotary_pct,
         }
-    if model.family == "gpt3":  # GPT2Config's dropouts default to 0.1
+    if model.family == "gpt3":
         values.update(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     # Written even if None: otherwise transformers takes the ids of its own tokenizers.
     values.update(bos_token_id=bos_token_id, eos_token_id=eos_token_id)

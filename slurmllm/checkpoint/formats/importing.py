@@ -84,11 +84,10 @@ class ImportPlan:
 
     @property
     def read_bytes(self) -> int:
-        """Size of the tensors to read."""
         return sum(stored.num_bytes for one in self.mappings for stored in self.stored(one))
 
     def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
-        """Returns the type that a tensor is written in."""
+        # Tensors that become one may differ in type: the smallest that holds all their values.
         types = [stored.dtype for stored in self.stored(mapping) if stored.dtype is not None]
         return self.dtype or reduce(torch.promote_types, types)
 
@@ -199,7 +198,6 @@ def run_import(
     """Writes the checkpoint folder, complete or not at all.
 
     Args:
-        out: The folder to create.
         shard_bytes: Largest output file, and about the memory needed.
         on_progress: Receives the bytes read so far.
 
@@ -249,17 +247,19 @@ def _write_weights(
     weight_map: dict[str, str] = {}
     described = []
     done_bytes = 0
-    for shard in plan_shards(sizes, shard_bytes, "weights", "weights-00001-of-00001.safetensors"):
+    shards = plan_shards(sizes, shard_bytes, "weights", "weights-00001-of-00001.safetensors")
+    for file, parts in shards.items():
         tensors: dict[str, Tensor] = {}
-        for mapping in (plan.mappings[index] for index in shard.parts):
+        for mapping in (plan.mappings[index] for index in parts):
             theirs = [plan.files.read(plan.names[name]) for name in mapping.theirs]
             ours = mapping.layout.join(plan.config.model, theirs)
             tensors[mapping.ours] = own_storage(ours.to(plan.dtype_of(mapping)))
             done_bytes += sum(stored.num_bytes for stored in plan.stored(mapping))
             on_progress(done_bytes)
-        write_shard(folder / shard.file, tensors)
+        # One file is in memory at a time: `tensors` is replaced in the next round.
+        write_shard(folder / file, tensors)
         # Hashed at once, while the file is in the page cache.
-        described.append(describe(folder, shard.file))
-        weight_map.update(dict.fromkeys(tensors, shard.file))
+        described.append(describe(folder, file))
+        weight_map.update(dict.fromkeys(tensors, file))
     write_index(folder / INDEX, weight_map, sum(sizes))
     return described

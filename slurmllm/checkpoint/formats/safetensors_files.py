@@ -105,13 +105,10 @@ class SafetensorsFiles:
 def open_safetensors(
     directory: Path, names: Sequence[str], weight_map: Mapping[str, str] | None = None
 ) -> tuple[SafetensorsFiles, list[str]]:
-    """Reads the headers of files.
+    """Reads the headers of files; returns their tensors, and one line per fault.
 
     Args:
         weight_map: An index's tensor → file name, which the headers must confirm.
-
-    Returns:
-        The tensors, and one line per fault.
     """
     tensors: dict[str, StoredTensor] = {}
     faults: list[str] = []
@@ -134,14 +131,12 @@ def open_safetensors(
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Returns types and shapes of a file's tensors; StorageError if the file is not complete.
-
-    Git LFS pointers and interrupted copies are the usual faults, hence their own messages.
-    """
+    """Returns types and shapes of a file's tensors; StorageError if the file is not complete."""
+    # Git LFS pointers and interrupted copies are the usual faults, hence their own messages.
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
-            start = stream.read(8)
+            start = stream.read(8)  # the header's length, u64 little-endian
             length = int.from_bytes(start, "little")
             if (start + stream.read(64)).startswith(_LFS_POINTER):
                 raise StorageError(
@@ -184,18 +179,12 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         raise StorageError(f"{path.name} is damaged: {error}; copy it again") from error
 
 
-@dataclass(frozen=True)
-class OutputShard:
-    """A file to write: its name, and the indices of the parts in it."""
-
-    file: str
-    parts: tuple[int, ...]
-
-
 def plan_shards(
     sizes_bytes: Sequence[int], limit_bytes: int, stem: str, whole: str
-) -> list[OutputShard]:
-    """Distributes parts over files in order; a file exceeds the limit only for a single large part.
+) -> dict[str, list[int]]:
+    """Distributes parts over files in order; returns file name → indices of its parts.
+
+    A file exceeds the limit only for a single large part.
 
     Args:
         stem: Files are named `<stem>-00001-of-00003.safetensors`.
@@ -210,11 +199,11 @@ def plan_shards(
         groups[-1].append(index)
         filled += size
     if len(groups) == 1:
-        return [OutputShard(whole, tuple(groups[0]))]
-    return [
-        OutputShard(f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group))
+        return {whole: groups[0]}
+    return {
+        f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": group
         for number, group in enumerate(groups, start=1)
-    ]
+    }
 
 
 def own_storage(tensor: Tensor) -> Tensor:
@@ -225,15 +214,11 @@ def own_storage(tensor: Tensor) -> Tensor:
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes one file durably (fsync); each tensor must be as `own_storage` returns it.
-
-    Raises:
-        OSError: The file system failed the write.
-    """
+    """Writes one file durably (fsync); each tensor must be as `own_storage` returns it."""
     try:
         # transformers refuses a file without this metadata.
         save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:
+    except SafetensorError as error:  # the library wraps the file system's error in a text
         number = _OS_ERROR.search(str(error))
         code = int(number.group(1)) if number else 0
         raise OSError(code, os.strerror(code) if number else str(error), str(path)) from error

@@ -49,15 +49,13 @@ class TokenizerFiles(NamedTuple):
 
 
 def tokenizer_in(folder: Path) -> TokenizerFiles:
-    """Returns the tokenizer files of a folder, without loading them."""
     return TokenizerFiles({name: folder / name for name in FILES if (folder / name).is_file()})
 
 
 def tokenizer_from_file(path: Path) -> TokenizerFiles:
     """Loads a tokenizer.json; its folder's other tokenizer files belong to it.
 
-    Raises:
-        DataError: The file is no tokenizer, or has no token that ends a document.
+    Raises a DataError if it is no tokenizer, or has no token that ends a document.
     """
     encoder = TokenEncoder(path)
     end = encoder.end_of_document
@@ -68,13 +66,7 @@ def tokenizer_from_file(path: Path) -> TokenizerFiles:
 
 
 def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
-    """Finds the tokenizer of a checkpoint: `named`, else the imported one, else its run's.
-
-    Args:
-        named: A tokenizer.json.
-
-    Returns:
-        The files; none if no tokenizer is known.
+    """Finds a checkpoint's tokenizer.json: `named`, else the imported one, else its run's, if any.
 
     Raises:
         DataError: The file is missing or no tokenizer.
@@ -85,10 +77,8 @@ def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
     if (directory / TOKENIZER_FOLDER).is_dir():
         return tokenizer_in(directory / TOKENIZER_FOLDER)
     run = RunDir(directory.absolute().parent.parent)
-    if not is_run(run.path):
-        return TokenizerFiles({})
     # Not validated: the run may be of another version.
-    values, _ = read_yaml(run.config)
+    values = read_yaml(run.config)[0] if is_run(run.path) else {}
     path = (values.get("data") or {}).get("tokenizer")
     if not path:
         return TokenizerFiles({})
@@ -99,16 +89,13 @@ def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
-    """Copies files into a folder durably (fsync).
-
-    Raises:
-        StorageError: A file cannot be read.
-    """
+    """Copies files into a folder durably (fsync); StorageError if one cannot be read."""
     for name, path in files.items():
         try:
             source = path.open("rb")
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        # Errors of the copy are of the target: `atomic_folder` reports them.
         with source, (folder / name).open("wb") as target:
             shutil.copyfileobj(source, target)
             target.flush()

@@ -47,8 +47,7 @@ class TrainingFiles(TensorFiles, Protocol):
 def open_weights(origin: Origin) -> TensorFiles:
     """Opens the weights of a checkpoint folder, under our names and in our layout.
 
-    Raises:
-        StorageError: Files are missing or damaged.
+    Raises a StorageError if files are missing or damaged, as `backend_files` does.
     """
     directory = origin.directory
     if origin.imported is None or is_backend_format(directory):
@@ -60,6 +59,7 @@ def open_weights(origin: Origin) -> TensorFiles:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"cannot read {path}: {error}; import the model again") from error
     files, faults = open_safetensors(directory, names, weight_map)
+    # Imported once without faults: the files were changed or damaged since.
     if faults:
         raise StorageError("\n".join([f"{directory} is damaged:", *(f"  {f}" for f in faults)]))
     return files
@@ -70,11 +70,6 @@ def is_backend_format(directory: Path) -> bool:
 
 
 def backend_files(origin: Origin) -> TrainingFiles:
-    """Opens a folder in a backend's format.
-
-    Raises:
-        StorageError: Files are missing or damaged.
-    """
     layout = read_layout(origin.directory)
     if layout is not None:
         return NxdFiles(origin.directory, origin.model, layout)
@@ -82,12 +77,9 @@ def backend_files(origin: Origin) -> TrainingFiles:
 
 
 def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
-    """Returns a reader of regions of a model's parameters.
+    """Returns a reader of regions of the parameters of an imported or a run's checkpoint.
 
     Every worker reads on its own, without communication. Padding rows of the vocabulary are 0.
-
-    Args:
-        directory: An imported checkpoint, or a run's, of any mesh.
 
     Raises:
         RunError: The folder is no checkpoint, or its model differs.
@@ -106,16 +98,11 @@ def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
 def open_training(directory: Path, config: ModelConfig) -> TrainingFiles:
     """Opens weights and optimizer state for a run to resume from, padded as the run needs.
 
-    Every worker reads on its own, without communication.
-
-    Args:
-        directory: A run's checkpoint, of any backend and mesh.
-        config: The run's model. A folder with shards alone is assumed to be of this model.
-
     Raises:
         RunError: The folder is no checkpoint, or its model differs.
         StorageError: The folder is damaged or has no optimizer state; every read raises it too.
     """
+    # A folder with nothing but shards is assumed to be of the run's model.
     named = any((directory / name).is_file() for name in (TRAIN_STATE, MODEL))
     files = backend_files(
         require_model(directory, config) if named else Origin(directory, config, None)
@@ -180,6 +167,7 @@ def read_padded(
     if name in VOCABULARY:
         rows = min(max(vocabulary_rows - region[0].start, 0), rows)
         region = (slice(region[0].start, region[0].start + rows), *region[1:])
+    # The number of padding rows depends on the mesh that wrote the file, so that they differ.
     if rows == 0 or 0 in size:  # nothing but padding, or more workers than rows
         return torch.zeros(size, dtype=stored.dtype)
     shape = stored.shape
