@@ -133,7 +133,7 @@ class SourceConfig:
 
 
 def read_config(directory: Path) -> tuple[SourceConfig | None, list[str]]:
-    """Returns the config.json of a Hugging Face model, None if it has faults; and these, a line each."""
+    """Returns a model's config.json, None if it has faults, and one line per fault."""
     try:
         values = json.loads((directory / CONFIG).read_bytes())
     except FileNotFoundError:
