@@ -32,35 +32,25 @@ ModelFactory = Callable[[], "nn.Module"]
 
 @dataclass(frozen=True)
 class Worker:
-    """This process among the workers of an attempt, from the launcher's variables (torchrun's).
-
-    Attributes:
-        sharing: Number of workers on this machine, this one included: the node's, with --local
-            those of all nodes.
-    """
+    """This process among the workers of an attempt, from the launcher's variables (torchrun's)."""
 
     rank: int
     world_size: int
     local_rank: int
     node: str
-    sharing: int = 1
+    sharing: int = 1  # workers on this machine: the node's, with --local those of all nodes
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences of one forward pass.
+    """Sequences of one forward pass; all arrays are [micro_batch, seq]."""
 
-    Attributes:
-        tokens: int64 [micro_batch, seq], the input.
-        labels: int64 [micro_batch, seq], the tokens shifted by one; IGNORED for tokens that are no
-            targets.
-        positions: int64 [micro_batch, seq], the position of each token in its document; counted
-            from the start of the sequence in the sequence's first document. Attention stays within
-            documents. None: documents are not separated.
-    """
-
-    tokens: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]  # the input
+    labels: npt.NDArray[
+        np.int64
+    ]  # the tokens shifted by one; IGNORED for those that are no targets
+    # The position of each token in its document, in the first one from the start of the sequence.
+    # Attention stays within documents. None: documents are not separated.
     positions: npt.NDArray[np.int64] | None = None
 
 

@@ -25,20 +25,14 @@ class Variable(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A graph in the cache folder of a compiler.
-
-    Attributes:
-        folder: Path inside the cache; identifies the graph and has its files.
-        state: `missing` if the compiler left neither an artifact nor an error.
-        compiler: Name and version.
-        log: The compiler's log of a failed graph.
-    """
+    """A graph in the cache folder of a compiler."""
 
     name: str
-    folder: str
+    folder: str  # path inside the cache; identifies the graph and has its files
+    # `missing` if the compiler left neither an artifact nor an error.
     state: Literal["compiled", "failed", "missing"]
-    compiler: str
-    log: Path | None = None
+    compiler: str  # name and version
+    log: Path | None = None  # of a failed graph
 
 
 class BackendEnvironment(Protocol):

@@ -51,21 +51,13 @@ _RETURN_STEPS = 5
 
 @dataclass
 class OpenSpike:
-    """A spike that has not returned yet.
+    """A spike that has not returned yet."""
 
-    Attributes:
-        onset: Its first step.
-        batch: Number of that step's global batch in the stream, from 1.
-        norm: Gradient norm of that step.
-        lowest: Lowest smoothed norm before it.
-        quiet_steps: Number of the latest steps in a row with a norm below the limit.
-    """
-
-    onset: int
-    batch: int
-    norm: float
-    lowest: float
-    quiet_steps: int = 0
+    onset: int  # its first step
+    batch: int  # number of that step's global batch in the stream, from 1
+    norm: float  # gradient norm of that step
+    lowest: float  # lowest smoothed norm before it
+    quiet_steps: int = 0  # the latest steps in a row with a norm below the limit
 
 
 class SpikeChange(NamedTuple):
@@ -140,36 +132,23 @@ class SpikeDetector:
 
 
 class Divergence(NamedTuple):
-    """A divergence found by a worker.
-
-    Attributes:
-        setting: The recipe's setting that decides on the action.
-        policy: Its value.
-        onset: First step of the divergence.
-        first: Number of the global batch of that step.
-        last: Number of the global batch of the last step checked.
-    """
+    """A divergence found by a worker."""
 
     reason: str
-    setting: Literal["guard.not_finite", "guard.spike"]
-    policy: Literal["stop", "roll_back"]
-    onset: int
-    first: int
-    last: int
+    setting: Literal["guard.not_finite", "guard.spike"]  # the one that decides on the action
+    policy: Literal["stop", "roll_back"]  # its value
+    onset: int  # first step of the divergence
+    first: int  # number of the global batch of that step
+    last: int  # that of the last step checked
 
 
 class Guard:
     """Checks every step of the train stage; on every worker."""
 
     def __init__(
-        self,
-        run: RunDir,
-        stage: Stage,
-        attempt: int,
-        recipe: Recipe,
-        backend: Backend,
+        self, run: RunDir, stage: Stage, attempt: int, recipe: Recipe, backend: Backend,
         events: EventLog,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._run, self._stage, self._attempt = run, stage, attempt
         self._config, self._backend, self._events = recipe.guard, backend, events
         self._detector = SpikeDetector(recipe.guard, recipe.optim.warmup_steps)
@@ -298,13 +277,10 @@ class Guard:
                 f"`slurmllm resume {run.name} --set guard.max_roll_backs=…`"
             )
         skip = SkippedBatches(
-            first=max(1, found.first - config.skip_batches),
-            last=found.last,
-            roll_back_to=self._newest_before(found.onset),
-            onset=found.onset,
-            attempt=self._attempt,
-            reason=found.reason,
-        )
+            first=max(1, found.first - config.skip_batches), last=found.last,
+            roll_back_to=self._newest_before(found.onset), onset=found.onset,
+            attempt=self._attempt, reason=found.reason,
+        )  # fmt: skip
         SkipsRecord(skips=(*skips, skip)).save(run.skips)
         return (
             f"roll-back {len(skips) + 1} of at most {config.max_roll_backs}: the next attempt "

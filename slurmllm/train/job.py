@@ -40,20 +40,7 @@ PRECOMPILE_STEPS = 3
 
 @dataclass
 class Job:
-    """One worker's part of one attempt of one stage; `open_job` sets backend, stream and guard.
-
-    Attributes:
-        last_step: The step after which the stage is complete.
-        started: Unix time at which the worker started, s.
-        step: Optimizer steps that the weights have had.
-        tokens: Tokens trained on so far.
-        resumed_from: Step of the checkpoint, None if training started from step 0.
-        skipped: Newer checkpoints that were skipped, with the reason.
-        skips: Batches that are skipped after roll-backs.
-        first_step_s: Time of the first step if it ran before the loop (measured micro batches).
-        read_at: time.perf_counter() when the metrics of the last step were read.
-        events: Written by rank 0 alone.
-    """
+    """One worker's part of one attempt of one stage; `open_job` sets backend, stream and guard."""
 
     run: RunDir
     stage: Stage
@@ -62,21 +49,21 @@ class Job:
     mesh: Mesh
     worker: Worker
     stop: StopRequest
-    started: float
-    last_step: int
+    started: float  # Unix time at which the worker started, s
+    last_step: int  # the stage is complete after it
     backend: Backend = field(init=False)
     stream: PackedStream = field(init=False)
     guard: Guard = field(init=False)
-    step: int = 0
-    tokens: int = 0
-    resumed_from: int | None = None
-    skipped: tuple[str, ...] = ()
-    skips: tuple[SkippedBatches, ...] = ()
-    first_step_s: float | None = None
-    read_at: float = 0.0
+    step: int = 0  # optimizer steps that the weights have had
+    tokens: int = 0  # trained on so far
+    resumed_from: int | None = None  # step of the checkpoint; None if training started from step 0
+    skipped: tuple[str, ...] = ()  # newer checkpoints that were skipped, with the reason
+    skips: tuple[SkippedBatches, ...] = ()  # batches that are skipped after roll-backs
+    first_step_s: float | None = None  # if it ran before the loop (measured micro batches)
+    read_at: float = 0.0  # time.perf_counter() when the metrics of the last step were read
     phases: PhaseWriter = field(init=False)
     saves: SaveSchedule = field(init=False)
-    events: EventLog = field(init=False)
+    events: EventLog = field(init=False)  # written by rank 0 only
 
     def __post_init__(self) -> None:
         self.phases = PhaseWriter.from_environment()

@@ -55,24 +55,16 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
 
 
 class Step(NamedTuple):
-    """A step that has been run, or is still running on the device.
-
-    Attributes:
-        batch: Number of the global batch in the stream, from 1.
-        started: time.perf_counter() at its start.
-        tokens: Trained on so far, this step included.
-        data_wait_s: Time until this worker had its sequences.
-        forward_backward_s: From there to the loss. It and `optimizer_s` are None if the backend's
-            calls return before the work is done: host timers cannot separate the two then.
-        optimizer_s: From the loss to the norms of gradient and weights.
-    """
+    """A step that has been run, or is still running on the device."""
 
     number: int
-    batch: int
-    started: float
+    batch: int  # number of the global batch in the stream, from 1
+    started: float  # time.perf_counter()
     lr: float
-    tokens: int
-    data_wait_s: float
+    tokens: int  # trained on so far, this step included
+    data_wait_s: float  # until this worker had its sequences
+    # From there to the loss, and from the loss to the norms of gradient and weights. None if the
+    # backend's calls return before the work is done: host timers cannot separate the two then.
     forward_backward_s: float | None
     optimizer_s: float | None
     loss: SupportsFloat

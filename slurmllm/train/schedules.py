@@ -75,17 +75,11 @@ class NextSave(NamedTuple):
 
 
 class EarlierAttempts(NamedTuple):
-    """What earlier attempts of a run measured.
+    """What earlier attempts of a run measured."""
 
-    Attributes:
-        failures: Number of attempts that failed in a way that loses steps.
-        node_s: Their durations times their nodes, in seconds.
-        costs_s: Costs of their last saves.
-    """
-
-    failures: int = 0
-    node_s: float = 0.0
-    costs_s: tuple[float, ...] = ()
+    failures: int = 0  # attempts that failed in a way that loses steps
+    node_s: float = 0.0  # durations of all attempts times their nodes, s
+    costs_s: tuple[float, ...] = ()  # of their last saves
 
 
 def read_earlier_attempts(run: RunDir, attempt: int) -> EarlierAttempts:

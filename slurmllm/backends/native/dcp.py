@@ -161,15 +161,9 @@ class DcpSave(ShardWrite):
     """One save of a worker's shards; made by `DcpSaver.begin`."""
 
     def __init__(
-        self,
-        planner: _SavePlanner,
-        plan: SavePlan,
-        writer: DcpWriter,
-        workers: _DistWrapper,
-        metadata: Metadata | None,
-        worker: Worker,
-        device: torch.device,
-    ) -> None:
+        self, planner: _SavePlanner, plan: SavePlan, writer: DcpWriter, workers: _DistWrapper,
+        metadata: Metadata | None, worker: Worker, device: torch.device,
+    ) -> None:  # fmt: skip
         self._planner, self._plan, self._writer = planner, plan, writer
         self._workers, self._metadata, self._worker = workers, metadata, worker
         self._device = device
@@ -292,21 +286,14 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 def load(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    directory: Path,
-    worker: Worker,
-    group: dist.ProcessGroup,
-    config: ModelConfig | None = None,
-) -> None:
+    model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, worker: Worker,
+    group: dist.ProcessGroup, config: ModelConfig | None = None,
+) -> None:  # fmt: skip
     """Load a checkpoint of any number of workers, by DCP or by NxD (collective).
 
     The random state is restored if the number of workers is the same; else it stays as seeded at
-    the start.
-
-    Args:
-        group: All workers, over the host's network.
-        config: Of the whole model; None to read it from `train_state.json`.
+    the start. The group is all workers, over the host's network; without `config`, the model's is
+    read from `train_state.json`.
 
     Raises:
         StorageError: On all workers if one of them cannot read its shards.

@@ -114,12 +114,10 @@ class ParallelOutput(Output):
         self.mesh, self.stream = mesh, stream
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-        """Return this worker's logits [batch, seq, its shard], or the mean loss.
+        """Local x [batch, seq or a shard of it, hidden] → logits [batch, seq, own shard], or loss.
 
-        Args:
-            x: Local, [batch, seq or a shard of it, hidden].
-            weight: DTensor [padded vocabulary, hidden], sharded by rows.
-            labels: [batch, seq], equal on all workers.
+        The weight is a DTensor [padded vocabulary, hidden], sharded by rows; labels [batch, seq]
+        are equal on all workers.
         """
         assert isinstance(weight, DTensor)
         whole = DTensor.from_local(x, self.mesh, [self.stream], run_check=False)
@@ -184,18 +182,15 @@ class Pipeline:
         numbers = range(group.get_local_rank(), mesh.chunks, mesh.pipeline)
         tokens = torch.empty(mesh.micro_batch, seq_len, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=torch.float32, device="meta")
-        stages: list[Any] = [
-            PipelineStage(
-                chunk,
-                number,
-                mesh.chunks,
-                device,
+        stages: list[Any] = []
+        for number, chunk in zip(numbers, chunks, strict=True):
+            stage = PipelineStage(
+                chunk, number, mesh.chunks, device,
                 input_args=tokens if chunk.first else hidden,
                 output_args=loss if chunk.last else hidden,
                 group=group.get_group(),
-            )
-            for number, chunk in zip(numbers, chunks, strict=True)
-        ]
+            )  # fmt: skip
+            stages.append(stage)
         self.first, self.last = chunks[0].first, chunks[-1].last
         self._weight = 1.0
         count = mesh.accumulation

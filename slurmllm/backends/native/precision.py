@@ -149,19 +149,10 @@ class StochasticAdamW(torch.optim.Optimizer):
 def _coefficients(group: Mapping[str, Any], step: int, device: torch.device) -> Tensor:
     """Return the factors of `update_`, fp32 [7]; a tensor, or each step would compile again."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    return torch.tensor(
-        [
-            1 - lr * group["weight_decay"],
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            lr / (1 - beta1**step),
-            (1 - beta2**step) ** -0.5,
-            group["eps"],
-        ],
-        dtype=torch.float32,
-        device=device,
-    )
+    size, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+    keep = 1 - lr * group["weight_decay"]
+    values = [keep, 1 - beta1, beta2, 1 - beta2, size, root, group["eps"]]
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def update_(
@@ -179,7 +170,6 @@ def update_(
         weight: bf16 [rows, columns], as gradient, exp_avg and exp_avg_sq.
         keys: int32 [rows, 1], hashed with the column to the random bits.
         columns: int32 [columns], the columns' numbers in the whole parameter.
-        coefficients: See `_coefficients`.
     """
     keep, one_minus_beta1, beta2, one_minus_beta2, size, root, eps = coefficients.unbind()
     bits = scramble(keys ^ columns)
@@ -204,14 +194,10 @@ def _update_in_slices(*tensors: Tensor) -> None:
 
 
 def round_to_bf16(x: Tensor, random: Tensor) -> Tensor:
-    """Round to one of the two neighbours in bf16, on average x; returned as fp32.
+    """Round fp32 to one of the two neighbours in bf16, on average x; returned as fp32.
 
-    bf16 is the upper half of fp32. Adding 16 random bits to the lower half carries into the upper
-    half with the right probability; values exact in bf16 never change.
-
-    Args:
-        x: fp32.
-        random: int32, uniform in [0, 2¹⁶).
+    bf16 is the upper half of fp32. Adding 16 random bits (int32, uniform in [0, 2¹⁶)) to the lower
+    half carries into the upper half with the right probability; values exact in bf16 never change.
     """
     return ((x.view(torch.int32) + random) & -0x10000).view(torch.float32)
 

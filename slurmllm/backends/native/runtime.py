@@ -82,16 +82,11 @@ class NativeBackend(Backend):
             torch.cuda.set_device(self.device)
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo",
-            rank=worker.rank,
-            world_size=worker.world_size,
-            timeout=COLLECTIVE_TIMEOUT,
+            rank=worker.rank, world_size=worker.world_size, timeout=COLLECTIVE_TIMEOUT,
             device_id=self.device if kind == "cuda" else None,
-        )
-        self.device_mesh = init_device_mesh(
-            kind,
-            (mesh.pipeline, mesh.data, mesh.tensor),
-            mesh_dim_names=("pipeline", "data", "tensor"),
-        )
+        )  # fmt: skip
+        degrees, names = (mesh.pipeline, mesh.data, mesh.tensor), ("pipeline", "data", "tensor")
+        self.device_mesh = init_device_mesh(kind, degrees, mesh_dim_names=names)
         self.control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         if self.config.recipe.model.tied_embeddings and mesh.pipeline > 1:
             pairs = [[ranks[0], ranks[-1]] for ranks in pipelines(mesh)]
@@ -135,14 +130,12 @@ class NativeBackend(Backend):
     def _make_pipeline(self) -> Pipeline:
         recipe, mesh = self.config.recipe, self.mesh
         length = recipe.model.seq_len
+        share = length // mesh.tensor if recipe.parallel.sequence else length
         hidden = torch.empty(
-            mesh.micro_batch,
-            length // mesh.tensor if recipe.parallel.sequence else length,
-            recipe.model.hidden_size,
-            dtype=precision.compute_dtype(recipe.train.precision),
-            device="meta",
+            mesh.micro_batch, share, recipe.model.hidden_size,
+            dtype=precision.compute_dtype(recipe.train.precision), device="meta",
             requires_grad=True,  # or no gradient is sent back
-        )
+        )  # fmt: skip
         group = self.device_mesh["pipeline"]
         return Pipeline(self.chunks, mesh, group, self.device, hidden, length)
 

@@ -164,7 +164,6 @@ _NOT_IN_GRAPHS = (
 
 
 def graphs(cache: Path) -> list[Graph]:
-    """Return the graphs in a cache folder, each with its state."""
     found = []
     for entry in sorted((cache / FOLDER).glob("neuronxcc-*/MODULE_*")):
         if not entry.is_dir():
@@ -234,15 +233,10 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
 
 
 class Instance(NamedTuple):
-    """An EC2 instance type.
+    """An EC2 instance type."""
 
-    Attributes:
-        cores: NeuronCores; each takes one worker.
-        efa_devices: Network devices for collectives between nodes.
-    """
-
-    cores: int
-    efa_devices: int
+    cores: int  # NeuronCores; each takes one worker
+    efa_devices: int  # network devices for collectives between nodes
 
 
 # Neuron's "How to prepare trn1.32xlarge for multi-node execution" and its trn1 architecture page.

@@ -31,13 +31,9 @@ from slurmllm.plan.parameters import kv_copies
 
 
 class Layers:
-    """Makes NxD's layers for one worker.
+    """Makes NxD's layers for one worker, with weights and activations of type `dtype`.
 
-    Args:
-        config: Of the whole model.
-        tensor: Tensor-parallel degree.
-        dtype: Of weights and activations.
-        sequence: Whether activations between the matrices are sharded by sequence.
+    `tensor` is the degree; with `sequence`, activations between matrices are sharded by sequence.
     """
 
     def __init__(
@@ -56,22 +52,16 @@ class Layers:
     def column(self, linear: nn.Linear, rows: int | None = None) -> nn.Module:
         """Make a layer sharded by output features; `rows` of all workers with replicated heads."""
         made: nn.Module = ColumnParallelLinear(
-            linear.in_features,
-            rows or linear.out_features,
-            bias=linear.bias is not None,
-            gather_output=False,
-            **self._options,
-        )
+            linear.in_features, rows or linear.out_features, bias=linear.bias is not None,
+            gather_output=False, **self._options,
+        )  # fmt: skip
         return made
 
     def row(self, linear: nn.Linear) -> nn.Module:
         made: nn.Module = RowParallelLinear(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            input_is_parallel=True,
-            **self._options,
-        )
+            linear.in_features, linear.out_features, bias=linear.bias is not None,
+            input_is_parallel=True, **self._options,
+        )  # fmt: skip
         return made
 
     def vocabulary(self, embedding: nn.Embedding, kind: type[VocabularyEmbedding]) -> nn.Module:
@@ -140,12 +130,10 @@ class CoreAttention(CausalCore):
     ) -> Tensor:
         """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim].
 
-        k and v may have fewer heads. The softmax is computed in fp32.
-
-        Args:
-            rotary: [2, at least seq, head_dim / 2]. Rotates by positions in the sequence:
-                attention depends only on differences of positions, and no rows are gathered.
-            positions: [batch, seq], as the decoder's; attention stays within documents.
+        k and v may have fewer heads. The softmax is computed in fp32. `rotary`, [2, at least seq,
+        head_dim / 2], rotates by positions in the sequence: attention depends only on differences
+        of positions, and no rows are gathered. With `positions`, [batch, seq], as the decoder's,
+        attention stays within documents.
         """
         if self.turning:
             rotary = rotary[:, : q.shape[1]]
@@ -202,27 +190,19 @@ class ParallelBlock(Block):
 
 
 class ParallelLoss(nn.Module):
-    """The mean cross entropy over logits of which each worker has a shard of the entries.
-
-    Args:
-        padded: Rows of the head, padding included.
-
-    Attributes:
-        weight: [1], on the device, factor of the loss; data, so that all steps have one graph.
-    """
+    """The mean cross entropy over logits of which each worker has a shard of the entries."""
 
     def __init__(self, vocab_size: int, padded: int) -> None:
         super().__init__()
-        self.vocab_size, self.padded = vocab_size, padded
+        self.vocab_size, self.padded = vocab_size, padded  # `padded` rows of the head
+        # Factor of the loss, [1], on the device; data, so that all steps have one graph.
         self.weight: Tensor | None = None
         self._padding: Tensor | None = None
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Nats, fp32: the mean over all labels, IGNORED ones counting as 0, times the weight.
+        """Logits [batch, seq, this worker's entries] and labels [batch, seq] → nats, fp32.
 
-        Args:
-            logits: [batch, seq, this worker's entries].
-            labels: [batch, seq], of the whole vocabulary.
+        The mean over all labels, IGNORED ones counting as 0, times the weight.
         """
         # A copy: NxD's function overwrites its input.
         logits = logits.to(torch.float32, copy=True)

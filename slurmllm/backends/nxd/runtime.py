@@ -120,11 +120,9 @@ class NxdBackend(Backend):
         recipe, mesh = self.config.recipe, self.mesh
         self._shards = ParameterShards(recipe.model, mesh.tensor)
         self._initialize = self._shards.initializer(recipe.train.seed)
+        weight_dtype = getattr(torch, dtype(recipe.train.precision))
         layers = parallel_model.Layers(
-            recipe.model,
-            mesh.tensor,
-            getattr(torch, dtype(recipe.train.precision)),
-            sequence=recipe.parallel.sequence,
+            recipe.model, mesh.tensor, weight_dtype, sequence=recipe.parallel.sequence
         )
 
         def model_fn() -> nn.Module:
@@ -309,15 +307,11 @@ class NxdBackend(Backend):
         mesh, precision = self.mesh, self.config.recipe.train.precision
         stages = self.gather(tuple(self.parameters))[:: mesh.tensor * mesh.data]
         return NxdLayout(
-            tensor=mesh.tensor,
-            pipeline=mesh.pipeline,
-            data=mesh.data,
-            virtual_pipeline=mesh.virtual_pipeline,
-            zero=self._sharded,
-            optimizer_dtype=optimizer_dtype(precision),
-            dtype=dtype(precision),
+            tensor=mesh.tensor, pipeline=mesh.pipeline, data=mesh.data,
+            virtual_pipeline=mesh.virtual_pipeline, zero=self._sharded,
+            optimizer_dtype=optimizer_dtype(precision), dtype=dtype(precision),
             names=tuple(stages),
-        )
+        )  # fmt: skip
 
     def load_shards(self, directory: Path) -> None:
         """Load a checkpoint of this or another mesh or backend (collective)."""

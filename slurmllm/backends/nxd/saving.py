@@ -37,20 +37,13 @@ from slurmllm.rundir import fsync_dir
 class NxdSaving(ShardWrite):
     """A checkpoint that NxD writes into an existing folder.
 
-    Args:
-        rank: Of this worker in the pipeline, among the replicas, in the tensor-parallel group.
-        model: NxD's.
-        optimizer: NxD's.
+    `rank` is this worker's in the pipeline, among the replicas, in the tensor-parallel group.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        layout: NxdLayout,
-        rank: tuple[int, int, int],
-        model: Any,
+        self, directory: Path, layout: NxdLayout, rank: tuple[int, int, int], model: Any,
         optimizer: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._directory, self._layout, self._rank = directory, layout, rank
         self._first = dist.get_rank() == 0
         # In a thread even if training waits, so that a failed write can be reported.

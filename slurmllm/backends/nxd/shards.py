@@ -28,26 +28,15 @@ _WRAPPED = "_checkpoint_wrapped_module."
 
 
 class CopyCounts(NamedTuple):
-    """The number of copies of a parameter's rows on the workers of a data-parallel replica.
+    """The number of copies of a parameter's rows on the workers of a data-parallel replica."""
 
-    Attributes:
-        copies: Of every row, or of the first `rows`.
-        rows: Number of rows with `copies` copies; None for all.
-        later: Copies of the rows after them.
-    """
-
-    copies: int
-    rows: int | None = None
-    later: int = 1
+    copies: int  # of every row, or of the first `rows`
+    rows: int | None = None  # number of rows with `copies` copies; None for all
+    later: int = 1  # copies of the rows after them
 
 
 class ParameterShards:
-    """Maps this worker's parameters to the whole model.
-
-    Args:
-        config: Of the whole model.
-        tensor: Tensor-parallel degree.
-    """
+    """Maps this worker's parameters to those of the whole model; `tensor` is the degree."""
 
     def __init__(self, config: ModelConfig, tensor: int) -> None:
         self.config, self.tensor = config, tensor
@@ -111,10 +100,8 @@ class ParameterShards:
     def set_attributes(self, parameters: dict[str, nn.Parameter], *, sequence: bool) -> None:
         """Set the attributes by which NxD distinguishes parameters; NxD itself loses some.
 
-        Args:
-            parameters: By name in the whole model.
-            sequence: With sequence parallelism, gradients of whole parameters are partial sums,
-                which NxD's optimizer reduces.
+        With sequence parallelism, gradients of whole parameters are partial sums, which NxD's
+        optimizer reduces.
         """
         for name, parameter in parameters.items():
             dim = self.share(name).dim
@@ -146,12 +133,9 @@ class ParameterShards:
 class Norm:
     """The 2-norm over a model's parameters, or over their gradients.
 
-    Its graph is the same on all workers: differences between them are data.
-
-    Args:
-        counts: Of each parameter, in the optimizer's order.
-        rows: Number of rows of each parameter on this worker.
-        sharded: Whether the optimizer has a shard of each parameter (ZeRO-1).
+    Its graph is the same on all workers: differences between them are data. `counts` and `rows`,
+    the number of rows on this worker, are of each parameter, in the optimizer's order; with
+    `sharded`, the optimizer has a shard of each of them (ZeRO-1).
     """
 
     def __init__(
@@ -218,10 +202,8 @@ def sum_replicated_kv(gradients: Sequence[tuple[Tensor, int]]) -> None:
     """Sum the gradients of keys and values over the workers with copies of the same head.
 
     Each worker has the gradients of its own queries only; afterwards all have the sum, and the
-    copies stay equal. One message for all layers.
-
-    Args:
-        gradients: Of fused matrices and biases, with the first row of the key.
+    copies stay equal. One message for all layers: fused matrices and biases, each with the first
+    row of the key.
     """
     parts = [gradient[row:] for gradient, row in gradients]  # views: `copy_` below changes them
     if not parts:

@@ -8,21 +8,13 @@ from slurmllm.records import MetricsRow
 
 
 class StepEnd(NamedTuple):
-    """The end of one step.
-
-    Attributes:
-        row: Metrics of the step.
-        last: Whether the stage is complete with this step.
-        saving: Whether a checkpoint is saved after this step.
-        leaving: Whether training ends with this step, complete or stopped.
-        batch: Number of the step's global batch in the stream, from 1.
-    """
+    """The end of one step."""
 
     row: MetricsRow
-    last: bool
-    saving: bool
-    leaving: bool
-    batch: int = 0
+    last: bool  # the stage is complete with this step
+    saving: bool  # a checkpoint is saved after this step
+    leaving: bool  # training ends with this step, complete or stopped
+    batch: int = 0  # number of the step's global batch in the stream, from 1
 
 
 class Hook:

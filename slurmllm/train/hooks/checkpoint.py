@@ -59,8 +59,17 @@ class CheckpointHook(Hook):
                 finished = True
         if end.leaving:
             self._finish_copy(end)
-        elif finished or job.step == job.first_step + MEASURED_STEPS:
-            self._schedule_next()
+        elif (
+            (finished or job.step == job.first_step + MEASURED_STEPS)
+            and job.saves.auto
+            and self._save is None
+        ):
+            # Chosen by rank 0, which has the measurements; all workers save after the same step.
+            chosen = self._interval.choose(job.step) if self._interval is not None else None
+            chosen = job.backend.gather(chosen)[0]
+            job.saves.next = chosen.step
+            log.info(chosen.message)
+            job.events.add("interval", job.step, message=chosen.message, values=chosen.values)
 
     def close(self) -> None:
         """Wait for the removal of expired checkpoints."""
@@ -89,17 +98,6 @@ class CheckpointHook(Hook):
             )  # fmt: skip
         if self._copier is not None:
             self._copier.copy(save.step)
-
-    def _schedule_next(self) -> None:
-        """Under `checkpoint.every_steps: auto`, choose the step of the next save (collective)."""
-        job = self._job
-        if not job.saves.auto or self._save is not None:
-            return
-        chosen = self._interval.choose(job.step) if self._interval is not None else None
-        chosen = job.backend.gather(chosen)[0]
-        job.saves.next = chosen.step
-        log.info(chosen.message)
-        job.events.add("interval", job.step, message=chosen.message, values=chosen.values)
 
     def _enough_time(self) -> bool:
         """Return whether a save at a stop can finish before the time limit (collective)."""

@@ -127,12 +127,9 @@ class MemoryHook(Hook):
                 self._measured_from = step
             return
         enough = end.saving or step == self._measured_from + _MEMORY_STEPS
-        if end.leaving or (enough and not self._recorded):
-            self._record(step)
-            self._recorded = True
-
-    def _record(self, step: int) -> None:
-        """Record the largest peak and the smallest limit of all workers (collective)."""
+        if not end.leaving and (self._recorded or not enough):
+            return
+        saves, self._recorded = ", saves included" if self._recorded else "", True
         answers = dict(enumerate(self._job.backend.gather(self._read())))
         known = {rank: memory for rank, memory in answers.items() if memory is not None}
         if not known:
@@ -140,7 +137,6 @@ class MemoryHook(Hook):
         rank = max(known, key=lambda one: known[one].peak_bytes)
         peak = known[rank].peak_bytes
         limit = min(memory.limit_bytes for memory in known.values())
-        saves = ", saves included" if self._recorded else ""
         self._job.events.add(
             "memory",
             step,
