@@ -1,4 +1,4 @@
-"""The analysis of a run's spikes: the keys of `slurmllm spikes --json`.
+"""The analysis of a run's spikes: the keys of `slurmllm spikes --json`, trends, and the verdict.
 
 A step is one that was logged: of a log with every tenth step, windows and durations count those.
 """
@@ -19,6 +19,12 @@ from slurmllm.records import Record
 # rising: the running mean stays above its lowest value; not_finite: NaN or infinite.
 State = Literal["too_short", "calm", "passing", "lasting", "rising", "not_finite"]
 Direction = Literal["rising", "falling", "neither"]
+
+_NOISE_ERRORS = 10.0  # standard errors of a running mean that noise does not reach
+# Blocks of the last half of a run, for the slope and the direction of the parameter norm
+_BLOCKS, _DIRECTION_BLOCKS = 200, 20
+_MAX_CELLS = 2_000_000  # of a table of windows, to bound the memory
+_SIGMA_OF_MEDIAN = 1.4826  # median of |x| of a normal x → its standard deviation
 
 
 class Spike(Record):
@@ -55,7 +61,7 @@ class Growth(Record):
     """How far the running mean of the loss rose above its lowest value so far."""
 
     largest: float = Field(description="running mean - its lowest value before")
-    step: int = Field(description="where that was")
+    step: int = Field(description="step of that")
     lowest: float = Field(description="the lowest value before that step")
     lowest_step: int
     at_end: float = Field(description="at the curve's last finite step")
@@ -143,10 +149,6 @@ class SpikeAnalysis(Record):
         return sorted(self.spikes, key=lambda spike: (-spike.height, spike.step))[:limit]
 
 
-_NOISE_ERRORS = 10.0  # standard errors of a running mean that noise does not reach
-_BLOCKS, _DIRECTION_BLOCKS = 200, 20
-
-
 def growth_of(steps: Ints, losses: Floats, window: int, threshold: float) -> Growth | None:
     """Measure how far the running mean rose above its lowest value; None without a finite loss."""
     means = window_means(losses, window)
@@ -179,18 +181,11 @@ def noise_of(values: Floats) -> float:
     jumps = jumps[np.isfinite(jumps)]
     if not jumps.size:
         return 0.0
-    return 1.4826 * float(np.median(np.abs(jumps - np.median(jumps)))) / math.sqrt(2)
+    return _SIGMA_OF_MEDIAN * float(np.median(np.abs(jumps - np.median(jumps)))) / math.sqrt(2)
 
 
 def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int) -> GradNorm | None:
-    """Describe the gradient norm; None if it was not logged.
-
-    Args:
-        steps: [n]
-        grads: NaN if unknown. [n]
-        ratios: Of the spikes. [spikes]
-        window: Of the running mean.
-    """
+    """Describe the gradient norm (NaN if unknown [n]) and its ratios at spikes [spikes]."""
     if grads is None:
         return None
     known = ratios[np.isfinite(ratios)]
@@ -217,35 +212,28 @@ def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
         return None
     there = np.isfinite(norms)
     steps, norms = steps[there], norms[there]
-    half = len(norms) // 2
     first, last = float(norms[0]), float(norms[-1])
+    half = len(norms) // 2
+    steps, norms = steps[half:], norms[half:]
+    slope: float | None = None
+    direction: Direction | None = None
+    if len(norms) > 1:
+        # The slope after Theil and Sen, which single outliers do not change
+        at = _block_medians(steps.astype(np.float64), _BLOCKS)
+        medians = _block_medians(norms, _BLOCKS)
+        i, j = np.triu_indices(len(at), 1)
+        slope = 1000.0 * float(np.median((medians[j] - medians[i]) / (at[j] - at[i])))
+        changes = np.diff(_block_medians(norms, _DIRECTION_BLOCKS))
+        direction = "falling" if (changes < 0).all() else "neither"
+        if (changes > 0).all():
+            direction = "rising"
     return ParamNorm(
         first=first,
         last=last,
         ratio=last / first if first else None,
-        slope=_slope(steps[half:], norms[half:]),
-        direction=_direction(norms[half:]),
+        slope=slope if slope is not None and math.isfinite(slope) else None,
+        direction=direction,
     )
-
-
-def _slope(steps: Ints, norms: Floats) -> float | None:
-    """Slope per 1,000 steps after Theil and Sen, which single outliers do not change."""
-    if len(norms) < 2:
-        return None
-    at = _block_medians(steps.astype(np.float64), _BLOCKS)
-    medians = _block_medians(norms, _BLOCKS)
-    i, j = np.triu_indices(len(at), 1)
-    slope = 1000.0 * float(np.median((medians[j] - medians[i]) / (at[j] - at[i])))
-    return slope if math.isfinite(slope) else None
-
-
-def _direction(norms: Floats) -> Direction | None:
-    if len(norms) < 2:
-        return None
-    changes = np.diff(_block_medians(norms, _DIRECTION_BLOCKS))
-    if (changes > 0).all():
-        return "rising"
-    return "falling" if (changes < 0).all() else "neither"
 
 
 def _block_medians(values: Floats, blocks: int) -> Floats:
@@ -253,21 +241,12 @@ def _block_medians(values: Floats, blocks: int) -> Floats:
     return np.array([np.median(part) for part in parts])
 
 
-_MAX_CELLS = 2_000_000  # of a table of windows, to bound the memory
-
-
 def window_means(values: Floats, window: int) -> Floats:
-    """Returns the means of the finite ones among each `window` values in a row.
+    """Returns the means of the finite ones among each `window` (1 to n) of n values in a row.
 
-    Not by differences of a cumulative sum: one huge value would spoil all means after it.
-
-    Args:
-        values: [n]
-        window: From 1 to n.
-
-    Returns:
-        Means, by their window's first value; NaN without a finite value. [n - window + 1]
+    By their window's first value; NaN without a finite value. [n - window + 1]
     """
+    # Not by differences of a cumulative sum: one huge value would spoil all means after it.
     finite = np.isfinite(values)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         sums = _window_sums(np.where(finite, values, 0.0), window)
@@ -290,11 +269,7 @@ def _window_sums(values: Floats, window: int) -> Floats:
 
 
 def medians_before(values: Floats, places: Ints, window: int) -> Floats:
-    """Returns the medians of the finite ones among the `window` values before each place.
-
-    Returns:
-        Medians; NaN without a finite value. [places]
-    """
+    """Returns medians of the finite ones of the `window` values before places, or NaN. [places]"""
     found = np.full(len(places), np.nan)
     chunk = max(1, _MAX_CELLS // window)
     before = np.arange(-window, 0)
@@ -311,18 +286,11 @@ def medians_before(values: Floats, places: Ints, window: int) -> Floats:
 
 
 def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
-    """Find the first place from each given one on whose value is no more than a limit.
+    """Find the first place from each given one on whose value is no more than its limit.
 
-    By a tree of smallest values, climbed and descended for all places at once.
-
-    Args:
-        values: NaN is above every limit. [n]
-        places: [m]
-        limits: [m]
-
-    Returns:
-        Places; n if there is none. [m]
+    Returns n, the number of values, if there is none; NaN is above every limit. [places]
     """
+    # A tree of smallest values, climbed and descended for all places at once
     size = 1 << max(1, len(values).bit_length())
     tree = np.full(2 * size, -np.inf)  # the value after the last one ends every search
     tree[size : size + len(values)] = np.where(np.isnan(values), np.inf, values)
@@ -335,7 +303,7 @@ def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
     climbing = np.flatnonzero(tree[nodes] > limits)
     while climbing.size:
         after = nodes[climbing] + 1
-        # A left child's parent begins where it does, and holds more.
+        # A left child and its parent begin at the same value; the parent holds more.
         nodes[climbing] = np.where(after % 2 == 0, after // 2, after)
         climbing = climbing[tree[nodes[climbing]] > limits[climbing]]
     descending = np.flatnonzero(nodes < size)
@@ -354,24 +322,21 @@ def find_stretches(flags: Flags) -> tuple[Ints, Ints]:
 
 def name_state(found: SpikeAnalysis) -> tuple[State, str]:
     """Returns the state of a run and its description, by the other fields of the analysis."""
+    # A single high loss lifts the running mean for one window only.
+    rising = found.growth is not None and found.growth.longest > 2 * found.window
     state: State = "passing" if found.count else "calm"
     if found.not_finite_steps:
         state = "not_finite"
     elif not found.judged:
         state = "too_short"
-    elif _stays_high(found):
+    elif rising:
         state = "rising"
     elif found.unreturned or found.longest >= found.window:
         state = "lasting"
-    return state, "; ".join(_clauses(found))
+    return state, "; ".join(_clauses(found, rising))
 
 
-def _stays_high(found: SpikeAnalysis) -> bool:
-    """Whether the running mean rose for good: a single high loss lifts it for one window only."""
-    return found.growth is not None and found.growth.longest > 2 * found.window
-
-
-def _clauses(found: SpikeAnalysis) -> Iterator[str]:
+def _clauses(found: SpikeAnalysis, rising: bool) -> Iterator[str]:
     if found.not_finite:
         number, first = _steps(found.not_finite_steps), found.not_finite[0].step
         yield f"the loss is not a finite number at {number}, first at step {first}"
@@ -386,7 +351,7 @@ def _clauses(found: SpikeAnalysis) -> Iterator[str]:
     else:
         yield from _describe_spikes(found)
     growth = found.growth
-    if growth is not None and _stays_high(found):
+    if growth is not None and rising:
         yield (
             f"the running mean rose {growth.largest:.3g} above its lowest value (step "
             f"{growth.step}), and was more than {growth.limit:.3g} above it for "

@@ -47,11 +47,7 @@ def find_spikes(
 ) -> SpikeAnalysis:
     """Find the spikes of a curve's loss, and what coincides with them.
 
-    Args:
-        curve: A curve with a loss. If it has at most `window` steps, none is judged.
-        window: Logged steps of the running mean, from 1.
-        threshold: Height above the running mean, from 0.
-        min_gap: Calm steps between two spikes, from 1.
+    If the curve has at most `window` steps, none is judged.
 
     Raises:
         RunError: the curve has no loss.
@@ -117,6 +113,19 @@ def find_spikes(
     if len(steps) > 1:
         intervals, frequencies = np.unique(np.diff(steps), return_counts=True)
         interval = int(intervals[np.argmax(frequencies)])
+    warnings = list(curve.warnings)
+    if interval > 1:
+        warnings.append(
+            f"one step in {interval} was logged: window and durations count logged steps, and "
+            "spikes between them are not seen"
+        )
+    # Three standard deviations of the distance of a step from the mean of the window before it
+    min_threshold = 3 * noise * math.sqrt(1 + 1 / window)
+    if threshold < min_threshold:
+        warnings.append(
+            f"the loss varies by {noise:.2g} from step to step, so most heights above {threshold:g}"
+            f" may be noise; --threshold {min_threshold:.2g} is above it"
+        )
     analysis = SpikeAnalysis(
         name=curve.name,
         path=str(curve.path),
@@ -153,7 +162,7 @@ def find_spikes(
         grad_norm=grad_norm_of(steps, grads, ratios, window),
         param_norm=param_norm_of(steps, norms),
         restarts=tuple(int(step) for step in restarts),
-        warnings=(*curve.warnings, *_warnings(interval, noise, window, threshold)),
+        warnings=tuple(warnings),
     )
     state, verdict = name_state(analysis)
     return analysis.model_copy(update={"state": state, "verdict": verdict})
@@ -233,20 +242,3 @@ def _latest_near(places: Ints, first: Ints, last: Ints) -> Ints:
     latest = np.searchsorted(places, last, side="right") - 1
     near = (latest >= 0) & (places[np.maximum(latest, 0)] >= first - _NEAR_STEPS)
     return np.where(near, latest, -1)
-
-
-def _warnings(interval: int, noise: float, window: int, threshold: float) -> list[str]:
-    found = []
-    if interval > 1:
-        found.append(
-            f"one step in {interval} was logged: window and durations count logged steps, and "
-            "spikes between them are not seen"
-        )
-    # Three standard deviations of the distance of a step from the mean of the window before it
-    min_threshold = 3 * noise * math.sqrt(1 + 1 / window)
-    if threshold < min_threshold:
-        found.append(
-            f"the loss varies by {noise:.2g} from step to step, so most heights above {threshold:g}"
-            f" may be noise; --threshold {min_threshold:.2g} is above it"
-        )
-    return found

@@ -19,6 +19,7 @@ from slurmllm.spikes.analysis import SpikeAnalysis
 
 _LOSS, _SPIKE, _NORM = "#12466b", "#c2185b", "#2a8c6e"
 _MAX_VALUE = 1e30  # matplotlib's axes overflow beyond it
+_LIMITS = (1, 2, 3, 5, 10, 20, 50, 100)  # of the bins of durations, logged steps
 _MAX_POINTS = 4000  # of a line; no screen has more columns
 
 
@@ -61,7 +62,18 @@ def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
         panels[1].set_xlabel("step")
     else:
         panels[0].set_xlabel("step")
-    _draw_durations(panels[-1], analysis)
+    last, bins = panels[-1], binned(analysis.durations)
+    if bins:
+        bars = last.bar([name for name, _ in bins], [number for _, number in bins], color=_SPIKE)
+        last.bar_label(bars, fontsize=9)
+        last.margins(y=0.2)
+        last.set_xlabel("duration of spikes (logged steps)")
+        last.set_ylabel("spikes")
+        last.yaxis.set_major_locator(MaxNLocator(integer=True))
+    else:
+        last.text(0.5, 0.5, "no spike", transform=last.transAxes, ha="center", color="#444444")
+        last.set_xticks([])
+        last.set_yticks([])
     for axes in panels:
         axes.grid(visible=True, color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
@@ -75,14 +87,9 @@ def _draw_loss(axes: Axes, curve: Curve, analysis: SpikeAnalysis) -> None:
     marker = "o" if len(steps) < 3 else ""
     axes.plot(*_thinned(steps, losses), color=_LOSS, linewidth=0.9, marker=marker)
     for number, step in enumerate(analysis.restarts):
-        axes.axvline(
-            step - 0.5,
-            color="#777777",
-            linewidth=1.0,
-            linestyle=(0, (2, 2)),
-            zorder=1,
-            label="restart" if number == 0 else None,
-        )
+        label = None if number else "restart"
+        style = (0, (2, 2))
+        axes.axvline(step - 0.5, color="#777777", linewidth=1, ls=style, zorder=1, label=label)
     if analysis.spikes:
         axes.plot(
             [spike.peak_step for spike in analysis.spikes],
@@ -94,13 +101,8 @@ def _draw_loss(axes: Axes, curve: Curve, analysis: SpikeAnalysis) -> None:
             label=f"more than {analysis.threshold:g} above the mean of {analysis.window} steps",
         )
     for number, bad in enumerate(analysis.not_finite):
-        axes.axvspan(
-            bad.step - 0.5,
-            bad.last_step + 0.5,
-            color="#f2a65a",
-            alpha=0.6,
-            label="not a finite number" if number == 0 else None,
-        )
+        label = None if number else "not a finite number"
+        axes.axvspan(bad.step - 0.5, bad.last_step + 0.5, color="#f2a65a", alpha=0.6, label=label)
     if finite.size:
         # The losses of the first steps would flatten the rest: they are cut off at the top.
         low = float(finite.min())
@@ -113,36 +115,14 @@ def _draw_loss(axes: Axes, curve: Curve, analysis: SpikeAnalysis) -> None:
         axes.legend(loc="upper right", fontsize=9, framealpha=0.9)
 
 
-def _draw_durations(axes: Axes, analysis: SpikeAnalysis) -> None:
-    bins = binned(analysis.durations)
-    if not bins:
-        axes.text(0.5, 0.5, "no spike", transform=axes.transAxes, ha="center", color="#444444")
-        axes.set_xticks([])
-        axes.set_yticks([])
-        return
-    bars = axes.bar([name for name, _ in bins], [number for _, number in bins], color=_SPIKE)
-    axes.bar_label(bars, fontsize=9)
-    axes.margins(y=0.2)
-    axes.set_xlabel("duration of spikes (logged steps)")
-    axes.set_ylabel("spikes")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-
-
 def _thinned(steps: Ints, values: Floats) -> tuple[Ints, Floats]:
     values = np.where(np.isfinite(values), np.clip(values, -_MAX_VALUE, _MAX_VALUE), np.nan)
     rows = thin_rows(values, _MAX_POINTS, keep_short_gaps=False)
     return steps[rows], values[rows]
 
 
-_LIMITS = (1, 2, 3, 5, 10, 20, 50, 100)
-
-
 def binned(durations: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Count the spikes by ranges of durations, up to the last with any: `4–5` → 3.
-
-    Args:
-        durations: Duration → number of spikes.
-    """
+    """Count the spikes by ranges of durations, up to the last with any: `4–5` → 3."""
     if not durations:
         return []
     found, first = [], 1
