@@ -83,19 +83,32 @@ class Alignment:
         self.letter = letter
         for label, curve in (("A", a), (letter, b)):
             if not np.isfinite(curve.positions(axis)).any():
-                raise RunError(_no_axis(label, curve, axis))
+                needed = "tokens" if axis == "tokens" else "samples, or tokens and model.seq_len,"
+                raise RunError(
+                    f"{label} ({curve.path}) has no number of {axis} for its steps: its rows "
+                    f"hold no {needed} and no config.yaml gives train.global_batch; name the "
+                    f"column with --tag {axis}=…, or align by step"
+                )
         self.axis: Axis = axis
         self._a = _Side(a, axis, _within(a.steps, from_step, to_step))
         # By tokens or samples the range is of A's steps; those of B differ.
         own = axis == "step"
         everything = np.ones(len(b.steps), dtype=bool)
         self._b = _Side(b, axis, _within(b.steps, from_step, to_step) if own else everything)
-        self._common, self._at_a, self._at_b = _common(self._a.positions, self._b.positions)
-        self.method: Method = "exact" if self._common_suffice() else "interpolated"
+        common, self._at_a, self._at_b = _common(self._a.positions, self._b.positions)
+        sparser = min(self._overlap(side).sum() for side in (self._a, self._b))
+        suffice = len(common) >= _MIN_COMMON * sparser or sparser < 2
+        self.method: Method = "exact" if suffice else "interpolated"
         if self.method == "exact":
-            self.steps, self.positions = self._a.steps[self._at_a], self._common
-        else:
-            self.steps, self.positions = self._sparse_points()
+            self.steps, self.positions = self._a.steps[self._at_a], common
+            return
+        side = self._a if self._a_is_sparser else self._b
+        keep = self._overlap(side)
+        self.steps, self.positions = side.steps[keep], side.positions[keep]
+        if axis != "step" and side is self._b:
+            # A's step during which it reached that position
+            places = np.searchsorted(self._a.positions, self.positions)
+            self.steps = self._a.steps[np.minimum(places, len(self._a.rows) - 1)]
 
     def _overlap(self, side: _Side) -> Flags:
         """Returns which rows of a curve are in the common range of positions."""
@@ -106,29 +119,9 @@ class Alignment:
         found: Flags = (side.positions >= first) & (side.positions <= last)
         return found
 
-    def _common_suffice(self) -> bool:
-        sparser = min(self._overlap(side).sum() for side in (self._a, self._b))
-        return bool(len(self._common) >= _MIN_COMMON * sparser or sparser < 2)
-
     @cached_property
     def _a_is_sparser(self) -> bool:
         return bool(self._overlap(self._a).sum() <= self._overlap(self._b).sum())
-
-    def _sparse_points(self) -> tuple[Ints, Floats]:
-        side = self._a if self._a_is_sparser else self._b
-        keep = self._overlap(side)
-        positions = side.positions[keep]
-        if self.axis == "step" or side is self._a:
-            return side.steps[keep], positions
-        # A's step during which it reached that position
-        places = np.minimum(np.searchsorted(self._a.positions, positions), len(self._a.rows) - 1)
-        return self._a.steps[places], positions
-
-    @cached_property
-    def _everything(self) -> bool:
-        """Whether all rows of both curves are compared."""
-        counts = {len(side.curve.steps) for side in (self._a, self._b)}
-        return counts == {len(self.steps)}
 
     @property
     def only(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
@@ -161,7 +154,7 @@ class Alignment:
             there = ~np.logical_or.reduce(lacking)
             rows = [at[there] for at in rows]
             steps, positions = steps[there], positions[there]
-        elif self._everything:
+        elif {len(curve.steps) for curve in curves} == {len(self.steps)}:
             return Points(steps, positions, *columns)
         a, b = (column[at] for column, at in zip(columns, rows, strict=True))
         return Points(steps, positions, a, b)
@@ -223,13 +216,4 @@ def no_common_step(a: Curve, b: Curve, from_step: int | None, to_step: int | Non
     return (
         f"no common step from {begin} to {end}: {held}; choose --from-step and --to-step "
         "so that both have steps between them"
-    )
-
-
-def _no_axis(label: str, curve: Curve, axis: Axis) -> str:
-    needed = "tokens" if axis == "tokens" else "samples, or tokens and model.seq_len,"
-    return (
-        f"{label} ({curve.path}) has no number of {axis} for its steps: its rows "
-        f"hold no {needed} and no config.yaml gives train.global_batch; name the column with "
-        f"--tag {axis}=…, or align by step"
     )

@@ -55,19 +55,12 @@ _NAMED_BY_PHRASE = ("train.precision", "train.seed", "train.global_batch")
 
 @dataclass(frozen=True, order=True)
 class Cause:
-    """A difference between two runs.
+    """A difference between two runs."""
 
-    Attributes:
-        step: The first step with it.
-        text: Description.
-        kind: For programs.
-        weak: It changes roundings at most.
-    """
-
-    step: int
+    step: int  # the first with it
     text: str
     kind: Kind
-    weak: bool = False
+    weak: bool = False  # changes roundings at most
 
 
 def find_causes(a: Curve, b: Curve, alignment: Alignment) -> list[Cause]:

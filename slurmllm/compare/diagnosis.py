@@ -43,15 +43,10 @@ _ORDER = ("data", "model", "batch", "seed", "precision", "lr", "optimizer", "mes
 
 @dataclass(frozen=True)
 class DifferenceSeries:
-    """Signed relative differences of a metric, at points at which both values are finite.
+    """Signed relative differences of a metric, at points at which both values are finite."""
 
-    Attributes:
-        steps: Step of each point. [points]
-        r: Relative differences. [points]
-    """
-
-    steps: Ints
-    r: Floats
+    steps: Ints  # [points]
+    r: Floats  # [points]
 
     def identical_points(self) -> int:
         """Returns the number of points before the first difference."""

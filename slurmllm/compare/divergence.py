@@ -66,34 +66,21 @@ _RANKED = 512
 
 @dataclass(frozen=True)
 class Stretch:
-    """Points that are a lasting departure.
+    """Points that are a lasting departure."""
 
-    Attributes:
-        first: Place of the first one.
-        last: Place of the last one.
-        size: Median of |r|.
-    """
-
-    first: int
-    last: int
-    size: float
+    first: int  # index
+    last: int  # index, included
+    size: float  # median of |r|
 
 
 @dataclass(frozen=True)
 class DivergenceResult:
-    """Result of the detection.
+    """Result of the detection."""
 
-    Attributes:
-        rule: The rule that applies; None: noise at most.
-        onset: Index of the point at which the curves begin to diverge; None if they do not.
-        lasting: The first lasting departure, if there is one.
-        noise: Median scatter; None of fewer than 3 points.
-    """
-
-    rule: Rule | None = None
-    onset: int | None = None
-    lasting: Stretch | None = None
-    noise: float | None = None
+    rule: Rule | None = None  # that applies; None: noise at most
+    onset: int | None = None  # index of the point at which the curves begin to diverge
+    lasting: Stretch | None = None  # the first lasting departure
+    noise: float | None = None  # median scatter; None with fewer than 3 points
 
 
 @dataclass(frozen=True)

@@ -33,34 +33,23 @@ _LABELS = {"loss": "loss (nats)", "grad_norm": "gradient norm"}
 
 
 class Drawn(NamedTuple):
-    """One of the curves that are compared with A.
+    """One of the curves that are compared with A."""
 
-    Attributes:
-        label: Its letter.
-        curve: The curve.
-        comparison: With A.
-        color: Of its line.
-        alignment: With A.
-    """
-
-    label: str
+    label: str  # its letter
     curve: Curve
-    comparison: Comparison
+    comparison: Comparison  # with A
     color: str
-    alignment: Alignment
+    alignment: Alignment  # with A
 
 
 def default_path(a: Curve, *others: Curve) -> Path:
     """`reports/compare-<A>-<B>….png` of the first that is a run, else in this folder."""
-    names = "-".join(_file_part(curve.name) for curve in (a, *others))
-    for curve in (a, *others):
+    curves = (a, *others)
+    names = "-".join(re.sub(r"[^A-Za-z0-9._-]", "_", curve.name)[:100] for curve in curves)
+    for curve in curves:
         if curve.path.is_dir() and curve.kind == "run":
             return curve.path / "reports" / f"compare-{names[:200]}.png"
     return Path(f"compare-{names[:200]}.png")
-
-
-def _file_part(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100]
 
 
 def draw(a: Curve, b: Curve, comparison: Comparison, path: Path) -> None:
@@ -82,16 +71,9 @@ def draw_all(
     to_step: int | None = None,
     seeds: Sequence[Curve] = (),
 ) -> None:
-    """Draw A and the curves that it was compared with into a PNG file.
+    """Draw A and the curves that it was compared with into a PNG file, and the band of seeds.
 
-    Args:
-        a: The reference.
-        others: The others.
-        comparisons: Of each with A.
-        path: Of the picture.
-        from_step: As the comparisons were asked for.
-        to_step: Likewise.
-        seeds: Likewise; their band is drawn.
+    Steps and seeds are those of the comparisons.
 
     Raises:
         StorageError: the file cannot be written.
@@ -113,17 +95,27 @@ def draw_all(
     panels = picture.subplots(
         len(metrics) + 1, 1, sharex=True, height_ratios=[3.0, 2.2, 1.4][-len(metrics) - 1 :]
     )
-    title = _title(drawn)
+    if len(drawn) == 1:
+        reasons = f"{comparisons[0].verdict}: {comparisons[0].reason}".split("; ")
+        lines = [fill(reason, 120) for reason in reasons]
+    else:
+        lines = [f"A-{d.label} {d.comparison.verdict}: {d.comparison.reason}" for d in drawn]
+        lines = [line if len(line) <= 125 else f"{line[:124]}…" for line in lines]
+    title = "\n".join(lines)
     # Set by hand: matplotlib's own layout draws everything twice.
     top = 0.97 - 0.021 * (title.count("\n") + 1)
     picture.subplots_adjust(left=0.09, right=0.985, bottom=0.06, top=top, hspace=0.13)
-    span = _span(drawn)
+    span = (  # first and last position compared
+        min(float(each.alignment.positions[0]) for each in drawn),
+        max(float(each.alignment.positions[-1]) for each in drawn),
+    )
     for axes, metric in zip(panels, metrics, strict=False):
         _draw_curves(axes, a, drawn, metric, span, band)
     _draw_difference(panels[-1], drawn, metrics)
     panels[-1].set_xlabel(axis)
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[-1].set_xlim(*_with_margin(span))
+    margin = 0.015 * max(span[1] - span[0], 1)
+    panels[-1].set_xlim(span[0] - margin, span[1] + margin)
     panels[0].set_title(title, fontsize=10, loc="left", parse_math=False)
     with warnings.catch_warnings():
         # A run may be named in a script that matplotlib's own font lacks: drawn as boxes then.
@@ -131,43 +123,6 @@ def draw_all(
         write_picture(
             picture, path, "name another file with --plot, or leave it out with --no-plot"
         )
-
-
-def _title(drawn: Sequence[Drawn]) -> str:
-    """The verdicts; of several curves each in a line or two."""
-    if len(drawn) == 1:
-        comparison = drawn[0].comparison
-        lines = f"{comparison.verdict}: {comparison.reason}".split("; ")
-        return "\n".join(fill(line, 120) for line in lines)
-    lines = [f"A-{d.label} {d.comparison.verdict}: {d.comparison.reason}" for d in drawn]
-    return "\n".join(line if len(line) <= 125 else f"{line[:124]}…" for line in lines)
-
-
-def _span(drawn: Sequence[Drawn]) -> tuple[float, float]:
-    """First and last position compared."""
-    return (
-        min(float(each.alignment.positions[0]) for each in drawn),
-        max(float(each.alignment.positions[-1]) for each in drawn),
-    )
-
-
-def _with_margin(span: tuple[float, float]) -> tuple[float, float]:
-    margin = 0.015 * max(span[1] - span[0], 1)
-    return span[0] - margin, span[1] + margin
-
-
-def _line(
-    curve: Curve, metric: str, axis: Axis, span: tuple[float, float]
-) -> tuple[Floats, Floats]:
-    """Positions and finite values of a metric in the span, gaps as NaN."""
-    if metric not in curve.columns:
-        return np.empty(0), np.empty(0)
-    positions, values = curve.positions(axis), curve.columns[metric]
-    there = (positions >= span[0]) & (positions <= span[1])
-    if metric in curve.absent:
-        there &= ~curve.absent[metric]
-    values = values[there]
-    return _thin(positions[there], np.where(np.isfinite(values), values, np.nan))
 
 
 def _thin(positions: Floats, values: Floats) -> tuple[Floats, Floats]:
@@ -188,16 +143,19 @@ def _draw_curves(
     handles = []
     lines = [("A", a, _COLOR_A, 5.0), *((d.label, d.curve, d.color, 1.3) for d in drawn)]
     for label, curve, color, width in lines:
-        positions, values = _line(curve, metric, axis, span)
+        if metric in curve.columns:
+            places, column = curve.positions(axis), curve.columns[metric]
+            there = (places >= span[0]) & (places <= span[1])
+            if metric in curve.absent:
+                there &= ~curve.absent[metric]
+            finite = np.where(np.isfinite(column[there]), column[there], np.nan)
+            positions, values = _thin(places[there], finite)  # gaps are NaN
+        else:
+            positions, values = np.empty(0), np.empty(0)
         axes.plot(
-            positions,
-            values,
-            color=color,
-            linewidth=width,
-            marker="o" if len(positions) < 3 else "",
-            markersize=width + 4,
-            solid_capstyle="round",
-        )
+            positions, values, color=color, linewidth=width, solid_capstyle="round",
+            marker="o" if len(positions) < 3 else "", markersize=width + 4,
+        )  # fmt: skip
         handles.append(Line2D([], [], color=color, linewidth=width, label=f"{label}: {curve.name}"))
         handles += _mark_restarts(axes, curve, label, color, axis, span)
     if band is not None:
@@ -260,16 +218,11 @@ def _mark_departure(
     # On the side of the line with more room
     right = place <= (span[0] + span[1]) / 2
     axes.annotate(
-        f"diverges at step {step}",
-        (place, 0.03),
-        xycoords=("data", "axes fraction"),
-        xytext=(5 if right else -5, 0),
-        textcoords="offset points",
-        ha="left" if right else "right",
-        color=color,
-        fontsize=9,
+        f"diverges at step {step}", (place, 0.03), xycoords=("data", "axes fraction"),
+        xytext=(5 if right else -5, 0), textcoords="offset points",
+        ha="left" if right else "right", color=color, fontsize=9,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
-    )
+    )  # fmt: skip
 
 
 def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str]) -> None:
@@ -286,23 +239,19 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
             alone = len(drawn) == 1
             label = _LABELS[metric].split(" (")[0]
             axes.plot(
-                *_thin(points.positions, shown),
+                *_thin(points.positions, shown), linewidth=0.9, markersize=3,
                 color=_METRIC_COLORS[metric] if alone else each.color,
                 linestyle="-" if alone else _METRIC_STYLES[metric],
-                linewidth=0.9,
                 marker="." if len(points) <= 500 else "",
-                markersize=3,
                 label=label if alone else f"{each.label}, {label}",
-            )
+            )  # fmt: skip
     for metric in metrics:
         tolerance = drawn[0].comparison.tolerance.of(metric)
         if tolerance > 0 and drawn[0].comparison.band is None:
+            label = f"tolerance {in_figures(tolerance)}, {_LABELS[metric].split(' (')[0]}"
+            style = (0, (5, 3))
             axes.axhline(
-                tolerance,
-                color=_METRIC_COLORS[metric],
-                linewidth=1.2,
-                linestyle=(0, (5, 3)),
-                label=f"tolerance {in_figures(tolerance)}, {_LABELS[metric].split(' (')[0]}",
+                tolerance, color=_METRIC_COLORS[metric], linewidth=1.2, linestyle=style, label=label
             )
             smallest.append(tolerance)
     axes.set_yscale("log")
@@ -323,13 +272,9 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
     if axes.get_legend_handles_labels()[0]:
         # Above the panel: inside there is no place that is free of curves.
         axes.legend(
-            loc="lower right",
-            bbox_to_anchor=(1.0, 1.0),
-            borderaxespad=0.2,
-            fontsize=8,
-            ncols=4,
+            loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, fontsize=8, ncols=4,
             frameon=False,
-        )
+        )  # fmt: skip
 
 
 def _tidy(axes: Axes) -> None:

@@ -36,23 +36,14 @@ _TELLS = 5
 
 @dataclass(frozen=True)
 class BandResult:
-    """Result of the comparison of a curve with the band.
+    """Result of the comparison of a curve with the band."""
 
-    Attributes:
-        excess: Largest distance over what chance allows; above 1: outside.
-        width: Points of the mean that has it.
-        first: Place of the first point of the first mean outside; None: there is none.
-        mean: Mean of the seeds. [points]
-        half_width: What single points may differ from it by. [points]
-        spread: Median standard deviation of the seeds over their mean.
-    """
-
-    excess: float
-    width: int
-    first: int | None
-    mean: Floats
-    half_width: Floats
-    spread: float
+    excess: float  # largest distance over what chance allows; above 1: outside
+    width: int  # points of the mean that has it
+    first: int | None  # index of the first point of the first mean outside
+    mean: Floats  # of the seeds [points]
+    half_width: Floats  # by which single points may differ from the mean [points]
+    spread: float  # standard deviation of the seeds over their mean
 
 
 def compare_with_band(seeds: Floats, other: Floats) -> BandResult:
@@ -199,21 +190,13 @@ def t_quantile(chance: float, degrees: float) -> float:
 
 @dataclass(frozen=True)
 class BandCheck:
-    """Result of the comparison of a metric with the band.
-
-    Attributes:
-        record: The result for --json.
-        first: Place of the first point outside, among the finite ones; None: there is none.
-        steps: Of the band. [points]
-        mean: Mean of the seeds. [points]
-        half_width: What single points may differ from it by. [points]
-    """
+    """Result of the comparison of a metric with the band."""
 
     record: BandOfMetric
-    first: int | None
-    steps: Ints
-    mean: Floats
-    half_width: Floats
+    first: int | None  # index of the first point outside, among the finite ones
+    steps: Ints  # of the band [points]
+    mean: Floats  # of the seeds [points]
+    half_width: Floats  # by which single points may differ from the mean [points]
 
 
 class SeedBand:
