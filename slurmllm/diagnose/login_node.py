@@ -58,23 +58,7 @@ def installation_findings(cluster: Cluster) -> Iterator[Finding]:
     yield packages_finding()
     yield torch_finding(cluster)
     if neuron:
-        # The wheels of AWS's package index.
-        for distribution, (module, series, pinned) in NEURON_PACKAGES.items():
-            present = installed_version(distribution)
-            fix, fault = _NEURON_FIX, ""
-            if present is None:
-                fault = f"not installed; {pinned} is supported"
-            elif importlib.util.find_spec(module) is None:
-                fault = f"{present} is the public index's placeholder: no module {module}"
-                fix = f"pip uninstall {distribution}; {_NEURON_FIX}"
-            elif not any(in_series(present, prefix) for prefix in series):
-                fault = f"{present}; supported: {' and '.join(f'{s}.*' for s in series)}"
-            elif present.partition("+")[0] != pinned:
-                yield warn(distribution, f"{present}; pinned is {pinned}", fix=fix)
-            else:
-                yield ok(distribution, present)
-            if fault:
-                yield fail(distribution, fault, fix=fix, blame="user")
+        yield from neuron_findings()
         yield skipped("C++ compiler", "the nxd backend compiles with neuronx-cc")
     else:
         yield compiler_finding()
@@ -177,6 +161,26 @@ def import_torch() -> str | None:
         return None
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     return lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def neuron_findings() -> Iterator[Finding]:
+    """The wheels of AWS's package index, one finding each."""
+    for distribution, (module, series, pinned) in NEURON_PACKAGES.items():
+        present = installed_version(distribution)
+        fix, fault = _NEURON_FIX, ""
+        if present is None:
+            fault = f"not installed; {pinned} is supported"
+        elif importlib.util.find_spec(module) is None:
+            fault = f"{present} is the public index's placeholder: no module {module}"
+            fix = f"pip uninstall {distribution}; {_NEURON_FIX}"
+        elif not any(in_series(present, prefix) for prefix in series):
+            fault = f"{present}; supported: {' and '.join(f'{s}.*' for s in series)}"
+        elif present.partition("+")[0] != pinned:
+            yield warn(distribution, f"{present}; pinned is {pinned}", fix=fix)
+        else:
+            yield ok(distribution, present)
+        if fault:
+            yield fail(distribution, fault, fix=fix, blame="user")
 
 
 def compiler_finding() -> Finding:

@@ -50,7 +50,7 @@ def neuron(
 ) -> dict[str, Finding]:
     modules(monkeypatch, folder, *(module for module, _, _ in login_node.NEURON_PACKAGES.values()))
     distributions(monkeypatch, folder, {**PINNED, **changed})
-    return {finding.check: finding for finding in login_node._neuron()}
+    return {finding.check: finding for finding in login_node.neuron_findings()}
 
 
 def test_the_pinned_versions_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_an_empty_package_of_the_public_index_is_called_one(
         ("no_such_neuronx_distributed", ("0.17",), "0.17.26814"),
     )  # fmt: skip
     distributions(monkeypatch, tmp_path, {**PINNED, "neuronx-distributed": "0.1"})
-    found = {finding.check: finding for finding in login_node._neuron()}["neuronx-distributed"]
+    found = {finding.check: finding for finding in login_node.neuron_findings()}["neuronx-distributed"]
     assert found.status == "fail"
     assert "placeholder" in str(found.value)
     assert "pip uninstall neuronx-distributed" in found.fix
@@ -88,7 +88,7 @@ def test_an_empty_package_of_the_public_index_is_called_one(
 
 def test_absent_wheels_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     distributions(monkeypatch, tmp_path, {})
-    found = list(login_node._neuron())
+    found = list(login_node.neuron_findings())
     assert [finding.check for finding in found] == list(PINNED)
     assert all(finding.status == "fail" and finding.blame == "user" for finding in found)
 
