@@ -82,8 +82,7 @@ def drill(
 
     from slurmllm.config.load import load
     from slurmllm.drill.drill import Drill
-    from slurmllm.drill.injector import parse_kinds
-    from slurmllm.drill.plan import make_plan, why_no_reference
+    from slurmllm.drill.plan import make_plan, parse_kinds, why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.errors import EXIT_NEGATIVE
     from slurmllm.rundir import find_run, runs_root

@@ -13,7 +13,7 @@ from slurmllm.drill.injector import FAULTS, FaultKind, Injection
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve, describe_ranges
 from slurmllm.metrics.source import read_curve
-from slurmllm.records import AttemptRecord, EndingClass, Record, WorkerRecord
+from slurmllm.records import EndingClass, Record, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.status.history import read_history
 from slurmllm.status.recoveries import find_recoveries
@@ -117,6 +117,10 @@ def check_recovery(
     except RunError as error:
         faults.append(str(error))
     faults += _checkpoint_faults(run, steps)
+    steps_lost = None if hit is None else hit.steps_lost
+    if hit is not None and steps_lost is None and hit.last_step is not None:
+        # Killed with its supervisor: the record was closed by the next attempt.
+        steps_lost = max(0, hit.last_step - (hit.checkpoint_after or 0))
     return DrillResult(
         kind=kind,
         run=run.name,
@@ -126,16 +130,10 @@ def check_recovery(
         node="" if injection is None else injection.node,
         ending=None if hit is None else hit.ending,
         attempts=len(attempts),
-        steps_lost=None if hit is None else _steps_lost(hit),
+        steps_lost=steps_lost,
         steps_recomputed=recomputed,
         recovery=None if injection is None or not injected else recovery_times(run, injection),
     )
-
-
-def _steps_lost(attempt: AttemptRecord) -> int | None:
-    if attempt.steps_lost is not None or attempt.last_step is None:
-        return attempt.steps_lost
-    return max(0, attempt.last_step - (attempt.checkpoint_after or 0))
 
 
 def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolerances) -> list[str]:

@@ -32,7 +32,7 @@ class Drill:
     """A drill of one run.
 
     Args:
-        plan: The plan.
+        plan: What to inject, and when.
         runner: Starts the copies.
         client: Slurm, for the state of the runs.
         tolerances: Of the comparison with the reference.
@@ -54,10 +54,7 @@ class Drill:
         self.copies: list[RunDir] = []
 
     def run(self, keep: bool) -> DrillReport:
-        """Run the reference and the copies.
-
-        Args:
-            keep: Whether copies that passed are kept too.
+        """Run the reference and the copies; remove those that passed, unless `keep`.
 
         Raises:
             CodeError: the reference did not finish.

@@ -1,4 +1,10 @@
-"""The kinds of faults, and the class that the supervisor must give to each."""
+"""The fault injector: kinds of faults, and how the processes of a run on this machine get them.
+
+As a program, `python -m slurmllm.drill.injector RUN SPEC` waits for a step or a save of the run and
+injects one fault; the result goes to the run's drill.json. It runs on the node of the fault: only
+there do process ids mean something, and only there is the start of a save visible at once.
+`tools/chaos` uses its functions on a development cluster.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from slurmllm.errors import NodeError, RunError, SlurmllmError
+from slurmllm.errors import NodeError, SlurmllmError
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.records import AttemptRecord, EndingClass, NodeRecord, Record
 from slurmllm.rundir import RunDir
@@ -22,6 +28,15 @@ FaultKind = Literal["worker", "node", "first_node", "time_limit", "save", "hang"
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 # Short, for a quick drill; the watchdog also waits for ten times the run's slow steps, as always.
 HANG_LIMIT_S = 20.0
+
+
+POLL_S = 0.005
+SAVE_POLL_S = 0.001  # a small save takes some milliseconds
+ATTEMPT_POLL_S = 1.0
+STEPS_BEFORE_SAVE = 2  # metrics are written one step late: a save may begin from here on
+ROLES = ("supervise", "launch", "worker")
+_NODE = "SLURMLLM_NODE"  # supervise.allocation.NODE_NAME, which launchers of --local have
+_SAVING = re.compile(r"^\.step_(\d{8,})\.(?:\d+\.)?tmp$")
 
 
 class Fault(NamedTuple):
@@ -51,45 +66,12 @@ FAULTS: dict[FaultKind, Fault] = {
 }
 
 
-def parse_kinds(text: str, nodes: int) -> tuple[FaultKind, ...]:
-    """The kinds of `--kinds`: names separated by commas, or all.
-
-    Raises:
-        RunError: a name is unknown, or needs more nodes than there are.
-    """
-    if text == "all":
-        return tuple(kind for kind in FAULT_KINDS if FAULTS[kind].min_nodes <= nodes)
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names or not set(names) <= set(FAULT_KINDS):
-        raise RunError(
-            f"--kinds {text!r}: must be all, or some of {', '.join(FAULT_KINDS)}, with commas "
-            "between"
-        )
-    kinds = tuple(kind for kind in FAULT_KINDS if kind in names)
-    for kind in kinds:
-        if FAULTS[kind].min_nodes > nodes:
-            raise RunError(
-                f"--kinds {kind}: takes {FAULTS[kind].min_nodes} nodes and the run has {nodes}; "
-                "add --nodes 2 (for the first node there is the kind first_node)"
-            )
-    return kinds
-
-
-POLL_S = 0.005
-SAVE_POLL_S = 0.001  # a small save takes some milliseconds
-ATTEMPT_POLL_S = 1.0
-STEPS_BEFORE_SAVE = 2  # metrics are written one step late: a save may begin from here on
-ROLES = ("supervise", "launch", "worker")
-_NODE = "SLURMLLM_NODE"  # supervise.allocation.NODE_NAME, which launchers of --local have
-_SAVING = re.compile(r"^\.step_(\d{8,})\.(?:\d+\.)?tmp$")
-
-
 class FaultSpec(Record):
     """The fault to inject.
 
     Attributes:
-        at_step: Inject once this step's metrics are written; kind `save`: when its save begins.
         rank: Of the worker, for the kinds that hit one worker.
+        at_step: Inject once this step's metrics are written; kind `save`: when its save begins.
     """
 
     kind: FaultKind
@@ -119,7 +101,6 @@ class RunProcess(NamedTuple):
         role: `supervise`, `launch`, `worker`; empty for any other process with the run's path
             among its arguments.
         rank: Of a worker.
-        command: Its arguments.
     """
 
     pid: int
@@ -192,9 +173,7 @@ def signal_worker(
 def node_pids(run: RunDir, node: str | None = None) -> list[int]:
     """The launchers of a node first, so that none can start workers again, then their descendants.
 
-    Args:
-        run: The run.
-        node: One of --local's nodes, which share this machine; None: this machine is the node.
+    `node` is one of --local's nodes, which share this machine; None: this machine is the node.
     """
     launchers = [
         process.pid
@@ -220,7 +199,7 @@ def descendants(pids: Iterable[int]) -> list[int]:
     """All descendants of some processes, parents before children."""
     children: dict[int, list[int]] = {}
     for pid in _pids():
-        # "pid (name) state ppid …", where the name may contain blanks and parentheses.
+        # "pid (name) state ppid …", and the name may contain blanks and parentheses.
         fields = _proc(pid, "stat").rpartition(b")")[2].split()
         if fields:
             children.setdefault(int(fields[1]), []).append(pid)

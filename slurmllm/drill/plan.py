@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slurmllm.config.resolve import RunConfig, change
-from slurmllm.drill.injector import FAULTS, FaultKind, FaultSpec
+from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind, FaultSpec
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
 from slurmllm.plan.mesh import make_mesh
@@ -31,11 +31,9 @@ class DrillPlan:
 
     Attributes:
         run: The run; it is only read.
-        config: Configuration of the copies.
-        nodes: Nodes of each copy.
+        config: Of the copies, as `nodes`.
         local: Whether the nodes are launchers on this machine.
         number: Number of the drill among those of the run.
-        kinds: Faults, in order.
         steps: Steps of each copy.
         every_steps: Steps between checkpoints.
         seed: Decides steps and victims of the faults.
@@ -63,9 +61,7 @@ class DrillPlan:
     def fault(self, kind: FaultKind, nodes: Sequence[str]) -> FaultSpec:
         """Step and victim of a fault, the same for the same seed.
 
-        Args:
-            kind: Kind of the fault.
-            nodes: Nodes of the attempt, the supervisor's first.
+        `nodes` are those of the attempt, the supervisor's first.
         """
         generator = random.Random(f"{self.seed} {kind}")
         per_node = self.config.cluster.devices_per_node
@@ -97,15 +93,7 @@ def make_plan(
 ) -> DrillPlan:
     """Plan a drill.
 
-    Args:
-        run: The run.
-        config: The run's configuration.
-        nodes: Nodes of each copy.
-        local: Whether the nodes are launchers on this machine.
-        kinds: Faults.
-        steps: Steps of each copy; None: three checkpoint intervals at the run's pace.
-        seed: Decides steps and victims of the faults.
-        overrides: Values of the copies, as given to --set.
+    `config` is the run's own; without `steps`, three checkpoint intervals at the run's pace.
 
     Raises:
         RunError: too few steps for three checkpoints.
@@ -170,3 +158,27 @@ def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str:
     if not reuse.serves(plan.config, plan.nodes, plan.local, run, run):
         return "versions or code have changed"
     return ""
+
+
+def parse_kinds(text: str, nodes: int) -> tuple[FaultKind, ...]:
+    """The kinds of `--kinds`: names separated by commas, or all.
+
+    Raises:
+        RunError: a name is unknown, or needs more nodes than there are.
+    """
+    if text == "all":
+        return tuple(kind for kind in FAULT_KINDS if FAULTS[kind].min_nodes <= nodes)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or not set(names) <= set(FAULT_KINDS):
+        raise RunError(
+            f"--kinds {text!r}: must be all, or some of {', '.join(FAULT_KINDS)}, with commas "
+            "between"
+        )
+    kinds = tuple(kind for kind in FAULT_KINDS if kind in names)
+    for kind in kinds:
+        if FAULTS[kind].min_nodes > nodes:
+            raise RunError(
+                f"--kinds {kind}: takes {FAULTS[kind].min_nodes} nodes and the run has {nodes}; "
+                "add --nodes 2 (for the first node there is the kind first_node)"
+            )
+    return kinds

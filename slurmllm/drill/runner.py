@@ -1,4 +1,4 @@
-"""Where the copies of a drill run: on Slurm, or on this machine.
+"""Runs the copies of a drill: on Slurm, or on this machine.
 
 They are started by the code of `slurmllm resume`, so that a drill tests what a user runs: checks,
 graphs of earlier runs, job scripts. A local run needs a process of its own, since the drill signals
@@ -29,6 +29,7 @@ from slurmllm.supervise.allocation import SLURMLLM
 
 CANCEL_S = 60.0  # for a cancelled run to save and exit
 REQUEUE_S = 120.0  # for Slurm to end a job whose batch script was killed
+# By the exit code of `slurmllm resume`.
 _ERRORS: dict[int, type[SlurmllmError]] = {2: RunError, 3: SlurmError, 4: StorageError}
 
 
@@ -154,7 +155,12 @@ class LocalRunner(Runner):
         if self._process.poll() is None:
             return True
         if self._process.returncode != 0 and not (run.attempts("train") or run.graphs.is_dir()):
-            raise _error(self._process.returncode, self._stderr)
+            code = self._process.returncode
+            self._stderr.seek(0)
+            text = self._stderr.read().decode(errors="replace").strip().removeprefix("error: ")
+            raise _ERRORS.get(code, CodeError)(
+                text or f"slurmllm resume ended with exit code {code}"
+            )
         return False
 
     def restart(self, run: RunDir, nodes: int) -> None:
@@ -172,9 +178,3 @@ class LocalRunner(Runner):
                 self._process.send_signal(number)
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(CANCEL_S)
-
-
-def _error(code: int, stderr: IO[bytes]) -> SlurmllmError:
-    stderr.seek(0)
-    text = stderr.read().decode(errors="replace").strip().removeprefix("error: ")
-    return _ERRORS.get(code, CodeError)(text or f"slurmllm resume ended with exit code {code}")

@@ -80,7 +80,9 @@ def test_an_empty_package_of_the_public_index_is_called_one(
         ("no_such_neuronx_distributed", ("0.17",), "0.17.26814"),
     )  # fmt: skip
     distributions(monkeypatch, tmp_path, {**PINNED, "neuronx-distributed": "0.1"})
-    found = {finding.check: finding for finding in login_node.neuron_findings()}["neuronx-distributed"]
+    found = {finding.check: finding for finding in login_node.neuron_findings()}[
+        "neuronx-distributed"
+    ]
     assert found.status == "fail"
     assert "placeholder" in str(found.value)
     assert "pip uninstall neuronx-distributed" in found.fix

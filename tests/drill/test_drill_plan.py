@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmllm.config.resolve import resolve
-from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind, parse_kinds
-from slurmllm.drill.plan import DrillPlan, make_plan, why_no_reference
+from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind
+from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds, why_no_reference
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
