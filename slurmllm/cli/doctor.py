@@ -60,9 +60,6 @@ def doctor(
         print_table(("state", "check", "found"), rows, fold="found")
         echo_by_message((f.status, f.check, f.fix) for f in findings if f.fix)
         statuses = [finding.status for finding in findings]
-        click.echo(
-            ", ".join(
-                f"{statuses.count(name)} {name}" for name in ("ok", "warn", "fail", "skipped")
-            )
-        )
+        counts = (f"{statuses.count(s)} {s}" for s in ("ok", "warn", "fail", "skipped"))
+        click.echo(", ".join(counts))
     ctx.exit(code)

@@ -11,7 +11,6 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.compare.comparison import Tolerances
     from slurmllm.drill.checks import DrillReport, DrillResult
     from slurmllm.records import JobsRecord
 
@@ -24,32 +23,25 @@ _HEADINGS = (
 @click.command()
 @click.argument("run")
 @click.option(
-    "--kinds",
-    default="all",
-    show_default=True,
+    "--kinds", default="all", show_default=True,
     help="worker, node, first_node, time_limit, save, hang, separated by commas; or all.",
-)
+)  # fmt: skip
 @click.option(
-    "--steps",
-    type=int,
+    "--steps", type=int,
     help="Steps of each copy, with three checkpoints.  [default: by the run's pace]",
-)
+)  # fmt: skip
 @click.option("--nodes", type=int, help="Nodes of each copy.  [default: as the run]")
 @click.option("--local", is_flag=True, help="On this machine, without Slurm.")
 @click.option(
-    "--seed",
-    type=int,
-    default=0,
-    show_default=True,
+    "--seed", type=int, default=0, show_default=True,
     help="Decides steps and victims of the faults.",
-)
+)  # fmt: skip
 @click.option("--keep", is_flag=True, help="Keep the copies; those that failed are always kept.")
 @click.option(
-    "--tolerance",
-    type=float,
+    "--tolerance", type=float,
     help="Relative tolerance of loss and gradient norm, for hardware whose results are not "
     "reproducible.  [default: bit-identical]",
-)
+)  # fmt: skip
 @options.set_value
 @options.runs_dir
 @options.as_json
@@ -80,16 +72,21 @@ def drill(
     import json
     import signal
 
+    from slurmllm.compare.comparison import Tolerances
     from slurmllm.config.load import load
     from slurmllm.drill.drill import Drill
     from slurmllm.drill.plan import make_plan, parse_kinds, why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
-    from slurmllm.errors import EXIT_NEGATIVE
+    from slurmllm.errors import EXIT_NEGATIVE, RunError
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
     from slurmllm.submit.launch import read_jobs
 
-    tolerances = _tolerances(tolerance)
+    tolerances = Tolerances(exact=True)
+    if tolerance is not None:
+        if not 0 <= tolerance < float("inf"):
+            raise RunError(f"--tolerance {tolerance:g}: a tolerance is 0 or more, such as 1e-3")
+        tolerances = Tolerances(loss=tolerance, grad_norm=tolerance)
     found = find_run(run, runs_root(runs_dir))
     wanted, here = _place(read_jobs(found), nodes, local)
     plan = make_plan(
@@ -124,17 +121,6 @@ def drill(
     else:
         _print(report)
     ctx.exit(0 if report.passed else EXIT_NEGATIVE)
-
-
-def _tolerances(tolerance: float | None) -> Tolerances:
-    from slurmllm.compare.comparison import Tolerances
-    from slurmllm.errors import RunError
-
-    if tolerance is None:
-        return Tolerances(exact=True)
-    if not 0 <= tolerance < float("inf"):
-        raise RunError(f"--tolerance {tolerance:g}: a tolerance is 0 or more, such as 1e-3")
-    return Tolerances(loss=tolerance, grad_norm=tolerance)
 
 
 def _place(jobs: JobsRecord, nodes: int | None, local: bool) -> tuple[int, bool]:

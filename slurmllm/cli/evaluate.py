@@ -22,45 +22,33 @@ _DEFAULT_JOBS = 16
 @click.command()
 @click.argument("run")
 @click.option(
-    "--suite",
-    "suites",
-    multiple=True,
-    metavar="NAME|FILE.yaml",
+    "--suite", "suites", multiple=True, metavar="NAME|FILE.yaml",
     help="Suite of tasks: hlat, pythia, smoke, or a file of your own; repeatable.",
-)
+)  # fmt: skip
 @click.option(
-    "--task",
-    "tasks",
-    multiple=True,
-    metavar="TASK",
+    "--task", "tasks", multiple=True, metavar="TASK",
     help="Task of the harness, or validation: loss on held-out text; repeatable. With --suite: "
     "only these tasks of the suite.",
-)
+)  # fmt: skip
 @click.option(
-    "--checkpoint",
-    "steps",
-    multiple=True,
-    metavar="STEP|latest|all",
+    "--checkpoint", "steps", multiple=True, metavar="STEP|latest|all",
     help="Which checkpoints; repeatable.  [default: latest]",
-)
+)  # fmt: skip
 @click.option(
     "--limit", type=click.IntRange(min=1), help="Maximum questions (sequences) of a task."
 )
 @click.option("--shots", type=click.IntRange(min=0), help="Examples before each question.")
 @click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
+    "--batch-size", type=click.IntRange(min=1),
     help="Sequences in a batch.  [default: 1 on a CPU, as many as fit on a CUDA device]",
-)
+)  # fmt: skip
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
 )
 @click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    metavar="N",
+    "--jobs", type=click.IntRange(min=1), metavar="N",
     help=f"Checkpoints at the same time.  [default: 1; {_DEFAULT_JOBS} with --slurm]",
-)
+)  # fmt: skip
 @click.option(
     "--slurm", is_flag=True, help="Run in a Slurm array instead of processes on this machine."
 )
@@ -73,36 +61,27 @@ _DEFAULT_JOBS = 16
 @click.option("--cpus", type=click.IntRange(min=1), metavar="N", help="CPUs of a Slurm job.")
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of a Slurm job.")
 @click.option(
-    "--validation-corpus",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
+    "--validation-corpus", type=click.Path(path_type=Path), metavar="FILE",
     help="Text, JSON lines or a corpus for the task validation, instead of the held-out documents.",
-)
+)  # fmt: skip
 @click.option(
-    "--tokenizer",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
+    "--tokenizer", type=click.Path(path_type=Path), metavar="FILE",
     help="A tokenizer.json.  [default: the run's]",
-)
+)  # fmt: skip
 @click.option(
-    "--export-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
+    "--export-dir", type=click.Path(path_type=Path), metavar="DIR",
     help="Keep the exported models here, and reuse existing ones.  [default: removed]",
-)
+)  # fmt: skip
 @click.option(
-    "--allow-code-execution",
-    "allow_code",
-    is_flag=True,
+    "--allow-code-execution", "allow_code", is_flag=True,
     help="Allow tasks to run programs that the model writes, as your user, without a sandbox.",
-)
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Evaluate again what is cached.")
 @click.option("--fetch", "fetching", is_flag=True, help="Only download the tasks' questions.")
 @click.option(
-    "--plot",
-    metavar="FILE.png",
+    "--plot", metavar="FILE.png",
     help="Picture.  [default: <run>/reports/evaluation-<suite>.png]",
-)
+)  # fmt: skip
 @options.no_plot
 @options.runs_dir
 @options.as_json
@@ -130,7 +109,7 @@ def evaluate(
     no_plot: bool,
     runs_dir: str | None,
     as_json: bool,
-    **slurm_options: Any,
+    **slurm_options: Any,  # partition, account, qos, time, cpus, gpus
 ) -> None:
     """Evaluate checkpoints of RUN with lm-evaluation-harness tasks and validation loss.
 
@@ -262,9 +241,7 @@ def _locate_suites(
     if tasks:
         located = [replace(one, suite=one.suite.only(tasks)) for one in located]
     if shots is not None:
-        located = [
-            replace(one, suite=one.suite.with_shots(shots), shipped=False) for one in located
-        ]
+        located = [replace(it, suite=it.suite.with_shots(shots), shipped=False) for it in located]
     return tuple(located)
 
 
@@ -308,11 +285,7 @@ def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite]) -> None:
 
 
 def _runner(
-    store: RunDir,
-    at_once: int,
-    slurm: bool,
-    slurm_options: dict[str, Any],
-    jobs: Sequence[JobRequest],
+    store: RunDir, at_once: int, slurm: bool, options: dict[str, Any], jobs: Sequence[JobRequest]
 ) -> Any:
     """The function that runs jobs; it reports new scores on stderr."""
     from functools import partial
@@ -320,18 +293,14 @@ def _runner(
     from slurmllm.evaluate.executor import run_local, run_on_slurm
     from slurmllm.slurm.arrays import Resources, SlurmOptions
 
-    common: dict[str, Any] = {
-        "at_once": at_once,
-        "logs": store.logs / "evaluate",
-        "on_poll": _ScoreProgress(jobs),
-    }
+    runner = partial(run_on_slurm if slurm else run_local, at_once=at_once)
+    runner = partial(runner, logs=store.logs / "evaluate", on_poll=_ScoreProgress(jobs))
     if not slurm:
-        return partial(run_local, **common)
-    cpus, gpus = slurm_options.pop("cpus"), slurm_options.pop("gpus")
-    given = {name: value for name, value in slurm_options.items() if value is not None}
+        return runner
+    cpus, gpus = options.pop("cpus"), options.pop("gpus")
+    given = {name: value for name, value in options.items() if value is not None}
     return partial(
-        run_on_slurm,
-        **common,
+        runner,
         options=SlurmOptions(**{"time": "24:00:00", **given}),
         resources=Resources(cpus, gpus),
         on_submit=partial(click.echo, err=True),
@@ -344,13 +313,13 @@ class _ScoreProgress:
     def __init__(self, jobs: Sequence[JobRequest]) -> None:
         self._pending = [(job, task) for job in jobs for task in job.tasks]
         self._total = len(self._pending)
-        self._previous = {
-            path: _mtime(path) for path in (j.score_file(t) for j, t in self._pending)
-        }
+        paths = (job.score_file(task) for job, task in self._pending)
+        self._previous = {path: _mtime(path) for path in paths}
 
     def __call__(self) -> None:
         for job, task in list(self._pending):
             path = job.score_file(task)
+            # By time and not by existence: --force replaces files.
             if _mtime(path) != self._previous[path]:
                 self._pending.remove((job, task))
                 done = self._total - len(self._pending)

@@ -28,15 +28,26 @@ def report(
     seconds: float,
 ) -> None:
     """Draw the pictures; print the tables or the JSON."""
+    from slurmllm.errors import StorageError
     from slurmllm.evaluate.evaluate import select_steps, suite_tables
 
     tables, warnings = suite_tables(target, selection.models, plan)
     plots: dict[str, str] = {}
     for table in tables:
-        if plot is not None and table.steps:
-            path, warning = _draw(target, table, plot)
-            plots |= {table.suite: path} if path else {}
-            warnings += [warning] if warning else []
+        if plot is None or not table.steps:
+            continue
+        from slurmllm.evaluate.plot import default_path, draw  # matplotlib takes a second
+
+        path = Path(plot) if plot else default_path(target.store, table.suite)
+        try:
+            draw(table, target.store.name, path)
+        except StorageError as error:
+            # The run of another user may be read-only; a picture that was named must be written.
+            if plot:
+                raise
+            warnings.append(str(error))
+        else:
+            plots[table.suite] = str(path)
     steps = [model.step for model in selection.models]
     shown = [select_steps(table, steps) for table in tables]
     if as_json:
@@ -53,21 +64,6 @@ def report(
     )
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
-
-
-def _draw(target: EvaluationTarget, table: ScoreTable, plot: str) -> tuple[str | None, str | None]:
-    """(path, None), or (None, warning) if the default picture cannot be written."""
-    from slurmllm.errors import StorageError
-    from slurmllm.evaluate.plot import default_path, draw
-
-    path = Path(plot) if plot else default_path(target.store, table.suite)
-    try:
-        draw(table, target.store.name, path)
-    except StorageError as error:
-        if plot:
-            raise
-        return None, str(error)
-    return str(path), None
 
 
 def _values(
@@ -87,14 +83,9 @@ def _values(
     return {
         "run": target.store.name,
         "checkpoints": [
-            {
-                "step": model.step,
-                "tokens": model.tokens,
-                "checksum": model.checksum,
-                "path": str(model.directory),
-            }
-            for model in selection.models
-            if model.step not in result.damaged
+            {"step": m.step, "tokens": m.tokens, "checksum": m.checksum, "path": str(m.directory)}
+            for m in selection.models
+            if m.step not in result.damaged
         ],
         "suites": [
             {

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from slurmllm.config.resolve import RunConfig
-    from slurmllm.records import Finding, NodeHealth
+    from slurmllm.records import NodeHealth
     from slurmllm.supervise.allocation import Allocation
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "bright_black"}
-# Of the values of checks of a node.
+# Units of the values of a node's checks.
 _UNITS = {
     "memory": " GB", "node-local disk": " GB", "shared file system": " s", "clock": " s",
     "all-reduce": " GB/s",
@@ -35,10 +35,9 @@ _UNITS = {
 @click.option("--exclude", help="Nodes to exclude, as n3 or n[1-4].")
 @click.option("--time", default="15", show_default=True, help="Time limit of the Slurm job.")
 @click.option(
-    "--bandwidth/--no-bandwidth",
-    default=None,
+    "--bandwidth/--no-bandwidth", default=None,
     help="Measure the all-reduce over all nodes.  [default: by the profile]",
-)
+)  # fmt: skip
 @click.option(
     "--set", "overrides", multiple=True, metavar="PATH=VALUE",
     help="Override a value of the profile, such as cluster.health.min_allreduce_gb_s=20.",
@@ -84,6 +83,7 @@ def health(
     command = ["health", "--bandwidth" if wanted else "--no-bandwidth", f"--runs-dir={folder}"]
     command += [f"--cluster={cluster}"] if cluster else []
     command += [f"--set={override}" for override in overrides] + ["--json"] * as_json
+    # salloc runs `command` inside the allocation; without Slurm this process does the checks.
     salloc = {
         "nodelist": nodelist, "partition": partition, "account": account, "qos": qos,
         "reservation": reservation, "exclude": exclude, "time": time,
@@ -130,9 +130,12 @@ def _print_table(cluster: str, nodes: Mapping[str, NodeHealth]) -> None:
     checks = list(dict.fromkeys(f.check for record in nodes.values() for f in record.findings))
     rows = []
     for name, record in nodes.items():
-        by_check = {finding.check: finding for finding in record.findings}
-        cells = [_cell(by_check[c]) if c in by_check else "" for c in checks]
-        rows.append((name, _status(record), *cells))
+        cells = {}
+        for finding in record.findings:
+            unit = "" if isinstance(finding.value, str) else _UNITS.get(finding.check, "")
+            mark = "" if finding.status == "ok" else f" {finding.status}"
+            cells[finding.check] = f"{finding.value}{unit}{mark}"
+        rows.append((name, _status(record), *(cells.get(check, "") for check in checks)))
     click.echo(f"cluster profile {cluster}")
     print_table(("node", "state", *checks), rows)
     echo_by_message(
@@ -157,12 +160,6 @@ def echo_by_message(lines: Iterable[tuple[str, str, str]]) -> None:
 
 def _status(record: NodeHealth) -> str:
     return "fail" if record.of("fail") else "warn" if record.of("warn") else "ok"
-
-
-def _cell(finding: Finding) -> str:
-    unit = "" if isinstance(finding.value, str) else _UNITS.get(finding.check, "")
-    mark = "" if finding.status == "ok" else f" {finding.status}"
-    return f"{finding.value}{unit}{mark}"
 
 
 @click.command("check-node", hidden=True)
@@ -191,13 +188,7 @@ def check_node(profile: str, backend: str, marker_file: Path) -> None:
 @click.option("--floor", required=True)
 @click.pass_context
 def allreduce(
-    ctx: click.Context,
-    nodes: int,
-    workers: int,
-    device: str,
-    address: str,
-    port: str,
-    floor: str,
+    ctx: click.Context, nodes: int, workers: int, device: str, address: str, port: str, floor: str
 ) -> None:
     """Run this node's workers of an all-reduce (called through srun)."""
     import os
@@ -206,19 +197,14 @@ def allreduce(
 
     from slurmllm.backends.rendezvous import die_with_parent, own_node_rank, rendezvous_variables
 
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "slurmllm.diagnose.allreduce", device, floor],
-            env={
-                **os.environ,
-                **rendezvous_variables(
-                    address, port, nodes=nodes, workers_per_node=workers,
-                    node_rank=own_node_rank(), local_rank=n,
-                ),
-                "OMP_NUM_THREADS": "1",
-            },
-            preexec_fn=die_with_parent,
-        )
-        for n in range(workers)
-    ]  # fmt: skip
+    processes = []
+    for local_rank in range(workers):
+        variables = rendezvous_variables(
+            address, port, nodes=nodes, workers_per_node=workers,
+            node_rank=own_node_rank(), local_rank=local_rank,
+        )  # fmt: skip
+        command = [sys.executable, "-m", "slurmllm.diagnose.allreduce", device, floor]
+        # One thread each: workers of one node would compete for its CPUs.
+        env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+        processes.append(subprocess.Popen(command, env=env, preexec_fn=die_with_parent))
     ctx.exit(max(abs(worker.wait()) for worker in processes))

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import click
 
+from slurmllm.log import setup_logging
+from slurmllm.rundir import RunDir, Stage
+
 _RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 _STAGE = click.option("--stage", type=click.Choice(["precompile", "train"]), required=True)
 _ATTEMPT = click.option("--attempt", type=int, required=True)
@@ -18,14 +21,12 @@ _ATTEMPT = click.option("--attempt", type=int, required=True)
 @_RUN
 @_STAGE
 @click.pass_context
-def supervise(ctx: click.Context, run: Path, stage: str) -> None:
+def supervise(ctx: click.Context, run: Path, stage: Stage) -> None:
     """Run one attempt of a stage on this allocation (called by the batch script)."""
-    from slurmllm.log import setup_logging
-    from slurmllm.rundir import RunDir
     from slurmllm.supervise.supervisor import supervise as run_supervisor
 
     setup_logging()
-    ctx.exit(run_supervisor(RunDir(run), "train" if stage == "train" else "precompile"))
+    ctx.exit(run_supervisor(RunDir(run), stage))
 
 
 @click.command(hidden=True)
@@ -33,14 +34,12 @@ def supervise(ctx: click.Context, run: Path, stage: str) -> None:
 @_STAGE
 @_ATTEMPT
 @click.pass_context
-def launch(ctx: click.Context, run: Path, stage: str, attempt: int) -> None:
+def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
     """Start this node's workers (called by the supervisor through srun)."""
-    from slurmllm.log import setup_logging
-    from slurmllm.rundir import RunDir
     from slurmllm.supervise.launcher import launch as run_launcher
 
     setup_logging()
-    ctx.exit(run_launcher(RunDir(run), "train" if stage == "train" else "precompile", attempt))
+    ctx.exit(run_launcher(RunDir(run), stage, attempt))
 
 
 @click.command(hidden=True)
@@ -48,17 +47,14 @@ def launch(ctx: click.Context, run: Path, stage: str, attempt: int) -> None:
 @_STAGE
 @_ATTEMPT
 @click.pass_context
-def worker(ctx: click.Context, run: Path, stage: str, attempt: int) -> None:
+def worker(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
     """Train on one device (called by the launcher)."""
-    from slurmllm.log import setup_logging
-
     # Before the import of torch, which takes seconds and may warn.
     rank = os.environ.get("RANK", "")
     setup_logging(int(rank) if rank.isdigit() else None)
-    from slurmllm.rundir import RunDir
     from slurmllm.train.worker import run_worker
 
-    code = run_worker(RunDir(run), "train" if stage == "train" else "precompile", attempt)
+    code = run_worker(RunDir(run), stage, attempt)
     if "torch" in sys.modules and "torch_xla" not in sys.modules:
         # Threads of torch's C++ may outlive the interpreter and abort the process when all is done
         # and saved ("terminate called without an active exception"; seen with gloo).

@@ -51,6 +51,7 @@ class _Verbs(click.Group):
         except SlurmllmError as error:
             raise _Failure(error) from error
         except BrokenPipeError:  # `slurmllm logs RUN | head`
+            # Python flushes stdout at its exit, which would print another BrokenPipeError.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(EXIT_BROKEN_PIPE)
 
@@ -78,9 +79,8 @@ def cli() -> None:
 for _verb in (
     doctor, health, recipes, plan, submit, status, logs, cancel, resume, data, tokenizer,
     checkpoint, compare, spikes, report, evaluate, drill,
+    supervise, launch, worker, check_node, allreduce,  # hidden: called on the nodes
 ):  # fmt: skip
-    cli.add_command(_verb)
-for _verb in (supervise, launch, worker, check_node, allreduce):
     cli.add_command(_verb)
 
 
@@ -88,7 +88,7 @@ def main() -> None:
     """The console script; exit code 1 is reserved for failed checks of a verb."""
     try:
         code = cli.main(prog_name="slurmllm", standalone_mode=False)
-        sys.stdout.flush()
+        sys.stdout.flush()  # here, so that a full disk is an error and not a traceback at exit
     except click.ClickException as error:
         error.show()
         code = error.exit_code
@@ -100,8 +100,7 @@ def main() -> None:
         code = StorageError.exit_code
     except Exception:
         traceback.print_exc()
-        click.echo(
-            "error: an internal error of slurmllm; please report the traceback above", err=True
-        )
+        message = "an internal error of slurmllm; please report the traceback above"
+        click.echo(f"error: {message}", err=True)
         code = CodeError.exit_code
     sys.exit(code if isinstance(code, int) else 0)

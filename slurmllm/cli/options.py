@@ -17,39 +17,28 @@ def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -
 
 
 runs_dir = click.option(
-    "--runs-dir",
-    metavar="DIR",
+    "--runs-dir", metavar="DIR",
     help="Folder of all runs, on the shared file system.  [default: $SLURMLLM_RUNS, else ./runs]",
-)
+)  # fmt: skip
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 set_value = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="PATH=VALUE",
+    "--set", "overrides", multiple=True, metavar="PATH=VALUE",
     help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable.",
-)
+)  # fmt: skip
 precompile = click.option(
-    "--precompile",
-    type=click.Choice(["auto", "always"]),
-    default="auto",
-    show_default=True,
+    "--precompile", type=click.Choice(["auto", "always"]), default="auto", show_default=True,
     help="auto: skip the precompile stage if this or an earlier run has compiled the graphs.",
-)
+)  # fmt: skip
 cluster = click.option(
-    "--cluster",
-    metavar="PROFILE",
+    "--cluster", metavar="PROFILE",
     help="Cluster profile, by name or .yaml file.  "
     "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]",
-)
+)  # fmt: skip
 tags = click.option(
-    "--tag",
-    "tags",
-    multiple=True,
-    metavar="METRIC=TAG",
+    "--tag", "tags", multiple=True, metavar="METRIC=TAG",
     help="Tag, column or key of another framework's log that holds a metric, such as "
     "loss=train/my_loss; repeatable.",
-)
+)  # fmt: skip
 from_step = click.option(
     "--from-step",
     type=click.IntRange(min=0),
@@ -57,11 +46,9 @@ from_step = click.option(
     help="First step to read.  [default: the first]",
 )
 to_step = click.option(
-    "--to-step",
-    type=click.IntRange(min=0),
-    callback=_after_from_step,
+    "--to-step", type=click.IntRange(min=0), callback=_after_from_step,
     help="Last step to read, inclusive.  [default: the last]",
-)
+)  # fmt: skip
 no_plot = click.option("--no-plot", is_flag=True, help="Do not draw a picture.")
 
 

@@ -119,7 +119,6 @@ def check_recovery(
     faults += _checkpoint_faults(run, steps)
     steps_lost = None if hit is None else hit.steps_lost
     if hit is not None and steps_lost is None and hit.last_step is not None:
-        # Killed with its supervisor: the record was closed by the next attempt.
         steps_lost = max(0, hit.last_step - (hit.checkpoint_after or 0))
     return DrillResult(
         kind=kind,
