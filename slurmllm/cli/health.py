@@ -83,7 +83,7 @@ def health(
     command = ["health", "--bandwidth" if wanted else "--no-bandwidth", f"--runs-dir={folder}"]
     command += [f"--cluster={cluster}"] if cluster else []
     command += [f"--set={override}" for override in overrides] + ["--json"] * as_json
-    # salloc runs `command` inside the allocation; without Slurm this process does the checks.
+    # salloc replaces this process and runs `command` inside the new allocation.
     salloc = {
         "nodelist": nodelist, "partition": partition, "account": account, "qos": qos,
         "reservation": reservation, "exclude": exclude, "time": time,
