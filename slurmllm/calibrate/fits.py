@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from slurmllm.calibrate.sample import Kind, Sample, Task
+from slurmllm.calibrate.node import Kind, Sample, Task
 from slurmllm.config.cluster import GIB, Hardware
 from slurmllm.errors import NodeError
 
@@ -36,7 +36,7 @@ class Found:
 def hardware_of(
     samples: Sequence[Sample], task: Task, given: Hardware | None, source: str
 ) -> Found:
-    """The figures that measurements come to.
+    """Compute the figures from measurements.
 
     Args:
         samples: Of the first worker.
@@ -58,14 +58,17 @@ def hardware_of(
     attention = found.one("attention", task.precision)
     values["attention_efficiency"] = min(1.0, attention.sizes[0] / attention.value / peak)
     values |= _links(found, task, given, values["memory_gb_s"], notes)
-    values |= _small_costs(found)
+    # Tiny models of few and of more layers: a block's operators, and the rest of a step. The
+    # planner counts forward once and backward twice.
+    few, *_, many = found.several("step")
+    layer = max(0.0, (many.value - few.value) / (many.sizes[0] - few.sizes[0]))
+    values["operator_us"] = layer / few.sizes[1] / 3 * 1e6
+    values["step_overhead_s"] = max(0.0, few.value - few.sizes[0] * layer)
     rounded = {name: float(f"{value:.{_DIGITS}g}") for name, value in values.items()}
     return Found(Hardware.model_validate({"source": source, **rounded}), tuple(notes))
 
 
 class _Samples:
-    """The samples by kind."""
-
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
 
@@ -75,7 +78,6 @@ class _Samples:
         return sorted(found, key=lambda sample: sample.sizes)
 
     def one(self, kind: Kind, of: str = "") -> Sample:
-        """The one of a kind."""
         return self.several(kind, of, 1)[0]
 
     def several(self, kind: Kind, of: str = "", least: int = 2) -> list[Sample]:
@@ -121,7 +123,11 @@ def _matrices(
     other, width = ("bf16", 4) if precision == "fp32" else ("fp32", 2)
     limit = memory_gb_s * 1e9
     products = found.several("product", precision)
-    bound = [p for p in products if 3 * _numbers(p) * width / limit < _MOVED_SHARE * p.value]
+
+    def moved_s(m: int, n: int, k: int) -> float:
+        return 3 * (m * k + k * n + m * n) * width / limit
+
+    bound = [p for p in products if moved_s(*p.sizes) < _MOVED_SHARE * p.value]
     rate, half = fit_products(bound or products)
     fastest = max(rate, *(_flops(p) / p.value for p in products))
     peak = _peak(given, f"{precision}_tflops", fastest / 1e12) * 1e12
@@ -136,11 +142,6 @@ def _matrices(
         "matrix_efficiency": efficiency,
         "matrix_half": half,
     }
-
-
-def _numbers(product: Sample) -> int:
-    m, n, k = product.sizes
-    return m * k + k * n + m * n
 
 
 def _peak(given: Hardware | None, name: str, fastest: float) -> float:
@@ -248,17 +249,3 @@ def _links(
             f"{name}_latency_us": hop_us,
         }
     return values
-
-
-def _small_costs(found: _Samples) -> dict[str, float]:
-    """Of a block's operators and of a step, by tiny models of few and of more layers.
-
-    The planner counts forward once and backward twice.
-    """
-    few, *_, many = found.several("step")
-    layers, micro_batches = many.sizes[0] - few.sizes[0], few.sizes[1]
-    layer = max(0.0, (many.value - few.value) / layers)
-    return {
-        "operator_us": layer / micro_batches / 3 * 1e6,
-        "step_overhead_s": max(0.0, few.value - few.sizes[0] * layer),
-    }

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.backends.rendezvous import free_port
 from slurmllm.calibrate.fits import hardware_of
-from slurmllm.calibrate.sample import Sample, Task
+from slurmllm.calibrate.node import Sample, Task
 from slurmllm.config.cluster import Cluster, Hardware
 from slurmllm.config.resolve import RunConfig, clusters_dir
 from slurmllm.config.yaml_source import write_yaml
@@ -80,7 +79,11 @@ def calibrate(
     if any(process.returncode for process in processes) or not samples:
         last = output[-1] if output else f"no output within {LIMIT_S:.0f} s"
         raise NodeError(f"{' '.join(allocation.nodes)}: the measurement failed: {last}")
-    found = hardware_of(samples, task, config.cluster.hardware, _source(config, allocation))
+    first, *others = allocation.nodes if allocation.job_id else (socket.gethostname(),)
+    more = f" and {len(others)} more" if others else ""
+    today = datetime.now(UTC).date().isoformat()
+    source = f"measured on {first}{more} by slurmllm plan --calibrate, {today}"
+    found = hardware_of(samples, task, config.cluster.hardware, source)
     show(f"{seconds:3.0f} s  done")
     busy = [
         f"{sample.of}: in use by others, {sample.value:.1f} tasks a CPU; the figures are marked as "
@@ -113,6 +116,9 @@ def require_measurable(config: RunConfig) -> None:
 
 def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
     cluster, train = config.cluster, config.recipe.train
+    # On GPUs bf16, unless --set chooses fp32.
+    chosen = config.origins.get("train.precision", "").startswith("--set")
+    fp32 = train.precision == "fp32" and (cluster.device == "cpu" or chosen)
     nodes, workers = len(allocation.nodes), cluster.devices_per_node
     variables = load_environment("native").variables(config)
     given = {name: variable.value for name, variable in variables.items()}
@@ -124,25 +130,11 @@ def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
         device=cluster.device,
         address=allocation.master_addr,
         port=free_port(),
-        precision=_precision(config),
+        precision="fp32" if fp32 else "bf16",
         compiled=train.compile,
         variables={**given, **cluster.env, **config.recipe.env},
         quick=quick,
     )
-
-
-def _precision(config: RunConfig) -> Literal["fp32", "bf16"]:
-    """The recipe's precision; on GPUs bf16, unless --set chooses fp32."""
-    asked = config.origins.get("train.precision", "").startswith("--set")
-    fp32 = config.recipe.train.precision == "fp32" and (config.cluster.device == "cpu" or asked)
-    return "fp32" if fp32 else "bf16"
-
-
-def _source(config: RunConfig, allocation: Allocation) -> str:
-    first, *others = allocation.nodes if allocation.job_id else (socket.gethostname(),)
-    more = f" and {len(others)} more" if others else ""
-    today = datetime.now(UTC).date().isoformat()
-    return f"measured on {first}{more} by slurmllm plan --calibrate, {today}"
 
 
 def check_target(path: Path, *, replace: bool = False) -> None:

@@ -110,7 +110,7 @@ def _corpus_stream(
 ) -> StreamSpec:
     """A stream of one corpus without a recipe: sequences of 256 tokens, seed 0."""
     from slurmllm.data.spec import StreamSpec
-    from slurmllm.submit.inputs import STDLIB
+    from slurmllm.submit.prepare import STDLIB
 
     path = None if tokenizer is None else Path(tokenizer)
     if STDLIB in (corpus, tokenizer):
@@ -134,7 +134,7 @@ def _recipe_stream(
     from slurmllm.config.resolve import resolve
     from slurmllm.data.spec import StreamSpec
     from slurmllm.rundir import runs_root
-    from slurmllm.submit.inputs import resolve_inputs
+    from slurmllm.submit.prepare import resolve_inputs
 
     for field, value in (("corpus", corpus), ("tokenizer", tokenizer)):
         if value is not None:

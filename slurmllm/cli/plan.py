@@ -201,16 +201,16 @@ def node_counts(text: str) -> list[int]:
 
 
 def _print(plans: Sequence[RecipePlan], top: int, explain: bool, submit: str | None) -> None:
-    from slurmllm.plan import tables
+    from slurmllm.plan import output
 
     if submit is not None:
-        tables.print_plan(plans[0], top)
+        output.print_plan(plans[0], top)
         click.echo(f"submit         {submit}")
     else:
-        tables.print_points(plans)
+        output.print_points(plans)
     for one in plans if explain else ():
         for node_plan in one.node_plans:
-            tables.print_explanation(node_plan)
+            output.print_explanation(node_plan)
     for warning in dict.fromkeys(w for one in plans for w in one.warnings):
         click.echo(f"warning: {warning}")
 
@@ -219,7 +219,7 @@ def _submit_command(plan: RecipePlan, recipe: str, cluster: str | None) -> str:
     """The command that submits the best layout, with the options of this one."""
     import shlex
 
-    from slurmllm.plan.suggestions import changes
+    from slurmllm.plan.fit_check import changes
 
     (node_plan,) = plan.node_plans
     assert node_plan.best is not None, "something fits"
@@ -239,7 +239,7 @@ def _submit_command(plan: RecipePlan, recipe: str, cluster: str | None) -> str:
 def _print_json(plans: Sequence[RecipePlan], top: int | None, explain: bool) -> None:
     import json
 
-    from slurmllm.plan.plan_json import plan_json
+    from slurmllm.plan.output import plan_json
 
     click.echo(json.dumps(plan_json(plans, top, explain), indent=2))
 

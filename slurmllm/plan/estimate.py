@@ -1,46 +1,18 @@
-"""The estimate of one layout of a run: memory and step time."""
+"""The estimate of one layout of a run: memory of its fullest worker, step time of its slowest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
+from slurmllm.errors import ConfigError
+from slurmllm.plan.flops import model_flops
+from slurmllm.plan.memory import worker_memory
 from slurmllm.plan.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one optimizer step by part; the parts add up to the step.
-
-    Attributes:
-        compute: Matrix products, attention and elementwise work, forward and backward.
-        recompute: Recomputation of activation checkpointing.
-        tensor: Collectives within the tensor-parallel groups.
-        bubble: Pipeline stages waiting for others.
-        transfer: Activations and their gradients from stage to stage.
-        data: Data-parallel communication that computing does not hide.
-        optimizer: The optimizer's own step.
-        overhead: Launches of operators, and the host.
-    """
-
-    compute: float
-    recompute: float
-    tensor: float
-    bubble: float
-    transfer: float
-    data: float
-    optimizer: float
-    overhead: float
-
-    @property
-    def total(self) -> float:
-        """The step, s."""
-        return sum(self.parts().values())
-
-    def parts(self) -> dict[str, float]:
-        """Name → seconds, in the order of a step."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+from slurmllm.plan.neuron_memory import neuron_memory
+from slurmllm.plan.step import StepTime, peak_flops, step_time
 
 
 @dataclass(frozen=True)
@@ -103,9 +75,44 @@ class LayoutEstimate:
         return self.model_flops / self.step.total / (self.mesh.world_size * peak_flops(self.config))
 
 
-def peak_flops(config: RunConfig) -> float:
-    """Peak FLOP/s of one device in the run's precision."""
-    hardware = config.cluster.hardware
-    assert hardware is not None, "the planner needs cluster.hardware"
-    computes_fp32 = config.recipe.train.precision == "fp32"
-    return (hardware.fp32_tflops if computes_fp32 else hardware.bf16_tflops) * 1e12
+def predict(config: RunConfig, mesh: Mesh) -> LayoutEstimate:
+    """Predict memory and step time of a run.
+
+    Raises:
+        ConfigError: the profile has no hardware figures.
+    """
+    hardware = known_hardware(config)
+    # The worker that needs the most is in the first or the last pipeline stage.
+    stages = sorted({0, mesh.tensor * mesh.data * (mesh.pipeline - 1)})
+    if config.backend == "nxd":
+        parts = [neuron_memory(config, mesh, rank) for rank in stages]
+    else:
+        parts = [worker_memory(config, mesh, rank).parts() for rank in stages]
+    return LayoutEstimate(
+        config=config,
+        mesh=mesh,
+        memory=MemoryUse(max(parts, key=lambda of: sum(of.values())), hardware.usable_bytes),
+        step=step_time(config, mesh),
+        model_flops=model_flops(config.recipe.model, mesh.global_batch),
+    )
+
+
+def known_hardware(config: RunConfig) -> Hardware:
+    """The figures of the cluster's hardware.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    cluster = config.cluster
+    if cluster.hardware is not None:
+        return cluster.hardware
+    fix = (
+        "take that section from a shipped profile, trn1 or trn1n"
+        if cluster.device == "neuron"  # which --calibrate does not measure
+        else f"`slurmllm plan --calibrate --cluster {cluster.name} --out FILE.yaml` measures "
+        "it on the nodes, and --cluster FILE.yaml uses it"
+    )
+    raise ConfigError(
+        f"cluster profile {cluster.name} cannot be planned for",
+        [f"cluster.hardware: missing; {fix}"],
+    )

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from slurmllm.format import format_bytes, format_gib, format_seconds
 from slurmllm.plan.collectives import Group, data_group, group, rate, tensor_group
-from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
-from slurmllm.plan.predict import known_hardware
+from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, known_hardware
 from slurmllm.plan.step import formats, step_time
 
 _RUNNERS_UP = 2

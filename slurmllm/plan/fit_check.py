@@ -1,31 +1,85 @@
-"""The fit check before a submit: does the run's layout fit, and is it close to the best?"""
+"""The planner's part of a submit: choose open degrees, check the fit, suggest other layouts.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slurmllm.config.resolve import RunConfig
-from slurmllm.format import format_gib
-from slurmllm.plan.auto_parallel import fixed_training
-from slurmllm.plan.estimate import LayoutEstimate
+from slurmllm.config.resolve import PLANNER, RunConfig
+from slurmllm.errors import ConfigError
+from slurmllm.format import format_gib, format_plural
+from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.explain import why_too_large
-from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.predict import predict
-from slurmllm.plan.search import VARIED, Unsupported, search
-from slurmllm.plan.suggestions import (
-    best_layout,
-    layout_text,
-    rate_text,
-    set_options,
-    setting,
-    suggest_fixes,
-    suggest_layout,
-)
+from slurmllm.plan.mesh import assumed_micro_batch, make_mesh, measures_micro_batch
+from slurmllm.plan.search import LARGEST, VARIED, Unsupported, search, smallest_nodes
 
 # A layout below this share of the best one's throughput gets a warning. Two predictions that are
 # 12 % off in opposite directions differ by as much.
 SLOW = 0.8
+# Predictions closer than this are a tie, which the layout with the fewest changes wins.
+_TIE = 0.99
+_MAX_REASONS = 3  # reasons against layouts that an error names
+_DEGREES = tuple(path for path in VARIED if path.startswith("parallel."))
+_MICRO_BATCH, _CHECKPOINTING = "train.micro_batch", "train.activation_checkpointing"
+
+
+def choose_parallel(config: RunConfig, nodes: int, unsupported: Unsupported) -> RunConfig:
+    """Choose the degrees that `parallel.auto` leaves open: those of the fastest layout that fits.
+
+    Args:
+        config: A configuration with `parallel.auto`; degrees that are set are kept.
+        nodes: Nodes of the train stage.
+        unsupported: As for `search`.
+
+    Returns:
+        The configuration with all degrees set and without `auto`; the origins name the planner. A
+        micro batch of `auto` is chosen too if the device cannot measure it.
+
+    Raises:
+        ConfigError: nothing fits, or the profile has no hardware figures.
+    """
+    fixed = [path for path in _DEGREES if config.is_set(path)] + _fixed_training(config)
+    found = search(config, nodes, unsupported, fixed)
+    where = format_plural(nodes, "node")
+    if not found.fitting:
+        if found.too_large:
+            smallest = found.too_large[0]
+            why = [f"the nearest, {layout_text(smallest)}, needs {why_too_large(smallest.memory)}"]
+        else:
+            total = sum(found.refused.values())
+            reasons = list(found.refused.items())[:_MAX_REASONS]
+            why = [f"{reason} ({count} of {total} layouts)" for reason, count in reasons]
+        raise ConfigError(
+            f"no layout of {config.recipe.name} fits {where} of {config.cluster.name}",
+            [*why, *_suggest_fixes(config, nodes, unsupported, fixed)],
+        )
+    recipe, best = config.recipe, found.fitting[0].config.recipe
+    requested = config.origins.get("parallel.auto", "default")
+    source = f"{PLANNER}best of {len(found.fitting)} layouts that fit {where}"
+    origins = {
+        **config.origins,
+        **{path: source for path in _DEGREES if path not in fixed},
+        "parallel.auto": f"{PLANNER}resolved; auto by {requested}",
+    }
+    train = recipe.train
+    if _MICRO_BATCH not in fixed and not measures_micro_batch(config):
+        train = train.model_copy(update={"micro_batch": best.train.micro_batch})
+        origins[_MICRO_BATCH] = source
+    parallel = best.parallel.model_copy(update={"auto": False})
+    resolved = recipe.model_copy(update={"parallel": parallel, "train": train})
+    return replace(config, recipe=resolved, origins=origins)
+
+
+def _fixed_training(config: RunConfig) -> list[str]:
+    """The training settings that the planner does not vary."""
+    # A micro batch that the planner chose for another mesh is varied, as `auto` is.
+    chosen = config.origins.get(_MICRO_BATCH, "").startswith(PLANNER)
+    free = config.recipe.train.micro_batch == "auto" or chosen
+    return [_CHECKPOINTING] if free else [_CHECKPOINTING, _MICRO_BATCH]
 
 
 @dataclass(frozen=True)
@@ -64,7 +118,7 @@ class FitCheck:
         """The layout, its throughput and its memory, in one line."""
         found, memory = self.candidate, self.candidate.memory
         return (
-            f"{layout_text(found)}: {rate_text(found)}, MFU {100 * found.mfu:.0f} %, "
+            f"{layout_text(found)}: {_rate_text(found)}, MFU {100 * found.mfu:.0f} %, "
             f"{format_gib(memory.peak)} of {format_gib(memory.limit)} GiB a worker"
             f"{', by rough figures' * self.rough}"
         )
@@ -101,13 +155,18 @@ def check_fit(
     """
     if config.cluster.hardware is None or unsupported(config):
         return None
-    candidate = _predict_own(config, nodes, unsupported, measured)
+    mesh = make_mesh(config, nodes, measured)
+    fitting: tuple[LayoutEstimate, ...] = ()
+    if mesh.unmeasured:  # then the precompile stage will choose the fastest micro batch that fits
+        others = [path for path in VARIED if path != _MICRO_BATCH]
+        fitting = search(config, nodes, unsupported, others).fitting
+    candidate = fitting[0] if fitting else predict(config, mesh)
     found = FitCheck(candidate, chosen)
     # A rehearsal computes nothing and so holds no model.
     if chosen or found.rough or config.backend == "rehearsal":
         return found
-    fixed = fixed_training(config)
-    best = best_layout(config, nodes, unsupported, fixed)
+    fixed = _fixed_training(config)
+    best = _best_layout(config, nodes, unsupported, fixed)
     found = replace(found, best=best)
     if not candidate.fits:
         needs = why_too_large(candidate.memory, most=None)
@@ -115,35 +174,22 @@ def check_fit(
         if force:
             return replace(found, warnings=(too_large,))
         if best is not None:
-            return replace(found, refusals=(too_large, suggest_layout(config, best)))
-        fixes = suggest_fixes(config, nodes, unsupported, fixed)
+            return replace(found, refusals=(too_large, _suggest_layout(config, best)))
+        fixes = _suggest_fixes(config, nodes, unsupported, fixed)
         return replace(found, refusals=(too_large, *fixes))
     if best is not None and candidate.seq_per_s < SLOW * best.seq_per_s:
         share = 100 * candidate.seq_per_s / best.seq_per_s
         slow = (
-            f"{layout_text(candidate)}: {rate_text(candidate)}, {share:.0f} % of the best on these "
-            f"nodes: {set_options(config, best)} ({rate_text(best)})"
+            f"{layout_text(candidate)}: {_rate_text(candidate)}, {share:.0f} % of the best on "
+            f"these nodes: {_set_options(config, best)} ({_rate_text(best)})"
         )
         return replace(found, warnings=(slow,))
     return found
 
 
-def _predict_own(
-    config: RunConfig, nodes: int, unsupported: Unsupported, measured: int | None
-) -> LayoutEstimate:
-    """The run's own layout, with the fastest micro batch that fits if it is measured later."""
-    mesh = make_mesh(config, nodes, measured)
-    if mesh.unmeasured:
-        others = [path for path in VARIED if path != "train.micro_batch"]
-        fitting = search(config, nodes, unsupported, others).fitting
-        if fitting:
-            return fitting[0]
-    return predict(config, mesh)
-
-
 def _figures(candidate: LayoutEstimate) -> dict[str, Any]:
     mesh, memory = candidate.mesh, candidate.memory
-    layout = {path.partition(".")[2]: setting(candidate.config, path) for path in VARIED}
+    layout = {path.partition(".")[2]: _setting(candidate.config, path) for path in VARIED}
     return {
         **layout,
         "data": mesh.data,
@@ -158,3 +204,83 @@ def _figures(candidate: LayoutEstimate) -> dict[str, Any]:
         "memory_limit_bytes": memory.limit,
         "fits": candidate.fits,
     }
+
+
+def _suggest_fixes(
+    config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
+) -> list[str]:
+    """Suggest other training settings and node counts for a run of which no layout fits."""
+    free = [path for path in fixed if not path.startswith("train.")]
+    other = _best_layout(config, nodes, unsupported, free)
+    found = [_suggest_layout(config, other)] if other is not None else []
+    degrees = "" if config.recipe.parallel.auto else ", with --set parallel=auto"
+    enough = smallest_nodes(config, nodes, unsupported, fixed)
+    if enough is not None:
+        how = "the minimum that fits" if enough > nodes else "would fit"
+        found.append(f"--nodes {enough}: {how}{degrees}")
+    elif other is None:
+        enough = smallest_nodes(config, nodes, unsupported, free)
+        if enough is not None:
+            found.append(
+                f"--nodes {enough}: would fit{degrees or ', with'} "
+                "--set train.activation_checkpointing=full --set train.micro_batch=auto"
+            )
+    if found:
+        return found
+    given = [path for path in free if path.startswith("parallel.")]
+    leave = f"leave out {', '.join(given)}, or " if given else ""
+    return [f"nothing fits up to {LARGEST} nodes; {leave}choose another --cluster"]
+
+
+def _suggest_layout(config: RunConfig, candidate: LayoutEstimate) -> str:
+    return f"this would fit: {_set_options(config, candidate)} ({_rate_text(candidate)})"
+
+
+def _best_layout(
+    config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
+) -> LayoutEstimate | None:
+    """The fastest layout that fits; of several as fast, the one with the fewest changes."""
+    fitting = search(config, nodes, unsupported, fixed).fitting
+    tied = [one for one in fitting if one.seq_per_s >= _TIE * fitting[0].seq_per_s]
+    return min(tied, key=lambda one: len(changes(config, one)), default=None)
+
+
+def _set_options(config: RunConfig, candidate: LayoutEstimate) -> str:
+    return " ".join(f"--set {change}" for change in changes(config, candidate))
+
+
+def changes(config: RunConfig, candidate: LayoutEstimate) -> list[str]:
+    """The settings in which a candidate differs from a configuration, as `parallel.tensor=8`.
+
+    Settings that the planner chooses or the precompile stage measures are left out.
+    """
+    others = config.open_degrees()
+    if measures_micro_batch(config):
+        others.append(_MICRO_BATCH)
+    return [
+        f"{path}={str(_setting(candidate.config, path)).lower()}"
+        for path in VARIED
+        if path not in others and _setting(config, path) != _setting(candidate.config, path)
+    ]
+
+
+def _setting(config: RunConfig, path: str) -> object:
+    """The value of one of `VARIED`; an `auto` micro batch as the number that is assumed for it."""
+    section, _, field = path.partition(".")
+    found = getattr(getattr(config.recipe, section), field)
+    return assumed_micro_batch(config) or found if found == "auto" else found
+
+
+def _rate_text(candidate: LayoutEstimate) -> str:
+    rate = candidate.seq_per_s
+    return f"{rate:,.0f} seq/s predicted" if rate >= 100 else f"{rate:.3g} seq/s predicted"
+
+
+def layout_text(candidate: LayoutEstimate) -> str:
+    """`tensor 8, pipeline 4, data 4, micro batch 1`."""
+    mesh = candidate.mesh
+    chunks = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
+    return (
+        f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{chunks}, data {mesh.data}, "
+        f"micro batch {mesh.micro_batch}"
+    )

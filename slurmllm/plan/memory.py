@@ -58,6 +58,26 @@ class WorkerMemory:
     ending: int
     passing: int
 
+    def parts(self) -> dict[str, int]:
+        """Name → bytes at the fullest moment of the step; they add up to the peak."""
+        within = {
+            "whole weights": self.whole_weights,
+            "gradients": self.whole_gradients,
+            "activations": self.activations,
+            "output or block": max(self.output, self.block),
+        }
+        after = {
+            "gradients": self.gradients,
+            "end of the step": max(self.ending, self.passing),
+        }
+        resting = {
+            "weights": self.weights,
+            "optimizer": self.optimizer,
+            "pipeline buffers": self.pipeline,
+        }
+        fullest = max(within, after, key=lambda parts: sum(parts.values()))
+        return {name: size for name, size in {**resting, **fullest}.items() if size}
+
     @property
     def at_rest(self) -> int:
         """Between two steps."""
@@ -66,12 +86,7 @@ class WorkerMemory:
     @property
     def peak(self) -> int:
         """The most within a step."""
-        full = self.whole_weights + self.whole_gradients + self.activations
-        return self.at_rest + max(
-            full + max(self.output, self.block),
-            self.gradients + self.ending,
-            self.gradients + self.passing,
-        )
+        return sum(self.parts().values())
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, scaling
-from slurmllm.plan.estimate import LayoutEstimate
+from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.loss_assumptions import losses
 from slurmllm.plan.losses import Losses
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.predict import predict
 from slurmllm.plan.search import LARGEST, VARIED, SearchResult, Unsupported, search, smallest_nodes
 
 

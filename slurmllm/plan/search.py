@@ -15,9 +15,8 @@ from typing import Any
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import RULES, divisors
 from slurmllm.errors import ConfigError
-from slurmllm.plan.estimate import LayoutEstimate
+from slurmllm.plan.estimate import LayoutEstimate, known_hardware, predict
 from slurmllm.plan.mesh import Mesh, measures_micro_batch, micro_batches
-from slurmllm.plan.predict import known_hardware, predict
 
 # The settings that the search varies, unless `fixed` names them.
 VARIED = (

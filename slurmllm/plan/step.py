@@ -12,7 +12,7 @@ once through the others, in `virtual_pipeline` smaller pieces if interleaved (Na
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from slurmllm.config.cluster import Hardware
@@ -24,7 +24,6 @@ from slurmllm.plan.collectives import (
     stage_to_stage_s,
     tensor_group,
 )
-from slurmllm.plan.estimate import StepTime, peak_flops
 from slurmllm.plan.flops import (
     Product,
     attention_flops,
@@ -43,6 +42,40 @@ _ADAMW = 8
 _ADD = 3
 # Passes over the logits: written and read for the loss, likewise for their gradient.
 _LOGITS = 4
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step by part; the parts add up to the step.
+
+    Attributes:
+        compute: Matrix products, attention and elementwise work, forward and backward.
+        recompute: Recomputation of activation checkpointing.
+        tensor: Collectives within the tensor-parallel groups.
+        bubble: Pipeline stages waiting for others.
+        transfer: Activations and their gradients from stage to stage.
+        data: Data-parallel communication that computing does not hide.
+        optimizer: The optimizer's own step.
+        overhead: Launches of operators, and the host.
+    """
+
+    compute: float
+    recompute: float
+    tensor: float
+    bubble: float
+    transfer: float
+    data: float
+    optimizer: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        """The step, s."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Name → seconds, in the order of a step."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -71,6 +104,14 @@ def formats(config: RunConfig) -> Formats:
     return Formats(_BF16, _FP32 if mixed else _BF16, _FP32 if whole else _BF16)
 
 
+def peak_flops(config: RunConfig) -> float:
+    """Peak FLOP/s of one device in the run's precision."""
+    hardware = config.cluster.hardware
+    assert hardware is not None, "the planner needs cluster.hardware"
+    computes_fp32 = config.recipe.train.precision == "fp32"
+    return (hardware.fp32_tflops if computes_fp32 else hardware.bf16_tflops) * 1e12
+
+
 def step_time(config: RunConfig, mesh: Mesh) -> StepTime:
     """Predict one optimizer step.
 
@@ -87,8 +128,9 @@ class _Step:
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         hardware = config.cluster.hardware
         assert hardware is not None, "the planner needs cluster.hardware"
-        self.config, self.mesh, self.hardware = config, mesh, hardware
+        self.mesh, self.hardware = mesh, hardware
         self.model, self.recipe = config.recipe.model, config.recipe
+        self.nxd = config.backend == "nxd"
         self.formats = formats(config)
         self.tokens = mesh.micro_batch * self.model.seq_len
         self.layers = self.model.num_layers // mesh.pipeline
@@ -97,50 +139,48 @@ class _Step:
 
     def time(self) -> StepTime:
         """All parts, of the slowest pipeline stage: the last one, which has the head."""
-        mesh, hardware = self.mesh, self.hardware
+        mesh, hardware, recipe = self.mesh, self.hardware, self.recipe
         turns = mesh.accumulation
-        block = self._block_s()
-        recomputed = self._recomputed_s()
+        how, zero = recipe.train.activation_checkpointing, recipe.parallel.zero
+        forward = self._forward_s()
+        again = {"none": 0.0, "selective": self._attention_s(), "full": forward}[how]
+        block = 3 * forward + self._added_s(block_parameters(self.model) / mesh.tensor)
+        logits = head_product(self.model, self.tokens, mesh.tensor)
+        passes = _LOGITS * self.tokens * logits.n * _FP32 / self.bandwidth
+        head = 3 * self._product_s(logits) + passes + self._added_s(logits.n * logits.k)
         collective = self._block_collectives_s()
-        head = self._head_s()
-        edge = self._edge_collectives_s()
-        launches = self._launches_s()
-        compute, again = turns * (self.layers * block + head), turns * self.layers * recomputed
-        tensor = turns * (self.layers * collective + edge)
-        stage = self.layers * (block + recomputed + collective + launches)
-        # Filling and draining: once through the other stages, the last of them with the head.
-        bubble = (mesh.pipeline - 1) * stage / mesh.virtual_pipeline
-        crossing = 2 * stage_to_stage_s(self._stream_bytes(), mesh, hardware)
-        transfer = crossing * (turns * mesh.virtual_pipeline + mesh.pipeline - 1)
-        exposed = self._data_s(compute + again)
+        edge = 2 * self._sum_s()  # of embedding and head, forward and backward
+        launches = (3 + (how == "full")) * hardware.operator_us * 1e-6  # of a block's operators
+        compute, recompute = turns * (self.layers * block + head), turns * self.layers * again
+        stage = self.layers * (block + again + collective + launches)
+        stage_parameters = (
+            self.layers * block_parameters(self.model)
+            + rest_parameters(self.model, mesh.pipeline)
+        ) / mesh.tensor  # fmt: skip
+        stream = self._whole_stream() / (mesh.tensor if recipe.parallel.sequence else 1)
+        crossing = 2 * stage_to_stage_s(stream, mesh, hardware)
+        crossings = turns * mesh.virtual_pipeline + mesh.pipeline - 1
+        # NxD without ZeRO updates every parameter on every data-parallel worker.
+        updated = stage_parameters / (1 if self.nxd and zero == 0 else mesh.data)
         return StepTime(
             compute=compute,
-            recompute=again,
-            tensor=tensor,
-            bubble=bubble,
-            transfer=transfer if mesh.pipeline > 1 else 0.0,
-            data=exposed,
-            optimizer=self._optimizer_s(),
+            recompute=recompute,
+            tensor=turns * (self.layers * collective + edge),
+            # Filling and draining: once through the other stages, the last of them with the head.
+            bubble=(mesh.pipeline - 1) * stage / mesh.virtual_pipeline,
+            transfer=crossing * crossings if mesh.pipeline > 1 else 0.0,
+            data=self._data_s(stage_parameters, compute + recompute),
+            optimizer=_ADAMW * updated * self.formats.kept / self.bandwidth,
             overhead=turns * self.layers * launches + hardware.step_overhead_s,
         )
 
-    def _block_s(self) -> float:
-        """Forward and backward of one block and micro batch."""
-        return 3 * self._forward_s() + self._added_s(self._own(block_parameters(self.model)))
-
     def _forward_s(self) -> float:
+        """One block and micro batch."""
         mesh, parallel = self.mesh, self.recipe.parallel
         products = block_products(self.model, self.tokens, mesh.tensor)
         elements = block_elements(self.model, self.tokens, mesh.tensor, parallel.sequence)
         work = sum(self._product_s(product) for product in products) + self._attention_s()
         return work + elements * self.formats.computed / self.bandwidth
-
-    def _recomputed_s(self) -> float:
-        """Recomputation in the backward pass of a block."""
-        how = self.recipe.train.activation_checkpointing
-        if how == "none":
-            return 0.0
-        return self._attention_s() if how == "selective" else self._forward_s()
 
     def _product_s(self, product: Product) -> float:
         return product_s(product, self.peak, self.formats.computed, self.hardware)
@@ -148,13 +188,6 @@ class _Step:
     def _attention_s(self) -> float:
         flops = attention_flops(self.model, self.tokens, self.mesh.tensor)
         return flops / (self.peak * self.hardware.attention_efficiency)
-
-    def _head_s(self) -> float:
-        """Forward and backward of head and loss."""
-        logits = head_product(self.model, self.tokens, self.mesh.tensor)
-        passes = _LOGITS * self.tokens * logits.n * _FP32 / self.bandwidth
-        added = self._added_s(logits.n * logits.k)
-        return 3 * self._product_s(logits) + passes + added
 
     def _added_s(self, numbers: float) -> float:
         """Adding gradients to those of earlier micro batches."""
@@ -172,12 +205,8 @@ class _Step:
         (neuronx_distributed/parallel_layers/layers.py).
         """
         passes = 3 if self.recipe.train.activation_checkpointing == "full" else 2
-        again = 2 if self.recipe.parallel.sequence and self.config.backend == "nxd" else 0
+        again = 2 if self.recipe.parallel.sequence and self.nxd else 0
         return 2 * passes * self._sum_s() + again * self._gathered_s()
-
-    def _edge_collectives_s(self) -> float:
-        """Collectives of embedding and head: sums of the residual stream, forward and backward."""
-        return 2 * self._sum_s()
 
     def _sum_s(self) -> float:
         """Partial sums of the stream added up for all workers, or scattered and gathered again."""
@@ -192,65 +221,26 @@ class _Step:
         """Bytes of a micro batch's activations between two blocks."""
         return self.tokens * self.model.hidden_size * self.formats.computed
 
-    def _launches_s(self) -> float:
-        """Launch overhead of a block's operators, forward and backward."""
-        again = self.recipe.train.activation_checkpointing == "full"
-        return (3 + again) * self.hardware.operator_us * 1e-6
-
-    def _stream_bytes(self) -> float:
-        """Bytes of activations that one worker sends to the next stage."""
-        shared = self.mesh.tensor if self.recipe.parallel.sequence else 1
-        return self._whole_stream() / shared
-
-    def _own(self, parameters: int) -> float:
-        """A worker's share of a matrix's parameters."""
-        return parameters / self.mesh.tensor
-
-    def _stage_parameters(self) -> float:
-        """Parameters of a worker of the fullest stage."""
-        return self._own(
-            self.layers * block_parameters(self.model)
-            + rest_parameters(self.model, self.mesh.pipeline)
-        )
-
-    def _data_s(self, computing: float) -> float:
-        """Data-parallel communication that computing does not hide."""
-        members = data_group(self.mesh)
-        numbers = self._stage_parameters()
+    def _data_s(self, numbers: float, computing: float) -> float:
+        """Data-parallel communication of a worker's parameters that computing does not hide."""
+        members, zero = data_group(self.mesh), self.recipe.parallel.zero
+        turns = self.mesh.accumulation
+        # How often a step gathers all weights, and reduces and scatters all gradients.
+        gathers = scatters = 1
+        if not self.nxd and self.mesh.pipeline == 1 and zero > 1:
+            gathers, scatters = (2 * turns if zero == 3 else 1), turns
         if members.size == 1:
-            return self._copies_s(numbers)
-        if self.config.backend == "nxd" and self.recipe.parallel.zero == 0:
+            # Alone, FSDP2 still copies into and out of its buffers. With other workers, the copies
+            # are part of the measured rate of the collectives.
+            size = numbers * (gathers * self.formats.computed + scatters * self.formats.reduced)
+            return 0.0 if self.nxd else 2 * size / self.bandwidth
+        if self.nxd and zero == 0:
             total = all_reduce_s(numbers * self.formats.reduced, members, self.hardware)
         else:
             weights = gather_s(numbers * self.formats.computed, members, self.hardware)
             gradients = gather_s(numbers * self.formats.reduced, members, self.hardware)
-            gathers, scatters = self._rounds()
             total = gathers * weights + scatters * gradients
         return total - min(total * self.hardware.overlap, computing)
-
-    def _copies_s(self, numbers: float) -> float:
-        """Copies of FSDP2 into and out of its buffers, without other data-parallel workers.
-
-        With others, the copies are part of the measured rate of the collectives.
-        """
-        if self.config.backend == "nxd":
-            return 0.0
-        gathers, scatters = self._rounds()
-        size = numbers * (gathers * self.formats.computed + scatters * self.formats.reduced)
-        return 2 * size / self.bandwidth
-
-    def _rounds(self) -> tuple[int, int]:
-        """How often a step gathers all weights, and reduces and scatters all gradients."""
-        zero, turns = self.recipe.parallel.zero, self.mesh.accumulation
-        if self.config.backend == "nxd" or self.mesh.pipeline > 1 or zero <= 1:
-            return 1, 1
-        return (2 * turns if zero == 3 else 1), turns
-
-    def _optimizer_s(self) -> float:
-        zero = self.recipe.parallel.zero
-        whole = self.config.backend == "nxd" and zero == 0
-        own = self._stage_parameters() / (1 if whole else self.mesh.data)
-        return _ADAMW * own * self.formats.kept / self.bandwidth
 
 
 @lru_cache(maxsize=65536)

@@ -19,9 +19,9 @@ from slurmllm.config.resolve import RunConfig, change
 from slurmllm.errors import ConfigError, RunError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.step_time import SteadySteps, read_steady_steps
-from slurmllm.plan.estimate import LayoutEstimate, peak_flops
+from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.mesh import load_mesh, make_mesh
-from slurmllm.plan.predict import predict
+from slurmllm.plan.step import peak_flops
 from slurmllm.records import MicroBatchRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmCommands

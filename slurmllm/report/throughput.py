@@ -24,8 +24,8 @@ from slurmllm.format import (
 )
 from slurmllm.metrics.curves import Curve, Flags, Floats
 from slurmllm.plan.cost import scaling
-from slurmllm.plan.estimate import peak_flops
 from slurmllm.plan.flops import model_flops
+from slurmllm.plan.step import peak_flops
 from slurmllm.report.blocks import Table
 from slurmllm.report.facts import Rate, RunFacts
 

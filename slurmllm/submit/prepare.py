@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Literal
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import ConfigError, RunError, SlurmllmError, StorageError
+from slurmllm.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
 from slurmllm.graphs import reuse
 from slurmllm.plan.mesh import Mesh, make_mesh, save_mesh
 from slurmllm.records import GraphManifest
 from slurmllm.rundir import RUN_NAME, RunDir, Stage, is_run, write_atomic
-from slurmllm.submit.inputs import resolve_inputs, resolve_weights
 from slurmllm.submit.render import render
 
 if TYPE_CHECKING:
     from slurmllm.plan.fit_check import FitCheck
 
 Precompile = Literal["auto", "always"]
+_STDLIB = "stdlib"  # the built-in corpus and its tokenizer
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,17 @@ def prepare(request: RunRequest) -> PreparedRun:
     chosen = config.recipe.parallel.auto
     unsupported = load_environment(config.backend).unsupported
     if chosen:
-        from slurmllm.plan.auto_parallel import choose_parallel
+        from slurmllm.plan.fit_check import choose_parallel
 
         config = choose_parallel(config, nodes, unsupported)
     prepared = render_run(config, nodes, run, request.exclude)
-    reasons = _untrainable(config)
+    reasons = list(unsupported(config))
+    if config.recipe.train.finetune and config.recipe.train.init_from is None:
+        reasons.append(
+            "train.init_from: not set, and this recipe starts from trained weights "
+            "(train.finetune); add --set train.init_from=FOLDER, a checkpoint of another run or "
+            "one that `slurmllm checkpoint import` made"
+        )
     if reasons and not dry_run:
         raise ConfigError(
             f"backend {config.backend} cannot train {config.recipe.name} like this", reasons
@@ -132,8 +138,13 @@ def prepare(request: RunRequest) -> PreparedRun:
                 [*fit.refusals, "if the prediction is wrong, --force submits all the same"],
             )
         reasons += fit.refusals
-    if request.check_weights:
-        config = resolve_weights(config)
+    init_from = config.recipe.train.init_from
+    if request.check_weights and init_from is not None:
+        from slurmllm.checkpoint.origin import require_model
+
+        source = Path(init_from).absolute()
+        require_model(source, config.recipe.model)
+        config = config.with_init_from(str(source))
     config = resolve_inputs(config, root, build=not dry_run)
     if dry_run:
         return replace(prepared, fit=fit, refusals=tuple(reasons))
@@ -192,17 +203,68 @@ def write_run(prepared: PreparedRun) -> None:
     run.logs.mkdir(parents=True, exist_ok=True)
 
 
-def _untrainable(config: RunConfig) -> list[str]:
-    """Reasons why the run cannot be trained."""
-    reasons = list(load_environment(config.backend).unsupported(config))
-    train = config.recipe.train
-    if train.finetune and train.init_from is None:
-        reasons.append(
-            "train.init_from: not set, and this recipe starts from trained weights "
-            "(train.finetune); add --set train.init_from=FOLDER, a checkpoint of another run or "
-            "one that `slurmllm checkpoint import` made"
+def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
+    """Make corpus and tokenizer absolute paths and check them.
+
+    Args:
+        config: The resolved configuration.
+        root: The folder of all runs; built-in data is stored in its `.data`.
+        build: Whether to build `stdlib` if it is missing. Without it, a configuration that names
+            no corpus, or `stdlib`, is returned as it is.
+
+    Raises:
+        ConfigError: no corpus is set.
+        DataError: an input is missing or unusable.
+    """
+    data = config.recipe.data
+    if data.corpus is None:
+        if not build:
+            return config
+        raise ConfigError(
+            f"{config.recipe.name} has no training data",
+            [
+                f"data.{name}: not set; add --set data.{name}={example} ({maker})"
+                for name, example, maker in (
+                    ("corpus", "corpus.arrow", "made by `slurmllm data build`"),
+                    ("tokenizer", "tokenizer.json", "or `slurmllm tokenizer train`"),
+                )
+                if getattr(data, name) is None
+            ],
         )
-    return reasons
+    builtin: tuple[Path, Path] | None = None
+    if _STDLIB in [*(share.path for share in data.corpora), data.tokenizer]:
+        if not build:
+            paths = [("data.corpus", share.path) for share in data.corpora]
+            for option, path in [*paths, ("data.tokenizer", data.tokenizer or _STDLIB)]:
+                # A tokenized corpus may be named by the common prefix of its two files.
+                files = (Path(path), Path(f"{path}.idx"))
+                if path != _STDLIB and not any(file.is_file() for file in files):
+                    raise DataError(f"{option}: {path!r} is no file; name one that exists")
+            return config
+        from slurmllm.corpus.builtin import ensure_stdlib
+
+        builtin = ensure_stdlib(root / ".data")
+
+    def absolute(path: str, index: int) -> str:
+        found = builtin[index] if builtin is not None and path == _STDLIB else Path(path)
+        return str(found.absolute())
+
+    corpora = tuple(
+        share.model_copy(update={"path": absolute(share.path, 0)}) for share in data.corpora
+    )
+    tokenizer = None if data.tokenizer is None else absolute(data.tokenizer, 1)
+    from slurmllm.data.check import check_corpora
+
+    check_corpora(
+        [(Path(share.path), share.weight) for share in corpora],
+        None if tokenizer is None else Path(tokenizer),
+        config.recipe.model.vocab_size,
+        config.recipe.model.seq_len,
+        config.recipe.train.global_batch,
+        data.validation,
+        data.mask,
+    )
+    return config.with_data(corpora[0].path if isinstance(data.corpus, str) else corpora, tokenizer)
 
 
 def new_run(root: Path, name: str | None, recipe: str) -> RunDir:

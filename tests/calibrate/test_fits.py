@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmllm.calibrate.fits import fit_link, fit_products, hardware_of
-from slurmllm.calibrate.sample import Sample, Task
+from slurmllm.calibrate.node import Sample, Task
 from slurmllm.config.cluster import Hardware
 from slurmllm.errors import NodeError
 from slurmllm.plan.collectives import gather_s, group

@@ -13,9 +13,9 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig, change, resolve
 from slurmllm.errors import ConfigError
-from slurmllm.plan.auto_parallel import choose_parallel
+from slurmllm.plan.estimate import predict
+from slurmllm.plan.fit_check import choose_parallel
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.predict import predict
 
 AUTO = "parallel=auto"
 ROOMY, TIGHT = "cluster.hardware.memory_gib=4000", "cluster.hardware.memory_gib=1"

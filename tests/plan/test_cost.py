@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from slurmllm.config.resolve import available, clusters_dir, resolve
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, parse_tokens, scaling
-from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, StepTime
+from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.step import StepTime
 
 RESERVED = 7.59  # trn1.32xlarge, dollars an hour: AWS's post of 2023-12-12
 

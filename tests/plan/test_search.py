@@ -10,8 +10,8 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig, change, resolve
 from slurmllm.config.rules import broken_rules
 from slurmllm.errors import ConfigError
+from slurmllm.plan.estimate import predict
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.predict import predict
 from slurmllm.plan.search import VARIED, SearchResult, search, smallest_nodes
 
 

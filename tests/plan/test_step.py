@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.estimate import StepTime
+from slurmllm.plan.estimate import predict
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.predict import predict
-from slurmllm.plan.step import step_time
+from slurmllm.plan.step import StepTime, step_time
 
 
 def step(recipe: str, nodes: int, *overrides: str, cluster: str | None = None) -> StepTime:

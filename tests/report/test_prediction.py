@@ -16,9 +16,9 @@ from slurmllm.config.cluster import Hardware
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.errors import ConfigError, RunError
-from slurmllm.plan.estimate import LayoutEstimate, StepTime
+from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.mesh import load_mesh, make_mesh, save_mesh
-from slurmllm.plan.predict import predict
+from slurmllm.plan.step import StepTime
 from slurmllm.records import AttemptRecord, Event, JobsRecord, Submission, WorkerRecord
 from slurmllm.report import prediction as module
 from slurmllm.report.prediction import (

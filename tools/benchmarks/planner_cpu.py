@@ -37,10 +37,9 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.calibrate.run import calibrate
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.estimate import LayoutEstimate, peak_flops
+from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.flops import Product
-from slurmllm.plan.predict import predict
-from slurmllm.plan.step import product_s
+from slurmllm.plan.step import peak_flops, product_s
 from slurmllm.supervise.allocation import LocalAllocation
 
 _MODEL = (

@@ -1,4 +1,4 @@
-"""One worker of a measurement: `python -m slurmllm.calibrate.measure.worker TASK`.
+"""One worker of a measurement: `python -m slurmllm.calibrate.worker TASK`.
 
 `slurmllm.calibrate.node` sets torchrun's variables.
 """
@@ -23,15 +23,22 @@ import torch.distributed as dist
 from slurmllm.backends.base import MicroBatch, Worker
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.backends.rendezvous import free_port
-from slurmllm.calibrate.measure import computing
-from slurmllm.calibrate.measure.clock import Item, Scale, measure, scale_of
-from slurmllm.calibrate.sample import Sample, Task
+from slurmllm.calibrate import measuring
+from slurmllm.calibrate.measuring import Item, Scale, measure, scale_of
+from slurmllm.calibrate.node import Sample, Task
 from slurmllm.config.resolve import resolve
 from slurmllm.host_memory import host_memory
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
 
 _LIMIT = timedelta(seconds=120)
+LAYERS, MICRO_BATCHES = (2, 8), 4
+_STEPS = 8
+_TINY = (
+    "model.hidden_size=64", "model.num_heads=2", "model.ffn_hidden_size=128",
+    "model.vocab_size=256", "model.seq_len=32", "train.micro_batch=1",
+    f"train.global_batch={MICRO_BATCHES}", "cluster.devices_per_node=1", "parallel.zero=1",
+)  # fmt: skip
 
 
 def main(text: str) -> None:
@@ -46,7 +53,10 @@ def main(text: str) -> None:
     tiny = {layers: step_seconds(task, layers, local_rank) for layers in LAYERS}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_LIMIT)
     _write_mean(Sample(kind="reserved", value=_reserved(device)))
-    _write_mean(Sample(kind="memory", value=_memory(device, task.sharing)))
+    # Bytes of the device, or a worker's share of the host's memory.
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.mem_get_info(device)[1] if on_gpu else host_memory(task.sharing).limit_bytes
+    _write_mean(Sample(kind="memory", value=memory))
     for layers, seconds in tiny.items():
         _write_mean(Sample(kind="step", sizes=(layers, MICRO_BATCHES), value=seconds))
     scale = scale_of(task)
@@ -65,17 +75,17 @@ def _measurements(
     """Name → measurements, created lazily: their tensors would not fit all at once."""
     model, precision, batch = scale.model, task.precision, scale.batch
     found: dict[str, Callable[[], Iterable[Item]]] = {
-        "matrix products": lambda: computing.products(
+        "matrix products": lambda: measuring.products(
             device, scale.tokens, scale.widths, model.padded_vocab_size
         ),
-        "attention": lambda: [computing.attention(model, precision, device, batch)],
-        "memory": lambda: [computing.copy(device, scale.copied_bytes)],
-        "elementwise work": lambda: computing.elementwise(
+        "attention": lambda: [measuring.attention(model, precision, device, batch)],
+        "memory": lambda: [measuring.copy(device, scale.copied_bytes)],
+        "elementwise work": lambda: measuring.elementwise(
             model, precision, device, batch, task.compiled
         ),
     }
     if task.nodes * task.workers > 1:
-        found["collectives"] = lambda: computing.collectives(
+        found["collectives"] = lambda: measuring.collectives(
             task.nodes, task.workers, device, scale.collective_bytes
         )
     return found
@@ -94,13 +104,6 @@ def _reserved(device: torch.device) -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _memory(device: torch.device, sharing: int) -> int:
-    """Bytes of the device, or a worker's share of the host's memory."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return host_memory(sharing).limit_bytes
-
-
 def _write_mean(sample: Sample) -> None:
     values = [0.0] * dist.get_world_size()
     dist.all_gather_object(values, sample.value)
@@ -111,15 +114,6 @@ def _write_mean(sample: Sample) -> None:
 def _progress(text: str, first: bool) -> None:
     if first:
         Sample(kind="progress", of=text).write()
-
-
-LAYERS, MICRO_BATCHES = (2, 8), 4
-_STEPS = 8
-_TINY = (
-    "model.hidden_size=64", "model.num_heads=2", "model.ffn_hidden_size=128",
-    "model.vocab_size=256", "model.seq_len=32", "train.micro_batch=1",
-    f"train.global_batch={MICRO_BATCHES}", "cluster.devices_per_node=1", "parallel.zero=1",
-)  # fmt: skip
 
 
 def step_seconds(task: Task, layers: int, local_rank: int) -> float:
@@ -139,20 +133,19 @@ def step_seconds(task: Task, layers: int, local_rank: int) -> float:
     try:
         backend.build(lambda: build_model(config.recipe.model))
         backend.build_optimizer()
-        return statistics.median(_step(backend) for _ in range(_STEPS))
+        seconds = []
+        tokens = np.zeros((1, config.recipe.model.seq_len), dtype=np.int64)
+        for _ in range(_STEPS):
+            batches = [MicroBatch(tokens, tokens)] * MICRO_BATCHES
+            begun = time.perf_counter()
+            backend.forward_backward(batches, MICRO_BATCHES * tokens.size)
+            backend.optimizer_step(1e-4)
+            backend.param_norm()
+            seconds.append(time.perf_counter() - begun)
+        return statistics.median(seconds)
     finally:
         backend.stop()
         os.environ.update(before)
-
-
-def _step(backend: NativeBackend) -> float:
-    tokens = np.zeros((1, backend.config.recipe.model.seq_len), dtype=np.int64)
-    batches = [MicroBatch(tokens, tokens)] * MICRO_BATCHES
-    begun = time.perf_counter()
-    backend.forward_backward(batches, MICRO_BATCHES * tokens.size)
-    backend.optimizer_step(1e-4)
-    backend.param_norm()
-    return time.perf_counter() - begun
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
-"""What a worker computes: matrix products, attention, copies, elementwise work, the optimizer."""
+"""What workers measure, and how they time it.
+
+Matrix products, attention, copies, elementwise work, the optimizer and collectives.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -12,17 +18,142 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slurmllm.backends.native.compiling import slow_bf16
-from slurmllm.calibrate.measure.clock import Item
-from slurmllm.calibrate.sample import Kind
+from slurmllm.calibrate.node import Kind, Sample, Task
 from slurmllm.config.recipe import ModelConfig
+from slurmllm.config.resolve import resolve
 from slurmllm.model.attention import rotary_table, rotate
 from slurmllm.model.decoder import ACTIVATIONS, make_norm
 from slurmllm.model.output import softmax_, statistics
 from slurmllm.plan.flops import attention_flops, block_elements
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_MIB = 1 << 20
 # Together more than a worker's share of most processors' caches.
-_COLD_BYTES, _LAYERS = 64 << 20, 16
+_COLD_BYTES, _LAYERS = 64 * _MIB, 16
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes and durations of the measurements.
+
+    Attributes:
+        model: Model of attention and elementwise work.
+        batch: Its sequences in a micro batch.
+        tokens: Tokens of the matrix products.
+        widths: Hidden sizes of the matrix products.
+        copied_bytes: Size of a copy, far larger than the caches.
+        collective_bytes: Sizes of the collectives, smallest first.
+        budget_s: Time for each measurement and round, s.
+        rounds: Rounds of all measurements.
+    """
+
+    model: ModelConfig
+    batch: int
+    tokens: tuple[int, ...]
+    widths: tuple[int, ...]
+    copied_bytes: int
+    collective_bytes: tuple[int, ...]
+    budget_s: float
+    rounds: int
+
+
+def scale_of(task: Task) -> Scale:
+    if task.quick:
+        return Scale(
+            _model(64, 2, 1024, 64), 2, (128,), (64, 128, 256), 8 * _MIB, (1024, _MIB), 0.02, 1
+        )  # fmt: skip
+    if task.device == "cuda":
+        return Scale(
+            _model(4096, 32, 50304, 2048), 4, (2048, 8192),
+            (256, 512, 1024, 2048, 4096, 8192), 1024 * _MIB,
+            (8 * 1024, 16 * _MIB, 256 * _MIB), 0.15, 3,
+        )  # fmt: skip
+    return Scale(
+        _model(512, 8, 16384, 512), 4, (512, 2048), (64, 128, 256, 512, 1024), 256 * _MIB,
+        (1024, _MIB, 16 * _MIB), 0.15, 3,
+    )  # fmt: skip
+
+
+def _model(hidden: int, heads: int, vocabulary: int, length: int) -> ModelConfig:
+    given = {
+        "hidden_size": hidden, "num_heads": heads, "ffn_hidden_size": 4 * hidden,
+        "vocab_size": vocabulary, "seq_len": length,
+    }  # fmt: skip
+    overrides = [f"model.{name}={value}" for name, value in given.items()]
+    return resolve("tiny_neox", "local", overrides).recipe.model
+
+
+@dataclass(frozen=True)
+class Item:
+    """A measurement; `kind`, `of` and `sizes` as in `Sample`.
+
+    Attributes:
+        work: The function to time.
+        together: Whether all workers must call it equally often, as with collectives.
+    """
+
+    kind: Kind
+    of: str
+    sizes: tuple[int, ...]
+    work: Work
+    together: bool = False
+
+
+def measure(items: Sequence[Item], device: torch.device, budget_s: float, rounds: int) -> None:
+    """Time all items in turn, several times; rank 0 writes the results.
+
+    In turn, so that a disturbance of the machine affects one round of some items only. Workers
+    start each item simultaneously and the result is the mean over them: they share a node's
+    memory, CPUs and links as in training.
+
+    Args:
+        items: The same on all workers.
+        device: The device to synchronize with.
+        budget_s: Time for each item and round, s.
+        rounds: Rounds, whose median is taken.
+    """
+    seconds = [[_seconds(item, device, budget_s) for item in items] for _ in range(rounds)]
+    own = [median(of_item) for of_item in zip(*seconds, strict=True)]
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    if dist.get_rank() == 0:
+        for item, values in zip(items, zip(*everyone, strict=True), strict=True):
+            Sample(kind=item.kind, of=item.of, sizes=item.sizes, value=fmean(values)).write()
+
+
+def _seconds(item: Item, device: torch.device, budget_s: float) -> float:
+    """Mean duration of as many calls as fit into the budget, s."""
+    item.work()  # the first call compiles and allocates
+    _wait(device)
+    dist.barrier()
+    if item.together:
+        once = torch.tensor(_counted(item.work, device, 1), device=device)
+        dist.all_reduce(once, dist.ReduceOp.MAX)
+        count = max(2, min(1000, round(budget_s / float(once))))
+        return _counted(item.work, device, count) / count
+    begun, count = time.perf_counter(), 0
+    while count == 0 or time.perf_counter() - begun < budget_s:
+        item.work()
+        count += 1
+        if count % 10 == 0:  # or the device's queue would hold far more than the budget
+            _wait(device)
+    _wait(device)
+    return (time.perf_counter() - begun) / count
+
+
+def _counted(work: Work, device: torch.device, count: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(count):
+        work()
+    _wait(device)
+    return time.perf_counter() - begun
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def products(
@@ -99,7 +230,10 @@ def elementwise(
     Bytes are those that the planner counts for the same work (`plan/flops.py`, `plan/step.py`), so
     that what a processor's caches spare it is part of what is measured.
     """
-    made: Callable[[Any], Any] = _compile if compiled else lambda function: function
+
+    def made(function: Callable[..., Any]) -> Any:
+        return torch.compile(function, fullgraph=True, dynamic=False) if compiled else function
+
     tokens, kind = batch * model.seq_len, _DTYPES[precision]
     width = torch.empty((), dtype=kind).element_size()
     yield Item(
@@ -126,10 +260,6 @@ def elementwise(
         update.step()
 
     yield Item("elementwise", "optimizer", (8 * 8 * (1 << 22) * 4,), optimize)
-
-
-def _compile(function: Callable[..., Any]) -> Any:
-    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def _block(

@@ -1,15 +1,16 @@
-"""The tables of `slurmllm plan`."""
+"""The output of `slurmllm plan`: tables and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from slurmllm.config.cluster import GIB
 from slurmllm.format import format_count, format_number, format_plural
-from slurmllm.plan.explain import describe, explain, why_too_large
+from slurmllm.plan.estimate import LayoutEstimate
+from slurmllm.plan.explain import describe, explain, settings, why_too_large
 from slurmllm.plan.recipe_plan import (
     Forecaster,
     NodePlan,
@@ -19,9 +20,6 @@ from slurmllm.plan.recipe_plan import (
     most_refused,
 )
 from slurmllm.tables import print_table
-
-if TYPE_CHECKING:
-    from slurmllm.plan.estimate import LayoutEstimate
 
 _NEAREST = 3  # layouts that do not fit, at most
 
@@ -42,7 +40,7 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     print_table(
         ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO",
          f"of {best.memory.limit / GIB:.4g} GiB", "s/step", "seq/s", "MFU", "tokens/$"),
-        [_row(node_plan, rank, candidate, forecaster) for rank, candidate in rows],
+        [_layout_row(node_plan, rank, candidate, forecaster) for rank, candidate in rows],
     )  # fmt: skip
     click.echo("\nwhere a step goes, %")
     shares = [
@@ -71,7 +69,7 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     print_forecast(best, forecaster)
 
 
-def _row(
+def _layout_row(
     node_plan: NodePlan, rank: int, candidate: LayoutEstimate, forecaster: Forecaster
 ) -> tuple[str, ...]:
     mesh, recipe = candidate.mesh, candidate.config.recipe
@@ -128,14 +126,6 @@ def _meshes_too_large(node_plan: NodePlan) -> list[str]:
     return [f"{describe(one)}: {why_too_large(one.memory)}" for one in found.values()]
 
 
-def _why_nothing_fits(node_plan: NodePlan) -> str:
-    """The layout closest to fitting, or the most frequent reason against layouts."""
-    if node_plan.too_large:
-        return _meshes_too_large(node_plan)[0]
-    reasons = most_refused(node_plan.search.refused, most=1)
-    return f"no layout is possible: {reasons[0][0]}" if reasons else "no layout is possible"
-
-
 def print_explanation(node_plan: NodePlan) -> None:
     """Print why the best layout is the best."""
     if node_plan.fitting:
@@ -185,13 +175,18 @@ def print_points(answers: Sequence[RecipePlan]) -> None:
         "nodes", "TP", "PP", "DP", "micro", "checkpointing", "seq/s", "tokens/s", "MFU", "$/h",
         "tokens/$", "scaling", "tokens", "days", "$",
     )  # fmt: skip
-    print_table(headings, [(point.recipe,) * several + _point(point) for point in points])
+    print_table(headings, [(point.recipe,) * several + _point_row(point) for point in points])
     for found in answers:
         name = f"{found.config.recipe.name} on " if several else ""
         for node_plan in found.node_plans:
-            if not node_plan.fitting:
-                nodes = format_plural(node_plan.nodes, "node")
-                click.echo(f"{name}{nodes}: {_why_nothing_fits(node_plan)}")
+            if node_plan.fitting:
+                continue
+            why = "no layout is possible"
+            if node_plan.too_large:
+                why = _meshes_too_large(node_plan)[0]
+            elif reasons := most_refused(node_plan.search.refused, most=1):
+                why += f": {reasons[0][0]}"
+            click.echo(f"{name}{format_plural(node_plan.nodes, 'node')}: {why}")
         for point in found.points():
             if point.forecast is not None and point.forecast.losses is None:
                 click.echo(
@@ -201,7 +196,7 @@ def print_points(answers: Sequence[RecipePlan]) -> None:
             click.echo(f"no dollars: cluster profile {found.config.cluster.name} has no price")
 
 
-def _point(point: ScalingPoint) -> tuple[str, ...]:
+def _point_row(point: ScalingPoint) -> tuple[str, ...]:
     candidate, forecast = point.candidate, point.forecast
     if candidate is None or forecast is None or point.efficiency is None:
         return (str(point.nodes), *["-"] * 5, "nothing fits", *["-"] * 8)
@@ -223,3 +218,100 @@ def _point(point: ScalingPoint) -> tuple[str, ...]:
         "never" if forecast.hours is None else format_number(forecast.hours / 24),
         "-" if forecast.usd is None else f"{forecast.usd:,.0f}",
     )
+
+
+def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> dict[str, Any]:
+    """The whole document. `recipe`, `cluster` and `nodes` are lists only if values differ.
+
+    Args:
+        plans: One for each recipe.
+        top: Maximum number of layouts of each recipe and node count; None: all.
+        explained: Whether to include the explanation.
+    """
+    every = [(plan, one) for plan in plans for one in plan.node_plans]
+    keyed = [({"recipe": plan.config.recipe.name, "nodes": one.nodes}, one) for plan, one in every]
+    recipe_layouts = []  # rank among those that fit, or why it is impossible
+    for key, one in keyed:
+        own, rank, fault = one.recipe_layout, None, None
+        if own is not None and own.candidate is None:
+            fault = own.fault
+        elif own is not None and own.candidate is not None and not own.candidate.fits:
+            fault = why_too_large(own.candidate.memory)
+        elif own is not None and own.candidate is not None:
+            rank = one.rank(own.candidate)
+        recipe_layouts.append({**key, "rank": rank, "fault": fault})
+    found: dict[str, Any] = {
+        "recipe": _one_or_all([plan.config.recipe.name for plan in plans]),
+        "cluster": _one_or_all([plan.config.cluster.name for plan in plans]),
+        "nodes": _one_or_all([one.nodes for one in plans[0].node_plans]),
+        "candidates": [
+            _candidate_json(one, candidate, plan.forecaster)
+            for plan, one in every
+            for candidate in [*one.fitting, *one.too_large][:top]
+        ],
+        "recipe_layouts": recipe_layouts,
+        "refused": [{**key, "reasons": dict(one.search.refused)} for key, one in keyed],
+        "warnings": list(dict.fromkeys(warning for plan in plans for warning in plan.warnings)),
+    }
+    if len(every) > 1:
+        found["scaling"] = [_point_json(point) for plan in plans for point in plan.points()]
+    if explained:
+        found["explanation"] = [
+            line for _, one in every if one.fitting for line in explain(one.fitting, one.too_large)
+        ]
+    return found
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    different = list(dict.fromkeys(values))
+    return different[0] if len(different) == 1 else values
+
+
+def _candidate_json(plan: NodePlan, one: LayoutEstimate, forecaster: Forecaster) -> dict[str, Any]:
+    forecast = forecaster.forecast(one)
+    cost, losses = forecast.cost, forecast.losses
+    return {
+        "recipe": one.config.recipe.name,
+        **settings(one),
+        "accumulation": one.mesh.accumulation,
+        "nodes": one.mesh.nodes,
+        "seq_per_s": one.seq_per_s,
+        "tokens_per_s": one.tokens_per_s,
+        "tokens_per_usd": cost.tokens_per_usd,
+        "usd_per_hour": cost.usd_per_hour,
+        "step_s": one.step.total,
+        "parts_s": one.step.parts(),
+        "memory_bytes": one.memory.peak,
+        "memory": dict(one.memory.parts),
+        "memory_limit_bytes": one.memory.limit,
+        "fits": one.fits,
+        "reason": None if one.fits else why_too_large(one.memory),
+        "mfu": one.mfu,
+        "utilization": losses.effective if losses else 0.0,
+        "losses": dict(losses.shares) if losses else None,
+        "checkpoint_every_steps": losses.interval_steps if losses else None,
+        "tokens": cost.tokens,
+        "hours": forecast.hours,
+        "usd": forecast.usd,
+        "recipe_layout": plan.is_recipe_layout(one),
+    }
+
+
+def _point_json(point: ScalingPoint) -> dict[str, Any]:
+    row: dict[str, Any] = {"recipe": point.recipe, "nodes": point.nodes}
+    if point.candidate is None or point.forecast is None:
+        return {**row, "fits": False}
+    cost, hours = point.forecast.cost, point.forecast.hours
+    return {
+        **row,
+        "fits": True,
+        **settings(point.candidate),
+        "seq_per_s": point.candidate.seq_per_s,
+        "tokens_per_s": point.candidate.tokens_per_s,
+        "usd_per_hour": cost.usd_per_hour,
+        "tokens_per_usd": cost.tokens_per_usd,
+        "scaling_efficiency": point.efficiency,
+        "tokens": cost.tokens,
+        "days": None if hours is None else hours / 24,
+        "usd": point.forecast.usd,
+    }

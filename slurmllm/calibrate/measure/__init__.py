@@ -1,1 +1,0 @@
-"""The measuring program; the only part of calibration that imports torch."""
