@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slurmllm.plan.fit_check import FitCheck
 
 Precompile = Literal["auto", "always"]
-_STDLIB = "stdlib"  # the built-in corpus and its tokenizer
+STDLIB = "stdlib"  # the built-in corpus and its tokenizer
 
 
 @dataclass(frozen=True)
@@ -232,13 +232,13 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
             ],
         )
     builtin: tuple[Path, Path] | None = None
-    if _STDLIB in [*(share.path for share in data.corpora), data.tokenizer]:
+    if STDLIB in [*(share.path for share in data.corpora), data.tokenizer]:
         if not build:
             paths = [("data.corpus", share.path) for share in data.corpora]
-            for option, path in [*paths, ("data.tokenizer", data.tokenizer or _STDLIB)]:
+            for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
                 # A tokenized corpus may be named by the common prefix of its two files.
                 files = (Path(path), Path(f"{path}.idx"))
-                if path != _STDLIB and not any(file.is_file() for file in files):
+                if path != STDLIB and not any(file.is_file() for file in files):
                     raise DataError(f"{option}: {path!r} is no file; name one that exists")
             return config
         from slurmllm.corpus.builtin import ensure_stdlib
@@ -246,7 +246,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         builtin = ensure_stdlib(root / ".data")
 
     def absolute(path: str, index: int) -> str:
-        found = builtin[index] if builtin is not None and path == _STDLIB else Path(path)
+        found = builtin[index] if builtin is not None and path == STDLIB else Path(path)
         return str(found.absolute())
 
     corpora = tuple(
