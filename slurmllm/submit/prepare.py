@@ -140,7 +140,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         reasons += fit.refusals
     init_from = config.recipe.train.init_from
     if request.check_weights and init_from is not None:
-        from slurmllm.checkpoint.origin import require_model
+        from slurmllm.checkpoint.state import require_model
 
         source = Path(init_from).absolute()
         require_model(source, config.recipe.model)
@@ -253,7 +253,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         share.model_copy(update={"path": absolute(share.path, 0)}) for share in data.corpora
     )
     tokenizer = None if data.tokenizer is None else absolute(data.tokenizer, 1)
-    from slurmllm.data.check import check_corpora
+    from slurmllm.data.inspection import check_corpora
 
     check_corpora(
         [(Path(share.path), share.weight) for share in corpora],
