@@ -47,9 +47,9 @@ class ChatFormat:
             if jinja_file.is_file():
                 self._source, template = jinja_file, _read(jinja_file)
         self.end_token = self._tokens.get("eos_token")
-        identity = json.dumps([template, sorted(self._tokens.items())])
         self.fingerprint = ""
         if template is not None or self._tokens:
+            identity = json.dumps([template, sorted(self._tokens.items())])
             self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._render = None if template is None else self._compile(template)
 
@@ -168,11 +168,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def configured_eos_token(tokenizer: Path) -> str | None:
-    """The `eos_token` of the tokenizer_config.json next to a tokenizer.json, None if there is none.
-
-    Raises:
-        DataError: that file cannot be read.
-    """
+    """The `eos_token` of the tokenizer_config.json next to a tokenizer.json, None if absent."""
     if tokenizer.name != "tokenizer.json":
         return None
     config = _read_config(tokenizer.with_name("tokenizer_config.json"))
@@ -181,12 +177,12 @@ def configured_eos_token(tokenizer: Path) -> str | None:
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The fields `…_token`: each a text, or an object with the text as `content`."""
-    fields = {name: value for name, value in config.items() if name.endswith("_token")}
-    tokens = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in fields.items()
-    }
-    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+    tokens = {}
+    for name, value in config.items():
+        token = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(token, str):
+            tokens[name] = token
+    return tokens
 
 
 def _default_template(templates: Any, path: Path) -> str | None:

@@ -219,14 +219,10 @@ def _describe_lengths(tokens: Integers) -> Lengths:
     quantiles = np.quantile(tokens, [0.5, 0.9, 0.99], method="higher")
     median, p90, p99 = (int(quantile) for quantile in quantiles)
     places = np.frexp(np.maximum(tokens, 1))[1] - 1  # 2^place ≤ tokens < 2^(place + 1)
-    buckets = [
-        LengthBucket(
-            least=1 << place,
-            below=2 << place,
-            share=float(np.count_nonzero(places == place)) / len(tokens),
-        )
-        for place in range(int(places.min()), int(places.max()) + 1)
-    ]
+    buckets = []
+    for place in range(int(places.min()), int(places.max()) + 1):
+        share = float(np.count_nonzero(places == place)) / len(tokens)
+        buckets.append(LengthBucket(least=1 << place, below=2 << place, share=share))
     return Lengths(
         mean=float(tokens.mean()),
         median=median,
@@ -258,12 +254,10 @@ def check_corpora(
     validation: float = 0.0,
     mask: Literal["none", "document"] = "none",
 ) -> list[CorpusFacts]:
-    """Check that a model can be trained on corpora with a tokenizer.
+    """Check that a model can be trained on corpora with a tokenizer; arguments as `StreamSpec`.
 
     Reads the tokenizer, each corpus's metadata and its first documents; more only if the corpus
     might be shorter than its part of a global batch, and no more than that.
-
-    The arguments are those of `StreamSpec`.
 
     Raises:
         SlurmllmError: corpus or tokenizer are missing, unreadable, damaged or do not fit.

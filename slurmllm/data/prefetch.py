@@ -27,7 +27,7 @@ import traceback
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, BinaryIO, NoReturn
+from typing import BinaryIO, NoReturn
 
 import numpy as np
 
@@ -91,6 +91,9 @@ class WorkerProcess:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         # Ends the process with this object, and with the interpreter.
         self._finalizer = weakref.finalize(self, _end_process, self._process, os.getpid())
         self._send(
@@ -109,13 +112,9 @@ class WorkerProcess:
     def next_batch(
         self, tokens: Tokens, marks: Marks, positions: Integers, counts: Integers
     ) -> None:
-        """Fill this worker's rows.
+        """Fill this worker's rows: tokens and marks, both [slots, seq_len + 1].
 
-        Args:
-            tokens: [slots, seq_len + 1].
-            marks: [slots, seq_len + 1].
-            positions: After the batch, [slots, 3 * corpora].
-            counts: After the batch, [corpora].
+        Also the positions [slots, 3 * corpora] and the counts [corpora] after the batch.
 
         Raises:
             SlurmllmError: an error of the worker.
@@ -143,17 +142,15 @@ class WorkerProcess:
         self._finalizer()
 
     def _send(self, message: dict[str, object]) -> None:
-        stream = _stream(self._process.stdin)
         try:
-            stream.write(json.dumps(message).encode() + b"\n")
-            stream.flush()
+            self._stdin.write(json.dumps(message).encode() + b"\n")
+            self._stdin.flush()
         except BrokenPipeError:
             self._raise_ended()
 
     def _read(self, into: memoryview) -> None:
-        stream = _stream(self._process.stdout)
         while into.nbytes:
-            count = stream.readinto(into)  # type: ignore[attr-defined]
+            count = self._stdout.readinto(into)  # type: ignore[attr-defined]
             if not count:
                 self._raise_ended()
             into = into[count:]
@@ -182,11 +179,6 @@ def _end_process(process: subprocess.Popen[bytes], owner_pid: int) -> None:
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             stream.close()
-
-
-def _stream(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None, "both ends are pipes"
-    return stream
 
 
 def main() -> NoReturn:

@@ -110,11 +110,7 @@ class SlotStream:
         return [(document, piece) for _, document, piece in pieces]
 
     def append(self, tokens: Tokens, marks: Marks, ends: npt.NDArray[np.int64]) -> None:
-        """Add the pieces that were read, as in `Pieces`.
-
-        Raises:
-            DataError: the restored position does not exist.
-        """
+        """Add the pieces that were read; a DataError if the restored position does not exist."""
         self._ends = np.concatenate([self._ends, ends + len(self._tokens)])
         self._tokens = np.concatenate([self._tokens, tokens])
         self._marks = np.concatenate([self._marks, marks])
@@ -138,11 +134,7 @@ class SlotStream:
         self.position = (*self._buffered[0], self._head)
 
     def _reached_position(self) -> bool:
-        """Whether the token at the restored position is read.
-
-        Raises:
-            DataError: the piece is shorter than the position's offset.
-        """
+        """Whether the token at the restored position is read."""
         number, piece, offset = self.position
         held = 0
         for read_number, read_piece in self._buffered:

@@ -99,19 +99,14 @@ def merge_states(states: Sequence[State]) -> State:
 
 
 def check_same_stream(here: State, saved: State) -> None:
-    """Check that a state belongs to this stream.
-
-    Raises:
-        DataError: corpus, tokenizer, seed or global batch differ; the message names the
-            difference.
-    """
+    """Raise a DataError that names the difference if a state belongs to another stream."""
     for key, name in _IDENTITY.items():
-        if key != "corpora" and saved.get(key) != here[key]:
-            raise DataError(
-                f"the data state was saved with {name} {saved.get(key)}, this stream has "
-                f"{here[key]}; {_FIX}"
-            )
         if key != "corpora":
+            if saved.get(key) != here[key]:
+                raise DataError(
+                    f"the data state was saved with {name} {saved.get(key)}, this stream has "
+                    f"{here[key]}; {_FIX}"
+                )
             continue
         # Contents and weights, not paths: a corpus may have been moved.
         corpora = saved.get(key, [])
@@ -160,11 +155,7 @@ def upgrade_state(state: State, here: State, former: str | None) -> State:
 
 
 def slot_positions(state: State, slots: range) -> list[list[int]]:
-    """The positions of consecutive slots.
-
-    Raises:
-        DataError: the state lacks some of them.
-    """
+    """The positions of consecutive slots; a DataError if the state lacks some of them."""
     held = range(state["first_slot"], state["first_slot"] + len(state["slots"]))
     if slots.start not in held or slots[-1] not in held:
         raise DataError(

@@ -137,16 +137,9 @@ class PackedStream:
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that decides which token is at which place, as JSON."""
-        here = self._identity
-        return {
-            "corpora": here["corpora"],
-            "tokenizer": here["tokenizer"],
-            "seed": here["seed"],
-            "seq_len": self._spec.seq_len,
-            "global_batch": here["global_batch"],
-            "mask": self._spec.mask,
-            "validation": here["validation"],
-        }
+        here, names = self._identity, ("corpora", "tokenizer", "seed", "global_batch", "validation")
+        own = {"seq_len": self._spec.seq_len, "mask": self._spec.mask}
+        return {**own, **{name: here[name] for name in names}}
 
     def next_batch(self) -> Batch:
         """This rank's share of the next global batch, [global_batch // dp_size, seq_len + 1].
@@ -163,11 +156,7 @@ class PackedStream:
         )
 
     def skip_batch(self) -> None:
-        """Skip the next global batch; every rank must do so.
-
-        Raises:
-            SlurmllmError, NodeError: as `next_batch`.
-        """
+        """Skip the next global batch; every rank must do so."""
         self._draw()
 
     @property
@@ -188,10 +177,7 @@ class PackedStream:
         }
 
     def load_state(self, merged: State) -> None:
-        """Restore a position: the next batch is the one that followed when `state` was called.
-
-        Args:
-            merged: From `merge_states`, taken at this or another dp_size.
+        """Restore a position from `merge_states`, taken at this or another dp_size.
 
         Raises:
             DataError: the state has another corpus, tokenizer, seed or global batch, or lacks
@@ -253,13 +239,9 @@ class PackedStream:
     def _start_workers(self) -> list[WorkerProcess]:
         # Consecutive slots each, whose numbers differ by one at most.
         first, rows, workers = self._slots.start, len(self._slots), self._num_workers
-        bounds = (
-            [first + rows * index // workers for index in range(workers + 1)] if workers else []
-        )
-        return [
-            WorkerProcess(self._spec, range(begin, end))
-            for begin, end in itertools.pairwise(bounds)
-        ]
+        bounds = [first + rows * index // max(workers, 1) for index in range(workers + 1)]
+        pairs = itertools.pairwise(bounds)
+        return [WorkerProcess(self._spec, range(begin, end)) for begin, end in pairs]
 
     def _rows(self, slots: range) -> slice:
         return slice(slots.start - self._slots.start, slots.stop - self._slots.start)

@@ -40,7 +40,7 @@ SEQ_LEN = 1024
 ROWS = 16
 WIDTHS = (1, 2)
 NAMES = [f"{kind} {width}" for kind in ("tokenizers", "stream", "datasets") for width in WIDTHS]
-# (ours, its yardstick, the least that is asked for)
+# (ours, its yardstick, the least ratio to reach)
 RATIOS = [
     *((f"stream {width}", f"tokenizers {width}", 0.9) for width in WIDTHS),
     *((f"stream {width}", f"datasets {width}", 2.0) for width in WIDTHS),
@@ -329,7 +329,7 @@ def report(
         ratios[f"{ours} / {other}"] = {"wall": wall, "processor": processor}
         print(
             f"{ours} / {other}: {wall:.3f} ({min(pairs[0]):.3f} to {max(pairs[0]):.3f}), by "
-            f"processor time {processor:.3f}; asked for {least}"
+            f"processor time {processor:.3f}; target {least}"
         )
     restored = restoring(corpus, tokenizer)
     print(

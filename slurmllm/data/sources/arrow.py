@@ -58,11 +58,7 @@ class ArrowFile:
         return int(self._first[-1])
 
     def strings(self, name: str) -> Strings:
-        """A column of text.
-
-        Raises:
-            DataError: there is none of this name, or it has another type.
-        """
+        """A column of text; a DataError if there is none of this name and type."""
         if not self.has(name, pa.string(), pa.large_string()):
             raise DataError(
                 f"{self.path} has no string column {name!r} (columns: {', '.join(self.names)}); "
@@ -98,11 +94,7 @@ class ArrowFile:
         return digest.hexdigest()[:16]
 
     def decoded(self, document: int, data: memoryview, begin: int = 0) -> str:
-        """Decode bytes of a document, from the offset `begin` in it.
-
-        Raises:
-            StorageError: they are not UTF-8: the file was damaged after the build.
-        """
+        """Decode bytes of a document, from the offset `begin` in it; a StorageError if damaged."""
         try:
             return str(data, "utf-8")
         except UnicodeDecodeError as error:
@@ -224,21 +216,13 @@ class Corpus:
         return self._texts.data(index)
 
     def text(self, index: int) -> str:
-        """The document at `index`.
-
-        Raises:
-            StorageError: the file was damaged or changed after the build.
-        """
+        """The document at `index`, verified."""
         data = self.data(index)
         self.verify(index, data)
         return self.file.decoded(index, data)
 
     def verify(self, index: int, data: memoryview) -> None:
-        """Compare a document with its hash, if the corpus has one.
-
-        Raises:
-            StorageError: they differ.
-        """
+        """Raise a StorageError if a document differs from its hash, if the corpus has one."""
         if self.ids is not None and document_hash(data) != self.ids[index]:
             self.file.decoded(index, data)  # raises with the position if it is not UTF-8
             raise self.file.changed_error(index)

@@ -104,8 +104,9 @@ class Source(ABC):
         """Read one or more pieces.
 
         Raises:
-            DataError: a document cannot be used, such as a token id beyond the vocabulary.
-            StorageError: a document is damaged.
+            DataError: a document cannot be used, such as a token id beyond the vocabulary, or the
+                chat template fails.
+            StorageError: a document is damaged, or was changed after the corpus was built.
         """
 
     @abstractmethod

@@ -73,11 +73,6 @@ class TextSource(Source):
         return _num_pieces(self.document_size(document))
 
     def read(self, requests: Sequence[Request]) -> Pieces:
-        """Tokenize pieces.
-
-        Raises:
-            StorageError: the corpus was damaged or changed after it was built.
-        """
         ids, ends = array("I"), []  # fromlist is four times as fast as with the type "i"
         for texts, lasts in self._batches(requests):
             for tokens, last in zip(self._encoder.encode_batch(texts), lasts, strict=True):
@@ -200,12 +195,6 @@ class PromptSource(Source):
         return 1  # prompts and completions are short enough to tokenize again
 
     def read(self, requests: Sequence[Request]) -> Pieces:
-        """Render and tokenize documents.
-
-        Raises:
-            DataError: the chat template fails.
-            StorageError: the corpus was damaged or changed after it was built.
-        """
         texts = []
         for document, _ in requests:
             prompt = self._file.decoded(document, self._prompts.data(document))
@@ -218,11 +207,10 @@ class PromptSource(Source):
             [before for before, _ in texts], begins=not self._chat.has_template
         )
         completions = self._encoder.encode_dialogue([text for _, text in texts], begins=False)
-        for (_, text), ids in zip(texts, completions, strict=True):
+        parts = []
+        for (_, text), prompt_ids, ids in zip(texts, prompts, completions, strict=True):
             if not text.rstrip().endswith(self._end_token):
                 ids.append(self._end)
-        parts = []
-        for prompt_ids, ids in zip(prompts, completions, strict=True):
             tokens = np.array(prompt_ids + ids, dtype=np.int32)
             marks = np.zeros(len(tokens), dtype=np.uint8)
             marks[: len(prompt_ids)] = UNTRAINED

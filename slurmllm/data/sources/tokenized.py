@@ -232,11 +232,6 @@ class MegatronSource(TokenizedSource):
         return len(self._tokens)
 
     def document(self, document: int) -> Ids:
-        """The token ids of a document.
-
-        Raises:
-            DataError: the index has no consecutive sequences inside the file for it.
-        """
         first, end = int(self._bounds[document]), int(self._bounds[document + 1])
         if first == end:
             return self._tokens[:0]
