@@ -20,14 +20,10 @@ NCCOM_SIZE = "64MB"
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Measured bus bandwidths, GB/s.
+    """Measured bus bandwidths, GB/s."""
 
-    Attributes:
-        gb_s: Over all nodes.
-        by_node: Of the faster pair of each node; empty if no pairs were measured.
-    """
-
-    gb_s: float
+    gb_s: float  # over all nodes
+    # Of the faster pair of each node; empty if no pairs were measured.
     by_node: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -42,14 +38,8 @@ def with_bandwidth(
 ) -> dict[str, NodeHealth]:
     """Measure the all-reduce and add a finding to each node; a single worker has none.
 
-    Args:
-        health: The nodes' own checks.
-        nodes: The same nodes.
-        job_id: Their Slurm job.
-        config: With the profile, which has the floor.
-        command: `python -m slurmllm`.
-        port: Free on the first node.
-        stop: Polled; True stops the measurement.
+    `command` is `python -m slurmllm`, `port` is free on the first node; `stop` is polled and stops
+    the measurement.
     """
     floor = config.cluster.health.min_allreduce_gb_s
     if len(nodes.nodes) * config.cluster.devices_per_node == 1:

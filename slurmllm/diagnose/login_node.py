@@ -65,7 +65,6 @@ def installation_findings(cluster: Cluster) -> Iterator[Finding]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -118,7 +117,6 @@ def packages_finding() -> Finding:
 
 
 def torch_finding(cluster: Cluster) -> Finding:
-    """Whether torch imports, and its version."""
     present = installed_version("torch")
 
     def failed(found: str, fix: str) -> Finding:

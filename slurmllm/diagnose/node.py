@@ -28,14 +28,7 @@ TIMEOUT_S = 20.0  # nvidia-smi takes some seconds if the driver has to wake the 
 
 
 def check_node(node: str, cluster: Cluster, backend: str, marker: Path) -> None:
-    """Run all checks and report their findings.
-
-    Args:
-        node: This node's name.
-        cluster: The profile with the requirements.
-        backend: Whose library versions to report.
-        marker: A file that the caller has just created in the shared folder.
-    """
+    """Run all checks and report their findings; `marker` is a new file in the shared folder."""
     started = time.monotonic()
     report(node)  # the clock, before the checks take time
     for finding in node_findings(node, cluster, marker):
@@ -138,7 +131,6 @@ def neuron_cores() -> int:
 
 
 def neuron_errors(root: Path) -> list[str]:
-    """Uncorrected memory errors by device and counter, as texts."""
     errors = []
     for device in sorted((root / "sys/devices/virtual/neuron_device").glob("neuron[0-9]*")):
         for name in ECC_COUNTERS:

@@ -104,7 +104,6 @@ class ProbeLine(JsonLine):
 
 
 def report(node: str, **fields: object) -> None:
-    """Write one message of a probe."""
     ProbeLine.model_validate({"node": node, "time": time.time(), **fields}).write()
 
 
@@ -113,7 +112,6 @@ class NodeReport:
     """What one node has reported so far.
 
     Attributes:
-        health: Findings, versions and duration.
         clock_ahead_s: The node's clock minus this machine's; None before the first line. A line
             arrives after it was sent, so each line gives a lower bound: the highest is the best.
         slurm_message: Last line of output that names the node and is not the node's own: srun's.

@@ -35,12 +35,7 @@ VISIBLE_S = 3.0  # until a file that another node has just created must be visib
 
 
 def file_system(path: Path, mounts: str | None = None) -> tuple[str, str]:
-    """(type, mount point) of the file system that holds a path.
-
-    Args:
-        path: Absolute; it exists.
-        mounts: The text of /proc/mounts, for tests.
-    """
+    """(type, mount point) of the file system that holds an absolute path; `mounts` is for tests."""
     text = Path("/proc/mounts").read_text(encoding="utf-8") if mounts is None else mounts
     best = ("unknown", "/")
     for line in text.splitlines():
@@ -104,10 +99,7 @@ def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
 def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Finding]:
     """On a node: the folder of the run is the shared one, is writable and fast enough.
 
-    Args:
-        cluster: The profile.
-        marker: A file that the machine which runs the checks has just created in the folder.
-        node: This node's name.
+    The machine that started the checks has just created `marker` in the folder.
 
     Raises:
         NodeError: the content read back differs from what was written.
@@ -139,10 +131,7 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Findi
 def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator[Finding]:
     """On the login node: the folder of all runs, and the node-local one as far as visible here.
 
-    Args:
-        runs: The folder of all runs; it need not exist yet.
-        cluster: The profile.
-        with_slurm: Whether nodes of a cluster will read the runs.
+    `runs` need not exist yet; with Slurm, the nodes of the cluster must share it.
     """
     # May be a file, whose use as a folder then fails below.
     existing = next(path for path in (runs, *runs.parents) if path.exists())

@@ -34,7 +34,6 @@ class RecoveryTimes(Record):
 
     @property
     def own_s(self) -> float:
-        """Without the requeue, which is Slurm's."""
         return self.total_s - self.requeue_s
 
 
@@ -72,7 +71,6 @@ class DrillReport(Record):
 
     @property
     def passed(self) -> bool:
-        """Whether every run recovered exactly."""
         return all(result.passed for result in self.drills)
 
 
@@ -85,12 +83,12 @@ def check_recovery(
     tolerances: Tolerances,
     state: str,
 ) -> DrillResult:
-    """Compare a run that had a fault with the reference.
+    """Compare a run that had a fault, and has ended, with the reference.
 
     Args:
-        run: The run, which has ended.
+        run: The run.
         kind: Kind of the fault.
-        injection: The injected fault; None if the injector never started.
+        injection: None if the injector never started.
         reference: Directory of the reference run, or its metrics file.
         steps: Steps of the drill.
         tolerances: Of the comparison.

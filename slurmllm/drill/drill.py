@@ -29,16 +29,7 @@ INJECTOR_S = 30.0  # for the injector to end after its run
 
 
 class Drill:
-    """A drill of one run.
-
-    Args:
-        plan: What to inject, and when.
-        runner: Starts the copies.
-        client: Slurm, for the state of the runs.
-        tolerances: Of the comparison with the reference.
-        own_reference: Whether the run itself is the reference.
-        progress: Called with a status line.
-    """
+    """A drill of one run; `progress` is called with a status line."""
 
     def __init__(
         self,

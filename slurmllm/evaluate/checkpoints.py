@@ -40,7 +40,7 @@ class Selection:
 
     Attributes:
         models: Oldest first.
-        named_steps: Steps that were requested by number.
+        named_steps: Requested by number.
         warnings: Checkpoints that are skipped, with the reason.
     """
 
@@ -71,12 +71,9 @@ def find_target(target: str, root: Path) -> EvaluationTarget:
 def select_models(
     target: EvaluationTarget, requested: Sequence[str], is_cached: Callable[[ModelRef], bool]
 ) -> Selection:
-    """The models of --checkpoint.
+    """The models of --checkpoint: steps, `latest` or `all`; by default latest.
 
-    Args:
-        target: The run or model.
-        requested: Steps, `latest` or `all`; empty: latest.
-        is_cached: Whether all scores of a checkpoint are cached, so that it is not verified.
+    A checkpoint that `is_cached` (all its scores are) is not verified.
 
     Raises:
         RunError: an unknown step, or --checkpoint without a run.
@@ -140,6 +137,7 @@ def select_models(
 
 
 def _step(entry: CheckpointEntry) -> int:
+    # From the name: a damaged checkpoint may have no readable manifest.
     return int(entry.directory.name.rpartition("_")[2])
 
 

@@ -41,12 +41,8 @@ def pass_at_k(
     """A metric of the harness: unbiased probability that at least one of k samples passes.
 
     1 - C(n - c, k) / C(n, k) for c of n samples that pass (Chen et al. 2021, arXiv 2107.03374,
-    section 2.1). A k above n is omitted.
-
-    Args:
-        references: The tests, of one problem.
-        predictions: The programs, of one problem.
-        k: Numbers of samples.
+    section 2.1). A k above n is omitted. `references` are the tests and `predictions` the programs
+    of one problem.
     """
     (tests,), (samples,) = references, predictions
     workers = len(os.sched_getaffinity(0))

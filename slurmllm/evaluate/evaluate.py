@@ -97,9 +97,7 @@ class EvaluationResult:
     """The result of a call.
 
     Attributes:
-        evaluated: Number of new scores, over all models.
-        cached: Number of scores that were cached.
-        failed: Tasks without a score.
+        evaluated, cached: Number of new and of cached scores, over all models.
         damaged: Step → faults of the checkpoint's files.
     """
 
@@ -119,12 +117,7 @@ def plan_evaluation(
 ) -> EvaluationPlan:
     """Resolve the text of `validation`, or skip it if there is none and it was not named.
 
-    Args:
-        target: The run or model.
-        suites: The suites.
-        settings: Settings of all tasks.
-        named: Tasks of --task.
-        corpus: File of --validation-corpus.
+    `named` are the tasks of --task, `corpus` is the file of --validation-corpus.
 
     Raises:
         UserError: a named task cannot be evaluated.
@@ -200,7 +193,6 @@ def plan_jobs(
 
 
 def is_cached(job: JobRequest, task: TaskRequest) -> bool:
-    """Whether a task's scores exist and are readable."""
     try:
         EvaluationRecord.load(job.score_file(task))
     except StorageError:
@@ -289,7 +281,6 @@ def suite_tables(
 
 
 def select_steps(table: ScoreTable, steps: Sequence[int]) -> ScoreTable:
-    """A table with only some steps."""
     rows = [
         replace(
             row,

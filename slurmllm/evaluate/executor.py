@@ -128,13 +128,9 @@ def cuda_devices() -> list[str]:
 def run_local(
     jobs: Sequence[JobRequest], at_once: int, logs: Path, on_poll: Callable[[], None]
 ) -> Iterator[tuple[JobRequest, JobOutcome]]:
-    """Run jobs in processes of this machine, which end when this is closed.
+    """Run `at_once` jobs at a time in processes of this machine, which end when this is closed.
 
-    Args:
-        jobs: The jobs.
-        at_once: Processes at the same time.
-        logs: Folder of their logs.
-        on_poll: Called regularly while jobs run.
+    `on_poll` is called regularly while jobs run.
 
     Yields:
         Each job and its outcome, in the order in which they end.
@@ -170,14 +166,14 @@ def run_on_slurm(
     resources: Resources,
     on_submit: Callable[[str], None],
 ) -> Iterator[tuple[JobRequest, JobOutcome]]:
-    """Run jobs in a Slurm array, which is cancelled when this is closed; as `run_local`.
+    """As `run_local`, in a Slurm array, which is cancelled when this is closed.
 
     Args:
         jobs: The jobs.
         at_once: Array tasks at the same time.
         logs: Folder of their logs, on a file system that the nodes share.
         on_poll: Called regularly while jobs run.
-        options: Options of the array.
+        options: Of the array.
         resources: Of each array task.
         on_submit: Called with a line about each array.
 
@@ -304,10 +300,7 @@ _SHARD_BYTES = 5 * 10**9
 def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iterator[Path]:
     """The Hugging Face folder of a model, exported to it if needed.
 
-    Args:
-        model: The model; a Hugging Face folder is used as it is.
-        store: Folder for a temporary export, on a disk with space for checkpoints.
-        settings: With the folder of kept exports, if any, and the tokenizer.
+    A temporary export is written to `store`, on a disk with space for checkpoints.
 
     Raises:
         ConfigError: transformers has no such model.

@@ -43,13 +43,7 @@ def require_harness() -> str:
 
 
 class Harness:
-    """The tasks of the harness on a model, which is loaded for the first task.
-
-    Args:
-        folder: A Hugging Face model folder.
-        model: The model that was exported to it.
-        settings: Settings of all tasks.
-    """
+    """The tasks of the harness on a model, loaded for the first task from its exported folder."""
 
     def __init__(self, folder: Path, model: ModelRef, settings: EvaluationSettings) -> None:
         self._folder = folder

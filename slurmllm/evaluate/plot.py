@@ -44,7 +44,7 @@ def draw(table: ScoreTable, name: str, path: Path) -> None:
     against_tokens = any(table.tokens.values())
     for ax, (title, rows) in zip(axes, panels, strict=False):
         _panel(ax, title, rows, table, against_tokens)
-    for ax in axes[len(panels) :]:
+    for ax in axes[len(panels) :]:  # of the last line
         ax.set_axis_off()
     write_picture(figure, path, "name another file: --plot FILE.png")
 

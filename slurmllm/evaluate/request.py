@@ -196,7 +196,7 @@ def task_key(
 def _files_digest(folder: Path) -> str:
     """Digest of the files of a folder of tasks."""
     if not folder.is_dir():
-        return ""
+        return ""  # the harness then reports the missing folder
     return _digest(
         {
             str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()

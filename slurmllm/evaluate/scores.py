@@ -23,8 +23,6 @@ class ScoreRow:
     Attributes:
         group: Heading of its group, such as `common reasoning`.
         name: Of the task, or `average` for the mean of its group's tasks.
-        shots: Examples before each question.
-        metric: As the harness names it.
         scores: Checkpoint's step → value, for steps that have one.
         errors: Checkpoint's step → standard error, if known.
         references: Name of a published model → its score, on the same scale.
@@ -35,7 +33,7 @@ class ScoreRow:
     shots: int | None
     metric: str
     scores: Mapping[int, float]
-    errors: Mapping[int, float]
+    errors: Mapping[int, float]  # one standard error
     references: Mapping[str, float]
 
 
@@ -44,8 +42,6 @@ class ScoreTable:
     """The scores of a run in a suite.
 
     Attributes:
-        suite: Its name.
-        rows: In the suite's order.
         steps: Of the checkpoints that have a score, ascending.
         tokens: Checkpoint's step → tokens trained on.
         sources: Name of a published model → where its figures were published.
@@ -112,11 +108,8 @@ def suite_table(
 ) -> ScoreTable:
     """The table of a suite, without rows that have no score.
 
-    Args:
-        located: The suite.
-        stored: Scores of a run.
-        limit: Only scores of so many questions; None: of all questions if there are any, else of
-            the most, and the row's name has their number.
+    With `limit`, only scores of so many questions; else of all questions if there are any, else of
+    the most, and the row's name has their number.
     """
     rows: list[ScoreRow] = []
     steps: dict[int, int] = {}

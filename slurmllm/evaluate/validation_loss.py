@@ -88,7 +88,7 @@ def held_out_loss(
         DataError: the corpus or the tokenizer is invalid.
         StorageError: the checkpoint is damaged.
     """
-    started = time.monotonic()
+    started = time.monotonic()  # not time.time(), which may be set back
     model = load_model(directory, read_origin(directory).model, device)
     rows = batches(spec, limit or MAX_SEQUENCES)
     size = batch_size or max(1, _TOKENS_PER_BATCH // spec.seq_len)

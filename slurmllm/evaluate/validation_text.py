@@ -30,9 +30,7 @@ _CORPORA = (".arrow", ".npy", ".bin", ".idx")
 def validation_text(run: RunDir | None, corpus: Path | None) -> ValidationText:
     """The text for a run's checkpoints, or for a model folder (`run` is None).
 
-    Args:
-        run: The run.
-        corpus: File of --validation-corpus.
+    `corpus` is the file of --validation-corpus.
 
     Raises:
         UserError: no text is known.
@@ -75,10 +73,7 @@ def stream_spec(
 ) -> Iterator[StreamSpec]:
     """The data stream for a checkpoint, with one sequence in a batch.
 
-    Args:
-        text: The text.
-        directory: The checkpoint.
-        tokenizer: Replaces the run's, or that of an imported checkpoint.
+    `tokenizer` replaces the run's, or that of an imported checkpoint.
 
     Raises:
         DataError: the named text cannot be read.
