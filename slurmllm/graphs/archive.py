@@ -256,7 +256,6 @@ def archive_error(run: RunDir, error: OSError) -> StorageError:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -88,7 +88,6 @@ def worker_threads(config: RunConfig, mesh: Mesh, local: bool) -> int | None:
 
 
 def threads_of(cpus: int, mesh: Mesh, local: bool) -> int:
-    """A worker's share of a machine's CPUs."""
     return max(1, cpus // sharing(mesh, local))
 
 

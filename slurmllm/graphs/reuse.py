@@ -43,7 +43,6 @@ def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir)
 
 
 def usable(run: RunDir) -> bool:
-    """Whether a run has an archive, complete or not."""
     manifest = _manifest(run)
     return manifest is not None and run.graphs_archive(manifest.archive).is_file()
 
@@ -68,10 +67,8 @@ def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> RunDir | No
 def adopt(source: RunDir, run: RunDir) -> bool:
     """Link a run to the archive of another one, or copy it to another file system.
 
-    Two runs can share an archive because it is never changed.
-
-    Returns:
-        Whether the archive is intact; if not, nothing is written.
+    Returns whether the archive is intact; if not, nothing is written. Two runs can share an
+    archive because it is never changed.
 
     Raises:
         StorageError: The shared file system refuses.
@@ -121,7 +118,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def forget(run: RunDir) -> None:
-    """Discard the graphs of a run, so that they are compiled again."""
+    # Without a manifest the archive is unused, and the next precompile stage replaces it.
     run.graphs_manifest.unlink(missing_ok=True)
 
 

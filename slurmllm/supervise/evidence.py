@@ -58,25 +58,24 @@ def gather_evidence(
     hang, lines = observed.hang, tuple[str, ...]()
     if hang is not None:
         hang, lines = _with_stacks(run, record, hang, nodes)
+    unwritable = observed.unwritable
+    if unwritable is None:
+        probe = run.attempt(record.stage, record.attempt).path / f".writable.{os.getpid()}"
+        try:
+            probe.write_bytes(b"written")
+            probe.unlink()
+        except OSError as error:
+            unwritable = f"cannot write {probe.parent}: {error.strerror or error}"
     return Evidence(
-        expected_nodes=record.nodes,
-        nodes=nodes,
-        failures=failures,
-        slurm_state=slurm_state,
-        step_out_of_memory=out_of_memory,
-        down_nodes=down_nodes,
-        stop_signal=stop_signal,
-        overran_s=observed.overran_s,
-        uncompiled=uncompiled,
-        hang=hang,
-        stacks=lines,
+        expected_nodes=record.nodes, nodes=nodes, failures=failures, slurm_state=slurm_state,
+        step_out_of_memory=out_of_memory, down_nodes=down_nodes, stop_signal=stop_signal,
+        overran_s=observed.overran_s, uncompiled=uncompiled, hang=hang, stacks=lines,
         log_tails={
             worker.rank: _log_tail(run, record, worker.rank)
             for worker in without_record(failed_workers(nodes), failures)
         },
-        superseded_by=observed.superseded_by,
-        unwritable=observed.unwritable or _unwritable(run, record),
-    )
+        superseded_by=observed.superseded_by, unwritable=unwritable,
+    )  # fmt: skip
 
 
 def _with_stacks(
@@ -106,14 +105,3 @@ def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:
     begin = f"{record.stage} attempt {record.attempt}"
     starts = [at for at, line in enumerate(lines) if message_of(line).startswith(begin)]
     return lines[starts[0] :] if rank == 0 and starts else lines
-
-
-def _unwritable(run: RunDir, record: AttemptRecord) -> str | None:
-    """Why the attempt's folder is not writable; None if it is."""
-    probe = run.attempt(record.stage, record.attempt).path / f".writable.{os.getpid()}"
-    try:
-        probe.write_bytes(b"written")
-        probe.unlink()
-    except OSError as error:
-        return f"cannot write {probe.parent}: {error.strerror or error}"
-    return None
