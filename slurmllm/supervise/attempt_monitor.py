@@ -12,12 +12,11 @@ from types import FrameType
 
 from slurmllm.config.recipe import leaving_s
 from slurmllm.config.resolve import RunConfig
-from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.records import AttemptRecord, HangRecord
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempts
-from slurmllm.supervise.classify import reported_all
+from slurmllm.supervise.classify import is_echo, reported_all
 from slurmllm.supervise.watchdog import LOOK_S, Watchdog
 
 POLL_S = 0.1
@@ -168,7 +167,7 @@ class AttemptMonitor:
             for node in nodes.values()
             for rank, code in node.exit_codes.items()
         )
-        if killed or any(meaning_of(f"{f.error} {f.message}") != "lost_peer" for f in failures):
+        if killed or not all(map(is_echo, failures)):
             return CLEAR_GRACE_S
         return REPORTED_GRACE_S if all_reported else LAUNCHER_GRACE_S
 

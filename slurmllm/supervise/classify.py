@@ -113,7 +113,7 @@ def classify(evidence: Evidence) -> Ending:
         return Ending("advance_signal", (f"{stop_signal or 'a stop signal'}: saved and left",))
     if (hang := evidence.hang) is not None:
         # Unless a worker failed by itself before the others were found waiting for it.
-        recorded = (f.time < hang.found_at and not _is_echo(f) for f in evidence.failures)
+        recorded = (f.time < hang.found_at and not is_echo(f) for f in evidence.failures)
         failed = failed_workers(evidence.nodes)
         if not any(recorded) and all(worker.code not in _EXITS for worker in failed):
             return Ending("hang", (*hang_text(hang), *evidence.stacks), hang.suspects)
@@ -173,7 +173,7 @@ def _by_failure(evidence: Evidence) -> Ending | None:
             # No node is to blame: another process took the port first. Waiting peers may be silent.
             text = f"rank {taken.rank} on {taken.node}: {taken.message}"
             return Ending("node_failure", (f"the rendezvous port was taken: {text}",))
-    primary = [f for f in evidence.failures if not _is_echo(f)]
+    primary = [f for f in evidence.failures if not is_echo(f)]
     if not primary:
         return None
     first = min(primary, key=lambda failure: failure.time)
@@ -207,7 +207,7 @@ def _text(failure: FailureRecord) -> str:
     return f"{failure.error} {failure.message}"
 
 
-def _is_echo(failure: FailureRecord) -> bool:
+def is_echo(failure: FailureRecord) -> bool:
     """Whether the worker only lost a peer."""
     return meaning_of(_text(failure)) == "lost_peer"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from signal import Signals
 from typing import NamedTuple
 
-from slurmllm.error_patterns import meaning_of, telling_line
+from slurmllm.error_patterns import telling_line
 from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.rundir import AttemptDir, RunDir, Stage
@@ -24,6 +24,7 @@ from slurmllm.supervise.classify import (
     FailedWorker,
     failed_workers,
     hang_text,
+    is_echo,
     reported_all,
     without_record,
 )
@@ -81,7 +82,7 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
         StorageError: A record of the attempt is damaged.
     """
     nodes, failures = node_records(run, record), failure_records(run, record)
-    own = [f for f in failures if meaning_of(f"{f.error} {f.message}") != "lost_peer"]
+    own = [failure for failure in failures if not is_echo(failure)]
     first = min(own, key=lambda failure: failure.time, default=None)
     hang_path = run.attempt(record.stage, record.attempt).hang
     if hang_path.is_file() and record.ending in (None, "hang"):

@@ -33,13 +33,13 @@ from slurmllm.backends.rendezvous import (
 )
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
-from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import EXIT_REQUEUE, SlurmllmError, StorageError
 from slurmllm.graphs.fingerprint import sharing, threads_of
 from slurmllm.log import setup_logging
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.supervise.classify import is_echo
 from slurmllm.supervise.watchdog import Heartbeats
 from slurmllm.worker_phase import STACKS_SIGNAL
 
@@ -167,7 +167,12 @@ class Workers:
             if self._failed_ranks():
                 # Its peers wait in a collective, and fail only when they lose the connection.
                 # They get some time to record why.
-                clear = any(self._is_cause(rank) for rank in self._failed_ranks())
+                clear = False  # whether the cause is known
+                for rank in self._failed_ranks():
+                    with suppress(StorageError):  # it left no failure record
+                        clear = clear or self.processes[rank].returncode < 0
+                        failure = self.attempt.failure(rank)
+                        clear = clear or not is_echo(FailureRecord.load(failure))
                 deadline = time.monotonic() + (CLEAR_GRACE_S if clear else PEER_GRACE_S)
                 while self._pids() and time.monotonic() < deadline:
                     time.sleep(POLL_S)
@@ -210,16 +215,6 @@ class Workers:
     def _failed_ranks(self) -> list[int]:
         codes = {rank: worker.poll() for rank, worker in self.processes.items()}
         return [rank for rank, code in codes.items() if code not in (None, 0, EXIT_REQUEUE)]
-
-    def _is_cause(self, rank: int) -> bool:
-        """Whether a failed worker is itself the cause: killed, or by its failure record."""
-        if self.processes[rank].returncode < 0:
-            return True
-        try:
-            failure = FailureRecord.load(self.attempt.failure(rank))
-        except StorageError:
-            return False
-        return meaning_of(f"{failure.error} {failure.message}") != "lost_peer"
 
     def end(self) -> None:
         """Kill the running workers: a peer of a failed rank waits in a collective for ever."""
