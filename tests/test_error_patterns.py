@@ -26,9 +26,11 @@ def test_a_row_matches_its_example(row: Row) -> None:
     found = classify(Evidence(("n1", "n2"), nodes, log_tails={0: ["step 7", row.example]}))
     assert (found.ending, found.blamed_nodes) == (ending, ("n1",) if blamed else ())
     assert row.example.strip()[:400] in found.evidence[0]
-    # … and in the words of its exception.
-    name, _, words = row.example.partition(" ") if "Inductor" in row.example else ("Error", "", "")
-    verdict = classify_error(type(name, (RuntimeError,), {})(words or row.example))
+    # … and in its exception.
+    name, _, message = (
+        row.example.partition(" ") if "Inductor" in row.example else ("Error", "", "")
+    )
+    verdict = classify_error(type(name, (RuntimeError,), {})(message or row.example))
     failure = FailureRecord(rank=0, node="n1", time=1.0, **verdict._asdict())
     assert classify(Evidence(("n1", "n2"), nodes, [failure])).ending == ending
 

@@ -39,7 +39,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 class Stage:
-    """A folder of runs whose compiler and workers do as they are told."""
+    """A folder of runs whose compiler and workers are stand-ins."""
 
     def __init__(self, folder: Path, inputs: tuple[str, ...]) -> None:
         self.folder, self.inputs, self.runs = folder, inputs, folder / "runs"
@@ -172,8 +172,8 @@ def test_the_train_stage_refuses_an_incomplete_archive(stage: Stage) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     (failed,) = (s for s in stage.manifest("r").states if s.state == "failed")
-    for words in (failed.name, str(failed.log), "--set train.incomplete_graphs=compile"):
-        assert words in done.stderr
+    for text in (failed.name, str(failed.log), "--set train.incomplete_graphs=compile"):
+        assert text in done.stderr
     assert "Traceback" not in done.stderr
     closed = stage.attempt("r")
     assert (closed["class"], closed["action"]) == ("compile_failure", "stop")

@@ -130,9 +130,9 @@ def test_new_graphs_of_the_nodes_are_in_the_record(run: RunDir) -> None:
 def test_unequal_versions_are_named_with_their_nodes() -> None:
     same = {"torch": "2.9", "neuron-driver": "2.24"}
     assert unequal_versions({"n1": same, "n2": same, "n3": {}}) == ""
-    said = unequal_versions({"n1": same, "n2": {**same, "neuron-driver": "2.21"}, "n3": same})
-    assert "neuron-driver 2.24 on n1 n3, 2.21 on n2" in said
-    assert "torch" not in said
+    text = unequal_versions({"n1": same, "n2": {**same, "neuron-driver": "2.21"}, "n3": same})
+    assert "neuron-driver 2.24 on n1 n3, 2.21 on n2" in text
+    assert "torch" not in text
 
 
 def open_record(restart_count: int = 0) -> AttemptRecord:
@@ -348,7 +348,7 @@ def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: tuple[FakeSlur
     allocation.client, allocation.job_id, allocation.restart_count = cluster, job_id, 0
     assert not started_again(allocation)
     cluster.fail_node("n2")
-    assert not started_again(allocation)  # it waits: the nodes to exclude are still to be told
+    assert not started_again(allocation)  # it waits: its excluded nodes are not set yet
     cluster.start(job_id)
     assert started_again(allocation)
     allocation.restart_count = 1

@@ -190,7 +190,7 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "no progress for 61 s in phase stepping after step 7 (limit 60 s)",
     ),
     "hung, and finished after all": (seen(both(0, 0), hang=HANG), "done", "2"),
-    "hung, for one had failed and could not say so": (
+    "hung, because one had failed and could not record it": (
         seen({"n1": node("n1", {0: 4}), "n2": node("n2", {1: -9}, stopped_ranks=[1])}, hang=HANG),
         "storage_failure",
         "could not write why",
@@ -215,7 +215,7 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "storage_failure",
         "rank 1 on n2 ended with exit code 4 and could not write why",
     ),
-    "storage by the exit code, the other node cannot even say that": (
+    "storage by the exit code, the other node cannot even record that": (
         seen({"n1": node("n1", {0: 4})}),
         "storage_failure",
         "rank 0 on n1",
@@ -252,10 +252,10 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
 
 @pytest.mark.parametrize("row", list(ROWS))
 def test_row(row: str) -> None:
-    observed, ending, words = ROWS[row]
+    observed, ending, reason = ROWS[row]
     found = classify(observed)
     assert found.ending == ending
-    assert any(words in line for line in found.evidence), found.evidence
+    assert any(reason in line for line in found.evidence), found.evidence
 
 
 def test_the_unresponsive_node_is_blamed_and_not_its_peers() -> None:
@@ -278,9 +278,9 @@ def test_unresponsive_nodes_are_blamed_unless_they_are_most() -> None:
 
 
 def test_a_taken_port_is_no_node_s_fault() -> None:
-    words = "The server socket has failed to listen. port: 38237, name: EADDRINUSE"
+    message = "The server socket has failed to listen. port: 38237, name: EADDRINUSE"
     for error in ("RuntimeError", "DistNetworkError"):  # the latter also means a lost peer
-        taken = failure(0, error, words)
+        taken = failure(0, error, message)
         ending = classify(seen({"n1": node("n1", {0: 70})}, taken))
         assert (ending.ending, ending.blamed_nodes) == ("node_failure", ())
         assert "the rendezvous port was taken" in ending.evidence[0]
@@ -307,7 +307,7 @@ def test_every_class_has_an_action() -> None:
         "missing collectives status on Neuron Device 0 NC 0, model 0 - suspected hang in "
         "collectives operation 0 out of 100",
         "[ND 1][NC 0] execution timeout (30000 ms) on model x.neff",
-        # the same, neuron-runtime/api/nrt_status.rst, in the words of core-dump.rst
+        # the same, neuron-runtime/api/nrt_status.rst, as printed in core-dump.rst
         "Failure: NRT_EXEC_HW_ERR_COLLECTIVES in nrt_execute()",
         "Failure: NRT_TIMEOUT in nrt_execute()",
         "NRT_NETWORK_PROXY_FAILURE",

@@ -47,9 +47,9 @@ def test_a_run_is_followed_through_a_failure_to_its_end(tmp_path: Path) -> None:
     assert following.returncode == 0
     assert lines.index("── train attempt 0") < lines.index("── train attempt 1")
     assert any(line.startswith("[rank 0 local0] ") and "step 40/40" in line for line in lines)
-    words, _ = failures.communicate(timeout=400)
+    output, _ = failures.communicate(timeout=400)
     assert failures.returncode == 0
-    assert "first failing worker: rank 1 on local1\n  ended by SIGKILL\n" in words
+    assert "first failing worker: rank 1 on local1\n  ended by SIGKILL\n" in output
 
 
 def test_a_local_run_is_cancelled_and_resumed(tmp_path: Path) -> None:

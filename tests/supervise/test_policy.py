@@ -1,4 +1,4 @@
-"""What follows on an ending: budgets, backoff, and the nodes to keep off."""
+"""The action after an ending: budgets, backoff, and the nodes to exclude."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preflight: what an attempt does about a node that fails, and which nodes a run keeps off."""
+"""Preflight: the ending if a node fails its checks, and the nodes that a run excludes."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ class Allocation(SlurmAllocation):
         profile = json.loads(command[at])
         started = []
         for name in self.nodes:
-            words = list(command)
+            arguments = list(command)
             if name == "n2":
-                words[at] = json.dumps({**profile, "node_local": "/nowhere"})
+                arguments[at] = json.dumps({**profile, "node_local": "/nowhere"})
             local = LocalAllocation()
             local.nodes = (name,)
-            started += local.ask(words)
+            started += local.ask(arguments)
         return started
 
 
@@ -185,8 +185,8 @@ def closed(run: RunDir, *blamed: str, report: bool = True) -> AttemptRecord:
     for name in blamed if report else ():
         path = run.attempt("train", record.attempt).node(name)
         NodeRecord(node=name, pids={0: 5}, exit_codes={0: 70}).save(path)
-    words = tuple(f"rank 3 on {name} was ended by SIGKILL from outside" for name in blamed)
-    return close_attempt(run, record, Ending("node_failure", words, blamed))
+    reasons = tuple(f"rank 3 on {name} was ended by SIGKILL from outside" for name in blamed)
+    return close_attempt(run, record, Ending("node_failure", reasons, blamed))
 
 
 def test_a_node_that_two_attempts_are_put_down_to(run: RunDir) -> None:

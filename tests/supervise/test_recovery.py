@@ -104,9 +104,9 @@ def test_of_two_supervisors_the_newer_one_has_the_run(
     output, _ = first.communicate(timeout=400)
     assert first.returncode == 1, output
     assert "superseded by attempt 1 of another supervisor" in output
-    words, _ = second.communicate(timeout=400)
-    assert second.returncode == 0, words
-    assert "attempt 0: is still open and is superseded by this attempt: process" in words
+    output, _ = second.communicate(timeout=400)
+    assert second.returncode == 0, output
+    assert "attempt 0: is still open and is superseded by this attempt: process" in output
     assert bench.endings("split") == [("superseded", "stop"), ("done", "finish")]
     assert not any(Path(f"/proc/{pid}").exists() for pid in old_pids)
     bench.compare_exactly(unbroken, "split")

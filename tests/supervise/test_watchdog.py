@@ -1,4 +1,4 @@
-"""When a run counts as hung: the judgement, row by row, and what stacks tell."""
+"""When a run counts as hung, row by row, and what stacks show."""
 
 from __future__ import annotations
 
