@@ -20,19 +20,12 @@ _MAX_GAP = 3.0
 
 @dataclass(frozen=True)
 class Points:
-    """One metric of both curves at the same places, ascending.
+    """One metric of both curves at the same positions, ascending."""
 
-    Attributes:
-        steps: A's steps; on the step axis those of the curve whose points they are. [points]
-        positions: Positions on the axis. [points]
-        a: A's values. [points]
-        b: B's values. [points]
-    """
-
-    steps: Ints
-    positions: Floats
-    a: Floats
-    b: Floats
+    steps: Ints  # A's; on the step axis those of the curve whose points they are [points]
+    positions: Floats  # on the axis [points]
+    a: Floats  # [points]
+    b: Floats  # [points]
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -95,7 +88,12 @@ class Alignment:
         own = axis == "step"
         everything = np.ones(len(b.steps), dtype=bool)
         self._b = _Side(b, axis, _within(b.steps, from_step, to_step) if own else everything)
-        common, self._at_a, self._at_b = _common(self._a.positions, self._b.positions)
+        both = self._a.positions, self._b.positions
+        common, self._at_a, self._at_b = both[0], np.arange(len(both[0])), np.arange(len(both[0]))
+        if not np.array_equal(*both):
+            common, self._at_a, self._at_b = np.intersect1d(
+                *both, assume_unique=True, return_indices=True
+            )
         sparser = min(self._overlap(side).sum() for side in (self._a, self._b))
         suffice = len(common) >= _MIN_COMMON * sparser or sparser < 2
         self.method: Method = "exact" if suffice else "interpolated"
@@ -177,14 +175,6 @@ class Alignment:
         other = np.interp(self.positions, places, values)
         a, b = (own, other) if self._a_is_sparser else (other, own)
         return Points(self.steps[there], self.positions[there], a[there], b[there])
-
-
-def _common(a: Floats, b: Floats) -> tuple[Floats, Ints, Ints]:
-    """Returns the common positions, and their indices in both."""
-    if np.array_equal(a, b):
-        places = np.arange(len(a))
-        return a, places, places
-    return np.intersect1d(a, b, assume_unique=True, return_indices=True)
 
 
 def _within(steps: Ints, first: int | None, last: int | None) -> Flags:

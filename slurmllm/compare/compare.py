@@ -314,8 +314,5 @@ def _side(curve: Curve) -> Side:
 
 
 def _overlap(curve: Curve) -> Overlap:
-    return Overlap(
-        rows=curve.overlap_rows,
-        identical=curve.overlap_identical,
-        max_rel_diff=curve.overlap_max_rel_diff,
-    )
+    identical, largest = curve.overlap_identical, curve.overlap_max_rel_diff
+    return Overlap(rows=curve.overlap_rows, identical=identical, max_rel_diff=largest)

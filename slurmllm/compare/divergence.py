@@ -95,12 +95,9 @@ class _Found:
 
 
 def detect_divergence(r: Floats, tolerance: float, rough: float = 0.0) -> DivergenceResult:
-    """Detect a divergence.
+    """Detect a divergence of signed, finite relative differences r [points].
 
-    Args:
-        r: Signed, finite relative differences. [points]
-        tolerance: τ.
-        rough: Additional scatter of single points, because one curve is interpolated.
+    `rough` is the additional scatter of single points if one of the curves is interpolated.
     """
     spread = scatter(r) if len(r) > 2 else None
     noise = None if spread is None else spread.median

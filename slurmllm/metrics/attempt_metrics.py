@@ -51,11 +51,7 @@ class _Block:
 
 
 def read_attempts(files: list[Path], lenient: bool) -> tuple[list[RowBlock], list[str]]:
-    """Read metrics files, each of an attempt.
-
-    Args:
-        files: The files. Rows without an attempt get their file's index.
-        lenient: Skip broken lines with a warning.
+    """Read metrics files, each of an attempt; rows without an attempt get their file's index.
 
     Returns:
         The rows in the order read, and warnings that name file and line.

@@ -154,12 +154,7 @@ def thin_rows(values: Floats, limit: int, *, keep_short_gaps: bool = True) -> In
     """Select the rows to draw: of each of equally long pieces the first, lowest and highest.
 
     So no spike is lost. The last row is selected too, and the first of each gap (values that are
-    not finite), so that it stays a gap.
-
-    Args:
-        values: Values of a curve. [rows]
-        limit: Maximum number of rows with finite values.
-        keep_short_gaps: Also keep gaps in pieces that have finite values; they interrupt a line.
+    not finite), so that it stays a gap; if not `keep_short_gaps`, only those of whole pieces.
 
     Returns:
         Rows, ascending. [at most `limit` + number of pieces with a gap]
@@ -182,14 +177,9 @@ def thin_rows(values: Floats, limit: int, *, keep_short_gaps: bool = True) -> In
 
 
 def piece_means(values: Floats, limit: int) -> Floats:
-    """Returns the mean of each of equally long pieces, without values that are not finite.
+    """Returns the mean of the finite values of each of at most `limit` equally long pieces.
 
-    Args:
-        values: Values of a curve. [rows]
-        limit: Maximum number of pieces; shorter curves are returned as they are.
-
-    Returns:
-        Means; NaN if a piece has no finite value. [pieces]
+    NaN if a piece has none; shorter curves are returned as they are. [pieces]
     """
     if len(values) <= limit:
         return values

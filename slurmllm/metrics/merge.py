@@ -31,19 +31,12 @@ from slurmllm.records import SkippedBatches
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows as columns, in the order in which they were read.
+    """Rows as columns, in the order in which they were read."""
 
-    Attributes:
-        steps: Step of each row. [rows]
-        attempts: Attempt of each row. [rows]
-        columns: Values of the metrics that at least one of the rows has. [rows]
-        absent: For a metric that some of them lack, which rows those are. [rows]
-    """
-
-    steps: Ints
-    attempts: Ints
-    columns: Mapping[str, Floats]
-    absent: Mapping[str, Flags] = field(default_factory=dict)
+    steps: Ints  # [rows]
+    attempts: Ints  # [rows]
+    columns: Mapping[str, Floats]  # metrics that at least one of the rows has [rows]
+    absent: Mapping[str, Flags] = field(default_factory=dict)  # rows that lack a metric [rows]
 
     def column(self, name: str) -> Floats:
         """Returns the values of a metric, NaN if no row has it. [rows]"""
@@ -61,13 +54,7 @@ def merge_rows(
 ) -> Curve:
     """Merge rows to one a step: that of the latest attempt, and of its rows the last one read.
 
-    Args:
-        blocks: The rows; at least one.
-        name: Name of the curve.
-        path: The directory or file that was read.
-        kind: Kind of the source.
-        warnings: Warnings so far, to which those about the rows are added.
-        skips: Roll-backs; rows that one of them undid are no overlap.
+    Rows that a roll-back (`skips`) undid are no overlap. Warnings about the rows are added.
     """
     columns: dict[str, Floats] = {}
     absent: dict[str, Flags] = {}
@@ -143,12 +130,7 @@ def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def compare_overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tuple[bool, float]:
-    """Compare rows with those that replaced them.
-
-    Args:
-        columns: Values by metric. [rows]
-        old: Indices of the replaced rows.
-        new: Indices of the rows that replaced them.
+    """Compare rows, by their indices, with those that replaced them.
 
     Returns:
         Whether they are bit-identical, and their largest relative difference.

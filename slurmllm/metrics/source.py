@@ -43,11 +43,7 @@ _KINDS = (
 def locate(source: str, root: Path) -> Path:
     """Resolve an argument of the command line: a run's name, or any file or folder of metrics.
 
-    A folder with metrics but without config.yaml is accepted: a run copied in part.
-
-    Args:
-        source: The argument.
-        root: The folder of all runs.
+    A folder with metrics but without config.yaml is accepted: an incomplete copy of a run.
 
     Raises:
         RunError: it is none of these.
@@ -174,7 +170,15 @@ def read_run(source: Path, lenient: bool = False) -> Curve:
     try:
         is_file = source.is_file()
         files = [source] if is_file else RunDir(source).metrics_files()
-        warnings = [] if is_file else _unknown_files(source / "metrics", files)
+        folder, warnings = source / "metrics", list[str]()
+        if not is_file and folder.is_dir():
+            found = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
+            if unknown := sorted(found - {path.name for path in files}):
+                more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+                warnings.append(
+                    f"{folder}: ignoring {', '.join(unknown[:3])}{more}; metrics are "
+                    "attempt_NNN.jsonl: the file may be of a newer version of slurmllm"
+                )
     except OSError as error:
         raise read_error(source, error) from error
     name = run_name(source, is_file)
@@ -228,21 +232,6 @@ def run_name(source: Path, is_file: bool) -> str:
     if is_file and path.parent.name == "metrics":
         return f"{path.parent.parent.name}.{path.stem}"
     return path.stem if is_file else path.name
-
-
-def _unknown_files(folder: Path, known: list[Path]) -> list[str]:
-    """Warn if the metrics folder has files that this version does not know."""
-    if not folder.is_dir():
-        return []
-    names = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
-    unknown = sorted(names - {path.name for path in known})
-    if not unknown:
-        return []
-    more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-    return [
-        f"{folder}: ignoring {', '.join(unknown[:3])}{more}; metrics are attempt_NNN.jsonl: "
-        "the file may be of a newer version of slurmllm"
-    ]
 
 
 def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:

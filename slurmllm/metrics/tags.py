@@ -279,12 +279,9 @@ def parse_tags(values: Sequence[str]) -> dict[str, str]:
 
 
 def choose_tags(counts: Mapping[str, int], requested: Mapping[str, str], source: Path) -> TagChoice:
-    """Choose the tags of a log that hold the metrics.
+    """Choose the tags of a log (tag → number of values) that hold the metrics.
 
-    Args:
-        counts: All tags → number of their values.
-        requested: Metric → tag that the user named; it may be of another of several logs.
-        source: The log, for messages.
+    Tags that the user requested, by metric, may be of another of several logs.
 
     Raises:
         RunError: no tag is the loss, or a requested tag is missing and no other matches.

@@ -98,11 +98,6 @@ def read_tensorboard(source: Path, name: str, tags: Mapping[str, str]) -> Curve:
 
     If several files hold a step, the value of the file that was begun last counts.
 
-    Args:
-        source: The file or the folder.
-        name: Name of the curve.
-        tags: Metric → tag, in preference to the known names.
-
     Raises:
         RunError: there are no scalars, none is the loss, or the folders below hold several runs.
         OSError: a file cannot be read.

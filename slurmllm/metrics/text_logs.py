@@ -252,7 +252,12 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                 if len(cells) < len(names):
                     short.append(last)
                 else:
-                    rows.add(_cell_numbers(names, cells))
+                    numbers: list[tuple[str, float]] = []
+                    for name, cell in zip(names, cells, strict=False):
+                        if cell and name and not name.endswith(_WANDB_RANGE):
+                            with suppress(ValueError):
+                                numbers.append((name, float(cell)))
+                    rows.add(numbers)
         except csv.Error as error:
             warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
     if short == [last]:
@@ -263,13 +268,6 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
             "columns and are left out"
         )
     return rows.log(path, "csv", tags, warnings)
-
-
-def _cell_numbers(names: list[str], cells: list[str]) -> Iterator[tuple[str, float]]:
-    for name, cell in zip(names, cells, strict=False):
-        if cell and name and not name.endswith(_WANDB_RANGE):
-            with suppress(ValueError):
-                yield name, float(cell)
 
 
 def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
