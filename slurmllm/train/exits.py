@@ -54,14 +54,8 @@ class StopRequest:
 
     def install(self) -> None:
         """Install the handlers; before torch is imported, which takes seconds."""
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            self.signal_name = signal.Signals(number).name
-            if self._signalled_at is None:  # the launcher repeats it; the first one counts
-                self._signalled_at = time.monotonic()
-
         for number in STOP_SIGNALS:
-            signal.signal(number, handle)
+            signal.signal(number, self._handle)
 
     def ignore(self) -> None:
         """Ignore the signals from now on.
@@ -82,6 +76,11 @@ class StopRequest:
         if not limited or self._signalled_at is None:
             return None
         return leaving_s(lead_s) - (time.monotonic() - self._signalled_at)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signal_name = signal.Signals(number).name
+        if self._signalled_at is None:  # the launcher repeats it; the time counts from the first
+            self._signalled_at = time.monotonic()
 
 
 class ErrorClass(NamedTuple):
