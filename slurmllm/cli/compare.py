@@ -11,7 +11,8 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.compare.comparison import Comparison, Overlap, Side
+    from slurmllm.compare.comparison import Comparison, Overlap, Side, Statistics
+    from slurmllm.compare.statistics import Statistics
     from slurmllm.metrics.curves import Curve
 
 
@@ -137,25 +138,20 @@ def compare(
     ]
     if not no_plot:
         comparisons = _draw(curves, comparisons, plot, from_step, to_step, own)
-    if as_json:
-        click.echo(_format_json(comparisons))
+    match = all(comparison.match for comparison in comparisons)
+    if as_json and len(comparisons) == 1:
+        click.echo(comparisons[0].model_dump_json(indent=2))
+    elif as_json:
+        import json
+
+        # pydantic writes NaN as null, which json does not.
+        found = [json.loads(comparison.model_dump_json()) for comparison in comparisons]
+        document = {"comparisons": found, "match": match}
+        click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         for number, comparison in enumerate(comparisons):
             _print(comparison, letters[number], alone=len(comparisons) == 1)
-    match = all(comparison.match for comparison in comparisons)
     ctx.exit(0 if match else EXIT_NEGATIVE)
-
-
-def _format_json(comparisons: Sequence[Comparison]) -> str:
-    if len(comparisons) == 1:
-        return comparisons[0].model_dump_json(indent=2)
-    import json
-
-    document = {
-        "comparisons": [json.loads(comparison.model_dump_json()) for comparison in comparisons],
-        "match": all(comparison.match for comparison in comparisons),
-    }
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def _draw(
@@ -240,31 +236,26 @@ def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     rule = "band" if comparison.band is not None else None
     if rule is None and comparison.tolerance.exact:
         rule = "exact"
-    rows: list[tuple[str, ...]] = [
+    found: list[tuple[str, int, MetricComparison | Statistics, int | None, str, bool]] = [
+        (name, one.steps_compared, one, one.onset_step, rule or shown(one.tolerance),
+         one.bit_identical)
+        for name, one in comparison.metrics.items()
+    ]  # fmt: skip
+    found += [
+        (name, one.points, one, None, "-", one.max_rel_diff == 0)
+        for name in _OTHER_METRICS  # without a tolerance: they do not decide the verdict
+        if (one := comparison.statistics.get(name)) is not None
+    ]
+    return [
         (
             name,
-            str(metric.steps_compared),
-            shown(metric.max_rel_diff),
-            str(metric.max_rel_diff_step) if metric.max_rel_diff else "-",
-            shown(metric.mean_rel_diff),
-            "-" if metric.onset_step is None else str(metric.onset_step),
-            rule or shown(metric.tolerance),
-            "yes" if metric.bit_identical else "no",
+            str(points),
+            shown(one.max_rel_diff),
+            str(one.max_rel_diff_step) if one.max_rel_diff else "-",
+            shown(one.mean_rel_diff),
+            "-" if onset is None else str(onset),
+            tolerance,
+            "yes" if identical else "no",
         )
-        for name, metric in comparison.metrics.items()
+        for name, points, one, onset, tolerance, identical in found
     ]
-    for name in _OTHER_METRICS:
-        if (of_metric := comparison.statistics.get(name)) is not None:
-            rows.append(
-                (
-                    name,
-                    str(of_metric.points),
-                    shown(of_metric.max_rel_diff),
-                    str(of_metric.max_rel_diff_step) if of_metric.max_rel_diff else "-",
-                    shown(of_metric.mean_rel_diff),
-                    "-",
-                    "-",
-                    "yes" if of_metric.max_rel_diff == 0 else "no",
-                )
-            )
-    return rows

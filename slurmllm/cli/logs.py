@@ -78,7 +78,7 @@ def logs(
     line of its file. -f prints what is added, also by later attempts, of all ranks unless some are
     given.
     """
-    from slurmllm.errors import EXIT_INTERRUPTED, UserError
+    from slurmllm.errors import EXIT_INTERRUPTED, RunError, UserError
     from slurmllm.rundir import find_run, runs_root
 
     chosen = {"--rank": rank is not None, "--ranks": ranks is not None, "--all-ranks": all_ranks,
@@ -113,21 +113,16 @@ def logs(
         else:
             paths = [found.stage_log(name) for name in stages]
             if not any(path.is_file() for path in paths):
-                raise _none_yet(found)
+                raise RunError(
+                    f"{found.name} has no logs yet: its jobs are pending; see `slurmllm status "
+                    f"{found.name}`"
+                )
             for path in paths:
                 _print(path, lines)
     except KeyboardInterrupt:  # the usual way to leave
         if not follow:
             raise
         click.get_current_context().exit(EXIT_INTERRUPTED)
-
-
-def _none_yet(run: RunDir) -> Exception:
-    from slurmllm.errors import RunError
-
-    return RunError(
-        f"{run.name} has no logs yet: its jobs are pending; see `slurmllm status {run.name}`"
-    )
 
 
 def _among(ranks: str) -> frozenset[int]:
@@ -143,7 +138,7 @@ def _among(ranks: str) -> frozenset[int]:
             raise UserError(
                 f"--ranks {ranks}: {part!r} ends before it begins; write {last}-{first}"
             )
-        if int(last or first) >= 1_000_000:
+        if int(last or first) >= 1_000_000:  # a slip of the keyboard would fill the memory
             raise UserError(f"--ranks {ranks}: {part!r}: a rank is below 1000000")
         found |= set(range(int(first), int(last or first) + 1))
     return frozenset(found)
@@ -185,29 +180,28 @@ def _merge(
             known = f"there are 0–{there[-1]}" if there else "there is none yet"
             raise RunError(f"{stages[0]} attempt {attempt} of {run.name}: {known}")
     newest = {stage: max((a.number for a in run.attempts(stage)), default=0) for stage in stages}
+    # Earlier attempts can be long: the last lines are those of the newest attempt.
     merged = MergedLogs(run, stages, wanted, newest if last or lines else {}, attempt)
     if lines is not None:
         merged.begin_with_last(lines)
-    shown = list(_last_of_each(merged.poll(last=not follow), lines)) if lines else None
+    found = merged.poll(last=not follow)
+    if lines:
+        # The last lines of every worker, in the order of all lines.
+        last_lines: dict[tuple[Stage, int, int], deque[tuple[int, RankLine]]] = {}
+        for place, line in enumerate(found):
+            last_lines.setdefault(line[:3], deque(maxlen=lines)).append((place, line))
+        kept = sorted(chain.from_iterable(last_lines.values()), key=itemgetter(0))
+        found = iter([line for _, line in kept])
     printer = _Printer(run, prefix)
     if not follow and not merged.any_file():
         raise RunError(
             f"none of these workers of {run.name} wrote a log; see {run.logs}, and "
             f"`slurmllm status {run.name}` for whether it has started"
         )
-    printer.print(merged.poll(last=not follow) if shown is None else shown)
+    printer.print(found)
     if follow:
         for ended in _until_ended(run):
             printer.print(merged.poll(last=ended))
-
-
-def _last_of_each(found: Iterable[RankLine], lines: int) -> Iterator[RankLine]:
-    """The last lines of every worker, in the order of all lines."""
-    kept: dict[tuple[Stage, int, int], deque[tuple[int, RankLine]]] = {}
-    for place, line in enumerate(found):
-        kept.setdefault(line[:3], deque(maxlen=lines)).append((place, line))
-    for _, line in sorted((one for several in kept.values() for one in several), key=itemgetter(0)):
-        yield line
 
 
 def _coloured(text: str) -> str:
@@ -229,6 +223,8 @@ class _Printer:
         self.width = 0
 
     def print(self, lines: Iterable[RankLine]) -> None:
+        from slurmllm.supervise.log_files import node_of
+
         for line in lines:
             if not self.prefix:
                 click.echo(_coloured(line.text))
@@ -236,22 +232,15 @@ class _Printer:
             if self.attempt != line[:2]:
                 self.attempt = line[:2]
                 click.secho(f"── {line.stage} attempt {line.attempt}", bold=True)
-            label = self._label(line)
-            colour = _COLOURS[line.rank % len(_COLOURS)]
-            text = _coloured(line.text)
-            click.echo(f"{click.style(label.ljust(self.width), fg=colour)} {text}".rstrip())
-
-    def _label(self, line: RankLine) -> str:
-        from slurmllm.supervise.log_files import node_of
-
-        label = self.known.get(line[:3])
-        if label is None:
-            node = node_of(self.run, *line[:3])
-            label = f"[rank {line.rank}{' ' + node if node else ''}]"
-            if node:  # unknown until the record of a new attempt is written
-                self.known[line[:3]] = label
-            self.width = max(self.width, len(label))
-        return label
+            label = self.known.get(line[:3])
+            if label is None:
+                node = node_of(self.run, *line[:3])
+                label = f"[rank {line.rank}{' ' + node if node else ''}]"
+                if node:  # unknown until the record of a new attempt is written
+                    self.known[line[:3]] = label
+                self.width = max(self.width, len(label))
+            label = click.style(label.ljust(self.width), fg=_COLOURS[line.rank % len(_COLOURS)])
+            click.echo(f"{label} {_coloured(line.text)}".rstrip())
 
 
 def _stacks(run: RunDir, rank: int | None) -> str:
@@ -327,12 +316,11 @@ class _Failures:
         if found.rank is None:
             click.echo(f"no single worker failed first; see `slurmllm logs {name} --all-ranks`")
             return
-        who = f"rank {found.rank}" + (f" on {found.node}" if found.node else "")
-        click.secho(f"first failing worker: {who}", fg="red", bold=True)
+        node = f" on {found.node}" if found.node else ""
+        click.secho(f"first failing worker: rank {found.rank}{node}", fg="red", bold=True)
         for line in found.how:
             click.echo(f"  {line}")
-        if found.failure is not None:
-            failure = found.failure
+        if (failure := found.failure) is not None:
             step = f" after step {failure.step}" if failure.step is not None else ""
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
             click.echo(f"  {at}{step}, blame: {failure.blame}")
@@ -380,12 +368,13 @@ def _print(path: Path, lines: int | None) -> None:
 
     if not path.is_file():
         return
-    begin = start_of_last(path, lines) if lines is not None else 0
+    begin = start_of_last(path, lines) if lines is not None else 0  # bytes
     if sys.stdout.isatty():
         log = GrowingLog(path, begin)
         for line in chain(log.lines(), log.flush()):
             click.echo(_coloured(line))
         return
+    # A block may end within a character; a pipe gets the bytes of the log, controls included.
     decoder = getincrementaldecoder("utf-8")(errors="replace")
     with path.open("rb") as stream:
         stream.seek(begin)

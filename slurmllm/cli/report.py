@@ -76,6 +76,7 @@ def report(
     if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out {out}: the page is HTML; name it {Path(out).stem}.html")
     root, mapping = runs_root(runs_dir), parse_tags(tags)
+    # A run named twice, by its name and its directory, is one.
     paths = dict.fromkeys(find_run_directory(name, root) or locate(name, root) for name in sources)
     client = SlurmCommands()
     runs = make_names_unique([read_run_facts(path, mapping, usd, client) for path in paths])
@@ -95,10 +96,9 @@ def report(
     _print(runs)
     if plot is not None:
         click.echo(f"picture: {plot}")
-    if written is not None:
-        for path in (written.html, written.markdown):
-            if path is not None:
-                click.echo(f"report: {path}")
+    for path in () if written is None else (written.html, written.markdown):
+        if path is not None:
+            click.echo(f"report: {path}")
 
 
 def _price(price: str) -> float | PriceKind:
@@ -113,7 +113,7 @@ def _price(price: str) -> float | PriceKind:
         usd = float(price)
     except ValueError:
         usd = -1.0
-    if not 0 <= usd < float("inf"):
+    if not 0 <= usd < float("inf"):  # NaN, too
         raise UserError(
             f"--price {price}: dollars for a node hour, 0 or more, such as 21.50; or on_demand or "
             "reserved"
@@ -149,33 +149,28 @@ def _print(runs: Sequence[RunFacts]) -> None:
         verdict,
     )
     from slurmllm.report.throughput import scaling_rows, scaling_table
+    from slurmllm.tables import print_table
+
+    def show(table: Table, before: str = "") -> None:
+        click.echo(before)
+        print_table(table.headings, table.rows)
 
     for facts in runs:
         click.echo(f"{facts.name}: {verdict(facts)}")
+    # Logs of other frameworks have no node hours.
     used = {facts.name: facts.used for facts in runs if facts.used is not None}
     if used:
-        click.echo("")
-        _print_table(parts_table(used))
+        show(parts_table(used))
     if any(facts.rates for facts in runs):
-        click.echo("")
-        _print_table(throughput_table(runs))
+        show(throughput_table(runs))
     rows = scaling_rows(runs)
-    if len(rows) > 1:
-        click.echo("")
-        _print_table(scaling_table(rows))
+    if len(rows) > 1:  # a single row repeats the table above
+        show(scaling_table(rows))
     for facts in runs:
         if facts.lost:
-            click.echo(f"\n{facts.name}: {RECOVERIES_CAPTION}")
-            _print_table(recoveries_table(facts.lost))
+            show(recoveries_table(facts.lost), f"\n{facts.name}: {RECOVERIES_CAPTION}")
             if len(facts.lost) > SHOWN_RECOVERIES:
                 click.echo(f"… and {len(facts.lost) - SHOWN_RECOVERIES} before these")
-            click.echo("")
-            _print_table(endings_table(facts.lost))
+            show(endings_table(facts.lost))
         for warning in facts.warnings:
             click.echo(f"warning: {facts.name}: {warning}")
-
-
-def _print_table(table: Table) -> None:
-    from slurmllm.tables import print_table
-
-    print_table(table.headings, table.rows)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slurmllm.spikes.analysis import SpikeAnalysis
 
 _MAX_ROWS = 10  # of the table of the highest spikes
-_HEADINGS = (*("step", "steps", "above mean", "loss", "back after", "grad norm", "coincides"),)
+_HEADINGS = ("step", "steps", "above mean", "loss", "back after", "grad norm", "coincides")
 
 
 @click.command()
@@ -75,13 +75,9 @@ def spikes(
 
     options.check_picture(plot, no_plot)
     root, metrics = runs_root(runs_dir), parse_tags(tags)
-    curves, found = [], []
-    for source in sources:
-        curve = select_steps(
-            read_curve(locate(source, root), metrics, lenient=True), from_step, to_step
-        )
-        curves.append(curve)
-        found.append(find_spikes(curve, window, threshold, min_gap))
+    read = [read_curve(locate(source, root), metrics, lenient=True) for source in sources]
+    curves = [select_steps(curve, from_step, to_step) for curve in read]
+    found = [find_spikes(curve, window, threshold, min_gap) for curve in curves]
     if not any(run.judged or run.not_finite_steps for run in found):
         raise RunError(
             "; ".join(f"{run.name}: {run.verdict}" for run in found) + "; wait for more steps, or "
@@ -113,7 +109,7 @@ def _draw(curves: list[Curve], found: list[SpikeAnalysis], plot: str | None) -> 
         path = default_path(curve)
         if str(path) in {other.plot for other in drawn}:  # two files of one name
             path = path.with_stem(f"{path.stem}-{len(drawn) + 1}")
-        try:
+        try:  # the default folder may be read-only, such as a colleague's run
             draw([(curve, run)], path)
             drawn.append(run.model_copy(update={"plot": str(path)}))
         except StorageError as error:

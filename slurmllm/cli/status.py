@@ -12,7 +12,6 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.cli.status_tables import View
-    from slurmllm.status.details import Details
     from slurmllm.status.runs import RunState
 
 _INTERVAL_S = 5.0
@@ -21,6 +20,7 @@ _INTERVAL_S = 5.0
 class _Status(click.Command):
     """Allows `--watch` without seconds, before a run's name too."""
 
+    # click's optional option value would take a run's name for the seconds.
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         after = [*args[1:], ""]
         found = [
@@ -55,7 +55,7 @@ def status(
         raise UserError(f"--active selects among all runs: leave out --active or the run {run!r}")
     if watch is not None and not 0.1 <= watch <= 86400:
         raise UserError(f"--watch {watch:g}: seconds from 0.1 to 86400, such as --watch 5")
-    look = _one(run, runs_dir) if run is not None else _several(runs_dir, active)
+    look = _make_look(run, runs_dir, active)
     if watch is None:
         shown = look()
         click.echo(shown.as_json(indent=2)) if as_json else shown.print()
@@ -70,7 +70,8 @@ class _Shown:
     """The states of one refresh."""
 
     def __init__(self, states: list[RunState], nothing: str | None) -> None:
-        self.states, self.nothing = states, nothing  # nothing is None: one run was named
+        # nothing: the text if no run is to be shown; None if one run was named.
+        self.states, self.nothing = states, nothing
 
     def as_json(self, indent: int | None = None) -> str:
         import json
@@ -104,25 +105,22 @@ class _Shown:
         return any(state.slurm_unreachable for state in self.states)
 
 
-def _one(run: str, runs_dir: str | None) -> Callable[[], _Shown]:
+def _make_look(run: str | None, runs_dir: str | None, active: bool) -> Callable[[], _Shown]:
+    """A function that reads the state of a run, or of all runs."""
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
-    from slurmllm.status.runs import run_state
-
-    found, client = find_run(run, runs_root(runs_dir)), SlurmCommands()
-    return lambda: _Shown([run_state(found, client)], None)
-
-
-def _several(runs_dir: str | None, active: bool) -> Callable[[], _Shown]:
-    from slurmllm.rundir import runs_root
-    from slurmllm.slurm.client import SlurmCommands
-    from slurmllm.status.runs import list_runs, run_states
+    from slurmllm.status.runs import list_runs, run_state, run_states
 
     root, client = runs_root(runs_dir), SlurmCommands()
+    if run is not None:
+        found = find_run(run, root)
+        return lambda: _Shown([run_state(found, client)], None)
 
     def look() -> _Shown:
+        # Listed anew each time: runs may be submitted meanwhile.
         states = run_states(list_runs(root), client)
         if active and states:
+            # Without Slurm nobody knows that a run has ended: such runs stay in the list.
             shown = [state for state in states if state.active or state.slurm_unreachable]
             return _Shown(shown, f"none of the {len(states)} runs in {root} is pending or running")
         hint = "`slurmllm submit tiny_neox --local` starts one"
@@ -132,22 +130,6 @@ def _several(runs_dir: str | None, active: bool) -> Callable[[], _Shown]:
 
 
 def _watch(look: Callable[[], _Shown], interval_s: float, as_json: bool) -> None:
-    from slurmllm.tables import console
-
-    terminal = console()
-    if terminal.is_terminal and not as_json:
-        _redraw(look, interval_s)
-        return
-    for shown in _looks(look, interval_s):
-        if as_json:
-            click.echo(shown.as_json())
-        else:
-            click.echo(time.strftime("%Y-%m-%d %H:%M:%S"))
-            shown.print()
-            click.echo("")
-
-
-def _redraw(look: Callable[[], _Shown], interval_s: float) -> None:
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -155,6 +137,15 @@ def _redraw(look: Callable[[], _Shown], interval_s: float) -> None:
     from slurmllm.tables import console
 
     terminal = console()
+    if as_json or not terminal.is_terminal:  # a pipe: nothing is redrawn
+        for shown in _looks(look, interval_s):
+            if as_json:
+                click.echo(shown.as_json())
+            else:
+                click.echo(time.strftime("%Y-%m-%d %H:%M:%S"))
+                shown.print()
+                click.echo("")
+        return
     with Live(console=terminal, auto_refresh=False, vertical_overflow="crop") as live:
         for shown in _looks(look, interval_s):
             # Five lines: headings, clock, notes on columns and rows without room.
@@ -187,15 +178,9 @@ def _state_json(state: RunState) -> dict[str, Any]:
     found = asdict(state)
     found["attempts"] = [a.model_dump(mode="json", by_alias=True) for a in state.attempts]
     del found["details"]
-    if state.details is not None:
-        found |= _details_json(state.details)
-    return {name: _finite(value) for name, value in found.items()}
-
-
-def _details_json(more: Details) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {
+    if (more := state.details) is None:
+        return {name: _finite(value) for name, value in found.items()}
+    found |= {
         "cold_first_step_s": more.cold_first_step_s,
         "first_steps": {
             node: {"first_step_s": seconds, "cache_hits": hits, "cache_misses": misses}
@@ -213,6 +198,7 @@ def _details_json(more: Details) -> dict[str, Any]:
         "skips": [skip.model_dump(mode="json") for skip in more.skips],
         "warnings": [more.unequal_versions] if more.unequal_versions else [],
     }
+    return {name: _finite(value) for name, value in found.items()}
 
 
 def _finite(value: Any) -> Any:

@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from slurmllm.format import format_age, format_duration, format_hours, format_time
+from slurmllm.metrics.step_time import finite_number
 from slurmllm.tables import PROSE, Column, fitted
 
 if TYPE_CHECKING:
     from slurmllm.plan.mesh import Mesh
-    from slurmllm.records import AttemptRecord, MicroBatchRecord
+    from slurmllm.records import MicroBatchRecord
     from slurmllm.status.details import Details, WorkerProgress
     from slurmllm.status.runs import RunState
 
@@ -66,8 +67,10 @@ def runs_view(states: Sequence[RunState], console: Console, height: int | None =
     """
     shown = list(states)
     if height is not None and len(shown) > height:
+        # Active runs first; by identity, as two runs may have equal figures.
         kept = {id(state) for state in sorted(shown, key=lambda s: s.active)[-max(height, 1) :]}
         shown = [state for state in shown if id(state) in kept]
+    # A redrawn table must not be longer than the terminal: one line per run.
     one_line = height is not None
     tables, left_out = _tables(_RUNS, [_run_row(state) for state in shown], console, one_line)
     notes = []
@@ -82,7 +85,7 @@ def runs_view(states: Sequence[RunState], console: Console, height: int | None =
 
 def _run_row(state: RunState) -> tuple[str, ...]:
     saved = state.last_checkpoint
-    if state.state == "damaged":
+    if state.state == "damaged":  # no figure is known
         return (state.name, state.state, *[""] * (len(_RUNS) - 3), state.reason)
     return (
         state.name,
@@ -107,7 +110,19 @@ def run_view(state: RunState, console: Console) -> View:
         for name, value in _lines(state)
     ]
     open_ending = "running" if state.state == "training" else "not recorded"
-    rows = [_attempt_row(attempt, open_ending) for attempt in state.attempts]
+    rows = [
+        (
+            str(one.attempt),
+            " ".join(one.nodes[:4]) + (" …" if len(one.nodes) > 4 else ""),
+            f"{one.first_step}–{one.last_step}" if one.last_step else "",
+            str(one.checkpoint_after or ""),
+            format_duration(one.ended_at - one.started_at) if one.ended_at else "",
+            one.ending or open_ending,
+            one.action or "",
+            "; ".join(one.evidence),
+        )
+        for one in state.attempts
+    ]
     if not rows:
         return View(lines, ())
     tables, left_out = _tables(_ATTEMPTS, rows, console)
@@ -121,19 +136,22 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     yield "state", state.state + (f"  ({state.reason})" if state.reason else "")
     step = f"{state.step}/{state.steps}"
     if state.eta_s is not None and state.finish_at is not None:
-        until = format_time(state.finish_at)
-        step += f", {format_duration(state.eta_s)} left (until {until})"
+        step += f", {format_duration(state.eta_s)} left (until {format_time(state.finish_at)})"
     yield "step", step
     if more is not None and more.workers is not None:
         yield "workers", _progress(more.workers)
     if more is not None and more.mesh is not None:
         yield "batch", _batch(more.mesh, more.micro_batch)
     if state.metrics:
-        norm = _finite(state.metrics.get("grad_norm"))
+        norm = finite_number(state.metrics, "grad_norm")
         yield "loss", f"{_number(state.loss, '.4f')}, gradient norm {_number(norm, '.3f')}"
-        rate, tokens = _number(state.seq_per_s, ".1f"), _number(_tokens_per_s(state), ".0f")
+        # Tokens/s at the median throughput, with the tokens per sequence of the last row.
+        sequences, tokens = (finite_number(state.metrics, k) for k in ("seq_per_s", "tokens_per_s"))
+        if state.seq_per_s is not None and sequences and tokens is not None:
+            tokens = state.seq_per_s * tokens / sequences
+        rate = f"{_number(state.seq_per_s, '.1f')} seq/s, {_number(tokens, '.0f')} tokens/s"
         trained = f"; {state.tokens:,} tokens so far" if state.tokens is not None else ""
-        yield "rate", f"{rate} seq/s, {tokens} tokens/s{trained}"
+        yield "rate", rate + trained
     for stage, job in state.jobs.items():
         if job.state != "UNKNOWN" or state.state == "unknown":
             yield f"{stage} job", f"{job.job_id} {job.state} {job.reason}".rstrip()
@@ -172,14 +190,6 @@ def _detail_lines(state: RunState, more: Details) -> Iterator[tuple[str, str]]:
         yield "warning", more.unequal_versions
 
 
-def _tokens_per_s(state: RunState) -> float | None:
-    """Tokens/s at the median throughput, with the tokens per sequence of the last row."""
-    sequences, tokens = (_finite(state.metrics.get(k)) for k in ("seq_per_s", "tokens_per_s"))
-    if state.seq_per_s is None or not sequences or tokens is None:
-        return tokens
-    return state.seq_per_s * tokens / sequences
-
-
 def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:
     """`8 = data 2 × 1 × micro batch 4`, and how an automatic micro batch was chosen."""
     if mesh.unmeasured:
@@ -206,20 +216,6 @@ def _progress(workers: WorkerProgress) -> str:
     return text
 
 
-def _attempt_row(attempt: AttemptRecord, open_ending: str) -> tuple[str, ...]:
-    ended = attempt.ended_at
-    return (
-        str(attempt.attempt),
-        " ".join(attempt.nodes[:4]) + (" …" if len(attempt.nodes) > 4 else ""),
-        f"{attempt.first_step}–{attempt.last_step}" if attempt.last_step else "",
-        str(attempt.checkpoint_after or ""),
-        format_duration(ended - attempt.started_at) if ended else "",
-        attempt.ending or open_ending,
-        attempt.action or "",
-        "; ".join(attempt.evidence),
-    )
-
-
 def _tables(
     columns: Sequence[Column],
     rows: Sequence[Sequence[str]],
@@ -243,9 +239,3 @@ def _no_room(columns: Sequence[str]) -> Text:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def _finite(value: object) -> float | None:
-    from slurmllm.metrics.step_time import finite_number
-
-    return finite_number({"value": value}, "value")
