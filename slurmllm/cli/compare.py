@@ -11,7 +11,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.compare.comparison import Comparison, Overlap, Side, Statistics
+    from slurmllm.compare.comparison import Comparison, MetricComparison, Overlap, Side
     from slurmllm.compare.statistics import Statistics
     from slurmllm.metrics.curves import Curve
 
