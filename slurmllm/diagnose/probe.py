@@ -83,24 +83,16 @@ def _shorten(finding: Finding | None) -> Finding | None:
 
 
 class ProbeLine(JsonLine):
-    """One message of a probe.
-
-    Attributes:
-        node: The sender; empty for a measurement over all nodes.
-        time: The sender's clock, Unix time, s.
-        version: Name and version of a library on the node.
-        took_s: Duration of all checks, s; in the last line.
-        gb_s: Bus bandwidth of an all-reduce, GB/s.
-    """
+    """One message of a probe."""
 
     PREFIX: ClassVar[str] = "slurmllm-health "
 
-    node: str
-    time: float
+    node: str  # the sender; empty for a measurement over all nodes
+    time: float  # the sender's clock, Unix time, s
     finding: Annotated[Finding | None, AfterValidator(_shorten)] = None
-    version: tuple[str, str] | None = None
-    took_s: float | None = None
-    gb_s: float | None = None
+    version: tuple[str, str] | None = None  # name and version of a library on the node
+    took_s: float | None = None  # duration of all checks, s; in the last line
+    gb_s: float | None = None  # bus bandwidth of an all-reduce, GB/s
 
 
 def report(node: str, **fields: object) -> None:

@@ -40,17 +40,11 @@ _SAVING = re.compile(r"^\.step_(\d{8,})\.(?:\d+\.)?tmp$")
 
 
 class Fault(NamedTuple):
-    """One kind of fault.
+    """One kind of fault."""
 
-    Attributes:
-        expected: The class that the attempt must get.
-        min_nodes: Nodes that the run must have.
-        overrides: Values that the run needs for it, as given to --set.
-    """
-
-    expected: EndingClass
-    min_nodes: int = 1
-    overrides: tuple[str, ...] = ()
+    expected: EndingClass  # the class that the attempt must get
+    min_nodes: int = 1  # nodes that the run must have
+    overrides: tuple[str, ...] = ()  # values that the run needs for it, as given to --set
 
 
 FAULTS: dict[FaultKind, Fault] = {
@@ -67,18 +61,13 @@ FAULTS: dict[FaultKind, Fault] = {
 
 
 class FaultSpec(Record):
-    """The fault to inject.
-
-    Attributes:
-        rank: Of the worker, for the kinds that hit one worker.
-        at_step: Inject once this step's metrics are written; kind `save`: when its save begins.
-    """
+    """The fault to inject."""
 
     kind: FaultKind
     attempt: int
     node: str
-    rank: int
-    at_step: int
+    rank: int  # of the worker, for the kinds that hit one worker
+    at_step: int  # inject once this step's metrics are written; kind `save`: when its save begins
     local: bool
 
 

@@ -27,27 +27,17 @@ DEFAULT_STEPS = 20  # between two checkpoints, if the run has no step times yet
 
 @dataclass(frozen=True)
 class DrillPlan:
-    """A drill of a run.
+    """A drill of a run."""
 
-    Attributes:
-        run: The run; it is only read.
-        config: Of the copies, as `nodes`.
-        local: Whether the nodes are launchers on this machine.
-        number: Number of the drill among those of the run.
-        steps: Steps of each copy.
-        every_steps: Steps between checkpoints.
-        seed: Decides steps and victims of the faults.
-    """
-
-    run: RunDir
-    config: RunConfig
+    run: RunDir  # the run; it is only read
+    config: RunConfig  # of the copies, as `nodes`
     nodes: int
-    local: bool
-    number: int
+    local: bool  # whether the nodes are launchers on this machine
+    number: int  # number of the drill among those of the run
     kinds: tuple[FaultKind, ...]
     steps: int
-    every_steps: int
-    seed: int
+    every_steps: int  # steps between checkpoints
+    seed: int  # decides steps and victims of the faults
 
     def name(self, part: str) -> str:
         """The name of a copy: `reference`, or that of a kind of fault."""

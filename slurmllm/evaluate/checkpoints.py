@@ -21,32 +21,20 @@ from slurmllm.rundir import RunDir, find_run, is_run
 
 @dataclass(frozen=True)
 class EvaluationTarget:
-    """The run or model that the command line names.
+    """The run or model that the command line names."""
 
-    Attributes:
-        store: Holds the scores: the run, or the model folder itself.
-        run: The run; None for a model folder.
-        model: The model folder, or one checkpoint of the run; None: the run.
-    """
-
-    store: RunDir
-    run: RunDir | None
-    model: Path | None = None
+    store: RunDir  # holds the scores: the run, or the model folder itself
+    run: RunDir | None  # None for a model folder
+    model: Path | None = None  # the model folder, or one checkpoint of the run; None: the run
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The models to evaluate.
+    """The models to evaluate."""
 
-    Attributes:
-        models: Oldest first.
-        named_steps: Requested by number.
-        warnings: Checkpoints that are skipped, with the reason.
-    """
-
-    models: tuple[ModelRef, ...]
-    named_steps: frozenset[int] = frozenset()
-    warnings: tuple[str, ...] = ()
+    models: tuple[ModelRef, ...]  # oldest first
+    named_steps: frozenset[int] = frozenset()  # requested by number
+    warnings: tuple[str, ...] = ()  # checkpoints that are skipped, with the reason
 
 
 def find_target(target: str, root: Path) -> EvaluationTarget:

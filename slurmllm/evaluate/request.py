@@ -60,16 +60,11 @@ class ValidationText:
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """One task to evaluate.
-
-    Attributes:
-        folder: The task's own folder is relative to it.
-        key: Cache key of its scores.
-    """
+    """One task to evaluate."""
 
     task: SuiteTask
-    folder: Path
-    key: str
+    folder: Path  # the task's own folder is relative to it
+    key: str  # cache key of its scores
 
 
 @dataclass(frozen=True)
@@ -97,17 +92,12 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """One job: some tasks on one model.
+    """One job: some tasks on one model."""
 
-    Attributes:
-        store: Directory that holds the scores: the run's, or the model folder.
-        validation: Text of `validation`, if requested.
-    """
-
-    store: Path
+    store: Path  # directory that holds the scores: the run's, or the model folder
     model: ModelRef
     tasks: tuple[TaskRequest, ...]
-    validation: ValidationText | None
+    validation: ValidationText | None  # text of `validation`, if requested
     settings: EvaluationSettings
 
     def score_file(self, task: TaskRequest) -> Path:
@@ -122,17 +112,11 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """The outcome of a job.
+    """The outcome of a job."""
 
-    Attributes:
-        failed: Cache key of a task → reason.
-        damaged: Faults of the checkpoint's files, which was therefore skipped.
-        error: How the job ended, if it returned no outcome.
-    """
-
-    failed: dict[str, str] = field(default_factory=dict)
-    damaged: tuple[str, ...] = ()
-    error: str | None = None
+    failed: dict[str, str] = field(default_factory=dict)  # cache key of a task → reason
+    damaged: tuple[str, ...] = ()  # faults of the checkpoint's files, which was therefore skipped
+    error: str | None = None  # how the job ended, if it returned no outcome
 
 
 @cache

@@ -39,19 +39,13 @@ class ScoreRow:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """The scores of a run in a suite.
-
-    Attributes:
-        steps: Of the checkpoints that have a score, ascending.
-        tokens: Checkpoint's step → tokens trained on.
-        sources: Name of a published model → where its figures were published.
-    """
+    """The scores of a run in a suite."""
 
     suite: str
     rows: tuple[ScoreRow, ...]
-    steps: tuple[int, ...]
-    tokens: Mapping[int, int]
-    sources: Mapping[str, str]
+    steps: tuple[int, ...]  # of the checkpoints that have a score, ascending
+    tokens: Mapping[int, int]  # checkpoint's step → tokens trained on
+    sources: Mapping[str, str]  # name of a published model → where its figures were published
 
 
 @dataclass(frozen=True)

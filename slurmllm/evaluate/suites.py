@@ -153,17 +153,11 @@ class Suite(Section):
 
 @dataclass(frozen=True)
 class LocatedSuite:
-    """A suite and its folder.
-
-    Attributes:
-        suite: The suite.
-        folder: Folders of tasks are relative to it.
-        shipped: Whether it comes with slurmllm, unchanged.
-    """
+    """A suite and its folder."""
 
     suite: Suite
-    folder: Path
-    shipped: bool = False
+    folder: Path  # folders of tasks are relative to it
+    shipped: bool = False  # whether it comes with slurmllm, unchanged
 
 
 def suites_dir() -> Path:

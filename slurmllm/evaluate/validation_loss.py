@@ -36,17 +36,11 @@ _TOKENS_PER_BATCH = 2048  # few: their logits alone take 4 bytes times the vocab
 
 
 class ValidationLoss(NamedTuple):
-    """The loss of a model on a text.
+    """The loss of a model on a text."""
 
-    Attributes:
-        loss: Mean over the target tokens, nats.
-        error: Standard error over the batches; None for a single batch.
-        targets: Number of target tokens.
-    """
-
-    loss: float
-    error: float | None
-    targets: int
+    loss: float  # mean over the target tokens, nats
+    error: float | None  # standard error over the batches; None for a single batch
+    targets: int  # number of target tokens
     sequences: int
     seconds: float
 
