@@ -192,15 +192,11 @@ def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:
 
 
 def _error(means: Floats, sigma: Floats, width: int) -> float:
-    """Standard error of a window's mean over the scatter around it.
+    """Standard error of the means of windows [windows] over the scatter around each [windows].
 
     1 / √width for white noise, more for slow noise, which the scatter from point to point does not
-    show: that is measured between neighbouring windows if there are enough of them.
-
-    Args:
-        means: Of windows, each a quarter of the width after the one before. [windows]
-        sigma: Scatter around them. [windows]
-        width: Points of a window.
+    show: that is measured between neighbouring windows if there are enough of them. A window begins
+    a quarter of the width after the one before.
     """
     white = 1 / np.sqrt(width)
     there = sigma[4:-4] > 0
@@ -258,11 +254,8 @@ def _outlier(r: Floats, spread: Scatter, beyond: Flags) -> _Found | None:
 def _limit(off: Floats) -> float:
     """Returns a limit that noise does not exceed; infinite if all points are noise.
 
-    The furthest is compared with the fifth furthest. Several outliers hide each other, so the
-    fourth is also compared with the seventeenth, and so on.
-
-    Args:
-        off: Distances from the noise's middle. [points]
+    Of distances from the noise's middle the furthest is compared with the fifth furthest. Several
+    outliers hide each other, so the fourth is also compared with the seventeenth, and so on.
     """
     top = largest(off, _RANKED)
     limit, several = np.inf, 1

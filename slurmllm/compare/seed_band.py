@@ -47,12 +47,7 @@ class BandResult:
 
 
 def compare_with_band(seeds: Floats, other: Floats) -> BandResult:
-    """Compare a curve with the band of seeds.
-
-    Args:
-        seeds: Finite values, a row a seed, two rows at least. [seeds, points]
-        other: Finite values. [points]
-    """
+    """Compare a curve [points] with the band of two seeds or more [seeds, points], all finite."""
     count, points = seeds.shape
     mean = seeds.mean(axis=0)
     deviations = seeds - mean
@@ -109,12 +104,9 @@ def _means(rows: Floats, width: int) -> Floats:
 
 
 def _limit(own: Floats, width: int, chance: float) -> float:
-    """What means of a further seed may come to, in the unit.
+    """Returns the limit of a further seed's means over `width` points, in the unit.
 
-    Args:
-        own: Deviations of the seeds from their mean. [seeds, points]
-        width: Points of a mean.
-        chance: That one of the means of a further seed is beyond.
+    One of them exceeds it with this chance. `own`: the seeds' deviations. [seeds, points]
     """
     means = _means(own, width)
     seeds, blocks = means.shape
@@ -134,7 +126,7 @@ def _limit(own: Floats, width: int, chance: float) -> float:
 
 
 def _independent(means: Floats) -> float:
-    """How many independent squares the means of a seed are worth, from their autocorrelation ρ.
+    """Returns the number of independent means of a seed, from their autocorrelation ρ.
 
     n / (1 + 2 Σ (1 - k/n) ρ_k²) of n means (Bartlett 1946), up to where ρ is lost in its own noise:
     its first value that is not above 0 (Geyer, Practical Markov chain Monte Carlo, Statistical
@@ -154,14 +146,10 @@ def _independent(means: Floats) -> float:
 
 
 def t_quantile(chance: float, degrees: float) -> float:
-    """What |t| exceeds with a given chance.
+    """Returns the value that |t| exceeds with a given chance, of both tails together.
 
     Hill, Algorithm 396: Student's t-quantiles, Communications of the ACM 13 (10), 1970; exact for
     1 and 2 degrees of freedom, else to about five digits.
-
-    Args:
-        chance: Of both tails together, above 0 and below 1.
-        degrees: Degrees of freedom, 1 or more.
     """
     if degrees < 1.0 + 1e-9:
         return 1.0 / math.tan(chance * math.pi / 2)

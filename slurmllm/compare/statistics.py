@@ -49,12 +49,9 @@ class Statistics(Record):
 
 @np.errstate(all="ignore")  # it runs in a thread, which has a state of its own
 def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
-    """Describe how a metric differs.
+    """Describe how a metric differs, by its points and their signed relative differences.
 
-    Args:
-        points: Of the metric, at least one.
-        signed: Their signed relative differences; NaN if a value is not finite. [points]
-        shape: Also correlate and smooth, which is meaningless for times and rates.
+    `shape`: also correlate and smooth, which is meaningless for times and rates.
     """
     finite = np.isfinite(signed)
     if finite.all():
@@ -330,7 +327,7 @@ def largest_rise(r: Floats, end: int) -> int | None:
 
 
 def persists(flags: Flags) -> Flags:
-    """Where a flag is set and at least two of the three after it are too; fewer at the end."""
+    """Returns where a flag and at least two of the three after it are set; fewer at the end."""
     ahead = np.concatenate((flags.astype(np.int8), np.ones(3, dtype=np.int8)))
     found: Flags = flags & (ahead[1:-2] + ahead[2:-1] + ahead[3:] >= 2)
     return found

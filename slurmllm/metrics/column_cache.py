@@ -32,12 +32,9 @@ _CHECKSUM = b"crc32"
 
 
 def load_columns(path: Path, index: int, status: os.stat_result) -> list[RowBlock] | None:
-    """Load the rows of a metrics file from its cache; None without a valid one.
+    """Load the rows of a metrics file from its cache; None if there is no valid one for its status.
 
-    Args:
-        path: The metrics file.
-        index: Its index among the run's: the attempt of rows that do not have one.
-        status: The file's status now.
+    `index` is the file's among the run's: the attempt of rows that do not have one.
     """
     if status.st_size < MIN_BYTES:
         return None
@@ -71,11 +68,7 @@ def store_columns(
 ) -> None:
     """Store the rows of a metrics file in its cache, if it is long and no longer written to.
 
-    Args:
-        path: The metrics file.
-        index: As for `load_columns`.
-        status: The file's status before it was read.
-        blocks: All its rows, each with all metrics.
+    The status is that before the file was read; the blocks hold all its rows.
     """
     if status.st_size < MIN_BYTES or time.time() - status.st_mtime < _QUIET_S or not blocks:
         return

@@ -252,9 +252,8 @@ def _merge_tags(
 ) -> tuple[RowBlock, tuple[int, bool, float]]:
     """Merge the series of the metrics to one row a step.
 
-    Returns:
-        The rows, and what restarts recomputed: rows of the loss, whether all metrics are
-        bit-identical, and the largest relative difference.
+    Also returns the overlap of restarts: number of rows of the loss, whether all metrics are
+    bit-identical, and the largest relative difference.
     """
     used: dict[str, tuple[Ints, Ints, Floats]] = {}
     rows, identical, largest = 0, True, 0.0

@@ -27,17 +27,11 @@ _TAIL_BYTES = 16 * 1024
 
 @dataclass
 class MetricsFile:
-    """Reads a metrics file row by row.
-
-    Attributes:
-        path: The file.
-        line: Number of the last line read, from 1.
-        cut_line: Number of a cut last line, which was skipped; set once the file is read.
-    """
+    """Reads a metrics file row by row."""
 
     path: Path
-    line: int = 0
-    cut_line: int | None = field(default=None, init=False)
+    line: int = 0  # number of the last line read, from 1
+    cut_line: int | None = field(default=None, init=False)  # a last line that was skipped
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows from the first to the last whole one.
@@ -104,10 +98,7 @@ def row_fault(row: Any) -> str | None:
 
 
 def last_row(run: RunDir) -> Row | None:
-    """Read the newest row of a run, from the end of its newest metrics file that has one.
-
-    Returns:
-        The row as written (`records.MetricsRow`); None if the run has made no step.
+    """Read the newest row of a run as written; None if the run has made no step.
 
     Raises:
         RunError: a metrics file cannot be read.

@@ -235,13 +235,9 @@ def run_name(source: Path, is_file: bool) -> str:
 
 
 def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
-    """Read the recipe of a run, flat, and the versions of the software that it ran with.
+    """Returns the recipe of a run by dotted path, with `cluster.device`, `versions.torch`, …
 
     The file is read as stored, not validated: another version may have written it.
-
-    Returns:
-        Dotted path in the recipe → value, with `cluster.name`, `cluster.device` and
-        `versions.torch` and the like; empty without config.yaml.
     """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     settings: dict[str, Setting] = {}

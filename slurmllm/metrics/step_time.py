@@ -141,11 +141,8 @@ def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
         rows: list[dict[str, Any]] = []
         with suppress(OSError):
             # One more than is used: the oldest may be the attempt's first step, which compiles.
-            rows = [
-                row
-                for row in last_rows(path, RECENT_STEPS + 1)[1:]
-                if finite_number(row, "step_time_s") is not None
-            ]
+            rows = last_rows(path, RECENT_STEPS + 1)[1:]
+        rows = [row for row in rows if finite_number(row, "step_time_s") is not None]
         if not rows:
             continue
         rates = [rate for row in rows if (rate := finite_number(row, "seq_per_s")) is not None]

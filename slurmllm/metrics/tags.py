@@ -255,10 +255,7 @@ _PER_DEVICE = ("throughput(tps)", "tps")
 
 
 def parse_tags(values: Sequence[str]) -> dict[str, str]:
-    """Parse the values of `--tag METRIC=TAG`.
-
-    Returns:
-        Metric (or `step`) → the tag, column or key that holds it.
+    """Parse the values of `--tag METRIC=TAG`: metric (or `step`) → tag, column or key.
 
     Raises:
         UserError: one is not METRIC=TAG, names no metric of ours, or names one a second time.

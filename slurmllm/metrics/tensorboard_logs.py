@@ -125,9 +125,8 @@ def read_tensorboard(source: Path, name: str, tags: Mapping[str, str]) -> Curve:
         warnings += read.warnings
         starts += [before, *(before + place for place in read.starts)]
         for tag, one in _steps_from_tag(read.series, tags.get("step")).items():
-            series.setdefault(tag, []).append(
-                TagSeries(one.order + before, one.steps, one.values, one.times)
-            )
+            moved = TagSeries(one.order + before, one.steps, one.values, one.times)
+            series.setdefault(tag, []).append(moved)
         before += read.events
     if not series:
         raise RunError(

@@ -216,7 +216,6 @@ def _find_peaks(heights: Floats, first: Ints, last: Ints) -> tuple[Ints, Floats]
 
 
 def _largest(values: Floats, first: Ints, last: Ints) -> Floats:
-    """Returns the largest value of each stretch; NaN if all are."""
     if not first.size:
         return np.empty(0)
     edges = np.ravel(np.column_stack([first, last + 1]))
@@ -236,7 +235,7 @@ def _steps_after_skips(curve: Curve) -> list[tuple[int, Range]]:
 
 
 def _latest_near(places: Ints, first: Ints, last: Ints) -> Ints:
-    """Returns the index of the latest place in each spike or shortly before it; -1 without one."""
+    """Returns the index of the latest place in each spike or shortly before it; -1: none."""
     if not places.size:
         return np.full(len(first), -1)
     latest = np.searchsorted(places, last, side="right") - 1

@@ -91,15 +91,9 @@ def _draw_loss(axes: Axes, curve: Curve, analysis: SpikeAnalysis) -> None:
         style = (0, (2, 2))
         axes.axvline(step - 0.5, color="#777777", linewidth=1, ls=style, zorder=1, label=label)
     if analysis.spikes:
-        axes.plot(
-            [spike.peak_step for spike in analysis.spikes],
-            peaks,
-            linestyle="",
-            marker="v",
-            markersize=5,
-            color=_SPIKE,
-            label=f"more than {analysis.threshold:g} above the mean of {analysis.window} steps",
-        )
+        label = f"more than {analysis.threshold:g} above the mean of {analysis.window} steps"
+        at = [spike.peak_step for spike in analysis.spikes]
+        axes.plot(at, peaks, linestyle="", marker="v", markersize=5, color=_SPIKE, label=label)
     for number, bad in enumerate(analysis.not_finite):
         label = None if number else "not a finite number"
         axes.axvspan(bad.step - 0.5, bad.last_step + 0.5, color="#f2a65a", alpha=0.6, label=label)
