@@ -149,10 +149,13 @@ def _plan(
     plot: str | None,
     as_json: bool,
 ) -> None:
+    import json
+
     from slurmllm.backends.environment import load_environment
     from slurmllm.config.resolve import resolve
     from slurmllm.errors import UserError
     from slurmllm.plan.cost import parse_tokens
+    from slurmllm.plan.output import plan_json
     from slurmllm.plan.recipe_plan import plan_recipe
 
     if not recipes:
@@ -169,9 +172,12 @@ def _plan(
     ]
     fits = any(one.fits for one in plans)
     if plot is not None and fits:
-        _draw(plans, Path(plot))
+        from slurmllm.picture import write_picture
+        from slurmllm.plan.plot import draw
+
+        write_picture(draw(plans), Path(plot), "name another file with --plot")
     if as_json:
-        _print_json(plans, top, explain)
+        click.echo(json.dumps(plan_json(plans, top, explain), indent=2))
     elif fits:
         single = len(configs) == len(counts) == 1
         submit = _submit_command(plans[0], recipes[0], cluster) if single else None
@@ -234,18 +240,3 @@ def _submit_command(plan: RecipePlan, recipe: str, cluster: str | None) -> str:
     for setting in settings:
         command += ["--set", setting]
     return shlex.join(command)
-
-
-def _print_json(plans: Sequence[RecipePlan], top: int | None, explain: bool) -> None:
-    import json
-
-    from slurmllm.plan.output import plan_json
-
-    click.echo(json.dumps(plan_json(plans, top, explain), indent=2))
-
-
-def _draw(plans: Sequence[RecipePlan], path: Path) -> None:
-    from slurmllm.plan.plot import draw
-    from slurmllm.rundir import write_picture
-
-    write_picture(draw(plans), path, "name another file with --plot")

@@ -66,7 +66,13 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
     lines = [f"best: {describe(best)}: {_speed(best)}"]
     lines += [f"  {line}" for line in _links(best)]
     lines += [f"  {line}" for line in _memory_limits(best, fitting, too_large)]
-    for other in _runners_up(fitting):
+    # The best layouts of other tensor and pipeline degrees, else the next in order.
+    meshes = {(best.mesh.tensor, best.mesh.pipeline): best}
+    for candidate in fitting[1:]:
+        meshes.setdefault((candidate.mesh.tensor, candidate.mesh.pipeline), candidate)
+    others = list(meshes.values())[1:]
+    others += [candidate for candidate in fitting[1:] if candidate not in others]
+    for other in others[:_RUNNERS_UP]:
         lines.append(f"runner-up: {describe(other)}: {_speed(other)}")
         lines += [f"  {line}" for line in (_slower(best, other), *_links(other))]
     # These are in `_memory_limits` already.
@@ -83,16 +89,6 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
             f"{why_too_large(nearest.memory)}"
         )
     return lines
-
-
-def _runners_up(fitting: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:
-    """The best layouts of other tensor and pipeline degrees, else the next in order."""
-    found = {(fitting[0].mesh.tensor, fitting[0].mesh.pipeline): fitting[0]}
-    for candidate in fitting[1:]:
-        found.setdefault((candidate.mesh.tensor, candidate.mesh.pipeline), candidate)
-    others = list(found.values())[1:]
-    others += [candidate for candidate in fitting[1:] if candidate not in others]
-    return others[:_RUNNERS_UP]
 
 
 def _links(candidate: LayoutEstimate) -> Iterator[str]:

@@ -114,7 +114,7 @@ class Losses:
             add up to 1.
         goodput: Productive time / wall time, waits for the next allocation included.
         interval_steps: Steps from one checkpoint to the next.
-        auto_steps: Likewise where `checkpoint.every_steps` is `auto`.
+        auto_steps: The same with `checkpoint.every_steps: auto`.
         mtbf_s: Mean time between two failures of the run, s of its allocations.
         attempt_s: Mean length of an attempt's allocation, s.
     """
@@ -146,7 +146,7 @@ class DetectionDelay:
 
 
 def auto_steps(step_s: float, save: SaveCost, mtbf_s: float) -> int:
-    """Steps between two checkpoints where `checkpoint.every_steps` is `auto`."""
+    """Steps between two checkpoints with `checkpoint.every_steps: auto`."""
     best_s = best_interval_s(save.waited_s, mtbf_s)
     return max(1, math.ceil(max(best_s, save.total_s) / step_s))
 

@@ -98,12 +98,6 @@ class _Formats:
     summed: int
 
 
-def _formats(precision: str) -> _Formats:
-    if precision == "fp32":
-        return _Formats(_FP32, _FP32, _FP32)
-    return _Formats(_FP32 if precision == "bf16_mixed" else _BF16, _BF16, _FP32)
-
-
 def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     """What one worker needs.
 
@@ -113,7 +107,9 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
         rank: Which worker; the first of a pipeline stage has the largest shares of it.
     """
     train, zero = config.recipe.train, config.recipe.parallel.zero
-    formats = _formats(train.precision)
+    formats = _Formats(_FP32 if train.precision == "bf16_mixed" else _BF16, _BF16, _FP32)
+    if train.precision == "fp32":
+        formats = _Formats(_FP32, _FP32, _FP32)
     place = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)
     held = _numbers(*place, 1, 0)
     own = _numbers(*place, mesh.data, mesh.data_rank(rank))
@@ -171,7 +167,10 @@ def _numbers(
     plan = sharding_plan(model.family, model.tied_embeddings)
 
     def count(name: str, shape: Shape, table: Mapping[str, str]) -> int:
-        return math.prod(_share(_tensor_share(name, shape, table, tensor), workers, worker))
+        rows, *others = _tensor_share(name, shape, table, tensor)
+        # FSDP shares rows in equal pieces, the last ones shorter or empty.
+        piece = math.ceil(rows / workers)
+        return max(0, min(piece, rows - worker * piece)) * math.prod(others)
 
     block = [count(name, shape, plan.block) for name, shape in block_shapes(model).items()]
     rest = [
@@ -190,12 +189,6 @@ def _tensor_share(name: str, shape: Shape, plan: Mapping[str, str], tensor: int)
     if how == "row" and leaf == "weight":
         return (shape[0], shape[1] // tensor)
     return shape
-
-
-def _share(shape: Shape, workers: int, worker: int) -> Shape:
-    """FSDP's: rows in equal pieces, the last ones shorter or empty."""
-    rows = math.ceil(shape[0] / workers)
-    return (max(0, min(rows, shape[0] - worker * rows)), *shape[1:])
 
 
 class _StepMemory:

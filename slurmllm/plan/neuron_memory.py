@@ -109,7 +109,7 @@ def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int
 def _backward(
     config: RunConfig, mesh: Mesh, stage: int, gradients: int, block_gradients: int
 ) -> dict[str, int]:
-    """Beside what rests: at the loss, or in the first block's backward pass."""
+    """What the backward pass adds: at the loss, or in the first block."""
     recipe = config.recipe
     model, mode = recipe.model, recipe.train.activation_checkpointing
     size = _FORMATS[recipe.train.precision].computed
@@ -118,8 +118,12 @@ def _backward(
     layers = model.num_layers // mesh.chunks
     copies = _COPIES if apart else 1
     activations = copies * _in_flight(mesh, stage) * layers * block.kept(mode)
-    last = stage == mesh.pipeline - 1
-    output = _output(model, mesh, block.norm, size) if last else 0
+    output = 0
+    if stage == mesh.pipeline - 1:
+        # Final norm, logits and their gradient in both formats, the head's gradient, gathered.
+        tokens, rows = mesh.micro_batch * model.seq_len, model.padded_vocab_size // mesh.tensor
+        hidden = (2 * tokens + rows) * model.hidden_size * size
+        output = block.norm + hidden + 2 * tokens * rows * (size + _FP32)
     buffers = block.passing(mode) + block_gradients
     largest = {"output": output} if output > buffers else {"buffers": buffers}
     return {"gradients": gradients, "activations": activations, **largest}
@@ -135,13 +139,6 @@ def _in_flight(mesh: Mesh, stage: int) -> int:
     if mesh.accumulation == mesh.pipeline:  # TrainInterleavedSchedule: all forward passes first
         return passes
     return min(passes, 2 * after + (mesh.virtual_pipeline - 1) * mesh.pipeline + 1)
-
-
-def _output(model: ModelConfig, mesh: Mesh, norm: int, size: int) -> int:
-    """At the loss: final norm, logits and their gradient in both formats, the head's gradient."""
-    tokens, rows = mesh.micro_batch * model.seq_len, model.padded_vocab_size // mesh.tensor
-    hidden = (2 * tokens + rows) * model.hidden_size * size  # with its gradient, gathered
-    return norm + hidden + 2 * tokens * rows * (size + _FP32)
 
 
 class _NeuronShares(NamedTuple):

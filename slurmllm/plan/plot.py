@@ -21,6 +21,7 @@ _COLORS = (
 )  # fmt: skip
 _HATCHES = ("", "///", "...")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
+_BARS = 6  # layouts of which the memory is drawn, at most
 _WHOLE = StrMethodFormatter("{x:,.0f}")
 
 
@@ -147,9 +148,6 @@ def _tidy(axes: Axes) -> None:
     axes.grid(visible=True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-_BARS = 6
 
 
 def draw(answers: Sequence[RecipePlan]) -> Figure:

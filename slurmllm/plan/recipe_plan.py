@@ -214,7 +214,14 @@ class RecipePlan:
             closest = min(smallest, key=lambda one: one.memory.peak)
             faults = [f"the nearest: {describe(closest)}: {why_too_large(closest.memory)}"]
         else:
-            faults = _impossible(self.node_plans[-1])
+            plan = self.node_plans[-1]
+            refused = most_refused(plan.search.refused)
+            faults = [f"{count} layout{'s' * (count != 1)}: {reason}" for reason, count in refused]
+            if {"parallel.tensor", "parallel.pipeline"} <= set(fixed):
+                try:
+                    make_mesh(config, plan.nodes)
+                except ConfigError as error:
+                    faults = list(error.faults)
         enough = smallest_nodes(config, counts[-1], self.unsupported, fixed)
         if enough is None:
             fixes = [f"leave {path} to the planner" for path in fixed]
@@ -296,18 +303,6 @@ def fixed_settings(config: RunConfig) -> tuple[str, ...]:
             or (auto and path.startswith("parallel.") and config.is_set(path))
         )
     )
-
-
-def _impossible(plan: NodePlan) -> list[str]:
-    """Why there is no layout at all, neither fitting nor too large."""
-    config = plan.search.config
-    if {"parallel.tensor", "parallel.pipeline"} <= set(fixed_settings(config)):
-        try:
-            make_mesh(config, plan.nodes)
-        except ConfigError as error:
-            return list(error.faults)
-    refused = most_refused(plan.search.refused)
-    return [f"{count} layout{'s' * (count != 1)}: {reason}" for reason, count in refused]
 
 
 def most_refused(refused: Mapping[str, int], most: int = 4) -> list[tuple[str, int]]:

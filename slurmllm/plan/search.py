@@ -38,6 +38,15 @@ _PARALLEL_RULES = [
     rule for rule in RULES if any(path.startswith("parallel.") for path in rule.paths)
 ]
 
+_MODEL_FIELDS = sorted(
+    {
+        path.removeprefix("model.")
+        for rule in _PARALLEL_RULES
+        for path in rule.paths
+        if path.startswith("model.")
+    }
+)
+
 Unsupported = Callable[[RunConfig], Sequence[str]]
 
 
@@ -101,7 +110,14 @@ def search(
             continue
         sizes = _micro_batches(config, layout, nodes, fixed)
         if not sizes:
-            refused[_no_micro_batch(config, layout)] += 1
+            train = config.recipe.train
+            why = f"no micro batch makes whole rounds over {layout.pipeline} stages"
+            if train.micro_batch != "auto" and layout.virtual_pipeline == 1:
+                why = (
+                    f"train.micro_batch {train.micro_batch} does not divide a worker's share of "
+                    f"train.global_batch {train.global_batch}"
+                )
+            refused[why] += 1
         overflows = False
         for size in sizes:
             mesh = _mesh(config, layout, nodes, size)
@@ -171,7 +187,10 @@ def _layouts(
             chunks = [1, parallel.virtual_pipeline] if pipeline > 1 else [1]
             data = world // (tensor * pipeline)
             sequences = [True, False] if tensor > 1 else [False]
-            zeros = _zero_stages(config, pipeline, data)
+            # Distinct ZeRO stages, from the fastest to the smallest.
+            zeros = [1] if data == 1 or pipeline > 1 else [1, 2, 3]
+            if config.backend == "nxd":
+                zeros = [0, 1]
             modes: Sequence[str] = _CHECKPOINTING
             if smallest:
                 chunks, sequences, zeros, modes = [1], sequences[:1], zeros[-1:], modes[-1:]
@@ -194,13 +213,6 @@ def _tensor_degrees(config: RunConfig, world: int) -> list[int]:
     return degrees
 
 
-def _zero_stages(config: RunConfig, pipeline: int, data: int) -> list[int]:
-    """Distinct ZeRO stages, from the fastest to the smallest."""
-    if config.backend == "nxd":
-        return [0, 1]
-    return [1] if data == 1 or pipeline > 1 else [1, 2, 3]
-
-
 def _reason(config: RunConfig, layout: _Layout, nodes: int, unsupported: Unsupported) -> str | None:
     """Returns why a layout is not considered, or None if it is."""
     world = nodes * config.cluster.devices_per_node
@@ -210,37 +222,21 @@ def _reason(config: RunConfig, layout: _Layout, nodes: int, unsupported: Unsuppo
             f"tensor {layout.tensor} × pipeline {layout.pipeline} does not divide the {world} "
             f"workers of {nodes} × {config.cluster.devices_per_node}"
         )
-    broken = _broken(config, layout)
-    if broken is not None:
-        return broken
-    data, batch = world // model, config.recipe.train.global_batch
-    if batch % data:
-        return f"train.global_batch {batch} is not a multiple of {data} data-parallel workers"
-    return next(iter(unsupported(config)), None)
-
-
-def _broken(config: RunConfig, layout: _Layout) -> str | None:
-    """The message of the first rule between degrees and model that a layout breaks."""
-    recipe = config.recipe
     values = {
-        **{f"model.{name}": getattr(recipe.model, name) for name in _MODEL_FIELDS},
+        **{f"model.{name}": getattr(config.recipe.model, name) for name in _MODEL_FIELDS},
         "parallel.tensor": layout.tensor,
         "parallel.pipeline": layout.pipeline,
         "parallel.virtual_pipeline": layout.virtual_pipeline,
         "parallel.sequence": layout.sequence,
     }
     faults = (rule.check(*(values[path] for path in rule.paths)) for rule in _PARALLEL_RULES)
-    return next((fault for fault in faults if fault is not None), None)
-
-
-_MODEL_FIELDS = sorted(
-    {
-        path.removeprefix("model.")
-        for rule in _PARALLEL_RULES
-        for path in rule.paths
-        if path.startswith("model.")
-    }
-)
+    broken = next((fault for fault in faults if fault is not None), None)
+    if broken is not None:
+        return broken
+    data, batch = world // model, config.recipe.train.global_batch
+    if batch % data:
+        return f"train.global_batch {batch} is not a multiple of {data} data-parallel workers"
+    return next(iter(unsupported(config)), None)
 
 
 def _micro_batches(
@@ -260,16 +256,6 @@ def _micro_batches(
 @lru_cache(maxsize=4096)
 def _cuts(sequences: int, pipeline: int, virtual: int) -> list[int]:
     return micro_batches(sequences, pipeline, virtual)
-
-
-def _no_micro_batch(config: RunConfig, layout: _Layout) -> str:
-    train = config.recipe.train
-    return (
-        f"train.micro_batch {train.micro_batch} does not divide a worker's share of "
-        f"train.global_batch {train.global_batch}"
-        if train.micro_batch != "auto" and layout.virtual_pipeline == 1
-        else f"no micro batch makes whole rounds over {layout.pipeline} stages"
-    )
 
 
 def _data(config: RunConfig, layout: _Layout, nodes: int) -> int:
