@@ -172,8 +172,8 @@ def _plan(
     ]
     fits = any(one.fits for one in plans)
     if plot is not None and fits:
-        from slurmllm.picture import write_picture
         from slurmllm.plan.plot import draw
+        from slurmllm.rundir import write_picture
 
         write_picture(draw(plans), Path(plot), "name another file with --plot")
     if as_json:
