@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmllm.cli import options
+from slurmllm.errors import CheckpointError, RunError, SlurmllmError, UserError
 from slurmllm.format import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -18,10 +22,27 @@ if TYPE_CHECKING:
 
     from slurmllm.checkpoint.catalogue import CheckpointEntry
     from slurmllm.checkpoint.formats.converting import Precision
-    from slurmllm.checkpoint.formats.huggingface import TensorMapping
-    from slurmllm.rundir import RunDir
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "source": None}
+
+def _parse_size(ctx: click.Context, _: click.Parameter, text: str) -> int:
+    """Returns the bytes of `5GB`, `500MB` or `2GiB`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if match is not None:
+        number, unit, binary = match.groups()
+        power = "KMGT".index(unit.upper()) + 1 if unit else 0
+        size = int(float(number) * (1024 if binary else 1000) ** power)
+        if size > 0:
+            return size
+    raise UserError(f"--shard-size {text}: write a size such as 5GB, 500MB or 2GiB")
+
+
+def _torch_dtype(ctx: click.Context, _: click.Parameter, name: str) -> torch.dtype | None:
+    if name == "source":
+        return None
+    import torch  # takes seconds: not for --help
+
+    return torch.float32 if name == "fp32" else torch.bfloat16
+
 
 out = click.option(
     "--out", required=True, metavar="DIR", help="Folder to create; it must not exist yet."
@@ -29,15 +50,17 @@ out = click.option(
 of_run = click.option("--run", metavar="RUN", help="CKPT is a step of this run, or latest.")
 dtype = click.option(
     "--dtype",
-    type=click.Choice(list(_DTYPES)),
+    type=click.Choice(["fp32", "bf16", "source"]),
     default="source",
     show_default=True,
+    callback=_torch_dtype,
     help="Type of the weights to write; source keeps each tensor's own.",
 )
 shard_size = click.option(
     "--shard-size",
     default="5GB",
     show_default=True,
+    callback=_parse_size,
     help="Largest file of weights; about as much memory is needed.",
 )
 
@@ -68,17 +91,27 @@ def checkpoint() -> None:
 @options.as_json
 def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> None:
     """List the checkpoints of RUN, and their replicas in checkpoint.replica."""
-    from slurmllm.checkpoint.catalogue import list_checkpoints
+    from slurmllm.checkpoint.catalogue import CheckpointEntry, list_checkpoints
+    from slurmllm.checkpoint.replicas import open_replica
+    from slurmllm.config.load import load
     from slurmllm.rundir import find_run, runs_root
 
     found = find_run(run, runs_root(runs_dir))
     entries = list_checkpoints(found)
     if verifying:
         entries = _verified(entries)
-    entries += _replicas(found)
+    try:
+        replica = open_replica(load(found.config).recipe.checkpoint, found.name)
+        if replica is not None:
+            entries += [
+                CheckpointEntry(found.checkpoint(s), replica.manifest(s), None, replica.url(s))
+                for s in replica.steps()
+            ]
+    except SlurmllmError as error:  # the run's own checkpoints are listed all the same
+        click.echo(f"warning: {error}", err=True)
     if as_json:
         listed = [{"replica": e.replica_url is not None, **_entry_json(e)} for e in entries]
-        _print_json({"run": found.name, "checkpoints": listed})
+        click.echo(json.dumps({"run": found.name, "checkpoints": listed}, indent=2))
     elif entries:
         _print_table(entries)
     else:
@@ -96,7 +129,6 @@ def verify(ctx: click.Context, target: str, runs_dir: str | None, as_json: bool)
     Exit codes: 0 all sizes and checksums are correct, 4 a file is missing or damaged.
     """
     from slurmllm.checkpoint.catalogue import list_checkpoints, read_entry
-    from slurmllm.errors import CheckpointError, RunError
     from slurmllm.rundir import find_run, is_run, runs_root
 
     path, root = Path(target), runs_root(runs_dir)
@@ -108,14 +140,13 @@ def verify(ctx: click.Context, target: str, runs_dir: str | None, as_json: bool)
             raise RunError(f"run {target} has no checkpoint yet; see `slurmllm status {target}`")
     entries = _verified(entries)
     if as_json:
-        _print_json({"checkpoints": [_entry_json(entry) for entry in entries]})
+        click.echo(json.dumps({"checkpoints": [_entry_json(entry) for entry in entries]}, indent=2))
     else:
         for entry in entries:
             files = len(entry.manifest.files) if entry.manifest else 0
             state = f"{len(entry.faults)} fault(s)" if entry.faults else "verified"
-            click.echo(
-                f"{entry.directory}: {state}; {files} files, {format_bytes(entry.num_bytes)}"
-            )
+            size = format_bytes(entry.num_bytes)
+            click.echo(f"{entry.directory}: {state}; {files} files, {size}")
             for fault in entry.faults or ():
                 click.echo(f"  {fault}")
     if any(entry.faults for entry in entries):
@@ -128,23 +159,23 @@ def verify(ctx: click.Context, target: str, runs_dir: str | None, as_json: bool)
 @dtype
 @shard_size
 @options.as_json
-def import_(source: Path, out: str, dtype: str, shard_size: str, as_json: bool) -> None:
+def import_(
+    source: Path, out: str, dtype: torch.dtype | None, shard_size: int, as_json: bool
+) -> None:
     """Import the Hugging Face model folder DIR as a checkpoint.
 
     GPTNeoXForCausalLM, LlamaForCausalLM and GPT2LMHeadModel, with weights in safetensors files.
     A run starts from the result by train.init_from=DIR.
     """
-    import time
-
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.importing import plan_import, run_import
     from slurmllm.progress import input_progress
 
-    limit, target, began = _parse_size(shard_size), Path(out), time.monotonic()
+    target, began = Path(out), time.monotonic()
     require_absent(target)
-    plan = plan_import(source, _torch_dtype(dtype))
+    plan = plan_import(source, dtype)
     with input_progress("importing", plan.read_bytes) as on_progress:
-        manifest = run_import(plan, target, limit, on_progress)
+        manifest = run_import(plan, target, shard_size, on_progress)
     num_bytes, seconds = sum(file.bytes for file in manifest.files), time.monotonic() - began
     num_files = len(manifest.files) + 1  # the manifest does not list itself
     if as_json:
@@ -158,10 +189,10 @@ def import_(source: Path, out: str, dtype: str, shard_size: str, as_json: bool) 
             "bytes": num_bytes,
             "seconds": round(seconds, 3),
         }
-        _print_json(answer)
+        click.echo(json.dumps(answer, indent=2))
         return
     click.echo(
-        f"{target}: {plan.config.architecture}, {_parameters(plan.mappings)}, "
+        f"{target}: {plan.config.architecture}, {format_count(plan.num_parameters)} parameters, "
         f"{format_bytes(num_bytes)} in {num_files} files, {seconds:.1f} s"
     )
     if "tokenizer.json" in plan.tokenizer.files:
@@ -190,8 +221,8 @@ def export(
     source: str,
     out: str,
     run: str | None,
-    dtype: str,
-    shard_size: str,
+    dtype: torch.dtype | None,
+    shard_size: int,
     tokenizer_file: Path | None,
     runs_dir: str | None,
     as_json: bool,
@@ -201,21 +232,19 @@ def export(
     CKPT is a checkpoint folder, a run's or an imported one; with --run a step, or latest: the
     newest that verifies. AutoModelForCausalLM and AutoTokenizer load the result.
     """
-    import time
-
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.exporting import plan_export, run_export
     from slurmllm.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
     from slurmllm.progress import input_progress
 
-    limit, target, began = _parse_size(shard_size), Path(out), time.monotonic()
+    target, began = Path(out), time.monotonic()
     require_absent(target)
     directory = _verified_checkpoint(source, run, runs_dir)
     tokenizer = checkpoint_tokenizer(directory, tokenizer_file)
-    plan = plan_export(directory, tokenizer, _torch_dtype(dtype))
+    plan = plan_export(directory, tokenizer, dtype)
     num_bytes = sum(plan.sizes_bytes)
     with input_progress("exporting", num_bytes) as on_progress:
-        names = run_export(plan, target, limit, on_progress)
+        names = run_export(plan, target, shard_size, on_progress)
     seconds = time.monotonic() - began
     if as_json:
         answer = {
@@ -227,10 +256,10 @@ def export(
             "bytes": num_bytes,
             "seconds": round(seconds, 3),
         }
-        _print_json(answer)
+        click.echo(json.dumps(answer, indent=2))
         return
     click.echo(
-        f"{target}: {_parameters(plan.mappings)}, {format_bytes(num_bytes)} of weights in "
+        f"{target}: {format_count(plan.num_parameters)} parameters, {format_bytes(num_bytes)} of weights in "
         f"{sum(name.endswith('.safetensors') for name in names)} file(s), from {directory}, "
         f"{seconds:.1f} s"
     )
@@ -278,12 +307,8 @@ def convert(
     neither a cluster nor the backends. A run reads checkpoints of both formats on any mesh; the
     result is for other programs: NxD loads it by nxd.load_checkpoint(DIR, tag="nxd").
     """
-    import time
-    from dataclasses import replace
-
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.converting import mesh_of_run, plan_conversion, run_conversion
-    from slurmllm.errors import UserError
     from slurmllm.progress import input_progress
 
     target, began = Path(out), time.monotonic()
@@ -316,7 +341,7 @@ def convert(
             "bytes": num_bytes,
             "seconds": round(seconds, 3),
         }
-        _print_json(answer)
+        click.echo(json.dumps(answer, indent=2))
         return
     click.echo(
         f"{target}: step {manifest.step}, {plan.precision}, {format_bytes(num_bytes)} in "
@@ -336,7 +361,6 @@ def _verified_checkpoint(source: str, run: str | None, runs_dir: str | None) -> 
     """Returns the checkpoint folder that the arguments name, after verifying it."""
     from slurmllm.checkpoint.catalogue import newest_verified, read_entry
     from slurmllm.checkpoint.state import read_origin
-    from slurmllm.errors import CheckpointError, RunError
     from slurmllm.rundir import find_run, runs_root
 
     if run is None:
@@ -368,27 +392,6 @@ def _verified_checkpoint(source: str, run: str | None, runs_dir: str | None) -> 
     return directory
 
 
-def _parse_size(text: str) -> int:
-    """Returns the bytes of `5GB`, `500MB` or `2GiB`."""
-    from slurmllm.errors import UserError
-
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    if match is not None:
-        number, unit, binary = match.groups()
-        power = "KMGT".index(unit.upper()) + 1 if unit else 0
-        size = int(float(number) * (1024 if binary else 1000) ** power)
-        if size > 0:
-            return size
-    raise UserError(f"--shard-size {text}: write a size such as 5GB, 500MB or 2GiB")
-
-
-def _torch_dtype(name: str) -> torch.dtype | None:
-    import torch
-
-    attribute = _DTYPES[name]
-    return None if attribute is None else getattr(torch, attribute)
-
-
 def _verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
     """Verifies checkpoints under one progress bar."""
     from slurmllm.checkpoint.catalogue import verify_entry
@@ -396,38 +399,16 @@ def _verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
 
     total_bytes = sum(entry.num_bytes for entry in entries)
     verified: list[CheckpointEntry] = []
+    before = 0  # bytes of the checkpoints verified so far
     with input_progress("verifying", total_bytes) as on_progress:
 
         def on_entry_progress(done_bytes: int) -> None:
-            on_progress(sum(entry.num_bytes for entry in verified) + done_bytes)
+            on_progress(before + done_bytes)
 
         for entry in entries:
             verified.append(verify_entry(entry, on_entry_progress))
+            before += entry.num_bytes
     return verified
-
-
-def _replicas(run: RunDir) -> list[CheckpointEntry]:
-    """Lists a run's replicas by their manifests; a failure is only a warning."""
-    from slurmllm.checkpoint.catalogue import CheckpointEntry
-    from slurmllm.checkpoint.replicas import open_replica
-    from slurmllm.config.load import load
-    from slurmllm.errors import SlurmllmError
-
-    try:
-        replica = open_replica(load(run.config).recipe.checkpoint, run.name)
-        if replica is None:
-            return []
-        return [
-            CheckpointEntry(run.checkpoint(step), replica.manifest(step), None, replica.url(step))
-            for step in replica.steps()
-        ]
-    except SlurmllmError as error:
-        click.echo(f"warning: {error}", err=True)
-        return []
-
-
-def _print_json(answer: dict[str, Any]) -> None:
-    click.echo(json.dumps(answer, indent=2))
 
 
 def _entry_json(entry: CheckpointEntry) -> dict[str, Any]:
@@ -444,26 +425,16 @@ def _entry_json(entry: CheckpointEntry) -> dict[str, Any]:
 
 
 def _print_table(entries: list[CheckpointEntry]) -> None:
-    from datetime import datetime
-
     from slurmllm.tables import print_table
 
     rows = []
     for entry in entries:
-        manifest = entry.manifest
         state = "not checked" if entry.faults is None else "; ".join(entry.faults) or "verified"
-        if entry.replica_url is not None:
-            state = f"replica in {entry.replica_url}"
+        state = f"replica in {entry.replica_url}" if entry.replica_url is not None else state
         values = ("", "", "", "")
-        if manifest is not None:
-            saved = f"{datetime.fromtimestamp(manifest.saved_at):%Y-%m-%d %H:%M:%S}"
+        if (known := entry.manifest) is not None:
+            saved = f"{datetime.fromtimestamp(known.saved_at):%Y-%m-%d %H:%M:%S}"
             size = format_bytes(entry.num_bytes)
-            values = (saved, size, str(manifest.attempt), str(manifest.world_size))
+            values = (saved, size, str(known.attempt), str(known.world_size))
         rows.append((str(int(entry.directory.name.rpartition("_")[2])), *values, state))
     print_table(("step", "saved", "size", "attempt", "workers", "state"), rows, fold="state")
-
-
-def _parameters(mappings: Iterable[TensorMapping]) -> str:
-    import math
-
-    return f"{format_count(sum(math.prod(one.shape) for one in mappings))} parameters"

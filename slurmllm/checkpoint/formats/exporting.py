@@ -71,6 +71,10 @@ class ExportPlan:
         return self.dtype or stored.dtype
 
     @property
+    def num_parameters(self) -> int:
+        return sum(torch.Size(mapping.shape).numel() for mapping in self.mappings)
+
+    @property
     def sizes_bytes(self) -> list[int]:
         return [torch.Size(m.shape).numel() * self.dtype_of(m).itemsize for m in self.mappings]
 

@@ -83,6 +83,10 @@ class ImportPlan:
         return [self.files.tensors[self.names[name]] for name in mapping.theirs]
 
     @property
+    def num_parameters(self) -> int:
+        return sum(torch.Size(mapping.shape).numel() for mapping in self.mappings)
+
+    @property
     def read_bytes(self) -> int:
         return sum(stored.num_bytes for one in self.mappings for stored in self.stored(one))
 
@@ -214,7 +218,7 @@ def run_import(
             source=str(plan.source),
             architecture=plan.config.architecture,
             model=plan.config.model.model_dump(mode="json"),
-            parameters=sum(torch.Size(one.shape).numel() for one in plan.mappings),
+            parameters=plan.num_parameters,
             dtypes=tuple(sorted(types)),
             bos_token_id=plan.config.bos_token_id,
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
