@@ -259,7 +259,8 @@ def export(
         click.echo(json.dumps(answer, indent=2))
         return
     click.echo(
-        f"{target}: {format_count(plan.num_parameters)} parameters, {format_bytes(num_bytes)} of weights in "
+        f"{target}: {format_count(plan.num_parameters)} parameters, "
+        f"{format_bytes(num_bytes)} of weights in "
         f"{sum(name.endswith('.safetensors') for name in names)} file(s), from {directory}, "
         f"{seconds:.1f} s"
     )
