@@ -25,8 +25,8 @@ from slurmllm.records import CheckpointManifest
 from slurmllm.rundir import RunDir, fsync_dir
 
 _STEP = re.compile(r"^step_(\d{8,})$")
-_CHUNK_BYTES = 16 * 2**20
-_BACKGROUND_NICENESS = 15
+_CHUNK_BYTES = 16 * 2**20  # of a download, hashed as it arrives
+_BACKGROUND_NICENESS = 15  # below the data loader and the training threads
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ class Replica:
             for file in manifest.files:
                 self._put(directory / file.path, f"{target}/{file.path}")
                 size = self.file_system.size(f"{target}/{file.path}")
-                if size != file.bytes:
+                if size != file.bytes:  # some file systems report a short upload as success
                     raise OSError(f"{file.path} has {size} bytes there instead of {file.bytes}")
+            # Last: a replica is complete once it has a manifest.
             self._put(directory / MANIFEST, f"{target}/{MANIFEST}")
         return sum(file.bytes for file in manifest.files)
 

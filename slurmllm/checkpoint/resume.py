@@ -119,6 +119,7 @@ def first_fault(directory: Path, backend: ShardBackend) -> str | None:
             manifest = read_manifest(directory)
         except StorageError as error:
             fault = str(error)
+    # From rank 0: on a shared file system, another node may not see the manifest yet.
     manifest, fault = backend.gather((manifest, fault))[0]
     if manifest is None:
         return fault

@@ -158,6 +158,7 @@ def plan_conversion(
     if mesh is None:
         return plan
     plan = replace(plan, layout=_plan_layout(plan, mesh))
+    # Refused before hours of writing end in an out-of-memory kill.
     needed, free = plan.held_bytes, free_memory()
     if needed > free:
         raise ConfigError(
@@ -252,6 +253,7 @@ def run_conversion(
         StorageError: A file cannot be read or written.
     """
     started_at = time.time()
+    # Step, tokens and attempt stay those of the source.
     source = read_manifest(plan.origin.directory)
     with atomic_folder(out) as folder:
         workers = 1

@@ -143,7 +143,7 @@ class DcpWriter(FileSystemWriter):
         def write_file(name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
             with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
                 found = [write_item(stream, name, i, planner.resolve_data(i)) for i in items]
-                stream.flush()
+                stream.flush()  # of the buffer, before the fsync of the file
                 os.fsync(stream.fileno())
             return found
 

@@ -168,7 +168,7 @@ def _match_names(
         if name not in expected and family.prefix + name in expected:
             name = family.prefix + name
         if name in expected or (name == head and model.tied_embeddings):
-            if name in names:
+            if name in names:  # under its old and its current name
                 faults.append(f"{key}: is also stored as {names[name]}; keep one of them")
             names[name] = key
         else:
@@ -226,6 +226,7 @@ def run_import(
         if plan.tokenizer.files:
             (folder / TOKENIZER_FOLDER).mkdir()
             copy_files(plan.tokenizer.files, folder / TOKENIZER_FOLDER)
+        # The weights are described already; files of tens of GB are not read again.
         weights = {file.path for file in described}
         others = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         described += [describe(folder, name) for name in others if name not in weights]

@@ -309,6 +309,7 @@ class TorchFile:
         self.path = path
         try:
             # Fake tensors have shapes, types and file offsets, but no memory.
+            # weights_only: no code of a pickle is run.
             with FakeTensorMode():
                 self.content: dict[Any, Any] = torch.load(
                     path, map_location="cpu", weights_only=True

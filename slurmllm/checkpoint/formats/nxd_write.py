@@ -123,7 +123,7 @@ class NxdWriter:
                 stream.flush()
                 os.fsync(stream.fileno())
         except Exception as error:
-            if files.errors:
+            if files.errors:  # the file system's own error, which torch.save hides
                 raise files.errors[0] from error
             raise
 
@@ -163,6 +163,7 @@ class NxdWriter:
         groups = self._param_groups(names)
         if not layout.zero:
             return {"state": state, "param_groups": groups}
+        # The keys of NxD's ZeRO-1 optimizer; `state` is empty there.
         found: dict[str, Any] = {
             "state": {},
             "param_groups": groups,
@@ -188,6 +189,7 @@ class NxdWriter:
             }
             for which in (True, False)
         ]
+        # Empty parameters: only the groups are wanted, with all keys of this torch version.
         adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
         written: list[dict[str, Any]] = adamw.state_dict()["param_groups"]
         return written
@@ -200,7 +202,7 @@ class NxdWriter:
         return lambda region: self._content.weights.read(name, region)
 
     def _fill(self, stored: StoredPart, dtype: torch.dtype, read: _RegionReader) -> Tensor:
-        out = torch.zeros(stored.shape, dtype=dtype)
+        out = torch.zeros(stored.shape, dtype=dtype)  # padding rows of ZeRO-1 stay 0
         for part in stored.parts:
             out[part.local] = read(part.whole)
         self._done_bytes += out.nbytes
