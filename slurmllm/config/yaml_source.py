@@ -7,7 +7,6 @@ occur in recipes, and both would be misread silently.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -121,27 +120,21 @@ def _document(text: str, loader: type[_Loader | yaml.CSafeLoader]) -> tuple[yaml
     node: yaml.Node | None = yaml.compose(text, loader)
     if node is None:
         return None, None
-    _check_depth(node)
-    # Loaded again: constructing writes the keys that `<<` merges into the nodes.
-    return node, yaml.load(text, loader)
-
-
-def _check_depth(root: yaml.Node) -> None:
-    level, seen = {id(root): root}, set[int]()
+    # Level by level, each node once: aliases share nodes, and a recursive check would overflow too.
+    level, seen = {id(node): node}, set[int]()
     for _ in range(_DEEPEST):
         seen |= level.keys()
-        inner = (node for one in level.values() for node in _inner(one))
-        level = {id(node): node for node in inner if id(node) not in seen}
+        following: list[yaml.Node] = []
+        for one in level.values():
+            if isinstance(one, yaml.MappingNode):
+                following += (part for pair in one.value for part in pair)
+            elif isinstance(one, yaml.SequenceNode):
+                following += one.value
+        level = {id(one): one for one in following if id(one) not in seen}
     if level:
         raise RecursionError
-
-
-def _inner(node: yaml.Node) -> Iterator[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        for pair in node.value:
-            yield from pair
-    elif isinstance(node, yaml.SequenceNode):
-        yield from node.value
+    # Loaded again: constructing writes the keys that `<<` merges into the nodes.
+    return node, yaml.load(text, loader)
 
 
 def _walk(

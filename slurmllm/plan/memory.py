@@ -167,7 +167,12 @@ def _numbers(
     plan = sharding_plan(model.family, model.tied_embeddings)
 
     def count(name: str, shape: Shape, table: Mapping[str, str]) -> int:
-        rows, *others = _tensor_share(name, shape, table, tensor)
+        module, _, leaf = name.rpartition(".")
+        how, (rows, *others) = table[module], shape
+        if how in ("column", "vocabulary"):
+            rows //= tensor
+        elif how == "row" and leaf == "weight":
+            others = [others[0] // tensor]
         # FSDP shares rows in equal pieces, the last ones shorter or empty.
         piece = math.ceil(rows / workers)
         return max(0, min(piece, rows - worker * piece)) * math.prod(others)
@@ -179,16 +184,6 @@ def _numbers(
         if stage in ends(name, model, pipeline)
     ]
     return _ParameterCounts(sum(block), sum(rest), model.num_layers // pipeline, max(block + rest))
-
-
-def _tensor_share(name: str, shape: Shape, plan: Mapping[str, str], tensor: int) -> Shape:
-    module, _, leaf = name.rpartition(".")
-    how = plan[module]
-    if how in ("column", "vocabulary"):
-        return (shape[0] // tensor, *shape[1:])
-    if how == "row" and leaf == "weight":
-        return (shape[0], shape[1] // tensor)
-    return shape
 
 
 class _StepMemory:
