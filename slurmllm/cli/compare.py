@@ -125,17 +125,11 @@ def compare(
     letters = [curve_letter(place) for place in range(1, len(curves))]
     comparisons = [
         stage.compare(
-            curves[0],
-            curve,
-            tolerances,
-            axis=by,
-            from_step=from_step,
-            to_step=to_step,
-            seeds=own,
-            letter=letters[place],
+            *(curves[0], curve, tolerances), axis=by, from_step=from_step, to_step=to_step,
+            seeds=own, letter=letter,
         )
-        for place, curve in enumerate(curves[1:])
-    ]
+        for curve, letter in zip(curves[1:], letters, strict=True)
+    ]  # fmt: skip
     if not no_plot:
         comparisons = _draw(curves, comparisons, plot, from_step, to_step, own)
     match = all(comparison.match for comparison in comparisons)
@@ -167,13 +161,9 @@ def _draw(
     from slurmllm.errors import StorageError
 
     path = Path(plot) if plot is not None else default_path(*curves)
+    window = {"from_step": from_step, "to_step": to_step}
     try:
-        draw_all(
-            *(curves[0], curves[1:], comparisons, path),
-            from_step=from_step,
-            to_step=to_step,
-            seeds=seeds,
-        )
+        draw_all(curves[0], curves[1:], comparisons, path, seeds=seeds, **window)
     except StorageError as error:
         if plot is not None:
             raise

@@ -180,7 +180,7 @@ def _figures(run: SpikeAnalysis) -> list[tuple[str, str]]:
 
 
 def _spike_rows(run: SpikeAnalysis) -> list[tuple[str, ...]]:
-    """A row for each spike, the highest first, in the order of the headings."""
+    """The highest spikes, in the order of the headings."""
     rows: list[tuple[str, ...]] = []
     for spike in run.highest_spikes(_MAX_ROWS):
         ratio, back = spike.grad_norm_ratio, spike.returned_after

@@ -22,11 +22,13 @@ class _Status(click.Command):
 
     # click's optional option value would take a run's name for the seconds.
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        after = [*args[1:], ""]
-        found = [
-            f"--watch={_INTERVAL_S:g}" if one == "--watch" and not _is_number(following) else one
-            for one, following in zip(args, after, strict=False)
-        ]
+        found = list(args)
+        for place, following in enumerate([*args[1:], ""]):
+            if args[place : place + 1] == ["--watch"]:
+                try:
+                    float(following)
+                except ValueError:
+                    found[place] = f"--watch={_INTERVAL_S:g}"
         return super().parse_args(ctx, found)
 
 
@@ -92,7 +94,7 @@ class _Shown:
         return runs_view(self.states, console(), height)
 
     def print(self) -> None:
-        from slurmllm.tables import console
+        from slurmllm.tables import console  # rich, which --json does not need
 
         self.view().print(console())
 
@@ -210,11 +212,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

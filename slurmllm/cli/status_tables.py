@@ -59,11 +59,9 @@ _ATTEMPTS = (
 
 
 def runs_view(states: Sequence[RunState], console: Console, height: int | None = None) -> View:
-    """A table with one row per run.
+    """A table with one row per run, the newest last.
 
-    Args:
-        states: States of the runs, the newest last.
-        height: Lines available; each run takes one, and older ones that do not fit are counted.
+    With a `height` each run takes one line, and older ones that do not fit are only counted.
     """
     shown = list(states)
     if height is not None and len(shown) > height:
