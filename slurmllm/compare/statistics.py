@@ -63,7 +63,7 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     if not len(r):
         none = dict.fromkeys(Statistics.model_fields)
         return Statistics.model_validate(none | {"points": len(points), "windows": ()})
-    largest = int(np.argmax(size))
+    worst = int(np.argmax(size))
     median, p99 = np.percentile(size, [50, 99])
     nonzero = a != 0
     ratio = None
@@ -79,11 +79,15 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
         smooth_a, smooth_b = running_mean(a, width), running_mean(b, width)
         correlation = _correlation(a, b)
         detrended = _correlation(a - smooth_a, b - smooth_b) if width > 1 else None
-        area = _area_between(positions, smooth_a, smooth_b)
+        under, between = np.abs(smooth_a), np.abs(smooth_b - smooth_a)
+        areas = [
+            float(y.sum() if len(y) < 2 else np.trapezoid(y, positions)) for y in (under, between)
+        ]
+        area = areas[1] / areas[0] if areas[0] > 0 else None
     return Statistics(
         points=len(points),
-        max_rel_diff=float(size[largest]),
-        max_rel_diff_step=int(steps[largest]),
+        max_rel_diff=float(size[worst]),
+        max_rel_diff_step=int(steps[worst]),
         mean_rel_diff=float(size.mean()),
         median_rel_diff=float(median),
         p99_rel_diff=float(p99),
@@ -129,15 +133,6 @@ def _correlation(a: Floats, b: Floats) -> float | None:
             return None
     variance = variances[0] * variances[1]
     return float(np.clip((a * b).sum() / np.sqrt(variance), -1.0, 1.0))
-
-
-def _area_between(positions: Floats, a: Floats, b: Floats) -> float | None:
-    if len(a) < 2:
-        under, between = float(np.abs(a).sum()), float(np.abs(b - a).sum())
-    else:
-        under = float(np.trapezoid(np.abs(a), positions))
-        between = float(np.trapezoid(np.abs(b - a), positions))
-    return between / under if under > 0 else None
 
 
 def _windows(steps: Ints, finite: Flags, signed: Floats) -> tuple[Window, ...]:
@@ -322,8 +317,8 @@ def largest_rise(r: Floats, end: int) -> int | None:
     # The second smallest of four: one of them may pass through zero.
     four = np.sort(np.stack([ahead[_SURE + i : end + i] for i in range(4)]), axis=0)
     rise = np.minimum(four[1], size[_SURE:end]) / before
-    largest = int(np.argmax(rise))
-    return _SURE + largest if rise[largest] >= _CLEAR else None
+    place = int(np.argmax(rise))
+    return _SURE + place if rise[place] >= _CLEAR else None
 
 
 def persists(flags: Flags) -> Flags:

@@ -94,9 +94,7 @@ def event_folders(folder: Path, limit: int = 50) -> list[Path]:
 
 
 def read_tensorboard(source: Path, name: str, tags: Mapping[str, str]) -> Curve:
-    """Read an event file, or a folder of them: the log of a training with its restarts.
-
-    If several files hold a step, the value of the file that was begun last counts.
+    """Read an event file, or a folder of them: of a step the value of the file begun last counts.
 
     Raises:
         RunError: there are no scalars, none is the loss, or the folders below hold several runs.

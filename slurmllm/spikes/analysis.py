@@ -152,6 +152,7 @@ class SpikeAnalysis(Record):
 def growth_of(steps: Ints, losses: Floats, window: int, threshold: float) -> Growth | None:
     """Measure how far the running mean rose above its lowest value; None without a finite loss."""
     means = window_means(losses, window)
+    # fmin, not minimum: a window without a finite loss has no mean (NaN).
     lowest = np.fmin.accumulate(means)
     rise = means - lowest
     there = np.flatnonzero(np.isfinite(rise))
@@ -159,6 +160,7 @@ def growth_of(steps: Ints, losses: Floats, window: int, threshold: float) -> Gro
         return None
     at = steps[window - 1 :]
     top = int(there[np.argmax(rise[there])])
+    # The standard error of a mean of `window` steps is noise / √window.
     limit = max(threshold, _NOISE_ERRORS * noise_of(losses) / math.sqrt(window))
     first, last = find_stretches(rise > limit)
     lengths = last - first + 1
@@ -177,6 +179,7 @@ def growth_of(steps: Ints, losses: Floats, window: int, threshold: float) -> Gro
 
 def noise_of(values: Floats) -> float:
     """Standard deviation from step to step, robust against spikes and without the trend."""
+    # The difference of two steps has twice the variance of one.
     jumps = np.diff(values[np.isfinite(values)])
     jumps = jumps[np.isfinite(jumps)]
     if not jumps.size:
@@ -341,15 +344,10 @@ def _clauses(found: SpikeAnalysis, rising: bool) -> Iterator[str]:
         number, first = _steps(found.not_finite_steps), found.not_finite[0].step
         yield f"the loss is not a finite number at {number}, first at step {first}"
     if not found.judged:
-        yield (
-            f"{_steps(found.steps)} and a running mean over {found.window} before each: "
-            "none can be judged"
-        )
+        what = f"{_steps(found.steps)} and a running mean over {found.window} before each"
+        yield f"{what}: none can be judged"
         return
-    if not found.count:
-        yield f"no spike in {_steps(found.judged)}"
-    else:
-        yield from _describe_spikes(found)
+    yield from _describe_spikes(found)
     growth = found.growth
     if growth is not None and rising:
         yield (
@@ -363,6 +361,9 @@ def _clauses(found: SpikeAnalysis, rising: bool) -> Iterator[str]:
 
 def _describe_spikes(found: SpikeAnalysis) -> Iterator[str]:
     count = found.count
+    if not count:
+        yield f"no spike in {_steps(found.judged)}"
+        return
     many = "1 spike" if count == 1 else f"{count:,} spikes"
     yield f"{many} in {_steps(found.judged)} ({found.per_1000_steps:.3g} per 1,000)"
     if count == 1:
@@ -379,9 +380,8 @@ def _describe_spikes(found: SpikeAnalysis) -> Iterator[str]:
         yield f"{which} did not come back to the mean"
     elif found.returned_after_median is not None:
         which = "it came" if count == 1 else "they came"
-        yield f"{which} back to the mean after {_steps(round(found.returned_after_median))}" + (
-            "" if count == 1 else " (median)"
-        )
+        after = _steps(round(found.returned_after_median)) + (" (median)" if count > 1 else "")
+        yield f"{which} back to the mean after {after}"
     for number, what in ((found.at_restarts, "a restart"), (found.at_skips, "skipped batches")):
         if number:
             yield f"{number:,} {'coincides' if number == 1 else 'coincide'} with {what}"

@@ -69,8 +69,10 @@ def find_spikes(
     finite = np.isfinite(losses)
     means = np.full(len(losses), np.nan)
     if len(losses) > window:
+        # The mean of a window is that before the step after it: the last window precedes none.
         means[window:] = window_means(losses, window)[:-1]
     heights = np.where(finite, losses - means, np.nan)
+    # NaN compares as false: a step without a mean or a finite loss is in no spike.
     first, last = find_stretches(heights > threshold)
     if first.size:
         separate = first[1:] - last[:-1] - 1 >= min_gap

@@ -53,6 +53,7 @@ def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
     panels = column.subplots(2 + norms, 1, height_ratios=[3.0, 1.6, 1.6][: 2 + norms])
     _draw_loss(panels[0], curve, analysis)
     title = fill(f"{curve.name}: {analysis.verdict}", 115)
+    # A run's name may contain `$`, which begins a formula in matplotlib.
     panels[0].set_title(title, fontsize=10, loc="left", parse_math=False)
     if norms:
         steps, values = curve.series("param_norm")
