@@ -1,4 +1,4 @@
-"""`slurmllm data`: build and inspect a corpus."""
+"""`slurmllm data` and `slurmllm tokenizer`: make and inspect the corpus that training reads."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slurmllm.corpus.build import BuildResult
     from slurmllm.corpus.inputs import InputFile
     from slurmllm.corpus.options import TokenizeOptions
+
 
 # More processes read faster than a disk writes, and need memory.
 _DEFAULT_WORKERS = 4
@@ -278,3 +279,80 @@ def report_bad(count: int, examples: tuple[str, ...]) -> None:
         click.echo(f"skipped {count:,} unreadable document{plural}:", err=True)
         for example in examples[:5]:
             click.echo(f"  {example}", err=True)
+
+
+@click.group()
+def tokenizer() -> None:
+    """Train a tokenizer."""
+
+
+@tokenizer.command()
+@input_options
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), help="The tokenizer.json to write."
+)
+@click.option(
+    "--vocab-size",
+    type=int,
+    required=True,
+    help="Entries, the 256 bytes and the end-of-document token included.",
+)
+def train(
+    inputs: tuple[str, ...],
+    files_from: str | None,
+    format_: Any,
+    text_by: Any,
+    text_key: str,
+    skip_bad: bool,
+    overwrite: bool,
+    as_json: bool,
+    out: Path,
+    vocab_size: int,
+) -> None:
+    """Train a byte-level BPE tokenizer on a corpus, or on files that `slurmllm data build` reads.
+
+    INPUT is a file, a folder (read to any depth) or a quoted glob.
+    """
+    from slurmllm.corpus.cleaning import DocumentStream
+    from slurmllm.corpus.options import InputErrors, ReadOptions
+    from slurmllm.corpus.work_folder import refuse_existing
+    from slurmllm.data.tokenizer import END_OF_DOCUMENT, train_tokenizer, vocab_size_of
+    from slurmllm.errors import DataError
+    from slurmllm.progress import input_progress
+    from slurmllm.rundir import write_atomic
+
+    begun = time.monotonic()
+    refuse_existing(out, overwrite)
+    files = named_inputs(inputs, files_from, format_, [out])
+    options = ReadOptions(text_by=text_by, text_key=text_key, skip_bad=skip_bad)
+    errors = InputErrors(skip_bad)
+    with input_progress("reading", sum(file.size_bytes for file in files)) as on_progress:
+        texts = DocumentStream(files, options, errors, on_progress)
+        content = train_tokenizer(texts, vocab_size)
+    if not texts.documents:
+        raise DataError(
+            f"no text in {len(files)} input files, so nothing to train on; the first is "
+            f"{files[0].name}: see --format and --text-key"
+        )
+    write_atomic(out, content)
+    report_bad(errors.count, tuple(errors.examples))
+    entries = vocab_size_of(content)
+    if entries < vocab_size:
+        click.echo(
+            f"the text yields {entries} entries, fewer than --vocab-size {vocab_size}", err=True
+        )
+    if as_json:
+        summary = {
+            "tokenizer": str(out),
+            "vocab_size": entries,
+            "end_of_document": END_OF_DOCUMENT,
+            "documents": texts.documents,
+            "inputs": len(files),
+            "bad": errors.count,
+        }
+        click.echo(json.dumps(summary))
+        return
+    click.echo(
+        f"{out}: {entries:,} entries, from {texts.documents:,} documents of {len(files):,} "
+        f"file{'s' if len(files) != 1 else ''} in {time.monotonic() - begun:.1f} s"
+    )

@@ -10,24 +10,20 @@ from typing import IO, Any
 import click
 
 from slurmllm import __version__
-from slurmllm.cli.cancel import cancel
 from slurmllm.cli.checkpoint import checkpoint
 from slurmllm.cli.compare import compare
-from slurmllm.cli.data import data
-from slurmllm.cli.doctor import doctor
+from slurmllm.cli.data import data, tokenizer
+from slurmllm.cli.diagnose import allreduce, check_node, doctor, health
 from slurmllm.cli.drill import drill
 from slurmllm.cli.evaluate import evaluate
-from slurmllm.cli.health import allreduce, check_node, health
 from slurmllm.cli.hidden import launch, supervise, worker
 from slurmllm.cli.logs import logs
 from slurmllm.cli.plan import plan
 from slurmllm.cli.recipes import recipes
 from slurmllm.cli.report import report
-from slurmllm.cli.resume import resume
 from slurmllm.cli.spikes import spikes
 from slurmllm.cli.status import status
-from slurmllm.cli.submit import submit
-from slurmllm.cli.tokenizer import tokenizer
+from slurmllm.cli.submit import cancel, resume, submit
 from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError
 
 EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE

@@ -1,4 +1,4 @@
-"""`slurmllm submit RECIPE --nodes N`: write the run directory, submit precompile, then train."""
+"""`slurmllm submit`, `resume` and `cancel`: start, continue and end a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
+    from slurmllm.config.resolve import RunConfig
     from slurmllm.records import Submission
     from slurmllm.submit.prepare import Precompile, PreparedRun
 
@@ -226,3 +227,165 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
         fix = f"see the reason above, fix it, then slurmllm resume {run.name}"
         click.echo(f"stopped    exit code {code}; {fix}", err=True)
     return code
+
+
+@click.command()
+@click.argument("run")
+@click.option("--nodes", type=int, help="Number of nodes.  [default: as before]")
+@click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="PATH=VALUE",
+    help="Change a value, such as parallel.tensor=8; may be repeated. Model, data, seed and global "
+    "batch belong to the checkpoints and cannot change.",
+)
+@click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
+@click.option(
+    "--force", is_flag=True, help="Submit even if the planner predicts that it does not fit."
+)
+@options.precompile
+@options.runs_dir
+@options.as_json
+@click.pass_context
+def resume(
+    ctx: click.Context,
+    run: str,
+    nodes: int | None,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    local: bool,
+    force: bool,
+    precompile: Precompile,
+    runs_dir: str | None,
+    as_json: bool,
+) -> None:
+    """Continue RUN after it was cancelled or stopped: same directory, next attempt.
+
+    Nodes, cluster (and so the backend) and mesh may change: every checkpoint can be read by all of
+    them. --set parallel=auto lets the planner choose a new mesh.
+
+    The precompile stage runs again if graphs are missing or would differ. A run that was started
+    with --local continues locally.
+    """
+    from slurmllm.config.load import load
+    from slurmllm.config.resolve import change
+    from slurmllm.errors import RunError
+    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.status.runs import is_active, run_state
+    from slurmllm.submit.launch import read_jobs, submit_jobs
+    from slurmllm.submit.prepare import RunRequest, prepare
+    from slurmllm.supervise.exclusion import to_avoid
+
+    root = runs_root(runs_dir)
+    found = find_run(run, root)
+    client = SlurmCommands()
+    submissions = read_jobs(found).submissions
+    last = submissions[-1] if submissions else None
+    if last is not None and is_active(found, client):
+        raise RunError(
+            f"{found.name} is pending or running; follow it with `slurmllm status {found.name}` or "
+            f"`slurmllm cancel {found.name}` first"
+        )
+    config = before = load(found.config)
+    if cluster is not None or overrides:
+        config = change(config, cluster, overrides)
+    trained, train = before.recipe.train, config.recipe.train
+    if run_state(found, client).state == "done" and train.steps <= trained.steps:
+        raise RunError(
+            f"{found.name} is done: it has trained all its {trained.steps} steps; --set "
+            "train.steps=… with more of them continues it"
+        )
+    wanted = nodes if nodes is not None else last.nodes if last else 1
+    here = local or (last is not None and last.local)
+    excluded = [] if here else to_avoid(client, found, config, wanted)
+    prepared = prepare(
+        RunRequest(
+            config=config,
+            nodes=wanted,
+            root=root,
+            run=found,
+            local=here,
+            precompile=precompile,
+            force=force,
+            # A layout that has trained before has shown that it fits.
+            check_layout=last is None or wanted != last.nodes or _layout(config) != _layout(before),
+            check_weights=train.init_from != trained.init_from,
+            exclude=excluded,
+        )
+    )
+    print_warnings(prepared)
+    if excluded:
+        click.echo(f"excluded: {' '.join(excluded)}, which failed the run; see status", err=True)
+    if here:
+        ctx.exit(run_and_report(prepared, as_json))
+    print_submission(prepared, submit_jobs(prepared, client), as_json)
+
+
+def _layout(config: RunConfig) -> tuple[Any, ...]:
+    """The settings that a run's memory and speed depend on and that a resume may change."""
+    train = config.recipe.train
+    return (
+        config.cluster, config.backend, config.recipe.parallel, train.micro_batch,
+        train.activation_checkpointing, train.precision,
+    )  # fmt: skip
+
+
+@click.command()
+@click.argument("run")
+@options.runs_dir
+def cancel(run: str, runs_dir: str | None) -> None:
+    """Cancel RUN's jobs; the workers save before they exit, if Slurm gives them the time."""
+    import signal
+
+    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.status.runs import is_active
+    from slurmllm.submit.launch import read_jobs, record_cancellation
+
+    found = find_run(run, runs_root(runs_dir))
+    client = SlurmCommands()
+    submissions = read_jobs(found).submissions
+    if not submissions or not is_active(found, client):
+        click.echo(f"{found.name} has no pending or running jobs; nothing to cancel")
+        return
+    sent = submissions[-1]
+    if sent.local and sent.pid is not None:
+        _signal(sent.pid, 0)
+        if sent.cancelled_at is not None:  # a second signal would end it before it has saved
+            click.echo(
+                f"process {sent.pid} was asked to save and exit before, and is still running; "
+                f"`kill {sent.pid}` ends it at once, without a checkpoint"
+            )
+            return
+        record_cancellation(found)  # before the signal: the process reads the reason when it ends
+        _signal(sent.pid, signal.SIGTERM)
+        click.echo(f"asked process {sent.pid} to save and exit")
+    else:
+        ids = [job for job in (sent.train_job, sent.precompile_job) if job is not None]
+        client.cancel(ids)
+        record_cancellation(found)
+        click.echo(f"cancelled {', '.join(ids)}")
+    click.echo(f"`slurmllm resume {found.name}` continues from the newest checkpoint")
+
+
+def _signal(pid: int, number: int) -> None:
+    """Send a signal to a local run's process; 0 only checks the permission.
+
+    Raises:
+        UserError: the process is another user's.
+    """
+    import os
+    from contextlib import suppress
+
+    from slurmllm.errors import UserError
+
+    try:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, number)
+    except PermissionError as error:
+        raise UserError(
+            f"process {pid} belongs to another user; only who started a local run can cancel it"
+        ) from error

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer, models
 
 from slurmllm.cli.data import data
-from slurmllm.cli.tokenizer import tokenizer as command
+from slurmllm.cli.data import tokenizer as command
 from slurmllm.data.tokenizer import TokenEncoder, train_tokenizer
 from slurmllm.errors import DataError
 
