@@ -180,7 +180,7 @@ def _shares(model: ModelConfig, tensor: int) -> tuple[tuple[Shape, ...], Mapping
     return tuple(block), {name: part(name, shape) for name, shape in rest_shapes(model).items()}
 
 
-class _Block(NamedTuple):
+class _BlockMemory(NamedTuple):
     """Bytes of one micro batch in one block.
 
     Attributes:
@@ -215,7 +215,7 @@ class _Block(NamedTuple):
 @lru_cache(maxsize=4096)
 def _block(
     model: ModelConfig, tensor: int, micro_batch: int, sequence: bool, size: int, apart: bool
-) -> _Block:
+) -> _BlockMemory:
     """One block's.
 
     Args:
@@ -246,7 +246,7 @@ def _block(
     softmax = _FP32 + (size if size < _FP32 else 0)
     scores = micro_batch * model.num_heads // tensor * model.seq_len**2 * softmax
     up = ffn * (2 if model.gated else 1)
-    return _Block(
+    return _BlockMemory(
         stream=stream,
         norm=norm,
         outside=outside,

@@ -26,7 +26,7 @@ _WHOLE = StrMethodFormatter("{x:,.0f}")
 
 
 @dataclass(frozen=True)
-class Curve:
+class PlanCurve:
     """One recipe's best layouts.
 
     Attributes:
@@ -42,7 +42,7 @@ class Curve:
     usd: Sequence[float] | None
 
 
-def picture(curves: Sequence[Curve], layouts: Mapping[str, MemoryUse]) -> Figure:
+def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Figure:
     """Draw throughput, cost and memory; a panel without data is left out.
 
     Args:
@@ -68,7 +68,7 @@ def picture(curves: Sequence[Curve], layouts: Mapping[str, MemoryUse]) -> Figure
     return figure
 
 
-def _draw_throughput(axes: Axes, curves: Sequence[Curve]) -> None:
+def _draw_throughput(axes: Axes, curves: Sequence[PlanCurve]) -> None:
     """Throughput on logarithmic axes; dashed lines show perfect scaling."""
     for number, curve in enumerate(curves):
         _line(axes, number, curve, curve.tokens_per_s)
@@ -84,7 +84,7 @@ def _draw_throughput(axes: Axes, curves: Sequence[Curve]) -> None:
     _nodes_axis(axes, curves)
 
 
-def _draw_cost(axes: Axes, curves: Sequence[Curve]) -> None:
+def _draw_cost(axes: Axes, curves: Sequence[PlanCurve]) -> None:
     for number, curve in enumerate(curves):
         assert curve.usd is not None
         _line(axes, number, curve, curve.usd)
@@ -94,14 +94,14 @@ def _draw_cost(axes: Axes, curves: Sequence[Curve]) -> None:
     _nodes_axis(axes, curves)
 
 
-def _line(axes: Axes, number: int, curve: Curve, values: Sequence[float]) -> None:
+def _line(axes: Axes, number: int, curve: PlanCurve, values: Sequence[float]) -> None:
     axes.plot(
         curve.nodes, values, label=curve.label, color=_COLORS[number % len(_COLORS)],
         marker=_MARKERS[number % len(_MARKERS)], linewidth=1.8,
     )  # fmt: skip
 
 
-def _nodes_axis(axes: Axes, curves: Sequence[Curve]) -> None:
+def _nodes_axis(axes: Axes, curves: Sequence[PlanCurve]) -> None:
     counts = sorted({nodes for curve in curves for nodes in curve.nodes})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [f"{count:,}" for count in counts])
@@ -155,11 +155,11 @@ def draw(answers: Sequence[RecipePlan]) -> Figure:
     return picture([_curve(found) for found in answers], _bars(answers))
 
 
-def _curve(found: RecipePlan) -> Curve:
+def _curve(found: RecipePlan) -> PlanCurve:
     points = found.points()
     fit = [(p.nodes, p.candidate, p.forecast.usd) for p in points if p.candidate and p.forecast]
     dollars = [usd for _, _, usd in fit if usd is not None]
-    return Curve(
+    return PlanCurve(
         label=found.config.recipe.name,
         nodes=[nodes for nodes, _, _ in fit],
         tokens_per_s=[candidate.tokens_per_s for _, candidate, _ in fit],

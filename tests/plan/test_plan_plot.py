@@ -9,7 +9,7 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from slurmllm.plan.estimate import MemoryUse
-from slurmllm.plan.plot import Curve, picture
+from slurmllm.plan.plot import PlanCurve, picture
 from slurmllm.rundir import write_picture
 
 GIB = 2**30
@@ -18,9 +18,9 @@ LAYOUTS = {
     "TP 8 $x$": MemoryUse(PARTS, 40 * GIB),
     "TP 1": MemoryUse({"part_3": 50 * GIB}, 40 * GIB),
 }
-PRICED = Curve("a_$1", [1, 2, 4], [1e3, 1.9e3, 3.5e3], [10.0, 11.0, 12.0])
-UNPRICED = Curve("b", [2, 4], [5e2, 9e2], None)
-SINGLE = Curve("c", [4], [1e3], [10.0])
+PRICED = PlanCurve("a_$1", [1, 2, 4], [1e3, 1.9e3, 3.5e3], [10.0, 11.0, 12.0])
+UNPRICED = PlanCurve("b", [2, 4], [5e2, 9e2], None)
+SINGLE = PlanCurve("c", [4], [1e3], [10.0])
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ SINGLE = Curve("c", [4], [1e3], [10.0])
     ],
 )
 def test_panels_that_apply(
-    curves: list[Curve], layouts: dict[str, MemoryUse], panels: list[str], tmp_path: Path
+    curves: list[PlanCurve], layouts: dict[str, MemoryUse], panels: list[str], tmp_path: Path
 ) -> None:
     figure = picture(curves, layouts)
     assert [axes.get_ylabel() for axes in figure.axes] == panels
