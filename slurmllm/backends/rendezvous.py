@@ -43,10 +43,7 @@ def rendezvous_variables(
 ) -> dict[str, str]:
     """The variables with which a worker finds its peers, as torchrun sets them.
 
-    Args:
-        master_addr: Name or address of the first node.
-        master_port: The port of rank 0's store there.
-        threads: CPU threads of a worker; $OMP_NUM_THREADS takes precedence. None: not set.
+    $OMP_NUM_THREADS takes precedence over `threads`, the CPU threads of a worker.
     """
     omp = os.environ.get("OMP_NUM_THREADS") or (None if threads is None else str(threads))
     return {

@@ -60,18 +60,12 @@ def invalidated_checkpoints(run: RunDir) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One checkpoint folder.
-
-    Attributes:
-        manifest: None if it is missing or damaged.
-        faults: One line each; None if the files have not been verified.
-        replica_url: Location of the copy, if the entry is a replica.
-    """
+    """One checkpoint folder."""
 
     directory: Path
-    manifest: CheckpointManifest | None
-    faults: tuple[str, ...] | None
-    replica_url: str | None = None
+    manifest: CheckpointManifest | None  # None if it is missing or damaged
+    faults: tuple[str, ...] | None  # one line each; None if the files have not been verified
+    replica_url: str | None = None  # location of the copy, if the entry is a replica
 
     @property
     def num_bytes(self) -> int:
@@ -108,13 +102,9 @@ def verify_entry(
 
 
 def newest_verified(run: RunDir) -> tuple[Path, list[str]]:
-    """Finds the newest checkpoint that verifies and is not invalidated.
+    """Finds the newest checkpoint that verifies and is not invalidated; CheckpointError if none.
 
-    Returns:
-        Its folder, and a line for each newer checkpoint that was skipped.
-
-    Raises:
-        CheckpointError: No checkpoint qualifies.
+    Returns its folder, and a line for each newer checkpoint that was skipped.
     """
     skipped: list[str] = []
     invalidated = {run.checkpoint(step): why for step, why in invalidated_checkpoints(run).items()}
@@ -133,16 +123,11 @@ def newest_verified(run: RunDir) -> tuple[Path, list[str]]:
 
 
 class RetainedCheckpoint(NamedTuple):
-    """A checkpoint on disk, considered for removal.
-
-    Attributes:
-        saved_at: Unix time, s.
-        usable: Whether a run may resume from it, as far as is known without reading its files.
-    """
+    """A checkpoint on disk, considered for removal."""
 
     step: int
-    saved_at: float
-    usable: bool = True
+    saved_at: float  # Unix time, s
+    usable: bool = True  # whether a run may resume from it, as far as known without reading files
 
 
 def expired_steps(
@@ -155,12 +140,9 @@ def expired_steps(
 ) -> list[int]:
     """Returns the steps of the checkpoints to remove; at least one usable one always remains.
 
-    Args:
-        checkpoints: Oldest first; the newest has just been checked on disk.
-        now: Unix time, s.
-        keep: Number of newest usable checkpoints to keep.
-        keep_hours: Age in hours up to which all usable checkpoints are kept.
-        keep_every: Usable checkpoints at multiples of this step are kept.
+    `checkpoints` are oldest first; the newest has just been checked on disk. Of the usable ones,
+    the `keep` newest, those younger than `keep_hours` and multiples of `keep_every` are kept. `now`
+    is Unix time, s.
     """
     # If the newest is unusable, the older ones are all that a resume has.
     if not checkpoints or not checkpoints[-1].usable:
@@ -183,12 +165,9 @@ def remove_expired(
     keep_every: int | None = None,
     in_use: Collection[int] = (),
 ) -> None:
-    """Removes the expired checkpoints of a run; failures are logged and otherwise ignored.
+    """Removes the expired checkpoints of a run, except those `in_use`; failures are only logged.
 
-    Args:
-        newest: Step of the checkpoint that has just been published.
-        keep, keep_hours, keep_every: See `expired_steps`.
-        in_use: Steps of checkpoints that are being read.
+    `newest` is the step that has just been published; for the others see `expired_steps`.
     """
     found = []
     try:

@@ -31,20 +31,13 @@ _BACKGROUND_NICENESS = 15  # below the data loader and the training threads
 
 @dataclass(frozen=True)
 class Replica:
-    """The replicas of one run. All methods raise a StorageError if the file system fails.
+    """The replicas of one run. All methods raise a StorageError if the file system fails."""
 
-    Attributes:
-        location: `checkpoint.replica` as written in the recipe.
-        folder: The run's folder, as the file system names it.
-        file_system: An fsspec file system.
-    """
-
-    location: str
-    folder: str
-    file_system: Any
+    location: str  # `checkpoint.replica` as written in the recipe
+    folder: str  # the run's folder, as the file system names it
+    file_system: Any  # an fsspec file system
 
     def path(self, step: int, name: str = "") -> str:
-        """Returns the file system's path of a checkpoint folder or of one of its files."""
         folder = f"{self.folder}/step_{step:08d}"
         return f"{folder}/{name}" if name else folder
 
@@ -91,10 +84,7 @@ class Replica:
                     self._remove(step)
 
     def fetch(self, step: int, run: RunDir) -> None:
-        """Restores a checkpoint of the run from its replica, in place of a damaged one.
-
-        The run is unchanged if this raises.
-        """
+        """Restores a checkpoint in place from its replica; the run is unchanged if this raises."""
         target = run.checkpoint(step)
         temporary = target.with_name(f".{target.name}.fetched.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -145,10 +135,7 @@ class Replica:
 
 
 def open_replica(config: CheckpointConfig, run: str) -> Replica | None:
-    """Returns the replica of a run, None if the recipe has none.
-
-    Raises a StorageError if no installed file system can open it.
-    """
+    """Opens the recipe's replica, if any; StorageError if no installed file system can open it."""
     location = config.replica
     if location is None:
         return None
@@ -177,10 +164,8 @@ OnCopied = Callable[[int, float, int, str | None], None]
 class ReplicaCopier:
     """Copies checkpoints to the replica in the background, one at a time, always the newest.
 
-    Args:
-        keep: Number of replicas to keep.
-        refuse_if_superseded: Raises a SlurmllmError if a newer attempt owns the run.
-        on_copied: Called after every copy, from the thread.
+    `keep` replicas remain. `refuse_if_superseded` raises a SlurmllmError if a newer attempt owns
+    the run; `on_copied` is called after every copy, from the thread.
     """
 
     def __init__(

@@ -24,17 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class Resumable(NamedTuple):
-    """The checkpoint to resume from.
+    """The checkpoint to resume from."""
 
-    Attributes:
-        state: The checkpoint's training state; None if the run has no checkpoint.
-        skipped: One line for each newer checkpoint that does not verify.
-        invalidated: One line for each newer checkpoint that a roll-back invalidated.
-    """
-
-    state: TrainState | None
-    skipped: tuple[str, ...]
-    invalidated: tuple[str, ...] = ()
+    state: TrainState | None  # the checkpoint's training state; None if the run has no checkpoint
+    skipped: tuple[str, ...]  # one line for each newer checkpoint that does not verify
+    invalidated: tuple[str, ...] = ()  # one line for each newer one that a roll-back invalidated
 
 
 def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str, Any]) -> Resumable:

@@ -40,11 +40,7 @@ _TEMPORARY = re.compile(
 
 
 def save(run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) -> float:
-    """Writes a checkpoint and removes expired ones (collective); returns the seconds it took.
-
-    Raises:
-        CheckpointError: On all workers if the save failed on one.
-    """
+    """Writes a checkpoint, removes expired ones (collective); returns s; raises as `Save` does."""
     current = Save(run, backend, state, attempt)
     seconds = current.finish()
     current.join_retention()
@@ -143,7 +139,6 @@ class Save:
         return self._files.result() + [self._describe(self._shards, name) for name in names]
 
     def _describe(self, shards: ShardWrite, name: str) -> CheckpointFile:
-        """Makes a file durable and returns its size and checksum."""
         # Whoever wrote the file may have closed it without an fsync.
         descriptor = os.open(self._temporary / name, os.O_RDONLY)
         try:
@@ -222,11 +217,7 @@ def _agree_all(backend: ShardBackend, part: Callable[[], T]) -> list[T]:
 
 
 def refuse_if_superseded(run: RunDir, attempt: int) -> None:
-    """Prevents a process of an orphaned attempt from publishing anything.
-
-    Raises:
-        NodeError: A newer attempt exists.
-    """
+    """Raises a NodeError if a newer attempt exists: an orphaned one must publish nothing."""
     newest = max((known.number for known in run.attempts("train")), default=attempt)
     if newest > attempt:
         raise NodeError(
@@ -236,10 +227,7 @@ def refuse_if_superseded(run: RunDir, attempt: int) -> None:
 
 
 def remove_leftovers(run: RunDir, attempt: int | None = None) -> None:
-    """Removes temporary folders of interrupted saves; called by rank 0 at the start.
-
-    What attempts after `attempt` are writing stays; None removes all.
-    """
+    """Removes temporary folders of interrupted saves, but not those of attempts after `attempt`."""
     if not run.checkpoints.is_dir():
         return
     for entry in run.checkpoints.iterdir():

@@ -21,13 +21,9 @@ WeightReader = Callable[[str, Region], "Tensor"]
 
 
 class ShardWrite(ABC):
-    """One worker's write of its shards, possibly in the background.
+    """One worker's write of its shards, possibly in the background."""
 
-    Attributes:
-        waited_s: Time that training waited for this write within steps, in seconds.
-    """
-
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # time that training waited for this write within steps, in seconds
 
     @abstractmethod
     def wait(self) -> list[str]:

@@ -67,7 +67,6 @@ def fingerprint_digest(fields: Mapping[str, Any]) -> str:
 
 
 def model_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the model section of a fingerprint."""
     return {
         path.removeprefix(_MODEL_PREFIX): value
         for path, value in fields.items()
@@ -76,7 +75,6 @@ def model_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Returns one line per field that differs."""
     try:
         model = ModelConfig.model_validate(model_fields(saved)).model_dump(mode="json")
         # Fields that are newer than the checkpoint take their defaults.
@@ -91,24 +89,15 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
 
 
 class Origin(NamedTuple):
-    """A checkpoint folder and its model.
-
-    Attributes:
-        imported: The record that `checkpoint import` wrote; None for a run's checkpoint.
-    """
+    """A checkpoint folder and its model."""
 
     directory: Path
     model: ModelConfig
-    imported: ImportedModel | None
+    imported: ImportedModel | None  # record of `checkpoint import`; None for a run's checkpoint
 
 
 def read_origin(directory: Path) -> Origin:
-    """Reads which model a checkpoint folder holds.
-
-    Raises:
-        RunError: The folder is no checkpoint, or its model is unknown to this version.
-        StorageError: The folder is damaged.
-    """
+    """Reads a folder's model; RunError if it holds no known one, StorageError if it is damaged."""
     imported: ImportedModel | None = None
     try:
         if (directory / MODEL).is_file():
@@ -150,12 +139,7 @@ def model_differences(stored: ModelConfig, wanted: ModelConfig) -> list[str]:
 
 
 def require_model(directory: Path, wanted: ModelConfig) -> Origin:
-    """Checks that a run may start from a checkpoint (`train.init_from`).
-
-    Raises:
-        RunError: The folder is no checkpoint, or its model differs.
-        StorageError: The folder is damaged.
-    """
+    """Raises a RunError if the folder is not of this model, a StorageError if it is damaged."""
     origin = read_origin(directory)
     lines = model_differences(origin.model, wanted)
     if lines:

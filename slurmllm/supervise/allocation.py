@@ -175,7 +175,6 @@ class LocalAllocation(Allocation):
 
 
 def current_allocation(run: RunDir) -> Allocation:
-    """The nodes on which this process was started."""
     # --local inside an interactive allocation sets both: the narrower one applies.
     in_slurm = "SLURM_JOB_ID" in os.environ and LOCAL_NODES not in os.environ
     return SlurmAllocation() if in_slurm else LocalAllocation(run)
@@ -198,15 +197,8 @@ def allocate_nodes(
 
     Inside an allocation (salloc, a batch script) these are its nodes, unless a number is given.
     Else this function does not return: salloc replaces this process and runs the verb again inside
-    the new allocation.
-
-    Args:
-        command: The verb and its arguments, without those that choose the nodes:
-            `["plan", "--calibrate", "--cluster", "p4d", …]`.
-        options: Of salloc, by name: nodelist, partition, account, qos, reservation, exclude, time.
-
-    Raises:
-        SlurmError: salloc is not installed.
+    the new allocation. `command` is the verb with its arguments, without those that choose the
+    nodes; `options` are salloc's, by name. Raises a SlurmError if salloc is not installed.
     """
     if local:
         os.environ[LOCAL_NODES] = str(nodes or 1)

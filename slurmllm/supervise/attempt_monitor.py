@@ -48,21 +48,14 @@ class StopSignals:
 
 @dataclass
 class Observations:
-    """What the monitor observed while the launchers ran.
+    """What the monitor observed while the launchers ran."""
 
-    Attributes:
-        failed_first: A failure came before any stop signal: a later signal is Slurm's clean-up.
-        overran_s: Seconds from the stop signal to the forced end of the workers, if it was forced.
-        unwritable: Why the run directory could not be written.
-        sign_at: Unix time of the first sign of the end.
-    """
-
-    failed_first: bool = False
-    overran_s: float | None = None
+    failed_first: bool = False  # before any stop signal: a later signal is Slurm's clean-up
+    overran_s: float | None = None  # from the stop signal to the workers' forced end, if forced
     hang: HangRecord | None = None
     superseded_by: int | None = None
-    unwritable: str | None = None
-    sign_at: float | None = None
+    unwritable: str | None = None  # why the run directory could not be written
+    sign_at: float | None = None  # Unix time of the first sign of the end
 
 
 class AttemptMonitor:

@@ -59,7 +59,6 @@ def still_runs(record: AttemptRecord, allocation: Allocation) -> str | None:
 
 
 def incarnation(record: AttemptRecord, rows: Sequence[AccountingRow]) -> AccountingRow | None:
-    """The accounting row of the job's start to which an attempt belongs."""
     of_job = [row for row in rows if row.job_id == record.job_id]
     return of_job[record.restart_count] if record.restart_count < len(of_job) else None
 
@@ -140,14 +139,9 @@ def close_attempt(
 ) -> AttemptRecord:
     """Record how an attempt ended and the action that follows; returns the closed record.
 
-    Args:
-        phases_s: The supervisor's own measurements; the others follow from the workers' files.
-        ended_at: Unix time of the end; None: now.
-        sign_at: Unix time of the first sign of the end.
-        row: The accounting row of its incarnation, if there is accounting.
-
-    Raises:
-        StorageError: The run directory cannot be read or written.
+    `phases_s` are the supervisor's own measurements; the others follow from the workers' files.
+    `ended_at` (None: now) and `sign_at`, of the first sign of the end, are Unix times, s. Raises a
+    StorageError if the run directory cannot be read or written.
     """
     paths = run.attempt(record.stage, record.attempt)
     end = ended_at or time.time()
@@ -211,14 +205,12 @@ def newer_attempt(run: RunDir, stage: Stage, number: int) -> int | None:
 
 
 def node_records(run: RunDir, record: AttemptRecord) -> dict[str, NodeRecord]:
-    """The launchers' records, by node."""
     paths = run.attempt(record.stage, record.attempt)
     found = ((name, paths.node(name)) for name in record.nodes)
     return {name: NodeRecord.load(path) for name, path in found if path.is_file()}
 
 
 def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecord]:
-    """The failures that workers recorded, by rank."""
     folder = run.attempt(record.stage, record.attempt).failure(0).parent
     paths = sorted(folder.glob("rank_*.json")) if folder.is_dir() else []
     return [FailureRecord.load(path) for path in paths]

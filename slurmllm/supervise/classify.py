@@ -39,32 +39,23 @@ class Evidence:
     """Everything that is known of an attempt that has ended.
 
     Attributes:
-        slurm_state: State of the job at the end; of a local one see `LocalAllocation.state`.
-        step_out_of_memory: Whether Slurm's accounting reports OUT_OF_MEMORY.
-        down_nodes: Nodes that Slurm reports as unusable.
-        stop_signal: The stop signal, if it came before any failure.
-        overran_s: Seconds from that signal to the forced end, if the supervisor forced it.
-        uncompiled: Why the archive of a precompile attempt is incomplete.
-        hang: Found by the watchdog.
-        stacks: Locations of the workers of a hang, one line each.
         log_tails: Rank → last lines of the log, for workers that failed without a record.
-        unwritable: Why the run directory cannot be written.
     """
 
     expected_nodes: Sequence[str]
     nodes: Mapping[str, NodeRecord]
     failures: Sequence[FailureRecord] = ()
-    slurm_state: str = "RUNNING"
-    step_out_of_memory: bool = False
-    down_nodes: Sequence[str] = ()
-    stop_signal: str | None = None
-    overran_s: float | None = None
-    uncompiled: Sequence[str] = ()
-    hang: HangRecord | None = None
-    stacks: Sequence[str] = ()
+    slurm_state: str = "RUNNING"  # at the end; of a local job see `LocalAllocation.state`
+    step_out_of_memory: bool = False  # whether Slurm's accounting reports OUT_OF_MEMORY
+    down_nodes: Sequence[str] = ()  # nodes that Slurm reports as unusable
+    stop_signal: str | None = None  # the stop signal, if it came before any failure
+    overran_s: float | None = None  # from that signal to the forced end, if forced
+    uncompiled: Sequence[str] = ()  # why the archive of a precompile attempt is incomplete
+    hang: HangRecord | None = None  # found by the watchdog
+    stacks: Sequence[str] = ()  # locations of the workers of a hang, one line each
     log_tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
     superseded_by: int | None = None
-    unwritable: str | None = None
+    unwritable: str | None = None  # why the run directory cannot be written
 
 
 @dataclass(frozen=True)
@@ -147,13 +138,11 @@ def failed_workers(nodes: Mapping[str, NodeRecord]) -> list[FailedWorker]:
 def without_record(
     workers: Sequence[FailedWorker], failures: Sequence[FailureRecord]
 ) -> list[FailedWorker]:
-    """The failed workers that left no failure record."""
     recorded = {failure.rank for failure in failures}
     return [worker for worker in workers if worker.rank not in recorded]
 
 
 def hang_text(hang: HangRecord) -> list[str]:
-    """The facts of a hang, one line each."""
     lines = [
         f"no progress for {hang.waited_s:.0f} s in phase {hang.phase} after step {hang.step} "
         f"(limit {hang.limit_s:.0f} s)"
@@ -199,7 +188,6 @@ def _by_failure(evidence: Evidence) -> Ending | None:
 
 
 def device_fault(failure: FailureRecord) -> bool:
-    """Whether the device's runtime reported a broken device."""
     return DEVICE_FAULT.search(_text(failure)) is not None
 
 
@@ -262,7 +250,6 @@ def _by_signal(evidence: Evidence) -> Ending | None:
 
 
 def _by_line(line: str, meaning: Meaning, who: str, node: str) -> Ending:
-    """The ending by a line of a worker's log."""
     ending, blamed = ENDINGS[meaning]
     return Ending(ending, (f"{who}: {line.strip()[:400]}",), (node,) if blamed else ())
 

@@ -30,11 +30,7 @@ def gather_evidence(
     observed: Observations,
     stop_signal: str | None,
 ) -> Evidence:
-    """Collect the evidence by which an ending is classified.
-
-    Raises:
-        StorageError: A record cannot be read.
-    """
+    """Collect what an ending is classified by; StorageError if a record cannot be read."""
     uncompiled: tuple[str, ...] = ()
     if record.stage == "precompile":
         uncompiled = ("no archive of compiled graphs was written",)

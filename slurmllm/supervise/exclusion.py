@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 
 def excluded(run: RunDir) -> list[ExcludedNode]:
-    """The nodes that the run excludes now."""
     if not run.excluded.is_file():
         return []
     now = time.time()
@@ -34,12 +33,9 @@ def excluded(run: RunDir) -> list[ExcludedNode]:
 
 
 def exclude_failed(run: RunDir, closed: AttemptRecord, config: RunConfig) -> list[ExcludedNode]:
-    """Record the nodes that an attempt lost; returns those that are new.
+    """Record the nodes that an attempt lost (none if local); returns those that are new.
 
-    A local run excludes none: there is one machine.
-
-    Raises:
-        StorageError: The run directory cannot be read or written.
+    Raises a StorageError if the run directory cannot be read or written.
     """
     if closed.job_id is None or not closed.blamed_nodes:
         return []
@@ -109,15 +105,10 @@ def nodes_to_avoid(
 ) -> list[str]:
     """The nodes to exclude from a requeued job: those lost, if there are spare nodes.
 
-    Without spare nodes none is excluded; the function then waits until Slurm itself has noticed
-    the loss, or returns at once if the nodes respond: then only the launcher was lost.
-
-    Args:
-        lost: Nodes that failed their checks, stopped responding, or whose device broke, in the
-            attempt that has just ended.
-        excluded_before: Nodes that the run excludes; used again if there are no others.
-        partition: See enough_others.
-        job_id: This process's own job, which holds the nodes; None: they are not asked.
+    Without spare nodes none is excluded; the function then waits until Slurm itself has noticed the
+    loss, or returns at once if the nodes respond: then only the launcher was lost. Nodes in
+    `excluded_before` are used again if there are no others. `job_id` is this process's own job,
+    which holds the nodes; without it they are not asked.
     """
     for avoid in (sorted({*lost, *excluded_before}), sorted(lost)):
         if avoid and enough_others(client, wanted, avoid, partition):
@@ -146,18 +137,12 @@ def requeue(
     avoided_before: bool = False,
     backoff_s: float = 0.0,
 ) -> None:
-    """Requeue this process's own job, away from some nodes.
+    """Requeue this process's own job, away from some nodes, in `backoff_s` seconds or later.
 
     Slurm refuses a new ExcNodeList or start time while the job runs and accepts them once the
-    requeue has begun; the caller must ignore the SIGTERM that comes with it.
-
-    Args:
-        excluded: The recipe's own exclusion, which the new list replaces.
-        avoided_before: Whether the job may have an exclusion list that is to be replaced.
-        backoff_s: Minimum wait, s.
-
-    Raises:
-        SlurmError: Slurm refuses, or does not respond for some minutes.
+    requeue has begun; the caller must ignore the SIGTERM that comes with it. `excluded` is the
+    recipe's own exclusion, which the new list replaces; `avoided_before`: the job may have a list
+    already. Raises a SlurmError if Slurm refuses, or does not respond for some minutes.
     """
     try:
         retry_unreachable(lambda: client.requeue(job_id))

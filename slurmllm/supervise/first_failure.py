@@ -42,22 +42,14 @@ _MAX_LINES = 4
 
 @dataclass(frozen=True)
 class Culprit:
-    """The worker that made an attempt fail, as far as known.
-
-    Attributes:
-        rank: None if unknown.
-        node: Empty if unknown.
-        how: The facts, one line each.
-        failure: The worker's failure record.
-        stacks: Whether the attempt hung and left stacks.
-    """
+    """The worker that made an attempt fail, as far as known."""
 
     record: AttemptRecord
-    rank: int | None
-    node: str
-    how: tuple[str, ...]
-    failure: FailureRecord | None = None
-    stacks: bool = False
+    rank: int | None  # None if unknown
+    node: str  # empty if unknown
+    how: tuple[str, ...]  # the facts, one line each
+    failure: FailureRecord | None = None  # the worker's failure record
+    stacks: bool = False  # whether the attempt hung and left stacks
 
 
 def failed_attempts(run: RunDir, stages: Sequence[Stage]) -> list[AttemptRecord]:
@@ -76,11 +68,7 @@ def failed_attempts(run: RunDir, stages: Sequence[Stage]) -> list[AttemptRecord]
 
 
 def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
-    """Find the worker that made an attempt fail.
-
-    Raises:
-        StorageError: A record of the attempt is damaged.
-    """
+    """Find the worker that made an attempt fail; StorageError if a record is damaged."""
     nodes, failures = node_records(run, record), failure_records(run, record)
     own = [failure for failure in failures if not is_echo(failure)]
     first = min(own, key=lambda failure: failure.time, default=None)

@@ -65,11 +65,7 @@ class GrowingLog:
 
 
 def start_of_last(path: Path, lines: int) -> int:
-    """Offset of the last `lines` lines of a file, found by reading backwards.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Offset of the last `lines` lines of a file, read backwards; OSError if it cannot be read."""
     with path.open("rb") as stream:
         at = stream.seek(0, 2)
         if at == 0:

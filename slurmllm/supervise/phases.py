@@ -26,15 +26,13 @@ class Timeline:
 
     Attributes:
         phases_s: start_up, first_step, training, saving, stopping, s; empty without a step.
-        steps_gained: Steps after its start that a checkpoint of this attempt holds.
-        steps_lost: Steps that no checkpoint holds.
     """
 
     phases_s: dict[str, float] = field(default_factory=dict)
     first_step: int | None = None
     last_step: int | None = None
-    steps_gained: int | None = None
-    steps_lost: int | None = None
+    steps_gained: int | None = None  # steps after its start that a checkpoint of this attempt holds
+    steps_lost: int | None = None  # steps that no checkpoint holds
 
 
 def timeline(

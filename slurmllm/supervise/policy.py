@@ -47,15 +47,10 @@ def decide(
 ) -> AttemptRecord:
     """Decide the action after an attempt; the only place that does, for both stages.
 
-    Args:
-        closed: The attempt, with class, evidence, end and checkpoints.
-        earlier: The attempts of the stage since the last submission, oldest first.
-        rolled_back: After a divergence: whether the workers chose a checkpoint to go back to.
-        started: Whether launchers were started.
-
-    Returns:
-        The record with action and backoff. If a limit is reached, the evidence names it; the class
-        becomes `no_progress` after too many attempts without a new checkpoint.
+    `earlier` are the attempts of the stage since the last submission, oldest first; `rolled_back`,
+    after a divergence: the workers chose a checkpoint to go back to. Returns the record with action
+    and backoff. If a limit is reached, the evidence names it; the class becomes `no_progress` after
+    too many attempts without a new checkpoint.
     """
     assert closed.ending is not None
     action = ACTIONS[closed.ending]

@@ -35,9 +35,7 @@ def preflight(
 ) -> Preflight:
     """Check the nodes of an attempt and record the findings.
 
-    Raises:
-        StorageError: The run directory cannot be written from here.
-        SlurmError: srun is missing.
+    Raises a StorageError if the run directory is not writable from here, a SlurmError without srun.
     """
     found = check_nodes(allocation, config, run.path, SLURMLLM, stop)
     if found is not None and config.cluster.health.bandwidth == "always":

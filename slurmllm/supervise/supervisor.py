@@ -265,7 +265,6 @@ class Supervisor:
 
 
 def ending_of_error(error: SlurmllmError, node: str) -> Ending:
-    """The ending of an attempt that the supervisor could not start."""
     if isinstance(error, IncompleteGraphsError):
         return Ending("compile_failure", tuple(line.strip() for line in str(error).splitlines()))
     if error.blame == "user":
@@ -287,10 +286,7 @@ def started_again(allocation: SlurmAllocation) -> bool:
 
 
 def wait_writable(run: RunDir, patience_s: float) -> None:
-    """Wait until the folder of the job's log is writable, for `patience_s` at most.
-
-    Slurm fails a job for good if it cannot open the job's log.
-    """
+    """Wait, at most `patience_s`, until the job's log is writable: else Slurm fails the job."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         with suppress(OSError), tempfile.TemporaryFile(dir=run.logs) as probe:

@@ -45,19 +45,12 @@ _ORDER: Mapping[Phase, int] = {phase: place for place, phase in enumerate(get_ar
 
 @dataclass(frozen=True)
 class AttemptProgress:
-    """The progress of an attempt's workers.
+    """The progress of an attempt's workers."""
 
-    Attributes:
-        phases: Rank → phase; `starting` before a worker's first report.
-        nodes: Rank → node.
-        unchanged_s: Seconds since the last change of any of them.
-        unresponsive_nodes: Nodes whose launchers stopped responding.
-    """
-
-    phases: Mapping[int, WorkerPhase]
-    nodes: Mapping[int, str]
-    unchanged_s: float
-    unresponsive_nodes: tuple[str, ...] = ()
+    phases: Mapping[int, WorkerPhase]  # rank → phase; `starting` before a worker's first report
+    nodes: Mapping[int, str]  # rank → node
+    unchanged_s: float  # seconds since the last change of any of them
+    unresponsive_nodes: tuple[str, ...] = ()  # nodes whose launchers stopped responding
 
 
 def limit_s(phase: Phase, config: WatchdogConfig, slow_step_s: float | None) -> float:
@@ -81,10 +74,7 @@ def behind(phases: Mapping[int, WorkerPhase]) -> tuple[int, ...]:
 def find_hang(
     progress: AttemptProgress, config: WatchdogConfig, slow_step_s: float | None, now: float
 ) -> HangRecord | None:
-    """The hang of an attempt, with the suspect nodes as far as phases show them.
-
-    `now` is Unix time, s; see limit_s for `slow_step_s`.
-    """
+    """The hang of an attempt, with the nodes that phases make suspect; `now` is Unix time, s."""
     last = behind(progress.phases)
     if not last:
         return None
@@ -120,10 +110,7 @@ def slow_step_s(step_times: Sequence[float]) -> float | None:
 
 
 def recent_step_times(run: RunDir) -> list[float]:
-    """Durations of the last steps of a run over its attempts, s, oldest first.
-
-    The first step of each attempt is left out, because it compiles.
-    """
+    """Durations of a run's last steps, s, oldest first, except each attempt's first."""
     found: list[float] = []
     for path in reversed(run.metrics_files()):
         times = []
@@ -268,10 +255,7 @@ class Heartbeats:
                 temporary.unlink()
 
     def dump_stacks(self, running: Mapping[int, int]) -> None:
-        """Have the workers dump their stacks, and copy them into the run directory.
-
-        `running` maps rank to process id.
-        """
+        """Have the workers (rank → process id) dump their stacks into the run directory."""
         for pid in running.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, STACKS_SIGNAL)

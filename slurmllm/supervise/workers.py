@@ -260,12 +260,10 @@ def prepare_child() -> None:
 def run_command(
     command: list[str], stop: Callable[[], bool], on_stop: Callable[[int], None]
 ) -> int:
-    """Run a command in a process group of its own; returns its exit code, negative for a signal.
+    """Run a command in its own process group; returns its exit code, negative for a signal.
 
     When `stop` returns True, calls `on_stop` with the group's id, and again every few seconds.
-
-    Raises:
-        OSError: The command cannot be started.
+    Raises an OSError if the command cannot be started.
     """
     process = subprocess.Popen(
         command, env={**os.environ, "PATH": search_path()}, stdin=subprocess.DEVNULL,

@@ -156,11 +156,7 @@ class Guard:
         self._warned = False
 
     def check_finite(self, name: str, value: float, step: int, batch: int) -> None:
-        """Check a metric of a step before it is used (collective if it is not finite).
-
-        Raises:
-            DivergenceError: It is not finite.
-        """
+        """Check a metric before it is used; DivergenceError on all workers if it is not finite."""
         # A compiler that only collects graphs (precompile on trn1) returns uninitialized memory.
         if math.isfinite(value) or self._stage == "precompile":
             return
@@ -211,13 +207,9 @@ class Guard:
             self._add_event("spike_over", step, norm, change.spike, message)
 
     def agree(self, signal_name: str | None = None) -> list[str | None]:
-        """Exchange stop signals and divergences with all workers (collective).
+        """Exchange stop signals and divergences (collective); returns the signals by rank.
 
-        Returns:
-            The `signal_name` of every worker, by rank.
-
-        Raises:
-            DivergenceError: On all workers if one of them found a divergence.
+        Raises a DivergenceError on all workers if one of them found a divergence.
         """
         answers = self._backend.gather((signal_name, self._found))
         found = next((divergence for _, divergence in answers if divergence is not None), None)

@@ -122,8 +122,7 @@ def make_job(
 ) -> Job:
     """Load the configuration, make the mesh and the number of steps; does not import torch.
 
-    Raises:
-        ConfigError: The configuration does not fit the number of workers.
+    Raises a ConfigError if the configuration does not fit the number of workers.
     """
     config = load(run.config)
     per_node = config.cluster.devices_per_node
@@ -144,8 +143,7 @@ def make_job(
 def measured_micro_batch(run: RunDir, config: RunConfig, stage: Stage) -> int | None:
     """Return the micro batch measured for `train.micro_batch: auto`; None if not measured yet.
 
-    Raises:
-        StorageError: The train stage needs it and it has not been measured.
+    Raises a StorageError if the train stage needs it and it has not been measured.
     """
     if config.recipe.train.micro_batch != "auto":
         return None

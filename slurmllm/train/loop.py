@@ -132,9 +132,5 @@ def read_metrics(job: Job, step: Step) -> MetricsRow:
 
 
 def stop_requested(job: Job) -> str | None:
-    """Return the signal that any worker received, the same on all workers (collective).
-
-    Raises:
-        DivergenceError: On all workers if the guard of one of them found a divergence.
-    """
+    """Return any worker's signal, the same on all (collective); DivergenceError if one diverged."""
     return next((name for name in job.guard.agree(job.stop.signal_name) if name), None)

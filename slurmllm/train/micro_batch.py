@@ -44,8 +44,7 @@ REPEATS = (3, 10)  # timed steps: at least, and at most for steps under a second
 def choose_micro_batch(job: Job) -> str | None:
     """Measure micro batches, write the record, continue with the chosen one (collective).
 
-    Returns:
-        The signal that requested a stop, if any; then nothing is written.
+    Returns the signal that requested a stop, if any; then nothing is written.
     """
     planned = load_mesh(job.run.plan)
     share = planned.global_batch // planned.data
@@ -178,10 +177,7 @@ def _measure(job: Job, mesh: Mesh) -> tuple[MicroBatchCandidate, int, int]:
 
 
 def _idle(mesh: Mesh) -> float:
-    """Return the pipeline bubble of a step, in times of a micro batch.
-
-    Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
-    """
+    """Return the pipeline bubble in micro batches (Narayanan et al., arXiv 2104.04473, § 2.2)."""
     return (mesh.pipeline - 1) / mesh.virtual_pipeline
 
 

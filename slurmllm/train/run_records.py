@@ -35,11 +35,7 @@ def check_data(run: RunDir, identity: Mapping[str, Any]) -> None:
 
 
 class EventLog:
-    """Appends to `events/attempt_NNN.jsonl`.
-
-    Args:
-        path: None to write nothing (all ranks but 0: processes never append to one file).
-    """
+    """Appends to `events/attempt_NNN.jsonl`; writes nothing without `path` (all ranks but 0)."""
 
     def __init__(self, path: Path | None, attempt: int) -> None:
         self._path, self._attempt = path, attempt

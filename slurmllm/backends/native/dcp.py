@@ -173,7 +173,6 @@ class DcpSave(ShardWrite):
         self.waited_s = 0.0
 
     def start(self, asynchronous: bool) -> None:
-        """Write now, or copy and write in a thread."""
         if not asynchronous:
             self._copied.set()
             self._write()

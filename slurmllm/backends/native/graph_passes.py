@@ -23,11 +23,9 @@ _ATTENTION = (
 
 
 class GraphPass(CustomGraphPass):
-    """All changes, in order.
+    """All changes, in order; if `wide`, products of bf16 matrices are computed in fp32 units.
 
-    Args:
-        wide: Whether to compute products of bf16 matrices in fp32 units: the same numbers are
-            multiplied, sums are accumulated in fp32 and rounded once.
+    The same numbers are multiplied then, sums are accumulated in fp32 and rounded once.
     """
 
     def __init__(self, *, wide: bool) -> None:

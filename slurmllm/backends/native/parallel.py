@@ -42,12 +42,9 @@ _BLOCK = 4096  # elements that a norm sums in fp32
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Make a decoder, or a stage of one, tensor-parallel in place.
+    """Make a decoder, or a stage of one, tensor-parallel in place, over a one-dimensional mesh.
 
-    Args:
-        model: On the meta device or with weights that are equal on all workers.
-        mesh: One-dimensional.
-        sequence: Whether activations between the matrices are sharded by sequence.
+    It is on meta or has equal weights on all workers; `sequence` shards activations by sequence.
     """
     config = model.config
     plan = sharding_plan(config.family, config.tied_embeddings)
@@ -142,7 +139,6 @@ def make_chunk(model_factory: ModelFactory, chunk: int, mesh: Mesh) -> Decoder:
 
 
 def combine_chunks(chunks: Sequence[Decoder]) -> nn.Module:
-    """Return one module with the parameters of all chunks, under their names."""
     if len(chunks) == 1:
         return chunks[0]
     whole = nn.Module()
@@ -155,11 +151,9 @@ def combine_chunks(chunks: Sequence[Decoder]) -> nn.Module:
 
 
 class Pipeline:
-    """This worker's chunks, in order, and their schedule.
+    """This worker's chunks, in order, and their schedule over `group`, a one-dimensional mesh.
 
-    Args:
-        group: The pipeline workers, a one-dimensional mesh.
-        hidden: Activations between chunks: [micro_batch, seq or a shard of it, hidden], on meta.
+    `hidden`, the activations between chunks: [micro_batch, seq or a shard of it, hidden], on meta.
     """
 
     def __init__(

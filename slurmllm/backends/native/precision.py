@@ -121,7 +121,6 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         assert closure is None, "the loss is computed before"
         for group in self.param_groups:
             coefficients: dict[int, Tensor] = {}  # by step, usually one for all parameters

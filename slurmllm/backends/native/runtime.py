@@ -53,17 +53,15 @@ class NativeBackend(Backend):
     """Training on CPUs or CUDA devices.
 
     Attributes:
-        control: All workers over the host's network; its messages never queue behind the device's.
-        chunks: This worker's parts of the model: one, or several with interleaved pipeline stages.
-            Parameters have their names in the whole model.
-        model: All chunks as one module.
+        chunks: This worker's parts of the model: one, or several with interleaved pipeline
+            stages. Parameters have their names in the whole model.
     """
 
     device: torch.device
     device_mesh: DeviceMesh
-    control: dist.ProcessGroup
+    control: dist.ProcessGroup  # over the host's network, never queues behind the device
     chunks: list[Decoder]
-    model: nn.Module
+    model: nn.Module  # all chunks as one module
     pipeline: Pipeline | None
     tied_group: dist.ProcessGroup | None = None
     optimizer: torch.optim.Optimizer

@@ -50,20 +50,14 @@ CONTROL_TIMEOUT = timedelta(hours=2)
 
 
 class NxdBackend(Backend):
-    """Training through neuronx-distributed.
-
-    Attributes:
-        model: From `initialize_parallel_model`.
-        optimizer: From `initialize_parallel_optimizer`.
-        parameters: This worker's, by name in the whole model, in the optimizer's order.
-    """
+    """Training through neuronx-distributed."""
 
     deferred_metrics = True
 
     control: dist.ProcessGroup
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    parameters: dict[str, nn.Parameter]
+    model: nn.Module  # from `initialize_parallel_model`
+    optimizer: torch.optim.Optimizer  # from `initialize_parallel_optimizer`
+    parameters: dict[str, nn.Parameter]  # by name in the whole model, in the optimizer's order
     _hooked: torch.optim.Optimizer | None = None
 
     def start(self) -> None:

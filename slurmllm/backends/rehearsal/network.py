@@ -63,8 +63,7 @@ class Star:
     def gather(self, value: Any) -> list[Any]:
         """Return the picklable values of all workers, by rank, on every one.
 
-        Raises:
-            NodeError: A worker disconnected, or sent nothing for COLLECTIVE_S.
+        Raises a NodeError if a worker disconnected, or sent nothing for COLLECTIVE_S.
         """
         if self.rank:
             self._send(0, pickle.dumps(value))

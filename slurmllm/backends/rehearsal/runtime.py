@@ -123,11 +123,7 @@ class State:
         self.numbers = self.numbers * _FACTOR + (self._places ^ mixed)
 
     def load(self, directory: Path) -> None:
-        """Load this shard from the files of any number of workers.
-
-        Raises:
-            StorageError: Files are missing or another backend's.
-        """
+        """Load this shard from the files of any number of workers; StorageError if unusable."""
         paths = sorted(directory.glob(_SHARDS))
         if not paths or not paths[-1].stem.endswith(f"_of_{len(paths):05d}"):
             raise StorageError(

@@ -59,38 +59,26 @@ _DEFAULT_LR = 1e-4
 
 @dataclass(frozen=True)
 class NxdMesh:
-    """The workers to write NxD's files for.
-
-    Attributes:
-        data: Data-parallel workers; with `zero` (ZeRO-1) each has an optimizer file of its own.
-    """
+    """The workers to write NxD's files for."""
 
     tensor: int = 1
     pipeline: int = 1
-    data: int = 1
+    data: int = 1  # data-parallel workers; with `zero` each has an optimizer file of its own
     virtual_pipeline: int = 1
     zero: bool = True
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A conversion whose inputs have been checked.
-
-    Attributes:
-        training: Weights and optimizer state; None if the checkpoint has only weights.
-        precision: Of the run that is to read the result.
-        layout: NxD's files to write; None writes the native format.
-        optim: Hyperparameters for the optimizer's parameter groups in NxD's files.
-        known_optim: Whether those are the run's or of NxD's files; else they are defaults.
-    """
+    """A conversion whose inputs have been checked."""
 
     origin: Origin
     weights: TensorFiles
-    training: TrainingFiles | None
-    precision: Precision
-    layout: NxdLayout | None
-    optim: OptimConfig
-    known_optim: bool
+    training: TrainingFiles | None  # None if the checkpoint has only weights
+    precision: Precision  # of the run that is to read the result
+    layout: NxdLayout | None  # NxD's files to write; None writes the native format
+    optim: OptimConfig  # hyperparameters for the optimizer's parameter groups in NxD's files
+    known_optim: bool  # whether those are the run's or of NxD's files; else they are defaults
 
     @property
     def kept_dtype(self) -> torch.dtype:
@@ -121,17 +109,11 @@ class ConversionPlan:
 def plan_conversion(
     directory: Path, mesh: NxdMesh | None = None, precision: Precision | None = None
 ) -> ConversionPlan:
-    """Checks a checkpoint that is to be converted.
+    """Checks a checkpoint that is to be converted: a run's of any backend, or an imported one.
 
-    Args:
-        directory: A run's checkpoint of any backend, or an imported one.
-        mesh: For NxD's format; None means the native format.
-        precision: Of the run that is to read the result; None means that of the one that wrote it.
-
-    Raises:
-        RunError: The folder is no checkpoint.
-        ConfigError: The mesh does not fit the model, or a worker's file exceeds free memory.
-        StorageError: The folder is damaged.
+    Without `mesh`, to the native format; without `precision`, that of the run that wrote it. Raises
+    a RunError if the folder is no checkpoint, a StorageError if it is damaged, a ConfigError if the
+    mesh does not fit the model, or a worker's file exceeds free memory.
     """
     origin = read_origin(directory)
     weights = open_weights(origin)
@@ -248,9 +230,7 @@ def run_conversion(
 ) -> CheckpointManifest:
     """Writes the checkpoint folder, complete or not at all.
 
-    Raises:
-        RunError: `out` exists already.
-        StorageError: A file cannot be read or written.
+    Raises a RunError if `out` exists, a StorageError if a file cannot be read or written.
     """
     started_at = time.time()
     # Step, tokens and attempt stay those of the source.

@@ -117,12 +117,7 @@ class _ChecksumFile(FileIO):
 
 
 class DcpWriter(FileSystemWriter):
-    """DCP's writer, but raising the file system's own error.
-
-    Args:
-        directory: An existing folder.
-        threads: Number of files that a worker writes at once if its state is large.
-    """
+    """DCP's writer, but raising the file system's own error; writes `threads` files at once."""
 
     def __init__(self, directory: Path, threads: int = 1) -> None:
         super().__init__(directory, sync_files=True)

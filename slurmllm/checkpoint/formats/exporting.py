@@ -48,21 +48,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """An export whose inputs have been checked.
-
-    Attributes:
-        model: The checkpoint's model, with the biases that transformers' model has.
-        weights: The checkpoint's tensors.
-        dtype: Type of the weights to write; None keeps each tensor's own.
-        tokenizer: Files to write with the weights.
-    """
+    """An export whose inputs have been checked."""
 
     origin: Origin
-    model: ModelConfig
-    weights: TensorFiles
+    model: ModelConfig  # the checkpoint's model, with the biases that transformers' model has
+    weights: TensorFiles  # the checkpoint's tensors
     mappings: list[TensorMapping]
-    dtype: torch.dtype | None
-    tokenizer: TokenizerFiles
+    dtype: torch.dtype | None  # type of the weights to write; None keeps each tensor's own
+    tokenizer: TokenizerFiles  # files to write with the weights
 
     def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
         # A bias that only theirs has takes the embedding's type.
@@ -93,11 +86,8 @@ def plan_export(
 ) -> ExportPlan:
     """Checks a checkpoint that is to be exported.
 
-    Raises:
-        RunError: The folder is no checkpoint.
-        ConfigError: transformers has no such model.
-        DataError: The tokenizer has more entries than the model.
-        StorageError: The folder is damaged.
+    Raises a RunError if the folder is no checkpoint, a StorageError if it is damaged, a ConfigError
+    if transformers has no such model, a DataError if the tokenizer has more entries than the model.
     """
     origin = read_origin(directory)
     faults = config_faults(origin.model)
@@ -137,13 +127,9 @@ def run_export(
 ) -> list[str]:
     """Writes the Hugging Face folder, complete or not at all; returns the names of its files.
 
-    Args:
-        shard_bytes: Largest output file, and about the memory needed.
-        on_progress: Receives the bytes of weights converted so far.
-
-    Raises:
-        RunError: `out` exists already.
-        StorageError: A file cannot be read or written.
+    `shard_bytes` is the largest output file, and about the memory needed; `on_progress` receives
+    the bytes converted. Raises a RunError if `out` exists, a StorageError if a file cannot be read
+    or written.
     """
     imported, end = plan.origin.imported, plan.tokenizer.end_of_document
     bos: int | None = end  # documents are packed back to back: the end token also begins the next

@@ -26,15 +26,10 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How several of their tensors are laid out in one of ours.
+    """How several of their tensors are laid out in one of ours."""
 
-    Attributes:
-        join: (config, theirs) → ours.
-        split: (config, ours) → theirs.
-    """
-
-    join: Callable[[ModelConfig, Sequence[Tensor]], Tensor]
-    split: Callable[[ModelConfig, Tensor], Sequence[Tensor]]
+    join: Callable[[ModelConfig, Sequence[Tensor]], Tensor]  # (config, theirs) → ours
+    split: Callable[[ModelConfig, Tensor], Sequence[Tensor]]  # (config, ours) → theirs
 
 
 def _unflatten_rows(tensor: Tensor, *sizes: int) -> Tensor:
@@ -110,17 +105,14 @@ class FamilyMapping:
     """A family's names and layouts in transformers.
 
     Attributes:
-        modules: One row per module of ours.
-        prefix: Prefix that files of the model without its head omit.
-        renamed: Pattern of an older version's name → replacement.
         buffers: Pattern of computed tensors that older versions saved.
-        always_biased: Fields of `ModelConfig` whose biases transformers' model always has; zeros
-            are exported if ours has none.
+        always_biased: Fields of `ModelConfig` whose biases transformers' model always has;
+            zeros are exported if ours has none.
     """
 
-    modules: tuple[ModuleMapping, ...]
-    prefix: str
-    renamed: tuple[tuple[str, str], ...] = ()
+    modules: tuple[ModuleMapping, ...]  # one row per module of ours
+    prefix: str  # prefix that files of the model without its head omit
+    renamed: tuple[tuple[str, str], ...] = ()  # pattern of an older version's name → replacement
     buffers: str = r"(?!)"  # matches nothing
     always_biased: tuple[str, ...] = ()
 
@@ -208,21 +200,15 @@ FAMILY_MAPPINGS: dict[str, FamilyMapping] = {
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One of our tensors and those of theirs that it is converted from or to.
-
-    Attributes:
-        shape: Of ours, without padding rows of the vocabulary.
-        theirs: Names → shapes, in the order of the layout.
-    """
+    """One of our tensors and those of theirs that it is converted from or to."""
 
     ours: str
-    shape: tuple[int, ...]
-    theirs: dict[str, tuple[int, ...]]
+    shape: tuple[int, ...]  # of ours, without padding rows of the vocabulary
+    theirs: dict[str, tuple[int, ...]]  # names → shapes, in the order of the layout
     layout: TensorLayout
 
 
 def tensor_mappings(config: ModelConfig) -> list[TensorMapping]:
-    """Returns the mapping of every tensor of a model, in the model's order."""
     modules = {module.ours: module for module in FAMILY_MAPPINGS[config.family].modules}
     with torch.device("meta"):
         model = build_model(unpadded(config))  # no file holds padding rows
@@ -240,7 +226,6 @@ def tensor_mappings(config: ModelConfig) -> list[TensorMapping]:
 
 
 def unpadded(config: ModelConfig) -> ModelConfig:
-    """Returns the model without padding rows in its vocabulary."""
     return config.model_copy(update={"vocab_pad_multiple": 1})
 
 

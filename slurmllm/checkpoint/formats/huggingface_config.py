@@ -25,20 +25,13 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class Dialect:
-    """transformers' configuration of a family.
-
-    Attributes:
-        causal: The class with a head.
-        base: The class without a head; its weights are complete if the head is tied.
-        keys: Our field → (their key, transformers' default).
-        fixed: Their key → the only supported value, which is also transformers' default.
-    """
+    """transformers' configuration of a family."""
 
     model_type: str
-    causal: str
-    base: str
-    keys: Mapping[str, tuple[str, Any]]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    causal: str  # the class with a head
+    base: str  # the class without a head; its weights are complete if the head is tied
+    keys: Mapping[str, tuple[str, Any]]  # our field → (their key, transformers' default)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # their key → only supported value
 
 
 _SHARED_KEYS = {
@@ -118,18 +111,12 @@ _THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """A config.json that we can represent.
-
-    Attributes:
-        architecture: The model's class in transformers.
-        bos_token_id: Token at the beginning of a text, if known.
-        eos_token_id: Token at its end; some models have several.
-    """
+    """A config.json that we can represent."""
 
     model: ModelConfig
-    architecture: str
-    bos_token_id: int | None
-    eos_token_id: int | list[int] | None
+    architecture: str  # the model's class in transformers
+    bos_token_id: int | None  # token at the beginning of a text, if known
+    eos_token_id: int | list[int] | None  # token at its end; some models have several
 
 
 def read_config(directory: Path) -> tuple[SourceConfig | None, list[str]]:

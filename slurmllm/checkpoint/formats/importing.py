@@ -60,26 +60,17 @@ _TRAINABLE = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class ImportPlan:
-    """An import whose inputs have been checked.
+    """An import whose inputs have been checked."""
 
-    Attributes:
-        source: The Hugging Face folder.
-        config: Its config.json.
-        files: Its tensors.
-        names: Name in `mappings` → name in the files.
-        dtype: Type of the weights to write; None keeps each tensor's own.
-    """
-
-    source: Path
-    config: SourceConfig
-    files: SafetensorsFiles
+    source: Path  # the Hugging Face folder
+    config: SourceConfig  # its config.json
+    files: SafetensorsFiles  # its tensors
     mappings: list[TensorMapping]
-    names: Mapping[str, str]
-    dtype: torch.dtype | None
+    names: Mapping[str, str]  # name in `mappings` → name in the files
+    dtype: torch.dtype | None  # type of the weights to write; None keeps each tensor's own
     tokenizer: TokenizerFiles
 
     def stored(self, mapping: TensorMapping) -> list[StoredTensor]:
-        """Returns the tensors in the files that one of ours is made from."""
         return [self.files.tensors[self.names[name]] for name in mapping.theirs]
 
     @property
@@ -121,7 +112,6 @@ def plan_import(source: Path, dtype: torch.dtype | None = None) -> ImportPlan:
 
 
 def _open_weights(source: Path) -> tuple[SafetensorsFiles, list[str]]:
-    """Opens the folder's weights, in one file or in several with an index; returns faults too."""
     nothing = SafetensorsFiles(source, {})
     if (source / WHOLE).is_file():  # transformers prefers this one, too
         return open_safetensors(source, [WHOLE])
@@ -201,13 +191,9 @@ def run_import(
 ) -> CheckpointManifest:
     """Writes the checkpoint folder, complete or not at all.
 
-    Args:
-        shard_bytes: Largest output file, and about the memory needed.
-        on_progress: Receives the bytes read so far.
-
-    Raises:
-        RunError: `out` exists already.
-        StorageError: A file cannot be read or written.
+    `shard_bytes` is the largest output file, and about the memory needed; `on_progress` receives
+    the bytes read. Raises a RunError if `out` exists, a StorageError if a file cannot be read or
+    written.
     """
     started_at = time.time()
     with atomic_folder(out) as folder:

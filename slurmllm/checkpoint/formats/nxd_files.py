@@ -129,10 +129,7 @@ def shard_of_replica(part: StoredPart, data: int, data_rank: int) -> StoredPart:
 def names_of_stages(
     model: ModelConfig, pipeline: int, virtual_pipeline: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns each pipeline stage's parameters in the order of the NxD backend's optimizer.
-
-    That is matrices first (they decay), otherwise the order of NxD's modules.
-    """
+    """Returns each pipeline stage's parameters: matrices first (they decay), then NxD's order."""
     shapes = parameter_shapes(model)
     chunks = pipeline * virtual_pipeline
     each = model.num_layers // chunks

@@ -39,20 +39,14 @@ _RegionReader = Callable[[Region], Tensor]
 
 @dataclass(frozen=True)
 class NxdContent:
-    """What NxD's files are to hold.
-
-    Attributes:
-        training: Weights and optimizer state; None writes the weights only.
-        optim: Hyperparameters for the optimizer's parameter groups.
-        kept_dtype: Type of the weights that the optimizer updates, and of its state.
-    """
+    """What NxD's files are to hold."""
 
     layout: NxdLayout
     model: ModelConfig
     weights: TensorFiles
-    training: TrainingFiles | None
-    optim: OptimConfig
-    kept_dtype: torch.dtype
+    training: TrainingFiles | None  # weights and optimizer state; None writes the weights only
+    optim: OptimConfig  # hyperparameters for the optimizer's parameter groups
+    kept_dtype: torch.dtype  # type of the weights that the optimizer updates, and of its state
 
     @property
     def replicas(self) -> int:
@@ -61,7 +55,6 @@ class NxdContent:
 
     @property
     def written_dtype(self) -> torch.dtype:
-        """Type of the weights in the files."""
         dtype: torch.dtype = getattr(torch, self.layout.dtype)
         return dtype
 
@@ -89,11 +82,7 @@ class NxdContent:
 
 
 class NxdWriter:
-    """Writes NxD's files into an existing folder.
-
-    Args:
-        on_progress: Receives the bytes of tensors read so far.
-    """
+    """Writes NxD's files into an existing folder; `on_progress` receives the bytes read so far."""
 
     def __init__(self, content: NxdContent, folder: Path, on_progress: OnProgress) -> None:
         self._content, self._layout, self._folder = content, content.layout, folder

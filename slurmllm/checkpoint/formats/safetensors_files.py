@@ -46,18 +46,12 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Shape and type of a tensor in a file.
-
-    Attributes:
-        dtype: None if torch has no such type.
-        code: The type as the safetensors format names it.
-        file: Name of the file that holds it, if it is only in one.
-    """
+    """Shape and type of a tensor in a file."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    code: str
-    file: str = ""
+    dtype: torch.dtype | None  # None if torch has no such type
+    code: str  # the type as the safetensors format names it
+    file: str = ""  # name of the file that holds it, if it is only in one
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
@@ -78,8 +72,7 @@ class TensorFiles(Protocol):
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """Returns a tensor or a region of it in its stored type; the caller must not modify it.
 
-        Raises:
-            StorageError: A file is missing or damaged.
+        Raises a StorageError if a file is missing or damaged.
         """
         ...
 
@@ -107,8 +100,7 @@ def open_safetensors(
 ) -> tuple[SafetensorsFiles, list[str]]:
     """Reads the headers of files; returns their tensors, and one line per fault.
 
-    Args:
-        weight_map: An index's tensor → file name, which the headers must confirm.
+    The headers must confirm `weight_map`, an index's tensor → file name.
     """
     tensors: dict[str, StoredTensor] = {}
     faults: list[str] = []
@@ -184,11 +176,8 @@ def plan_shards(
 ) -> dict[str, list[int]]:
     """Distributes parts over files in order; returns file name → indices of its parts.
 
-    A file exceeds the limit only for a single large part.
-
-    Args:
-        stem: Files are named `<stem>-00001-of-00003.safetensors`.
-        whole: Name of the file if one is enough.
+    A file exceeds the limit only for a single large part. Files are named
+    `<stem>-00001-of-00003.safetensors`, or `whole` if one is enough.
     """
     groups: list[list[int]] = [[]]
     filled = 0

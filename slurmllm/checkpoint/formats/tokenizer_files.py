@@ -33,19 +33,12 @@ FILES = (
 
 
 class TokenizerFiles(NamedTuple):
-    """Files of a tokenizer.
+    """Files of a tokenizer."""
 
-    Attributes:
-        files: File name → path.
-        end_of_document: Id of the token that ends a document, None if config.json has it.
-        end_token: That token.
-        num_ids: Largest id + 1, 0 if the tokenizer was not loaded.
-    """
-
-    files: Mapping[str, Path]
-    end_of_document: int | None = None
-    end_token: str | None = None
-    num_ids: int = 0
+    files: Mapping[str, Path]  # file name → path
+    end_of_document: int | None = None  # id of what ends one; None: see config.json
+    end_token: str | None = None  # that token
+    num_ids: int = 0  # largest id + 1, 0 if the tokenizer was not loaded
 
 
 def tokenizer_in(folder: Path) -> TokenizerFiles:
@@ -68,9 +61,7 @@ def tokenizer_from_file(path: Path) -> TokenizerFiles:
 def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
     """Finds a checkpoint's tokenizer.json: `named`, else the imported one, else its run's, if any.
 
-    Raises:
-        DataError: The file is missing or no tokenizer.
-        ConfigError: The run's configuration cannot be read.
+    Raises a DataError if it is missing or no tokenizer, a ConfigError if the run's is unreadable.
     """
     if named is not None:
         return tokenizer_from_file(named)

@@ -45,10 +45,7 @@ class TrainingFiles(TensorFiles, Protocol):
 
 
 def open_weights(origin: Origin) -> TensorFiles:
-    """Opens the weights of a checkpoint folder, under our names and in our layout.
-
-    Raises a StorageError if files are missing or damaged, as `backend_files` does.
-    """
+    """Opens a checkpoint's weights, under our names and in our layout; StorageError if damaged."""
     directory = origin.directory
     if origin.imported is None or is_backend_format(directory):
         return backend_files(origin)
@@ -80,10 +77,8 @@ def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
     """Returns a reader of regions of the parameters of an imported or a run's checkpoint.
 
     Every worker reads on its own, without communication. Padding rows of the vocabulary are 0.
-
-    Raises:
-        RunError: The folder is no checkpoint, or its model differs.
-        StorageError: The folder is damaged; the reader raises it too.
+    Raises a RunError if the folder is no checkpoint or its model differs, and, as the reader, a
+    StorageError if it is damaged.
     """
     weights = open_weights(require_model(directory, config))
 
