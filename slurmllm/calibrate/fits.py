@@ -22,15 +22,10 @@ _DIGITS = 4
 
 @dataclass(frozen=True)
 class Found:
-    """Fitted hardware figures.
-
-    Attributes:
-        hardware: The section.
-        notes: One line for each figure that was not measured, with its replacement.
-    """
+    """Fitted hardware figures."""
 
     hardware: Hardware
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # one line for each figure that was not measured, with its replacement
 
 
 def hardware_of(
@@ -39,11 +34,8 @@ def hardware_of(
     """Compute the figures from measurements.
 
     Args:
-        samples: Of the first worker.
-        task: What was measured.
         given: The profile's figures so far; rough ones replace what is not measured, and
             count for nothing else.
-        source: Text of the section's `source`.
 
     Raises:
         NodeError: a measurement is missing.
@@ -54,6 +46,7 @@ def hardware_of(
     values: dict[str, Any] = given.model_dump(exclude={"source", "rough"}) if given else {}
     values |= _memory(found, given)
     values |= _matrices(found, task.precision, given, values["memory_gb_s"])
+    # FLOP/s, of the profile's TFLOP/s.
     peak = values[f"{task.precision}_tflops"] * 1e12
     attention = found.one("attention", task.precision)
     values["attention_efficiency"] = min(1.0, attention.sizes[0] / attention.value / peak)
@@ -108,11 +101,13 @@ def fit_products(products: Sequence[Sample]) -> tuple[float, float]:
         one, half = (b1 * a22 - b2 * a12) / determinant, (a11 * b2 - a12 * b1) / determinant
         if one > 0 and half >= 0:
             return 1 / one, half / one
+    # Singular or unphysical: least squares of the rate alone, with half = 0.
     return a11 / b1, 0.0
 
 
 def _flops(product: Sample) -> float:
     m, n, k = product.sizes
+    # Forward and both gradients; a multiplication and an addition each.
     return 3 * 2.0 * m * n * k
 
 
@@ -127,11 +122,13 @@ def _matrices(
     def moved_s(m: int, n: int, k: int) -> float:
         return 3 * (m * k + k * n + m * n) * width / limit
 
+    # Products that memory limits would lower the fitted rate of the matrix units.
     bound = [p for p in products if moved_s(*p.sizes) < _MOVED_SHARE * p.value]
     rate, half = fit_products(bound or products)
     fastest = max(rate, *(_flops(p) / p.value for p in products))
     peak = _peak(given, f"{precision}_tflops", fastest / 1e12) * 1e12
     efficiency = min(1.0, rate / peak)
+    # The other precision has only its largest product: efficiency and half are assumed the same.
     largest = max(found.several("product", other), key=lambda p: min(p.sizes))
     filled = min(largest.sizes) / (min(largest.sizes) + half)
     of_other = _flops(largest) / largest.value / filled / efficiency
@@ -156,6 +153,7 @@ def _memory(found: _Samples, given: Hardware | None) -> dict[str, float]:
     works = [found.one("elementwise", of) for of in ("block", "logits", "optimizer")]
     rates = [sample.sizes[0] / sample.value for sample in (*works, found.one("copy"))]
     peak = _peak(given, "memory_gb_s", max(rates) / 1e9)
+    # A harmonic mean: of the seconds that equal bytes of each kind take.
     mean = len(works) / sum(work.value / work.sizes[0] for work in works)
     return {
         "memory_gb_s": peak,
@@ -166,17 +164,11 @@ def _memory(found: _Samples, given: Hardware | None) -> dict[str, float]:
 
 
 class Link(NamedTuple):
-    """What collectives reach.
+    """What collectives reach."""
 
-    Attributes:
-        rate: Bytes a second that a worker passes on in an all-reduce.
-        hop_s: One of its log2(workers) hops.
-        alone: Share of the rate that gathering and scattering reach on their own.
-    """
-
-    rate: float
-    hop_s: float
-    alone: float
+    rate: float  # bytes a second that a worker passes on in an all-reduce
+    hop_s: float  # one of its log2(workers) hops
+    alone: float  # share of the rate that gathering and scattering reach on their own
 
 
 def fit_link(found: Sequence[Sample]) -> Link:
@@ -185,9 +177,6 @@ def fit_link(found: Sequence[Sample]) -> Link:
     A gather, or a reduction that scatters, takes (n - 1) / n · bytes / rate + log2(n) · hop, and an
     all-reduce twice that. The hop follows from the smallest all-reduce; the rates from the largest
     collectives.
-
-    Args:
-        found: Collectives of several sizes over the same group.
     """
     workers = found[0].sizes[0]
     share, hops = (workers - 1) / workers, math.log2(workers)
@@ -216,6 +205,7 @@ def _links(
 ) -> dict[str, float]:
     measured: dict[str, tuple[float, float]] = {}  # where → GB/s, microseconds of a hop
     alone = []
+    # Over the network each worker of a node has a ring of its own; the link carries all at once.
     for where, rings in (("node", 1), ("network", task.workers)):
         kinds: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
         samples = [sample for kind in kinds for sample in found.all(kind, where)]

@@ -36,27 +36,16 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes and durations of the measurements.
+    """Sizes and durations of the measurements."""
 
-    Attributes:
-        model: Model of attention and elementwise work.
-        batch: Its sequences in a micro batch.
-        tokens: Tokens of the matrix products.
-        widths: Hidden sizes of the matrix products.
-        copied_bytes: Size of a copy, far larger than the caches.
-        collective_bytes: Sizes of the collectives, smallest first.
-        budget_s: Time for each measurement and round, s.
-        rounds: Rounds of all measurements.
-    """
-
-    model: ModelConfig
-    batch: int
-    tokens: tuple[int, ...]
-    widths: tuple[int, ...]
-    copied_bytes: int
-    collective_bytes: tuple[int, ...]
-    budget_s: float
-    rounds: int
+    model: ModelConfig  # model of attention and elementwise work
+    batch: int  # its sequences in a micro batch
+    tokens: tuple[int, ...]  # tokens of the matrix products
+    widths: tuple[int, ...]  # hidden sizes of the matrix products
+    copied_bytes: int  # size of a copy, far larger than the caches
+    collective_bytes: tuple[int, ...]  # sizes of the collectives, smallest first
+    budget_s: float  # time for each measurement and round, s
+    rounds: int  # rounds of all measurements
 
 
 def scale_of(task: Task) -> Scale:
@@ -87,32 +76,24 @@ def _model(hidden: int, heads: int, vocabulary: int, length: int) -> ModelConfig
 
 @dataclass(frozen=True)
 class Item:
-    """A measurement; `kind`, `of` and `sizes` as in `Sample`.
-
-    Attributes:
-        work: The function to time.
-        together: Whether all workers must call it equally often, as with collectives.
-    """
+    """A measurement; `kind`, `of` and `sizes` as in `Sample`."""
 
     kind: Kind
     of: str
     sizes: tuple[int, ...]
-    work: Work
-    together: bool = False
+    work: Work  # the function to time
+    together: bool = False  # whether all workers must call it equally often, as with collectives
 
 
 def measure(items: Sequence[Item], device: torch.device, budget_s: float, rounds: int) -> None:
-    """Time all items in turn, several times; rank 0 writes the results.
+    """Time all items in turn, several times; rank 0 writes the results (collective).
 
     In turn, so that a disturbance of the machine affects one round of some items only. Workers
     start each item simultaneously and the result is the mean over them: they share a node's
     memory, CPUs and links as in training.
 
     Args:
-        items: The same on all workers.
-        device: The device to synchronize with.
         budget_s: Time for each item and round, s.
-        rounds: Rounds, whose median is taken.
     """
     seconds = [[_seconds(item, device, budget_s) for item in items] for _ in range(rounds)]
     own = [median(of_item) for of_item in zip(*seconds, strict=True)]
@@ -130,9 +111,11 @@ def _seconds(item: Item, device: torch.device, budget_s: float) -> float:
     dist.barrier()
     if item.together:
         once = torch.tensor(_counted(item.work, device, 1), device=device)
+        # All workers must use one count, or the last collective never completes.
         dist.all_reduce(once, dist.ReduceOp.MAX)
         count = max(2, min(1000, round(budget_s / float(once))))
         return _counted(item.work, device, count) / count
+    # Not collective: workers need not agree on the number of calls.
     begun, count = time.perf_counter(), 0
     while count == 0 or time.perf_counter() - begun < budget_s:
         item.work()
@@ -162,12 +145,6 @@ def products(
     """Forward products and both their gradients: feed-forward matrices, and a head.
 
     Sizes are [m, n, k] of the forward product; the seconds are those of all three.
-
-    Args:
-        device: Where they are computed.
-        tokens: Of micro batches.
-        widths: Hidden sizes.
-        vocabulary: Of the head, which is of a middling width.
     """
     middling = widths[len(widths) // 2]
     shapes = [(many, 4 * width, width) for many in tokens for width in widths]
@@ -189,6 +166,7 @@ def products(
                 ]
             )
 
+            # Bound as a default: the loop assigns `layers` again before the items are timed.
             def work(layers: Iterator[tuple[Tensor, Tensor, Tensor]] = layers) -> None:
                 x, weight, gradient = next(layers)
                 torch.mm(x, weight.T)
@@ -199,7 +177,6 @@ def products(
 
 
 def attention(model: ModelConfig, precision: str, device: torch.device, batch: int) -> Item:
-    """Attention's core, forward and backward."""
     shape = (batch, model.num_heads, model.seq_len, model.head_dim)
     q, k, v = (
         torch.randn(shape, device=device, dtype=_DTYPES[precision], requires_grad=True)
@@ -216,9 +193,9 @@ def attention(model: ModelConfig, precision: str, device: torch.device, batch: i
 
 
 def copy(device: torch.device, many_bytes: int) -> Item:
-    """From one place in memory to another: each byte is read and written."""
     source = torch.ones(many_bytes // 4, device=device)
     target = torch.empty_like(source)
+    # Each byte is read and written.
     return Item("copy", "", (2 * many_bytes,), lambda: target.copy_(source))
 
 
@@ -259,6 +236,7 @@ def elementwise(
             torch.linalg.vector_norm(weight.grad)
         update.step()
 
+    # Reads and writes of AdamW (8, as in plan/step.py), of 8 tensors of 2^22 fp32 numbers.
     yield Item("elementwise", "optimizer", (8 * 8 * (1 << 22) * 4,), optimize)
 
 
@@ -317,12 +295,10 @@ def collectives(
     before it scatters.
 
     Args:
-        nodes: In all.
-        workers: Of a node.
-        device: Where the tensors are.
         sizes: Bytes of the whole, on each worker.
     """
     for where, ranks in groups(nodes, workers).items():
+        # Collective over all ranks; a rank that skips it blocks the others.
         own, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
         members = len(ranks[0])
         for size in sizes:
@@ -334,6 +310,7 @@ def collectives(
 def _item(
     kind: Kind, where: str, members: int, size: int, group: dist.ProcessGroup, device: torch.device
 ) -> Item:
+    # fp32 numbers, in equal shares: the tensor collectives accept no others.
     numbers = max(1, size // 4 // members) * members
     whole, apart = (torch.zeros(numbers, device=device) for _ in range(2))
     share = torch.zeros(numbers // members, device=device)

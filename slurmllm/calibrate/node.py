@@ -33,55 +33,36 @@ Kind = Literal[
 
 
 class Task(BaseModel):
-    """The task of the measuring processes.
-
-    Attributes:
-        nodes: Number of nodes.
-        workers: Processes of a node.
-        sharing: Workers that share a machine's CPUs and memory.
-        cpus: CPUs of a machine; None: all of them.
-        device: `cpu` or `cuda`.
-        address: Address of the first node.
-        port: A free port there.
-        precision: The recipe's precision.
-        compiled: Whether the recipe compiles blocks.
-        variables: Environment of the workers.
-        quick: Whether to measure as little as possible, for tests.
-    """
+    """The task of the measuring processes."""
 
     model_config = ConfigDict(frozen=True)
 
     nodes: int
-    workers: int
-    sharing: int
-    cpus: int | None
+    workers: int  # processes of a node
+    sharing: int  # workers that share a machine's CPUs and memory
+    cpus: int | None  # CPUs of a machine; None: all of them
     device: Literal["cpu", "cuda"]
-    address: str
-    port: int
+    address: str  # of the first node
+    port: int  # a free port there
     precision: Literal["fp32", "bf16"]
-    compiled: bool
-    variables: dict[str, str]
-    quick: bool = False
+    compiled: bool  # whether the recipe compiles blocks
+    variables: dict[str, str]  # environment of the workers
+    quick: bool = False  # whether to measure as little as possible, for tests
 
 
 class Sample(JsonLine):
-    """One measurement: the mean over all workers, or of one node.
-
-    Attributes:
-        kind: What was measured.
-        of: Variant of the kind: a precision, `node` or `network`, a kind of elementwise work; text
-            of `progress`; node name of `busy`.
-        sizes: Size of the work: [m, n, k] of a product; FLOPs of attention; bytes moved; workers
-            and bytes of a collective; layers and micro batches of a step.
-        value: Seconds; bytes for `reserved` and `memory`; load average per CPU before the start
-            for `busy`.
-    """
+    """One measurement: the mean over all workers, or of one node."""
 
     PREFIX: ClassVar[str] = "slurmllm-calibrate "
 
     kind: Kind
+    # Variant of the kind: a precision, `node` or `network`, a kind of elementwise work; text of
+    # `progress`; node name of `busy`.
     of: str = ""
+    # Size of the work: [m, n, k] of a product; FLOPs of attention; bytes moved; workers and bytes
+    # of a collective; layers and micro batches of a step.
     sizes: tuple[int, ...] = ()
+    # Seconds; bytes for `reserved` and `memory`; load average per CPU before the start for `busy`.
     value: float = 0.0
 
 
@@ -90,6 +71,7 @@ def main(text: str) -> int:
     task = Task.model_validate_json(text)
     node = own_node_rank()
     name = os.environ.get(NODE_NAME) or socket.gethostname()
+    # Load of the last minute, read before the workers add theirs.
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
     Sample(kind="busy", of=name, value=busy).write()
     cpus = task.cpus or int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
@@ -108,6 +90,7 @@ def main(text: str) -> int:
         for n in range(task.workers)
     ]  # fmt: skip
     try:
+        # A worker that fails leaves its peers waiting in a collective: end them all.
         while any(worker.poll() is None for worker in workers):
             if any(worker.returncode for worker in workers):
                 break

@@ -29,20 +29,14 @@ _NODE = (sys.executable, "-m", "slurmllm.calibrate.node")
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of a calibration.
-
-    Attributes:
-        hardware: The figures, with their source.
-        nodes: The nodes that were measured.
-        notes: One line for each figure that was not measured, with its replacement, and for each
-            node that was in use.
-        seconds: Duration of the measurement, s.
-    """
+    """The result of a calibration."""
 
     hardware: Hardware
     nodes: tuple[str, ...]
+    # One line for each figure that was not measured, with its replacement, and for each node that
+    # was in use.
     notes: tuple[str, ...]
-    seconds: float
+    seconds: float  # duration of the measurement, s
 
 
 def calibrate(
@@ -53,9 +47,6 @@ def calibrate(
     Args:
         config: The profile of the nodes (device, workers of a node), and of the recipe only the
             precision (bf16 on GPUs unless --set), `compile` and the environment.
-        allocation: The nodes, from `supervise.allocation.allocate_nodes`.
-        show: Shows a line of progress.
-        quick: Whether to measure as little as possible, for tests.
 
     Raises:
         ConfigError: the profile's devices cannot be measured.
@@ -70,6 +61,7 @@ def calibrate(
     for _, text in read_lines(processes, LIMIT_S, lambda: False):
         sample = Sample.parse(text)
         if sample is None:
+            # Not a sample: the last such line is the error message if the measurement fails.
             output += [text.strip()] if text.strip() else []
         elif sample.kind == "progress":
             show(f"{time.monotonic() - begun:3.0f} s  {sample.of}")
@@ -97,11 +89,7 @@ def calibrate(
 
 
 def require_measurable(config: RunConfig) -> None:
-    """Check that the profile's devices can be measured, before waiting for nodes.
-
-    Raises:
-        ConfigError: they are NeuronCores.
-    """
+    """Raises ConfigError if the profile's devices cannot be measured, before waiting for nodes."""
     cluster = config.cluster
     if cluster.device == "neuron":
         raise ConfigError(
@@ -125,6 +113,7 @@ def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
     return Task(
         nodes=nodes,
         workers=workers,
+        # Without an allocation all nodes are launchers on this one machine.
         sharing=workers * (nodes if allocation.job_id is None else 1),
         cpus=cluster.cpus_per_node,
         device=cluster.device,
@@ -132,6 +121,7 @@ def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
         port=free_port(),
         precision="fp32" if fp32 else "bf16",
         compiled=train.compile,
+        # The last wins: the recipe's variables override the cluster's and the backend's.
         variables={**given, **cluster.env, **config.recipe.env},
         quick=quick,
     )
@@ -139,10 +129,6 @@ def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
 
 def check_target(path: Path, *, replace: bool = False) -> None:
     """Check that a profile can be written to `path`, before the measurement.
-
-    Args:
-        path: Path of the profile.
-        replace: Whether an existing file may be overwritten.
 
     Raises:
         ConfigError: the path does not end in .yaml, is a shipped profile, exists and may not be
@@ -165,6 +151,7 @@ def check_target(path: Path, *, replace: bool = False) -> None:
 def profile_text(cluster: Cluster, calibration: Calibration) -> str:
     """The YAML of a profile with its hardware figures replaced by the measured ones."""
     measured = cluster.model_copy(update={"hardware": calibration.hardware})
+    # Unset fields are left out, so that the profile follows later versions' defaults.
     values = measured.model_dump(mode="json", exclude_unset=True)
     values["hardware"] = calibration.hardware.model_dump(mode="json")
     return f"# {calibration.hardware.source}\n" + write_yaml(values)

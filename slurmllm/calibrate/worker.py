@@ -31,8 +31,10 @@ from slurmllm.host_memory import host_memory
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
 
+# Of a collective, instead of torch's 10 (NCCL) or 30 minutes (Gloo).
 _LIMIT = timedelta(seconds=120)
 LAYERS, MICRO_BATCHES = (2, 8), 4
+# The median ignores the first steps, which allocate and compile.
 _STEPS = 8
 _TINY = (
     "model.hidden_size=64", "model.num_heads=2", "model.ffn_hidden_size=128",
@@ -50,6 +52,7 @@ def main(text: str) -> None:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     _progress("a tiny model, for the overhead of steps and libraries", first)
+    # First, as each worker's backend starts a process group of its own.
     tiny = {layers: step_seconds(task, layers, local_rank) for layers in LAYERS}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_LIMIT)
     _write_mean(Sample(kind="reserved", value=_reserved(device)))
@@ -99,6 +102,7 @@ def _reserved(device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return total - free - torch.cuda.memory_reserved(device)
     with suppress(OSError):
+        # glibc keeps freed memory resident until it is trimmed.
         ctypes.CDLL(None).malloc_trim(0)
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]  # proc(5): resident
     return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -24,23 +24,17 @@ Sharding = Literal["vocabulary", "column", "row", "sequence"]
 
 @dataclass(frozen=True)
 class Family:
-    """The choices that make a decoder a GPT-NeoX rather than something else.
+    """The choices that make a decoder a GPT-NeoX rather than something else."""
 
-    Attributes:
-        norm: LayerNorm or RMSNorm before attention, feed-forward and head.
-        positions: Rotary positions in every attention, or one learned table added to the embedding.
-        gated: The feed-forward layer multiplies an activated gate with its up-projection.
-        kv_groups: Several attention heads may share a key and value head.
-        defaults: Fields of `ModelConfig` that a recipe of this family may leave out.
-        choices: Those of them that not all values are possible for, with the values: what
-            transformers' model of the family can be, so that every model can be exported.
-    """
-
-    norm: Literal["layer", "rms"]
+    norm: Literal["layer", "rms"]  # LayerNorm or RMSNorm before attention, feed-forward and head
+    # Rotary positions in every attention, or one learned table added to the embedding.
     positions: Literal["rotary", "learned"]
-    gated: bool
-    kv_groups: bool
+    gated: bool  # the feed-forward layer multiplies an activated gate with its up-projection
+    kv_groups: bool  # several attention heads may share a key and value head
+    # Fields of `ModelConfig` that a recipe of this family may leave out.
     defaults: Mapping[str, Any]
+    # Those of them that not all values are possible for, with the values: what transformers' model
+    # of the family can be, so that every model can be exported.
     choices: Mapping[str, tuple[Any, ...]]
 
 
@@ -123,15 +117,10 @@ _BLOCK: dict[str, Sharding] = {
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Module name → how tensor parallelism shares its parameters.
+    """Module name → how tensor parallelism shares its parameters."""
 
-    Attributes:
-        block: Names inside a decoder layer, whatever its number.
-        rest: Names outside the layers.
-    """
-
-    block: Mapping[str, Sharding]
-    rest: Mapping[str, Sharding]
+    block: Mapping[str, Sharding]  # names inside a decoder layer, whatever its number
+    rest: Mapping[str, Sharding]  # names outside the layers
 
 
 def sharding_plan(family: str, tied_embeddings: bool) -> ShardingPlan:

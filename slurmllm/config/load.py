@@ -23,11 +23,7 @@ _FastLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load(path: Path) -> RunConfig:
-    """Read a run's config.yaml.
-
-    Raises:
-        ConfigError: the file is unreadable or no longer valid.
-    """
+    """Read a run's config.yaml; raises ConfigError if it is unreadable or no longer valid."""
     tree, origins = _read(path)
     return validate(tree, origins, [], str(path))
 
@@ -48,17 +44,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 @dataclass(frozen=True)
 class LenientConfig:
-    """The readable part of a config.yaml, which another version may have written.
+    """The readable part of a config.yaml, which another version may have written."""
 
-    Attributes:
-        config: The whole configuration; None if the file does not hold one.
-        values: Dotted path → value, as stored; None if the file is unreadable.
-        warnings: Faults of the file.
-    """
-
-    config: RunConfig | None = None
+    config: RunConfig | None = None  # the whole configuration; None if the file does not hold one
+    # Dotted path → value, as stored; None if the file is unreadable.
     values: Mapping[str, Any] | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # faults of the file
 
     def text(self, path: str) -> str | None:
         """Returns the value at `path` if it is a string, else None."""
@@ -68,6 +59,7 @@ class LenientConfig:
     def count(self, path: str) -> int | None:
         """Returns the value at `path` if it is an integer above 0, else None."""
         value = (self.values or {}).get(path)
+        # Not isinstance: True is an int too.
         return value if type(value) is int and value > 0 else None
 
 
@@ -93,6 +85,7 @@ def load_leniently(path: Path) -> LenientConfig:
 
 def _validate_known(model: type[M], tree: Any) -> M | None:
     """Validate `tree` without its unknown fields; None if it has other faults."""
+    # The caller still shows the unknown fields, which are deleted below.
     tree = deepcopy(tree)
     while True:
         try:
@@ -110,17 +103,11 @@ def _validate_known(model: type[M], tree: Any) -> M | None:
 
 @dataclass(frozen=True)
 class ConfigSummary:
-    """The values of a configuration that a list of runs shows.
-
-    Attributes:
-        recipe: Name of the recipe.
-        steps: Optimizer steps to the run's end.
-        usd_per_node_hour: On-demand price by the cluster profile; None without a price.
-    """
+    """The values of a configuration that a list of runs shows."""
 
     recipe: str
-    steps: int
-    usd_per_node_hour: float | None
+    steps: int  # optimizer steps to the run's end
+    usd_per_node_hour: float | None  # on-demand price by the cluster profile; None without a price
 
 
 def summarize(config: RunConfig) -> ConfigSummary:

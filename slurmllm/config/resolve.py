@@ -50,22 +50,16 @@ def clusters_dir() -> Path:
 
 
 def available(folder: Path) -> list[str]:
-    """Names of the YAML files in a folder of recipes or profiles."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that determines a run.
-
-    Attributes:
-        recipe: Model, data and training.
-        cluster: The hardware and the site.
-        origins: Dotted path → source of the value; paths left out are defaults.
-    """
+    """Everything that determines a run."""
 
     recipe: Recipe
     cluster: Cluster
+    # Dotted path → source of the value; paths left out are defaults.
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -107,7 +101,6 @@ class RunConfig:
         return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
 
     def to_yaml(self) -> str:
-        """The text of a run's config.yaml."""
         origin = {path: source for path, _, source in self.rows()}
         return "# Resolved by slurmllm; `origin` names each value's source.\n" + write_yaml(
             {**self.values(), "origin": origin}
@@ -152,11 +145,13 @@ def resolve(
     recipe_path = _find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
     values, origins = read_yaml(recipe_path)
     if values.get("parallel") == "auto":
+        # A copy: `_assign` changes sections in place.
         values["parallel"] = dict(_AUTO)
         origins["parallel.auto"] = origins.pop("parallel")
     chosen = cluster or os.environ.get("SLURMLLM_CLUSTER")
     if not chosen:
         default = values.get("default_cluster")
+        # A default of another type is a fault that the validation reports.
         chosen = default if isinstance(default, str) else "local"
     cluster_path = _find_yaml(chosen, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
     cluster_values, cluster_origins = read_yaml(cluster_path)
@@ -176,9 +171,7 @@ def change(config: RunConfig, cluster: str | None, overrides: Iterable[str]) -> 
     """Replace the cluster profile or single values of a run's configuration.
 
     Args:
-        config: The run's configuration.
         cluster: Name of a shipped profile, or path of a YAML file; None keeps the run's.
-        overrides: `a.b=value`, as given to --set.
 
     Raises:
         ConfigError: with all faults.
@@ -251,6 +244,7 @@ def _assign(
             return
         node = child
     node[leaf] = value
+    # A whole section may be replaced: the sources of its former values must go.
     for path in [path for path in origins if path.startswith(f"{dotted}.")]:
         del origins[path]
     origins.update(dict.fromkeys(flatten({dotted: value}), source))
@@ -340,7 +334,6 @@ def _describe(
     item: dict[str, Any],
     origins: Mapping[str, str],
 ) -> str:
-    """One line for one of pydantic's errors."""
     where = f" ({origins[dotted]})" if dotted in origins else ""
     if dotted in RENAMED:
         return f"{dotted}: renamed{where}; write {RENAMED[dotted]}"

@@ -15,6 +15,7 @@ import yaml
 
 from slurmllm.errors import ConfigError
 
+# PyYAML's implicit types that are replaced below; a timestamp stays a string.
 _TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
 _FLOAT = re.compile(
     r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
@@ -41,6 +42,7 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?\d[\d_]*$"), list("-+0123456789")
 )
 _FastLoader: type[_Loader | yaml.CSafeLoader] = _Loader
+# PyYAML may be built without libyaml.
 if yaml.__with_libyaml__:
 
     class _LibyamlLoader(yaml.CSafeLoader):
@@ -72,10 +74,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read a YAML mapping.
-
-    Returns:
-        The nested values, and for each leaf's dotted path `file:line`.
+    """Read a YAML mapping: its nested values, and `file:line` for each leaf's dotted path.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML or is not a mapping.
@@ -104,12 +103,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _parse(text: str) -> tuple[yaml.Node | None, Any]:
-    """The document as nodes, which know their lines, and as values.
-
-    Raises:
-        yaml.YAMLError: it is no YAML.
-        RecursionError: it is nested too deeply.
-    """
+    """The document as nodes (with lines) and as values; raises YAMLError or RecursionError."""
     if len(text) <= _LARGEST_FOR_LIBYAML and not _READ_OTHERWISE.search(text):
         with suppress(yaml.YAMLError):  # the other one's message shows the place in the text
             return _document(text, _FastLoader)

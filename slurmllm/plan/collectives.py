@@ -18,34 +18,20 @@ from slurmllm.plan.mesh import Mesh
 
 @dataclass(frozen=True)
 class Group:
-    """Workers that communicate, one of many groups of their kind.
-
-    Attributes:
-        size: Number of workers.
-        nodes: Number of nodes that it spans.
-        rings: Groups of this kind that share a node's network.
-        all_of_node: Whether it contains all workers of its nodes.
-    """
+    """Workers that communicate, one of many groups of their kind."""
 
     size: int
     nodes: int
-    rings: int
-    all_of_node: bool
+    rings: int  # groups of this kind that share a node's network
+    all_of_node: bool  # whether it contains all workers of its nodes
 
     @property
     def within_node(self) -> bool:
-        """Whether it does not use the network."""
         return self.nodes == 1
 
 
 def group(stride: int, size: int, per_node: int) -> Group:
-    """Ranks r, r + stride, r + 2 · stride, …; of all groups like it, one that spans the most nodes.
-
-    Args:
-        stride: Distance of neighbouring ranks.
-        size: Number of workers of the group.
-        per_node: Workers of a node.
-    """
+    """Ranks r, r + stride, r + 2 · stride, …; of all such groups, one that spans the most nodes."""
     if per_node % (stride * size) == 0:  # else one of the groups crosses a node's boundary
         return Group(size, 1, 0, size == per_node)
     per_group = max(1, per_node // stride)
@@ -54,7 +40,6 @@ def group(stride: int, size: int, per_node: int) -> Group:
 
 
 def tensor_group(mesh: Mesh) -> Group:
-    """The workers that share matrices."""
     return group(1, mesh.tensor, mesh.devices_per_node)
 
 
@@ -105,6 +90,7 @@ def stage_to_stage_s(size: float, mesh: Mesh, hardware: Hardware) -> float:
     if stage * mesh.pipeline <= mesh.devices_per_node:
         link = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
         return size / link + hardware.node_link_latency_us * 1e-6
+    # All workers of a node that send at once share its network.
     sending = min(stage, mesh.devices_per_node)
     link = hardware.network_gb_s * hardware.network_efficiency * 1e9 / sending
     return size / link + hardware.network_latency_us * 1e-6

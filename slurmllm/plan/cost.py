@@ -18,31 +18,20 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Time and cost of a run to its end; dollars are None without a price.
+    """Time and cost of a run to its end; dollars are None without a price."""
 
-    Attributes:
-        steps: Optimizer steps, whole ones.
-        tokens: Tokens of those steps, at least the requested number.
-        hours: Wall time, losses and waits in the queue included.
-        node_hours: Node hours, losses included.
-        usd: Their price.
-        usd_per_hour: Price of all nodes for an hour.
-        tokens_per_usd: Tokens per dollar without losses, as AWS defines it in "Frugality meets
-            accuracy: Cost-efficient training of GPT NeoX and Pythia models with AWS Trainium"
-            (2023-12-12).
-    """
-
-    steps: int
-    tokens: int
-    hours: float
-    node_hours: float
+    steps: int  # optimizer steps, whole ones
+    tokens: int  # tokens of those steps, at least the requested number
+    hours: float  # wall time, losses and waits in the queue included
+    node_hours: float  # losses included
     usd: float | None
-    usd_per_hour: float | None
+    usd_per_hour: float | None  # price of all nodes for an hour
+    # Tokens per dollar without losses, as AWS defines it in "Frugality meets accuracy:
+    # Cost-efficient training of GPT NeoX and Pythia models with AWS Trainium" (2023-12-12).
     tokens_per_usd: float | None
 
     @property
     def days(self) -> float:
-        """Wall time, days."""
         return self.hours / 24.0
 
 
@@ -56,9 +45,7 @@ def cost(
     """Time and dollars of training one layout.
 
     Args:
-        candidate: The layout, with its predicted step.
         tokens: Tokens to train on; None: the recipe's `train.steps`.
-        usd_per_node_hour: Price of a node; None: unknown.
         effective: Share of the node hours that trains, by `plan.losses`.
         goodput: Share of the wall time that trains; None: no wait in the queue, as `effective`.
 
@@ -90,11 +77,7 @@ def cost(
 
 
 def scaling(rows: Sequence[tuple[int, float]]) -> list[float]:
-    """Throughput of each node relative to that on the fewest nodes: 1 is perfect scaling.
-
-    Args:
-        rows: Nodes and sequences (or tokens) in a second of all of them.
-    """
+    """Throughput per node relative to the fewest nodes', of rows (nodes, throughput of all)."""
     if not rows:
         return []
     fewest, base = min(rows)
@@ -102,10 +85,7 @@ def scaling(rows: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def node_price(cluster: Cluster, kind: PriceKind) -> float | None:
-    """Dollars for an hour of one node by the cluster profile.
-
-    Returns:
-        None if the profile has no prices and `kind` is `on_demand`.
+    """Dollars for an hour of one node; None for `on_demand` in a profile without prices.
 
     Raises:
         ConfigError: the profile has no reserved price.
@@ -135,10 +115,7 @@ MOST_TOKENS = 10**18
 
 
 def parse_tokens(text: str) -> int:
-    """Read a count of tokens: 375M, 20B, 1.5T, 2e9 or 20_000_000_000.
-
-    Args:
-        text: As given to --tokens. K, M, B and T are 10^3, 10^6, 10^9 and 10^12.
+    """Read the count of --tokens: 375M, 20B, 1.5T (powers of 10), 2e9 or 20_000_000_000.
 
     Raises:
         UserError: not a whole number of tokens from 1 to 10^18.
@@ -148,6 +125,7 @@ def parse_tokens(text: str) -> int:
         raise UserError(
             f"--tokens {text!r} is no count of tokens; write for instance 375M, 20B, 1.5T or 2e9"
         )
+    # Exact: a float product may miss a whole number by its rounding error.
     number = Decimal(re.sub("[_,]", "", found["number"])) * _FACTORS[found["suffix"].upper()]
     if not 1 <= number <= MOST_TOKENS or number != int(number):
         raise UserError(

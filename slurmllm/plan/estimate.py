@@ -17,19 +17,13 @@ from slurmllm.plan.step import StepTime, peak_flops, step_time
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of the worker that needs the most, bytes.
+    """Memory of the worker that needs the most, bytes."""
 
-    Attributes:
-        parts: Name → bytes at the peak; they add up to it.
-        limit: Device memory available to a model.
-    """
-
-    parts: Mapping[str, int]
-    limit: int
+    parts: Mapping[str, int]  # Name → bytes at the peak; they add up to it
+    limit: int  # device memory available to a model
 
     @property
     def peak(self) -> int:
-        """Peak within a step, bytes."""
         return sum(self.parts.values())
 
     @property
@@ -39,21 +33,13 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """The estimate of one layout of a run on a number of nodes.
-
-    Attributes:
-        config: The run's configuration with this layout.
-        mesh: Degrees and batch arithmetic.
-        memory: Memory of a worker.
-        step: Duration of a step.
-        model_flops: FLOPs of one step as in MFU: without recomputation and padding.
-    """
+    """The estimate of one layout of a run on a number of nodes."""
 
     config: RunConfig
     mesh: Mesh
     memory: MemoryUse
     step: StepTime
-    model_flops: float
+    model_flops: float  # FLOPs of one step as in MFU: without recomputation and padding
 
     @property
     def fits(self) -> bool:
@@ -76,11 +62,7 @@ class LayoutEstimate:
 
 
 def predict(config: RunConfig, mesh: Mesh) -> LayoutEstimate:
-    """Predict memory and step time of a run.
-
-    Raises:
-        ConfigError: the profile has no hardware figures.
-    """
+    """Predict memory and step time; raises ConfigError if the profile has no hardware figures."""
     hardware = known_hardware(config)
     # The worker that needs the most is in the first or the last pipeline stage.
     stages = sorted({0, mesh.tensor * mesh.data * (mesh.pipeline - 1)})
@@ -98,11 +80,7 @@ def predict(config: RunConfig, mesh: Mesh) -> LayoutEstimate:
 
 
 def known_hardware(config: RunConfig) -> Hardware:
-    """The figures of the cluster's hardware.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """The cluster's hardware figures; raises ConfigError if there are none."""
     cluster = config.cluster
     if cluster.hardware is not None:
         return cluster.hardware

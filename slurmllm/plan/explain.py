@@ -53,15 +53,7 @@ def why_too_large(memory: MemoryUse, most: int | None = 3) -> str:
 
 
 def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]) -> list[str]:
-    """Explain why the first layout is the best: links, bubble, memory, and the runners-up.
-
-    Args:
-        fitting: Layouts that fit, the best first; at least one.
-        too_large: Those that do not.
-
-    Returns:
-        Lines; details are indented.
-    """
+    """Lines on why the first of the `fitting` layouts is the best: links, memory, runners-up."""
     best = fitting[0]
     lines = [f"best: {describe(best)}: {_speed(best)}"]
     lines += [f"  {line}" for line in _links(best)]
@@ -92,7 +84,6 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
 
 
 def _links(candidate: LayoutEstimate) -> Iterator[str]:
-    """Lines on the traffic of a layout's links, and on its bubble."""
     yield _tensor(candidate)
     yield from _pipeline(candidate)
     yield _data(candidate)
@@ -211,7 +202,6 @@ def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str]:
 
 
 def differing_settings(one: LayoutEstimate, other: LayoutEstimate) -> set[str]:
-    """Names of the settings in which two layouts differ."""
     return {name for name, value in settings(one).items() if settings(other)[name] != value}
 
 
@@ -241,19 +231,12 @@ def _checkpointing(how: str) -> str:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one worker sends in a step.
+    """What one worker sends in a step."""
 
-    Attributes:
-        tensor: Bytes within its tensor-parallel group.
-        stages: Bytes to the pipeline stages before and after it.
-        data: Bytes to other data-parallel workers.
-        data_s: Time of the data-parallel communication, hidden or not, s.
-    """
-
-    tensor: float
-    stages: float
-    data: float
-    data_s: float
+    tensor: float  # bytes within its tensor-parallel group
+    stages: float  # bytes to the pipeline stages before and after it
+    data: float  # bytes to other data-parallel workers
+    data_s: float  # time of the data-parallel communication, hidden or not, s
 
 
 def traffic(candidate: LayoutEstimate) -> Traffic:

@@ -32,8 +32,6 @@ def choose_parallel(config: RunConfig, nodes: int, unsupported: Unsupported) -> 
 
     Args:
         config: A configuration with `parallel.auto`; degrees that are set are kept.
-        nodes: Nodes of the train stage.
-        unsupported: As for `search`.
 
     Returns:
         The configuration with all degrees set and without `auto`; the origins name the planner. A
@@ -84,23 +82,18 @@ def _fixed_training(config: RunConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class FitCheck:
-    """The prediction for a run, with refusals and warnings.
+    """The prediction for a run, with refusals and warnings."""
 
-    Attributes:
-        candidate: The run's own layout. If its micro batch is measured later, the fastest that
-            fits is assumed.
-        chosen: Whether the planner chose the layout.
-        best: The fastest layout on the same nodes with the same training settings; None if it was
-            not searched for or nothing fits.
-        refusals: That the layout does not fit into memory, and what would fit. Empty if the
-            hardware figures are too rough to decide.
-        warnings: That the layout is much slower than the best, or is forced although too large.
-    """
-
+    # The run's own layout. If its micro batch is measured later, the fastest that fits is assumed.
     candidate: LayoutEstimate
-    chosen: bool
+    chosen: bool  # whether the planner chose the layout
+    # The fastest layout on the same nodes with the same training settings; None if it was not
+    # searched for or nothing fits.
     best: LayoutEstimate | None = None
+    # That the layout does not fit into memory, and what would fit. Empty if the hardware figures
+    # are too rough to decide.
     refusals: tuple[str, ...] = ()
+    # That the layout is much slower than the best, or is forced although too large.
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -115,7 +108,6 @@ class FitCheck:
         }
 
     def line(self) -> str:
-        """The layout, its throughput and its memory, in one line."""
         found, memory = self.candidate, self.candidate.memory
         return (
             f"{layout_text(found)}: {_rate_text(found)}, MFU {100 * found.mfu:.0f} %, "
@@ -125,7 +117,6 @@ class FitCheck:
 
     @property
     def rough(self) -> bool:
-        """Whether the hardware's figures are a guess."""
         hardware = self.candidate.config.cluster.hardware
         return hardware is not None and hardware.rough
 
@@ -143,10 +134,7 @@ def check_fit(
 
     Args:
         config: The run's configuration, `parallel.auto` resolved.
-        nodes: Nodes of the train stage, which the mesh fits.
-        unsupported: As for `search`.
         measured: The micro batch that was measured, as for `make_mesh`.
-        chosen: Whether the planner has just chosen the layout.
         force: Whether a layout that does not fit is a warning, not a refusal.
 
     Returns:

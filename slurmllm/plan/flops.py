@@ -24,7 +24,6 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
         return 2 * self.m * self.n * self.k
 
     @property
@@ -102,5 +101,4 @@ def model_flops(model: ModelConfig, sequences: int) -> float:
 
 
 def has_learned_positions(model: ModelConfig) -> bool:
-    """Whether a table of positions is added to the embedding."""
     return FAMILIES[model.family].positions == "learned"

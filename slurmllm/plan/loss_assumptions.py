@@ -58,9 +58,6 @@ def assumed(
     are. The number of workers is ignored.
 
     Args:
-        num_parameters: Of the model.
-        nodes: Of the run.
-        device: What the workers compute on.
         asynchronous: Whether training goes on while a save is written.
     """
     state_bytes, billions = STATE_BYTES * num_parameters, num_parameters / 1e9
@@ -102,10 +99,6 @@ def losses(config: RunConfig, nodes: int, step_s: float, steps: int | None = Non
     """Expected losses of a run to saves, failures and restarts.
 
     Args:
-        config: The run's configuration: sections checkpoint, watchdog and slurm, and the profile's
-            `node_mtbf_hours`.
-        nodes: Number of nodes.
-        step_s: Duration of a step, s.
         steps: Steps of the whole run; None: the recipe's.
 
     Raises:
@@ -144,23 +137,14 @@ def losses(config: RunConfig, nodes: int, step_s: float, steps: int | None = Non
 
 @dataclass(frozen=True)
 class Published:
-    """Published failure counts.
+    """Published failure counts."""
 
-    Attributes:
-        name: Short name.
-        source: The publication.
-        counts: Kind → interruptions.
-        hosts: Hosts of the run.
-        days: Length of the observation.
-        note: How the kinds were distinguished.
-    """
-
-    name: str
-    source: str
-    counts: Mapping[FailureKind, int]
-    hosts: int
-    days: float
-    note: str
+    name: str  # short name
+    source: str  # the publication
+    counts: Mapping[FailureKind, int]  # Kind → interruptions
+    hosts: int  # hosts of the run
+    days: float  # length of the observation
+    note: str  # how the kinds were distinguished
 
     @property
     def node_hours(self) -> float:

@@ -27,17 +27,15 @@ FAILURES: frozenset[EndingClass] = frozenset({"node_failure", "hang", "storage_f
 
 
 def best_interval_s(save_cost_s: float, mtbf_s: float) -> float:
-    """Seconds of training between the end of a save and the begin of the next.
+    """Seconds of training between the end of a save and the begin of the next (Daly).
 
-    Daly's: sqrt(2·δ·M)·[1 + 1/3·sqrt(δ/2M) + 1/9·(δ/2M)] - δ where δ < 2·M, else M. How long a
-    restart takes has no part in it: in Daly's model it multiplies the time of every interval alike.
-
-    Args:
-        save_cost_s: What a save costs the training, δ.
-        mtbf_s: Mean time between failures of the whole run, M; may be infinite.
+    sqrt(2·δ·M)·[1 + 1/3·sqrt(δ/2M) + 1/9·(δ/2M)] - δ if δ < 2·M, else M, for a save of cost δ and a
+    mean time M between failures of the run, which may be infinite. The duration of a restart
+    cancels out: it multiplies the time of every interval alike.
     """
     if save_cost_s < 0 or not mtbf_s > 0:
         raise ValueError(f"save cost {save_cost_s} s must be at least 0, MTBF {mtbf_s} s above 0")
+    # The series of eq. 37 holds only below this.
     if save_cost_s >= 2 * mtbf_s:
         return mtbf_s
     if math.isinf(mtbf_s):
@@ -48,16 +46,10 @@ def best_interval_s(save_cost_s: float, mtbf_s: float) -> float:
 
 
 def mtbf_s(nodes: int, failures: int, node_s: float, node_mtbf_hours: float) -> float:
-    """Mean time between failures of a run on `nodes` nodes, s.
+    """Mean time between failures of a run that has run for `node_s` seconds times nodes, s.
 
-    The profile's figure counts as one failure seen in `node_mtbf_hours`, so that it is all there is
-    at first and what the run sees outweighs it in time.
-
-    Args:
-        nodes: Of the run.
-        failures: That the run has seen.
-        node_s: Seconds that it has run, times nodes.
-        node_mtbf_hours: Mean time between failures of one node by the profile, h.
+    The profile's figure counts as one failure seen in `node_mtbf_hours`: all there is at first, and
+    outweighed in time by the failures of the run.
     """
     per_node_s = (node_mtbf_hours * HOUR_S + node_s) / (1 + failures)
     return per_node_s / nodes
@@ -65,24 +57,16 @@ def mtbf_s(nodes: int, failures: int, node_s: float, node_mtbf_hours: float) -> 
 
 @dataclass(frozen=True)
 class Durations:
-    """Durations of the phases of an attempt, s; several values are a distribution.
+    """Durations of the phases of an attempt, s; several values are a distribution."""
 
-    Attributes:
-        requeue: From the end of an attempt to the start of the next.
-        preflight: Checks of the nodes.
-        cache: Broadcast of the compiled graphs to the nodes.
-        start_up: From the launchers' start to the first step, resume included.
-        first_step: Extra time of the first step.
-        stopping: From the first sign of an end until the attempt is closed.
-        noticing: From a failure to its first sign; empty: depends on the kind of failure.
-    """
-
-    requeue: tuple[float, ...]
-    preflight: tuple[float, ...]
-    cache: tuple[float, ...]
-    start_up: tuple[float, ...]
-    first_step: tuple[float, ...]
+    requeue: tuple[float, ...]  # from the end of an attempt to the start of the next
+    preflight: tuple[float, ...]  # checks of the nodes
+    cache: tuple[float, ...]  # broadcast of the compiled graphs to the nodes
+    start_up: tuple[float, ...]  # from the launchers' start to the first step, resume included
+    first_step: tuple[float, ...]  # extra time of the first step
+    # From the first sign of an end until the attempt is closed.
     stopping: tuple[float, ...] = (5.0,)
+    # From a failure to its first sign; empty: depends on the kind of failure.
     noticing: tuple[float, ...] = ()
 
     def describe(self) -> str:
@@ -94,37 +78,23 @@ class Durations:
 
 @dataclass(frozen=True)
 class SaveCost:
-    """Time that a checkpoint costs.
+    """Time that a checkpoint costs."""
 
-    Attributes:
-        waited_s: Time that training waits, s.
-        total_s: Time until the checkpoint is valid, s; `waited_s` if saving is synchronous.
-    """
-
-    waited_s: float
-    total_s: float
+    waited_s: float  # time that training waits, s
+    total_s: float  # time until the checkpoint is valid, s; `waited_s` if saving is synchronous
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Where the node hours of a run are expected to go.
+    """Where the node hours of a run are expected to go."""
 
-    Attributes:
-        shares: Part → share of the node hours, as `status.utilization` counts them; they
-            add up to 1.
-        goodput: Productive time / wall time, waits for the next allocation included.
-        interval_steps: Steps from one checkpoint to the next.
-        auto_steps: The same with `checkpoint.every_steps: auto`.
-        mtbf_s: Mean time between two failures of the run, s of its allocations.
-        attempt_s: Mean length of an attempt's allocation, s.
-    """
-
+    # Part → share of the node hours, as `status.utilization` counts them; they add up to 1.
     shares: Mapping[TimePart, float]
-    goodput: float
-    interval_steps: int
-    auto_steps: int
-    mtbf_s: float
-    attempt_s: float
+    goodput: float  # productive time / wall time, waits for the next allocation included
+    interval_steps: int  # steps from one checkpoint to the next
+    auto_steps: int  # the same with `checkpoint.every_steps: auto`
+    mtbf_s: float  # mean time between two failures of the run, s of its allocations
+    attempt_s: float  # mean length of an attempt's allocation, s
 
     @property
     def effective(self) -> float:
@@ -134,15 +104,10 @@ class Losses:
 
 @dataclass(frozen=True)
 class DetectionDelay:
-    """Seconds from a failure to its first sign, mean over the kinds of failures.
+    """Seconds from a failure to its first sign, mean over the kinds of failures."""
 
-    Attributes:
-        start_up_s: Before the first step.
-        training_s: In steps and saves.
-    """
-
-    start_up_s: float = REPORTED_S
-    training_s: float = REPORTED_S
+    start_up_s: float = REPORTED_S  # before the first step
+    training_s: float = REPORTED_S  # in steps and saves
 
 
 def auto_steps(step_s: float, save: SaveCost, mtbf_s: float) -> int:
@@ -165,11 +130,6 @@ def expected_losses(
     """Expected losses: the mean over simulations of long runs (tools/benchmarks/month.py).
 
     Args:
-        nodes: Of the run.
-        step_s: A step, s.
-        save: What a checkpoint costs.
-        durations: Of the phases; of several values their mean counts.
-        node_mtbf_hours: Hours between two failures of one node, however it fails.
         every_steps: Between two checkpoints; None: auto, from the true failure rate.
         leaves_s: After which an attempt saves and leaves: the job's time limit less
             `slurm.signal_lead_s`; None: no limit.
@@ -234,7 +194,6 @@ class _Attempt:
         self.leaves_s = max(leaves_s, self.begun_s)  # a step under way is finished
 
     def parts_s(self, noticing: DetectionDelay) -> dict[TimePart, float]:
-        """Mean seconds by part."""
         durations = self.durations
         preflight_s, cache_s = fmean(durations.preflight), fmean(durations.cache)
         begun, leaving = self._alive(self.begun_s), self._alive(self.leaves_s)
@@ -267,6 +226,7 @@ class _Attempt:
         that fail, and those of attempts that leave."""
         wait_s, counts_s = self.cycle_s - self.interval_s, self.saves_s + self.save.total_s
         begun, counted = self._saves(self.saves_s), self._saves(counts_s)
+        # expm1 keeps the digits that 1 - exp(-x) loses for an MTBF of years.
         waits = -math.expm1(-wait_s / self.mtbf_s) * self.mtbf_s
         waited_s = waits * self._sum(self.saves_s, begun)
         kept_s = self.interval_s * self._sum(counts_s, counted)

@@ -29,34 +29,21 @@ _LOGITS_AT_A_TIME = 2**27  # as in model/output.py
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Bytes of one worker.
+    """Bytes of one worker."""
 
-    Attributes:
-        weights: Its share, in the format they are kept in.
-        optimizer: Both moments of its share.
-        gradients: Of its share, from the end of the backward pass to the optimizer's step.
-        whole_weights: What FSDP gathers within a step, of this worker's tensor-parallel share.
-        whole_gradients: What is carried from one micro batch to the next.
-        activations: What the blocks keep for the backward pass, of all micro batches in flight.
-        output: Logits, their gradient and the head's at the loss.
-        block: The largest passing need of one block's backward pass.
-        pipeline: Receive buffers of pipeline stages, one a micro batch each way.
-        ending: What the end of the backward pass adds to the shares: whole gradients of
-            embedding and head, and their copy on its way.
-        passing: The optimizer step's own need.
-    """
-
-    weights: int
-    optimizer: int
-    gradients: int
-    whole_weights: int
-    whole_gradients: int
-    activations: int
-    output: int
-    block: int
-    pipeline: int
+    weights: int  # its share, in the format they are kept in
+    optimizer: int  # both moments of its share
+    gradients: int  # of its share, from the end of the backward pass to the optimizer's step
+    whole_weights: int  # what FSDP gathers within a step, of this worker's tensor-parallel share
+    whole_gradients: int  # what is carried from one micro batch to the next
+    activations: int  # what the blocks keep for the backward pass, of all micro batches in flight
+    output: int  # logits, their gradient and the head's at the loss
+    block: int  # the largest passing need of one block's backward pass
+    pipeline: int  # receive buffers of pipeline stages, one a micro batch each way
+    # What the end of the backward pass adds to the shares: whole gradients of embedding and head,
+    # and their copy on its way.
     ending: int
-    passing: int
+    passing: int  # the optimizer step's own need
 
     def parts(self) -> dict[str, int]:
         """Name → bytes at the fullest moment of the step; they add up to the peak."""
@@ -80,12 +67,10 @@ class WorkerMemory:
 
     @property
     def at_rest(self) -> int:
-        """Between two steps."""
         return self.weights + self.optimizer + self.pipeline
 
     @property
     def peak(self) -> int:
-        """The most within a step."""
         return sum(self.parts().values())
 
 
@@ -102,8 +87,6 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     """What one worker needs.
 
     Args:
-        config: The run's.
-        mesh: Of the run.
         rank: Which worker; the first of a pipeline stage has the largest shares of it.
     """
     train, zero = config.recipe.train, config.recipe.parallel.zero
@@ -139,23 +122,15 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
 
 
 class _ParameterCounts(NamedTuple):
-    """How many numbers of its parameters a worker has.
+    """How many numbers of its parameters a worker has."""
 
-    Attributes:
-        block: Of one block.
-        rest: Outside the blocks.
-        blocks: How many blocks.
-        largest: Of the largest parameter.
-    """
-
-    block: int
+    block: int  # of one block
     rest: int
     blocks: int
-    largest: int
+    largest: int  # of the largest parameter
 
     @property
     def total(self) -> int:
-        """Of all parameters."""
         return self.blocks * self.block + self.rest
 
 

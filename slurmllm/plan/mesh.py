@@ -23,12 +23,6 @@ class Mesh:
 
     Ranks count through tensor first, then data, then pipeline, so that a tensor-parallel group
     is inside a node and pipeline stages are on different nodes.
-
-    Attributes:
-        micro_batch: Sequences in one forward pass of one worker.
-        virtual_pipeline: Chunks of layers that a pipeline stage holds.
-        unmeasured: Whether `train.micro_batch` is `auto` and not measured yet; `micro_batch` is
-            then the smallest possible one.
     """
 
     nodes: int
@@ -37,8 +31,10 @@ class Mesh:
     pipeline: int
     data: int
     global_batch: int
-    micro_batch: int
-    virtual_pipeline: int = 1
+    micro_batch: int  # sequences in one forward pass of one worker
+    virtual_pipeline: int = 1  # chunks of layers that a pipeline stage holds
+    # Whether `train.micro_batch` is `auto` and not measured yet; `micro_batch` is then the smallest
+    # possible one.
     unmeasured: bool = False
 
     @property
@@ -61,7 +57,6 @@ class Mesh:
         return rank // self.tensor % self.data
 
     def pipeline_rank(self, rank: int) -> int:
-        """Which pipeline stage a worker is."""
         return rank // (self.tensor * self.data)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,8 +108,6 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
     """Compute the mesh of a run.
 
     Args:
-        config: The run's configuration.
-        nodes: Nodes of the train stage.
         measured: The measured micro batch, for `train.micro_batch: auto`: the largest possible
             one up to it is used. None: not measured yet.
 
@@ -128,6 +121,7 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
         raise ConfigError(_TITLE, [f"--nodes: {nodes} is less than 1"])
     world, model = nodes * per_node, tensor * pipeline
     if world % model:
+        # For the message only: the first six counts up to about four times the requested one.
         fitting = [n for n in range(1, 4 * nodes + model + 1) if n * per_node % model == 0][:6]
         raise ConfigError(
             _TITLE,
@@ -175,15 +169,12 @@ def save_mesh(mesh: Mesh, plan: Path) -> None:
 
 
 def load_mesh(plan: Path) -> Mesh:
-    """The mesh in a run's plan.json.
-
-    Raises:
-        StorageError: the file cannot be read or holds no mesh.
-    """
+    """The mesh in a run's plan.json; raises StorageError if it is unreadable or damaged."""
     try:
         held = json.loads(plan.read_text(encoding="utf-8"))
         unmeasured = held["micro_batch"] is None
         names = {field.name for field in fields(Mesh)} - {"unmeasured"}
+        # null, a micro batch that is not measured yet, reads as 1; older plans lack later fields.
         values = {name: int(held[name] or 1) for name in names if name in held}
         return Mesh(**values, unmeasured=unmeasured)
     except OSError as error:

@@ -72,8 +72,6 @@ def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int
     """What one worker needs: bytes by part at the step's fullest moment, which add up to the peak.
 
     Args:
-        config: The run's.
-        mesh: Of the run.
         rank: Which worker; all of a pipeline stage need the same.
 
     Returns:
@@ -142,15 +140,10 @@ def _in_flight(mesh: Mesh, stage: int) -> int:
 
 
 class _NeuronShares(NamedTuple):
-    """How many numbers of its parameters a worker has.
+    """How many numbers of its parameters a worker has."""
 
-    Attributes:
-        block: Of one block.
-        total: Of all its blocks, and outside them.
-    """
-
-    block: int
-    total: int
+    block: int  # of one block
+    total: int  # of all its blocks, and outside them
 
 
 @lru_cache(maxsize=4096)
@@ -160,6 +153,7 @@ def _numbers(
     """What a worker of a stage has where ZeRO-1 shares it among so many, padded to equal rows."""
 
     def count(shape: Shape) -> int:
+        # Rounded up: every worker's shard is padded to the same rows.
         return -(-shape[0] // workers) * math.prod(shape[1:])
 
     blocks, outside = _shares(model, tensor)
@@ -181,23 +175,14 @@ def _shares(model: ModelConfig, tensor: int) -> tuple[tuple[Shape, ...], Mapping
 
 
 class _BlockMemory(NamedTuple):
-    """Bytes of one micro batch in one block.
+    """Bytes of one micro batch in one block."""
 
-    Attributes:
-        stream: Its input.
-        norm: What one norm keeps.
-        outside: What the backward pass needs, attention's core aside.
-        core: What it needs of the core, which selective checkpointing computes again.
-        scores: Gradients in the core.
-        widest: Gradients in the feed-forward layer, with inputs and outputs gathered.
-    """
-
-    stream: int
-    norm: int
-    outside: int
-    core: int
-    scores: int
-    widest: int
+    stream: int  # its input
+    norm: int  # what one norm keeps
+    outside: int  # what the backward pass needs, attention's core aside
+    core: int  # what it needs of the core, which selective checkpointing computes again
+    scores: int  # gradients in the core
+    widest: int  # gradients in the feed-forward layer, with inputs and outputs gathered
 
     def kept(self, mode: str) -> int:
         """From the forward to the backward pass."""
@@ -219,9 +204,7 @@ def _block(
     """One block's.
 
     Args:
-        model: The whole model.
         tensor: Workers that share its matrices.
-        micro_batch: Sequences.
         sequence: Whether they share the sequence too.
         size: Bytes of a number that is computed with.
         apart: Whether forward and backward pass are graphs of their own.

@@ -24,7 +24,6 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def parameters(model: ModelConfig) -> int:
-    """How many numbers a model learns."""
     rest = sum(math.prod(shape) for shape in rest_shapes(model).values())
     return model.num_layers * block_parameters(model) + rest
 
@@ -51,7 +50,6 @@ def ends(name: str, model: ModelConfig, pipeline: int) -> set[int]:
 
 @lru_cache(maxsize=256)
 def block_parameters(model: ModelConfig) -> int:
-    """Numbers that one block learns."""
     return sum(math.prod(shape) for shape in block_shapes(model).values())
 
 
@@ -102,15 +100,10 @@ _QKV = "attention.qkv"
 
 
 class Share(NamedTuple):
-    """A worker's part of a parameter.
+    """A worker's part of a parameter."""
 
-    Attributes:
-        dim: The sharded dimension; None if every worker has the whole tensor.
-        pieces: Of that dimension, in their order on the worker.
-    """
-
-    dim: int | None
-    pieces: tuple[slice, ...]
+    dim: int | None  # the sharded dimension; None if every worker has the whole tensor
+    pieces: tuple[slice, ...]  # of that dimension, in their order on the worker
 
     @property
     def size(self) -> int:

@@ -27,19 +27,12 @@ _WHOLE = StrMethodFormatter("{x:,.0f}")
 
 @dataclass(frozen=True)
 class PlanCurve:
-    """One recipe's best layouts.
+    """One recipe's best layouts."""
 
-    Attributes:
-        label: The recipe's name.
-        nodes: Node counts, ascending.
-        tokens_per_s: Throughput of the best layout on each.
-        usd: Dollars to the end of the training on each; None without a price.
-    """
-
-    label: str
-    nodes: Sequence[int]
-    tokens_per_s: Sequence[float]
-    usd: Sequence[float] | None
+    label: str  # the recipe's name
+    nodes: Sequence[int]  # node counts, ascending
+    tokens_per_s: Sequence[float]  # throughput of the best layout on each
+    usd: Sequence[float] | None  # dollars to the end of the training on each; None without a price
 
 
 def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Figure:

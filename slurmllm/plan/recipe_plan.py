@@ -19,32 +19,22 @@ from slurmllm.plan.search import LARGEST, VARIED, SearchResult, Unsupported, sea
 
 @dataclass(frozen=True)
 class RecipeLayout:
-    """The recipe's own layout on a number of nodes.
+    """The recipe's own layout on a number of nodes."""
 
-    Attributes:
-        candidate: Its estimate; None if it is impossible on these nodes.
-        fault: Why it is impossible.
-    """
-
-    candidate: LayoutEstimate | None
-    fault: str = ""
+    candidate: LayoutEstimate | None  # its estimate; None if it is impossible on these nodes
+    fault: str = ""  # why it is impossible
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """All layouts of a recipe on one number of nodes.
-
-    Attributes:
-        search: The result of the search.
-        recipe_layout: The recipe's own layout; None if the recipe leaves it to the planner.
-        fitting: All layouts that fit into memory, the recipe's own included, fastest first.
-        too_large: All that do not, smallest first.
-    """
+    """All layouts of a recipe on one number of nodes."""
 
     search: SearchResult
+    # The recipe's own layout; None if the recipe leaves it to the planner.
     recipe_layout: RecipeLayout | None
+    # All layouts that fit into memory, the recipe's own included, fastest first.
     fitting: tuple[LayoutEstimate, ...]
-    too_large: tuple[LayoutEstimate, ...]
+    too_large: tuple[LayoutEstimate, ...]  # all that do not, smallest first
 
     @property
     def nodes(self) -> int:
@@ -52,7 +42,6 @@ class NodePlan:
 
     @property
     def best(self) -> LayoutEstimate | None:
-        """The fastest layout that fits."""
         return self.fitting[0] if self.fitting else None
 
     def rank(self, candidate: LayoutEstimate) -> int:
@@ -79,17 +68,12 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class TrainingForecast:
-    """Time and cost of the whole training on one layout.
+    """Time and cost of the whole training on one layout."""
 
-    Attributes:
-        cost: Time and dollars to the end; without losses if the end is never reached.
-        losses: Node hours lost to failures, saves and start-ups; None if no progress is possible.
-        fault: Why no progress is possible.
-    """
-
-    cost: Cost
+    cost: Cost  # time and dollars to the end; without losses if the end is never reached
+    # Node hours lost to failures, saves and start-ups; None if no progress is possible.
     losses: Losses | None
-    fault: str = ""
+    fault: str = ""  # why no progress is possible
 
     @property
     def hours(self) -> float | None:
@@ -106,7 +90,6 @@ class Forecaster:
     """Forecasts time, dollars and losses for layouts of one recipe.
 
     Args:
-        config: The recipe's configuration.
         price: Which of the profile's prices to use.
         tokens: Tokens to train on; None: the recipe's own steps.
 
@@ -120,6 +103,7 @@ class Forecaster:
 
     def forecast(self, candidate: LayoutEstimate) -> TrainingForecast:
         price = self.usd_per_node_hour
+        # Without losses: it counts the steps, on which the losses depend.
         ideal = cost(candidate, self.tokens, price)
         try:
             lost = losses(candidate.config, candidate.mesh.nodes, candidate.step.total, ideal.steps)
@@ -138,42 +122,27 @@ class Forecaster:
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A recipe's best layout on a number of nodes.
-
-    Attributes:
-        recipe: Name of the recipe.
-        nodes: Number of nodes.
-        candidate: The best layout; None if nothing fits.
-        forecast: Its forecast; None if nothing fits.
-        efficiency: Throughput per node, relative to that on the fewest nodes that hold the model.
-    """
+    """A recipe's best layout on a number of nodes."""
 
     recipe: str
     nodes: int
-    candidate: LayoutEstimate | None
-    forecast: TrainingForecast | None
+    candidate: LayoutEstimate | None  # the best layout; None if nothing fits
+    forecast: TrainingForecast | None  # its forecast; None if nothing fits
+    # Throughput per node, relative to that on the fewest nodes that hold the model.
     efficiency: float | None
 
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """The plans of one recipe.
-
-    Attributes:
-        config: The recipe's configuration.
-        unsupported: Returns why the backend cannot train a configuration.
-        forecaster: Forecasts time and dollars.
-        node_plans: One for each node count, ascending.
-    """
+    """The plans of one recipe."""
 
     config: RunConfig
-    unsupported: Unsupported
+    unsupported: Unsupported  # returns why the backend cannot train a configuration
     forecaster: Forecaster
-    node_plans: tuple[NodePlan, ...]
+    node_plans: tuple[NodePlan, ...]  # one for each node count, ascending
 
     @property
     def fits(self) -> bool:
-        """Whether any layout fits, on any node count."""
         return any(one.fitting for one in self.node_plans)
 
     @property
@@ -187,7 +156,6 @@ class RecipePlan:
         ]
 
     def points(self) -> list[ScalingPoint]:
-        """The best layout on each node count."""
         fit = [(one.nodes, one.best.seq_per_s) for one in self.node_plans if one.best]
         efficiency = dict(zip((nodes for nodes, _ in fit), scaling(fit), strict=True))
         return [
@@ -244,10 +212,7 @@ def plan_recipe(
     """Plan a recipe on each of several node counts.
 
     Args:
-        config: The recipe's configuration.
         counts: Node counts, ascending.
-        unsupported: Returns why the backend cannot train a configuration.
-        price: Which of the profile's prices to use.
         tokens: Tokens to train on; None: the recipe's own steps.
 
     Raises:
@@ -308,11 +273,7 @@ def fixed_settings(config: RunConfig) -> tuple[str, ...]:
 def most_refused(refused: Mapping[str, int], most: int = 4) -> list[tuple[str, int]]:
     """The most frequent reasons for refused layouts, as (reason, number of layouts).
 
-    Reasons that differ only in numbers are counted together.
-
-    Args:
-        refused: Reason → layouts.
-        most: Maximum number of reasons; the others are summed up in one more.
+    Reasons that differ only in numbers are counted together; those beyond `most` in one more row.
     """
     groups: dict[str, list[tuple[str, int]]] = {}
     for reason, count in refused.items():

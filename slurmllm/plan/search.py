@@ -52,21 +52,13 @@ Unsupported = Callable[[RunConfig], Sequence[str]]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The layouts of a run on a number of nodes.
-
-    Attributes:
-        config: The run's configuration.
-        nodes: Number of nodes.
-        fitting: Layouts that fit into memory, fastest first.
-        too_large: Layouts that do not, smallest first.
-        refused: Reason → number of layouts that were not considered.
-    """
+    """The layouts of a run on a number of nodes."""
 
     config: RunConfig
     nodes: int
-    fitting: tuple[LayoutEstimate, ...]
-    too_large: tuple[LayoutEstimate, ...]
-    refused: Mapping[str, int]
+    fitting: tuple[LayoutEstimate, ...]  # layouts that fit into memory, fastest first
+    too_large: tuple[LayoutEstimate, ...]  # layouts that do not, smallest first
+    refused: Mapping[str, int]  # Reason → number of layouts that were not considered
 
 
 @dataclass(frozen=True)
@@ -87,8 +79,6 @@ def search(
     """Predict all layouts of a run.
 
     Args:
-        config: The run's configuration.
-        nodes: Nodes of the train stage.
         unsupported: Returns why the backend cannot train a configuration
             (`backends/environment.py`).
         fixed: Those of `VARIED` that keep the configuration's value.
@@ -157,7 +147,6 @@ def smallest_nodes(
 def _some_fits(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
 ) -> bool:
-    """Whether the smallest variant of any mesh fits."""
     for layout in _layouts(config, nodes, fixed, smallest=True):
         changed = _with(config, layout)
         if _reason(changed, layout, nodes, unsupported) is None:
@@ -214,7 +203,6 @@ def _tensor_degrees(config: RunConfig, world: int) -> list[int]:
 
 
 def _reason(config: RunConfig, layout: _Layout, nodes: int, unsupported: Unsupported) -> str | None:
-    """Returns why a layout is not considered, or None if it is."""
     world = nodes * config.cluster.devices_per_node
     model = layout.tensor * layout.pipeline
     if world % model:
@@ -242,7 +230,6 @@ def _reason(config: RunConfig, layout: _Layout, nodes: int, unsupported: Unsuppo
 def _micro_batches(
     config: RunConfig, layout: _Layout, nodes: int, fixed: Collection[str]
 ) -> list[int]:
-    """The micro batches to try, smallest first."""
     train = config.recipe.train
     sequences = train.global_batch // _data(config, layout, nodes)
     found = _cuts(sequences, layout.pipeline, layout.virtual_pipeline)
@@ -271,7 +258,6 @@ def _mesh(config: RunConfig, layout: _Layout, nodes: int, micro_batch: int) -> M
 
 
 def _with(config: RunConfig, layout: _Layout) -> RunConfig:
-    """Returns a copy of a configuration with another layout."""
     recipe = config.recipe
     parallel = recipe.parallel.model_copy(
         update={

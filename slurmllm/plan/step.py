@@ -46,31 +46,19 @@ _LOGITS = 4
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step by part; the parts add up to the step.
+    """Seconds of one optimizer step by part; the parts add up to the step."""
 
-    Attributes:
-        compute: Matrix products, attention and elementwise work, forward and backward.
-        recompute: Recomputation of activation checkpointing.
-        tensor: Collectives within the tensor-parallel groups.
-        bubble: Pipeline stages waiting for others.
-        transfer: Activations and their gradients from stage to stage.
-        data: Data-parallel communication that computing does not hide.
-        optimizer: The optimizer's own step.
-        overhead: Launches of operators, and the host.
-    """
-
-    compute: float
-    recompute: float
-    tensor: float
-    bubble: float
-    transfer: float
-    data: float
-    optimizer: float
-    overhead: float
+    compute: float  # matrix products, attention and elementwise work, forward and backward
+    recompute: float  # recomputation of activation checkpointing
+    tensor: float  # collectives within the tensor-parallel groups
+    bubble: float  # pipeline stages waiting for others
+    transfer: float  # activations and their gradients from stage to stage
+    data: float  # data-parallel communication that computing does not hide
+    optimizer: float  # the optimizer's own step
+    overhead: float  # launches of operators, and the host
 
     @property
     def total(self) -> float:
-        """The step, s."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
@@ -80,17 +68,11 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Formats:
-    """Bytes of one number.
+    """Bytes of one number."""
 
-    Attributes:
-        computed: Activations and products.
-        kept: Weights and moments in the optimizer.
-        reduced: Gradients between data-parallel workers.
-    """
-
-    computed: int
-    kept: int
-    reduced: int
+    computed: int  # activations and products
+    kept: int  # weights and moments in the optimizer
+    reduced: int  # gradients between data-parallel workers
 
 
 def formats(config: RunConfig) -> Formats:
@@ -113,18 +95,11 @@ def peak_flops(config: RunConfig) -> float:
 
 
 def step_time(config: RunConfig, mesh: Mesh) -> StepTime:
-    """Predict one optimizer step.
-
-    Args:
-        config: The configuration of the mesh, on a cluster with hardware figures.
-        mesh: Degrees and batch arithmetic.
-    """
+    """Predict one optimizer step."""
     return _Step(config, mesh).time()
 
 
 class _Step:
-    """One step of a run, on one mesh."""
-
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         hardware = config.cluster.hardware
         assert hardware is not None, "the planner needs cluster.hardware"
@@ -175,7 +150,6 @@ class _Step:
         )
 
     def _forward_s(self) -> float:
-        """One block and micro batch."""
         mesh, parallel = self.mesh, self.recipe.parallel
         products = block_products(self.model, self.tokens, mesh.tensor)
         elements = block_elements(self.model, self.tokens, mesh.tensor, parallel.sequence)
@@ -240,6 +214,7 @@ class _Step:
             weights = gather_s(numbers * self.formats.computed, members, self.hardware)
             gradients = gather_s(numbers * self.formats.reduced, members, self.hardware)
             total = gathers * weights + scatters * gradients
+        # Communication cannot be hidden for longer than the worker computes.
         return total - min(total * self.hardware.overlap, computing)
 
 
@@ -248,10 +223,8 @@ def product_s(product: Product, peak: float, width: int, hardware: Hardware) -> 
     """Duration of a matrix product on one device, s: of its work or its memory traffic.
 
     Args:
-        product: Its sizes.
         peak: Peak FLOP/s of the device.
         width: Bytes of a number.
-        hardware: Its efficiencies and bandwidth.
     """
     filled = product.smallest / (product.smallest + hardware.matrix_half)
     work = product.flops / (peak * hardware.matrix_efficiency * filled)

@@ -18,16 +18,9 @@ MOST_TASKS = 1000
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Options of a submission; None leaves a choice to Slurm.
+    """Options of a submission; None leaves a choice to Slurm."""
 
-    Attributes:
-        time: Time limit of a job: minutes, H:MM:SS or D-HH:MM:SS.
-        partition: Slurm partition.
-        account: Slurm account.
-        qos: Slurm quality of service.
-    """
-
-    time: str = "60"
+    time: str = "60"  # time limit of a job: minutes, H:MM:SS or D-HH:MM:SS
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -35,15 +28,10 @@ class SlurmOptions:
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of one job of an array.
+    """Resources of one job of an array."""
 
-    Attributes:
-        cpus: Number of CPUs; None leaves it to Slurm.
-        gpus: Number of GPUs; None requests none.
-    """
-
-    cpus: int | None = None
-    gpus: int | None = None
+    cpus: int | None = None  # number of CPUs; None leaves it to Slurm
+    gpus: int | None = None  # number of GPUs; None requests none
 
 
 def submit_array(
@@ -64,10 +52,7 @@ def submit_array(
         function: A function that the nodes can import.
         arguments: Arguments of each call, at most `MOST_TASKS`.
         logs: Folder for submitit's files, on a file system that the nodes share.
-        name: Name of the jobs.
         at_once: Maximum number of jobs that run simultaneously.
-        options: Options of the submission.
-        resources: Resources of each job.
         what: Description of the jobs, for the error message.
         instead: The alternative to Slurm, for the error message.
 

@@ -57,7 +57,6 @@ class QueuedJob:
 
     @property
     def active(self) -> bool:
-        """Whether the job is pending or running."""
         return self.state in ACTIVE_STATES
 
 
@@ -77,25 +76,15 @@ class AccountingRow:
 
 @dataclass(frozen=True)
 class PartitionNode:
-    """A node of a partition.
-
-    Attributes:
-        partition: The partition's name.
-        default: Whether it is the default partition.
-        up: Whether the partition is up.
-        name: The node's name.
-        state: Lower case, with Slurm's suffix (`*` not responding, `~` powered down).
-        cpus: As Slurm counts them.
-        gres: Generic resources, such as `gpu:a100:8`; may be empty.
-    """
+    """A node of a partition."""
 
     partition: str
-    default: bool
-    up: bool
+    default: bool  # whether it is the default partition
+    up: bool  # whether the partition is up
     name: str
-    state: str
+    state: str  # lower case, with Slurm's suffix (`*` not responding, `~` powered down)
     cpus: int
-    gres: str = ""
+    gres: str = ""  # generic resources, such as `gpu:a100:8`; may be empty
 
 
 def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
@@ -120,10 +109,7 @@ class SlurmClient(ABC):
 
     @abstractmethod
     def submit(self, script: Path, after_ok: str | None = None) -> str:
-        """Submit a batch script, which runs after the success of job `after_ok` if given.
-
-        Returns:
-            The job id.
+        """Submit a batch script, after the success of job `after_ok` if given; returns the job id.
 
         Raises:
             SlurmError: sbatch is missing or refused; the message contains its output.
@@ -143,11 +129,7 @@ class SlurmClient(ABC):
 
     @abstractmethod
     def restarts(self, job_id: str) -> int:
-        """How often a job was requeued.
-
-        Raises:
-            SlurmError: the job is unknown, or slurmctld is unreachable.
-        """
+        """How often a job was requeued; raises SlurmError if the job is unknown."""
 
     @abstractmethod
     def cancel(self, job_ids: Sequence[str]) -> None:
@@ -175,11 +157,7 @@ class SlurmClient(ABC):
 
     @abstractmethod
     def drain(self, node: str, reason: str) -> None:
-        """Drain a node.
-
-        Raises:
-            SlurmError: permission denied, or no such node.
-        """
+        """Drain a node; raises SlurmError if permission is denied or the node is unknown."""
 
     @abstractmethod
     def hostnames(self, nodelist: str) -> list[str]:
@@ -195,19 +173,11 @@ class SlurmClient(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, str]:
-        """The active configuration: slurm.conf's keys and `SLURM_VERSION`.
-
-        Raises:
-            SlurmError: slurmctld is unreachable.
-        """
+        """slurm.conf's keys and `SLURM_VERSION`; raises SlurmError if slurmctld is unreachable."""
 
     @abstractmethod
     def check_accounting(self) -> None:
-        """Query the accounting database.
-
-        Raises:
-            SlurmError: there is none, or it is unreachable.
-        """
+        """Query the accounting database; raises SlurmError if none is reachable."""
 
     @abstractmethod
     def partition_nodes(self) -> list[PartitionNode]:
@@ -326,9 +296,7 @@ def _run(
     """Run a Slurm command and return its standard output.
 
     Args:
-        command: The command.
         through_sigterm: Whether it survives the end of the job that it is called from.
-        timeout_s: Seconds until it counts as failed.
 
     Raises:
         SlurmError: the command is missing, timed out or failed; contains its error message.

@@ -29,12 +29,10 @@ from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS
 
 
 def read_jobs(run: RunDir) -> JobsRecord:
-    """All submissions of a run so far."""
     return JobsRecord.load(run.jobs) if run.jobs.is_file() else JobsRecord()
 
 
 def record_submission(run: RunDir, submission: Submission) -> None:
-    """Append a submission to jobs.json."""
     JobsRecord(submissions=(*read_jobs(run).submissions, submission)).save(run.jobs)
 
 
@@ -83,6 +81,7 @@ def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Sub
                 if before.submissions:
                     before.save(run.jobs)
                 else:
+                    # `remove_unsubmitted` keeps every run that has a record.
                     run.jobs.unlink(missing_ok=True)
             if prepared.is_new:
                 remove_unsubmitted(run)
@@ -94,11 +93,7 @@ def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Sub
 
 
 def run_locally(prepared: PreparedRun, quiet: bool = False) -> int:
-    """Run the stages on this machine, each after the success of the one before.
-
-    Returns:
-        0, or the exit code of the stage that stopped; 130 after Ctrl-C.
-    """
+    """Run the stages in order; returns 0, the exit code of the failed stage, or 130 for Ctrl-C."""
     config, nodes, stages = prepared.config, prepared.mesh.nodes, prepared.stages
     local = _submission(prepared, local=True, pid=os.getpid(), host=socket.gethostname())
     record_submission(prepared.run, local)
@@ -107,6 +102,7 @@ def run_locally(prepared: PreparedRun, quiet: bool = False) -> int:
         job = LocalJob(
             prepared.run, stage, precompile_nodes if stage == "precompile" else nodes, quiet
         )
+        # Handlers belong to the process: restored after each stage, also if it raises.
         previous = {n: signal.signal(n, job.on_interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             code = job.run_to_end()
@@ -141,6 +137,7 @@ class LocalJob:
         self.interrupts += 1
         if self.process is not None and self.process.poll() is None:
             kill = self.interrupts > 1
+            # SIGUSR1 is what Slurm sends ahead of the time limit: save and exit.
             self.process.send_signal(signal.SIGKILL if kill else signal.SIGUSR1)
 
     def _run_once(self) -> int:
@@ -162,6 +159,7 @@ class LocalJob:
         reader = threading.Thread(target=self._copy, args=(self.process.stdout,), daemon=True)
         reader.start()
         code = self.process.wait()
+        # A process that outlives the script may keep the pipe open.
         reader.join(timeout=10)
         return code
 

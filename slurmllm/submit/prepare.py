@@ -31,65 +31,42 @@ STDLIB = "stdlib"  # the built-in corpus and its tokenizer
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run to prepare.
-
-    Attributes:
-        config: The resolved configuration.
-        nodes: Nodes of the train stage.
-        root: The folder of all runs.
-        run: The run to resume; None for a new one.
-        name: Name of a new run; None: the recipe's name with the next free number.
-        local: Whether the nodes are launchers on this machine.
-        precompile: `always` compiles the graphs again whatever exists.
-        force: Whether a run that is predicted not to fit is a warning instead of an error.
-        dry_run: Whether to write nothing; faults that would refuse the run are then returned in
-            `PreparedRun.refusals`.
-        check_layout: Whether to compare the layout with the planner's.
-        check_weights: Whether to check `train.init_from`.
-        exclude: Nodes to exclude, in addition to `slurm.exclude`.
-    """
+    """A run to prepare."""
 
     config: RunConfig
-    nodes: int
+    nodes: int  # nodes of the train stage
     root: Path
-    run: RunDir | None = None
-    name: str | None = None
-    local: bool = False
-    precompile: Precompile = "auto"
+    run: RunDir | None = None  # the run to resume; None for a new one
+    name: str | None = None  # name of a new run; None: the recipe's name with the next free number
+    local: bool = False  # whether the nodes are launchers on this machine
+    precompile: Precompile = "auto"  # `always` compiles the graphs again whatever exists
+    # Whether a run that is predicted not to fit is a warning instead of an error.
     force: bool = False
+    # Whether to write nothing; faults that would refuse the run are then returned in
+    # `PreparedRun.refusals`.
     dry_run: bool = False
-    check_layout: bool = True
-    check_weights: bool = True
-    exclude: Sequence[str] = ()
+    check_layout: bool = True  # whether to compare the layout with the planner's
+    check_weights: bool = True  # whether to check `train.init_from`
+    exclude: Sequence[str] = ()  # nodes to exclude, in addition to `slurm.exclude`
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that can be launched.
+    """A run that can be launched."""
 
-    Attributes:
-        config: The configuration with layout and inputs resolved.
-        mesh: Its mesh.
-        run: Its directory.
-        scripts: Text of each stage's batch script.
-        fit: The planner's prediction; None without hardware figures, or if not asked for.
-        refusals: Reasons why the run cannot be trained; only after a dry run.
-        graphs_from: Name of the run whose compiled graphs are used; None: precompile first.
-        is_new: Whether `prepare` created the directory.
-    """
-
-    config: RunConfig
+    config: RunConfig  # the configuration with layout and inputs resolved
     mesh: Mesh
     run: RunDir
-    scripts: dict[Stage, str]
+    scripts: dict[Stage, str]  # text of each stage's batch script
+    # The planner's prediction; None without hardware figures, or if not asked for.
     fit: FitCheck | None = None
-    refusals: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()  # reasons why the run cannot be trained; only after a dry run
+    # Name of the run whose compiled graphs are used; None: precompile first.
     graphs_from: str | None = None
-    is_new: bool = False
+    is_new: bool = False  # whether `prepare` created the directory
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages to run."""
         return ("train",) if self.graphs_from is not None else ("precompile", "train")
 
 
@@ -151,6 +128,7 @@ def prepare(request: RunRequest) -> PreparedRun:
     if request.run is None:
         run = claim_run(root, request.name, config.recipe.name)
     try:
+        # After the claim: an adopted archive's manifest is stored in the run's directory.
         graphs_from = _find_graphs(request, config, run)
         prepared = replace(
             # Again: the scripts name the claimed directory, and an adopted archive may have brought
@@ -171,12 +149,9 @@ def prepare(request: RunRequest) -> PreparedRun:
 def render_run(
     config: RunConfig, nodes: int, run: RunDir, exclude: Sequence[str] = ()
 ) -> PreparedRun:
-    """Compute the mesh and the scripts; writes nothing.
+    """Compute mesh and scripts, with `parallel.auto` resolved; writes nothing.
 
     Args:
-        config: The configuration, `parallel.auto` resolved.
-        nodes: Nodes of the train stage.
-        run: The run's directory, which need not exist.
         exclude: Nodes to exclude, in addition to `slurm.exclude`. The configuration does not keep
             them: they are excluded for a time only.
 
@@ -194,7 +169,6 @@ def render_run(
 
 
 def write_run(prepared: PreparedRun) -> None:
-    """Write configuration, plan and scripts into the run directory."""
     run = prepared.run
     write_atomic(run.config, prepared.config.to_yaml())
     save_mesh(prepared.mesh, run.plan)
@@ -207,7 +181,6 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     """Make corpus and tokenizer absolute paths and check them.
 
     Args:
-        config: The resolved configuration.
         root: The folder of all runs; built-in data is stored in its `.data`.
         build: Whether to build `stdlib` if it is missing. Without it, a configuration that names
             no corpus, or `stdlib`, is returned as it is.
@@ -327,13 +300,9 @@ def remove_unsubmitted(run: RunDir) -> None:
 
 
 def _find_graphs(request: RunRequest, config: RunConfig, run: RunDir) -> str | None:
-    """Find the compiled graphs of a run; adopts another run's archive if that has all of them.
+    """Name of the run that compiled all graphs of this one; None if the precompile stage must run.
 
-    Returns:
-        Name of the run that compiled them; None if the precompile stage must run.
-
-    Raises:
-        StorageError: the shared file system fails.
+    Another run's archive is adopted if it is complete. Raises StorageError.
     """
     if request.precompile == "always":
         reuse.forget(run)

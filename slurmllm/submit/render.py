@@ -24,10 +24,7 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
     """The text of one stage's batch script.
 
     Args:
-        stage: `precompile` or `train`.
-        config: The resolved configuration.
         run: The run's directory, absolute, on the shared file system.
-        nodes: Nodes of the train stage.
         python: The interpreter that the job uses, absolute.
 
     Raises:
@@ -50,6 +47,7 @@ def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> lis
     options: list[tuple[str, str | None]] = [
         ("job-name", f"{run.name}-{stage}"),
         ("nodes", str(nodes)),
+        # One launcher a node, which starts the workers.
         ("ntasks-per-node", "1"),
         ("time", slurm.time if stage == "train" else slurm.precompile_time),
         ("partition", slurm.partition or cluster.partition),
@@ -59,15 +57,18 @@ def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> lis
         ("exclude", slurm.exclude),
         # Slurm expands %-patterns in file names; ours holds none.
         ("output", str(run.stage_log(stage)).replace("%", "%%")),
+        # The default may truncate the log of the attempt before a requeue.
         ("open-mode", "append"),
     ]
     if stage == "train":
+        # B: only to the batch shell, which does not get the signal without it.
         options.append(("signal", f"B:USR1@{slurm.signal_lead_s}"))
     directives = [
         f"--{name}={_quoted(name, value)}" for name, value in options if value is not None
     ]
     directives += ["--exclusive"] if cluster.exclusive else []
     directives += ["--requeue"]  # Slurm itself requeues too, when a node of the job dies
+    # Else a train job whose precompile job failed is pending for ever.
     directives += ["--kill-on-invalid-dep=yes"] if stage == "train" else []
     return directives + list(cluster.directives)
 
