@@ -1,4 +1,4 @@
-"""The command line: one file a verb.
+"""The command line: one file per verb.
 
 A file imports click alone at its top and its stage inside the verb, so that `slurmllm --help`
 is immediate and the login node never loads torch.

@@ -54,14 +54,14 @@ dtype = click.option(
     default="source",
     show_default=True,
     callback=_torch_dtype,
-    help="Type of the weights to write; source keeps each tensor's own.",
+    help="Type of the weights to write; source keeps the stored dtype.",
 )
 shard_size = click.option(
     "--shard-size",
     default="5GB",
     show_default=True,
     callback=_parse_size,
-    help="Largest file of weights; about as much memory is needed.",
+    help="Maximum size of a weight file; peak memory is similar.",
 )
 
 
@@ -213,7 +213,7 @@ def import_(
     "tokenizer_file",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="A tokenizer.json.  [default: the run's, or the one that was imported]",
+    help="A tokenizer.json.  [default: the run's or the imported one]",
 )
 @options.runs_dir
 @options.as_json
@@ -229,8 +229,8 @@ def export(
 ) -> None:
     """Export a checkpoint as a Hugging Face model folder.
 
-    CKPT is a checkpoint folder, a run's or an imported one; with --run a step, or latest: the
-    newest that verifies. AutoModelForCausalLM and AutoTokenizer load the result.
+    CKPT is a checkpoint folder. With --run it is a step, or latest (the newest checkpoint that
+    verifies). AutoModelForCausalLM and AutoTokenizer load the result.
     """
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.exporting import plan_export, run_export
@@ -283,12 +283,13 @@ def export(
 @click.option(
     "--zero/--no-zero",
     default=None,
-    help="nxd: shard the optimizer's state over them (ZeRO-1).  [default: the run's, else zero]",
+    help="nxd: shard the optimizer state over data-parallel workers (ZeRO-1).  "
+    "[default: the run's, else zero]",
 )
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "bf16_mixed", "bf16_sr", "bf16"]),
-    help="Precision of the run that is to read it.  [default: of the one that wrote it]",
+    help="Precision of the run that will read it.  [default: that of the run that wrote it]",
 )
 @options.runs_dir
 @options.as_json
@@ -304,9 +305,9 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another backend's format: weights, optimizer state and position.
 
-    CKPT is a checkpoint folder, a run's or an imported one; with --run a step, or latest. Needs
-    neither a cluster nor the backends. A run reads checkpoints of both formats on any mesh; the
-    result is for other programs: NxD loads it by nxd.load_checkpoint(DIR, tag="nxd").
+    CKPT is a checkpoint folder. With --run it is a step, or latest (the newest checkpoint that
+    verifies). Needs neither a cluster nor the backends. A run reads checkpoints of both formats on
+    any mesh; the result is for other programs: NxD loads it by nxd.load_checkpoint(DIR, tag="nxd").
     """
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.converting import mesh_of_run, plan_conversion, run_conversion

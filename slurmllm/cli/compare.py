@@ -38,7 +38,8 @@ _OTHER_METRICS = ("param_norm", "lr", "val_loss")
     "seeds",
     multiple=True,
     metavar="RUN",
-    help="Another seed of A; repeatable. The spread of all seeds is then the tolerance.",
+    help="Run of the same recipe with another seed; the spread over seeds becomes the tolerance. "
+    "Repeatable.",
 )
 @click.option(
     "--by",
@@ -51,7 +52,9 @@ _OTHER_METRICS = ("param_norm", "lr", "val_loss")
 @options.from_step
 @options.to_step
 @click.option(
-    "--plot", metavar="FILE.png", help="Picture.  [default: <run A>/reports/compare-<A>-<B>.png]"
+    "--plot",
+    metavar="FILE.png",
+    help="Write a plot to FILE.png.  [default: <run A>/reports/compare-<A>-<B>.png]",
 )
 @options.no_plot
 @options.runs_dir
@@ -80,8 +83,8 @@ def compare(
     A, B … are run names or directories, or logs of other frameworks: TensorBoard event files or
     folders of them, JSON lines, CSV, text.
 
-    Exit codes: 0 all runs match A; 1 a run differs; 2 invalid input; 4 the picture of --plot
-    cannot be written.
+    Exit codes: 0 all runs match A; 1 a run differs; 2 invalid input; 4 the plot of --plot cannot
+    be written.
     """
     from slurmllm.errors import EXIT_NEGATIVE, UserError
 
@@ -217,7 +220,7 @@ def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
 
 
 def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """A row a metric, in the order of the headings; those that decide the verdict first."""
+    """One row per metric, in the order of the headings; those that decide the verdict first."""
     from slurmllm.compare.comparison import format_figure
 
     def shown(value: float | None) -> str:

@@ -32,7 +32,7 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--files-from",
             metavar="LIST",
-            help="Read the files named in LIST, one a line, after INPUT; - is standard input.",
+            help="Read the files named in LIST, one per line, after INPUT; - is standard input.",
         ),
         click.option(
             "--format",
@@ -47,8 +47,8 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(["paragraph", "document", "line"]),
             default="paragraph",
             show_default=True,
-            help="The document of a text file: the lines between blank ones, the whole file, or "
-            "a line.",
+            help="What counts as a document in a text file: the lines between blank lines, the "
+            "entire file, or a line.",
         ),
         click.option(
             "--text-key",
@@ -60,7 +60,7 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--skip-bad", is_flag=True, help="Skip and count unreadable input instead of failing."
         ),
         click.option("--overwrite", is_flag=True, help="Replace --out if it exists."),
-        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -112,7 +112,7 @@ data.add_command(inspect)
     "tokenizer",
     metavar="TOKENIZER",
     type=click.Path(path_type=Path),
-    help="Write token ids of this tokenizer.json for Megatron, --out.bin and --out.idx.",
+    help="Write token ids of this tokenizer.json for Megatron: <out>.bin and <out>.idx.",
 )
 @click.option(
     "--dtype",
@@ -123,15 +123,16 @@ data.add_command(inspect)
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of reading processes, or of Slurm jobs at a time.  "
-    f"[default: one per CPU, at most {_DEFAULT_WORKERS} without --tokenize; {_DEFAULT_JOBS} jobs]",
+    help="Number of reading processes, or of concurrent Slurm jobs with --slurm.  "
+    "[default: one per CPU, without --tokenize at most "
+    f"{_DEFAULT_WORKERS}; with --slurm {_DEFAULT_JOBS}]",
 )
-@click.option("--slurm", is_flag=True, help="Read in Slurm jobs instead of processes here.")
+@click.option("--slurm", is_flag=True, help="Read the inputs in Slurm jobs.")
 @click.option("--partition", help="Slurm partition.")
 @click.option("--account", help="Slurm account.")
 @click.option("--qos", help="Slurm quality of service.")
 @click.option(
-    "--time", help="Time limit of a Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 60]"
+    "--time", help="Time limit of each Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 60]"
 )
 @click.option(
     "--out",

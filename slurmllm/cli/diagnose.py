@@ -168,7 +168,7 @@ def _status(record: NodeHealth) -> str:
 @click.option("--backend", required=True)
 @click.option("--marker-file", type=click.Path(path_type=Path), required=True)
 def check_node(profile: str, backend: str, marker_file: Path) -> None:
-    """Check this node and report a line a finding (called through srun)."""
+    """Check this node and report one line per finding (called through srun)."""
     import os
     import socket
 

@@ -28,13 +28,13 @@ _HEADINGS = (
 )  # fmt: skip
 @click.option(
     "--steps", type=int,
-    help="Steps of each copy, with three checkpoints.  [default: by the run's pace]",
+    help="Steps of each copy, which saves three checkpoints.  [default: from the run's step time]",
 )  # fmt: skip
 @click.option("--nodes", type=int, help="Nodes of each copy.  [default: as the run]")
-@click.option("--local", is_flag=True, help="On this machine, without Slurm.")
+@click.option("--local", is_flag=True, help="Run the copies on this machine, without Slurm.")
 @click.option(
     "--seed", type=int, default=0, show_default=True,
-    help="Decides steps and victims of the faults.",
+    help="Random seed for the step and worker of each fault.",
 )  # fmt: skip
 @click.option("--keep", is_flag=True, help="Keep the copies; those that failed are always kept.")
 @click.option(
@@ -61,7 +61,7 @@ def drill(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Test that RUN recovers exactly from failures, by faults injected into short copies of it.
+    """Test that RUN recovers exactly from failures, by injecting faults into short copies of it.
 
     The copies are runs in the same folder, with RUN's configuration and number of nodes, one after
     the other; their curves must be bit-identical to that of a copy without a fault. RUN itself is

@@ -32,22 +32,24 @@ _DEFAULT_JOBS = 16
 )  # fmt: skip
 @click.option(
     "--checkpoint", "steps", multiple=True, metavar="STEP|latest|all",
-    help="Which checkpoints; repeatable.  [default: latest]",
+    help="Checkpoints to evaluate; repeatable.  [default: latest]",
 )  # fmt: skip
 @click.option(
-    "--limit", type=click.IntRange(min=1), help="Maximum questions (sequences) of a task."
+    "--limit",
+    type=click.IntRange(min=1),
+    help="Maximum number of questions (or sequences) per task.",
 )
 @click.option("--shots", type=click.IntRange(min=0), help="Examples before each question.")
 @click.option(
     "--batch-size", type=click.IntRange(min=1),
-    help="Sequences in a batch.  [default: 1 on a CPU, as many as fit on a CUDA device]",
+    help="Sequences per batch.  [default: 1 on a CPU, as many as fit on a CUDA device]",
 )  # fmt: skip
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
 )
 @click.option(
     "--jobs", type=click.IntRange(min=1), metavar="N",
-    help=f"Checkpoints at the same time.  [default: 1; {_DEFAULT_JOBS} with --slurm]",
+    help=f"Checkpoints evaluated in parallel.  [default: 1; {_DEFAULT_JOBS} with --slurm]",
 )  # fmt: skip
 @click.option(
     "--slurm", is_flag=True, help="Run in a Slurm array instead of processes on this machine."
@@ -56,13 +58,13 @@ _DEFAULT_JOBS = 16
 @click.option("--account", help="Slurm account.")
 @click.option("--qos", help="Slurm quality of service.")
 @click.option(
-    "--time", help="Time limit of a job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 24:00:00]"
+    "--time", help="Time limit of each job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 24:00:00]"
 )
-@click.option("--cpus", type=click.IntRange(min=1), metavar="N", help="CPUs of a Slurm job.")
-@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of a Slurm job.")
+@click.option("--cpus", type=click.IntRange(min=1), metavar="N", help="CPUs per Slurm job.")
+@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs per Slurm job.")
 @click.option(
     "--validation-corpus", type=click.Path(path_type=Path), metavar="FILE",
-    help="Text, JSON lines or a corpus for the task validation, instead of the held-out documents.",
+    help="Text, JSON lines or a corpus for --task validation, instead of the held-out documents.",
 )  # fmt: skip
 @click.option(
     "--tokenizer", type=click.Path(path_type=Path), metavar="FILE",
@@ -76,11 +78,11 @@ _DEFAULT_JOBS = 16
     "--allow-code-execution", "allow_code", is_flag=True,
     help="Allow tasks to run programs that the model writes, as your user, without a sandbox.",
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="Evaluate again what is cached.")
+@click.option("--force", is_flag=True, help="Evaluate cached scores again.")
 @click.option("--fetch", "fetching", is_flag=True, help="Only download the tasks' questions.")
 @click.option(
     "--plot", metavar="FILE.png",
-    help="Picture.  [default: <run>/reports/evaluation-<suite>.png]",
+    help="Write a plot to FILE.png.  [default: <run>/reports/evaluation-<suite>.png]",
 )  # fmt: skip
 @options.no_plot
 @options.runs_dir

@@ -1,4 +1,4 @@
-"""The verbs that the job scripts call: supervise, launch (a process a node), worker."""
+"""The verbs that the job scripts call: supervise, launch (one process per node), worker."""
 
 from __future__ import annotations
 

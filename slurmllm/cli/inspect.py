@@ -183,7 +183,7 @@ def _print_report(report: CorpusReport) -> None:
     for bucket in at.histogram:
         bar = "█" * round(_BAR * bucket.share / most)
         rows.append((f"{bucket.least:,}-{bucket.below - 1:,}", f"{bucket.share:.1%}", bar))
-    print_table(("tokens a document", "share", ""), rows)
+    print_table(("tokens per document", "share", ""), rows)
 
 
 def _print_sequence(sequence: PackedSequence) -> None:

@@ -49,7 +49,7 @@ to_step = click.option(
     "--to-step", type=click.IntRange(min=0), callback=_after_from_step,
     help="Last step to read, inclusive.  [default: the last]",
 )  # fmt: skip
-no_plot = click.option("--no-plot", is_flag=True, help="Do not draw a picture.")
+no_plot = click.option("--no-plot", is_flag=True, help="Do not write a plot.")
 
 
 def check_picture(plot: str | None, no_plot: bool = False) -> None:

@@ -38,7 +38,7 @@ def _job_options(verb: F) -> F:
 
 @click.command()
 @click.argument("recipes", nargs=-1, metavar="[RECIPE…]")
-@click.option("--nodes", metavar="N[,N…]", help="Node counts; several give a row each.")
+@click.option("--nodes", metavar="N[,N…]", help="Node counts; several give one row per count.")
 @options.cluster
 @options.set_value
 @click.option(
@@ -46,17 +46,19 @@ def _job_options(verb: F) -> F:
 )
 @click.option(
     "--price", type=click.Choice(["on_demand", "reserved"]), default="on_demand",
-    show_default=True, help="Which of the profile's prices counts.",
+    show_default=True, help="Price of the cluster profile to use.",
 )  # fmt: skip
 @click.option(
     "--top", type=click.IntRange(min=1), help=f"Layouts to show.  [default: {_TOP}; JSON: all]"
 )
 @click.option("--explain", is_flag=True, help="Explain why the best layout is the best.")
-@click.option("--plot", metavar="FILE.png", help="Picture: throughput, dollars, memory.")
+@click.option(
+    "--plot", metavar="FILE.png", help="Write a plot to FILE.png: throughput, cost and memory."
+)
 @click.option(
     "--against", metavar="RUN", help="Compare the prediction with the measurements of RUN."
 )
-@click.option("--calibrate", is_flag=True, help="Measure the nodes' figures for a profile.")
+@click.option("--calibrate", is_flag=True, help="Measure hardware parameters for a profile.")
 @click.option("--local", is_flag=True, help="With --calibrate: this machine, without Slurm.")
 @click.option("--out", metavar="FILE.yaml", help="With --calibrate: the profile to write.")
 @_job_options
@@ -81,14 +83,14 @@ def plan(
     as_json: bool,
     **job: str | None,
 ) -> None:
-    """Predict the layouts of RECIPE… on N nodes: memory, step time, throughput, cost.
+    """Rank parallel layouts of each recipe by predicted memory, step time, throughput and cost.
 
     \b
     slurmllm plan llama2_70b --nodes 64                      rank the layouts
     slurmllm plan neox_20b --nodes 4,8,16 --price reserved   scaling and cost
     slurmllm plan gpt3_125m gpt3_1.3b --nodes 1,4 --tokens 20B
     slurmllm plan --against RUN                              compare with a run
-    slurmllm plan --calibrate --local --out mine.yaml        measure a profile's figures
+    slurmllm plan --calibrate --local --out mine.yaml        measure hardware parameters
 
     The search varies tensor, pipeline, micro batch, sequence parallelism, activation checkpointing
     and ZeRO; --set fixes a value.

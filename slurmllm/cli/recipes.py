@@ -1,4 +1,4 @@
-"""`slurmllm recipes [NAME]`: list the recipes, or show one resolved."""
+"""`slurmllm recipes [NAME]`: list the recipes, or show a resolved configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def recipes(
     name: str | None, explain: bool, cluster: str | None, overrides: tuple[str, ...], as_json: bool
 ) -> None:
-    """List the recipes; with NAME, show one resolved.
+    """List the recipes, or show the resolved configuration of NAME.
 
     NAME is a shipped recipe or a .yaml file. --explain adds each value's source: file and line,
     --set, or the built-in default.
@@ -54,8 +54,8 @@ def _list(as_json: bool) -> None:
         (recipe.name, _rounded(count), recipe.description, recipe.default_cluster)
         for recipe, count in found
     )
-    headings = ("recipe", "parameters", "what it is", "default cluster")
-    print_table(headings, table, fold="what it is")
+    headings = ("recipe", "parameters", "description", "default cluster")
+    print_table(headings, table, fold="description")
 
 
 def _rounded(count: int) -> str:

@@ -23,19 +23,23 @@ if TYPE_CHECKING:
     "--price",
     metavar="USD",
     default="on_demand",
-    help="Dollars for a node hour, or on_demand or reserved of the cluster profile.  "
+    help="Dollars per node hour, or a price of the cluster profile: on_demand or reserved.  "
     "[default: on_demand]",
 )
 @click.option(
     "--out",
     metavar="FILE.html",
-    help="The HTML page; the Markdown is written next to it.  "
+    help="The HTML page; the Markdown version is written next to it.  "
     "[default: <first run>/reports/report.html]",
 )
-@click.option("--no-html", is_flag=True, help="Write only the Markdown.")
+@click.option("--no-html", is_flag=True, help="Write only the Markdown version.")
 @click.option("--no-files", is_flag=True, help="Write no files; only print the tables.")
 @options.tags
-@click.option("--plot", metavar="FILE.png", help="Draw a stacked bar of node hours per run.")
+@click.option(
+    "--plot",
+    metavar="FILE.png",
+    help="Write a plot to FILE.png: a stacked bar of node hours per run.",
+)
 @options.runs_dir
 @options.as_json
 def report(
@@ -52,13 +56,12 @@ def report(
 ) -> None:
     """Report curves, throughput, utilization and the cost of failures of runs.
 
-    SOURCE is a run's name or directory, also one copied in part, or another framework's log
-    (TensorBoard, JSON lines, CSV, text). Writes a page that opens without a network, and the same
-    as Markdown.
+    SOURCE is a run's name or directory (a partial copy is enough), or another framework's log
+    (TensorBoard, JSON lines, CSV, text). Writes a self-contained HTML page and a Markdown version.
 
     Node hours are taken from Slurm's accounting (sacct), or without it from the attempts' records.
 
-    Exit codes: 0; 2 no such run, invalid options; 4 a requested file cannot be written.
+    Exit codes: 0 success; 2 run not found or invalid options; 4 a requested file cannot be written.
     """
     import json
 

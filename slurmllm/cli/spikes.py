@@ -34,13 +34,15 @@ _HEADINGS = ("step", "steps", "above mean", "loss", "back after", "grad norm", "
     type=int,
     default=1,
     show_default=True,
-    help="Minimum of calm steps between two spikes; with fewer they are one.",
+    help="Spikes separated by fewer steps are merged.",
 )
 @options.tags
 @options.from_step
 @options.to_step
 @click.option(
-    "--plot", metavar="FILE.png", help="Picture.  [default: <run>/reports/spikes-<run>.png, each]"
+    "--plot",
+    metavar="FILE.png",
+    help="Write a plot to FILE.png.  [default: <run>/reports/spikes-<run>.png, one per run]",
 )
 @options.no_plot
 @options.runs_dir
@@ -59,14 +61,13 @@ def spikes(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Find the spikes of the loss of runs, and restarts and norms that coincide with them.
+    """Find loss spikes, and the restarts and gradient-norm changes that coincide with them.
 
     A spike is a loss that is more than the threshold above the mean of the steps before it (HLAT:
     20 steps, 0.1). SOURCE is a run's name, a run directory, or a log of another framework, as
     for `compare`.
 
-    Exit codes: 0 whatever was found (there is no exit code 1); 2 invalid input; 4 the picture of
-    --plot cannot be written.
+    Exit codes: 0 whatever was found; 2 invalid input; 4 the plot of --plot cannot be written.
     """
     from slurmllm.errors import RunError
     from slurmllm.metrics.source import locate, parse_tags, read_curve

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
 @click.option("--local", is_flag=True, help="Run both stages on this machine, without Slurm.")
 @click.option(
-    "--force", is_flag=True, help="Submit even if the planner predicts that it does not fit."
+    "--force",
+    is_flag=True,
+    help="Submit even if the planner predicts that the run exceeds device memory.",
 )
 @options.as_json
 @click.pass_context
@@ -57,8 +59,8 @@ def submit(
 ) -> None:
     """Train RECIPE on N nodes: submit a precompile job, then a train job that depends on it.
 
-    RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, each of the N nodes
-    is a launcher on this machine; Ctrl-C saves and exits.
+    RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, N launcher
+    processes on this machine stand in for nodes; Ctrl-C saves a checkpoint and exits.
     """
     from slurmllm.config.resolve import resolve
     from slurmllm.rundir import runs_root
@@ -243,7 +245,9 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
 )
 @click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
 @click.option(
-    "--force", is_flag=True, help="Submit even if the planner predicts that it does not fit."
+    "--force",
+    is_flag=True,
+    help="Submit even if the planner predicts that the run exceeds device memory.",
 )
 @options.precompile
 @options.runs_dir

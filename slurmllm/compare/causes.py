@@ -156,7 +156,7 @@ def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> Cause | None:
 
 
 def _median_tokens(steps: Ints, tokens: Floats) -> float | None:
-    """Median tokens a step; of a single step all tokens so far; None without tokens."""
+    """Median tokens per step; with a single step, all tokens so far; None without tokens."""
     finite = np.isfinite(tokens)
     steps, tokens = steps[finite], tokens[finite]
     if len(steps) < 2:

@@ -456,7 +456,7 @@ class SlurmConfig(Section):
 
 
 class Recipe(Section):
-    """One YAML file a run."""
+    """One YAML file per run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
         description="The recipe's name; run names begin with it."

@@ -26,7 +26,13 @@ from slurmllm.corpus.options import (
 )
 from slurmllm.corpus.shard import Shard, load_shard, plan_shards
 from slurmllm.corpus.work_folder import WorkFolder, output_files, refuse_existing
-from slurmllm.corpus.workers import ShardResult, peak_bytes, run_here, run_locally, run_on_slurm
+from slurmllm.corpus.workers import (
+    ShardResult,
+    peak_bytes,
+    run_in_process,
+    run_locally,
+    run_on_slurm,
+)
 from slurmllm.errors import DataError
 from slurmllm.records import Record
 from slurmllm.slurm.arrays import SlurmOptions
@@ -246,7 +252,7 @@ def _write_missing_shards(
     elif workers > 1 and len(missing) > 1:
         results = run_locally(missing, work, min(workers, len(missing)), report)
     else:
-        results = run_here(missing, work, report)
+        results = run_in_process(missing, work, report)
     for result in results:
         result.raise_error()
         done.add(result.shard)

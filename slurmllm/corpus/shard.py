@@ -172,7 +172,7 @@ def write_shard(
     except OSError as error:
         raise StorageError(
             f"cannot write {error.filename or folder}: {error.strerror or error}; free space or "
-            "choose another --out. Finished shards are kept: the same command continues from them"
+            "choose another --out. Finished shards are kept; run the same command again to continue"
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

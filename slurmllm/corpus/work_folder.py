@@ -23,7 +23,7 @@ from slurmllm.errors import DataError, StorageError
 from slurmllm.rundir import fsync_dir
 
 _LOCK = "lock"
-# Below this, passing data to a thread takes longer than hashing them.
+# Below this, passing data to a thread takes longer than hashing it.
 _SMALL_BYTES = 64 << 10
 
 
@@ -59,7 +59,7 @@ class WorkFolder:
 
     @property
     def ready(self) -> Path:
-        """The manifest of a complete corpus, until the corpus and then it are renamed."""
+        """The manifest of a complete corpus, until it is renamed after the corpus files."""
         return self.path / "ready.json"
 
     @property
@@ -106,6 +106,7 @@ class WorkFolder:
             descriptor = self._lock()
         except BlockingIOError as error:
             raise DataError(
+                # strip '.' and '.build'
                 f"another `data build` is writing {self.path.name[1:-6]}; wait for it, or choose "
                 "another --out"
             ) from error
@@ -134,7 +135,7 @@ class WorkFolder:
                     if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                         raise
                     return descriptor  # the file system has no locks
-                # Race: the lock may be of a folder that another build has removed meanwhile.
+                # Race: the locked file may be in a folder that another build has since removed.
                 if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
                     return descriptor
             except BaseException:
@@ -203,9 +204,8 @@ class OutputFile(io.RawIOBase):
 def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[OutputFile]]:
     """Open files in the work folder, and rename them if the block ends without an error.
 
-    The last of them is the manifest. It is called `work.ready` from the moment that all files are
-    complete and on disk until the others have their names. A build that is killed in between is
-    recognized by it: the corpus is its own, not an older one.
+    The last of them is the manifest. While the other files are renamed, the manifest is named
+    `work.ready`. If it exists, a killed build had finished, and the corpus files are its own.
 
     Args:
         paths: The files and the manifest. An old manifest is removed before any file is renamed,
@@ -258,6 +258,6 @@ def refuse_existing(out: Path, overwrite: bool) -> None:
 def write_error(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"cannot write {path}: {error.strerror or error}; free space or choose another --out. "
-        "No part of the output was kept; finished shards were: the same command continues from "
-        "them"
+        "The output is incomplete. Finished shards are kept; run the same command again to "
+        "continue"
     )

@@ -38,7 +38,8 @@ from slurmllm.slurm.arrays import (
 
 _LOCAL_POLL_S = 0.3
 _SLURM_POLL_S = 1.0
-# A few shards a task, so that tasks are not mostly queueing.
+# At most 4 array tasks per worker, so that each task writes several shards and queueing does not
+# dominate.
 _TASKS_PER_WORKER = 4
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -83,7 +84,9 @@ def peak_bytes() -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def run_here(shards: Sequence[Shard], work: WorkFolder, report: Report) -> Iterator[ShardResult]:
+def run_in_process(
+    shards: Sequence[Shard], work: WorkFolder, report: Report
+) -> Iterator[ShardResult]:
     for shard in shards:
         # Called before the loop advances, so the lambda sees this shard.
         yield run_shard(shard, work.path, lambda done: report({shard.name: done}))  # noqa: B023
@@ -122,6 +125,8 @@ def run_locally(
 
 
 class _Worker:
+    """A worker process on this machine; the context manager starts and kills it."""
+
     def __init__(self, work: WorkFolder) -> None:
         self._work = work
 
@@ -157,7 +162,7 @@ class _Worker:
             raise NodeError(
                 f"{process} was killed by {signal.Signals(-code).name}; the usual cause is that "
                 "the machine is out of memory: see `dmesg`, or lower --workers. Finished shards "
-                "are kept: the same command continues from them"
+                "are kept; run the same command again to continue"
             ) from error
         return result
 
@@ -227,9 +232,9 @@ def run_on_slurm(
                 ) as error:
                     log = job.paths.stderr
                     raise SlurmError(
-                        f"Slurm job {job.job_id}, which read inputs, ended as {job.state}; "
-                        f"{f'its log is {log}' if log.exists() else 'it never started'}. Finished "
-                        "shards are kept: the same command continues from them"
+                        f"Slurm job {job.job_id}, which read inputs, ended in state {job.state}; "
+                        f"{f'see {log}' if log.exists() else 'it never started'}. Finished shards "
+                        "are kept; run the same command again to continue"
                     ) from error
                 yield from results
     finally:

@@ -307,7 +307,7 @@ def _node_size_findings(nodes: Sequence[PartitionNode], cluster: Cluster) -> Ite
             blame="user",
         )  # fmt: skip
     else:
-        yield ok("devices", f"{fewest} GPUs a node")
+        yield ok("devices", f"{fewest} GPUs per node")
 
 
 def count_gpus(gres: str) -> int:

@@ -1,4 +1,4 @@
-"""From the suites to their tables: which scores are cached, jobs for the others, the results."""
+"""Plan evaluations, run jobs for scores that are not cached, and build the result tables."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class EvaluationPlan:
         suites: Without the tasks that are skipped.
         validation: Text of `validation`, if requested.
         skipped: Task → reason.
-        harness: Version of the harness, or the newest that scored here; None without either.
+        harness: Harness version; if not installed, that of the newest cached score; None if there
+            is none.
     """
 
     suites: tuple[LocatedSuite, ...]
@@ -74,7 +75,10 @@ class EvaluationPlan:
         return tuple(found.values())
 
     def permitted(self) -> tuple[TaskRequest, ...]:
-        """The tasks that may run: without permission, none that executes a model's programs."""
+        """The tasks that may run.
+
+        Excludes tasks that execute model-written code unless `allow_code` is set.
+        """
         allow_code = self.settings.allow_code
         return tuple(task for task in self.tasks() if allow_code or not task.task.runs_code)
 
@@ -132,14 +136,15 @@ def plan_evaluation(
                 raise
             skipped[VALIDATION] = str(error)
     elif corpus is not None:
-        raise UserError("--validation-corpus is the text of --task validation; add it")
+        raise UserError("--validation-corpus requires --task validation")
     remaining = tuple(_resolve_validation(located, skipped, text) for located in suites)
     if all(not tuple(located.suite.rows()) for located in remaining):
         reasons = "; ".join(f"{task} {why}" for task, why in skipped.items())
         raise UserError(f"no task is left to evaluate: {reasons}")
     version = harness_version()
     if version is None:
-        # Cached scores can be shown without the harness: their keys need the version that scored.
+        # Cached scores can be shown without the harness, but their cache keys contain the harness
+        # version that computed them.
         records = [stored.record for stored in read_scores(target.store)[0]]
         of_harness = [record for record in records if record.version != LOOP]
         newest = max(of_harness, key=lambda record: record.evaluated_at, default=None)
@@ -182,7 +187,7 @@ def plan_jobs(
         job = plan.job(target.store, model, tasks)
         missing = [task for task in tasks if force or not is_cached(job, task)]
         forbidden |= {
-            task.task.task: "runs programs that the model writes; allow it: --allow-code-execution"
+            task.task.task: "executes model-written code; pass --allow-code-execution to allow it"
             for task in missing
             if task not in permitted
         }
@@ -223,7 +228,7 @@ def run_jobs(
             ]
             result.evaluated += len(job.tasks) - len(failed)
     finally:
-        # Jobs that were killed have left their exports.
+        # Jobs that were killed may leave their exported models behind.
         for job in jobs:
             own = f"{EXPORT_PREFIX}{job.settings.call_id}-"
             for folder in RunDir(job.store).evaluations.glob(f"{EXPORT_PREFIX}*"):
@@ -258,8 +263,8 @@ def suite_tables(
 ) -> tuple[list[ScoreTable], list[str]]:
     """The tables of the suites, and a warning for each unreadable file.
 
-    Without scores of another text of the same name, and without those of other weights that a
-    selected step once had.
+    Excludes scores of a different validation text with the same name, and scores of weights that
+    a selected step had earlier.
     """
     stored, warnings = read_scores(target.store)
     checksums = {model.step: model.checksum for model in models}

@@ -94,7 +94,7 @@ class JobProcess:
         except (OSError, EOFError, pickle.UnpicklingError):
             code = self._process.returncode
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            return JobOutcome(error=f"its process {how}; its log is {self.log}")
+            return JobOutcome(error=f"its process {how}; see {self.log}")
         finally:
             self._remove_files()
         return outcome
@@ -215,9 +215,9 @@ def _task_outcome(task: Any) -> JobOutcome:
         outcome: JobOutcome = task.result()
     except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError) as error:
         log = task.paths.stderr
-        hint = f"its log is {log}" if log.exists() else "it never started"
+        hint = f"see {log}" if log.exists() else "it never started"
         reason = " ".join(str(error).split())[:120]
-        return JobOutcome(error=f"job {task.job_id} ended as {task.state} ({hint}): {reason}")
+        return JobOutcome(error=f"job {task.job_id} ended in state {task.state} ({hint}): {reason}")
     return outcome
 
 

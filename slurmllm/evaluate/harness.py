@@ -181,7 +181,7 @@ def task_fault(request: TaskRequest, allow_code: bool) -> str | None:
         tasks = ", ".join(str(one) for one in children if isinstance(one, str))
         return f"{name} is a group without a metric of its own; name its tasks: {tasks}"
     if file.get("unsafe_code") and not allow_code:
-        return f"{name} runs programs that the model writes; allow it: --allow-code-execution"
+        return f"{name} executes model-written code; pass --allow-code-execution to allow it"
     return None
 
 
@@ -214,7 +214,7 @@ def _translate_error(task: str, error: Exception) -> SlurmllmError:
     text = " ".join(str(error).split())[:300]
     if "marked as unsafe" in text:
         return UserError(
-            f"{task} runs programs that the model writes; allow it: --allow-code-execution"
+            f"{task} executes model-written code; pass --allow-code-execution to allow it"
         )
     if "Dataset scripts are no longer supported" in text:
         return DataError(

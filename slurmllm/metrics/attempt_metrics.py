@@ -1,7 +1,7 @@
-"""Reads metrics files, one an attempt, into columns; blocks of lines are read by several threads.
+"""Reads metrics files, one per attempt, into columns; blocks of lines are read by several threads.
 
 Rows of the trainer are uniform: the same keys in the same order, all numbers. Such blocks are
-parsed by pyarrow's CSV reader, at about 150 MB/s a core. Other blocks are read line by line, with
+parsed by pyarrow's CSV reader, at about 150 MB/s per core. Other blocks are read line by line, with
 the same result.
 """
 
@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 
+from slurmllm.format import format_plural
 from slurmllm.metrics.column_cache import load_columns, store_columns
 from slurmllm.metrics.curves import COLUMNS
 from slurmllm.metrics.merge import RowBlock
@@ -41,9 +42,10 @@ LineFault = tuple[int, str]  # line, from 0 in its block, and what is wrong with
 class _Block:
     """Result of reading a block of lines."""
 
-    lines: int  # line ends
+    lines: int  # number of newlines
     rows: RowBlock | None = None
-    cut: LineFault | None = None  # the last line, if it is not whole; a fault if more follows
+    # The last line, if truncated. An error if another non-blank line follows.
+    cut: LineFault | None = None
     faults: list[LineFault] = field(default_factory=list)
     unknown_values: list[LineFault] = field(default_factory=list)  # skipped
     empty: bool = False  # all lines are blank
@@ -65,7 +67,8 @@ def read_attempts(files: list[Path], lenient: bool) -> tuple[list[RowBlock], lis
         large = sum(path.stat().st_size for path in files) >= _SMALL_BYTES
         with ThreadPoolExecutor(max_workers=min(4, (os.cpu_count() or 1) + 1)) as pool:
             for index, path in enumerate(files):
-                # Before reading: of a file that changes meanwhile no columns are loaded later.
+                # Stat before reading, so that a cache entry of a file modified during the read is
+                # never used.
                 status = path.stat()
                 if (cached := load_columns(path, index, status)) is not None:
                     rows += cached
@@ -117,16 +120,17 @@ def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[
         found.append(block)
     warnings = []
     if faults:
-        lines = "the line is" if len(faults) == 1 else f"it and {len(faults) - 1} more such are"
-        warnings.append(f"{path}:{faults[0][0]}: {faults[0][1]}; {lines} left out")
+        others = format_plural(len(faults) - 1, "other invalid line")
+        also = f" and {others}" if len(faults) > 1 else ""
+        warnings.append(f"{path}:{faults[0][0]}: {faults[0][1]}; skipped this line{also}")
     if unknown_values:
         line, what = unknown_values[0]
         warnings.append(
-            f"{path}:{line}: {what}; such values count as absent: the file may be of a "
-            "newer version of slurmllm"
+            f"{path}:{line}: {what}; such values are treated as missing; a newer version of "
+            "slurmllm may have written the file"
         )
     if cut is not None:
-        warnings.append(f"{path}:{cut[0]}: the last line is cut and left out")
+        warnings.append(f"{path}:{cut[0]}: skipped the truncated last line")
     return found, warnings
 
 
@@ -191,7 +195,7 @@ def _read_lines(text: bytes, attempt: int, lenient: bool) -> _Block:
 
 
 def _to_float(value: object) -> float | None:
-    """Convert a JSON value; None if it is no number. pydantic writes NaN as null or as its name."""
+    """Convert a JSON value; None if not a number. pydantic writes NaN as null or as its name."""
     if value is None:
         return math.nan
     if isinstance(value, str):
@@ -217,7 +221,7 @@ def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
     """Read whole lines of a metrics file as CSV, in which keys and values alternate.
 
     Returns:
-        The rows, those without an attempt with this one; None if they are not uniform.
+        The rows, None if they are not uniform; `attempt` is used for rows without one.
     """
     # pyarrow takes a carriage return for the end of a line, JSON for a space.
     if b"\r" in block:
@@ -225,7 +229,7 @@ def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
     keys = _uniform_keys(block[: block.find(b"\n") + 1])
     if keys is None:
         return None
-    # What follows on the last value, an empty cell, shows that no row has more cells.
+    # The empty cell after the last value shows that no row has extra cells.
     types = {_END: pa.binary()}
     for key in keys:
         types[f"key {key}"] = pa.binary()
@@ -245,7 +249,7 @@ def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
                 strings_can_be_null=False,
             ),
         )
-    except pa.ArrowException:  # another number of cells, or a value that is no number
+    except pa.ArrowException:  # another number of cells, or a value that is not a number
         return None
     cells = [b'"%s"' % key.encode() for key in keys] + [b""]
     cells[0] = b"{" + cells[0]
@@ -283,7 +287,10 @@ def _uniform_keys(line: bytes) -> list[str] | None:
 
 
 def _with_commas(block: bytes) -> npt.NDArray[np.uint8]:
-    """Replace `:` and `}` by commas; numpy's arithmetic releases the GIL, bytes.translate not."""
+    """Replace `:` and `}` by commas.
+
+    numpy's arithmetic releases the GIL, bytes.translate does not.
+    """
     text = np.frombuffer(block, dtype=np.uint8)
     found = np.empty_like(text)
     for begin in range(0, len(text), _TRANSLATE_BYTES):
@@ -311,7 +318,7 @@ def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
 
 
 def _is_constant(column: pa.ChunkedArray, cell: bytes) -> bool:
-    """Whether every row of a column is this cell, with the same spaces around it."""
+    """Whether every row of a column equals `cell`, with the same spaces around it."""
     for chunk in column.chunks:
         first = chunk[0].as_py()
         ends = np.frombuffer(chunk.buffers()[1], dtype=np.int32, count=len(chunk) + 1)

@@ -173,8 +173,8 @@ class RowCollector:
         if not whole.all():
             warnings = (
                 *warnings,
-                f"{path}: {step_key} is {steps[~whole][0]:g} and no whole number in "
-                f"{np.sum(~whole)} of {len(steps)} rows; these are left out",
+                f"{path}: {step_key} is {steps[~whole][0]:g} not a whole number, in "
+                f"{np.sum(~whole)} of {len(steps)} rows; skipped these rows",
             )
         rows, row_steps = rows[whole], steps[whole].astype(np.int64)
         series = {}
@@ -250,7 +250,7 @@ def _attempt_starts(loss: TagSeries, known: Sequence[int]) -> Ints:
 def _merge_tags(
     chosen: Mapping[str, TagSeries], starts: Ints
 ) -> tuple[RowBlock, tuple[int, bool, float]]:
-    """Merge the series of the metrics to one row a step.
+    """Merge the series of the metrics to one row per step.
 
     Also returns the overlap of restarts: number of rows of the loss, whether all metrics are
     bit-identical, and the largest relative difference.

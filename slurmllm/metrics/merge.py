@@ -1,4 +1,4 @@
-"""Merges the rows of several attempts into one curve with one row a step.
+"""Merges the rows of several attempts into one curve with one row per step.
 
 An attempt that resumes from a checkpoint recomputes the steps after it. Of a step's rows that of
 the latest attempt is used, since the run continued with that attempt's weights. The rows that it
@@ -52,7 +52,7 @@ def merge_rows(
     warnings: Iterable[str] = (),
     skips: tuple[SkippedBatches, ...] = (),
 ) -> Curve:
-    """Merge rows to one a step: that of the latest attempt, and of its rows the last one read.
+    """Merge rows to one per step: the last row read of the latest attempt.
 
     Rows that a roll-back (`skips`) undid are no overlap. Warnings about the rows are added.
     """

@@ -1,4 +1,4 @@
-"""The rows of our own metrics files (JSON lines, one a step), read without numpy.
+"""The rows of our own metrics files (JSON lines, one per step), read without numpy.
 
 Here is the definition of a row and of a damaged line, which the fast columnar reader
 (`attempt_metrics`) shares. A worker that is killed can leave its last line cut in the middle: a

@@ -178,7 +178,7 @@ def _read_rows(path: Path) -> list[MetricsRow]:
             first = error.errors()[0]
             raise source.fault(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
         if not 0 < row.step_time_s < math.inf:
-            raise source.fault(f"step_time_s is {row.step_time_s}, no number of seconds above 0")
+            raise source.fault(f"step_time_s is {row.step_time_s}, not a number of seconds above 0")
         found.append(row)
     return found
 

@@ -189,7 +189,7 @@ def read_event_file(path: Path) -> EventFile:
         except _DamagedFileError as error:
             warnings.append(f"{path}: {error}; read as far as that")
     if malformed:
-        warnings.append(f"{path}: {malformed} records are no TensorBoard events and left out")
+        warnings.append(f"{path}: {malformed} records are not TensorBoard events; skipped them")
     all_steps, all_times = np.array(steps, dtype=np.int64), np.array(times)
     series = {}
     for tag, (indices, numbers) in found.items():

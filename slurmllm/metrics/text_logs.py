@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmllm.errors import RunError
+from slurmllm.format import format_plural
 from slurmllm.metrics.log_series import Log, RowCollector, log_suffix, open_log
 from slurmllm.metrics.row_reader import parse_row
 from slurmllm.metrics.tags import step_keys
@@ -210,7 +211,7 @@ _NAMED_NUMBERS = {"NaN": math.nan, "nan": math.nan, "Infinity": math.inf, "-Infi
 
 
 def read_table(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read a table; a cell that is blank or no number is an absent value.
+    """Read a table; a cell that is blank or not a number is a missing value.
 
     Raises:
         RunError: it has no header or no rows, or no column is the step.
@@ -261,11 +262,11 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         except csv.Error as error:
             warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
     if short == [last]:
-        warnings.append(f"{path}:{last}: the last line is cut and left out")
+        warnings.append(f"{path}:{last}: skipped the truncated last line")
     elif short:
         warnings.append(
             f"{path}:{short[0]}: {len(short)} rows have fewer than the header's {len(names)} "
-            "columns and are left out"
+            "columns; skipped them"
         )
     return rows.log(path, "csv", tags, warnings)
 
@@ -290,10 +291,10 @@ def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
             else:
                 broken.append(number)
     if broken == [last]:
-        warnings.append(f"{path}:{last}: the last line is cut and left out")
+        warnings.append(f"{path}:{last}: skipped the truncated last line")
     elif broken:
-        lines = "1 line is" if len(broken) == 1 else f"{len(broken)} lines are"
-        warnings.append(f"{path}:{broken[0]}: {lines} no JSON object and left out")
+        lines = format_plural(len(broken), "line")
+        warnings.append(f"{path}:{broken[0]}: not a JSON object; skipped {lines}")
     return rows.log(path, "jsonl", tags, warnings)
 
 

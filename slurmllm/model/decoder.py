@@ -28,7 +28,7 @@ class Attention(nn.Module):
     """Causal self-attention with queries, keys and values from one matrix.
 
     The rows of `qkv` are grouped by key-value head: the group's queries, its key, its value. A
-    contiguous part of the rows is then a number of whole groups, as tensor parallelism needs.
+    contiguous part of the rows then consists of whole groups, as tensor parallelism needs.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.group = config.num_heads // config.kv_heads
         rows = config.kv_heads * (self.group + 2) * self.head_dim
         self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias)
-        self.core = CausalCore(turning=config.rotary_pct > 0, grouped=self.group > 1)
+        self.core = CausalCore(use_rotary=config.rotary_pct > 0, grouped=self.group > 1)
         self.out = nn.Linear(
             config.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
         )
@@ -54,9 +54,9 @@ class Attention(nn.Module):
 class CausalCore(nn.Module):
     """The part of attention without weights, which selective checkpointing recomputes."""
 
-    def __init__(self, *, turning: bool, grouped: bool) -> None:
+    def __init__(self, *, use_rotary: bool, grouped: bool) -> None:
         super().__init__()
-        self.turning, self.grouped = turning, grouped
+        self.use_rotary, self.grouped = use_rotary, grouped
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, mask: Tensor | None = None
@@ -69,7 +69,7 @@ class CausalCore(nn.Module):
             rotary: [2, at least seq, head_dim / 2], or [2, batch, …] if sequences differ.
             mask: From `document_mask`; None: plain causal attention.
         """
-        if self.turning:
+        if self.use_rotary:
             rotary = rotary[..., : q.shape[1], :]
             q, k = rotate(q, rotary), rotate(k, rotary)
         attended = F.scaled_dot_product_attention(
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
         """Reduce the decoder to a pipeline stage with these layers.
 
-        The first embeds tokens, the last computes logits or loss; between stages go hidden states.
+        The first embeds tokens, the last computes logits or loss; stages exchange hidden states.
         """
         self.first, self.last = first, last
         # Deleted, not skipped: a stage must not allocate the other layers.
@@ -206,9 +206,9 @@ class Decoder(nn.Module):
                 None: each sequence is one document. Every stage uses them.
 
         Returns:
-            Hidden states before the last stage; in it logits [batch, seq, padded vocabulary], or
-            with labels the mean loss over all of them in nats, fp32, to which an IGNORED label
-            adds 0.
+            Hidden states before the last stage; in it logits [batch, seq, padded vocabulary], or,
+            with labels, the fp32 cross-entropy in nats, averaged over all labels; IGNORED labels
+            contribute 0 but are counted.
         """
         if self.first:
             assert self.embed is not None
@@ -221,7 +221,7 @@ class Decoder(nn.Module):
                 x = x + self.positions(indices)
         rotary, mask = self.rotary, None
         if positions is not None:
-            # Once for all layers.
+            # Computed once for all layers.
             rotary, mask = self.rotary[:, positions], document_mask(positions, x.dtype)
         for block in self.blocks():
             x = block(x, rotary, mask)

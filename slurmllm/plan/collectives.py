@@ -1,10 +1,10 @@
-"""How long collectives take on the links that their groups span; torch-free.
+"""How long collectives take on the links that their groups span; does not import torch.
 
 Ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication
-operations in MPICH"): to gather n shares into `size` bytes on each of n workers, or to reduce and
-scatter them, each worker sends (n - 1) / n · size bytes; an all-reduce is both in turn. A ring
-over several nodes enters and leaves each node once, so that what all rings of a node carry goes
-through its network at the same time.
+operations in MPICH"): an all-gather or reduce-scatter of `size` bytes over n workers sends
+(n - 1) / n · size bytes per worker; an all-reduce is a reduce-scatter followed by an all-gather. A
+ring over several nodes enters and leaves each node once. All rings of a node therefore share its
+network bandwidth.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class Group:
 
 
 def group(stride: int, size: int, per_node: int) -> Group:
-    """Ranks r, r + stride, r + 2 · stride, …; of all such groups, one that spans the most nodes."""
+    """Return the group of `size` ranks spaced by `stride`.
+
+    If placements differ, it is the one that spans the most nodes.
+    """
     if per_node % (stride * size) == 0:  # else one of the groups crosses a node's boundary
         return Group(size, 1, 0, size == per_node)
     per_group = max(1, per_node // stride)
@@ -49,7 +52,7 @@ def data_group(mesh: Mesh) -> Group:
 
 
 def rate(members: Group, hardware: Hardware) -> float:
-    """Bytes a second that each worker of a group sends."""
+    """Bytes per second that each worker of a group sends."""
     inside = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
     if not members.all_of_node:
         inside *= hardware.part_of_node
@@ -61,23 +64,24 @@ def rate(members: Group, hardware: Hardware) -> float:
 
 def gather_s(size: float, members: Group, hardware: Hardware) -> float:
     """Seconds to gather shares into `size` bytes on every worker, or to reduce and scatter them."""
-    return _half_s(size, members, hardware, hardware.shard_efficiency)
+    return _one_pass_s(size, members, hardware, hardware.shard_efficiency)
 
 
 def all_reduce_s(size: float, members: Group, hardware: Hardware) -> float:
     """Seconds to sum up `size` bytes of every worker on all of them."""
-    return 2 * _half_s(size, members, hardware, 1.0)
+    return 2 * _one_pass_s(size, members, hardware, 1.0)
 
 
-def _half_s(size: float, members: Group, hardware: Hardware, reached: float) -> float:
+def _one_pass_s(size: float, members: Group, hardware: Hardware, efficiency: float) -> float:
+    """Seconds of one all-gather or reduce-scatter."""
     if members.size == 1:
         return 0.0
     moved = size * (members.size - 1) / members.size
-    return moved / (rate(members, hardware) * reached) + latency_s(members, hardware)
+    return moved / (rate(members, hardware) * efficiency) + latency_s(members, hardware)
 
 
 def latency_s(members: Group, hardware: Hardware) -> float:
-    """Seconds of the hops of one collective: log2 of the workers, as a tree has them."""
+    """Seconds of the hops of one collective: log2(workers) hops, as in a tree."""
     hop_us = hardware.node_link_latency_us if members.within_node else hardware.network_latency_us
     return math.log2(members.size) * hop_us * 1e-6
 

@@ -96,7 +96,7 @@ def _tensor(candidate: LayoutEstimate) -> str:
     hardware = known_hardware(candidate.config)
     carried, seconds = traffic(candidate).tensor, candidate.step.tensor
     line = (
-        f"tensor parallel {_where(members)}: a device sends {format_bytes(carried)} a step at "
+        f"tensor parallel {_where(members)}: a device sends {format_bytes(carried)} per step at "
         f"{rate(members, hardware) / 1e9:.3g} GB/s, {_part(candidate, seconds)}"
     )
     if members.within_node and mesh.nodes > 1:
@@ -117,7 +117,7 @@ def _pipeline(candidate: LayoutEstimate) -> Iterator[str]:
     else:
         where = f"{mesh.pipeline} stages of {devices} device{'s' * (devices != 1)} each"
     yield (
-        f"pipeline over {where}: a device sends {format_bytes(traffic(candidate).stages)} a step "
+        f"pipeline over {where}: a device sends {format_bytes(traffic(candidate).stages)} per step "
         f"to its neighbours, {_part(candidate, step.transfer)}"
     )
     waits = (mesh.pipeline - 1) / mesh.virtual_pipeline
@@ -139,7 +139,7 @@ def _data(candidate: LayoutEstimate) -> str:
     also = f", another {format_seconds(hidden)} while it computes" if hidden > 0 else ""
     return (
         f"data parallel {_where(members)}: a device sends {format_bytes(carried.data)} of "
-        f"gradients and weights a step at {speed:.3g} GB/s, {_part(candidate, left)}{also}"
+        f"gradients and weights per step at {speed:.3g} GB/s, {_part(candidate, left)}{also}"
     )
 
 
@@ -170,7 +170,7 @@ def _compared(other: LayoutEstimate, best: LayoutEstimate) -> str:
 
 
 def _slower(best: LayoutEstimate, other: LayoutEstimate) -> str:
-    """`8 % fewer seq/s: tensor +3.1 s, bubble +1.2 s a step`, the largest difference first."""
+    """`8 % fewer seq/s: tensor +3.1 s, bubble +1.2 s per step`, the largest difference first."""
     mine, theirs = best.step.parts(), other.step.parts()
     apart = {name: theirs[name] - mine[name] for name in mine}
     threshold = 0.001 * best.step.total
@@ -183,7 +183,7 @@ def _slower(best: LayoutEstimate, other: LayoutEstimate) -> str:
     )
     less = 1 - other.seq_per_s / best.seq_per_s
     speed = f"{100 * less:.1f} % fewer seq/s" if round(100 * less, 1) else "as fast"
-    return f"{speed}: {parts} a step" if parts else speed
+    return f"{speed}: {parts} per step" if parts else speed
 
 
 def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str]:
@@ -211,7 +211,7 @@ def _speed(candidate: LayoutEstimate) -> str:
     shares = ", ".join(f"{name} {100 * s / total:.0f} %" for name, s in parts if s >= 0.005 * total)
     return (
         f"{candidate.seq_per_s:.4g} seq/s, MFU {100 * candidate.mfu:.1f} %, "
-        f"{format_seconds(total)} a step: {shares}"
+        f"{format_seconds(total)} per step: {shares}"
     )
 
 

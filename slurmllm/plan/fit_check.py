@@ -240,7 +240,7 @@ def _set_options(config: RunConfig, candidate: LayoutEstimate) -> str:
 def changes(config: RunConfig, candidate: LayoutEstimate) -> list[str]:
     """The settings in which a candidate differs from a configuration, as `parallel.tensor=8`.
 
-    Settings that the planner chooses or the precompile stage measures are left out.
+    Settings that the planner chooses or the precompile stage measures are excluded.
     """
     others = config.open_degrees()
     if measures_micro_batch(config):

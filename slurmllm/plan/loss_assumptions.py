@@ -35,7 +35,7 @@ FailureKind = Literal[
     "software",  # an exception in code
     "signal",  # preemption: the run saves and leaves
 ]
-# Of a checkpoint: bf16 weights, fp32 weights and AdamW's two averages, bytes a parameter.
+# Of a checkpoint: bf16 weights, fp32 weights and AdamW's two averages, bytes per parameter.
 STATE_BYTES = 14
 COPY_BYTES_S = 4e9  # from the devices of a node into its memory, and from there to storage
 STORAGE_BYTES_S = 16e9  # what the shared file system takes and gives, all nodes together

@@ -5,7 +5,7 @@ moments, sharded likewise (torch-xla's `ZeroRedundancyOptimizer`, which NxD's us
 backward pass come gradients, under bf16_mixed as fp32 sums (its `main_grad`), and what the
 blocks keep: counted operator by operator from `backends/nxd/model.py`, in the manner of
 Korthikanti et al. 2022 (arXiv 2205.05198, section 4). Their 34 · tokens · hidden + 5 · heads · seq²
-bytes a block are 32 and 6 here: there is no dropout, and the softmax is kept in fp32 with a
+bytes per block are 32 and 6 here: there is no dropout, and the softmax is kept in fp32 with a
 bf16 copy. Between a pipeline's graphs RMSNorm keeps two copies in fp32; keys and values that are
 on several workers count on each.
 

@@ -32,8 +32,8 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     recipe, mesh = best.config.recipe, best.mesh
     click.echo(
         f"{recipe.name} on {format_plural(mesh.nodes, 'node')} of {best.config.cluster.name}, "
-        f"{mesh.world_size:,} devices; {mesh.global_batch:,} × {recipe.model.seq_len:,} tokens a "
-        f"step, {recipe.train.precision}"
+        f"{mesh.world_size:,} devices; {mesh.global_batch:,} × {recipe.model.seq_len:,} tokens "
+        f"per step, {recipe.train.precision}"
     )
     if fixed := fixed_settings(plan.config):
         click.echo(f"fixed: {', '.join(fixed)}")
@@ -103,16 +103,16 @@ def print_recipe_layout(node_plan: NodePlan) -> None:
     elif layout.candidate is None:
         click.echo(f"the recipe's own layout (*) is impossible: {layout.fault}")
     elif not layout.candidate.fits:
-        own = layout.candidate
         click.echo(
-            f"the recipe's own layout (*) does not fit: {describe(own)}: "
-            f"{why_too_large(own.memory)}"
+            f"the recipe's own layout (*) does not fit: {describe(layout.candidate)}: "
+            f"{why_too_large(layout.candidate.memory)}"
         )
     else:
-        own, best = layout.candidate, node_plan.fitting[0]
+        candidate, best = layout.candidate, node_plan.fitting[0]
         click.echo(
-            f"the recipe's own layout (*) is {node_plan.rank(own)} of {len(node_plan.fitting)} "
-            f"that fit, with {100 * own.seq_per_s / best.seq_per_s:.1f} % of the best one's seq/s"
+            f"the recipe's own layout (*) is {node_plan.rank(candidate)} of "
+            f"{len(node_plan.fitting)} that fit, with "
+            f"{100 * candidate.seq_per_s / best.seq_per_s:.1f} % of the best one's seq/s"
         )
 
 
@@ -135,16 +135,16 @@ def print_explanation(node_plan: NodePlan) -> None:
 
 
 def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
-    """Print time, cost and expected losses of the training on the best layout."""
+    """Print time, cost and the time lost to failures and checkpoints on the best layout."""
     forecast = forecaster.forecast(best)
     cost, losses = forecast.cost, forecast.losses
     end = f"to the end     {cost.steps:,} steps, {format_count(cost.tokens)} tokens: "
     if losses is None:
-        click.echo(f"{end}never; {forecast.fault}")
+        click.echo(f"{end}does not finish; {forecast.fault}")
         return
-    dollars = "; no dollars: the cluster profile has no price"
+    dollars = "; cost unknown: the cluster profile has no price"
     if cost.usd is not None:
-        dollars = f", ${cost.usd:,.0f} at ${forecaster.usd_per_node_hour:,.2f} a node and hour"
+        dollars = f", ${cost.usd:,.0f} at ${forecaster.usd_per_node_hour:,.2f} per node hour"
     click.echo(
         f"{end}{format_number(cost.days)} days, {format_number(cost.node_hours)} node hours"
         f"{dollars}"
@@ -154,9 +154,11 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
         key=lambda row: -row[1],
     )
     parts = ", ".join(f"{part.replace('_', ' ')} {100 * s:.2f} %" for part, s in lost if s >= 5e-5)
-    click.echo(f"utilization    {100 * losses.effective:.2f} % of the node hours train; {parts}")
     click.echo(
-        f"failures       one in {format_number(losses.mtbf_s / 3600)} h (a node: one in "
+        f"utilization    {100 * losses.effective:.2f} % of the node hours are productive; {parts}"
+    )
+    click.echo(
+        f"failures       one in {format_number(losses.mtbf_s / 3600)} h (MTBF of one node: "
         f"{best.config.cluster.node_mtbf_hours:,.0f} h)"
     )
     interval = f"every {losses.interval_steps} steps"
@@ -167,18 +169,18 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
     click.echo(f"checkpoints    {interval}")
 
 
-def print_points(answers: Sequence[RecipePlan]) -> None:
+def print_points(recipe_plans: Sequence[RecipePlan]) -> None:
     """Print a row for each recipe and node count."""
-    several = len(answers) > 1
-    points = [point for found in answers for point in found.points()]
+    several = len(recipe_plans) > 1
+    points = [point for plan in recipe_plans for point in plan.points()]
     headings = ("recipe",) * several + (
         "nodes", "TP", "PP", "DP", "micro", "checkpointing", "seq/s", "tokens/s", "MFU", "$/h",
         "tokens/$", "scaling", "tokens", "days", "$",
     )  # fmt: skip
     print_table(headings, [(point.recipe,) * several + _point_row(point) for point in points])
-    for found in answers:
-        name = f"{found.config.recipe.name} on " if several else ""
-        for node_plan in found.node_plans:
+    for plan in recipe_plans:
+        name = f"{plan.config.recipe.name} on " if several else ""
+        for node_plan in plan.node_plans:
             if node_plan.fitting:
                 continue
             why = "no layout is possible"
@@ -187,13 +189,14 @@ def print_points(answers: Sequence[RecipePlan]) -> None:
             elif reasons := most_refused(node_plan.search.refused, most=1):
                 why += f": {reasons[0][0]}"
             click.echo(f"{name}{format_plural(node_plan.nodes, 'node')}: {why}")
-        for point in found.points():
+        for point in plan.points():
             if point.forecast is not None and point.forecast.losses is None:
                 click.echo(
-                    f"{name}{format_plural(point.nodes, 'node')}: no end; {point.forecast.fault}"
+                    f"{name}{format_plural(point.nodes, 'node')}: does not finish; "
+                    f"{point.forecast.fault}"
                 )
-        if found.forecaster.usd_per_node_hour is None:
-            click.echo(f"no dollars: cluster profile {found.config.cluster.name} has no price")
+        if plan.forecaster.usd_per_node_hour is None:
+            click.echo(f"cost unknown: cluster profile {plan.config.cluster.name} has no price")
 
 
 def _point_row(point: ScalingPoint) -> tuple[str, ...]:
@@ -221,43 +224,49 @@ def _point_row(point: ScalingPoint) -> tuple[str, ...]:
 
 
 def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> dict[str, Any]:
-    """The whole document. `recipe`, `cluster` and `nodes` are lists only if values differ.
+    """Return the --json output. `recipe`, `cluster` and `nodes` are lists only if values differ.
 
     Args:
         plans: One for each recipe.
         top: Maximum number of layouts of each recipe and node count; None: all.
         explained: Whether to include the explanation.
     """
-    every = [(plan, one) for plan in plans for one in plan.node_plans]
-    keyed = [({"recipe": plan.config.recipe.name, "nodes": one.nodes}, one) for plan, one in every]
+    node_plans = [(plan, node_plan) for plan in plans for node_plan in plan.node_plans]
+    keyed = [
+        ({"recipe": plan.config.recipe.name, "nodes": node_plan.nodes}, node_plan)
+        for plan, node_plan in node_plans
+    ]
     recipe_layouts = []  # rank among those that fit, or why it is impossible
-    for key, one in keyed:
-        own, rank, fault = one.recipe_layout, None, None
-        if own is not None and own.candidate is None:
-            fault = own.fault
-        elif own is not None and own.candidate is not None and not own.candidate.fits:
-            fault = why_too_large(own.candidate.memory)
-        elif own is not None and own.candidate is not None:
-            rank = one.rank(own.candidate)
+    for key, node_plan in keyed:
+        layout, rank, fault = node_plan.recipe_layout, None, None
+        if layout is not None and layout.candidate is None:
+            fault = layout.fault
+        elif layout is not None and layout.candidate is not None and not layout.candidate.fits:
+            fault = why_too_large(layout.candidate.memory)
+        elif layout is not None and layout.candidate is not None:
+            rank = node_plan.rank(layout.candidate)
         recipe_layouts.append({**key, "rank": rank, "fault": fault})
     found: dict[str, Any] = {
         "recipe": _one_or_all([plan.config.recipe.name for plan in plans]),
         "cluster": _one_or_all([plan.config.cluster.name for plan in plans]),
-        "nodes": _one_or_all([one.nodes for one in plans[0].node_plans]),
+        "nodes": _one_or_all([node_plan.nodes for node_plan in plans[0].node_plans]),
         "candidates": [
-            _candidate_json(one, candidate, plan.forecaster)
-            for plan, one in every
-            for candidate in [*one.fitting, *one.too_large][:top]
+            _candidate_json(node_plan, candidate, plan.forecaster)
+            for plan, node_plan in node_plans
+            for candidate in [*node_plan.fitting, *node_plan.too_large][:top]
         ],
         "recipe_layouts": recipe_layouts,
-        "refused": [{**key, "reasons": dict(one.search.refused)} for key, one in keyed],
+        "refused": [{**key, "reasons": dict(node_plan.search.refused)} for key, node_plan in keyed],
         "warnings": list(dict.fromkeys(warning for plan in plans for warning in plan.warnings)),
     }
-    if len(every) > 1:
+    if len(node_plans) > 1:
         found["scaling"] = [_point_json(point) for plan in plans for point in plan.points()]
     if explained:
         found["explanation"] = [
-            line for _, one in every if one.fitting for line in explain(one.fitting, one.too_large)
+            line
+            for _, node_plan in node_plans
+            if node_plan.fitting
+            for line in explain(node_plan.fitting, node_plan.too_large)
         ]
     return found
 

@@ -187,7 +187,7 @@ def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:
         axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
     whole.set_xlabel("% of the node hours")
-    lost.set_xlabel("% of the node hours, productive ones left out")
+    lost.set_xlabel("% of the node hours, without productive time")
     # A longer name would leave no room for the bars.
     shown = [name if len(name) <= 40 else f"{name[:39]}…" for name in names]
     whole.set_yticks(range(len(names)), shown, parse_math=False)

@@ -3,7 +3,7 @@
 1. Candidates divide the sequences that a data-parallel worker of the train stage has in a step;
    each is at least twice the one before.
 2. Each candidate runs real steps: the first one compiles, later ones are timed. A timed step is as
-   long as the run's own, or a few seconds. The result is seconds a sequence, forward and backward;
+   long as the run's own, or a few seconds. The result is seconds per sequence (forward, backward);
    the optimizer's time does not depend on the micro batch.
 3. The search ends before a candidate whose predicted memory does not fit, or after two in a row
    that were not 3 % faster than the fastest before them.
@@ -70,7 +70,7 @@ def choose_micro_batch(job: Job) -> str | None:
             raise
         found.append(candidate)
         log.info(
-            "micro batch %d: %.4g s a sequence, %.2f of %.2f GB a worker, first step %.1f s",
+            "micro batch %d: %.4g s per sequence, %.2f of %.2f GB per worker, first step %.1f s",
             size, candidate.seconds_per_sequence, candidate.peak_bytes / 1e9, limit / 1e9,
             candidate.first_step_s,
         )  # fmt: skip
@@ -132,7 +132,7 @@ def too_large(
     if predicted <= MEMORY_SHARE * limit:
         return None
     return (
-        f"{size} would need {predicted / 1e9:.2f} GB a worker, more than {MEMORY_SHARE:.0%} of "
+        f"{size} would need {predicted / 1e9:.2f} GB per worker, more than {MEMORY_SHARE:.0%} of "
         f"{limit / 1e9:.2f}"
     )
 

@@ -157,7 +157,7 @@ def test_what_it_cannot_do_is_said_before_the_start(monkeypatch: pytest.MonkeyPa
     config = small_config("backend=rehearsal")
     monkeypatch.setenv("SLURMLLM_REHEARSAL_STEP_S", "soon")
     backend = load_backend("rehearsal")(config, make_mesh(config, 1), Worker(0, 1, 0, "n"))
-    with pytest.raises(ConfigError, match=r"STEP_S: 'soon' is no number"):
+    with pytest.raises(ConfigError, match=r"STEP_S: 'soon' is not a number"):
         backend.start()
 
 

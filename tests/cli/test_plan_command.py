@@ -108,7 +108,7 @@ def test_table_has_the_best_of_each_mesh_first_and_marks_the_recipes_own() -> No
     assert ranks[1] == every.index(second) + 1
     assert f"{int(own[0][0])} of" in done.stdout
     assert "does not fit: " in done.stdout
-    assert "at $21.50 a node and hour" in done.stdout
+    assert "at $21.50 per node hour" in done.stdout
 
 
 def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_a_cut_last_line_is_shown_and_does_no_harm(run_command, three_runs) -> N
     metrics.write_text(metrics.read_text()[:-25])
     result = run_command("unbroken", "requeued", "--no-plot")
     assert result.exit_code == 0
-    assert "attempt_001.jsonl:30: the last line is cut and left out" in result.stdout
+    assert "attempt_001.jsonl:30: skipped the truncated last line" in result.stdout
     assert "only A (unbroken) has steps 50; they are not compared" in result.stdout
 
 

@@ -304,8 +304,8 @@ def test_jobs_that_end_early(inputs: Path, slurm: Any, how: str) -> None:
     assert process.wait() == {"scancel": 3, "interrupt": 130}[how], stderr
     if how == "scancel":
         assert f"Slurm job {array}_" in stderr
-        assert "ended as CANCELLED" in stderr
-        assert f"its log is {work.logs}/{array}_" in stderr or "it never started" in stderr
+        assert "ended in state CANCELLED" in stderr
+        assert f"see {work.logs}/{array}_" in stderr or "it never started" in stderr
         assert list(work.logs.glob("*.err"))
     queue = ["squeue", "--noheader", "--states=PENDING,RUNNING", "--jobs", array]
     wait_for(lambda: not subprocess.run(queue, capture_output=True, check=False).stdout)

@@ -231,7 +231,7 @@ def test_a_harness_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
         (("--task", "pika"), "did you mean"),
         (("--task", "ai2_arc"), "is a tag of several tasks; name them: arc_challenge, arc_easy"),
         (("--task", "openllm"), "is a group without a metric of its own; name its tasks: arc_"),
-        (("--task", "humaneval"), "allow it: --allow-code-execution"),
+        (("--task", "humaneval"), "pass --allow-code-execution to allow it"),
         (("--suite", "smoke", "--tokenizer", "no.json"), "cannot read tokenizer no.json"),
         (("--task", ""), "name a task of the harness"),
         (("--task", "piqa", "--partition", "p"), "add --slurm"),

@@ -92,7 +92,7 @@ def test_a_cut_last_line_of_any_attempt_is_a_warning(make_run: MakeRun) -> None:
     curve = read_curve(run.path)
     assert curve.steps.tolist() == list(range(1, 21))
     assert curve.overlap_rows == 3
-    assert curve.warnings == (f"{run.metrics(0)}:12: the last line is cut and left out",)
+    assert curve.warnings == (f"{run.metrics(0)}:12: skipped the truncated last line",)
 
 
 def test_a_broken_line_elsewhere_is_an_error_with_its_place(make_run: MakeRun) -> None:

@@ -67,13 +67,13 @@ def test_json_lines_that_are_mixed_or_without_a_step(tmp_path: Path) -> None:
     )
     curve = read_curve(path)
     assert (curve.steps.tolist(), curve.columns["loss"].tolist()) == ([1], [2.0])
-    assert curve.warnings == (f"{path}:2: 2 lines are no JSON object and left out",)
+    assert curve.warnings == (f"{path}:2: not a JSON object; skipped 2 lines",)
     path.write_text('{"epoch": 1, "loss": 2.0}\n')
     with pytest.raises(RunError, match=r"no step in .*; there are epoch, loss; .*--tag step=KEY"):
         read_curve(path)
     assert read_curve(path, {"step": "epoch"}).steps.tolist() == [1]
     path.write_text('{"step": 1.5, "loss": 2.0, "learning_rate": 1}\n{"step": 2, "loss": 1.0}\n')
-    assert "step is 1.5 and no whole number in 1 of 2 rows" in read_curve(path).warnings[0]
+    assert "step is 1.5, not a whole number, in 1 of 2 rows" in read_curve(path).warnings[0]
 
 
 def test_a_json_document_of_columns(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_table_of_lightning_with_blank_cells(tmp_path: Path) -> None:
     assert curve.series("loss")[1].tolist() == [3.0, 2.9]
     assert curve.series("lr")[0].tolist() == [19]
     assert curve.series("val_loss")[1].tolist() == [3.1]
-    assert curve.warnings == (f"{curve.path}:5: the last line is cut and left out",)
+    assert curve.warnings == (f"{curve.path}:5: skipped the truncated last line",)
 
 
 def test_tables_of_wandb(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_records_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> 
             writer.write(b"\xff" * 9)
     curve = read_curve(path)
     assert curve.steps.tolist() == [1, 2, 3]
-    assert curve.warnings == (f"{path}: 3 records are no TensorBoard events and left out",)
+    assert curve.warnings == (f"{path}: 3 records are not TensorBoard events; skipped them",)
 
 
 def test_a_tag_as_the_step(tmp_path: Path) -> None:

@@ -130,10 +130,10 @@ def test_lenient_reading_leaves_damage_out(tmp_path: Path) -> None:
     unknown, broken, newer, cut = curve.warnings
     assert "ignoring metrics.v2.jsonl" in unknown
     assert broken.startswith(f"{path}:5: ")
-    assert "it and 1 more such are left out" in broken
+    assert "skipped this line and 1 other invalid line" in broken
     assert newer.startswith(f"{path}:7: loss is ")
     assert "newer version" in newer
-    assert cut == f"{path}:21: the last line is cut and left out"
+    assert cut == f"{path}:21: skipped the truncated last line"
     with pytest.raises(RunError, match=r"attempt_000\.jsonl:5: "):
         read_curve(path.parents[1])
 

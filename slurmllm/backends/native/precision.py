@@ -7,7 +7,7 @@
 | bf16_sr | bf16, each update rounded stochastically | bf16 | fp32, then bf16 |
 | bf16 | bf16, each update rounded to nearest | bf16 | fp32, then bf16 |
 
-bf16_sr and bf16 use 8 bytes a parameter, 2 each for weight, gradient and the two moments; the
+bf16_sr and bf16 use 8 bytes per parameter, 2 each for weight, gradient and the two moments; the
 others use 16. All compute an update in fp32.
 
 Rounding to nearest loses an update far below the spacing of bf16 (2⁻⁸ of the value) at every step;

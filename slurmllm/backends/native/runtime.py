@@ -3,10 +3,10 @@
 Tensor parallelism is DTensor's and pipelining torch.distributed.pipelining's (`parallel.py`), data
 parallelism FSDP2's; torch.compile compiles a block (`compiling.py`).
 
-FSDP2 shards parameters, gradients and optimizer state between steps, which is at least what any
-`parallel.zero` asks for. Within a step, zero 0 and 1 keep whole gradients until the last micro
+FSDP2 shards parameters, gradients and optimizer state between steps, at least as much as every
+ZeRO level requires. Within a step, zero 0 and 1 keep whole gradients until the last micro
 batch and reduce them once; 2 and 3 reduce them after each. Zero 3 also frees whole parameters
-between forward and backward; the others gather them once a step.
+between forward and backward; the others gather them once per step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class NativeBackend(Backend):
 
     device: torch.device
     device_mesh: DeviceMesh
-    control: dist.ProcessGroup  # over the host's network, never queues behind the device
+    control: dist.ProcessGroup  # gloo, all workers; not blocked by device collectives
     chunks: list[Decoder]
     model: nn.Module  # all chunks as one module
     pipeline: Pipeline | None
@@ -93,9 +93,9 @@ class NativeBackend(Backend):
 
     def build(self, model_factory: ModelFactory) -> None:
         recipe, mesh = self.config.recipe, self.mesh
-        numbers = range(mesh.pipeline_rank(self.worker.rank), mesh.chunks, mesh.pipeline)
+        chunk_indices = range(mesh.pipeline_rank(self.worker.rank), mesh.chunks, mesh.pipeline)
         with torch.device("meta"):
-            self.chunks = [make_chunk(model_factory, number, mesh) for number in numbers]
+            self.chunks = [make_chunk(model_factory, index, mesh) for index in chunk_indices]
         tensor_mesh = self.device_mesh["tensor"]
         if mesh.tensor > 1:
             compiling.make_portable(tensor_mesh, "tensor parallel")
@@ -132,7 +132,7 @@ class NativeBackend(Backend):
         hidden = torch.empty(
             mesh.micro_batch, share, recipe.model.hidden_size,
             dtype=precision.compute_dtype(recipe.train.precision), device="meta",
-            requires_grad=True,  # or no gradient is sent back
+            requires_grad=True,  # otherwise no gradient is sent back
         )  # fmt: skip
         group = self.device_mesh["pipeline"]
         return Pipeline(self.chunks, mesh, group, self.device, hidden, length)
@@ -155,14 +155,15 @@ class NativeBackend(Backend):
         else:
             mean = self._accumulate(micro_batches, weight)
         tied = self._tied_embedding()
-        if tied is not None:  # first and last stage each have a part of its gradient
+        if tied is not None:  # first and last stage each hold a partial gradient
             assert tied.grad is not None
             dist.all_reduce(local_part(tied.grad), group=self.tied_group)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if mean is not None:
             total += mean
         dist.all_reduce(total)
-        # Added by the workers of the last stage, by each tensor-parallel one the same.
+        # Each last-stage worker contributes its mean; tensor-parallel workers contribute the same
+        # value.
         return float(total.item()) / (self.mesh.data * self.mesh.tensor)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], weight: float) -> Tensor:
@@ -256,7 +257,7 @@ class NativeBackend(Backend):
         if self.device.type != "cuda":
             return host_memory(self.worker.sharing)
         peak = torch.cuda.max_memory_allocated(self.device)
-        # Other use (NCCL, the CUDA context) is part of neither.
+        # Memory used by others (NCCL, CUDA context) is excluded from both peak and limit.
         free, _ = torch.cuda.mem_get_info(self.device)
         limit = free + torch.cuda.memory_reserved(self.device)
         torch.cuda.empty_cache()

@@ -121,8 +121,8 @@ class CoreAttention(CausalCore):
     Selective checkpointing recomputes modules of this class.
     """
 
-    def __init__(self, *, turning: bool, group: int) -> None:
-        super().__init__(turning=turning, grouped=group > 1)
+    def __init__(self, *, use_rotary: bool, group: int) -> None:
+        super().__init__(use_rotary=use_rotary, grouped=group > 1)
         self.group = group
 
     def forward(
@@ -135,7 +135,7 @@ class CoreAttention(CausalCore):
         of positions, and no rows are gathered. With `positions`, [batch, seq], as the decoder's,
         attention stays within documents.
         """
-        if self.turning:
+        if self.use_rotary:
             rotary = rotary[:, : q.shape[1]]
             q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -179,7 +179,7 @@ class ParallelBlock(Block):
                 parent, _, leaf = name.rpartition(".")
                 setattr(self.get_submodule(parent), leaf, new)
         self.attention.core = CoreAttention(
-            turning=config.rotary_pct > 0, group=self.attention.group
+            use_rotary=config.rotary_pct > 0, group=self.attention.group
         )
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # type: ignore[override]

@@ -36,7 +36,10 @@ class CopyCounts(NamedTuple):
 
 
 class ParameterShards:
-    """Maps this worker's parameters to those of the whole model; `tensor` is the degree."""
+    """Maps this worker's parameters to those of the whole model.
+
+    `tensor` is the tensor-parallel degree.
+    """
 
     def __init__(self, config: ModelConfig, tensor: int) -> None:
         self.config, self.tensor = config, tensor
@@ -49,7 +52,7 @@ class ParameterShards:
             setattr(module, _NAME, name)
 
     def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return this worker's parameters by name in the whole model; tied ones once."""
+        """Return this worker's parameters by name; tied parameters appear once."""
         found: dict[str, nn.Parameter] = {}
         for module in model.modules():
             for leaf, parameter in module.named_parameters(recurse=False):
@@ -77,7 +80,7 @@ class ParameterShards:
         return torch.cat(pieces, share.dim) if len(pieces) > 1 else pieces[0]
 
     def initializer(self, seed: int) -> Callable[[nn.Module, torch.device], None]:
-        """Return NxD's `param_init_fn`, which sets the parameters of one module alone."""
+        """Return NxD's `param_init_fn`: it sets one module's parameters, without its children."""
 
         def initialize(module: nn.Module, device: torch.device) -> None:
             with torch.no_grad():
@@ -91,16 +94,16 @@ class ParameterShards:
         size = [part.stop - part.start for part in region]
         if name.endswith(".bias"):
             return torch.zeros(size)
-        if len(size) == 1:  # of a norm
+        if len(size) == 1:  # norm weight
             return torch.ones(size)
         offset = [part.start for part in region]
         std = standard_deviation(self.config, name)
         return normal(self.shapes[name], std, seed, name, offset, size)
 
     def set_attributes(self, parameters: dict[str, nn.Parameter], *, sequence: bool) -> None:
-        """Set the attributes by which NxD distinguishes parameters; NxD itself loses some.
+        """Set NxD's attributes of parameters; some are lost when NxD partitions the model.
 
-        With sequence parallelism, gradients of whole parameters are partial sums, which NxD's
+        With sequence parallelism, gradients of unsharded parameters are partial sums, which NxD's
         optimizer reduces.
         """
         for name, parameter in parameters.items():
@@ -133,9 +136,12 @@ class ParameterShards:
 class Norm:
     """The 2-norm over a model's parameters, or over their gradients.
 
-    Its graph is the same on all workers: differences between them are data. `counts` and `rows`,
-    the number of rows on this worker, are of each parameter, in the optimizer's order; with
-    `sharded`, the optimizer has a shard of each of them (ZeRO-1).
+    The graph is identical on all workers; per-worker values are passed as tensors.
+
+    Args:
+        counts: Copies of each parameter, in the optimizer's order.
+        rows: Number of rows of each parameter on this worker.
+        sharded: Whether the optimizer holds a shard of each parameter (ZeRO-1).
     """
 
     def __init__(
@@ -151,7 +157,7 @@ class Norm:
         self._weights = [self._weight(c, n, device) for c, n in zip(counts, rows, strict=True)]
 
     def _weight(self, counts: CopyCounts, rows: int, device: torch.device) -> float | Tensor:
-        """Return the weight of a square, one over its copies; a number, or one for each row."""
+        """Return 1 / copies: a scalar, or a tensor with one weight per row."""
         if counts.rows is None:
             return 1 / counts.copies
         weights = torch.full((rows,), 1 / counts.later)
@@ -191,7 +197,7 @@ def _squares(tensor: Tensor, weight: float | Tensor) -> Tensor:
 
 
 def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
-    """Scale gradients down to a norm of `limit` if theirs is larger; a limit of 0 is none."""
+    """Scale gradients down to a norm of `limit` if theirs is larger; 0 disables clipping."""
     if limit > 0:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
@@ -202,8 +208,8 @@ def sum_replicated_kv(gradients: Sequence[tuple[Tensor, int]]) -> None:
     """Sum the gradients of keys and values over the workers with copies of the same head.
 
     Each worker has the gradients of its own queries only; afterwards all have the sum, and the
-    copies stay equal. One message for all layers: fused matrices and biases, each with the first
-    row of the key.
+    copies stay equal. One all-reduce for all layers. Each item is a fused gradient and its first
+    key row.
     """
     parts = [gradient[row:] for gradient, row in gradients]  # views: `copy_` below changes them
     if not parts:

@@ -203,7 +203,7 @@ def _read_setting(name: str, default: float) -> float:
     if not 0 <= value < math.inf:
         raise ConfigError(
             "the rehearsal backend cannot start",
-            [f"env.{name}: {text!r} is no number of 0 or more; such as {default:g}"],
+            [f"env.{name}: {text!r} is not a number of 0 or more, such as {default:g}"],
         )
     return value
 

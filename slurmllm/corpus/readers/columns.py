@@ -1,4 +1,4 @@
-"""Parquet and Arrow files: a row a document, the text in one string column, or in two.
+"""Parquet and Arrow files: one row per document, the text in one string column, or in two.
 
 The first bytes of an Arrow file decide whether it is an IPC file or stream. Rows count from 1.
 """

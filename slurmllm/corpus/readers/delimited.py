@@ -1,4 +1,4 @@
-"""CSV and TSV files: a row a document, the text in one column, or in two.
+"""CSV and TSV files: one row per document, the text in one column, or in two.
 
 Arrow reads them. It counts rows, not lines, and a row may span several lines; so for the line of an
 unreadable row the file is read again, up to that row, by Python's slower reader.

@@ -183,7 +183,7 @@ class Ids:
 
 
 class Corpus:
-    """The texts of an Arrow corpus by index: a string column `text`, one row a document.
+    """The texts of an Arrow corpus by index: a string column `text`, one row per document.
 
     If there is a column `id`, each document is compared with its hash when it is read.
 

@@ -44,7 +44,7 @@ TAGS = {
 
 
 class TensorBoardHook(Hook):
-    """Writes the metrics of every step, and once an attempt the recipe; on rank 0."""
+    """Writes the metrics of every step, and once per attempt the recipe; on rank 0."""
 
     def __init__(self, job: Job) -> None:
         self._writer = EventFileWriter(str(job.run.tensorboard))
