@@ -51,11 +51,7 @@ _OTHER_METRICS = ("param_norm", "lr", "val_loss")
 @options.tags
 @options.from_step
 @options.to_step
-@click.option(
-    "--plot",
-    metavar="FILE.png",
-    help="Write a plot to FILE.png.  [default: <run A>/reports/compare-<A>-<B>.png]",
-)
+@options.plot(".  [default: <run A>/reports/compare-<A>-<B>.png]")
 @options.no_plot
 @options.runs_dir
 @options.as_json

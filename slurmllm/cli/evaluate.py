@@ -80,10 +80,7 @@ _DEFAULT_JOBS = 16
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Evaluate cached scores again.")
 @click.option("--fetch", "fetching", is_flag=True, help="Only download the tasks' questions.")
-@click.option(
-    "--plot", metavar="FILE.png",
-    help="Write a plot to FILE.png.  [default: <run>/reports/evaluation-<suite>.png]",
-)  # fmt: skip
+@options.plot(".  [default: <run>/reports/evaluation-<suite>.png]")
 @options.no_plot
 @options.runs_dir
 @options.as_json

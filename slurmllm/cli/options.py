@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -49,6 +51,16 @@ to_step = click.option(
     "--to-step", type=click.IntRange(min=0), callback=_after_from_step,
     help="Last step to read, inclusive.  [default: the last]",
 )  # fmt: skip
+force = click.option(
+    "--force", is_flag=True,
+    help="Submit even if the planner predicts that the run exceeds device memory.",
+)  # fmt: skip
+
+
+def plot(text: str) -> Callable[[Any], Any]:
+    return click.option("--plot", metavar="FILE.png", help=f"Write a plot to FILE.png{text}")
+
+
 no_plot = click.option("--no-plot", is_flag=True, help="Do not write a plot.")
 
 

@@ -52,9 +52,7 @@ def _job_options(verb: F) -> F:
     "--top", type=click.IntRange(min=1), help=f"Layouts to show.  [default: {_TOP}; JSON: all]"
 )
 @click.option("--explain", is_flag=True, help="Explain why the best layout is the best.")
-@click.option(
-    "--plot", metavar="FILE.png", help="Write a plot to FILE.png: throughput, cost and memory."
-)
+@options.plot(": throughput, cost and memory.")
 @click.option(
     "--against", metavar="RUN", help="Compare the prediction with the measurements of RUN."
 )

@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 @click.option("--no-html", is_flag=True, help="Write only the Markdown version.")
 @click.option("--no-files", is_flag=True, help="Write no files; only print the tables.")
 @options.tags
-@click.option(
-    "--plot",
-    metavar="FILE.png",
-    help="Write a plot to FILE.png: a stacked bar of node hours per run.",
-)
+@options.plot(": a stacked bar of node hours per run.")
 @options.runs_dir
 @options.as_json
 def report(

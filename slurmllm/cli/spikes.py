@@ -39,11 +39,7 @@ _HEADINGS = ("step", "steps", "above mean", "loss", "back after", "grad norm", "
 @options.tags
 @options.from_step
 @options.to_step
-@click.option(
-    "--plot",
-    metavar="FILE.png",
-    help="Write a plot to FILE.png.  [default: <run>/reports/spikes-<run>.png, one per run]",
-)
+@options.plot(".  [default: <run>/reports/spikes-<run>.png, one per run]")
 @options.no_plot
 @options.runs_dir
 @options.as_json

@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 @options.runs_dir
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
 @click.option("--local", is_flag=True, help="Run both stages on this machine, without Slurm.")
-@click.option(
-    "--force",
-    is_flag=True,
-    help="Submit even if the planner predicts that the run exceeds device memory.",
-)
+@options.force
 @options.as_json
 @click.pass_context
 def submit(
@@ -244,11 +240,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
     "batch belong to the checkpoints and cannot change.",
 )
 @click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
-@click.option(
-    "--force",
-    is_flag=True,
-    help="Submit even if the planner predicts that the run exceeds device memory.",
-)
+@options.force
 @options.precompile
 @options.runs_dir
 @options.as_json

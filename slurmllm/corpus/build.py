@@ -7,7 +7,7 @@ stay in the work folder, and the next build continues from them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,13 +26,7 @@ from slurmllm.corpus.options import (
 )
 from slurmllm.corpus.shard import Shard, load_shard, plan_shards
 from slurmllm.corpus.work_folder import WorkFolder, output_files, refuse_existing
-from slurmllm.corpus.workers import (
-    ShardResult,
-    peak_bytes,
-    run_in_process,
-    run_locally,
-    run_on_slurm,
-)
+from slurmllm.corpus.workers import peak_bytes, run_in_process, run_locally, run_on_slurm
 from slurmllm.errors import DataError
 from slurmllm.records import Record
 from slurmllm.slurm.arrays import SlurmOptions
@@ -246,7 +240,6 @@ def _write_missing_shards(
         begun = sum(min(count, sizes.get(name, 0)) for name, count in running.items())
         callbacks.on_read(sum(sizes[name] for name in done) + begun)
 
-    results: Iterator[ShardResult]
     if slurm is not None and missing:
         results = run_on_slurm(missing, work, workers, slurm, report, callbacks.on_note)
     elif workers > 1 and len(missing) > 1:

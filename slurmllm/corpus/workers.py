@@ -38,8 +38,7 @@ from slurmllm.slurm.arrays import (
 
 _LOCAL_POLL_S = 0.3
 _SLURM_POLL_S = 1.0
-# At most 4 array tasks per worker, so that each task writes several shards and queueing does not
-# dominate.
+# At most 4 array tasks per worker: each writes several shards, so queueing does not dominate.
 _TASKS_PER_WORKER = 4
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -46,8 +46,7 @@ class EvaluationPlan:
         suites: Without the tasks that are skipped.
         validation: Text of `validation`, if requested.
         skipped: Task → reason.
-        harness: Harness version; if not installed, that of the newest cached score; None if there
-            is none.
+        harness: Harness version; if not installed, that of the newest cached score, or None.
     """
 
     suites: tuple[LocatedSuite, ...]
@@ -75,10 +74,7 @@ class EvaluationPlan:
         return tuple(found.values())
 
     def permitted(self) -> tuple[TaskRequest, ...]:
-        """The tasks that may run.
-
-        Excludes tasks that execute model-written code unless `allow_code` is set.
-        """
+        """Excludes tasks that execute model-written code unless `allow_code` is set."""
         allow_code = self.settings.allow_code
         return tuple(task for task in self.tasks() if allow_code or not task.task.runs_code)
 

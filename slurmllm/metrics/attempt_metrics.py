@@ -44,8 +44,7 @@ class _Block:
 
     lines: int  # number of newlines
     rows: RowBlock | None = None
-    # The last line, if truncated. An error if another non-blank line follows.
-    cut: LineFault | None = None
+    cut: LineFault | None = None  # truncated last line; an error if a non-blank line follows
     faults: list[LineFault] = field(default_factory=list)
     unknown_values: list[LineFault] = field(default_factory=list)  # skipped
     empty: bool = False  # all lines are blank
@@ -67,8 +66,7 @@ def read_attempts(files: list[Path], lenient: bool) -> tuple[list[RowBlock], lis
         large = sum(path.stat().st_size for path in files) >= _SMALL_BYTES
         with ThreadPoolExecutor(max_workers=min(4, (os.cpu_count() or 1) + 1)) as pool:
             for index, path in enumerate(files):
-                # Stat before reading, so that a cache entry of a file modified during the read is
-                # never used.
+                # Before reading, so that no cache entry of a file modified meanwhile is ever used.
                 status = path.stat()
                 if (cached := load_columns(path, index, status)) is not None:
                     rows += cached
@@ -287,10 +285,7 @@ def _uniform_keys(line: bytes) -> list[str] | None:
 
 
 def _with_commas(block: bytes) -> npt.NDArray[np.uint8]:
-    """Replace `:` and `}` by commas.
-
-    numpy's arithmetic releases the GIL, bytes.translate does not.
-    """
+    """Replace `:` and `}` by commas; unlike bytes.translate, numpy releases the GIL."""
     text = np.frombuffer(block, dtype=np.uint8)
     found = np.empty_like(text)
     for begin in range(0, len(text), _TRANSLATE_BYTES):

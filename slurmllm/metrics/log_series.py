@@ -173,7 +173,7 @@ class RowCollector:
         if not whole.all():
             warnings = (
                 *warnings,
-                f"{path}: {step_key} is {steps[~whole][0]:g} not a whole number, in "
+                f"{path}: {step_key} is {steps[~whole][0]:g}, not a whole number, in "
                 f"{np.sum(~whole)} of {len(steps)} rows; skipped these rows",
             )
         rows, row_steps = rows[whole], steps[whole].astype(np.int64)

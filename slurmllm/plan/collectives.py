@@ -31,10 +31,7 @@ class Group:
 
 
 def group(stride: int, size: int, per_node: int) -> Group:
-    """Return the group of `size` ranks spaced by `stride`.
-
-    If placements differ, it is the one that spans the most nodes.
-    """
+    """Return the group of `size` ranks spaced by `stride` that spans the most nodes."""
     if per_node % (stride * size) == 0:  # else one of the groups crosses a node's boundary
         return Group(size, 1, 0, size == per_node)
     per_group = max(1, per_node // stride)

@@ -36,10 +36,7 @@ class CopyCounts(NamedTuple):
 
 
 class ParameterShards:
-    """Maps this worker's parameters to those of the whole model.
-
-    `tensor` is the tensor-parallel degree.
-    """
+    """Maps a worker's parameters to the whole model's; `tensor` is the tensor-parallel degree."""
 
     def __init__(self, config: ModelConfig, tensor: int) -> None:
         self.config, self.tensor = config, tensor
