@@ -107,7 +107,7 @@ def read_origin(directory: Path) -> Origin:
             values = model_fields(TrainState.load(directory / TRAIN_STATE).fingerprint)
         else:
             raise RunError(
-                f"{directory} is no checkpoint: it holds neither {TRAIN_STATE} (a run's) nor "
+                f"{directory} is not a checkpoint: it holds neither {TRAIN_STATE} (a run's) nor "
                 f"{MODEL} (an imported one); name runs/<run>/checkpoints/step_XXXXXXXX or a folder "
                 "that `slurmllm checkpoint import` created"
             )

@@ -22,7 +22,7 @@ runs_dir = click.option(
     "--runs-dir", metavar="DIR",
     help="Folder of all runs, on the shared file system.  [default: $SLURMLLM_RUNS, else ./runs]",
 )  # fmt: skip
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 set_value = click.option(
     "--set", "overrides", multiple=True, metavar="PATH=VALUE",
     help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable.",

@@ -192,7 +192,7 @@ def node_counts(text: str) -> list[int]:
     """The counts given to --nodes, each once, ascending.
 
     Raises:
-        UserError: an entry is no count, or there is none.
+        UserError: an entry is not a count, or there is none.
     """
     from slurmllm.errors import UserError
 

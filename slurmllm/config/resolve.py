@@ -240,7 +240,7 @@ def _assign(
     for section in sections:
         child = node.setdefault(section, {})
         if not isinstance(child, dict):
-            faults.append(f"{dotted}: {section} is no section; see `slurmllm recipes NAME`")
+            faults.append(f"{dotted}: {section} is not a section; see `slurmllm recipes NAME`")
             return
         node = child
     node[leaf] = value

@@ -49,7 +49,7 @@ def locate(source: str, root: Path) -> Path:
         RunError: it is none of these.
     """
     if not source.strip():  # an unset variable of a script; as a path it is the folder itself
-        raise RunError(f"an empty name is no run; give {_KINDS}")
+        raise RunError(f"an empty name is not a run; give {_KINDS}")
     path = Path(source)
     try:
         if path.is_file():

@@ -212,7 +212,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
                 # A tokenized corpus may be named by the common prefix of its two files.
                 files = (Path(path), Path(f"{path}.idx"))
                 if path != STDLIB and not any(file.is_file() for file in files):
-                    raise DataError(f"{option}: {path!r} is no file; name one that exists")
+                    raise DataError(f"{option}: {path!r} is not a file; name one that exists")
             return config
         from slurmllm.corpus.builtin import ensure_stdlib
 
@@ -282,7 +282,7 @@ def claim_run(root: Path, name: str | None, recipe: str) -> RunDir:
             run.path.mkdir()  # atomic, on NFS too: the name belongs to who created it
         except FileExistsError:
             if not root.is_dir():
-                raise RunError(f"--runs-dir: {root} is no folder; name another one") from None
+                raise RunError(f"--runs-dir: {root} is not a folder; name another one") from None
             continue  # another submit was faster: take the next name
         except NotADirectoryError:
             raise RunError(f"--runs-dir: {root} is below a file; name another one") from None

@@ -198,7 +198,7 @@ def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_
         (("import", "nowhere", "--out", "x"), 2, "config.json: is missing"),
         (("export", "nowhere", "--out", "x"), 2, "no checkpoint folder 'nowhere'"),
         (("export", "latest", "--out", "x"), 2, "a step or latest needs --run RUN"),
-        (("export", ".", "--out", "x"), 2, "is no checkpoint: it holds neither"),
+        (("export", ".", "--out", "x"), 2, "is not a checkpoint: it holds neither"),
         (("export", "7", "--run", "a", "--out", "x"), 2, "no checkpoint of step 7; it has: 10, 20"),
         (("export", "ten", "--run", "a", "--out", "x"), 2, "no checkpoint of step ten"),
         (("export", "10", "--run", "b", "--out", "x"), 2, "no run 'b'"),

@@ -110,9 +110,9 @@ def test_another_model(tmp_path: Path) -> None:
         "  model.num_kv_heads: the checkpoint has 2, the recipe 4",
     ]
     assert "train.init_from" in str(caught.value)
-    with pytest.raises(RunError, match=r"is no checkpoint: it holds neither train_state.json"):
+    with pytest.raises(RunError, match=r"is not a checkpoint: it holds neither train_state.json"):
         require_model(tmp_path, other)
-    with pytest.raises(RunError, match="is no checkpoint"):
+    with pytest.raises(RunError, match="is not a checkpoint"):
         require_model(tmp_path / "absent", other)
 
 

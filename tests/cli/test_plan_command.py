@@ -203,7 +203,7 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --nodes 4 --tokens many", "--tokens 'many'"),
         ("neox_20b --nodes 4 --tokens -1", "--tokens '-1'"),
         ("gpt3_125m --nodes 1 --price reserved", "p4d has no reserved price"),
-        ("neox_20b --nodes 4 --plot plan.pdf", "name it plan.png"),
+        ("neox_20b --nodes 4 --plot plan.pdf", "use plan.png"),
         ("neox_20b --nodes 4 --top 0", "--top"),
         ("neox_20b --nodes 4 --cluster nowhere", "unknown cluster profile 'nowhere'"),
         ("neox_20b --nodes 4 --local", "only --calibrate measures"),

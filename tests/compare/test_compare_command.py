@@ -185,7 +185,7 @@ def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile
     binary.write_bytes(bytes(range(256)) * 8)
     assert "no run 'absent'" in refusal(run_command("good", "absent"))
     assert "no run 'absent'" in refusal(run_command("absent", "good", "--json"))
-    assert "an empty name is no run" in refusal(run_command("good", ""))
+    assert "an empty name is not a run" in refusal(run_command("good", ""))
     assert "no metrics file" in refusal(run_command("good", "absent.jsonl"))
     assert "holds no attempt_NNN.jsonl" in refusal(run_command("good", "silent"))
     assert "without one whole row" in refusal(run_command("good", "empty"))

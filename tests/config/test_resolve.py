@@ -176,7 +176,7 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("cluster.node_local=relative", "cluster.node_local"),
         ("cluster.directives=['--gres=gpu:8 --uid=0']", "cluster.directives"),
         ("nonsense", "expected path=value"),
-        ("train.steps.more=1", "is no section"),
+        ("train.steps.more=1", "is not a section"),
         ("trian.steps=1", "unknown field"),
         ("checkpoint.second_tier=/x", "write checkpoint.replica"),
         ("checkpoint.second_tier_keep=3", "write checkpoint.replica_keep"),

@@ -86,7 +86,7 @@ def plan_export(
 ) -> ExportPlan:
     """Checks a checkpoint that is to be exported.
 
-    Raises a RunError if the folder is no checkpoint, a StorageError if it is damaged, a ConfigError
+    Raises a RunError if it is not a checkpoint, a StorageError if it is damaged, a ConfigError
     if transformers has no such model, a DataError if the tokenizer has more entries than the model.
     """
     origin = read_origin(directory)

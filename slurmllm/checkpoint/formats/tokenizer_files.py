@@ -48,7 +48,7 @@ def tokenizer_in(folder: Path) -> TokenizerFiles:
 def tokenizer_from_file(path: Path) -> TokenizerFiles:
     """Loads a tokenizer.json; its folder's other tokenizer files belong to it.
 
-    Raises a DataError if it is no tokenizer, or has no token that ends a document.
+    Raises a DataError if it is not a tokenizer, or has no token that ends a document.
     """
     encoder = TokenEncoder(path)
     end = encoder.end_of_document

@@ -77,7 +77,7 @@ def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
     """Returns a reader of regions of the parameters of an imported or a run's checkpoint.
 
     Every worker reads on its own, without communication. Padding rows of the vocabulary are 0.
-    Raises a RunError if the folder is no checkpoint or its model differs, and, as the reader, a
+    Raises a RunError if the folder is not a checkpoint or its model differs, and, as the reader, a
     StorageError if it is damaged.
     """
     weights = open_weights(require_model(directory, config))
@@ -94,7 +94,7 @@ def open_training(directory: Path, config: ModelConfig) -> TrainingFiles:
     """Opens weights and optimizer state for a run to resume from, padded as the run needs.
 
     Raises:
-        RunError: The folder is no checkpoint, or its model differs.
+        RunError: The folder is not a checkpoint, or its model differs.
         StorageError: The folder is damaged or has no optimizer state; every read raises it too.
     """
     # A folder with nothing but shards is assumed to be of the run's model.
