@@ -315,7 +315,7 @@ def read_json(path: Path, tags: Mapping[str, str]) -> Log:
         if text.lstrip().startswith(b"{") and text.strip().count(b"\n"):
             return read_json_lines(path, tags)
         raise RunError(
-            f"{path} is not a complete JSON document: {error!s:.100}; restore it or give another log"
+            f"{path} is not complete JSON: {error!s:.100}; restore it, or give another log"
         ) from error
     rows = RowCollector()
     for row in _document_rows(document):

@@ -81,7 +81,7 @@ def test_a_json_document_of_columns(tmp_path: Path) -> None:
     path.write_text('{"step": [1, 2, 3], "loss": [3.0, 2.0, NaN], "name": "a"}')
     np.testing.assert_array_equal(read_curve(path).columns["loss"], [3.0, 2.0, np.nan])
     path.write_text('{"log_history": [{"st')
-    with pytest.raises(RunError, match="is not a complete JSON document"):
+    with pytest.raises(RunError, match="is not complete JSON"):
         read_curve(path)
 
 

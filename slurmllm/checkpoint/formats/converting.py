@@ -112,7 +112,7 @@ def plan_conversion(
     """Checks a checkpoint that is to be converted: a run's of any backend, or an imported one.
 
     Without `mesh`, to the native format; without `precision`, that of the run that wrote it. Raises
-    RunError for a folder that is not a checkpoint, StorageError if it is damaged, ConfigError if the
+    RunError if the folder is not a checkpoint, StorageError if it is damaged, ConfigError if the
     mesh does not fit the model, or a worker's file exceeds free memory.
     """
     origin = read_origin(directory)
