@@ -35,10 +35,9 @@ _DEFAULT_JOBS = 16
     help="Checkpoints to evaluate; repeatable.  [default: latest]",
 )  # fmt: skip
 @click.option(
-    "--limit",
-    type=click.IntRange(min=1),
+    "--limit", type=click.IntRange(min=1),
     help="Maximum number of questions (or sequences) per task.",
-)
+)  # fmt: skip
 @click.option("--shots", type=click.IntRange(min=0), help="Examples before each question.")
 @click.option(
     "--batch-size", type=click.IntRange(min=1),

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 @click.option("--partition", help="Slurm partition.")
 @click.option("--account", help="Slurm account.")
 @click.option("--qos", help="Slurm quality of service.")
-@click.option(
-    "--time",
-    help="Time limit of the train job: minutes, H:MM:SS or D-HH:MM:SS.  [default: the recipe's]",
-)
+@click.option("--time", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: the recipe's]")
 @click.option("--reservation", help="Slurm reservation.")
 @click.option("--exclude", help="Nodes to exclude, as n3 or n[1-4].")
 @options.precompile
