@@ -58,6 +58,10 @@ def test_modules_that_import_each_other() -> None:
     assert house.file_cycles({**sources, "slurmllm/b.py": "x = 1\n"}) == []
 
 
+def test_no_modules_of_this_tree_import_each_other() -> None:
+    assert house.file_cycles(house.read_tree("slurmllm/*.py")) == []
+
+
 def test_the_table_of_this_tree() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "house.py")],
