@@ -207,9 +207,9 @@ def test_what_is_damaged_or_newer_is_read_as_far_as_it_goes(run_command, make_ru
     odd.metrics(0).write_text("".join([*lines[:6], "garbage\n", *lines[6:]]))
     result = run_command("good", "odd", "--no-plot")
     assert result.exit_code == 0
-    assert "attempt_000.jsonl:7: not one whole JSON value; the line is left out" in result.stdout
+    assert "attempt_000.jsonl:7: not one whole JSON value; skipped this line" in result.stdout
     assert "attempt_000.jsonl:4: param_norm is {'mean'" in result.stdout
-    assert "may be of a newer version" in result.stdout
+    assert "a newer version of slurmllm may have written the file" in result.stdout
 
 
 def test_a_cut_last_line_is_shown_and_does_no_harm(run_command, three_runs) -> None:

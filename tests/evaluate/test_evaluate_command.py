@@ -235,7 +235,7 @@ def test_a_harness_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
         (("--suite", "smoke", "--tokenizer", "no.json"), "cannot read tokenizer no.json"),
         (("--task", ""), "name a task of the harness"),
         (("--task", "piqa", "--partition", "p"), "add --slurm"),
-        (("--task", "piqa", "--validation-corpus", "x"), "add it"),
+        (("--task", "piqa", "--validation-corpus", "x"), "requires --task validation"),
         (("--suite", "smoke", "--plot", "x.pdf"), "x.png"),
     ],
 )

@@ -179,4 +179,4 @@ def test_options_of_shipped_tasks_and_groups(
     output = json.loads(done.stdout)
     failed = output["failed"]
     assert (output["evaluated"], [one["shots"] for one in failed]) == (0, [1, 2, None])
-    assert all("4000 tokens, and its context holds 2048" in one["error"] for one in failed)
+    assert all("4000 tokens, but its context holds 2048" in one["error"] for one in failed)

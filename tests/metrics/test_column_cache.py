@@ -141,7 +141,7 @@ def test_an_uneven_file_is_not_kept_and_warns_again(run: Path) -> None:
         stream.write('{"step": 61, "lo')
     age(run)
     for _ in range(2):
-        assert "the last line is cut" in read_curve(run, lenient=True).warnings[0]
+        assert "skipped the truncated last line" in read_curve(run, lenient=True).warnings[0]
     assert beside(run) == [".attempt_000.jsonl.arrow"]
 
 

@@ -198,7 +198,7 @@ def test_what_can_be_read_is_read(make_run: MakeRun) -> None:
     assert history.waited_s == {0: 0.25}
     assert history.saves == [(0.25, 1.0)]
     words = "\n".join(history.warnings)
-    assert "the last line is cut" in words
+    assert "skipped the truncated last line" in words
     assert "is damaged" in words
     assert "no attempt record of attempt 1" in words
     assert account_node_hours(history).steps == 3
