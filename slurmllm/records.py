@@ -67,10 +67,8 @@ class Record(BaseModel):
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the file"
             raise StorageError(
-                f"{path} is damaged: {where}: {first['msg']}; restore it or start a new run"
+                f"{path} is damaged: {first_problem(error)}; restore it or start a new run"
             ) from error
 
     @classmethod
@@ -94,6 +92,15 @@ class Record(BaseModel):
             except (OSError, ValueError, AttributeError):
                 raise error from error.__cause__
         return record, tuple(f"{name} is {value!r:.40}" for name, value in unknown.items())
+
+
+def first_problem(error: ValidationError, whole: str = "the file") -> str:
+    """Return the first problem, such as `slurm.nodes: Input should be …`.
+
+    `whole` replaces the field name if the problem belongs to no single field.
+    """
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
 class Submission(Record):

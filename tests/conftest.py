@@ -20,12 +20,19 @@ from slurmllm.rundir import RunDir
 ROOT = Path(__file__).resolve().parent.parent
 DEVCLUSTER = ROOT / "tools" / "devcluster"
 LEFT_OUT = "long: `make test-all` runs it"
+# The order of the test folders: those that mostly wait for Slurm, those that train whole runs,
+# other slow ones, and the rest; long files that start late would leave processes idle at the end.
+_START = {
+    **dict.fromkeys(("chaos", "end_to_end", "tools", "slurm"), 0),
+    **dict.fromkeys(("diagnose", "graphs", "supervise"), 1),
+    **dict.fromkeys(("backends", "checkpoint", "corpus", "evaluate", "train"), 2),
+}
 _COMMANDS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "sbatch")
 
 
-# A machine with other work may be slow to make an example; that is no failure.
+# A machine with other work may be slow to make an example or to run it; that is no failure.
 hypothesis.settings.register_profile(
-    "steady", suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "steady", suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None
 )
 hypothesis.settings.load_profile("steady")
 
@@ -43,9 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the tests that mostly wait, so that short ones fill that time; skip long ones."""
-    slow = ("chaos", "end_to_end", "tools", "slurm")
-    items.sort(key=lambda item: item.path.parent.name not in slow)
+    """Start with the longest files, so that the processes end together; skip long tests."""
+    items.sort(key=lambda item: _START.get(item.path.parent.name, 3))
     if os.environ.get("SLURMLLM_TEST_ALL") != "1":
         for item in items:
             if item.get_closest_marker("long") is not None:

@@ -182,8 +182,12 @@ def read_revision(revision: str, pattern: str) -> dict[str, str]:
 
 
 def _prose(pages: Sources) -> Sources:
-    """Leave out the pages that must name the terms."""
-    return {path: text for path, text in pages.items() if path not in _NAMING_TERMS}
+    """Return the pages without the glossary and the table of figures, which name the terms."""
+    return {
+        path: re.sub(r"^\| (?:term: |these terms).*$", "", text, flags=re.MULTILINE)
+        for path, text in pages.items()
+        if path not in _NAMING_TERMS
+    }
 
 
 def _git(*arguments: str) -> str:

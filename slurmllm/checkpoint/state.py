@@ -14,7 +14,7 @@ from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig, Recipe
 from slurmllm.config.resolve import flatten
 from slurmllm.errors import RunError, StorageError
-from slurmllm.records import ImportedModel, Record
+from slurmllm.records import ImportedModel, Record, first_problem
 
 TRAIN_STATE = "train_state.json"
 # AdamW's state per parameter next to `step`, by torch's names.
@@ -115,11 +115,9 @@ def read_origin(directory: Path) -> Origin:
     except OSError as error:
         raise StorageError(f"cannot read {directory}: {error.strerror or error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "model"
         raise RunError(
-            f"{directory} is of a model that this version does not know: model.{field}: "
-            f"{first['msg']}; use the version that wrote it"
+            f"{directory} is of a model that this version does not know: "
+            f"model.{first_problem(error, 'model')}; use the version that wrote it"
         ) from error
 
 

@@ -90,7 +90,10 @@ def checkpoint() -> None:
 @options.runs_dir
 @options.as_json
 def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> None:
-    """List the checkpoints of RUN, and their replicas in checkpoint.replica."""
+    """List the checkpoints of RUN and their replicas.
+
+    Replicas are copies in the folder or at the URL that the setting checkpoint.replica names.
+    """
     from slurmllm.checkpoint.catalogue import CheckpointEntry, list_checkpoints
     from slurmllm.checkpoint.replicas import open_replica
     from slurmllm.config.load import load
@@ -124,7 +127,7 @@ def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> Non
 @options.as_json
 @click.pass_context
 def verify(ctx: click.Context, target: str, runs_dir: str | None, as_json: bool) -> None:
-    """Verify every file of a checkpoint, or of all checkpoints of a run.
+    """Verify the files of one checkpoint, or of all of a run.
 
     Exit codes: 0 all sizes and checksums are correct, 4 a file is missing or damaged.
     """
@@ -303,11 +306,12 @@ def convert(
     as_json: bool,
     **mesh: Any,
 ) -> None:
-    """Convert a checkpoint to another backend's format: weights, optimizer state and position.
+    """Convert a checkpoint to another backend's format.
 
-    CKPT is a checkpoint folder. With --run it is a step, or latest (the newest checkpoint that
-    verifies). Needs neither a cluster nor the backends. A run reads checkpoints of both formats on
-    any mesh; the result is for other programs: NxD loads it by nxd.load_checkpoint(DIR, tag="nxd").
+    Weights, optimizer state and position are converted. CKPT is a checkpoint folder. With --run
+    it is a step, or latest (the newest checkpoint that verifies). Needs neither a cluster nor
+    the backends. A run reads checkpoints of both formats on any mesh; the result is for other
+    programs: NxD loads it by nxd.load_checkpoint(DIR, tag="nxd").
     """
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.converting import mesh_of_run, plan_conversion, run_conversion

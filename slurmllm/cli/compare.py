@@ -74,7 +74,9 @@ def compare(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Compare the loss and gradient norm of runs with those of A, point by point.
+    """Compare the curves of runs with those of A.
+
+    A is the reference; loss and gradient norm are compared point by point.
 
     A, B … are run names or directories, or logs of other frameworks: TensorBoard event files or
     folders of them, JSON lines, CSV, text.

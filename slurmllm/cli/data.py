@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slurmllm.cli import options
 from slurmllm.cli.inspect import inspect
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ _DEFAULT_JOBS = 16
 
 def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options shared by the commands that read input files."""
-    options = [
+    added = [
         click.argument("inputs", metavar="[INPUT]...", nargs=-1),
         click.option(
             "--files-from",
             metavar="LIST",
-            help="Read the files named in LIST, one per line, after INPUT; - is standard input.",
+            help="Also read the files named in LIST, one per line; - is standard input.",
         ),
         click.option(
             "--format",
@@ -40,15 +41,15 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(["auto", "text", "jsonl", "csv", "parquet", "arrow"]),
             default="auto",
             show_default=True,
-            help="Format of the files; auto derives it from their endings.",
+            help="Format of the files; auto: by their suffixes.",
         ),
         click.option(
             "--text-by",
             type=click.Choice(["paragraph", "document", "line"]),
             default="paragraph",
             show_default=True,
-            help="What counts as a document in a text file: the lines between blank lines, the "
-            "entire file, or a line.",
+            help="What a document is in a text file: the lines between blank lines (paragraph), "
+            "the entire file (document), or each line (line).",
         ),
         click.option(
             "--text-key",
@@ -60,9 +61,9 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--skip-bad", is_flag=True, help="Skip and count unreadable input instead of failing."
         ),
         click.option("--overwrite", is_flag=True, help="Replace --out if it exists."),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        options.as_json,
     ]
-    for option in reversed(options):
+    for option in reversed(added):
         command = option(command)
     return command
 
@@ -91,7 +92,7 @@ data.add_command(inspect)
 @data.command()
 @input_options
 @click.option("--prompt-key", help="Field or column of the prompt, for fine-tuning data.")
-@click.option("--completion-key", help="Field or column of the completion; with --prompt-key.")
+@click.option("--completion-key", help="Field or column of the completion; requires --prompt-key.")
 @click.option(
     "--normalize",
     type=click.Choice(["none", "nfc", "nfd", "nfkc", "nfkd"]),
@@ -112,7 +113,8 @@ data.add_command(inspect)
     "tokenizer",
     metavar="TOKENIZER",
     type=click.Path(path_type=Path),
-    help="Write token ids of this tokenizer.json for Megatron: <out>.bin and <out>.idx.",
+    help="Write token ids of this tokenizer.json for Megatron (<out>.bin and <out>.idx) instead of "
+    "an Arrow file.",
 )
 @click.option(
     "--dtype",
@@ -123,14 +125,14 @@ data.add_command(inspect)
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of reading processes, or of concurrent Slurm jobs with --slurm.  "
-    "[default: one per CPU, without --tokenize at most "
-    f"{_DEFAULT_WORKERS}; with --slurm {_DEFAULT_JOBS}]",
+    help="Number of processes that read, or with --slurm of concurrent Slurm jobs.  "
+    f"[default: one per CPU, at most {_DEFAULT_WORKERS} without --tokenize; {_DEFAULT_JOBS} with "
+    "--slurm]",
 )
 @click.option("--slurm", is_flag=True, help="Read the inputs in Slurm jobs.")
-@click.option("--partition", help="Slurm partition.")
-@click.option("--account", help="Slurm account.")
-@click.option("--qos", help="Slurm quality of service.")
+@options.partition
+@options.account
+@options.qos
 @click.option(
     "--time", help="Time limit of each Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 60]"
 )
@@ -161,9 +163,10 @@ def build(
     out: Path,
     **slurm_options: str | None,  # --partition, --account, --qos, --time
 ) -> None:
-    """Build an Arrow corpus from text, JSON lines, CSV, Parquet, Arrow or datasets folders.
+    """Build an Arrow corpus from files of text.
 
-    INPUT is a file, a folder (read to any depth) or a quoted glob. All but Parquet may be
+    INPUT is a file (text, JSON lines, CSV, Parquet or Arrow), a folder of files (read recursively),
+    a folder written by Hugging Face datasets, or a quoted glob. All files but Parquet may be
     compressed (.gz .zst .bz2 .xz). An interrupted build continues when the same command is run
     again.
     """
@@ -310,9 +313,11 @@ def train(
     out: Path,
     vocab_size: int,
 ) -> None:
-    """Train a byte-level BPE tokenizer on a corpus, or on files that `slurmllm data build` reads.
+    """Train a byte-level BPE tokenizer on texts.
 
-    INPUT is a file, a folder (read to any depth) or a quoted glob.
+    The texts are a corpus, or files that `slurmllm data build` reads.
+
+    INPUT is a file, a folder (read recursively) or a quoted glob.
     """
     from slurmllm.corpus.cleaning import DocumentStream
     from slurmllm.corpus.options import InputErrors, ReadOptions
@@ -325,10 +330,10 @@ def train(
     begun = time.monotonic()
     refuse_existing(out, overwrite)
     files = named_inputs(inputs, files_from, format_, [out])
-    options = ReadOptions(text_by=text_by, text_key=text_key, skip_bad=skip_bad)
+    reading = ReadOptions(text_by=text_by, text_key=text_key, skip_bad=skip_bad)
     errors = InputErrors(skip_bad)
     with input_progress("reading", sum(file.size_bytes for file in files)) as on_progress:
-        texts = DocumentStream(files, options, errors, on_progress)
+        texts = DocumentStream(files, reading, errors, on_progress)
         content = train_tokenizer(texts, vocab_size)
     if not texts.documents:
         raise DataError(

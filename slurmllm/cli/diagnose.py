@@ -27,17 +27,21 @@ _UNITS = {
 
 @click.command()
 @options.cluster
-@click.option("--nodes", type=click.IntRange(min=1), help="How many nodes.  [default: 1]")
-@click.option("--nodelist", help="Which nodes, as n3 or n[1-4].")
+@click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.  [default: 1]")
+@click.option("--nodelist", help="Nodes to check, such as n3 or n[1-4].")
 @click.option("--partition", help="Slurm partition.  [default: the profile's, else Slurm's]")
-@click.option("--account", help="Slurm account.")
-@click.option("--qos", help="Slurm quality of service.")
+@options.account
+@options.qos
 @click.option("--reservation", help="Slurm reservation.")
-@click.option("--exclude", help="Nodes to exclude, as n3 or n[1-4].")
-@click.option("--time", default="15", show_default=True, help="Time limit of the Slurm job.")
+@click.option("--exclude", help="Nodes to exclude, such as n3 or n[1-4].")
+@click.option(
+    "--time", default="15", show_default=True,
+    help="Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.",
+)  # fmt: skip
 @click.option(
     "--bandwidth/--no-bandwidth", default=None,
-    help="Measure the all-reduce over all nodes.  [default: by the profile]",
+    help="Measure an all-reduce across all nodes, or not.  "
+    "[default: measure, unless the profile's health.bandwidth is never]",
 )  # fmt: skip
 @click.option(
     "--set", "overrides", multiple=True, metavar="PATH=VALUE",
@@ -64,11 +68,15 @@ def health(
     exclude: str | None,
     time: str,
 ) -> None:
-    """Check nodes: devices, versions, network, disks, clocks, bandwidth. Trains nothing.
+    """Check that nodes are healthy.
 
-    Allocates idle nodes with salloc; inside an allocation (salloc, a batch script) it checks the
-    nodes of that allocation. Exit codes: 0 every node is healthy, warnings allowed; 2 invalid
-    input or configuration; 3 a node or Slurm failed.
+    Checks devices, versions, network, disks, clocks and bandwidth.
+
+    Allocates idle nodes with salloc. Inside an allocation (salloc, a batch script), and without
+    --nodes and --nodelist, it checks the nodes of that allocation.
+
+    Exit codes: 0 every node is healthy, possibly with warnings; 2 invalid input or configuration;
+    3 a node or Slurm failed.
     """
     import json
 
@@ -224,7 +232,9 @@ def doctor(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Check this installation, Slurm and the runs folder from this machine; changes nothing.
+    """Check this installation, Slurm and the runs folder.
+
+    Runs on the current machine, submits no job and changes nothing.
 
     Each check is ok, warn (a run can start), fail (no run can) or skipped, with a suggested fix.
     Exit codes: 0 no check failed; 2 a fault of this installation; 3 a fault of Slurm or a node.

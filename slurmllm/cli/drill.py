@@ -61,11 +61,11 @@ def drill(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Test that RUN recovers exactly from failures, by injecting faults into short copies of it.
+    """Test that RUN recovers exactly from failures.
 
-    The copies are runs in the same folder, with RUN's configuration and number of nodes, one after
-    the other; their curves must be bit-identical to that of a copy without a fault. RUN itself is
-    only read.
+    Injects faults into short copies of RUN. The copies are runs in the same folder, with RUN's
+    configuration and number of nodes, one after the other; their curves must be bit-identical
+    to that of a copy without a fault. RUN itself is only read.
 
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """

@@ -23,12 +23,12 @@ _DEFAULT_JOBS = 16
 @click.argument("run")
 @click.option(
     "--suite", "suites", multiple=True, metavar="NAME|FILE.yaml",
-    help="Suite of tasks: hlat, pythia, smoke, or a file of your own; repeatable.",
+    help="Suite of tasks: hlat, pythia, smoke, or your own .yaml file; repeatable.",
 )  # fmt: skip
 @click.option(
     "--task", "tasks", multiple=True, metavar="TASK",
-    help="Task of the harness, or validation: loss on held-out text; repeatable. With --suite: "
-    "only these tasks of the suite.",
+    help="Task of the harness, or `validation` for the loss on held-out text; repeatable. With "
+    "--suite: only these tasks of the suite.",
 )  # fmt: skip
 @click.option(
     "--checkpoint", "steps", multiple=True, metavar="STEP|latest|all",
@@ -38,14 +38,18 @@ _DEFAULT_JOBS = 16
     "--limit", type=click.IntRange(min=1),
     help="Maximum number of questions (or sequences) per task.",
 )  # fmt: skip
-@click.option("--shots", type=click.IntRange(min=0), help="Examples before each question.")
+@click.option(
+    "--shots", type=click.IntRange(min=0),
+    help="Few-shot examples before each question.  [default: the suite's, else the task's]",
+)  # fmt: skip
 @click.option(
     "--batch-size", type=click.IntRange(min=1),
     help="Sequences per batch.  [default: 1 on a CPU, as many as fit on a CUDA device]",
 )  # fmt: skip
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
-)
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+    help="Device to evaluate on; auto: cuda if available, else cpu.",
+)  # fmt: skip
 @click.option(
     "--jobs", type=click.IntRange(min=1), metavar="N",
     help=f"Checkpoints evaluated in parallel.  [default: 1; {_DEFAULT_JOBS} with --slurm]",
@@ -53,9 +57,9 @@ _DEFAULT_JOBS = 16
 @click.option(
     "--slurm", is_flag=True, help="Run in a Slurm array instead of processes on this machine."
 )
-@click.option("--partition", help="Slurm partition.")
-@click.option("--account", help="Slurm account.")
-@click.option("--qos", help="Slurm quality of service.")
+@options.partition
+@options.account
+@options.qos
 @click.option(
     "--time", help="Time limit of each job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 24:00:00]"
 )
@@ -63,7 +67,8 @@ _DEFAULT_JOBS = 16
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs per Slurm job.")
 @click.option(
     "--validation-corpus", type=click.Path(path_type=Path), metavar="FILE",
-    help="Text, JSON lines or a corpus for --task validation, instead of the held-out documents.",
+    help="Text, JSON lines or a corpus for --task validation, instead of the held-out documents of "
+    "RUN.",
 )  # fmt: skip
 @click.option(
     "--tokenizer", type=click.Path(path_type=Path), metavar="FILE",
@@ -71,14 +76,14 @@ _DEFAULT_JOBS = 16
 )  # fmt: skip
 @click.option(
     "--export-dir", type=click.Path(path_type=Path), metavar="DIR",
-    help="Keep the exported models here, and reuse existing ones.  [default: removed]",
+    help="Keep the exported models in DIR, and reuse those that exist.  [default: remove them]",
 )  # fmt: skip
 @click.option(
     "--allow-code-execution", "allow_code", is_flag=True,
     help="Allow tasks to run programs that the model writes, as your user, without a sandbox.",
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="Evaluate cached scores again.")
-@click.option("--fetch", "fetching", is_flag=True, help="Only download the tasks' questions.")
+@click.option("--force", is_flag=True, help="Evaluate again even if scores are cached.")
+@click.option("--fetch", "fetching", is_flag=True, help="Only download the questions of the tasks.")
 @options.plot(".  [default: <run>/reports/evaluation-<suite>.png]")
 @options.no_plot
 @options.runs_dir
@@ -109,11 +114,13 @@ def evaluate(
     as_json: bool,
     **slurm_options: Any,  # partition, account, qos, time, cpus, gpus
 ) -> None:
-    """Evaluate checkpoints of RUN with lm-evaluation-harness tasks and validation loss.
+    """Evaluate checkpoints of RUN.
+
+    Runs tasks of lm-evaluation-harness and computes the validation loss.
 
     RUN is a run's name or directory, a checkpoint, or a Hugging Face model folder. Scores are
-    cached, and an interrupted evaluation continues after its last score. The harness is an extra:
-    pip install 'slurmllm[eval]'.
+    cached, and an interrupted evaluation continues after its last score. The harness is an optional
+    dependency: pip install 'slurmllm[eval]'.
 
     Exit codes: 0 every task has a score, 1 some have none (they are listed), 2 invalid input or
     configuration, 3 a Slurm failure, 4 storage or a damaged checkpoint.

@@ -6,11 +6,12 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from slurmllm.log import setup_logging
-from slurmllm.rundir import RunDir, Stage
+if TYPE_CHECKING:
+    from slurmllm.rundir import Stage
 
 _RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 _STAGE = click.option("--stage", type=click.Choice(["precompile", "train"]), required=True)
@@ -23,6 +24,8 @@ _ATTEMPT = click.option("--attempt", type=int, required=True)
 @click.pass_context
 def supervise(ctx: click.Context, run: Path, stage: Stage) -> None:
     """Run one attempt of a stage on this allocation (called by the batch script)."""
+    from slurmllm.log import setup_logging
+    from slurmllm.rundir import RunDir
     from slurmllm.supervise.supervisor import supervise as run_supervisor
 
     setup_logging()
@@ -36,6 +39,8 @@ def supervise(ctx: click.Context, run: Path, stage: Stage) -> None:
 @click.pass_context
 def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
     """Start this node's workers (called by the supervisor through srun)."""
+    from slurmllm.log import setup_logging
+    from slurmllm.rundir import RunDir
     from slurmllm.supervise.launcher import launch as run_launcher
 
     setup_logging()
@@ -49,6 +54,9 @@ def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
 @click.pass_context
 def worker(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
     """Train on one device (called by the launcher)."""
+    from slurmllm.log import setup_logging
+    from slurmllm.rundir import RunDir
+
     # Before the import of torch, which takes seconds and may warn.
     rank = os.environ.get("RANK", "")
     setup_logging(int(rank) if rank.isdigit() else None)

@@ -47,7 +47,9 @@ def inspect(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Count a corpus: documents, tokens, lengths, and its first packed sequences.
+    """Count the documents and tokens of a corpus.
+
+    Also shows the lengths of the documents and the first packed sequences.
 
     CORPUS takes the values of data.corpus; the default is the recipe's. The token count of a large
     corpus is estimated from a sample of its documents.

@@ -35,11 +35,15 @@ _LEVELS: dict[str, dict[str, Any]] = {
 @click.command()
 @click.argument("run")
 @click.option("-f", "--follow", is_flag=True, help="Print new lines until the run ends.")
-@click.option("--stage", type=click.Choice(["precompile", "train"]), help="Only one stage.")
-@click.option("--attempt", type=click.IntRange(min=0), help="One attempt, of train or of --stage.")
+@click.option("--stage", type=click.Choice(["precompile", "train"]), help="Only this stage.")
 @click.option(
-    "--rank", type=click.IntRange(min=0), help="The log of one worker of the last attempt."
-)
+    "--attempt", type=click.IntRange(min=0),
+    help="Only this attempt, of the train stage unless --stage is given.",
+)  # fmt: skip
+@click.option(
+    "--rank", type=click.IntRange(min=0),
+    help="The log of one worker, of the last attempt unless --attempt is given.",
+)  # fmt: skip
 @click.option(
     "--ranks", metavar="LIST", help="Merge the logs of several workers, such as 0,3,8-11."
 )
@@ -47,14 +51,16 @@ _LEVELS: dict[str, dict[str, Any]] = {
     "--all-ranks", is_flag=True, help="Merge the logs of all workers; each line has its rank."
 )
 @click.option(
-    "--failed", is_flag=True, help="The first worker that failed in the last failed attempt."
-)
-@click.option("--stacks", is_flag=True, help="The stacks of the workers when the run last hung.")
+    "--failed", is_flag=True,
+    help="Error and last lines of the first worker that failed in the last failed attempt.",
+)  # fmt: skip
+@click.option("--stacks", is_flag=True, help="Stack traces of the workers when the run last hung.")
 @click.option(
     "-n",
     "--lines",
     type=click.IntRange(min=1),
-    help="Only the last LINES lines of every log.",
+    metavar="N",
+    help="Only the last N lines of each log.",
 )
 @options.runs_dir
 def logs(
@@ -71,12 +77,14 @@ def logs(
     lines: int | None,
     runs_dir: str | None,
 ) -> None:
-    """Print the logs of RUN: the precompile stage's, then the train stage's.
+    """Print the logs of RUN: precompile stage, then train stage.
 
-    A stage's log holds the output of the batch script, the supervisor and rank 0. The logs of
-    several ranks are merged by time, attempt by attempt; a line without a time follows the previous
-    line of its file. -f prints what is added, also by later attempts, of all ranks unless some are
-    given.
+    The log of a stage has the output of the batch script, the supervisor and rank 0. Logs of
+    several ranks are merged by time within each attempt; a line without a time stays after the
+    previous line of its file.
+
+    -f also prints the lines of later attempts, and those of all ranks unless --rank, --ranks or
+    --failed is given.
     """
     from slurmllm.errors import EXIT_INTERRUPTED, RunError, UserError
     from slurmllm.rundir import find_run, runs_root

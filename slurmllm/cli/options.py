@@ -29,7 +29,8 @@ set_value = click.option(
 )  # fmt: skip
 precompile = click.option(
     "--precompile", type=click.Choice(["auto", "always"]), default="auto", show_default=True,
-    help="auto: skip the precompile stage if this or an earlier run has compiled the graphs.",
+    help="auto: skip the precompile stage if this or an earlier run has compiled the graphs; "
+    "always: compile again.",
 )  # fmt: skip
 cluster = click.option(
     "--cluster", metavar="PROFILE",
@@ -51,6 +52,9 @@ to_step = click.option(
     "--to-step", type=click.IntRange(min=0), callback=_after_from_step,
     help="Last step to read, inclusive.  [default: the last]",
 )  # fmt: skip
+partition = click.option("--partition", help="Slurm partition.")
+account = click.option("--account", help="Slurm account.")
+qos = click.option("--qos", help="Slurm quality of service.")
 force = click.option(
     "--force", is_flag=True,
     help="Submit even if the planner predicts that the run exceeds device memory.",

@@ -20,13 +20,13 @@ _MOST_NODES = 65536
 _TOP = 10
 # Options of the measuring job, outside an allocation: option → help.
 _JOB = {
-    "nodelist": "which nodes, as n3 or n[1-4].",
+    "nodelist": "nodes to measure, such as n3 or n[1-4].",
     "partition": "Slurm partition.",
     "account": "Slurm account.",
     "qos": "Slurm quality of service.",
     "reservation": "Slurm reservation.",
     "exclude": "nodes to exclude.",
-    "time": "time limit of the job that holds the nodes.",
+    "time": "time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]",
 }
 
 
@@ -42,21 +42,23 @@ def _job_options(verb: F) -> F:
 @options.cluster
 @options.set_value
 @click.option(
-    "--tokens", metavar="COUNT", help="Tokens to train on, as 20B.  [default: the recipe's]"
+    "--tokens", metavar="COUNT", help="Tokens to train on, such as 20B.  [default: the recipe's]"
 )
 @click.option(
     "--price", type=click.Choice(["on_demand", "reserved"]), default="on_demand",
-    show_default=True, help="Price of the cluster profile to use.",
+    show_default=True, help="Which price of the cluster profile to use.",
 )  # fmt: skip
 @click.option(
     "--top", type=click.IntRange(min=1), help=f"Layouts to show.  [default: {_TOP}; JSON: all]"
 )
-@click.option("--explain", is_flag=True, help="Explain why the best layout is the best.")
+@click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
 @options.plot(": throughput, cost and memory.")
 @click.option(
     "--against", metavar="RUN", help="Compare the prediction with the measurements of RUN."
 )
-@click.option("--calibrate", is_flag=True, help="Measure hardware parameters for a profile.")
+@click.option(
+    "--calibrate", is_flag=True, help="Measure hardware parameters for a cluster profile."
+)
 @click.option("--local", is_flag=True, help="With --calibrate: this machine, without Slurm.")
 @click.option("--out", metavar="FILE.yaml", help="With --calibrate: the profile to write.")
 @_job_options
@@ -81,7 +83,9 @@ def plan(
     as_json: bool,
     **job: str | None,
 ) -> None:
-    """Rank parallel layouts of each recipe by predicted memory, step time, throughput and cost.
+    """Rank parallel layouts of recipes by predicted throughput.
+
+    Memory, step time and cost are predicted too. Layouts that exceed device memory are not ranked.
 
     \b
     slurmllm plan llama2_70b --nodes 64                      rank the layouts
@@ -90,8 +94,8 @@ def plan(
     slurmllm plan --against RUN                              compare with a run
     slurmllm plan --calibrate --local --out mine.yaml        measure hardware parameters
 
-    The search varies tensor, pipeline, micro batch, sequence parallelism, activation checkpointing
-    and ZeRO; --set fixes a value.
+    The search varies tensor and pipeline degree, micro batch, sequence parallelism, activation
+    checkpointing and ZeRO. A value given with --set is fixed.
 
     Exit codes: 0 success; 2 nothing fits, or invalid options; 3 a node or Slurm failed while
     measuring; 4 a file cannot be written.

@@ -50,7 +50,7 @@ def report(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Report curves, throughput, utilization and the cost of failures of runs.
+    """Report curves, throughput, utilization and cost of runs.
 
     SOURCE is a run's name or directory (a partial copy is enough), or another framework's log
     (TensorBoard, JSON lines, CSV, text). Writes a self-contained HTML page and a Markdown version.

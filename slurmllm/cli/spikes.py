@@ -20,14 +20,14 @@ _HEADINGS = ("step", "steps", "above mean", "loss", "back after", "grad norm", "
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option(
-    "--window", type=int, default=20, show_default=True, help="Steps of the running mean."
+    "--window", type=int, default=20, show_default=True, help="Number of steps in the running mean."
 )
 @click.option(
     "--threshold",
     type=float,
     default=0.1,
     show_default=True,
-    help="Height above the mean from which a loss is a spike.",
+    help="A loss higher than the running mean by more than this is a spike.",
 )
 @click.option(
     "--min-gap",
@@ -57,13 +57,16 @@ def spikes(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Find loss spikes, and the restarts and gradient-norm changes that coincide with them.
+    """Find loss spikes in runs and logs.
 
-    A spike is a loss that is more than the threshold above the mean of the steps before it (HLAT:
-    20 steps, 0.1). SOURCE is a run's name, a run directory, or a log of another framework, as
-    for `compare`.
+    Also finds the restarts, skipped batches and gradient-norm changes that coincide with them.
 
-    Exit codes: 0 whatever was found; 2 invalid input; 4 the plot of --plot cannot be written.
+    A step is in a spike if its loss exceeds the mean of the --window steps before it by more than
+    --threshold. The defaults are those of the HLAT paper (arXiv 2404.10630).
+
+    SOURCE is a run's name, a run directory, or a log of another framework, as for `compare`.
+
+    Exit codes: 0 with or without spikes; 2 invalid input; 4 the plot of --plot cannot be written.
     """
     from slurmllm.errors import RunError
     from slurmllm.metrics.source import locate, parse_tags, read_curve

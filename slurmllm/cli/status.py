@@ -1,4 +1,4 @@
-"""`slurmllm status [RUN]`: the status of runs, once or refreshed."""
+"""`slurmllm status [RUN]`: prints the status of runs once, or refreshes it (`--watch`)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 _INTERVAL_S = 5.0
 
 
-class _Status(click.Command):
-    """Allows `--watch` without seconds, before a run's name too."""
+class _StatusCommand(click.Command):
+    """A command whose `--watch` needs no value, even if a run's name follows it."""
 
-    # click's optional option value would take a run's name for the seconds.
+    # click's own optional values would parse `--watch RUN` as RUN seconds.
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        found = list(args)
-        for place, following in enumerate([*args[1:], ""]):
-            if args[place : place + 1] == ["--watch"]:
+        completed = list(args)
+        for index, next_arg in enumerate([*args[1:], ""]):
+            if args[index : index + 1] == ["--watch"]:
                 try:
-                    float(following)
+                    float(next_arg)
                 except ValueError:
-                    found[place] = f"--watch={_INTERVAL_S:g}"
-        return super().parse_args(ctx, found)
+                    completed[index] = f"--watch={_INTERVAL_S:g}"
+        return super().parse_args(ctx, completed)
 
 
-@click.command(cls=_Status)
+@click.command(cls=_StatusCommand)
 @click.argument("run", required=False)
 @click.option(
     "--watch",
@@ -40,7 +40,7 @@ class _Status(click.Command):
     metavar="[SECONDS]",
     help=f"Refresh every SECONDS (default {_INTERVAL_S:g}) until all shown runs have ended.",
 )
-@click.option("--active", is_flag=True, help="Only runs that are pending or running.")
+@click.option("--active", is_flag=True, help="Show only runs that are pending or running.")
 @options.runs_dir
 @options.as_json
 def status(
@@ -48,38 +48,42 @@ def status(
 ) -> None:
     """Show the status of RUN, or of all runs.
 
-    --watch ends when the run, or every run shown, has ended. If the output is not a terminal, it
-    prints one table after the other; with --json, one document per line.
+    --watch ends when all shown runs have ended. If the output is not a terminal, each refresh
+    prints another table; with --json, one document per line.
     """
     from slurmllm.errors import EXIT_INTERRUPTED, UserError
 
     if active and run is not None:
         raise UserError(f"--active selects among all runs: leave out --active or the run {run!r}")
     if watch is not None and not 0.1 <= watch <= 86400:
-        raise UserError(f"--watch {watch:g}: seconds from 0.1 to 86400, such as --watch 5")
-    look = _make_look(run, runs_dir, active)
+        raise UserError(f"--watch {watch:g}: must be 0.1 to 86400 seconds, such as --watch 5")
+    read_states = _make_reader(run, runs_dir, active)
     if watch is None:
-        shown = look()
-        click.echo(shown.as_json(indent=2)) if as_json else shown.print()
+        states = read_states()
+        click.echo(states.as_json(indent=2)) if as_json else states.print()
         return
     try:
-        _watch(look, watch, as_json)
-    except KeyboardInterrupt:  # the usual way to leave
+        _watch(read_states, watch, as_json)
+    except KeyboardInterrupt:  # the usual way to stop watching
         click.get_current_context().exit(EXIT_INTERRUPTED)
 
 
-class _Shown:
-    """The states of one refresh."""
+class _ShownStates:
+    """The states that one refresh shows.
 
-    def __init__(self, states: list[RunState], nothing: str | None) -> None:
-        # nothing: the text if no run is to be shown; None if one run was named.
-        self.states, self.nothing = states, nothing
+    Args:
+        states: The state of RUN, or of all runs.
+        empty_text: What to print if there are no runs; None if RUN was given.
+    """
+
+    def __init__(self, states: list[RunState], empty_text: str | None) -> None:
+        self.states, self.empty_text = states, empty_text
 
     def as_json(self, indent: int | None = None) -> str:
         import json
 
         found = [_state_json(state) for state in self.states]
-        return json.dumps(found[0] if self.nothing is None else {"runs": found}, indent=indent)
+        return json.dumps(found[0] if self.empty_text is None else {"runs": found}, indent=indent)
 
     def view(self, height: int | None = None) -> View:
         from rich.text import Text
@@ -87,10 +91,10 @@ class _Shown:
         from slurmllm.cli.status_tables import View, run_view, runs_view
         from slurmllm.tables import console
 
-        if self.nothing is None:
+        if self.empty_text is None:
             return run_view(self.states[0], console())
         if not self.states:
-            return View([Text(self.nothing)], ())
+            return View([Text(self.empty_text)], ())
         return runs_view(self.states, console(), height)
 
     def print(self) -> None:
@@ -107,8 +111,8 @@ class _Shown:
         return any(state.slurm_unreachable for state in self.states)
 
 
-def _make_look(run: str | None, runs_dir: str | None, active: bool) -> Callable[[], _Shown]:
-    """A function that reads the state of a run, or of all runs."""
+def _make_reader(run: str | None, runs_dir: str | None, active: bool) -> Callable[[], _ShownStates]:
+    """Return a function that reads the state of a run, or of all runs."""
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
     from slurmllm.status.runs import list_runs, run_state, run_states
@@ -116,22 +120,23 @@ def _make_look(run: str | None, runs_dir: str | None, active: bool) -> Callable[
     root, client = runs_root(runs_dir), SlurmCommands()
     if run is not None:
         found = find_run(run, root)
-        return lambda: _Shown([run_state(found, client)], None)
+        return lambda: _ShownStates([run_state(found, client)], None)
 
-    def look() -> _Shown:
-        # Listed anew each time: runs may be submitted meanwhile.
+    def read_states() -> _ShownStates:
+        # Listed at each refresh: runs may be submitted in between.
         states = run_states(list_runs(root), client)
         if active and states:
-            # Without Slurm nobody knows that a run has ended: such runs stay in the list.
+            # While slurmctld is unreachable, these runs may still be active: keep them in the list.
             shown = [state for state in states if state.active or state.slurm_unreachable]
-            return _Shown(shown, f"none of the {len(states)} runs in {root} is pending or running")
+            empty_text = f"none of the {len(states)} runs in {root} is pending or running"
+            return _ShownStates(shown, empty_text)
         hint = "`slurmllm submit tiny_neox --local` starts one"
-        return _Shown(states, f"no runs in {root} yet; {hint}")
+        return _ShownStates(states, f"no runs in {root} yet; {hint}")
 
-    return look
+    return read_states
 
 
-def _watch(look: Callable[[], _Shown], interval_s: float, as_json: bool) -> None:
+def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: bool) -> None:
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -139,8 +144,8 @@ def _watch(look: Callable[[], _Shown], interval_s: float, as_json: bool) -> None
     from slurmllm.tables import console
 
     terminal = console()
-    if as_json or not terminal.is_terminal:  # a pipe: nothing is redrawn
-        for shown in _looks(look, interval_s):
+    if as_json or not terminal.is_terminal:  # nothing can be redrawn in a pipe or file
+        for shown in _refresh_until_ended(read_states, interval_s):
             if as_json:
                 click.echo(shown.as_json())
             else:
@@ -149,27 +154,30 @@ def _watch(look: Callable[[], _Shown], interval_s: float, as_json: bool) -> None
                 click.echo("")
         return
     with Live(console=terminal, auto_refresh=False, vertical_overflow="crop") as live:
-        for shown in _looks(look, interval_s):
-            # Five lines: headings, clock, notes on columns and rows without room.
+        for shown in _refresh_until_ended(read_states, interval_s):
+            # Five lines are reserved: headings, clock, notes on omitted columns and rows.
             view = shown.view(max(terminal.height - 5, 1))
-            clock = time.strftime("%H:%M:%S") + f", every {interval_s:g} s; Ctrl-C leaves"
+            now = time.strftime("%H:%M:%S")
+            clock = f"{now}, refreshed every {interval_s:g} s; Ctrl-C to stop"
             live.update(
                 Group(*view.lines, *view.tables, *view.notes, Text(clock, style="dim")),
                 refresh=True,
             )
 
 
-def _looks(look: Callable[[], _Shown], interval_s: float) -> Iterator[_Shown]:
-    """Look again and again until no run shown is active.
+def _refresh_until_ended(
+    read_states: Callable[[], _ShownStates], interval_s: float
+) -> Iterator[_ShownStates]:
+    """Yield the states every `interval_s` until no shown run is active.
 
-    While slurmctld is unreachable, runs that were active before are not taken for ended.
+    While slurmctld is unreachable, continues if a run was active before: it may still be active.
     """
-    begun = False
+    was_active = False
     while True:
-        shown = look()
+        shown = read_states()
         yield shown
-        begun = begun or shown.active
-        if not shown.active and not (begun and shown.slurm_unreachable):
+        was_active = was_active or shown.active
+        if not shown.active and not (was_active and shown.slurm_unreachable):
             return
         time.sleep(interval_s)
 
@@ -180,31 +188,32 @@ def _state_json(state: RunState) -> dict[str, Any]:
     found = asdict(state)
     found["attempts"] = [a.model_dump(mode="json", by_alias=True) for a in state.attempts]
     del found["details"]
-    if (more := state.details) is None:
+    if (details := state.details) is None:
         return {name: _finite(value) for name, value in found.items()}
+    graphs = details.graphs
     found |= {
-        "cold_first_step_s": more.cold_first_step_s,
+        "cold_first_step_s": details.cold_first_step_s,
         "first_steps": {
             node: {"first_step_s": seconds, "cache_hits": hits, "cache_misses": misses}
-            for node, (seconds, hits, misses) in more.first_steps.items()
+            for node, (seconds, hits, misses) in details.first_steps.items()
         },
-        "mesh": more.mesh.to_json() if more.mesh else None,
-        "micro_batch": more.micro_batch.model_dump(mode="json") if more.micro_batch else None,
-        # The list of files would be longer than all the rest.
-        "graphs": more.graphs.model_dump(mode="json", exclude={"files"}) if more.graphs else None,
-        "uncompiled": list(more.uncompiled),
-        "versions": more.versions,
-        "unequal_versions": more.unequal_versions,
-        "excluded": [node.model_dump(mode="json") for node in more.excluded],
-        "workers": asdict(more.workers) if more.workers is not None else None,
-        "skips": [skip.model_dump(mode="json") for skip in more.skips],
-        "warnings": [more.unequal_versions] if more.unequal_versions else [],
+        "mesh": details.mesh.to_json() if details.mesh else None,
+        "micro_batch": details.micro_batch.model_dump(mode="json") if details.micro_batch else None,
+        # The list of files would be longer than everything else together.
+        "graphs": graphs.model_dump(mode="json", exclude={"files"}) if graphs else None,
+        "uncompiled": list(details.uncompiled),
+        "versions": details.versions,
+        "unequal_versions": details.unequal_versions,
+        "excluded": [node.model_dump(mode="json") for node in details.excluded],
+        "workers": asdict(details.workers) if details.workers is not None else None,
+        "skips": [skip.model_dump(mode="json") for skip in details.skips],
+        "warnings": [details.unequal_versions] if details.unequal_versions else [],
     }
     return {name: _finite(value) for name, value in found.items()}
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: such a loss becomes null."""
+    """Replace NaN and infinity, such as in a loss, by None: JSON has neither."""
     import math
 
     if isinstance(value, float):

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 @click.option("--name", help="The run's name.  [default: RECIPE-001, -002, …]")
 @options.set_value
 @options.cluster
-@click.option("--partition", help="Slurm partition.")
-@click.option("--account", help="Slurm account.")
-@click.option("--qos", help="Slurm quality of service.")
+@options.partition
+@options.account
+@options.qos
 @click.option("--time", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: the recipe's]")
 @click.option("--reservation", help="Slurm reservation.")
-@click.option("--exclude", help="Nodes to exclude, as n3 or n[1-4].")
+@click.option("--exclude", help="Nodes to exclude, such as n3 or n[1-4].")
 @options.precompile
 @options.runs_dir
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
@@ -53,7 +53,9 @@ def submit(
     reservation: str | None,
     exclude: str | None,
 ) -> None:
-    """Train RECIPE on N nodes: submit a precompile job, then a train job that depends on it.
+    """Train RECIPE on N nodes.
+
+    Submits a precompile job, then a train job that depends on it.
 
     RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, N launcher
     processes on this machine stand in for nodes; Ctrl-C saves a checkpoint and exits.
@@ -236,8 +238,8 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
     "overrides",
     multiple=True,
     metavar="PATH=VALUE",
-    help="Change a value, such as parallel.tensor=8; may be repeated. Model, data, seed and global "
-    "batch belong to the checkpoints and cannot change.",
+    help="Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "
+    "batch cannot change: the checkpoints depend on them.",
 )
 @click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
 @options.force
@@ -257,13 +259,14 @@ def resume(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Continue RUN after it was cancelled or stopped: same directory, next attempt.
+    """Continue RUN after it was cancelled or stopped.
 
-    Nodes, cluster (and so the backend) and mesh may change: every checkpoint can be read by all of
-    them. --set parallel=auto lets the planner choose a new mesh.
+    Training continues in the same directory, as its next attempt. The number of nodes, the cluster
+    profile (and with it the backend) and the mesh may change: any checkpoint can be loaded on any
+    of them. --set parallel=auto lets the planner choose a new mesh.
 
-    The precompile stage runs again if graphs are missing or would differ. A run that was started
-    with --local continues locally.
+    The precompile stage runs again if compiled graphs are missing or would change. A run that was
+    started with --local continues locally.
     """
     from slurmllm.config.load import load
     from slurmllm.config.resolve import change
@@ -333,7 +336,10 @@ def _layout(config: RunConfig) -> tuple[Any, ...]:
 @click.argument("run")
 @options.runs_dir
 def cancel(run: str, runs_dir: str | None) -> None:
-    """Cancel RUN's jobs; the workers save before they exit, if Slurm gives them the time."""
+    """Cancel RUN's jobs.
+
+    The workers save a checkpoint before they exit, if Slurm gives them the time.
+    """
     import signal
 
     from slurmllm.rundir import find_run, runs_root

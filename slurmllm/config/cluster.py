@@ -122,32 +122,35 @@ class Hardware(Section):
     source: str = Field(description="Where the figures come from.")
     rough: bool = Field(
         default=False,
-        description="Whether they are a guess, on which nothing is refused or warned of.",
+        description="Whether the figures are a guess; the planner then neither refuses nor warns.",
     )
     bf16_tflops: PositiveFloat = Field(
-        description="bf16 matrix products of a device, at most, TFLOP/s, dense."
+        description="Peak rate of a device's bf16 matrix products, TFLOP/s, dense."
     )
-    fp32_tflops: PositiveFloat = Field(description="Likewise fp32 matrix products.")
+    fp32_tflops: PositiveFloat = Field(
+        description="Peak rate of a device's fp32 matrix products, TFLOP/s."
+    )
     memory_gib: PositiveFloat = Field(description="Memory of a device, GiB of 2^30 bytes.")
     reserved_gib: NonNegativeFloat = Field(
         default=0.0,
-        description="What runtime, libraries and context take of it before any model, GiB.",
+        description="Memory that runtime, libraries and context take before any model, GiB.",
     )
     memory_gb_s: PositiveFloat = Field(
-        description="Between a device and its memory, GB/s of 10^9 bytes."
+        description="Bandwidth between a device and its memory, GB/s of 10^9 bytes."
     )
     node_link_gb_s: PositiveFloat = Field(
-        description="From one device to the others of its node, GB/s in one direction."
+        description="Bandwidth from a device to the others of its node, GB/s in one direction."
     )
     network_gb_s: PositiveFloat = Field(
-        description="From one node to the others, GB/s in one direction."
+        description="Bandwidth from a node to the others, GB/s in one direction."
     )
     matrix_efficiency: Share = Field(
         description="Share of the peak that large matrix products reach."
     )
     matrix_half: NonNegativeFloat = Field(
         default=0.0,
-        description="Smallest dimension at which a matrix product reaches half of that.",
+        description="Smallest dimension at which a matrix product reaches half of "
+        "matrix_efficiency.",
     )
     attention_efficiency: Share = Field(
         description="Share of the peak that the products within attention reach."
@@ -160,13 +163,13 @@ class Hardware(Section):
     )
     part_of_node: Share = Field(
         default=1.0,
-        description="Share of that which a group reaches that is not the whole node: 1 behind a "
-        "switch, half of a torus, where such a group's rings use one of its two directions.",
+        description="Share of node_link_efficiency that a process group on a part of the node "
+        "reaches: 1 behind a switch; 0.5 in a torus, where its rings use one of two directions.",
     )
     shard_efficiency: Share = Field(
         default=1.0,
-        description="Share of an all-reduce's rate that gathering and scattering reach on their "
-        "own; below 1 with gloo, on CPUs.",
+        description="Bandwidth that an all-gather or a reduce-scatter reaches, as a share of an "
+        "all-reduce's; below 1 with gloo, on CPUs.",
     )
     network_efficiency: Share = Field(description="Share of network_gb_s that collectives reach.")
     node_link_latency_us: NonNegativeFloat = Field(
@@ -177,7 +180,7 @@ class Hardware(Section):
     )
     overlap: Overlap = Field(
         default=0.0,
-        description="Share of the data-parallel communication that computing hides.",
+        description="Share of the data-parallel communication that computation hides.",
     )
     operator_us: NonNegativeFloat = Field(
         default=0.0, description="Launch overhead of a block's operators, microseconds."

@@ -5,10 +5,10 @@ index permutes 0 … 2^b - 1; cycle walking (apply again until the result is bel
 that to 0 … size - 1. J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
 2002, sections 3 and 4.
 
-Corpora: fractions by weight, exact after every draw. R. Tijdeman, "The chairman assignment
-problem", Discrete Mathematics 32 (1980): of the corpora that are due, draw the one with the
-nearest deadline. After any number of draws q, the draws of a corpus differ from weight · q by less
-than 1, which no method improves for two corpora or more. Its only state is the counts of the draws.
+Corpora: drawn in proportion to their weights. R. Tijdeman, "The chairman assignment problem",
+Discrete Mathematics 32 (1980): of the corpora that are due, draw the one with the nearest deadline.
+After q draws from n > 1 corpora, the draws of each differ from its fraction of q by at most
+1 - 1/(2n - 2), which no method improves. The only state is the number of draws of each corpus.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 _Bits = npt.NDArray[np.uint64]
 
-# CAUTION: any change here, and of `splitmix64`, changes the order of every run's data.
+# CAUTION: a change of this number, of `Permutation` or of `splitmix64` changes the data order of
+# every run.
 _ROUNDS = 8
 _U64 = np.uint64
 
@@ -51,8 +52,8 @@ class Permutation:
     def take(self, indices: Integers) -> Integers:
         """The permuted indices, int64 of the same shape [n]."""
         found = self._feistel(indices.astype(_U64))
-        # The range is below twice the size (four times for size 1), so two rounds or fewer on
-        # average; the loop ends, because the cycle leads back to the index itself.
+        # 2^b is at most twice the size (four times for size 1), so `_feistel` is applied at most
+        # twice on average. The loop ends: the permutation's cycle returns to the index itself.
         while len(beyond := np.flatnonzero(found >= self.size)):
             found[beyond] = self._feistel(found[beyond])
         return found.astype(np.int64)
@@ -68,13 +69,13 @@ class Permutation:
 
 
 def splitmix64(value: _Bits) -> _Bits:
-    """The finalizer of SplitMix64 (G. Steele et al., OOPSLA 2014): every bit moves every bit."""
+    """The finalizer of SplitMix64 (G. Steele et al., OOPSLA 2014): each bit affects all."""
     value = (value ^ value >> _U64(30)) * _U64(0xBF58476D1CE4E5B9)
     value = (value ^ value >> _U64(27)) * _U64(0x94D049BB133111EB)
     return value ^ value >> _U64(31)
 
 
-# A few entries suffice: the slots of a group are in the same or in neighboring epochs.
+# A small cache suffices: the slots of a batch are in the same epoch or in adjacent ones.
 @lru_cache(maxsize=64)
 def _round_keys(key: str) -> tuple[np.uint64, ...]:
     digest = hashlib.blake2b(key.encode(), person=b"slurmllm order").digest()
@@ -82,12 +83,12 @@ def _round_keys(key: str) -> tuple[np.uint64, ...]:
 
 
 class DocumentOrder:
-    """Document positions 0, 1, 2, … without end → document indices, epoch after epoch.
+    """Maps document positions 0, 1, 2, … to document indices, with a permutation for each epoch.
 
     Args:
-        documents: Number of documents of the corpus.
+        documents: Number of documents of the corpus; position p is in epoch p // documents.
         seed: The run's seed.
-        corpus: The corpus's index in a blend: two of equal size are in different orders.
+        corpus: The corpus's index in a blend, so that corpora of equal size have different orders.
     """
 
     def __init__(self, documents: int, seed: int, corpus: int = 0) -> None:
@@ -102,8 +103,8 @@ class DocumentOrder:
             return self._permutation(int(epochs[0])).take(indices)
         found = np.empty_like(positions)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            found[here] = self._permutation(int(epoch)).take(indices[here])
+            in_epoch = epochs == epoch
+            found[in_epoch] = self._permutation(int(epoch)).take(indices[in_epoch])
         return found
 
     def _permutation(self, epoch: int) -> Permutation:
@@ -111,11 +112,11 @@ class DocumentOrder:
 
 
 class Blend:
-    """Draws corpora, a global batch at a time; the same on every machine.
+    """Draws the corpus of each sequence, one global batch at a time; the same on every machine.
 
-    The draws of a step are assigned to its slots in an order of the step's own. Otherwise a weight
-    like 1/8 with 8 slots would always fall on the same slot, which would read its documents of
-    that corpus only.
+    The draws of a step are assigned to the slots (rows) of the batch in a different order in each
+    step. Otherwise, with 8 slots, a corpus of weight 1/8 would always be drawn for the same slot,
+    and the documents of that corpus that belong to other slots would never be read.
 
     Args:
         weights: Weights of the corpora, relative to each other.
@@ -130,7 +131,7 @@ class Blend:
     def __init__(
         self, weights: Sequence[float], global_batch: int, seed: int, counts: Sequence[int]
     ) -> None:
-        # By their decimal text: 0.1 is a tenth on every machine, and integers never round.
+        # From the decimal text of the weights: 0.1 is exactly 1/10, and integers do not round.
         shares = [Fraction(str(weight)) for weight in weights]
         scale = math.lcm(*(share.denominator for share in shares))
         self._shares = [int(share * scale) for share in shares]
@@ -152,14 +153,15 @@ class Blend:
         return corpora
 
     def _draw(self) -> int:
+        # Tijdeman's formulas with both sides multiplied by (2n - 2) · total: integers do not round.
         total, draw, parts = self._total, sum(self.counts) + 1, 2 * len(self.counts) - 2
-        drawn, deadline, its_share = -1, 0, 1
+        drawn, drawn_slack, drawn_share = -1, 0, 1
         for corpus, (share, count) in enumerate(zip(self._shares, self.counts, strict=True)):
-            owed = parts * (share * draw - total * count)
-            if owed < total:
+            deficit = parts * (share * draw - total * count)
+            if deficit < total:
                 continue  # not due
-            due = total * (parts - 1) - owed  # divided by `share`: the draws until its deadline
-            if drawn < 0 or due * its_share < deadline * share:
-                drawn, deadline, its_share = corpus, due, share
+            slack = total * (parts - 1) - deficit  # slack / share ~ draws until the deadline
+            if drawn < 0 or slack * drawn_share < drawn_slack * share:
+                drawn, drawn_slack, drawn_share = corpus, slack, share
         self.counts[drawn] += 1
         return drawn

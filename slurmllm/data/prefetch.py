@@ -1,15 +1,15 @@
-"""The processes that tokenize ahead of training, and the pipes to them.
+"""Data workers: processes that tokenize ahead of training, and the pipes to them.
 
 `WorkerProcess` starts one: `python -m slurmllm.data.prefetch`, which runs `main`. It is a new
 interpreter instead of a fork: the parent has torch, device handles and threads, none of which
-survive a fork. The worker imports none of them.
+survive a fork. The worker does not import torch.
 
-    stdin    a JSON line with the stream; a JSON line with the positions; then nothing until the end
-    stdout   frames: header (kind, rows), then the kind's content (`FRAME`)
-    stderr   the parent's
+    stdin    a JSON line with the stream; a JSON line with the positions; then nothing
+    stdout   frames: a header (kind, length), then content (`FRAME`)
+    stderr   inherited from the parent
 
-A worker ends with its parent: at the end of stdin, at a broken pipe, or when it is adopted by
-another process (children that the parent forked may keep the pipes open after it).
+A worker exits when its parent has exited: at the end of stdin, at a broken pipe, or when its parent
+process id changes (other children of the parent may keep the pipes open).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -46,11 +47,11 @@ FRAME = struct.Struct("<BQ")
 BATCH = 1
 FAILURE = 2
 
-# Sent by Slurm and by terminals to every process of a job. The parent decides when to stop, and
-# needs more batches for the step that it finishes first.
+# Slurm and terminals send these to every process of a job. Workers ignore them: the parent decides
+# when to stop, and needs batches until its current step is finished.
 PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_ADOPTION_POLL_S = 1.0
-# Batches that a worker keeps ready: enough to bridge a few documents of megabytes.
+_PARENT_POLL_S = 1.0
+# Batches that a worker keeps ready, enough for the time that a few documents of megabytes take.
 PREFETCH_BATCHES = 8
 
 
@@ -61,13 +62,13 @@ class WorkerProcess:
     read when `begin` sends the positions.
 
     Args:
-        spec: The stream.
-        slots: The slots that it reads.
+        spec: The token stream.
+        slots: The slots (rows of the global batch) that the worker reads.
     """
 
     def __init__(self, spec: StreamSpec, slots: range) -> None:
         self.slots = slots
-        # The same imports as here, however this process was started.
+        # The worker must import the same modules as this process, however this one was started.
         paths = [path or str(Path.cwd()) for path in sys.path]
         environment = {
             **os.environ,
@@ -80,7 +81,7 @@ class WorkerProcess:
         }
         # Race: a signal to the whole job could kill a worker before it ignores it. Blocked signals
         # stay blocked in the child, which unblocks them once it ignores them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)
         try:
             self._process = subprocess.Popen(
                 # -P: a file in the current folder must not shadow a module.
@@ -90,12 +91,12 @@ class WorkerProcess:
                 env=environment,
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert isinstance(self._process.stdout, BufferedReader)
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        # Ends the process with this object, and with the interpreter.
-        self._finalizer = weakref.finalize(self, _end_process, self._process, os.getpid())
+        # Kills the worker when this object is deleted or the interpreter exits.
+        self._finalizer = weakref.finalize(self, _kill_worker, self._process, os.getpid())
         self._send(
             {"spec": spec.to_json(), "prefetch": PREFETCH_BATCHES, "parent_pid": os.getpid()}
         )
@@ -105,16 +106,20 @@ class WorkerProcess:
         return self._process.pid
 
     def begin(self, positions: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
-        """Send the positions of its slots and the draws so far; see `SlotGroup`."""
+        """Send the positions of the worker's slots and the draws so far; see `SlotGroup`."""
         slots = [self.slots.start, self.slots.stop]
         self._send({"slots": slots, "positions": positions, "counts": counts})
 
     def next_batch(
         self, tokens: Tokens, marks: Marks, positions: Integers, counts: Integers
     ) -> None:
-        """Fill this worker's rows: tokens and marks, both [slots, seq_len + 1].
+        """Read the next batch into the arrays, which are the rows of this worker's slots.
 
-        Also the positions [slots, 3 * corpora] and the counts [corpora] after the batch.
+        Args:
+            tokens: Filled, [slots, seq_len + 1].
+            marks: Filled, [slots, seq_len + 1].
+            positions: Filled with the positions after the batch, [slots, 3 * corpora].
+            counts: Filled with the draws after the batch, [corpora].
 
         Raises:
             SlurmllmError: an error of the worker.
@@ -135,7 +140,7 @@ class WorkerProcess:
         known = getattr(errors, failure["error"] or "none", None)
         if isinstance(known, type) and issubclass(known, errors.SlurmllmError):
             raise known(failure["message"])
-        raise CodeError(f"the process that tokenizes ahead failed:\n{failure['traceback']}")
+        raise CodeError(f"a data worker failed:\n{failure['traceback']}")
 
     def close(self) -> None:
         """Kill the process; it has no state to save."""
@@ -146,34 +151,34 @@ class WorkerProcess:
             self._stdin.write(json.dumps(message).encode() + b"\n")
             self._stdin.flush()
         except BrokenPipeError:
-            self._raise_ended()
+            self._raise_exited()
 
-    def _read(self, into: memoryview) -> None:
-        while into.nbytes:
-            count = self._stdout.readinto(into)  # type: ignore[attr-defined]
+    def _read(self, buffer: memoryview) -> None:
+        while buffer.nbytes:
+            count = self._stdout.readinto(buffer)
             if not count:
-                self._raise_ended()
-            into = into[count:]
+                self._raise_exited()
+            buffer = buffer[count:]
 
-    def _raise_ended(self) -> None:
+    def _raise_exited(self) -> None:
         code = self._process.wait()
         if code == -signal.SIGBUS:
             raise StorageError(
-                f"the process that reads the data (pid {self.pid}) met the end of a file in the "
-                "middle of it: a corpus was cut or overwritten while it was read, or its file "
-                "system failed; restore the corpus and resume"
+                f"data worker (pid {self.pid}) was killed by SIGBUS: a corpus was truncated or "
+                "overwritten while it was read, or its file system failed; restore the corpus and "
+                "resume"
             )
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise NodeError(
-            f"the process that tokenizes ahead (pid {self.pid}) {how}; the kernel kills processes "
-            "when memory runs out: request more memory, or lower data.num_workers"
+            f"data worker (pid {self.pid}) {how}; the kernel kills processes when memory runs "
+            "out: request more memory, or lower data.num_workers"
         )
 
 
-def _end_process(process: subprocess.Popen[bytes], owner_pid: int) -> None:
+def _kill_worker(process: subprocess.Popen[bytes], owner_pid: int) -> None:
     if os.getpid() != owner_pid:
-        return  # in a fork of the owner: the worker is not its own
-    # SIGKILL: workers ignore the signals that end a job.
+        return  # this is a forked child of the owner
+    # SIGKILL, because workers ignore `PARENT_SIGNALS`.
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
@@ -182,6 +187,7 @@ def _end_process(process: subprocess.Popen[bytes], owner_pid: int) -> None:
 
 
 def main() -> NoReturn:
+    """Run a data worker until its parent exits."""
     for number in PARENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The parent blocked them while it started this process; now they are ignored.
@@ -192,15 +198,15 @@ def main() -> NoReturn:
     stream = json.loads(sys.stdin.readline() or "null")
     if stream is None:
         os._exit(0)
-    threading.Thread(target=_end_when_adopted, args=(stream["parent_pid"],), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(stream["parent_pid"],), daemon=True).start()
     # Bounded: tokenizing pauses when it is this many batches ahead.
     outgoing: queue.Queue[list[bytes]] = queue.Queue(maxsize=stream["prefetch"])
-    threading.Thread(target=_send, args=(frames, outgoing), daemon=True).start()
+    threading.Thread(target=_write_frames, args=(frames, outgoing), daemon=True).start()
     try:
         spec = StreamSpec.from_json(stream["spec"])
         sources, _ = open_all(spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask)
         start = json.loads(sys.stdin.readline() or "null")
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
+        threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
         if start is None:
             os._exit(0)
         slots = range(*start["slots"])
@@ -219,12 +225,12 @@ def main() -> NoReturn:
         }
         content = json.dumps(failure).encode()
         outgoing.put([FRAME.pack(FAILURE, len(content)), content])
-    # The parent ends this process once it has read the failure.
+    # The parent kills this process once it has read the failure.
     while True:
-        time.sleep(_ADOPTION_POLL_S)
+        time.sleep(_PARENT_POLL_S)
 
 
-def _send(frames: BinaryIO, outgoing: queue.Queue[list[bytes]]) -> None:
+def _write_frames(frames: BinaryIO, outgoing: queue.Queue[list[bytes]]) -> None:
     try:
         while True:
             for part in outgoing.get():
@@ -234,15 +240,16 @@ def _send(frames: BinaryIO, outgoing: queue.Queue[list[bytes]]) -> None:
         os._exit(0)
 
 
-def _end_with_stdin() -> None:
-    # At the end of stdin. Not sys.exit: it would wait for a writer blocked on a full pipe.
+def _exit_at_end_of_stdin() -> None:
     sys.stdin.read()
+    # Not sys.exit: it would wait for `_write_frames`, which may be blocked on a full pipe.
     os._exit(0)
 
 
-def _end_when_adopted(parent_pid: int) -> None:
+def _exit_with_parent(parent_pid: int) -> None:
+    # The system gives an orphaned process another parent.
     while os.getppid() == parent_pid:
-        time.sleep(_ADOPTION_POLL_S)
+        time.sleep(_PARENT_POLL_S)
     os._exit(0)
 
 

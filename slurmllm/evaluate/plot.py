@@ -1,4 +1,4 @@
-"""Scores over training tokens: a panel for each group, published models as dashed lines."""
+"""Plots scores over training tokens: a panel per task group, published models as dashed lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def default_path(store: RunDir, suite: str) -> Path:
 
 
 def draw(table: ScoreTable, name: str, path: Path) -> None:
-    """Draw a suite's table.
+    """Plot the scores of a suite.
 
     Raises:
         StorageError: the picture cannot be written.
@@ -36,30 +36,31 @@ def draw(table: ScoreTable, name: str, path: Path) -> None:
         by_unit.setdefault((f"{row.group}: {unit}" if unit else row.group, unit), []).append(row)
     panels = [(title, rows) for (title, _), rows in by_unit.items()]
     columns = min(_COLUMNS, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.6 * columns, 3.4 * lines + 0.4), layout="constrained", dpi=110)
+    panel_rows = math.ceil(len(panels) / columns)
+    size = (4.6 * columns, 3.4 * panel_rows + 0.4)
+    figure = Figure(figsize=size, layout="constrained", dpi=110)
     figure.suptitle(f"{name}: {table.suite}")
-    axes = figure.subplots(lines, columns, squeeze=False).ravel()
-    # A model folder has no count of tokens: then over steps.
+    axes = figure.subplots(panel_rows, columns, squeeze=False).ravel()
+    # A model folder has no token count: its scores are plotted over steps.
     against_tokens = any(table.tokens.values())
     for ax, (title, rows) in zip(axes, panels, strict=False):
-        _panel(ax, title, rows, table, against_tokens)
-    for ax in axes[len(panels) :]:  # of the last line
+        _draw_panel(ax, title, rows, table, against_tokens)
+    for ax in axes[len(panels) :]:  # unused places in the last row
         ax.set_axis_off()
     write_picture(figure, path, "name another file: --plot FILE.png")
 
 
-def _panel(
+def _draw_panel(
     ax: Axes, title: str, rows: Sequence[ScoreRow], table: ScoreTable, against_tokens: bool
 ) -> None:
     for row in rows:
         steps = sorted(row.scores)
         x = [table.tokens[step] if against_tokens else step for step in steps]
         y = [row.scores[step] for step in steps]
-        mean = row.name.startswith(AVERAGE)
+        average = row.name.startswith(AVERAGE)
         (line,) = ax.plot(
-            x, y, marker="o", markersize=4 if mean else 3, linewidth=2.4 if mean else 1.2,
-            color="black" if mean else None, label=row.name,
+            x, y, marker="o", markersize=4 if average else 3, linewidth=2.4 if average else 1.2,
+            color="black" if average else None, label=row.name,
         )  # fmt: skip
         if all(step in row.errors for step in steps):
             low = [value - row.errors[step] for value, step in zip(y, steps, strict=True)]
@@ -68,13 +69,13 @@ def _panel(
                 ax.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
             else:
                 ax.errorbar(x, y, [row.errors[steps[0]]], color=line.get_color(), capsize=3)
-    # In a group with an average, only published averages: one line for each model.
-    main = next((row for row in rows if row.name.startswith(AVERAGE)), rows[0])
-    if len(rows) == 1 or main.name.startswith(AVERAGE):
+    # One dashed line per published model: its average, or its score in the panel's only row.
+    main_row = next((row for row in rows if row.name.startswith(AVERAGE)), rows[0])
+    if len(rows) == 1 or main_row.name.startswith(AVERAGE):
         models = list(table.sources)
-        for model, figure in main.references.items():
+        for model, score in main_row.references.items():
             colour = _REFERENCE_COLOURS[models.index(model) % len(_REFERENCE_COLOURS)]
-            ax.axhline(figure, linestyle="--", linewidth=1, color=colour, label=model)
+            ax.axhline(score, linestyle="--", linewidth=1, color=colour, label=model)
     ax.set_title(title, fontsize=10)
     ax.set_xlabel("training tokens" if against_tokens else "step")
     ax.xaxis.set_major_formatter(EngFormatter())

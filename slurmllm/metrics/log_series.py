@@ -1,4 +1,4 @@
-"""Logs of other frameworks: opened (.gz too), collected into a series per tag, made a curve."""
+"""Opens logs of other frameworks (also .gz), collects a series per tag, converts it to a curve."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Log:
 
 
 def log_suffix(path: Path) -> str:
-    """Returns the suffix of a file in lower case; of a .gz that of the file packed in it."""
+    """Returns the suffix in lower case, without .gz: `.csv` for both `x.CSV` and `x.csv.gz`."""
     return (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
 
 
 def open_log(path: Path, warnings: list[str]) -> BinaryIO:
-    """Open a log, unpacked if it is a .gz.
+    """Open a log; a .gz is decompressed while it is read.
 
-    A warning is appended once a damaged .gz has been read as far as possible.
+    If a .gz is damaged, a warning is appended to `warnings` when the damage is reached.
 
     Raises:
         RunError: the name ends in .gz but the file is not gzip.
@@ -70,38 +70,38 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
         begin = stream.read(len(_GZIP_MAGIC))
     if begin and not _GZIP_MAGIC.startswith(begin):
         raise RunError(
-            f"{path} is no gzip file: it begins with {begin!r}, such a file with {_GZIP_MAGIC!r}; "
-            f"name it {path.stem} if it is not packed, or restore it"
+            f"{path} is not a gzip file: it begins with {begin!r} instead of {_GZIP_MAGIC!r}; "
+            f"rename it to {path.stem} if it is not compressed, or restore it"
         )
     return cast(BinaryIO, io.BufferedReader(_GzipLines(path, warnings)))
 
 
 class _GzipLines(io.RawIOBase):
-    """The content of a .gz; of a damaged one up to the last whole line before the damage."""
+    """The content of a .gz; if it is damaged, the complete lines before the damage."""
 
     def __init__(self, path: Path, warnings: list[str]) -> None:
         super().__init__()
         self._path, self._warnings = path, warnings
         self._stream = gzip.GzipFile(path, "rb")
-        self._blocks, self._left = self._whole_lines(), memoryview(b"")
+        self._blocks, self._unread = self._complete_lines(), memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        if not self._left:
-            self._left = memoryview(next(self._blocks, b""))
+        if not self._unread:
+            self._unread = memoryview(next(self._blocks, b""))
         target = memoryview(buffer).cast("B")
-        size = min(len(target), len(self._left))
-        target[:size], self._left = self._left[:size], self._left[size:]
+        size = min(len(target), len(self._unread))
+        target[:size], self._unread = self._unread[:size], self._unread[size:]
         return size
 
     def close(self) -> None:
         self._stream.close()
         super().close()
 
-    def _whole_lines(self) -> Iterator[bytes]:
-        """Yield blocks of whole lines: a number at the end of a cut line may lack digits."""
+    def _complete_lines(self) -> Iterator[bytes]:
+        """Yield blocks of complete lines: in a truncated line, the last number may lack digits."""
         rest = b""
         try:
             while block := self._stream.read1(_BLOCK_BYTES):
@@ -109,14 +109,14 @@ class _GzipLines(io.RawIOBase):
                 end = text.rfind(b"\n") + 1
                 if len(text) - end > _MAX_LINE_BYTES:
                     end = len(text)
-                whole, rest = text[:end], text[end:]
-                if whole:
-                    yield whole
+                lines, rest = text[:end], text[end:]
+                if lines:
+                    yield lines
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            # A file that is cut, or that something else is appended to, is correct up to there;
-            # after a failed checksum any of it may be wrong.
+            # If the file is truncated, or other data are appended to it, all lines before that are
+            # correct; if a checksum fails, any line may be wrong.
             correct = isinstance(error, EOFError) or "Not a gzipped file" in str(error)
-            warning = f"{self._path} is damaged: {error}; read as far as it goes"
+            warning = f"{self._path} is damaged: {error}; read as far as possible"
             self._warnings.append(warning if correct else f"{warning}, and some of it may be wrong")
             return
         if rest:
@@ -152,39 +152,42 @@ class RowCollector:
         """
         if not self._count:
             raise RunError(
-                f"no metrics in {path}: it holds no row of numbers; give a log of a training"
+                f"no metrics in {path}: it has no row of numbers; give the log of a training run"
                 + "".join(f" ({warning})" for warning in warnings)
             )
-        found = step_keys(self._rows, tags)
-        if not found:
+        candidates = step_keys(self._rows, tags)
+        if not candidates:
             names = [tags["step"]] if "step" in tags else STEPS
             raise RunError(
-                f"no step in {path}: none of {', '.join(names)}; there are "
-                f"{list_tags(self._rows)}; name it with --tag step=KEY"
+                f"no step in {path}: it has none of the keys {', '.join(names)}; its keys are "
+                f"{list_tags(self._rows)}; name the step's key with --tag step=KEY"
             )
-        # The first known name that is about as frequent as any: some rows may lack `step`.
-        most = max(len(self._rows[key]) for key in found)
-        step_key = next(key for key in found if 2 * len(self._rows[key]) >= most)
+        # Some rows may lack the preferred key: take the first that at least half as many rows have
+        # as the most frequent one.
+        most = max(len(self._rows[key]) for key in candidates)
+        step_key = next(key for key in candidates if 2 * len(self._rows[key]) >= most)
         rows = np.frombuffer(self._rows[step_key], dtype=np.int64)
         steps = np.frombuffer(self._values[step_key])
         with np.errstate(invalid="ignore"):
-            # Beyond 2**53 a float64 no longer holds every whole number.
-            whole = (steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))
-        if not whole.all():
+            # Beyond 2**53 a float64 cannot represent every integer.
+            valid = (steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))
+        if not valid.all():
             warnings = (
                 *warnings,
-                f"{path}: {step_key} is {steps[~whole][0]:g}, not a whole number, in "
-                f"{np.sum(~whole)} of {len(steps)} rows; skipped these rows",
+                f"{path}: skipped {np.sum(~valid)} of {len(steps)} rows: {step_key} is "
+                f"{steps[~valid][0]:g}, not an integer of 0 or more",
             )
-        rows, row_steps = rows[whole], steps[whole].astype(np.int64)
+        rows, row_steps = rows[valid], steps[valid].astype(np.int64)
         series = {}
-        for name, of_name in self._rows.items():
-            mine = np.frombuffer(of_name, dtype=np.int64)
-            index = np.minimum(np.searchsorted(rows, mine), max(len(rows) - 1, 0))
-            known = rows[index] == mine if len(rows) else np.zeros(len(mine), dtype=bool)
-            if name != step_key and known.any():
-                values = np.frombuffer(self._values[name])
-                series[name] = TagSeries(mine[known], row_steps[index[known]], values[known])
+        for key, positions in self._rows.items():
+            key_rows = np.frombuffer(positions, dtype=np.int64)
+            index = np.minimum(np.searchsorted(rows, key_rows), max(len(rows) - 1, 0))
+            has_step = rows[index] == key_rows if len(rows) else np.zeros(len(key_rows), dtype=bool)
+            if key != step_key and has_step.any():
+                values = np.frombuffer(self._values[key])
+                series[key] = TagSeries(
+                    key_rows[has_step], row_steps[index[has_step]], values[has_step]
+                )
         return Log(path, kind, series, warnings=tuple(warnings))
 
 
@@ -202,49 +205,52 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
         chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
     warnings = [*log.warnings, *choice.missing]
     for metric, others in choice.others.items():
-        ours, differing = log.series[choice.tags[metric]], []
+        used, differing = log.series[choice.tags[metric]], []
         for tag in others:
             other = log.series[tag]
-            _, at_a, at_b = np.intersect1d(ours.steps, other.steps, return_indices=True)
+            _, at_a, at_b = np.intersect1d(used.steps, other.steps, return_indices=True)
             if not at_a.size or not np.allclose(
-                ours.values[at_a], other.values[at_b], rtol=1e-6, atol=0.0, equal_nan=True
+                used.values[at_a], other.values[at_b], rtol=1e-6, atol=0.0, equal_nan=True
             ):
                 differing.append(tag)
         if differing:
             warnings.append(
                 f"{log.path}: {metric} is taken from {choice.tags[metric]!r}, not from "
-                f"{', '.join(map(repr, differing))}; --tag {metric}=TAG takes another"
+                f"{', '.join(map(repr, differing))}; select another with --tag {metric}=TAG"
             )
     warnings += [
-        f"{metric} is that of one device: {tag!r}"
+        f"{metric} is the value of one device, not of the run: {tag!r}"
         for metric, tag in choice.tags.items()
         if metric in ("seq_per_s", "tokens_per_s") and per_device(tag)
     ]
-    block, (rows, identical, largest) = _merge_tags(chosen, _attempt_starts(loss, log.starts))
+    block, (overlap_rows, identical, max_difference) = _merge_tags(
+        chosen, _attempt_starts(loss, log.starts)
+    )
     curve = merge_rows([block], name=name, path=log.path, kind=log.kind, warnings=warnings)
     return replace(
         curve,
-        overlap_rows=rows,
-        overlap_identical=identical if rows else None,
-        overlap_max_rel_diff=largest if rows else None,
+        overlap_rows=overlap_rows,
+        overlap_identical=identical if overlap_rows else None,
+        overlap_max_rel_diff=max_difference if overlap_rows else None,
     )
 
 
-def _attempt_starts(loss: TagSeries, known: Sequence[int]) -> Ints:
-    """Returns the positions at which an attempt begins: a process began, or steps go back.
+def _attempt_starts(loss: TagSeries, process_starts: Sequence[int]) -> Ints:
+    """Returns the positions at which the second and later attempts begin.
 
-    Processes that wrote no loss are no attempts. If steps go back as a rule, the rows are not
-    ordered by time, and only known starts count.
+    An attempt begins where a process began to write (unless it wrote no loss), or where the step
+    decreases. If the step decreases often, the rows are not ordered by time, and only
+    `process_starts` are used.
     """
-    falls = loss.order[1:][np.diff(loss.steps) < 0]
-    if len(falls) > min(_MAX_RESTARTS, len(loss.steps) / 3):
-        falls = falls[:0]
-    places = np.union1d(np.asarray(known, dtype=np.int64), falls)
-    first = np.searchsorted(loss.order, places)
-    inside = (first > 0) & (first < len(loss.order))
-    # The position itself, not that of its first loss: the process may write other tags before it.
-    _, index = np.unique(first[inside], return_index=True)
-    return np.asarray(places[inside][index], dtype=np.int64)
+    decreases = loss.order[1:][np.diff(loss.steps) < 0]
+    if len(decreases) > min(_MAX_RESTARTS, len(loss.steps) / 3):
+        decreases = decreases[:0]
+    positions = np.union1d(np.asarray(process_starts, dtype=np.int64), decreases)
+    first_loss = np.searchsorted(loss.order, positions)
+    within = (first_loss > 0) & (first_loss < len(loss.order))
+    # The start itself, not the first loss after it: the process may write other tags before a loss.
+    _, index = np.unique(first_loss[within], return_index=True)
+    return np.asarray(positions[within][index], dtype=np.int64)
 
 
 def _merge_tags(
@@ -252,8 +258,8 @@ def _merge_tags(
 ) -> tuple[RowBlock, tuple[int, bool, float]]:
     """Merge the series of the metrics to one row per step.
 
-    Also returns the overlap of restarts: number of rows of the loss, whether all metrics are
-    bit-identical, and the largest relative difference.
+    Also returns the overlap after restarts: the number of recomputed rows that have a loss, whether
+    all metrics are bit-identical, and their largest relative difference.
     """
     used: dict[str, tuple[Ints, Ints, Floats]] = {}
     rows, identical, largest = 0, True, 0.0
@@ -265,8 +271,8 @@ def _merge_tags(
         same, difference = compare_overlap({metric: series.values}, replaced, winners)
         identical, largest = identical and same, max(largest, difference)
         rows = len(replaced) if metric == "loss" else rows
-        # A later attempt may log other steps of the range that it recomputed: the rows of the
-        # earlier one between them are superseded too.
+        # A later attempt may log different steps: all rows of earlier attempts in the range that it
+        # covers are superseded.
         superseded: Flags = np.zeros(len(series.steps), dtype=bool)
         for attempt in np.unique(attempts)[1:]:
             later = series.steps[attempts == attempt]
@@ -275,12 +281,12 @@ def _merge_tags(
             )
         latest = latest[~superseded[latest]]
         used[metric] = (series.steps[latest], attempts[latest], series.values[latest])
-    steps = np.unique(np.concatenate([of_metric for of_metric, _, _ in used.values()]))
+    steps = np.unique(np.concatenate([metric_steps for metric_steps, _, _ in used.values()]))
     row_attempts = np.zeros(len(steps), dtype=np.int64)
     columns: dict[str, Floats] = {}
     absent: dict[str, Flags] = {}
-    for metric, (of_metric, attempts, values) in used.items():
-        index = np.searchsorted(steps, of_metric)
+    for metric, (metric_steps, attempts, values) in used.items():
+        index = np.searchsorted(steps, metric_steps)
         columns[metric] = np.full(len(steps), np.nan)
         columns[metric][index] = values
         absent[metric] = np.ones(len(steps), dtype=bool)

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics import text_logs
 from slurmllm.metrics.curves import Curve, Setting
@@ -239,9 +237,8 @@ def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
 
     The file is read as stored, not validated: another version may have written it.
     """
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     settings: dict[str, Setting] = {}
-    config = _read_mapping(run.config, lambda text: yaml.load(text, Loader=loader), warnings)
+    config = _read_mapping(run.config, _parse_yaml, warnings)
     for key, value in config.items():
         if key == "cluster" and isinstance(value, dict):
             value = {name: value.get(name) for name in _CLUSTER_SETTINGS}
@@ -264,6 +261,15 @@ def _flatten(path: str, value: Any, into: dict[str, Setting]) -> None:
         into[path] = json.dumps(value, default=str)
 
 
+def _parse_yaml(content: bytes) -> Any:
+    import yaml  # other frameworks' logs need none
+
+    try:
+        return yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
 def _read_mapping(
     path: Path, parse: Callable[[bytes], Any], warnings: list[str]
 ) -> Mapping[Any, Any]:
@@ -275,7 +281,7 @@ def _read_mapping(
     except OSError as error:
         warnings.append(f"cannot read {path}: {error.strerror or error}")
         return {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())  # YAML's messages span several lines
         warnings.append(f"{path} is damaged: {reason:.200}; ignoring it")
         return {}

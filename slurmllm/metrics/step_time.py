@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from slurmllm.errors import RunError
 from slurmllm.metrics.row_reader import MetricsFile, last_rows, read_events
-from slurmllm.records import AttemptRecord, MetricsRow, Submission
+from slurmllm.records import AttemptRecord, MetricsRow, Submission, first_problem
 from slurmllm.rundir import RunDir
 
 FIRST_STEPS = 6  # not steady, in each attempt; memory is read after the fifth
@@ -175,8 +175,7 @@ def _read_rows(path: Path) -> list[MetricsRow]:
         try:
             row = MetricsRow.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise source.fault(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+            raise source.fault(first_problem(error, "the line")) from error
         if not 0 < row.step_time_s < math.inf:
             raise source.fault(f"step_time_s is {row.step_time_s}, not a number of seconds above 0")
         found.append(row)

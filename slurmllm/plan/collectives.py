@@ -1,4 +1,4 @@
-"""How long collectives take on the links that their groups span; does not import torch.
+"""Predicts the duration of collectives on the links that their groups span; torch-free.
 
 Ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication
 operations in MPICH"): an all-gather or reduce-scatter of `size` bytes over n workers sends
@@ -18,11 +18,11 @@ from slurmllm.plan.mesh import Mesh
 
 @dataclass(frozen=True)
 class Group:
-    """Workers that communicate, one of many groups of their kind."""
+    """A group of workers that communicate, such as a tensor-parallel group."""
 
     size: int
     nodes: int
-    rings: int  # groups of this kind that share a node's network
+    rings: int  # groups of the same kind that share a node's network; 0 within a node
     all_of_node: bool  # whether it contains all workers of its nodes
 
     @property
@@ -44,7 +44,7 @@ def tensor_group(mesh: Mesh) -> Group:
 
 
 def data_group(mesh: Mesh) -> Group:
-    """The workers that hold the same share of the model."""
+    """The group of workers that hold the same shard of the model."""
     return group(mesh.tensor, mesh.data, mesh.devices_per_node)
 
 
@@ -60,12 +60,12 @@ def rate(members: Group, hardware: Hardware) -> float:
 
 
 def gather_s(size: float, members: Group, hardware: Hardware) -> float:
-    """Seconds to gather shares into `size` bytes on every worker, or to reduce and scatter them."""
+    """Seconds of an all-gather with a result, or reduce-scatter with an input, of `size` bytes."""
     return _one_pass_s(size, members, hardware, hardware.shard_efficiency)
 
 
 def all_reduce_s(size: float, members: Group, hardware: Hardware) -> float:
-    """Seconds to sum up `size` bytes of every worker on all of them."""
+    """Seconds of an all-reduce of `size` bytes."""
     return 2 * _one_pass_s(size, members, hardware, 1.0)
 
 
@@ -73,12 +73,12 @@ def _one_pass_s(size: float, members: Group, hardware: Hardware, efficiency: flo
     """Seconds of one all-gather or reduce-scatter."""
     if members.size == 1:
         return 0.0
-    moved = size * (members.size - 1) / members.size
-    return moved / (rate(members, hardware) * efficiency) + latency_s(members, hardware)
+    sent = size * (members.size - 1) / members.size
+    return sent / (rate(members, hardware) * efficiency) + latency_s(members, hardware)
 
 
 def latency_s(members: Group, hardware: Hardware) -> float:
-    """Seconds of the hops of one collective: log2(workers) hops, as in a tree."""
+    """Latency of one collective, s: that of log2(workers) hops, as in a tree."""
     hop_us = hardware.node_link_latency_us if members.within_node else hardware.network_latency_us
     return math.log2(members.size) * hop_us * 1e-6
 

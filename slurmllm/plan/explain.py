@@ -1,9 +1,9 @@
-"""Explanations of why a layout is the best and others are not, from the predicted figures.
+"""Explains from the predicted figures why a layout is the best and why others are not.
 
-The reasoning is that of HLAT (arXiv 2404.10630) and of Narayanan et al. 2021 (arXiv 2104.04473):
-tensor parallelism on the fastest links, pipeline stages on groups of nodes, data parallelism over
-the rest. The text states the traffic of each kind of link and the memory of a layout; if the
-figures contradict that order, so does the text.
+The explanation follows HLAT (arXiv 2404.10630) and Narayanan et al. 2021 (arXiv 2104.04473): tensor
+parallelism on the fastest links, pipeline stages on groups of nodes, data parallelism over the
+rest. For each of the three it reports the predicted traffic, and the memory of the layout; it never
+assumes that this assignment is the fastest.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from slurmllm.config.cluster import Hardware
 from slurmllm.format import format_bytes, format_gib, format_seconds
 from slurmllm.plan.collectives import Group, data_group, group, rate, tensor_group
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, known_hardware
-from slurmllm.plan.step import formats, step_time
+from slurmllm.plan.step import StepTime, formats, step_time
 
 _RUNNERS_UP = 2
-_CHECKPOINTING = ("none", "selective", "full")  # the more of it, the less memory
+_CHECKPOINTING = ("none", "selective", "full")  # from most to least memory
 
 
 def describe(candidate: LayoutEstimate) -> str:
@@ -39,7 +40,11 @@ def degrees(candidate: LayoutEstimate) -> str:
 
 
 def describe_memory(memory: MemoryUse, most: int | None = 3) -> str:
-    """`14.1 of 15.75 GiB: activations 6.02, weights 4.11, optimizer 3.05, …`; None: all parts."""
+    """`14.1 of 15.75 GiB: activations 6.02, weights 4.11, optimizer 3.05, …`: the largest parts.
+
+    Args:
+        most: Maximum number of parts; None: all.
+    """
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
     named = [f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in parts[:most] if size]
     rest = ["…"] if sum(size > 0 for _, size in parts) > len(named) else []
@@ -48,17 +53,22 @@ def describe_memory(memory: MemoryUse, most: int | None = 3) -> str:
 
 
 def why_too_large(memory: MemoryUse, most: int | None = 3) -> str:
-    """`describe_memory`, with the excess."""
+    """`describe_memory`, followed by the excess over the limit: `…; 2.31 GiB too much`."""
     return f"{describe_memory(memory, most)}; {format_gib(memory.peak - memory.limit)} GiB too much"
 
 
 def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]) -> list[str]:
-    """Lines on why the first of the `fitting` layouts is the best: links, memory, runners-up."""
+    """Return lines on why `fitting[0]` is the best layout: links, memory, runners-up.
+
+    Args:
+        fitting: The layouts that fit into memory, fastest first.
+        too_large: The layouts that do not.
+    """
     best = fitting[0]
     lines = [f"best: {describe(best)}: {_speed(best)}"]
-    lines += [f"  {line}" for line in _links(best)]
-    lines += [f"  {line}" for line in _memory_limits(best, fitting, too_large)]
-    # The best layouts of other tensor and pipeline degrees, else the next in order.
+    lines += [f"  {line}" for line in _link_lines(best)]
+    lines += [f"  {line}" for line in _memory_lines(best, fitting, too_large)]
+    # Runners-up: the best layouts of other tensor and pipeline degrees, then all others by rank.
     meshes = {(best.mesh.tensor, best.mesh.pipeline): best}
     for candidate in fitting[1:]:
         meshes.setdefault((candidate.mesh.tensor, candidate.mesh.pipeline), candidate)
@@ -66,46 +76,46 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
     others += [candidate for candidate in fitting[1:] if candidate not in others]
     for other in others[:_RUNNERS_UP]:
         lines.append(f"runner-up: {describe(other)}: {_speed(other)}")
-        lines += [f"  {line}" for line in (_slower(best, other), *_links(other))]
-    # These are in `_memory_limits` already.
+        lines += [f"  {line}" for line in (_slowdown(best, other), *_link_lines(other))]
+    # Layouts that differ from the best only in one of these are in `_memory_lines` already.
     explained = {"micro_batch"}, {"activation_checkpointing"}
     faster = [
-        one
-        for one in too_large
-        if one.seq_per_s > best.seq_per_s and differing_settings(one, best) not in explained
+        layout
+        for layout in too_large
+        if layout.seq_per_s > best.seq_per_s and differing_settings(layout, best) not in explained
     ]
     if faster:
-        nearest = min(faster, key=lambda one: one.memory.peak)
+        smallest = min(faster, key=lambda layout: layout.memory.peak)
         lines.append(
-            f"faster, but too large: {describe(nearest)}: {nearest.seq_per_s:.4g} seq/s; "
-            f"{why_too_large(nearest.memory)}"
+            f"faster, but too large: {describe(smallest)}: {smallest.seq_per_s:.4g} seq/s; "
+            f"{why_too_large(smallest.memory)}"
         )
     return lines
 
 
-def _links(candidate: LayoutEstimate) -> Iterator[str]:
-    yield _tensor(candidate)
-    yield from _pipeline(candidate)
-    yield _data(candidate)
+def _link_lines(candidate: LayoutEstimate) -> Iterator[str]:
+    yield _tensor_line(candidate)
+    yield from _pipeline_lines(candidate)
+    yield _data_line(candidate)
 
 
-def _tensor(candidate: LayoutEstimate) -> str:
+def _tensor_line(candidate: LayoutEstimate) -> str:
     mesh, members = candidate.mesh, tensor_group(candidate.mesh)
     if mesh.tensor == 1:
         return "tensor parallel: none, each device computes whole matrices"
     hardware = known_hardware(candidate.config)
-    carried, seconds = traffic(candidate).tensor, candidate.step.tensor
+    sent, seconds = traffic(candidate).tensor, candidate.step.tensor
     line = (
-        f"tensor parallel {_where(members)}: a device sends {format_bytes(carried)} per step at "
-        f"{rate(members, hardware) / 1e9:.3g} GB/s, {_part(candidate, seconds)}"
+        f"tensor parallel {_extent(members)}: a device sends {format_bytes(sent)} per step at "
+        f"{rate(members, hardware) / 1e9:.3g} GB/s, {_time_and_share(candidate, seconds)}"
     )
     if members.within_node and mesh.nodes > 1:
         share = rate(group(mesh.devices_per_node, mesh.nodes, mesh.devices_per_node), hardware)
-        line += f"; its share of the network is {share / 1e9:.3g} GB/s"
+        line += f"; its share of the node's network is {share / 1e9:.3g} GB/s"
     return line
 
 
-def _pipeline(candidate: LayoutEstimate) -> Iterator[str]:
+def _pipeline_lines(candidate: LayoutEstimate) -> Iterator[str]:
     mesh, step = candidate.mesh, candidate.step
     if mesh.pipeline == 1:
         yield "pipeline: none, no stage waits for another"
@@ -113,76 +123,80 @@ def _pipeline(candidate: LayoutEstimate) -> Iterator[str]:
     devices = mesh.tensor * mesh.data
     if devices >= mesh.devices_per_node:
         nodes = devices / mesh.devices_per_node
-        where = f"{mesh.pipeline} stages of {nodes:g} node{'s' * (nodes != 1)} each"
+        stages = f"{mesh.pipeline} stages of {nodes:g} node{'s' * (nodes != 1)} each"
     else:
-        where = f"{mesh.pipeline} stages of {devices} device{'s' * (devices != 1)} each"
+        stages = f"{mesh.pipeline} stages of {devices} device{'s' * (devices != 1)} each"
+    sent = format_bytes(traffic(candidate).stages)
     yield (
-        f"pipeline over {where}: a device sends {format_bytes(traffic(candidate).stages)} per step "
-        f"to its neighbours, {_part(candidate, step.transfer)}"
+        f"pipeline over {stages}: a device sends {sent} per step to the adjacent stages, "
+        f"{_time_and_share(candidate, step.transfer)}"
     )
-    waits = (mesh.pipeline - 1) / mesh.virtual_pipeline
-    turns = "turn" if waits == 1 else "turns"
+    idle = (mesh.pipeline - 1) / mesh.virtual_pipeline
     chunks = f" / {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
+    batches = "micro batch" if idle == 1 else "micro batches"
     yield (
-        f"bubble: ({mesh.pipeline} stages - 1){chunks} = {waits:g} {turns} in addition to the "
-        f"{mesh.accumulation} micro batches of a step, {_part(candidate, step.bubble)}"
+        f"bubble: each stage idles for the time of ({mesh.pipeline} stages - 1){chunks} = {idle:g} "
+        f"{batches}, in addition to the {mesh.accumulation} of a step, "
+        f"{_time_and_share(candidate, step.bubble)}"
     )
 
 
-def _data(candidate: LayoutEstimate) -> str:
+def _data_line(candidate: LayoutEstimate) -> str:
     mesh, members = candidate.mesh, data_group(candidate.mesh)
     if mesh.data == 1:
         return "data parallel: none, one copy of the model"
-    carried, left = traffic(candidate), candidate.step.data
+    sent, exposed_s = traffic(candidate), candidate.step.data
     speed = rate(members, known_hardware(candidate.config)) / 1e9
-    hidden = carried.data_s - left
-    also = f", another {format_seconds(hidden)} while it computes" if hidden > 0 else ""
+    hidden_s = sent.data_s - exposed_s
+    also = f"; another {format_seconds(hidden_s)} overlap with computation" if hidden_s > 0 else ""
     return (
-        f"data parallel {_where(members)}: a device sends {format_bytes(carried.data)} of "
-        f"gradients and weights per step at {speed:.3g} GB/s, {_part(candidate, left)}{also}"
+        f"data parallel {_extent(members)}: a device sends {format_bytes(sent.data)} of gradients "
+        f"and weights per step at {speed:.3g} GB/s, {_time_and_share(candidate, exposed_s)}{also}"
     )
 
 
-def _memory_limits(
+def _memory_lines(
     best: LayoutEstimate, fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]
 ) -> Iterator[str]:
-    """Memory of the layout, and of a larger micro batch or less checkpointing."""
+    """Memory of the best layout, and of the next larger micro batch and of less checkpointing."""
     yield f"memory: {describe_memory(best.memory)}"
-    everything = (*fitting, *too_large)
-    larger = [c for c in everything if differing_settings(c, best) == {"micro_batch"}]
+    layouts = (*fitting, *too_large)
+    larger = [c for c in layouts if differing_settings(c, best) == {"micro_batch"}]
     larger = [c for c in larger if c.mesh.micro_batch > best.mesh.micro_batch]
     if larger:
-        following = min(larger, key=lambda c: c.mesh.micro_batch)
-        yield f"micro batch {following.mesh.micro_batch} {_compared(following, best)}"
+        next_larger = min(larger, key=lambda c: c.mesh.micro_batch)
+        yield f"micro batch {next_larger.mesh.micro_batch} {_compare(next_larger, best)}"
     level = _CHECKPOINTING.index(best.config.recipe.train.activation_checkpointing)
-    for how in reversed(_CHECKPOINTING[:level]):
-        for other in everything:
-            held = other.config.recipe.train.activation_checkpointing
-            if held == how and differing_settings(other, best) == {"activation_checkpointing"}:
-                yield f"{_checkpointing(how)} {_compared(other, best)}"
+    for less in reversed(_CHECKPOINTING[:level]):
+        for other in layouts:
+            checkpointing = other.config.recipe.train.activation_checkpointing
+            if checkpointing == less and (
+                differing_settings(other, best) == {"activation_checkpointing"}
+            ):
+                yield f"{_checkpointing(less)} {_compare(other, best)}"
                 return
 
 
-def _compared(other: LayoutEstimate, best: LayoutEstimate) -> str:
+def _compare(other: LayoutEstimate, best: LayoutEstimate) -> str:
     if not other.fits:
         return f"would need {why_too_large(other.memory)}"
-    return f"would fit ({format_gib(other.memory.peak)} GiB): {_slower(best, other)}"
+    return f"would fit ({format_gib(other.memory.peak)} GiB): {_slowdown(best, other)}"
 
 
-def _slower(best: LayoutEstimate, other: LayoutEstimate) -> str:
+def _slowdown(best: LayoutEstimate, other: LayoutEstimate) -> str:
     """`8 % fewer seq/s: tensor +3.1 s, bubble +1.2 s per step`, the largest difference first."""
-    mine, theirs = best.step.parts(), other.step.parts()
-    apart = {name: theirs[name] - mine[name] for name in mine}
+    best_parts, other_parts = best.step.parts(), other.step.parts()
+    differences = {name: other_parts[name] - best_parts[name] for name in best_parts}
     threshold = 0.001 * best.step.total
-    named = sorted(
-        (part for part in apart.items() if abs(part[1]) >= threshold),
+    shown = sorted(
+        (part for part in differences.items() if abs(part[1]) >= threshold),
         key=lambda part: -abs(part[1]),
     )
     parts = ", ".join(
-        f"{name} {'+' if s > 0 else '-'}{format_seconds(abs(s))}" for name, s in named
+        f"{name} {'+' if s > 0 else '-'}{format_seconds(abs(s))}" for name, s in shown
     )
-    less = 1 - other.seq_per_s / best.seq_per_s
-    speed = f"{100 * less:.1f} % fewer seq/s" if round(100 * less, 1) else "as fast"
+    percent = 100 * (1 - other.seq_per_s / best.seq_per_s)
+    speed = f"{percent:.1f} % fewer seq/s" if round(percent, 1) else "as fast"
     return f"{speed}: {parts} per step" if parts else speed
 
 
@@ -215,51 +229,53 @@ def _speed(candidate: LayoutEstimate) -> str:
     )
 
 
-def _where(members: Group) -> str:
+def _extent(members: Group) -> str:
     if members.within_node:
         return f"{members.size} inside the node"
     return f"{members.size} over {members.nodes} nodes"
 
 
-def _part(candidate: LayoutEstimate, seconds: float) -> str:
+def _time_and_share(candidate: LayoutEstimate, seconds: float) -> str:
     return f"{format_seconds(seconds)}, {100 * seconds / candidate.step.total:.1f} % of the step"
 
 
-def _checkpointing(how: str) -> str:
-    return f"{'no' if how == 'none' else how} checkpointing"
+def _checkpointing(level: str) -> str:
+    return f"{'no' if level == 'none' else level} checkpointing"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one worker sends in a step."""
+    """The communication of one worker in a step."""
 
-    tensor: float  # bytes within its tensor-parallel group
-    stages: float  # bytes to the pipeline stages before and after it
-    data: float  # bytes to other data-parallel workers
-    data_s: float  # time of the data-parallel communication, hidden or not, s
+    tensor: float  # bytes sent within its tensor-parallel group
+    stages: float  # bytes sent to the pipeline stages before and after it
+    data: float  # bytes sent to other data-parallel workers
+    # time of the data-parallel communication, s, including what overlaps with computation
+    data_s: float
 
 
 def traffic(candidate: LayoutEstimate) -> Traffic:
     """The traffic of a worker in a middle stage of the pipeline."""
     config, mesh = candidate.config, candidate.mesh
     hardware = known_hardware(config)
-    # Bytes are recovered from times: without overlap nothing is hidden, and without latency time is
-    # proportional to bytes.
-    shown = hardware.model_copy(update={"overlap": 0.0})
-    swift = shown.model_copy(update={"node_link_latency_us": 0.0, "network_latency_us": 0.0})
+    # Bytes are computed from predicted times: without overlap, times include all communication, and
+    # without latency they are proportional to bytes.
+    no_overlap = hardware.model_copy(update={"overlap": 0.0})
+    no_latency = no_overlap.model_copy(
+        update={"node_link_latency_us": 0.0, "network_latency_us": 0.0}
+    )
 
-    def on(figures: object) -> LayoutEstimate:
-        cluster = config.cluster.model_copy(update={"hardware": figures})
-        changed = replace(config, cluster=cluster)
-        return replace(candidate, config=changed, step=step_time(changed, mesh))
+    def predict_step(changed: Hardware) -> StepTime:
+        cluster = config.cluster.model_copy(update={"hardware": changed})
+        return step_time(replace(config, cluster=cluster), mesh)
 
-    moved = on(swift).step
-    shared = mesh.tensor if config.recipe.parallel.sequence else 1
-    width = config.recipe.model.hidden_size * formats(config).computed / shared
+    times = predict_step(no_latency)
+    shards = mesh.tensor if config.recipe.parallel.sequence else 1
+    bytes_per_token = config.recipe.model.hidden_size * formats(config).computed / shards
     crossings = 2 * mesh.accumulation * mesh.virtual_pipeline if mesh.pipeline > 1 else 0
     return Traffic(
-        tensor=moved.tensor * rate(tensor_group(mesh), swift),
-        stages=crossings * mesh.micro_batch * config.recipe.model.seq_len * width,
-        data=moved.data * rate(data_group(mesh), swift),
-        data_s=on(shown).step.data,
+        tensor=times.tensor * rate(tensor_group(mesh), no_latency),
+        stages=crossings * mesh.micro_batch * config.recipe.model.seq_len * bytes_per_token,
+        data=times.data * rate(data_group(mesh), no_latency),
+        data_s=predict_step(no_overlap).data,
     )

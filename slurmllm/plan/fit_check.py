@@ -46,7 +46,8 @@ def choose_parallel(config: RunConfig, nodes: int, unsupported: Unsupported) -> 
     if not found.fitting:
         if found.too_large:
             smallest = found.too_large[0]
-            why = [f"the nearest, {layout_text(smallest)}, needs {why_too_large(smallest.memory)}"]
+            needs = f"needs {why_too_large(smallest.memory)}"
+            why = [f"closest to fitting: {layout_text(smallest)}, {needs}"]
         else:
             total = sum(found.refused.values())
             reasons = list(found.refused.items())[:_MAX_REASONS]

@@ -52,10 +52,10 @@ class NodePlan:
         return self.recipe_layout is not None and candidate is self.recipe_layout.candidate
 
     def top(self, count: int) -> list[tuple[int, LayoutEstimate]]:
-        """(rank, layout) of the rows of a table, by rank.
+        """Select `count` layouts for a table; returns (rank, layout), by rank.
 
-        The best layout of each mesh comes before a second one of the same mesh. The recipe's own
-        layout is always included, as an additional row if need be.
+        The best layout of each pair of tensor and pipeline degree is preferred to further layouts
+        of the same pair. The recipe's own layout is always included, if necessary in addition.
         """
         ranked = list(enumerate(self.fitting, 1))
         firsts: dict[tuple[int, int], int] = {}
@@ -70,27 +70,28 @@ class NodePlan:
 class TrainingForecast:
     """Time and cost of the whole training on one layout."""
 
-    cost: Cost  # time and dollars to the end; without losses if the end is never reached
-    # Node hours lost to failures, saves and start-ups; None if no progress is possible.
+    # Time and dollars to the last step. They include the lost time (`losses`), unless that is None.
+    cost: Cost
+    # Time lost to failures, saves and start-ups; None if no progress is possible.
     losses: Losses | None
     fault: str = ""  # why no progress is possible
 
     @property
     def hours(self) -> float | None:
-        """Wall time to the end, losses included, h; None if the end is never reached."""
+        """Wall time to the last step, lost time included, h; None if it is never reached."""
         return self.cost.hours if self.losses else None
 
     @property
     def usd(self) -> float | None:
-        """Dollars to the end; None if it is never reached, or without a price."""
+        """Dollars to the last step; None if it is never reached or the profile has no price."""
         return self.cost.usd if self.losses else None
 
 
 class Forecaster:
-    """Forecasts time, dollars and losses for layouts of one recipe.
+    """Forecasts time, dollars and lost time for layouts of one recipe.
 
     Args:
-        price: Which of the profile's prices to use.
+        price: Which price of the profile to use.
         tokens: Tokens to train on; None: the recipe's own steps.
 
     Raises:
@@ -103,7 +104,7 @@ class Forecaster:
 
     def forecast(self, candidate: LayoutEstimate) -> TrainingForecast:
         price = self.usd_per_node_hour
-        # Without losses: it counts the steps, on which the losses depend.
+        # First without lost time: that depends on the number of steps.
         ideal = cost(candidate, self.tokens, price)
         try:
             lost = losses(candidate.config, candidate.mesh.nodes, candidate.step.total, ideal.steps)
@@ -128,7 +129,7 @@ class ScalingPoint:
     nodes: int
     candidate: LayoutEstimate | None  # the best layout; None if nothing fits
     forecast: TrainingForecast | None  # its forecast; None if nothing fits
-    # Throughput per node, relative to that on the fewest nodes that hold the model.
+    # Throughput per node, relative to that on the smallest node count on which a layout fits.
     efficiency: float | None
 
 
@@ -151,8 +152,8 @@ class RecipePlan:
         if hardware is None or not hardware.rough:
             return []
         return [
-            f"the figures of profile {name} are a guess: `slurmllm plan --calibrate --cluster "
-            f"{name} --out FILE.yaml` measures them, --cluster FILE.yaml plans with them"
+            f"the hardware figures of profile {name} are a guess: measure them with `slurmllm plan "
+            f"--calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster FILE.yaml"
         ]
 
     def points(self) -> list[ScalingPoint]:
@@ -180,7 +181,7 @@ class RecipePlan:
         smallest = [one.too_large[0] for one in self.node_plans if one.too_large]
         if smallest:
             closest = min(smallest, key=lambda one: one.memory.peak)
-            faults = [f"the nearest: {describe(closest)}: {why_too_large(closest.memory)}"]
+            faults = [f"closest to fitting: {describe(closest)}: {why_too_large(closest.memory)}"]
         else:
             plan = self.node_plans[-1]
             refused = most_refused(plan.search.refused)
@@ -196,7 +197,7 @@ class RecipePlan:
             fix = "; or ".join([*fixes, "choose another --cluster"])
             faults.append(f"no number of nodes up to {LARGEST} is enough: {fix}")
         else:
-            # If memory is too small, fewer nodes cannot help: more are the minimum.
+            # If memory is too small, fewer nodes cannot help: the larger count is the minimum.
             how = "is the minimum" if smallest and enough > counts[-1] else "would fit"
             faults.append(f"--nodes: {enough} {how}")
         return ConfigError(title, faults)
@@ -248,15 +249,16 @@ def _recipe_layout(found: SearchResult, unsupported: Unsupported) -> RecipeLayou
     open_settings = {"micro_batch"} if mesh.unmeasured else set()
     everything = (*found.fitting, *found.too_large)
     same = [one for one in everything if differing_settings(one, own) <= open_settings]
-    # A micro batch of `auto` is measured later: the fastest one that fits will be chosen.
+    # `train.micro_batch: auto` is measured later; the fastest one that fits will be chosen.
     fitting = [one for one in same if one.fits]
     return RecipeLayout(max(fitting or same or [own], key=lambda one: one.seq_per_s))
 
 
 def fixed_settings(config: RunConfig) -> tuple[str, ...]:
-    """Those of `VARIED` that --set fixes, or that a recipe with `parallel: auto` sets.
+    """The settings of `VARIED` that the search does not vary, because they are fixed.
 
-    A micro batch of `auto` is never fixed.
+    They are set by --set, or by a recipe that has `parallel: auto`. `train.micro_batch: auto`
+    never counts as fixed.
     """
     recipe, auto = config.recipe, config.recipe.parallel.auto
     return tuple(
@@ -273,15 +275,16 @@ def fixed_settings(config: RunConfig) -> tuple[str, ...]:
 def most_refused(refused: Mapping[str, int], most: int = 4) -> list[tuple[str, int]]:
     """The most frequent reasons for refused layouts, as (reason, number of layouts).
 
-    Reasons that differ only in numbers are counted together; those beyond `most` in one more row.
+    Reasons that differ only in numbers are counted together. All beyond the first `most` are added
+    up in another row.
     """
     groups: dict[str, list[tuple[str, int]]] = {}
     for reason, count in refused.items():
         groups.setdefault(re.sub(r"\d+", "#", reason), []).append((reason, count))
     rows = []
     for group in groups.values():
-        more = f" (and {len(group) - 1} more like this)" if len(group) > 1 else ""
-        rows.append((group[0][0] + more, sum(count for _, count in group)))
+        similar = f" (and {len(group) - 1} more like this)" if len(group) > 1 else ""
+        rows.append((group[0][0] + similar, sum(count for _, count in group)))
     rows.sort(key=lambda row: -row[1])
     rest = sum(count for _, count in rows[most:])
     return rows[:most] + ([("other reasons", rest)] if rest else [])

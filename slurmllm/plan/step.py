@@ -5,8 +5,8 @@ of its device: matrix products at `matrix_efficiency` of the peak, less if a dim
 (d / (d + matrix_half)), or at the memory's bandwidth if that is slower (the "roofline" of
 Williams et al. 2009); attention at `attention_efficiency`; elementwise work at
 `memory_efficiency` of the memory's bandwidth. Collectives follow `collectives.py`. A pipeline takes
-as many turns as there are micro batches, at the pace of its slowest stage, and fills and drains
-once through the others, in `virtual_pipeline` smaller pieces if interleaved (Narayanan et al.
+the time of its slowest stage for each micro batch, and fills and drains once through the other
+stages, in `virtual_pipeline` smaller pieces if interleaved (Narayanan et al.
 2021, arXiv 2104.04473).
 """
 
@@ -115,7 +115,7 @@ class _Step:
     def time(self) -> StepTime:
         """All parts, of the slowest pipeline stage: the last one, which has the head."""
         mesh, hardware, recipe = self.mesh, self.hardware, self.recipe
-        turns = mesh.accumulation
+        micro_batches = mesh.accumulation
         how, zero = recipe.train.activation_checkpointing, recipe.parallel.zero
         forward = self._forward_s()
         again = {"none": 0.0, "selective": self._attention_s(), "full": forward}[how]
@@ -126,7 +126,10 @@ class _Step:
         collective = self._block_collectives_s()
         edge = 2 * self._sum_s()  # of embedding and head, forward and backward
         launches = (3 + (how == "full")) * hardware.operator_us * 1e-6  # of a block's operators
-        compute, recompute = turns * (self.layers * block + head), turns * self.layers * again
+        compute, recompute = (
+            micro_batches * (self.layers * block + head),
+            micro_batches * self.layers * again,
+        )
         stage = self.layers * (block + again + collective + launches)
         stage_parameters = (
             self.layers * block_parameters(self.model)
@@ -134,19 +137,19 @@ class _Step:
         ) / mesh.tensor  # fmt: skip
         stream = self._whole_stream() / (mesh.tensor if recipe.parallel.sequence else 1)
         crossing = 2 * stage_to_stage_s(stream, mesh, hardware)
-        crossings = turns * mesh.virtual_pipeline + mesh.pipeline - 1
+        crossings = micro_batches * mesh.virtual_pipeline + mesh.pipeline - 1
         # NxD without ZeRO updates every parameter on every data-parallel worker.
         updated = stage_parameters / (1 if self.nxd and zero == 0 else mesh.data)
         return StepTime(
             compute=compute,
             recompute=recompute,
-            tensor=turns * (self.layers * collective + edge),
+            tensor=micro_batches * (self.layers * collective + edge),
             # Filling and draining: once through the other stages, the last of them with the head.
             bubble=(mesh.pipeline - 1) * stage / mesh.virtual_pipeline,
             transfer=crossing * crossings if mesh.pipeline > 1 else 0.0,
             data=self._data_s(stage_parameters, compute + recompute),
             optimizer=_ADAMW * updated * self.formats.kept / self.bandwidth,
-            overhead=turns * self.layers * launches + hardware.step_overhead_s,
+            overhead=micro_batches * self.layers * launches + hardware.step_overhead_s,
         )
 
     def _forward_s(self) -> float:
@@ -198,11 +201,11 @@ class _Step:
     def _data_s(self, numbers: float, computing: float) -> float:
         """Data-parallel communication of a worker's parameters that computing does not hide."""
         members, zero = data_group(self.mesh), self.recipe.parallel.zero
-        turns = self.mesh.accumulation
+        micro_batches = self.mesh.accumulation
         # How often a step gathers all weights, and reduces and scatters all gradients.
         gathers = scatters = 1
         if not self.nxd and self.mesh.pipeline == 1 and zero > 1:
-            gathers, scatters = (2 * turns if zero == 3 else 1), turns
+            gathers, scatters = (2 * micro_batches if zero == 3 else 1), micro_batches
         if members.size == 1:
             # Alone, FSDP2 still copies into and out of its buffers. With other workers, the copies
             # are part of the measured rate of the collectives.

@@ -18,6 +18,8 @@ NewBackend = Callable[..., Backend]
 Reference = Callable[..., list[Outcome]]
 
 
+# Training steps on each mesh.
+STEPS = 12
 # Of a global batch of the small recipe.
 LABELS = 8 * 32
 
@@ -65,13 +67,15 @@ def pool() -> Iterator[MeshPool]:
 
 @pytest.fixture(scope="package")
 def reference(pool: MeshPool) -> Reference:
-    """(family, overrides…) → 20 steps of one process, and its weight decays."""
+    """(family, overrides…) → STEPS steps of one process, and its weight decays."""
     found: dict[tuple[str, ...], list[Outcome]] = {}
 
     def run(family: str, *overrides: str) -> list[Outcome]:
         key = (family, *overrides)
         if key not in found:
-            found[key] = pool.run(Case(small_run(family, 1, 1, 1, *overrides), after=decayed))
+            found[key] = pool.run(
+                Case(small_run(family, 1, 1, 1, *overrides), last=STEPS, after=decayed)
+            )
         return found[key]
 
     return run

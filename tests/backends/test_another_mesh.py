@@ -8,7 +8,7 @@ import pytest
 from mesh_pool import Case, MeshPool, deviation
 from mesh_pool import small_run as small
 
-from backends.conftest import Reference
+from backends.conftest import STEPS, Reference
 from slurmllm.config.resolve import RunConfig
 
 FEW, SEQUENCE = "train.micro_batch=4", "parallel.sequence=true"
@@ -37,8 +37,8 @@ def test_goes_on(
     pool: MeshPool, reference: Reference, tmp_path: Path, before: RunConfig, after: RunConfig
 ) -> None:
     expected = reference(after.recipe.model.family)
-    pool.run(Case(before, last=10, save=tmp_path))
-    found = pool.run(Case(after, first=10, load=tmp_path))
+    pool.run(Case(before, last=6, save=tmp_path))
+    found = pool.run(Case(after, first=6, last=STEPS, load=tmp_path))
     assert max(deviation(found, expected)) < 1e-5
 
 
@@ -46,8 +46,8 @@ def test_goes_on_on_another_number_of_nodes(
     pool: MeshPool, reference: Reference, tmp_path: Path
 ) -> None:
     node_of_one = small("neox")
-    pool.run(Case(node_of_one, nodes=4, last=10, save=tmp_path))
-    found = pool.run(Case(node_of_one, nodes=2, first=10, load=tmp_path))
+    pool.run(Case(node_of_one, nodes=4, last=6, save=tmp_path))
+    found = pool.run(Case(node_of_one, nodes=2, first=6, last=STEPS, load=tmp_path))
     assert max(deviation(found, reference("neox"))) < 1e-5
 
 
@@ -63,7 +63,7 @@ def test_goes_on_on_another_number_of_nodes(
 def test_the_same_mesh_goes_on_bit_for_bit(
     pool: MeshPool, tmp_path: Path, config: RunConfig
 ) -> None:
-    whole = pool.run(Case(config, last=12))
-    pool.run(Case(config, last=6, save=tmp_path))
-    found = pool.run(Case(config, first=6, last=12, load=tmp_path))
-    assert found[0].rows == whole[0].rows[6:]
+    whole = pool.run(Case(config, last=8))
+    pool.run(Case(config, last=4, save=tmp_path))
+    found = pool.run(Case(config, first=4, last=8, load=tmp_path))
+    assert found[0].rows == whole[0].rows[4:]

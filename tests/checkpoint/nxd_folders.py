@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slurmllm.checkpoint.folder import MANIFEST, describe
 from slurmllm.checkpoint.state import TrainState
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import flatten
 from slurmllm.plan.parameters import parameter_shapes
+from slurmllm.records import CheckpointManifest
 
 MODELS: dict[str, dict[str, Any]] = {
     # Odd sizes, so that ZeRO-1 pads; the vocabulary has padding rows.
@@ -199,3 +201,17 @@ def _optimizer(
             i: share(whole.weights, name) for i, name in enumerate(names)
         }
     return held
+
+
+def with_manifest(folder: Path) -> Path:
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    CheckpointManifest(
+        step=7, tokens=700, world_size=1, attempt=2, recipe="r", saved_at=0, save_s=0,
+        fingerprint="", files=tuple(describe(folder, name) for name in names),
+    ).save(folder / MANIFEST)  # fmt: skip
+    return folder
+
+
+def nxd_checkpoint(folder: Path, whole: Whole, layout: Layout) -> Path:
+    write_nxd(folder, whole, layout)
+    return with_manifest(folder)

@@ -52,7 +52,7 @@ def equal(a: nn.Module, b: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(st.data())
 def test_there_and_back(family: str, data: st.DataObject) -> None:
     original = data.draw(hub.models(family))

@@ -115,7 +115,7 @@ def test_same_input_same_bytes(tmp_path: Path) -> None:
     assert first == (out.read_bytes(), manifest_path(out).read_bytes())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.lists(st.text("aä\u0308\u2126 \n", max_size=4), max_size=8), min_size=1, max_size=4

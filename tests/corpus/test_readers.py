@@ -196,7 +196,7 @@ PIECES = [
 ]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(PIECES), max_size=40), st.booleans(), st.integers(1, 9))
 @example(["a", "\n", "\n", " "], False, 2)
 def test_text_means_the_same_in_blocks_of_any_size(
@@ -237,7 +237,7 @@ LINES = st.one_of(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.lists(LINES, max_size=6), st.booleans(), st.integers(3, 100))
 def test_json_lines_mean_the_same_in_blocks_of_any_size(
     lines: list[str], mark: bool, block: int

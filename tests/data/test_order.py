@@ -9,14 +9,14 @@ from slurmllm.data.order import DocumentOrder, Permutation
 SEEDS = st.integers(0, 2**63)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(size=st.integers(1, 700), seed=SEEDS, epoch=st.integers(0, 10**6))
 def test_permutation_is_a_bijection(size: int, seed: int, epoch: int) -> None:
     found = Permutation(size, seed, epoch).take(np.arange(size))
     assert sorted(found.tolist()) == list(range(size))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(size=st.integers(32, 300), seed=SEEDS, epoch=st.integers(0, 10**6))
 def test_epochs_and_seeds_differ(size: int, seed: int, epoch: int) -> None:
     def order(seed: int, epoch: int) -> list[int]:
@@ -28,7 +28,7 @@ def test_epochs_and_seeds_differ(size: int, seed: int, epoch: int) -> None:
     assert here != list(range(size))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(documents=st.integers(1, 60), seed=SEEDS, epochs=st.integers(1, 4))
 def test_every_epoch_holds_every_document_once(documents: int, seed: int, epochs: int) -> None:
     order = DocumentOrder(documents, seed)
@@ -37,7 +37,7 @@ def test_every_epoch_holds_every_document_once(documents: int, seed: int, epochs
         assert sorted(order.take(positions).tolist()) == list(range(documents))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(documents=st.integers(1, 60), stride=st.integers(1, 9), begin=st.integers(0, 200))
 def test_positions_may_be_asked_for_apart(documents: int, stride: int, begin: int) -> None:
     expected = DocumentOrder(documents, 3).take(np.arange(300))

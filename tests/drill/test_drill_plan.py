@@ -44,7 +44,7 @@ def test_invalid_kinds(text: str) -> None:
         parse_kinds(text, 1)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(steps=st.integers(3, 120), seed=st.integers(), nodes=st.sampled_from([2, 4]))
 def test_faults_come_between_checkpoints(
     tmp_path_factory: pytest.TempPathFactory, steps: int, seed: int, nodes: int

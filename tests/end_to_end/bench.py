@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 SLURMLLM = (sys.executable, "-m", "slurmllm")
-# A model and a schedule small enough that a run is start-up time and little else.
+# The model is small, so a run takes little more than its start-up. A step still takes long enough
+# that a test which waits for it sees it before the run ends.
 SMALL = (
     "--set=model.num_layers=2", "--set=model.hidden_size=64", "--set=model.num_heads=4",
-    "--set=model.ffn_hidden_size=256", "--set=model.seq_len=64", "--set=train.steps=40",
+    "--set=model.ffn_hidden_size=256", "--set=model.seq_len=128", "--set=train.steps=40",
     "--set=checkpoint.every_steps=10", "--set=train.log_every=5",
 )  # fmt: skip
+
+# Slower steps for drills: few remain after the fault, which must come before the run ends.
+SLOWER_STEPS = "--set=model.seq_len=512"
 
 # How long a test waits for what must happen at all; how fast it happens is no test's business, for
 # the machine may have other work.

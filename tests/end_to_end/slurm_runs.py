@@ -17,7 +17,7 @@ class Cluster(Protocol):
 
 
 def submit(bench: Bench, inputs: tuple[str, ...], name: str, *more: str) -> dict[str, str]:
-    arguments = ("submit", "tiny_neox", "--nodes=4", f"--name={name}", *SMALL, *inputs, *more)
+    arguments = ("submit", "tiny_neox", "--nodes=2", f"--name={name}", *SMALL, *inputs, *more)
     return dict(json.loads(bench.call(*arguments, "--json"))["jobs"])
 
 

@@ -6,9 +6,17 @@ import json
 import signal
 
 import pytest
-from end_to_end.bench import SMALL, Bench, processes_with
+from end_to_end.bench import SLOWER_STEPS, SMALL, Bench, processes_with
 
-TRAIN = ("submit", "tiny_neox", "--nodes=2", "--local", "--set=train.compile=false", *SMALL)
+TRAIN = (
+    "submit",
+    "tiny_neox",
+    "--nodes=2",
+    "--local",
+    "--set=train.compile=false",
+    *SMALL,
+    SLOWER_STEPS,
+)
 
 
 @pytest.fixture(scope="module")

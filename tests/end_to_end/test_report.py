@@ -17,7 +17,7 @@ def test_a_requeued_run(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     require_chromium()
-    job = submit(bench, inputs, "reported", "--nodes=2", "--set=train.compile=false")["train"]
+    job = submit(bench, inputs, "reported", "--set=train.compile=false")["train"]
     bench.wait_for_step("reported", 12)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)  # as the time limit
     wait(bench, "reported", "done", "stopped", "cancelled")
@@ -28,7 +28,7 @@ def test_a_requeued_run(
     assert run["utilization"]["node_hours"] > 0
     assert run["usd"] == pytest.approx(21.5 * run["utilization"]["node_hours"])
     assert run["seq_per_s_first_500"] > 0
-    assert run["tokens"] == 40 * 8 * 64
+    assert run["tokens"] == 40 * 8 * 128
     assert run["checkpoints"][-1]["step"] == 40
     assert run["versions"]["torch"]
 

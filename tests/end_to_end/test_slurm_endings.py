@@ -18,7 +18,8 @@ def test_the_time_limit_itself(slurm: Cluster, bench: Bench, inputs: tuple[str, 
     # again: 90 to 120 s after the start, time enough for steps on a busy machine.
     submit(
         bench, inputs, "limited", "--time=3", "--set=slurm.signal_lead_s=60",
-        "--set=train.compile=false", "--set=train.steps=100000",
+        "--set=train.steps=100000", "--set=backend=rehearsal",  # two minutes of CPUs for others
+        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.2",
     )  # fmt: skip
     again = bench.runs / "limited" / "attempts" / "001" / "attempt.json"
     bench.until(again.is_file, "not requeued")

@@ -69,11 +69,13 @@ def test_json_lines_that_are_mixed_or_without_a_step(tmp_path: Path) -> None:
     assert (curve.steps.tolist(), curve.columns["loss"].tolist()) == ([1], [2.0])
     assert curve.warnings == (f"{path}:2: not a JSON object; skipped 2 lines",)
     path.write_text('{"epoch": 1, "loss": 2.0}\n')
-    with pytest.raises(RunError, match=r"no step in .*; there are epoch, loss; .*--tag step=KEY"):
+    with pytest.raises(
+        RunError, match=r"no step in .*; its keys are epoch, loss; .*--tag step=KEY"
+    ):
         read_curve(path)
     assert read_curve(path, {"step": "epoch"}).steps.tolist() == [1]
     path.write_text('{"step": 1.5, "loss": 2.0, "learning_rate": 1}\n{"step": 2, "loss": 1.0}\n')
-    assert "step is 1.5, not a whole number, in 1 of 2 rows" in read_curve(path).warnings[0]
+    assert "1 of 2 rows: step is 1.5, not an integer of 0 or" in read_curve(path).warnings[0]
 
 
 def test_a_json_document_of_columns(tmp_path: Path) -> None:
@@ -227,8 +229,8 @@ def test_tags_that_differ_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     one, units = read_curve(path).warnings
-    assert "loss is taken from 'train_loss', not from 'loss'; --tag loss=TAG" in one
-    assert units == "tokens_per_s is that of one device: 'tps'"
+    assert "from 'train_loss', not from 'loss'; select another with --tag loss=TAG" in one
+    assert units == "tokens_per_s is the value of one device, not of the run: 'tps'"
     assert read_curve(path, {"loss": "loss"}).columns["loss"].tolist() == [
         1.0 * i for i in range(9)
     ]
@@ -274,7 +276,7 @@ def test_files_of_no_use(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="of an unknown kind"):
         read_curve(tmp_path / "x.bin")
     (tmp_path / "x.csv.gz").write_bytes(b"step,loss\n1,2.5\n")
-    with pytest.raises(RunError, match=r"x\.csv\.gz is no gzip file.*name it x\.csv if"):
+    with pytest.raises(RunError, match=r"x\.csv\.gz is not a gzip file.*rename it to x\.csv if"):
         read_curve(tmp_path / "x.csv.gz")
 
 

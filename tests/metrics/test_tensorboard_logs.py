@@ -61,7 +61,7 @@ def assert_equal_to_tensorboard(path: Path) -> None:
         np.testing.assert_array_equal(series.times, [value.wall_time for value in theirs])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     events=st.lists(
         st.tuples(

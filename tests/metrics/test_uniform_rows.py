@@ -69,7 +69,7 @@ def assert_same(one: Curve | str, other: Curve | str) -> None:
         np.testing.assert_array_equal(flags, other.absent[key])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 40), values, values), min_size=1, max_size=30),
     odd=st.lists(st.tuples(st.integers(0, 30), odd_lines), max_size=2),

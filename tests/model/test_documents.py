@@ -27,7 +27,7 @@ def model(family: str) -> Decoder:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9))
 def test_packed_documents_equal_single_ones(family: str, lengths: list[int]) -> None:
     decoder = model(family)

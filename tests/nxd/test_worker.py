@@ -66,8 +66,10 @@ if rank == 0:
         save = saves.CheckpointManifest.save
         saves.CheckpointManifest.save = after(save)
     elif phase == "published":
-        retain = saves.retain
-        saves.retain = lambda run, step, keep: die() if step == 8 else retain(run, step, keep)
+        remove = saves.remove_expired
+        saves.remove_expired = lambda run, step, *kept: (
+            die() if step == 8 else remove(run, step, *kept)
+        )
 from slurmllm.train.worker import run_worker
 sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
 """

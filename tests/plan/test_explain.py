@@ -126,4 +126,4 @@ def test_bytes_are_those_of_the_step() -> None:
 def test_what_computing_hides_is_told_apart() -> None:
     one = plan("gpt3_1.3b", 2, "p4d", "cluster.hardware.overlap=0.5").fitting[0]
     assert traffic(one).data_s == pytest.approx(2 * one.step.data, rel=0.01)
-    assert "while it computes" in "\n".join(explain([one], []))
+    assert "overlap with computation" in "\n".join(explain([one], []))

@@ -175,7 +175,7 @@ def test_activations_as_korthikanti_without_dropout() -> None:
     assert full["activations"] == 32 * 2 * tokens * 4096
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(["tiny_neox", "tiny_llama", "tiny_gpt3"]),
     tensor=st.sampled_from([1, 2, 4]),
@@ -206,7 +206,7 @@ def test_weights_and_moments_are_the_sum_of_the_shards(
     assert sum(parts["optimizer"] for parts in found) == moments
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     name=st.sampled_from(sorted(_SIZES)),
     tensor=st.sampled_from([1, 8, 32]),

@@ -197,10 +197,10 @@ def test_what_can_be_read_is_read(make_run: MakeRun) -> None:
     history = read_history(run)
     assert history.waited_s == {0: 0.25}
     assert history.saves == [(0.25, 1.0)]
-    words = "\n".join(history.warnings)
-    assert "skipped the truncated last line" in words
-    assert "is damaged" in words
-    assert "no attempt record of attempt 1" in words
+    warnings = "\n".join(history.warnings)
+    assert "skipped the truncated last line" in warnings
+    assert "is damaged" in warnings
+    assert "no attempt record of attempt 1" in warnings
     assert account_node_hours(history).steps == 3
 
 

@@ -135,7 +135,7 @@ def test_auto_that_cannot_be_settled(fake: FakeSlurm) -> None:
     assert "slurmllm plan --calibrate" in none.stderr
     tight = submit("--set=parallel=auto", "--set", NOT_ENOUGH)
     assert tight.exit_code == 2
-    assert re.search(r"the nearest, .* needs [\d.]+ of [\d.]+ GiB", tight.stderr)
+    assert re.search(r"closest to fitting: .* needs [\d.]+ of [\d.]+ GiB", tight.stderr)
     assert not fake.jobs
 
 

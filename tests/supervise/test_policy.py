@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmllm.config.recipe import Recipe
@@ -72,7 +72,6 @@ def test_backoff_doubles_while_nothing_is_gained() -> None:
     assert play([attempt(0, "advance_signal")])[0].backoff_s == 0
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["node_failure", "hang", "advance_signal"]),
                           st.sampled_from([0, 0, 7])), min_size=1, max_size=30))  # fmt: skip
 def test_as_many_idle_attempts_in_a_row_as_the_limit_stop_the_run(

@@ -47,7 +47,7 @@ def scripted(*script: Scripted | None, **changed: Any) -> RunHistory:
     return simulate(scenario(failures=ScriptedFailures(script), **changed), seed=0)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.dictionaries(
         st.sampled_from(["device", "node", "network", "hang", "storage", "software", "signal"]),
@@ -147,7 +147,7 @@ def test_more_failures_leave_less() -> None:
     assert means[0] - means[-1] > 0.02
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.floats(20, 60), st.floats(2, 8))
 def test_the_formulas_interval_is_the_best_one(cost_s: float, mtbf_hours: float) -> None:
     """Within 1 % of the best of a grid of intervals around it, in utilization."""

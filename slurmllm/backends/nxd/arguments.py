@@ -1,7 +1,7 @@
-"""The arguments of neuronx-distributed's public functions for a run; torch-free.
+"""The arguments that a run passes to the functions of neuronx-distributed (NxD); torch-free.
 
-Plain values under NxD's own names, as `submit --dry-run` shows them; classes and functions are
-names, which `runtime.py` replaces with the objects.
+They have NxD's own names and plain values, as `submit --dry-run` prints them. A class or function
+is given by its name, which `runtime.py` replaces with the object.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from slurmllm.plan.parameters import kv_copies
 # contains one of the leaf names.
 BLOCK, CORE = "ParallelBlock", "CoreAttention"
 LEAVES = ("LayerNorm", "RMSNorm", "VocabularyEmbedding", "Positions", "ParallelLoss")
-# Of [batch, seq, hidden], the layout of `slurmllm.model`.
+# The sequence dimension of activations in `slurmllm.model`: [batch, seq, hidden].
 SEQUENCE_DIMENSION = 1
 
-_RECOMPUTED = {"none": None, "selective": [CORE], "full": [BLOCK]}
+_RECOMPUTED_CLASSES = {"none": None, "selective": [CORE], "full": [BLOCK]}
 
 
 def dtype(precision: str) -> str:
-    """Return the format of weights and activations on the device."""
+    """Return the dtype of weights and activations on the device."""
     return "float32" if precision == "fp32" else "bfloat16"
 
 
 def optimizer_dtype(precision: str) -> str:
-    """Return the format of the optimizer state and, with ZeRO-1, of the weights that it updates."""
+    """Return the dtype of the optimizer state and, with ZeRO-1, of the weights that it updates."""
     return "float32" if precision in ("fp32", "bf16_mixed") else "bfloat16"
 
 
@@ -39,7 +39,7 @@ def model_inputs(config: RunConfig) -> tuple[str, ...]:
 
 
 def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """Return all arguments, by NxD's function."""
+    """Return the arguments of each NxD function, by the function's name."""
     recipe = config.recipe
     optim, parallel, train = recipe.optim, recipe.parallel, recipe.train
     zero, master = parallel.zero > 0, train.precision == "bf16_mixed"
@@ -49,25 +49,27 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
         "betas": list(optim.betas),
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
-        # Step and learning rate are data of the graph, not constants in it.
+        # Makes step and learning rate inputs of the compiled graph instead of constants in it.
         "capturable": config.cluster.device == "neuron",
     }
     if zero:
         optimizer["optimizer_dtype"] = optimizer_dtype(train.precision)
     pipeline: dict[str, Any] | None = None
     if mesh.pipeline > 1:
-        each = recipe.model.num_layers // mesh.chunks
+        chunk_layers = recipe.model.num_layers // mesh.chunks
         pipeline = {
             "transformer_layer_cls": BLOCK,
             "num_microbatches": mesh.accumulation,
             "virtual_pipeline_size": mesh.virtual_pipeline,
-            "pipeline_cuts": [f"layers.{each * chunk - 1}" for chunk in range(1, mesh.chunks)],
+            "pipeline_cuts": [
+                f"layers.{chunk_layers * chunk - 1}" for chunk in range(1, mesh.chunks)
+            ],
             "input_names": list(model_inputs(config)),
             "output_loss_value_spec": True,
             "leaf_module_cls": list(LEAVES),
             "use_optimizer_wrapper": True,
             "use_zero1_optimizer": zero,
-            # Copying the loss to the host would wait for the device within the step.
+            # Copying the loss to the host would block every step until the device has finished.
             "return_loss_on_cpu": False,
         }
     return {
@@ -76,10 +78,10 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
             "pipeline_parallel_size": mesh.pipeline,
             "sequence_parallel": parallel.sequence,
             "pipeline_config": pipeline,
-            # Norm and clipping are in `shards.py`: NxD's are wrong with replicated keys and
-            # values, and its ZeRO-1 always clips at 1.
+            # `shards.py` computes the gradient norm and clips: NxD does both wrong if key and value
+            # heads are replicated, and its ZeRO-1 always clips at 1.
             "optimizer_config": {"zero_one_enabled": zero, "grad_clipping": False},
-            "activation_checkpoint_config": _RECOMPUTED[train.activation_checkpointing],
+            "activation_checkpoint_config": _RECOMPUTED_CLASSES[train.activation_checkpointing],
             "model_init_config": {"meta_device_init": True, "param_init_fn": "initialize"},
             # With master weights in the checkpoint, a resume restores the fp32 weights.
             "mixed_precision_config": {
@@ -91,7 +93,7 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
         "initialize_parallel_optimizer": optimizer,
         "parallel_layers": {
             "dtype": dtype(train.precision),
-            # NxD's default, fp32, drops the reduced gradient of a bf16 layer.
+            # With NxD's default, fp32, the reduced gradient of a bf16 layer is lost.
             "reduce_dtype": dtype(train.precision),
             "sequence_parallel_enabled": parallel.sequence,
             "sequence_dimension": SEQUENCE_DIMENSION if parallel.sequence else None,

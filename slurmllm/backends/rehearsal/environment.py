@@ -1,4 +1,4 @@
-"""The environment of the rehearsal backend: nothing is compiled, a worker has one thread."""
+"""The environment of the rehearsal backend, which has no model and so compiles no graphs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from slurmllm.plan.mesh import Mesh, replica_nodes
 def variables(config: RunConfig) -> dict[str, Variable]:
     return {
         "MALLOC_ARENA_MAX": Variable("1", "glibc: fewer arenas, less memory held by threads"),
-        "OMP_NUM_THREADS": Variable("1", "rehearsal: nothing to compute"),
-        "OPENBLAS_NUM_THREADS": Variable("1", "numpy: no pool of threads"),
-        "TOKENIZERS_PARALLELISM": Variable("false", "tokenizers: no pool of threads"),
+        "OMP_NUM_THREADS": Variable("1", "rehearsal: no computation to parallelize"),
+        "OPENBLAS_NUM_THREADS": Variable("1", "numpy: no thread pool"),
+        "TOKENIZERS_PARALLELISM": Variable("false", "tokenizers: no thread pool"),
     }
 
 
@@ -26,7 +26,7 @@ def cache_variables(cache: str) -> dict[str, Variable]:
 
 
 def precompile_nodes(config: RunConfig, nodes: int) -> int:
-    """Return the nodes of one replica of the model."""
+    """Return the number of nodes of one replica of the model."""
     return min(nodes, replica_nodes(config))
 
 
@@ -51,7 +51,7 @@ def count_graphs(cache: Path) -> int:
 
 
 def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
-    """Return nothing: without graphs, one precompile stage serves every rehearsal."""
+    """Return no settings: without graphs, one precompile stage is enough for all rehearsals."""
     return {}
 
 
@@ -76,7 +76,7 @@ def unsupported(config: RunConfig) -> list[str]:
         )
     if config.recipe.train.micro_batch == "auto" and config.cluster.device != "neuron":
         faults.append(
-            "train.micro_batch: auto: the rehearsal backend uses no memory to measure; give a "
-            "number with --set train.micro_batch=1"
+            "train.micro_batch: auto: the rehearsal backend has no model whose memory could be "
+            "measured; give a number with --set train.micro_batch=1"
         )
     return faults
