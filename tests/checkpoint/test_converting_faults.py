@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,7 @@ def test_the_mesh_is_checked_before_anything_is_written(tmp_path: Path) -> None:
 
 
 _MEASURED = """
+import os
 import resource, sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint.state_dict_saver, torch._subclasses.fake_tensor
@@ -115,18 +117,20 @@ def test_memory(tmp_path: Path) -> None:
     state_mb = 3 * sum(t.nbytes for t in whole.weights.values()) / 1e6
     assert state_mb > 1150
     del whole
+    # glibc keeps freed blocks of up to 32 MB in its heap, by chance 40 to 180 MB of them.
+    freed = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     for source, out, mesh in (
         ("first", "native", "None"),
         ("native", "nxd", "NxdMesh(4, 2, 2)"),
     ):
         answer = subprocess.run(
             [sys.executable, "-c", _MEASURED, tmp_path / source, tmp_path / out, mesh],
-            capture_output=True, text=True, check=True,
+            capture_output=True, text=True, check=True, env=freed,
         )  # fmt: skip
         before, peak = map(float, answer.stdout.split())
         print(f"{source} → {out}: {peak - before:.0f} MB above {before:.0f} MB")
         shutil.rmtree(tmp_path / source)
-        assert peak - before < state_mb / 3
+        assert peak - before < state_mb / 4
 
 
 def _large(model: Any) -> Whole:
