@@ -40,7 +40,7 @@ def test_a_file_is_replaced_only_where_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("target", "message"),
     [
         ("mine.json", "ends in .yaml"),
         ("absent/mine.yaml", "no folder"),
@@ -49,9 +49,9 @@ def test_a_file_is_replaced_only_where_asked(tmp_path: Path) -> None:
         (str(clusters_dir() / "new.yaml"), "ship with slurmllm"),
     ],
 )
-def test_where_none_is_written(tmp_path: Path, target: str, words: str) -> None:
+def test_where_none_is_written(tmp_path: Path, target: str, message: str) -> None:
     (tmp_path / "folder.yaml").mkdir()
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         write_profile(resolve("tiny_neox").cluster, FOUND, tmp_path / target, replace=True)
 
 

@@ -34,10 +34,10 @@ class Saying(LocalAllocation):
 
 
 def test_this_machine() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     overrides = ["train.compile=false", "cluster.devices_per_node=2", "cluster.cpus_per_node=2"]
     config = resolve("tiny_neox", "local", overrides)
-    found = calibrate(config, LocalAllocation(), said.append, quick=True)
+    found = calibrate(config, LocalAllocation(), messages.append, quick=True)
     hardware = found.hardware
     assert "by slurmllm plan --calibrate, 20" in hardware.source
     network, *busy = found.notes
@@ -50,8 +50,8 @@ def test_this_machine() -> None:
     assert 0.001 < hardware.node_link_gb_s < 100
     assert 0.1 < hardware.reserved_gib < 2 < 2 * hardware.memory_gib
     assert 0 <= hardware.operator_us < 1e6
-    assert any("collectives" in words for words in said)
-    assert "done" in said[-1]
+    assert any("collectives" in message for message in messages)
+    assert "done" in messages[-1]
 
 
 def test_neuron_devices_are_refused() -> None:
@@ -60,7 +60,7 @@ def test_neuron_devices_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("script", "message"),
     [
         ("", "no output within"),
         ("raise SystemExit('RuntimeError: no such device')", "no such device"),
@@ -68,8 +68,8 @@ def test_neuron_devices_are_refused() -> None:
          "did not measure"),
     ],
 )  # fmt: skip
-def test_nodes_that_fail(script: str, words: str) -> None:
-    with pytest.raises(NodeError, match=words):
+def test_nodes_that_fail(script: str, message: str) -> None:
+    with pytest.raises(NodeError, match=message):
         calibrate(resolve("tiny_neox"), Saying(script), print)
 
 
@@ -106,14 +106,14 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
         " options={'account': 'a', 'time': None})"
     )
     path = f"{tmp_path}:{os.defpath}"
-    said = subprocess.check_output(
+    output = subprocess.check_output(
         [sys.executable, "-c", script], text=True, env={**os.environ, "PATH": path}
     )
-    assert "--account=a" in said
-    assert "--nodes=2" in said
-    assert "--time=15" in said
-    assert "--exclusive" in said
-    assert said.rstrip().endswith("slurmllm plan --calibrate")
+    assert "--account=a" in output
+    assert "--nodes=2" in output
+    assert "--time=15" in output
+    assert "--exclusive" in output
+    assert output.rstrip().endswith("slurmllm plan --calibrate")
 
 
 def test_no_torch_on_the_login_node() -> None:

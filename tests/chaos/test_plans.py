@@ -72,10 +72,10 @@ def test_partial_files_and_processes_left_are_found(
     (run.path / "checkpoints" / ".step_00000020.tmp").mkdir()
     run.attempt("train", 0).path.mkdir(parents=True)
     run.attempt("train", 0).record.write_text('{"attempt": 0, "ended_at"')
-    words = checks._partial_files(run)
-    assert ".step_00000020.tmp" in words
-    assert "attempt.json is no JSON" in words
-    assert "step_00000010" in words
+    message = checks._partial_files(run)
+    assert ".step_00000020.tmp" in message
+    assert "attempt.json is no JSON" in message
+    assert "step_00000010" in message
     monkeypatch.setattr(checks, "GONE_S", 0.0)
     assert checks._processes(run) == ""
     with subprocess.Popen(

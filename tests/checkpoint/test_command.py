@@ -106,9 +106,9 @@ def test_a_run_s_checkpoint_in_transformers(
     run: Run, trained: tuple[RunDir, dict[int, nn.Module]]
 ) -> None:
     directory, models = trained
-    told = run("export", "10", "--run", "a", "--out", "hub")
-    assert told.exit_code == 0, told.output
-    assert "hub: 131K parameters, 524 kB of weights in 1 file(s), from " in told.stdout
+    done = run("export", "10", "--run", "a", "--out", "hub")
+    assert done.exit_code == 0, done.output
+    assert "hub: 131K parameters, 524 kB of weights in 1 file(s), from " in done.stdout
     assert sorted(p.name for p in Path("hub").iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
@@ -193,7 +193,7 @@ def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "code", "message"),
     [
         (("import", "nowhere", "--out", "x"), 2, "config.json: is missing"),
         (("export", "nowhere", "--out", "x"), 2, "no checkpoint folder 'nowhere'"),
@@ -210,7 +210,7 @@ def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_
         (("list", "nowhere"), 2, "no run 'nowhere'"),
     ],
 )
-def test_refusals(run: Run, arguments: tuple[str, ...], code: int, words: str) -> None:
+def test_refusals(run: Run, arguments: tuple[str, ...], code: int, message: str) -> None:
     folder = RunDir(Path("runs/a"))
     folder.path.mkdir(parents=True)
     folder.config.write_text(CONFIG.to_yaml())
@@ -220,7 +220,7 @@ def test_refusals(run: Run, arguments: tuple[str, ...], code: int, words: str) -
     Path("full/held").write_text("")
     result = run(*arguments)
     assert result.exit_code == code, result.output
-    assert words in result.output
+    assert message in result.output
     assert not Path("x").exists()
 
 
@@ -266,10 +266,10 @@ def test_list_and_verify(run: Run) -> None:
     (folder.checkpoint(20) / "shard_1").write_bytes(b"")
     (folder.checkpoint(10) / "manifest.json").unlink()
     assert "shard_1 has 0 bytes instead of 1000" in run("list", "a", "--verify").stdout
-    told = run("verify", "a")
-    assert told.exit_code == 4
-    assert "step_00000010 has no manifest.json: its save did not finish" in told.stdout
-    assert "  shard_1 has 0 bytes instead of 1000" in told.stdout
+    done = run("verify", "a")
+    assert done.exit_code == 4
+    assert "step_00000010 has no manifest.json: its save did not finish" in done.stdout
+    assert "  shard_1 has 0 bytes instead of 1000" in done.stdout
     one = run("verify", folder.checkpoint(20), "--json")
     assert one.exit_code == 4
     (held,) = json.loads(one.stdout)["checkpoints"]

@@ -381,10 +381,10 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
         "--json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert (told["format"], told["step"], told["optimizer_state"]) == ("nxd", 7, True)
-    assert told["layout"]["tensor"] == 8
-    assert told["files"] == len([p for p in (tmp_path / "new/out").rglob("*") if p.is_file()])
+    document = json.loads(result.stdout)
+    assert (document["format"], document["step"], document["optimizer_state"]) == ("nxd", 7, True)
+    assert document["layout"]["tensor"] == 8
+    assert document["files"] == len([p for p in (tmp_path / "new/out").rglob("*") if p.is_file()])
     assert_holds(open_training(tmp_path / "new/out", whole.model), whole)
     assert read_manifest(tmp_path / "new/out").world_size == 48
     result = run("new/out", "--to", "native", "--out", "native")

@@ -58,7 +58,7 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "words"),
+    ("family", "changes", "expected"),
     [
         (
             "llama",
@@ -109,11 +109,11 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
     ],
 )
 def test_configs(
-    copy: Callable[[str], Path], family: str, changes: dict[str, Any], words: str
+    copy: Callable[[str], Path], family: str, changes: dict[str, Any], expected: str
 ) -> None:
     source = copy(family)
     settings(source, **changes)
-    assert words in refused(source)
+    assert expected in refused(source)
 
 
 def test_all_faults_at_once(copy: Callable[[str], Path]) -> None:
@@ -122,14 +122,14 @@ def test_all_faults_at_once(copy: Callable[[str], Path]) -> None:
     shard = source / "model-00001-of-00005.safetensors"
     shard = shard if shard.exists() else sorted(source.glob("*.safetensors"))[0]
     shard.unlink()
-    told = refused(source)
-    for words in ("'relu'", "'yarn'", "head_dim: 3", f"names {shard.name}, which is not there"):
-        assert words in told
-    assert "4 fault(s)" in told
+    message = refused(source)
+    for part in ("'relu'", "'yarn'", "head_dim: 3", f"names {shard.name}, which is not there"):
+        assert part in message
+    assert "4 fault(s)" in message
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected"),
     [
         (None, "config.json: is missing"),
         ("{", "config.json: is not JSON"),
@@ -137,12 +137,12 @@ def test_all_faults_at_once(copy: Callable[[str], Path]) -> None:
         ("\udcff", "config.json: is not JSON"),
     ],
 )
-def test_config_json_itself(copy: Callable[[str], Path], text: str | None, words: str) -> None:
+def test_config_json_itself(copy: Callable[[str], Path], text: str | None, expected: str) -> None:
     path = copy("neox") / "config.json"
     path.unlink()
     if text is not None:
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert words in refused(path.parent)
+    assert expected in refused(path.parent)
 
 
 def test_missing_extra_and_misshaped_tensors(copy: Callable[[str], Path]) -> None:
@@ -201,8 +201,8 @@ def test_what_older_files_hold_is_passed_over(
 def test_a_tied_head_that_is_another(copy: Callable[[str], Path]) -> None:
     source = copy("gpt3")
     tensors(source, lambda held: held.update({"lm_head.weight": torch.ones(67, 32)}))
-    told = refused(source)
-    assert "lm_head.weight: is not equal to transformer.wte.weight" in told
+    message = refused(source)
+    assert "lm_head.weight: is not equal to transformer.wte.weight" in message
     settings(source, tie_word_embeddings=False)
     assert plan_import(source).config.model.tied_embeddings is False
 
@@ -218,7 +218,7 @@ def cut(path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "expected"),
     [
         (lambda path: cut(path, path.stat().st_size - 1), "is cut short: "),
         (lambda path: cut(path, 100), "is cut short: 100 bytes, but its header alone takes"),
@@ -236,12 +236,12 @@ def cut(path: Path, size: int) -> None:
 )
 @pytest.mark.parametrize("name", ["llama", "sharded"])
 def test_damaged_files(
-    copy: Callable[[str], Path], name: str, damage: Callable[[Path], None], words: str
+    copy: Callable[[str], Path], name: str, damage: Callable[[Path], None], expected: str
 ) -> None:
     source = copy(name)
     file = sorted(source.glob("*.safetensors"))[-1]
     damage(file)
-    assert f"{file.name} {words}" in refused(source, StorageError)
+    assert f"{file.name} {expected}" in refused(source, StorageError)
 
 
 def test_an_index_that_is_wrong(copy: Callable[[str], Path]) -> None:

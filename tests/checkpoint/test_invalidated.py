@@ -56,9 +56,9 @@ def test_resume_goes_behind_the_onset(tmp_path: Path) -> None:
     for step in (10, 20):
         saved(run, step, attempt=0)
     SkipsRecord(skips=(skip(15, 0),)).save(run.skips)
-    words = "attempt 0 saved it after the divergence from step 15 on, which attempt 0 rolled back"
-    assert find(run) == Resumable(state(10), (), (f"step 20: {words}",))
-    assert newest_verified(run) == (run.checkpoint(10), [f"step_00000020: {words}"])
+    message = "attempt 0 saved it after the divergence from step 15 on, which attempt 0 rolled back"
+    assert find(run) == Resumable(state(10), (), (f"step 20: {message}",))
+    assert newest_verified(run) == (run.checkpoint(10), [f"step_00000020: {message}"])
     saved(run, 20, attempt=1)
     assert find(run) == Resumable(state(20), ()), "made again, it replaced the other"
 

@@ -139,7 +139,7 @@ def test_an_unreadable_replica_is_a_warning(
 
 
 def test_copies_during_training(run: RunDir, replica: Replica) -> None:
-    told: list[tuple[int, bool]] = []
+    results: list[tuple[int, bool]] = []
     ours = [True]
 
     def refuse_if_superseded() -> None:
@@ -151,7 +151,7 @@ def test_copies_during_training(run: RunDir, replica: Replica) -> None:
         run,
         2,
         refuse_if_superseded,
-        lambda step, _, size, fault: told.append((step, fault is None)),
+        lambda step, _, size, fault: results.append((step, fault is None)),
     )
     for step in (30, 40):
         save_at(run, step)
@@ -164,6 +164,6 @@ def test_copies_during_training(run: RunDir, replica: Replica) -> None:
     ours[0] = False
     copier.copy(30)
     assert copier.finish(10.0)
-    assert told == [(30, True), (40, True), (40, False), (30, False)]
+    assert results == [(30, True), (40, True), (40, False), (30, False)]
     assert copier.in_use == ()
     assert replica.steps() == [30, 40], "a failed copy removes nothing"

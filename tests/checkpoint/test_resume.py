@@ -52,7 +52,7 @@ def test_no_checkpoints_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "told"),
+    ("name", "damage", "reason"),
     [
         ("shard_1", truncate, "step 20: shard_1 has 999 bytes instead of 1000"),
         ("shard_0", flip, "step 20: shard_0 does not match its checksum"),
@@ -61,14 +61,16 @@ def test_no_checkpoints_at_all(tmp_path: Path) -> None:
         ("manifest.json", truncate, "is damaged"),
     ],
 )
-def test_the_one_before(run: RunDir, name: str, damage: Callable[[Path], None], told: str) -> None:
+def test_the_one_before(
+    run: RunDir, name: str, damage: Callable[[Path], None], reason: str
+) -> None:
     if (name, damage) == ("manifest.json", truncate):
         truncate(run.checkpoint(20) / name)  # the newline at the end is no loss
     damage(run.checkpoint(20) / name)
     found = find(run)
     assert found.state == state(10)
     assert len(found.skipped) == 1
-    assert told in found.skipped[0]
+    assert reason in found.skipped[0]
 
 
 def test_none_verifies(run: RunDir) -> None:
@@ -76,8 +78,8 @@ def test_none_verifies(run: RunDir) -> None:
     flip(run.checkpoint(20) / "shard_1")
     with pytest.raises(CheckpointError) as caught:
         find(run)
-    for words in ("step 10: shard_0 has", "step 20: shard_1 does", "move the folder away"):
-        assert words in str(caught.value)
+    for part in ("step 10: shard_0 has", "step 20: shard_1 does", "move the folder away"):
+        assert part in str(caught.value)
 
 
 def test_another_model_s_checkpoint(run: RunDir) -> None:

@@ -88,20 +88,20 @@ def test_a_refusal_at_one_worker_ends_the_save_on_all(
     save_all(PretendGang(), run, 10)
     gang = PretendGang()
     gang.refuse[rank] = error
-    told = save_all(gang, run, 20)
-    assert [type(one) for one in told] == [CheckpointError, CheckpointError]
-    assert "pace left" in str(told[1])
-    assert (f"(rank {rank} on n{rank})" in str(told[0])) == isinstance(error, OSError)
-    for words in ("step_00000020", "MB are free", "took 0.0 MB", "free space", "resume"):
-        assert words in str(told[0])
+    errors = save_all(gang, run, 20)
+    assert [type(one) for one in errors] == [CheckpointError, CheckpointError]
+    assert "pace left" in str(errors[1])
+    assert (f"(rank {rank} on n{rank})" in str(errors[0])) == isinstance(error, OSError)
+    for part in ("step_00000020", "MB are free", "took 0.0 MB", "free space", "resume"):
+        assert part in str(errors[0])
     assert folders(run) == ["step_00000010"], "no temporary folder is left"
     assert file_faults(run.checkpoint(10), read_manifest(run.checkpoint(10)).files) == []
 
 
 def test_an_unwritable_parent(run: RunDir) -> None:
     run.checkpoints.write_text("a file where the folder should be")
-    told = save_all(PretendGang(), run, 20)
-    assert [type(one) for one in told] == [CheckpointError, CheckpointError]
+    errors = save_all(PretendGang(), run, 20)
+    assert [type(one) for one in errors] == [CheckpointError, CheckpointError]
 
 
 def test_leftovers_of_dead_attempts_go(run: RunDir) -> None:
@@ -123,9 +123,9 @@ def test_a_newer_attempt_s_folder_stays(run: RunDir) -> None:
 def test_an_attempt_that_was_taken_over_publishes_nothing(run: RunDir) -> None:
     save_all(PretendGang(), run, 10)
     run.attempt("train", 4).path.mkdir(parents=True)
-    told = save_all(PretendGang(), run, 20)
-    assert [type(one) for one in told] == [NodeError, NodeError]
-    assert "attempt 3 was superseded by attempt 4" in str(told[1])
+    errors = save_all(PretendGang(), run, 20)
+    assert [type(one) for one in errors] == [NodeError, NodeError]
+    assert "attempt 3 was superseded by attempt 4" in str(errors[1])
     assert folders(run) == ["step_00000010"]
 
 

@@ -73,7 +73,7 @@ def test_records_have_the_colour_of_their_level(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (("--rank", "9"), "those with one are 1–1"),
         (("--ranks", "7-9"), "none of these workers"),
@@ -84,9 +84,9 @@ def test_records_have_the_colour_of_their_level(run: RunDir) -> None:
         (("--failed", "--stage", "precompile"), "no attempt of r has failed"),
     ],
 )
-def test_missing_logs_are_errors(run: RunDir, arguments: tuple[str, ...], words: str) -> None:
+def test_missing_logs_are_errors(run: RunDir, arguments: tuple[str, ...], expected: str) -> None:
     result = call(*arguments)
-    assert (result.exit_code, words in result.output) == (2, True), result.output
+    assert (result.exit_code, expected in result.output) == (2, True), result.output
 
 
 def test_the_first_failing_worker(run: RunDir) -> None:

@@ -184,7 +184,7 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ("--nodes 4", "no RECIPE"),
         ("neox_20b", "--nodes is missing"),
@@ -221,19 +221,22 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --nodes 4 --set cluster.hardware.reserved_gib=16", "reserved_gib"),
     ],
 )  # fmt: skip
-def test_what_cannot_serve_is_refused(arguments: str, words: str) -> None:
+def test_what_cannot_serve_is_refused(arguments: str, message: str) -> None:
     done = call(*arguments.split())
     assert done.exit_code == 2, done.output
-    assert words in done.output
+    assert message in done.output
     assert "Traceback" not in done.output
 
 
 def test_a_profile_without_figures_names_the_measurement(tmp_path: Path) -> None:
-    for name, words in (("p4d", "slurmllm plan --calibrate"), ("trn1", "a shipped profile, trn1")):
+    for name, message in (
+        ("p4d", "slurmllm plan --calibrate"),
+        ("trn1", "a shipped profile, trn1"),
+    ):
         path = profile(tmp_path, name, hardware=None)
         done = call("neox_20b", "--nodes", "4", "--cluster", path)
         assert done.exit_code == 2
-        assert words in done.output
+        assert message in done.output
 
 
 def test_a_profile_without_a_price_has_no_dollars(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_no_number_is_cut_at_any_width(width: int) -> None:
     shown += ["1234.5", "12:00:00"] if width >= 80 else ["no room for"]
     shown += ["123000, 7 min ago", "123,456.7"] if width >= 160 else ["waiting for Resources"]
     shown += ["2,654,321.09", "17", "128"] if width >= 160 else ["no room for"]
-    assert [words for words in shown if words not in text] == []
+    assert [message for message in shown if message not in text] == []
     table = text.split("no room for")[0].splitlines()[:4]
     assert max(len(line.rstrip()) for line in table) <= width
 

@@ -159,7 +159,7 @@ def test_a_picture_nobody_asked_for_is_no_failure(run_command, three_runs) -> No
 
 @pytest.mark.usefixtures("three_runs")
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "expected"),
     [
         (("--plot", "p.pdf"), r"--plot p\.pdf: pictures are PNG files; use p\.png"),
         (("--plot", "p.png", "--no-plot"), "exclude each other"),
@@ -169,9 +169,9 @@ def test_a_picture_nobody_asked_for_is_no_failure(run_command, three_runs) -> No
         (("--to-step", "5", "--from-step", "9"), "--to-step 5 is less than --from-step 9"),
     ],
 )
-def test_options_that_make_no_sense(run_command, options: tuple[str, ...], words: str) -> None:
+def test_options_that_make_no_sense(run_command, options: tuple[str, ...], expected: str) -> None:
     message = refusal(run_command("unbroken", "other", *options), UserError)
-    assert re.search(words, message)
+    assert re.search(expected, message)
 
 
 def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile) -> None:

@@ -152,7 +152,7 @@ def test_another_seed_of_the_weights(compared) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "kind", "words"),
+    ("setting", "value", "kind", "message"),
     [
         ("train.precision", "bf16", "precision", "precision differs (fp32 and bf16)"),
         ("model.num_layers", 4, "model", "models differ (num_layers 2 and 4)"),
@@ -161,12 +161,12 @@ def test_another_seed_of_the_weights(compared) -> None:
     ],
 )
 def test_settings_that_change_the_curves(
-    compared, setting: str, value: Setting, kind: str, words: str
+    compared, setting: str, value: Setting, kind: str, message: str
 ) -> None:
     rows = changed(loss=(1, drift(0.02)), grad_norm=(1, drift(0.05)), param_norm=(1, drift(1e-3)))
     found = compared(rows, {setting: value})
     assert diagnosed(found)[0] == kind
-    assert found.causes == (words,)
+    assert found.causes == (message,)
 
 
 def test_settings_are_no_cause_of_curves_that_were_bit_identical_until_late(compared) -> None:

@@ -58,7 +58,7 @@ def test_a_variables_value_is_a_text_whatever_it_looks_like(where: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "message"),
     [
         ("env.9LIVES=1", "env.9LIVES"),
         ("env.A-B=1", "env.A-B"),
@@ -68,9 +68,9 @@ def test_a_variables_value_is_a_text_whatever_it_looks_like(where: str, tmp_path
         ("cluster.instance_type=trn1", "cluster.instance_type: 'trn1'"),
     ],
 )
-def test_bad_variables_and_instance_types(override: str, words: str) -> None:
+def test_bad_variables_and_instance_types(override: str, message: str) -> None:
     (fault,) = faults(override)
-    assert words in fault
+    assert message in fault
 
 
 def test_a_number_in_a_file_is_no_variable(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "message"),
     [
         ("optim.lrr=1", "did you mean 'lr'"),
         ("train.steps=0", "greater than 0"),
@@ -182,9 +182,9 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("checkpoint.second_tier_keep=3", "write checkpoint.replica_keep"),
     ],
 )
-def test_a_bad_value_is_named_with_its_rule(override: str, words: str) -> None:
+def test_a_bad_value_is_named_with_its_rule(override: str, message: str) -> None:
     found = faults(override)
-    assert any(words in fault for fault in found), found
+    assert any(message in fault for fault in found), found
 
 
 def test_an_option_cannot_smuggle_in_a_directive() -> None:
@@ -199,7 +199,7 @@ def test_one_fault_is_named_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "holds no mapping"),
         ("- a\n- b\n", "holds no mapping"),
@@ -209,10 +209,10 @@ def test_one_fault_is_named_once() -> None:
         ("a: " + "[" * 3000, "nested too deeply"),
     ],
 )
-def test_files_that_are_no_recipe(tmp_path: Path, text: str, words: str) -> None:
+def test_files_that_are_no_recipe(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         resolve(str(path))
 
 

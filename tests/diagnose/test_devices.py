@@ -59,7 +59,7 @@ def test_a_trn1_node_that_lost_a_chip(program: Program, profile: Profile, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("script", "expected"),
     [
         (None, "neuron-ls is neither on"),
         ("echo 'no driver' >&2; exit 1", "exit code 1: no driver"),
@@ -68,11 +68,11 @@ def test_a_trn1_node_that_lost_a_chip(program: Program, profile: Profile, tmp_pa
     ],
 )
 def test_a_tool_that_does_not_serve(
-    program: Program, profile: Profile, script: str | None, words: str
+    program: Program, profile: Profile, script: str | None, expected: str
 ) -> None:
     if script is not None:
         program("neuron-ls", script)
-    with pytest.raises(NodeError, match=words):
+    with pytest.raises(NodeError, match=expected):
         list(device_findings(profile("trn1")))
 
 

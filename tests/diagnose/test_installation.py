@@ -96,7 +96,7 @@ def test_absent_wheels_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("words", "device", "state"),
+    ("message", "device", "state"),
     [
         (f"imported {login_node.TESTED_TORCH}+cpu None", "local", "ok"),
         ("imported 2.10.1 None", "local", "warn"),
@@ -110,9 +110,9 @@ def test_absent_wheels_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ],
 )
 def test_torch_is_judged_by_what_the_profile_needs(
-    monkeypatch: pytest.MonkeyPatch, words: str | None, device: str, state: str
+    monkeypatch: pytest.MonkeyPatch, message: str | None, device: str, state: str
 ) -> None:
-    monkeypatch.setattr(login_node, "import_torch", lambda: words)
+    monkeypatch.setattr(login_node, "import_torch", lambda: message)
     monkeypatch.setattr(login_node, "installed_version", lambda name: "present")
     assert login_node.torch_finding(profile(device)).status == state
 

@@ -36,15 +36,15 @@ def test_the_largest_size_counts(text: str, gb_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         (FAILED, "Failure running neuron-bench - log file /tmp/nccom_test_log_7pqpdfjf.log"),
         (NO_DRIVER, "Neuron DKMS Driver is not running"),
         ("", "no output"),
     ],
 )
-def test_no_measurement_quotes_the_output(text: str, words: str) -> None:
-    with pytest.raises(NodeError, match=words):
+def test_no_measurement_quotes_the_output(text: str, message: str) -> None:
+    with pytest.raises(NodeError, match=message):
         bus_bandwidth(text)
 
 

@@ -49,8 +49,8 @@ def test_a_node_that_does_not_respond_in_time_fails_with_its_last_check(
 
 
 def test_a_step_that_did_not_start_fails_by_the_node_that_srun_names() -> None:
-    words = "Task launch for StepId=5.0 failed on node n2: Communication connection failure"
-    found = compare_nodes(collected(f"print('srun: error: {words}')", 30), HealthChecks())
+    expected = "Task launch for StepId=5.0 failed on node n2: Communication connection failure"
+    found = compare_nodes(collected(f"print('srun: error: {expected}')", 30), HealthChecks())
     assert [name for name, health in found.items() if health.of("fail")] == ["n2"]
     assert [name for name, health in found.items() if health.of("warn")] == ["n1", "n3"]
 

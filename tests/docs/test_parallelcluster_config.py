@@ -70,7 +70,7 @@ def test_parallelcluster_takes_the_file(python: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "message"),
     [
         ("MaxCount: 8", "MaxCont: 8", "Unknown field"),
         ("subnet-replace0head00000", "subnet-REPLACE", "SubnetId"),
@@ -85,11 +85,11 @@ def test_parallelcluster_takes_the_file(python: str) -> None:
     ],
 )
 def test_parallelcluster_refuses_a_broken_one(
-    python: str, tmp_path: Path, old: str, new: str, words: str
+    python: str, tmp_path: Path, old: str, new: str, message: str
 ) -> None:
     code, report = check(python, changed(tmp_path, old, new))
-    found = report["errors"] + (report["warnings"] if words == "EfaValidator" else [])
-    assert any(words in line for line in found), report
+    found = report["errors"] + (report["warnings"] if message == "EfaValidator" else [])
+    assert any(message in line for line in found), report
     assert code == (1 if report["errors"] else 0)
 
 

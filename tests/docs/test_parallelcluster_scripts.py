@@ -24,7 +24,7 @@ class Node:
         for link in range(links):
             self.write(f"sys/class/infiniband/rdmap{link}s0/name", "")
         self.mount("rw,relatime")
-        self.said = root / "said"
+        self.answers = root / "said"
         self.write("bin/scontrol", f'#!/bin/sh\nprintf "%s\\n" "$@" >{self.said}\n')
         (root / "bin" / "scontrol").chmod(0o755)
 
@@ -65,14 +65,14 @@ def node(tmp_path: Path) -> Node:
 def test_a_sound_node_is_left_alone(node: Node) -> None:
     done = node.health()
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-    assert not node.said.exists()
+    assert not node.answers.exists()
     assert node.health("show").returncode == 0
 
 
 def test_a_node_that_lacks_a_chip_is_drained(node: Node) -> None:
     (node.root / "dev" / "neuron7").unlink()
     assert node.health().returncode == 0
-    assert node.said.read_text().splitlines() == [
+    assert node.answers.read_text().splitlines() == [
         "update", "NodeName=trn1-dy-1", "State=DRAIN",
         "Reason=slurmllm health: 15 of 16 Neuron chips",
     ]  # fmt: skip
@@ -88,7 +88,7 @@ def test_links_are_counted_by_the_type_of_the_instance(node: Node, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("options", "point", "words"),
+    ("options", "point", "message"),
     [
         ("rw,relatime", "/scratch", ""),
         ("relatime,rw", "/scratch", ""),
@@ -98,9 +98,9 @@ def test_links_are_counted_by_the_type_of_the_instance(node: Node, tmp_path: Pat
         ("rw", "/scratch2", "/scratch is not mounted"),
     ],
 )
-def test_the_local_disk(node: Node, options: str, point: str, words: str) -> None:
+def test_the_local_disk(node: Node, options: str, point: str, message: str) -> None:
     node.mount(options, point)
-    assert node.faults() == words
+    assert node.faults() == message
 
 
 def test_memory_errors_and_all_faults_at_once(node: Node) -> None:
@@ -110,7 +110,7 @@ def test_memory_errors_and_all_faults_at_once(node: Node) -> None:
         "/scratch is not mounted", "neuron4: mem_ecc_uncorrected 3",
     ]  # fmt: skip
     node.health()
-    assert "is not mounted; neuron4: mem" in node.said.read_text()
+    assert "is not mounted; neuron4: mem" in node.answers.read_text()
 
 
 def test_a_driver_without_counters_is_no_fault(node: Node) -> None:

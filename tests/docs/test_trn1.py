@@ -142,5 +142,5 @@ def test_the_job_script_is_the_one_that_is_printed(monkeypatch: pytest.MonkeyPat
     script = json.loads(dry.stdout)["scripts"]["train"]
     ours = [row.strip("`") for row in rows if row != NOT_OURS]
     assert len(ours) == 6
-    for words in ours:
-        assert words in script
+    for part in ours:
+        assert part in script

@@ -131,7 +131,7 @@ def _ending(run: RunDir, ending: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
         (lambda run: _change(run, 1, 7, 1 + 1e-12), "loss diverges at step 7"),
         (lambda run: _change(run, 0, 5, 1 + 1e-12), "2 recomputed steps differ"),
@@ -144,12 +144,12 @@ def _ending(run: RunDir, ending: str) -> None:
     ],
 )
 def test_each_fault_is_found(
-    run: RunDir, reference: Path, damage: Callable[[RunDir], object], words: str
+    run: RunDir, reference: Path, damage: Callable[[RunDir], object], message: str
 ) -> None:
     damage(run)
     found = verdict(run, reference)
     assert not found.passed
-    assert words in "; ".join(found.faults)
+    assert message in "; ".join(found.faults)
 
 
 def test_a_run_that_was_not_hit_or_did_not_end(run: RunDir, reference: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_refused_start_raises_the_error_of_resume(tmp_path: Path, runner: Runn
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("nobody",), "no run 'nobody'"),
         (("r", "--kinds", "meteor"), "--kinds 'meteor'"),
@@ -195,12 +195,12 @@ def test_a_refused_start_raises_the_error_of_resume(tmp_path: Path, runner: Runn
         (("r", "--nodes", "3"), "the mesh does not fit"),
     ],
 )
-def test_invalid_input(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_input(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     write_atomic(RunDir(tmp_path / "r").config, resolve("tiny_neox", "local").to_yaml())
     done = subprocess.run(
         [sys.executable, "-m", "slurmllm", "drill", *arguments, f"--runs-dir={tmp_path}"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    assert words in done.stderr
+    assert message in done.stderr
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["r"]

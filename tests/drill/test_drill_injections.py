@@ -45,8 +45,10 @@ def spawn(run: RunDir) -> Iterator[Spawn]:
             env={**os.environ, "SLURMLLM_NODE": node},
         )
         started.append(process)
-        words = Path(f"/proc/{process.pid}/cmdline")
-        while verb.encode() not in words.read_bytes():  # between fork and exec it has another one
+        command_line = Path(f"/proc/{process.pid}/cmdline")
+        while (
+            verb.encode() not in command_line.read_bytes()
+        ):  # between fork and exec it has another one
             time.sleep(0.01)
         return process
 

@@ -29,11 +29,11 @@ def test_all_checkpoints_as_an_array(
     Gang(run).finish()
     asked = ("evaluate", "judged", "--suite=smoke", "--checkpoint=all", "--limit=2", "--json")
     narrowed = ("--task=smoke_choice", "--task=validation")
-    said = bench.call(*asked, *narrowed, "--slurm", "--jobs=2")
-    found = json.loads(said[said.index("{") :])
+    output = bench.call(*asked, *narrowed, "--slurm", "--jobs=2")
+    found = json.loads(output[output.index("{") :])
     assert [one["step"] for one in found["checkpoints"]] == [3, 6]
     assert (found["evaluated"], found["cached"], found["failed"]) == (4, 0, [])
-    array = said.partition("Slurm job ")[2].partition(":")[0]
+    array = output.partition("Slurm job ")[2].partition(":")[0]
     accounting = ["sacct", "-n", "-X", "-P", "-o", "JobID,State", "-j", array]
 
     def ended() -> list[str]:

@@ -54,10 +54,14 @@ def _outside_pid(run: Path, rank: int) -> int:
         if not entry.name.isdigit():
             continue
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
             variables = (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"worker" in words and str(run).encode() in words and b"RANK=%d" % rank in variables:
+        if (
+            b"worker" in arguments
+            and str(run).encode() in arguments
+            and b"RANK=%d" % rank in variables
+        ):
             return int(entry.name)
     raise AssertionError(f"no worker {rank} of {run}")

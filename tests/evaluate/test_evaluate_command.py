@@ -221,7 +221,7 @@ def test_a_harness_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ((), "no task is given"),
         (("--suite", "smok"), "did you mean 'smoke'"),
@@ -240,8 +240,8 @@ def test_a_harness_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_refusals(
-    learnt: Learnt, evaluate: Evaluate, arguments: tuple[str, ...], words: str
+    learnt: Learnt, evaluate: Evaluate, arguments: tuple[str, ...], message: str
 ) -> None:
     done = evaluate(learnt.run, *arguments)
     assert done.exit_code == 2
-    assert words in done.output
+    assert message in done.output

@@ -259,13 +259,13 @@ def test_locate(tmp_path: Path) -> None:
         assert locate(str(source), root) == source
     assert locate("whole", root) == root / "whole"
     assert locate("part", root) == root / "part"
-    for source, words in (
+    for source, message in (
         ("gone", "no run 'gone'"),
         ("gone.csv", "no metrics file"),
         (str(root / "empty"), "holds no metrics"),
         ("x" * 300, "cannot look up"),
     ):
-        with pytest.raises(RunError, match=words):
+        with pytest.raises(RunError, match=message):
             locate(source, root)
     (root / "empty" / "metrics.csv").write_text("")
     assert locate(str(root / "empty"), root) == root / "empty" / "metrics.csv"

@@ -43,7 +43,7 @@ def test_no_last_row_without_steps(make_run: MakeRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ("{broken", "not one whole JSON value"),
         ("[1, 2]", "a JSON list, not an object"),
@@ -54,12 +54,12 @@ def test_no_last_row_without_steps(make_run: MakeRun) -> None:
         ("[" * 100_000, "not one whole JSON value"),
     ],
 )
-def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, words: str) -> None:
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(RunError, match=r"m\.jsonl:2: ") as caught:
         list(MetricsFile(path).rows())
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("tail", [b'{"step": 3, "l', b'{"step": 3, "l\n', b"\0" * 40, b'{"a\xc3'])

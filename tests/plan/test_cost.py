@@ -165,7 +165,7 @@ def test_no_reserved_price(profile: str, remedy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "message"),
     [
         ("price.reserved=40", "price.reserved: 40 .*is above on_demand 21.5"),
         ("price.on_demand=7", "price.reserved: 7.59 .*is above on_demand 7"),
@@ -183,9 +183,9 @@ def test_no_reserved_price(profile: str, remedy: str) -> None:
         ("hardware.memory_gib=0.1", "reserved_gib: 0.25 .*leaves nothing of memory_gib 0.1"),
     ],
 )
-def test_contradictory_profiles(override: str, words: str) -> None:
+def test_contradictory_profiles(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve("neox_20b", "trn1", [f"cluster.{override}"])
     (fault,) = caught.value.faults
     assert fault.startswith("cluster.")
-    assert re.search(words, fault), fault
+    assert re.search(message, fault), fault

@@ -24,9 +24,9 @@ def configured(*overrides: str, recipe: str = "pythia_6.9b") -> RunConfig:
     return resolve(recipe, overrides=overrides)
 
 
-def with_options(words: str, *overrides: str) -> RunConfig:
+def with_options(message: str, *overrides: str) -> RunConfig:
     """The configuration with the options that a message names."""
-    options = re.findall(r"--set (\S+=\S+)", words)
+    options = re.findall(r"--set (\S+=\S+)", message)
     assert options
     return configured(*overrides, *options)
 
@@ -51,15 +51,15 @@ def test_a_good_mesh_is_passed() -> None:
 def test_a_mesh_far_from_the_best_is_warned_of() -> None:
     found = looked(configured(*WASTEFUL), 8)
     assert found.refusals == ()
-    (words,) = found.warnings
+    (message,) = found.warnings
     assert found.best is not None
     assert found.candidate.seq_per_s < SLOW * found.best.seq_per_s
-    assert re.search(r"[\d.]+ seq/s predicted, \d+ % of the best on these nodes: --set", words)
-    better = looked(with_options(words, *WASTEFUL), 8)
+    assert re.search(r"[\d.]+ seq/s predicted, \d+ % of the best on these nodes: --set", message)
+    better = looked(with_options(message, *WASTEFUL), 8)
     assert better.warnings == ()
     assert better.candidate.seq_per_s == pytest.approx(found.best.seq_per_s)
     # What training is like is not the planner's to change.
-    assert "train." not in words
+    assert "train." not in message
 
 
 def test_a_mesh_that_does_not_fit_is_refused() -> None:
@@ -101,7 +101,7 @@ def test_a_micro_batch_to_be_measured_is_the_fastest_that_fits() -> None:
     config = resolve("pythia_6.9b", "p4d", auto)
     found = looked(config, 4)
     assert found.candidate.mesh.micro_batch > 1
-    assert not any("train." in words for words in found.warnings)
+    assert not any("train." in message for message in found.warnings)
     unsupported = load_environment(config.backend).unsupported
     measured = check_fit(config, 4, unsupported, measured=1)
     assert measured is not None

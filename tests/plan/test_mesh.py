@@ -26,7 +26,7 @@ def test_data_ranks_share_out_evenly_and_tensor_groups_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "nodes", "words"),
+    ("recipe", "nodes", "message"),
     [
         ("neox_20b", 6, "not a multiple of 6 data-parallel"),
         ("tiny_neox", 3, "choose 1, 2 or 4 nodes"),
@@ -34,10 +34,12 @@ def test_data_ranks_share_out_evenly_and_tensor_groups_agree() -> None:
         ("tiny_neox", 0, "less than 1"),
     ],
 )
-def test_a_mesh_that_does_not_fit_names_one_that_does(recipe: str, nodes: int, words: str) -> None:
+def test_a_mesh_that_does_not_fit_names_one_that_does(
+    recipe: str, nodes: int, message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         make_mesh(resolve(recipe), nodes)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_degrees_that_do_not_divide_the_workers() -> None:
@@ -101,7 +103,7 @@ def test_micro_batches_that_fit_a_pipeline(pipeline: int, virtual: int, fitting:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "nodes", "words"),
+    ("overrides", "nodes", "message"),
     [
         ([AUTO], 3, "8 sequences are not a multiple of 3 data-parallel workers; choose 1, 2, 4 or"),
         (
@@ -115,11 +117,11 @@ def test_micro_batches_that_fit_a_pipeline(pipeline: int, virtual: int, fitting:
         ),
     ],
 )  # fmt: skip
-def test_batches_that_do_not_fit(overrides: list[str], nodes: int, words: str) -> None:
+def test_batches_that_do_not_fit(overrides: list[str], nodes: int, message: str) -> None:
     pipeline = ["parallel.pipeline=2"] if "virtual" in "".join(overrides) else []
     with pytest.raises(ConfigError) as caught:
         make_mesh(resolve("tiny_neox", overrides=[*pipeline, *overrides]), nodes)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -204,16 +204,16 @@ def test_the_newest_node_count_with_enough_steps_is_used(tmp_path: Path, last: i
     assert (found.nodes, found.attempts) == (nodes, (attempt,))
     config = load(run.dir.config)
     assert row(found, "step").predicted == predict(config, make_mesh(config, nodes)).step.total
-    words = " ".join(found.warnings)
+    message = " ".join(found.warnings)
     if last == 20:
-        assert "attempt 0: of another submission or node count, not used" in words
+        assert "attempt 0: of another submission or node count, not used" in message
     else:
-        assert "attempt 1 on 4 nodes: fewer than 5 steady steps, not used" in words
-        assert "may have changed its configuration" in words
+        assert "attempt 1 on 4 nodes: fewer than 5 steady steps, not used" in message
+        assert "may have changed its configuration" in message
 
 
 @pytest.mark.parametrize(
-    ("attempts", "words"),
+    ("attempts", "message"),
     [
         ([], "has made no step yet"),
         ([[]], "has made no step yet"),
@@ -223,13 +223,13 @@ def test_the_newest_node_count_with_enough_steps_is_used(tmp_path: Path, last: i
         ([[{"step": 3}]], "attempt_000.jsonl:1: attempt: Field required"),
     ],
 )
-def test_too_little_to_go_by(tmp_path: Path, attempts: Sequence[list[Line]], words: str) -> None:
+def test_too_little_to_go_by(tmp_path: Path, attempts: Sequence[list[Line]], message: str) -> None:
     run = Run(tmp_path / "r", config_of())
     for number, rows in enumerate(attempts):
         write_rows(run.dir.metrics(number), rows)
     with pytest.raises(RunError) as caught:
         check_run_prediction(run.dir)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def profile(folder: Path, config: RunConfig, **changed: Any) -> str:

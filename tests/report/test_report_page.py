@@ -70,8 +70,8 @@ def test_the_page_in_a_browser(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> N
         assert (tmp_path / "page_files" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     assert "&lt;script&gt;alert(1)" in markdown
     assert "<script>" not in markdown
-    for words in ("99.8 %", "3.3M", "13.6", "node\\_failure", "0.6 ± 0.01"):
-        assert words in markdown, words
+    for part in ("99.8 %", "3.3M", "13.6", "node\\_failure", "0.6 ± 0.01"):
+        assert part in markdown, part
 
 
 def test_json_and_places(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:

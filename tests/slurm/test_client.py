@@ -42,10 +42,10 @@ class Bench:
         job = self.client.queue([job_id]).get(job_id)
         return job.state if job else self.client.accounting(job_id)[-1].state
 
-    def until(self, holds: Callable[[], bool], words: str) -> None:
+    def until(self, holds: Callable[[], bool], message: str) -> None:
         deadline = time.monotonic() + 300
         while not holds():
-            assert time.monotonic() < deadline, words
+            assert time.monotonic() < deadline, message
             time.sleep(0.2)
 
 
@@ -151,7 +151,7 @@ def test_a_requeued_job_can_be_made_to_wait(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         # What the commands of Slurm 22.05 and 23.11 say while slurmctld is away.
         "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
@@ -161,10 +161,10 @@ def test_a_requeued_job_can_be_made_to_wait(bench: Bench) -> None:
     ],
 )
 def test_a_controller_that_is_away_is_asked_again(
-    words: str, monkeypatch: pytest.MonkeyPatch
+    message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slurmllm.slurm.client._RETRY_S", 0.01)
-    answers: list[SlurmError | str] = [SlurmError(words), SlurmError(words), "4711"]
+    answers: list[SlurmError | str] = [SlurmError(message), SlurmError(message), "4711"]
 
     def ask() -> str:
         answer = answers.pop(0)
@@ -173,7 +173,7 @@ def test_a_controller_that_is_away_is_asked_again(
         return answer
 
     assert retry_unreachable(ask) == "4711"
-    answers[:] = [SlurmError(words)] * 99
+    answers[:] = [SlurmError(message)] * 99
     with pytest.raises(SlurmError):
         retry_unreachable(ask, patience_s=0.05)
     answers[:] = [SlurmError("Invalid job id specified"), "too late"]

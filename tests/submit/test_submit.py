@@ -107,8 +107,8 @@ def test_submit_writes_the_run_and_two_jobs(fake: FakeSlurm, inputs: tuple[str, 
 
 def test_submit_tells_what_to_type_next(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     text = call("submit", "tiny_neox", "--nodes", "2", "--name", "first", *inputs).stdout
-    for words in ("precompile job 1, then train job 2", "slurmllm logs -f first", "data 2"):
-        assert words in text
+    for part in ("precompile job 1, then train job 2", "slurmllm logs -f first", "data 2"):
+        assert part in text
 
 
 def test_a_job_that_cannot_be_taken_back_is_named(
@@ -124,14 +124,14 @@ def test_a_job_that_cannot_be_taken_back_is_named(
         raise SlurmError("scancel failed with exit code 1: down")
 
     monkeypatch.setattr(fake, "submit", refuse_the_second)
-    words = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
-    assert "QOSMaxSubmitJobPerUserLimit" in words
+    message = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
+    assert "QOSMaxSubmitJobPerUserLimit" in message
     assert fake.jobs["1"].state == "CANCELLED"
     assert not Path("runs/r").exists()
     monkeypatch.setattr(fake, "cancel", cannot_cancel)
-    words = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
-    assert "QOSMaxSubmitJobPerUserLimit" in words
-    assert "`scancel 2` ends it" in words
+    message = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
+    assert "QOSMaxSubmitJobPerUserLimit" in message
+    assert "`scancel 2` ends it" in message
     assert JobsRecord.load(RunDir(Path("runs/r")).jobs).submissions[0].precompile_job == "2"
 
 
@@ -211,13 +211,13 @@ def test_dry_run_shows_the_same_to_people(fake: FakeSlurm) -> None:
 
 
 def test_dry_run_warns_of_what_submit_refuses(fake: FakeSlurm) -> None:
-    words = "train.init_from: not set, and this recipe starts from trained weights"
+    message = "train.init_from: not set, and this recipe starts from trained weights"
     refused = call("submit", "tiny_neox_finetune", "--dry-run")
     assert refused.exit_code == 0
-    assert f"warning: submit would refuse this: {words}" in refused.stderr
-    assert words not in refused.stdout
+    assert f"warning: submit would refuse this: {message}" in refused.stderr
+    assert message not in refused.stdout
     shown = json.loads(call("submit", "tiny_neox_finetune", "--dry-run", "--json").stdout)
-    assert [reason.partition(" (")[0] for reason in shown["refusals"]] == [words]
+    assert [reason.partition(" (")[0] for reason in shown["refusals"]] == [message]
     sound = call("submit", "tiny_neox", "--dry-run", "--json")
     assert json.loads(sound.stdout)["refusals"] == []
     assert "warning" not in sound.stderr
@@ -377,16 +377,16 @@ def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) 
     more = json.loads(call("resume", "r", "--nodes", "8", "--json").stdout)
     assert more["jobs"]["precompile"] is None
     assert (more["mesh"]["micro_batch"], more["mesh"]["global_batch"]) == (1, 8)
-    words = call("status", "r").stdout
-    assert "8 = data 8 × 1 × micro batch 1; auto: 2 chosen of 1, 2 on n1" in words
+    message = call("status", "r").stdout
+    assert "8 = data 8 × 1 × micro batch 1; auto: 2 chosen of 1, 2 on n1" in message
     assert json.loads(call("status", "r", "--json").stdout)["micro_batch"]["micro_batch"] == 2
     assert "auto: measured" in call("submit", "tiny_neox", "--name", "s", *inputs, *auto).stdout
 
 
 def test_sbatch_refusing_leaves_the_name_free(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     fake.refuse = "Batch job submission failed: Invalid account"
-    words = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
-    assert "Invalid account" in words
+    message = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
+    assert "Invalid account" in message
     assert not Path("runs/r").exists()
     fake.refuse = None
     assert submitted(fake, inputs, "--name", "r")["run"] == "r"
@@ -395,14 +395,14 @@ def test_sbatch_refusing_leaves_the_name_free(fake: FakeSlurm, inputs: tuple[str
 def test_a_taken_name(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     submitted(fake, inputs, "--name", "r")
     assert "is a run of recipe 'tiny_neox'" in fails(2, "submit", "tiny_neox", "--name", "r")
-    words = fails(2, "submit", "neox_20b", "--nodes", "4", "--name", "r", "--dry-run")
-    assert "is a run of recipe 'tiny_neox' (not this one)" in words
+    message = fails(2, "submit", "neox_20b", "--nodes", "4", "--name", "r", "--dry-run")
+    assert "is a run of recipe 'tiny_neox' (not this one)" in message
     for name in ("../up", "a b", "-x", ""):
         assert "choose another --name" in fails(2, "submit", "tiny_neox", f"--name={name}")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("submit", "nosuch"), "unknown recipe 'nosuch'"),
         (("submit", "tiny_neox", "--cluster", "moon"), "unknown cluster profile 'moon'"),
@@ -438,18 +438,18 @@ def test_a_taken_name(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
         (("compare", "nosuch", "other"), "nosuch"),
     ],
 )
-def test_bad_input(fake: FakeSlurm, arguments: tuple[str, ...], words: str) -> None:
-    assert words in fails(2, *arguments)
+def test_bad_input(fake: FakeSlurm, arguments: tuple[str, ...], message: str) -> None:
+    assert message in fails(2, *arguments)
     assert not fake.jobs
 
 
 def test_inputs_that_do_not_fit(fake: FakeSlurm, inputs: tuple[str, ...], tmp_path: Path) -> None:
     submit = ("submit", "tiny_neox", *inputs)
-    words = fails(2, *submit, "--set", "model.vocab_size=200")
-    assert "300" in words
-    assert "model.vocab_size" in words
-    words = fails(2, *submit, "--set", "train.global_batch=8192", "--set", "model.seq_len=4096")
-    assert "fewer than one global batch" in words
+    message = fails(2, *submit, "--set", "model.vocab_size=200")
+    assert "300" in message
+    assert "model.vocab_size" in message
+    message = fails(2, *submit, "--set", "train.global_batch=8192", "--set", "model.seq_len=4096")
+    assert "fewer than one global batch" in message
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     assert "broken.json" in fails(2, *submit, "--set", f"data.tokenizer={broken}")

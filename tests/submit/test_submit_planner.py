@@ -116,8 +116,8 @@ def test_a_written_mesh_that_cannot_fit_is_refused(fake: FakeSlurm) -> None:
 def test_a_slow_mesh_is_warned_of_and_submitted(fake: FakeSlurm) -> None:
     sent = submit(*SLOW)
     assert sent.exit_code == 0
-    (words,) = re.findall(r"warning: .* % of the best on these nodes: (.*)", sent.stderr)
-    assert "--set parallel.pipeline=" in words
+    (message,) = re.findall(r"warning: .* % of the best on these nodes: (.*)", sent.stderr)
+    assert "--set parallel.pipeline=" in message
     assert "planner" not in sent.stdout
 
 

@@ -38,8 +38,14 @@ def assert_saved_nothing_more(gang: Gang, reason: str, step: int) -> None:
     assert file_faults(gang.run.checkpoint(step), manifest.files) == []
     failure = FailureRecord.load(gang.run.attempt("train", gang.attempt).failure(0))
     assert (failure.error, failure.blame) == ("CheckpointError", "infrastructure")
-    for words in (reason, f"step_{step + 10:08d}", "MB are free", "took 2.0 MB", "slurmllm resume"):
-        assert words in failure.message
+    for part in (
+        reason,
+        f"step_{step + 10:08d}",
+        "MB are free",
+        "took 2.0 MB",
+        "slurmllm resume",
+    ):
+        assert part in failure.message
     assert "Traceback" not in gang.output(), "one clear message"
 
 

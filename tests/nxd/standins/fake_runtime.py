@@ -92,8 +92,8 @@ def compile_module(module: Path) -> bool:
     if name in wishes.get("hang", ()):
         time.sleep(600)
     if name in wishes.get("fail", ()):
-        words = f"[NCC_EBVF030] {name}: instructions 5001 exceed the limit of 5000"
-        (module / "model.log").write_text(f"compiling\n{words}\n\n")
+        message = f"[NCC_EBVF030] {name}: instructions 5001 exceed the limit of 5000"
+        (module / "model.log").write_text(f"compiling\n{message}\n\n")
         lock.unlink(missing_ok=True)
         return False
     if name not in wishes.get("drop", ()):
