@@ -127,7 +127,7 @@ def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> Non
 @options.as_json
 @click.pass_context
 def verify(ctx: click.Context, target: str, runs_dir: str | None, as_json: bool) -> None:
-    """Verify the files of one checkpoint, or of all of a run.
+    """Verify the files of one checkpoint folder, or of all checkpoints of RUN.
 
     Exit codes: 0 all sizes and checksums are correct, 4 a file is missing or damaged.
     """

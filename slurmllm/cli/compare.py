@@ -74,14 +74,14 @@ def compare(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Compare the curves of runs with those of A.
+    """Compare the curves of B, C … with those of A.
 
     A is the reference; loss and gradient norm are compared point by point.
 
     A, B … are run names or directories, or logs of other frameworks: TensorBoard event files or
     folders of them, JSON lines, CSV, text.
 
-    Exit codes: 0 all runs match A; 1 a run differs; 2 invalid input; 4 the plot of --plot cannot
+    Exit codes: 0 all runs match A; 1 a run differs; 2 invalid input; 4 the plot cannot
     be written.
     """
     from slurmllm.errors import EXIT_NEGATIVE, UserError

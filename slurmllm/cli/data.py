@@ -119,13 +119,13 @@ data.add_command(inspect)
 @click.option(
     "--dtype",
     type=click.Choice(["uint16", "int32"]),
-    help="Type of the token ids.  [default: uint16 if all of the tokenizer's ids fit]",
+    help="Type of the token ids.  [default: uint16 if all of the tokenizer's ids fit, else int32]",
 )
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of processes that read, or with --slurm of concurrent Slurm jobs.  "
+    help="Reader processes or, with --slurm, concurrent Slurm jobs.  "
     f"[default: one per CPU, at most {_DEFAULT_WORKERS} without --tokenize; {_DEFAULT_JOBS} with "
     "--slurm]",
 )

@@ -83,7 +83,9 @@ _DEFAULT_JOBS = 16
     help="Allow tasks to run programs that the model writes, as your user, without a sandbox.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Evaluate again even if scores are cached.")
-@click.option("--fetch", "fetching", is_flag=True, help="Only download the questions of the tasks.")
+@click.option(
+    "--fetch", "fetching", is_flag=True, help="Download the data sets of the tasks and exit."
+)
 @options.plot(".  [default: <run>/reports/evaluation-<suite>.png]")
 @options.no_plot
 @options.runs_dir

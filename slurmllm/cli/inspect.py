@@ -23,7 +23,7 @@ _SHOWN_CHARS = 400
 @click.command("inspect")
 @click.argument("corpus", required=False)
 @click.option(
-    "--tokenizer", metavar="FILE", help="tokenizer.json.  [default: the recipe's; for text]"
+    "--tokenizer", metavar="FILE", help="tokenizer.json for text.  [default: that of --recipe]"
 )
 @click.option("--recipe", metavar="NAME", help="Show how many epochs this recipe trains.")
 @options.set_value
@@ -51,8 +51,8 @@ def inspect(
 
     Also shows the lengths of the documents and the first packed sequences.
 
-    CORPUS takes the values of data.corpus; the default is the recipe's. The token count of a large
-    corpus is estimated from a sample of its documents.
+    CORPUS is written as in data.corpus; without it, the corpus of --recipe is read. The token count
+    of a large corpus is estimated from a sample of its documents.
     """
     from slurmllm.data.inspection import count_epochs, first_sequences, inspect_corpus
     from slurmllm.data.sources import open_all

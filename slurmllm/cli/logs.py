@@ -54,7 +54,7 @@ _LEVELS: dict[str, dict[str, Any]] = {
     "--failed", is_flag=True,
     help="Error and last lines of the first worker that failed in the last failed attempt.",
 )  # fmt: skip
-@click.option("--stacks", is_flag=True, help="Stack traces of the workers when the run last hung.")
+@click.option("--stacks", is_flag=True, help="Show the workers' stack traces of the last hang.")
 @click.option(
     "-n",
     "--lines",
@@ -80,11 +80,11 @@ def logs(
     """Print the logs of RUN: precompile stage, then train stage.
 
     The log of a stage has the output of the batch script, the supervisor and rank 0. Logs of
-    several ranks are merged by time within each attempt; a line without a time stays after the
-    previous line of its file.
+    several ranks are merged by time within each attempt; a line without a time follows the line
+    before it in its file.
 
-    -f also prints the lines of later attempts, and those of all ranks unless --rank, --ranks or
-    --failed is given.
+    -f goes on with later attempts. It prints all ranks, unless --rank, --ranks or --failed is
+    given.
     """
     from slurmllm.errors import EXIT_INTERRUPTED, RunError, UserError
     from slurmllm.rundir import find_run, runs_root

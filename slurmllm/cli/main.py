@@ -58,7 +58,7 @@ class _Verbs(click.Group):
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="slurmllm")
 def cli() -> None:
-    """Train language models on a Slurm cluster: one line, requeued, resumed, compared.
+    """Train language models on a Slurm cluster: submit, requeue, resume, compare.
 
     \b
     slurmllm recipes                       list the recipes

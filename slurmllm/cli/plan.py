@@ -189,7 +189,7 @@ def _plan(
         if plot is not None:
             click.echo(f"picture: {plot}")
     if not fits:
-        raise plans[0].nothing_fits()
+        raise plans[0].no_fit_error()
 
 
 def node_counts(text: str) -> list[int]:

@@ -111,7 +111,7 @@ def _measure(unit: str, value: float | None) -> str:
 def _expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
     """The expected overheads of a run outside its steps."""
     from slurmllm.errors import ConfigError
-    from slurmllm.plan.loss_assumptions import assumed, losses
+    from slurmllm.plan.lost_time_assumptions import assumed, lost_time
     from slurmllm.plan.parameters import parameters
     from slurmllm.report.prediction import ExpectedOverheads
 
@@ -120,7 +120,7 @@ def _expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
     size = parameters(config.recipe.model)
     durations, save = assumed(size, nodes, config.cluster.device, asynchronous)
     try:
-        effective = losses(config, nodes, candidate.step.total).effective
+        effective = lost_time(config, nodes, candidate.step.total).effective
     except ConfigError:  # no progress by the assumptions, but the run made some
         effective = None
     return ExpectedOverheads(

@@ -24,7 +24,7 @@ def recipes(
     """List the recipes, or show the resolved configuration of NAME.
 
     NAME is a shipped recipe or a .yaml file. --explain adds each value's source: file and line,
-    --set, or the built-in default.
+    --set, or the built-in default. --explain, --set and --cluster need NAME.
     """
     if name is None:
         _list(as_json)

@@ -34,7 +34,7 @@ _HEADINGS = ("step", "steps", "above mean", "loss", "back after", "grad norm", "
     type=int,
     default=1,
     show_default=True,
-    help="Spikes separated by fewer steps are merged.",
+    help="Spikes with fewer normal steps between them are merged.",
 )
 @options.tags
 @options.from_step
@@ -66,7 +66,7 @@ def spikes(
 
     SOURCE is a run's name, a run directory, or a log of another framework, as for `compare`.
 
-    Exit codes: 0 with or without spikes; 2 invalid input; 4 the plot of --plot cannot be written.
+    Exit codes: 0 success, with or without spikes; 2 invalid input; 4 the plot cannot be written.
     """
     from slurmllm.errors import RunError
     from slurmllm.metrics.source import locate, parse_tags, read_curve

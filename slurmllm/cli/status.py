@@ -18,7 +18,7 @@ _INTERVAL_S = 5.0
 
 
 class _StatusCommand(click.Command):
-    """A command whose `--watch` needs no value, even if a run's name follows it."""
+    """Makes the value of `--watch` optional, also before a run's name."""
 
     # click's own optional values would parse `--watch RUN` as RUN seconds.
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -54,7 +54,7 @@ def status(
     from slurmllm.errors import EXIT_INTERRUPTED, UserError
 
     if active and run is not None:
-        raise UserError(f"--active selects among all runs: leave out --active or the run {run!r}")
+        raise UserError(f"--active cannot be combined with a run: leave out --active or {run!r}")
     if watch is not None and not 0.1 <= watch <= 86400:
         raise UserError(f"--watch {watch:g}: must be 0.1 to 86400 seconds, such as --watch 5")
     read_states = _make_reader(run, runs_dir, active)

@@ -5,10 +5,12 @@ index permutes 0 … 2^b - 1; cycle walking (apply again until the result is bel
 that to 0 … size - 1. J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
 2002, sections 3 and 4.
 
-Corpora: drawn in proportion to their weights. R. Tijdeman, "The chairman assignment problem",
-Discrete Mathematics 32 (1980): of the corpora that are due, draw the one with the nearest deadline.
-After q draws from n > 1 corpora, the draws of each differ from its fraction of q by at most
-1 - 1/(2n - 2), which no method improves. The only state is the number of draws of each corpus.
+Corpora: selected in proportion to their weights, without randomness. R. Tijdeman, "The chairman
+assignment problem", Discrete Mathematics 32 (1980): of the corpora that are due, select the one
+with the nearest deadline. After q selections from n > 1 corpora, the count of each differs from its
+share of q by at most 1 - 1/(2n - 2), the best possible bound: a corpus is due when one selection
+more keeps it within that bound, and its deadline is the last that does. The only state is the
+number of selections of each corpus.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Permutation:
     """A permutation of 0 … size - 1, a different one for each key.
 
     Args:
-        size: Number of documents, at least 1.
+        size: Number of elements, at least 1.
         key: Determines the order, such as seed and epoch.
     """
 
@@ -62,7 +64,7 @@ class Permutation:
         high, low = index >> self._low_bits, index & self._low_mask
         keys = iter(self._keys)
         for key in keys:
-            # Halves of unequal width are altered in turn instead of swapped.
+            # The halves may differ in width, so they are updated alternately, not swapped.
             high ^= splitmix64(low ^ key) & self._high_mask
             low ^= splitmix64(high ^ next(keys)) & self._low_mask
         return high << self._low_bits | low
@@ -112,26 +114,26 @@ class DocumentOrder:
 
 
 class Blend:
-    """Draws the corpus of each sequence, one global batch at a time; the same on every machine.
+    """Selects the corpus of each sequence, one global batch at a time; the same on every machine.
 
-    The draws of a step are assigned to the slots (rows) of the batch in a different order in each
-    step. Otherwise, with 8 slots, a corpus of weight 1/8 would always be drawn for the same slot,
+    The selections of a step are assigned to the slots (rows) of the batch in a different order in
+    each step. Otherwise, with 8 slots, a corpus of weight 1/8 would always get the same slot,
     and the documents of that corpus that belong to other slots would never be read.
 
     Args:
         weights: Weights of the corpora, relative to each other.
-        global_batch: Draws per step.
+        global_batch: Selections per step.
         seed: Seed of the slots' order.
-        counts: Draws of each corpus so far.
+        counts: Selections of each corpus so far.
 
     Attributes:
-        counts: Draws of each corpus so far.
+        counts: Selections of each corpus so far.
     """
 
     def __init__(
         self, weights: Sequence[float], global_batch: int, seed: int, counts: Sequence[int]
     ) -> None:
-        # From the decimal text of the weights: 0.1 is exactly 1/10, and integers do not round.
+        # From the decimal text of the weights, in which 0.1 is exactly 1/10, to exact integers.
         shares = [Fraction(str(weight)) for weight in weights]
         scale = math.lcm(*(share.denominator for share in shares))
         self._shares = [int(share * scale) for share in shares]
@@ -149,19 +151,19 @@ class Blend:
         order = Permutation(self._global_batch, self._seed, "slots", step)
         corpora = [0] * self._global_batch
         for slot in order.take(np.arange(self._global_batch)).tolist():
-            corpora[slot] = self._draw()
+            corpora[slot] = self._select()
         return corpora
 
-    def _draw(self) -> int:
-        # Tijdeman's formulas with both sides multiplied by (2n - 2) · total: integers do not round.
+    def _select(self) -> int:
+        # Tijdeman's formulas with both sides multiplied by (2n - 2) · total: exact in integers.
         total, draw, parts = self._total, sum(self.counts) + 1, 2 * len(self.counts) - 2
-        drawn, drawn_slack, drawn_share = -1, 0, 1
+        chosen, chosen_slack, chosen_share = -1, 0, 1
         for corpus, (share, count) in enumerate(zip(self._shares, self.counts, strict=True)):
             deficit = parts * (share * draw - total * count)
             if deficit < total:
                 continue  # not due
             slack = total * (parts - 1) - deficit  # slack / share ~ draws until the deadline
-            if drawn < 0 or slack * drawn_share < drawn_slack * share:
-                drawn, drawn_slack, drawn_share = corpus, slack, share
-        self.counts[drawn] += 1
-        return drawn
+            if chosen < 0 or slack * chosen_share < chosen_slack * share:
+                chosen, chosen_slack, chosen_share = corpus, slack, share
+        self.counts[chosen] += 1
+        return chosen

@@ -51,7 +51,7 @@ FAILURE = 2
 # when to stop, and needs batches until its current step is finished.
 PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PARENT_POLL_S = 1.0
-# Batches that a worker keeps ready, enough for the time that a few documents of megabytes take.
+# Batches kept ready: enough to cover the tokenization of a few documents of megabytes.
 PREFETCH_BATCHES = 8
 
 
@@ -79,8 +79,8 @@ class WorkerProcess:
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
-        # Race: a signal to the whole job could kill a worker before it ignores it. Blocked signals
-        # stay blocked in the child, which unblocks them once it ignores them.
+        # Race: a signal to the whole job could kill a data worker before it ignores the signal.
+        # Blocked signals stay blocked in the child, which unblocks them once it ignores them.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)
         try:
             self._process = subprocess.Popen(
@@ -168,11 +168,16 @@ class WorkerProcess:
                 "overwritten while it was read, or its file system failed; restore the corpus and "
                 "resume"
             )
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        raise NodeError(
-            f"data worker (pid {self.pid}) {how}; the kernel kills processes when memory runs "
-            "out: request more memory, or lower data.num_workers"
-        )
+        if code == -signal.SIGKILL:
+            how = (
+                "was killed by signal 9; the kernel kills processes when memory runs out: request "
+                "more memory, or lower data.num_workers"
+            )
+        elif code < 0:
+            how = f"was killed by signal {-code}"
+        else:
+            how = f"ended with exit code {code}; the log has its messages"
+        raise NodeError(f"data worker (pid {self.pid}) {how}")
 
 
 def _kill_worker(process: subprocess.Popen[bytes], owner_pid: int) -> None:

@@ -32,7 +32,7 @@ _MAX_RESTARTS = 1000
 class TagSeries:
     """The values of one tag, in the order in which they were written."""
 
-    order: Ints  # position of each value in the log: ascending, common to all tags [rows]
+    order: Ints  # position of each value in the log: ascending, counted over all tags [rows]
     steps: Ints  # [rows]
     values: Floats  # [rows]
     times: Floats | None = None  # when written, Unix time in s; None if not logged [rows]
@@ -162,8 +162,8 @@ class RowCollector:
                 f"no step in {path}: it has none of the keys {', '.join(names)}; its keys are "
                 f"{list_tags(self._rows)}; name the step's key with --tag step=KEY"
             )
-        # Some rows may lack the preferred key: take the first that at least half as many rows have
-        # as the most frequent one.
+        # Some rows may lack the preferred key: take the first candidate that occurs at least half
+        # as often as the most frequent one.
         most = max(len(self._rows[key]) for key in candidates)
         step_key = next(key for key in candidates if 2 * len(self._rows[key]) >= most)
         rows = np.frombuffer(self._rows[step_key], dtype=np.int64)
@@ -248,7 +248,7 @@ def _attempt_starts(loss: TagSeries, process_starts: Sequence[int]) -> Ints:
     positions = np.union1d(np.asarray(process_starts, dtype=np.int64), decreases)
     first_loss = np.searchsorted(loss.order, positions)
     within = (first_loss > 0) & (first_loss < len(loss.order))
-    # The start itself, not the first loss after it: the process may write other tags before a loss.
+    # Return the start, not the first loss after it: the process may log other tags first.
     _, index = np.unique(first_loss[within], return_index=True)
     return np.asarray(positions[within][index], dtype=np.int64)
 
@@ -265,10 +265,10 @@ def _merge_tags(
     rows, identical, largest = 0, True, 0.0
     for metric, series in chosen.items():
         attempts: Ints = np.searchsorted(starts, series.order, side="right")
-        latest, replaced, winners = select_latest(series.steps, attempts)
-        recomputed = attempts[replaced] < attempts[winners]
-        replaced, winners = replaced[recomputed], winners[recomputed]
-        same, difference = compare_overlap({metric: series.values}, replaced, winners)
+        latest, replaced, replacements = select_latest(series.steps, attempts)
+        recomputed = attempts[replaced] < attempts[replacements]
+        replaced, replacements = replaced[recomputed], replacements[recomputed]
+        same, difference = compare_overlap({metric: series.values}, replaced, replacements)
         identical, largest = identical and same, max(largest, difference)
         rows = len(replaced) if metric == "loss" else rows
         # A later attempt may log different steps: all rows of earlier attempts in the range that it

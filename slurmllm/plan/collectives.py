@@ -3,8 +3,7 @@
 Ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication
 operations in MPICH"): an all-gather or reduce-scatter of `size` bytes over n workers sends
 (n - 1) / n · size bytes per worker; an all-reduce is a reduce-scatter followed by an all-gather. A
-ring over several nodes enters and leaves each node once. All rings of a node therefore share its
-network bandwidth.
+ring over several nodes crosses each node's network once; all rings of a node share its bandwidth.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Group:
     size: int
     nodes: int
     rings: int  # groups of the same kind that share a node's network; 0 within a node
-    all_of_node: bool  # whether it contains all workers of its nodes
+    whole_nodes: bool  # whether it contains all workers of its nodes
 
     @property
     def within_node(self) -> bool:
@@ -34,9 +33,11 @@ def group(stride: int, size: int, per_node: int) -> Group:
     """Return the group of `size` ranks spaced by `stride` that spans the most nodes."""
     if per_node % (stride * size) == 0:  # else one of the groups crosses a node's boundary
         return Group(size, 1, 0, size == per_node)
-    per_group = max(1, per_node // stride)
-    whole = per_group == per_node and size % per_node == 0
-    return Group(size, max(2, math.ceil(size / per_group)), max(1, per_node // per_group), whole)
+    ranks_per_node = max(1, per_node // stride)
+    whole = ranks_per_node == per_node and size % per_node == 0
+    return Group(
+        size, max(2, math.ceil(size / ranks_per_node)), max(1, per_node // ranks_per_node), whole
+    )
 
 
 def tensor_group(mesh: Mesh) -> Group:
@@ -49,9 +50,9 @@ def data_group(mesh: Mesh) -> Group:
 
 
 def rate(members: Group, hardware: Hardware) -> float:
-    """Bytes per second that each worker of a group sends."""
+    """Bandwidth at which each worker of a group sends, bytes/s."""
     inside = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
-    if not members.all_of_node:
+    if not members.whole_nodes:
         inside *= hardware.part_of_node
     if members.within_node:
         return inside
@@ -60,17 +61,17 @@ def rate(members: Group, hardware: Hardware) -> float:
 
 
 def gather_s(size: float, members: Group, hardware: Hardware) -> float:
-    """Seconds of an all-gather with a result, or reduce-scatter with an input, of `size` bytes."""
+    """Time of an all-gather or reduce-scatter, s; `size` is the whole tensor, in bytes."""
     return _one_pass_s(size, members, hardware, hardware.shard_efficiency)
 
 
 def all_reduce_s(size: float, members: Group, hardware: Hardware) -> float:
-    """Seconds of an all-reduce of `size` bytes."""
+    """Time of an all-reduce of `size` bytes, s."""
     return 2 * _one_pass_s(size, members, hardware, 1.0)
 
 
 def _one_pass_s(size: float, members: Group, hardware: Hardware, efficiency: float) -> float:
-    """Seconds of one all-gather or reduce-scatter."""
+    """Time of one all-gather or reduce-scatter, s."""
     if members.size == 1:
         return 0.0
     sent = size * (members.size - 1) / members.size
@@ -84,7 +85,7 @@ def latency_s(members: Group, hardware: Hardware) -> float:
 
 
 def stage_to_stage_s(size: float, mesh: Mesh, hardware: Hardware) -> float:
-    """Seconds until every worker of a stage has sent `size` bytes to the next stage's."""
+    """Time for each worker of a pipeline stage to send `size` bytes to the next stage, s."""
     if mesh.pipeline == 1:
         return 0.0
     stage = mesh.tensor * mesh.data

@@ -22,11 +22,11 @@ class Cost:
 
     steps: int  # optimizer steps, whole ones
     tokens: int  # tokens of those steps, at least the requested number
-    hours: float  # wall time, losses and waits in the queue included
-    node_hours: float  # losses included
+    hours: float  # wall time, lost time and waits in the queue included
+    node_hours: float  # lost time included
     usd: float | None
     usd_per_hour: float | None  # price of all nodes for an hour
-    # Tokens per dollar without losses, as AWS defines it in "Frugality meets accuracy:
+    # Tokens per dollar without lost time, as AWS defines it in "Frugality meets accuracy:
     # Cost-efficient training of GPT NeoX and Pythia models with AWS Trainium" (2023-12-12).
     tokens_per_usd: float | None
 
@@ -46,7 +46,7 @@ def cost(
 
     Args:
         tokens: Tokens to train on; None: the recipe's `train.steps`.
-        effective: Share of the node hours that trains, by `plan.losses`.
+        effective: Share of the node hours that trains, by `plan.lost_time`.
         goodput: Share of the wall time that trains; None: no wait in the queue, as `effective`.
 
     Raises:

@@ -111,7 +111,7 @@ def _tensor_line(candidate: LayoutEstimate) -> str:
     )
     if members.within_node and mesh.nodes > 1:
         share = rate(group(mesh.devices_per_node, mesh.nodes, mesh.devices_per_node), hardware)
-        line += f"; its share of the node's network is {share / 1e9:.3g} GB/s"
+        line += f"; over the network it would be {share / 1e9:.3g} GB/s"
     return line
 
 
@@ -135,8 +135,8 @@ def _pipeline_lines(candidate: LayoutEstimate) -> Iterator[str]:
     chunks = f" / {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
     batches = "micro batch" if idle == 1 else "micro batches"
     yield (
-        f"bubble: each stage idles for the time of ({mesh.pipeline} stages - 1){chunks} = {idle:g} "
-        f"{batches}, in addition to the {mesh.accumulation} of a step, "
+        f"bubble: per step, each stage computes {mesh.accumulation} micro batches and idles for "
+        f"the time of ({mesh.pipeline} stages - 1){chunks} = {idle:g} {batches}, "
         f"{_time_and_share(candidate, step.bubble)}"
     )
 

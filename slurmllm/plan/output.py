@@ -101,7 +101,7 @@ def print_recipe_layout(node_plan: NodePlan) -> None:
     if layout is None:
         click.echo("the recipe leaves the layout to the planner")
     elif layout.candidate is None:
-        click.echo(f"the recipe's own layout (*) is impossible: {layout.fault}")
+        click.echo(f"the recipe's own layout (*) is impossible: {layout.reason}")
     elif not layout.candidate.fits:
         click.echo(
             f"the recipe's own layout (*) does not fit: {describe(layout.candidate)}: "
@@ -137,10 +137,10 @@ def print_explanation(node_plan: NodePlan) -> None:
 def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
     """Print time, cost and the time lost to failures and checkpoints on the best layout."""
     forecast = forecaster.forecast(best)
-    cost, losses = forecast.cost, forecast.losses
+    cost, lost = forecast.cost, forecast.lost_time
     end = f"to the end     {cost.steps:,} steps, {format_count(cost.tokens)} tokens: "
-    if losses is None:
-        click.echo(f"{end}does not finish; {forecast.fault}")
+    if lost is None:
+        click.echo(f"{end}does not finish; {forecast.reason}")
         return
     dollars = "; cost unknown: the cluster profile has no price"
     if cost.usd is not None:
@@ -149,19 +149,21 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
         f"{end}{format_number(cost.days)} days, {format_number(cost.node_hours)} node hours"
         f"{dollars}"
     )
-    lost = sorted(
-        ((part, share) for part, share in losses.shares.items() if part != "productive"),
+    shares = sorted(
+        ((part, share) for part, share in lost.shares.items() if part != "productive"),
         key=lambda row: -row[1],
     )
-    parts = ", ".join(f"{part.replace('_', ' ')} {100 * s:.2f} %" for part, s in lost if s >= 5e-5)
-    click.echo(
-        f"utilization    {100 * losses.effective:.2f} % of the node hours are productive; {parts}"
+    parts = ", ".join(
+        f"{part.replace('_', ' ')} {100 * s:.2f} %" for part, s in shares if s >= 5e-5
     )
     click.echo(
-        f"failures       one in {format_number(losses.mtbf_s / 3600)} h (MTBF of one node: "
+        f"utilization    {100 * lost.effective:.2f} % of the node hours are productive; {parts}"
+    )
+    click.echo(
+        f"failures       one in {format_number(lost.mtbf_s / 3600)} h (MTBF of one node: "
         f"{best.config.cluster.node_mtbf_hours:,.0f} h)"
     )
-    interval = f"every {losses.interval_steps} steps"
+    interval = f"every {lost.interval_steps} steps"
     if best.config.recipe.checkpoint.every_steps != "auto":
         auto = forecaster.auto_interval_steps(best)
         chosen = str(auto) if auto < forecast.cost.steps else "none before the end"
@@ -186,14 +188,14 @@ def print_points(recipe_plans: Sequence[RecipePlan]) -> None:
             why = "no layout is possible"
             if node_plan.too_large:
                 why = _meshes_too_large(node_plan)[0]
-            elif reasons := most_refused(node_plan.search.refused, most=1):
+            elif reasons := most_refused(node_plan.search.refused, limit=1):
                 why += f": {reasons[0][0]}"
             click.echo(f"{name}{format_plural(node_plan.nodes, 'node')}: {why}")
         for point in plan.points():
-            if point.forecast is not None and point.forecast.losses is None:
+            if point.forecast is not None and point.forecast.lost_time is None:
                 click.echo(
                     f"{name}{format_plural(point.nodes, 'node')}: does not finish; "
-                    f"{point.forecast.fault}"
+                    f"{point.forecast.reason}"
                 )
         if plan.forecaster.usd_per_node_hour is None:
             click.echo(f"cost unknown: cluster profile {plan.config.cluster.name} has no price")
@@ -240,7 +242,7 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
     for key, node_plan in keyed:
         layout, rank, fault = node_plan.recipe_layout, None, None
         if layout is not None and layout.candidate is None:
-            fault = layout.fault
+            fault = layout.reason
         elif layout is not None and layout.candidate is not None and not layout.candidate.fits:
             fault = why_too_large(layout.candidate.memory)
         elif layout is not None and layout.candidate is not None:
@@ -278,7 +280,7 @@ def _one_or_all(values: list[Any]) -> Any:
 
 def _candidate_json(plan: NodePlan, one: LayoutEstimate, forecaster: Forecaster) -> dict[str, Any]:
     forecast = forecaster.forecast(one)
-    cost, losses = forecast.cost, forecast.losses
+    cost, lost = forecast.cost, forecast.lost_time
     return {
         "recipe": one.config.recipe.name,
         **settings(one),
@@ -296,9 +298,9 @@ def _candidate_json(plan: NodePlan, one: LayoutEstimate, forecaster: Forecaster)
         "fits": one.fits,
         "reason": None if one.fits else why_too_large(one.memory),
         "mfu": one.mfu,
-        "utilization": losses.effective if losses else 0.0,
-        "losses": dict(losses.shares) if losses else None,
-        "checkpoint_every_steps": losses.interval_steps if losses else None,
+        "utilization": lost.effective if lost else 0.0,
+        "losses": dict(lost.shares) if lost else None,
+        "checkpoint_every_steps": lost.interval_steps if lost else None,
         "tokens": cost.tokens,
         "hours": forecast.hours,
         "usd": forecast.usd,

@@ -11,8 +11,8 @@ from slurmllm.errors import ConfigError
 from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, scaling
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.explain import describe, differing_settings, why_too_large
-from slurmllm.plan.loss_assumptions import losses
-from slurmllm.plan.losses import Losses
+from slurmllm.plan.lost_time import LostTime
+from slurmllm.plan.lost_time_assumptions import lost_time
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.search import LARGEST, VARIED, SearchResult, Unsupported, search, smallest_nodes
 
@@ -22,7 +22,7 @@ class RecipeLayout:
     """The recipe's own layout on a number of nodes."""
 
     candidate: LayoutEstimate | None  # its estimate; None if it is impossible on these nodes
-    fault: str = ""  # why it is impossible
+    reason: str = ""  # why it is impossible
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,21 @@ class NodePlan:
 class TrainingForecast:
     """Time and cost of the whole training on one layout."""
 
-    # Time and dollars to the last step. They include the lost time (`losses`), unless that is None.
+    # Time and dollars to the last step; includes `lost_time`, unless that is None.
     cost: Cost
     # Time lost to failures, saves and start-ups; None if no progress is possible.
-    losses: Losses | None
-    fault: str = ""  # why no progress is possible
+    lost_time: LostTime | None
+    reason: str = ""  # why no progress is possible
 
     @property
     def hours(self) -> float | None:
         """Wall time to the last step, lost time included, h; None if it is never reached."""
-        return self.cost.hours if self.losses else None
+        return self.cost.hours if self.lost_time else None
 
     @property
     def usd(self) -> float | None:
         """Dollars to the last step; None if it is never reached or the profile has no price."""
-        return self.cost.usd if self.losses else None
+        return self.cost.usd if self.lost_time else None
 
 
 class Forecaster:
@@ -104,10 +104,12 @@ class Forecaster:
 
     def forecast(self, candidate: LayoutEstimate) -> TrainingForecast:
         price = self.usd_per_node_hour
-        # First without lost time: that depends on the number of steps.
+        # Lost time depends on the number of steps: count these without it first.
         ideal = cost(candidate, self.tokens, price)
         try:
-            lost = losses(candidate.config, candidate.mesh.nodes, candidate.step.total, ideal.steps)
+            lost = lost_time(
+                candidate.config, candidate.mesh.nodes, candidate.step.total, ideal.steps
+            )
         except ConfigError as error:
             return TrainingForecast(ideal, None, "; ".join(error.faults))
         real = cost(candidate, self.tokens, price, lost.effective, lost.goodput)
@@ -118,7 +120,7 @@ class Forecaster:
         config, nodes = candidate.config, candidate.mesh.nodes
         auto = config.recipe.checkpoint.model_copy(update={"every_steps": "auto"})
         changed = replace(config, recipe=config.recipe.model_copy(update={"checkpoint": auto}))
-        return losses(changed, nodes, candidate.step.total).interval_steps
+        return lost_time(changed, nodes, candidate.step.total).interval_steps
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class RecipePlan:
             for one in self.node_plans
         ]
 
-    def nothing_fits(self) -> ConfigError:
+    def no_fit_error(self) -> ConfigError:
         """The error for a plan in which no layout fits on any node count."""
         config, fixed = self.config, fixed_settings(self.config)
         counts = [one.nodes for one in self.node_plans]
@@ -228,9 +230,9 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported) -> Node
     found = search(config, nodes, unsupported, fixed_settings(config))
     layout = None if config.recipe.parallel.auto else _recipe_layout(found, unsupported)
     fitting, too_large = [*found.fitting], [*found.too_large]
-    own = None if layout is None else layout.candidate
-    if own is not None and not any(one is own for one in (*fitting, *too_large)):
-        (fitting if own.fits else too_large).append(own)
+    of_recipe = None if layout is None else layout.candidate
+    if of_recipe and not any(one is of_recipe for one in (*fitting, *too_large)):
+        (fitting if of_recipe.fits else too_large).append(of_recipe)
         fitting.sort(key=lambda one: (-one.seq_per_s, one.memory.peak))
         too_large.sort(key=lambda one: one.memory.peak)
     return NodePlan(found, layout, tuple(fitting), tuple(too_large))
@@ -245,20 +247,20 @@ def _recipe_layout(found: SearchResult, unsupported: Unsupported) -> RecipeLayou
     reasons = unsupported(config)
     if reasons:
         return RecipeLayout(None, reasons[0])
-    own = predict(config, mesh)
+    predicted = predict(config, mesh)
     open_settings = {"micro_batch"} if mesh.unmeasured else set()
     everything = (*found.fitting, *found.too_large)
-    same = [one for one in everything if differing_settings(one, own) <= open_settings]
+    same = [one for one in everything if differing_settings(one, predicted) <= open_settings]
     # `train.micro_batch: auto` is measured later; the fastest one that fits will be chosen.
     fitting = [one for one in same if one.fits]
-    return RecipeLayout(max(fitting or same or [own], key=lambda one: one.seq_per_s))
+    return RecipeLayout(max(fitting or same or [predicted], key=lambda one: one.seq_per_s))
 
 
 def fixed_settings(config: RunConfig) -> tuple[str, ...]:
-    """The settings of `VARIED` that the search does not vary, because they are fixed.
+    """The settings of `VARIED` that the user has fixed, which the search does not vary.
 
-    They are set by --set, or by a recipe that has `parallel: auto`. `train.micro_batch: auto`
-    never counts as fixed.
+    A setting is fixed by --set or, in a recipe with `parallel: auto`, by a value of its own there.
+    `train.micro_batch: auto` never counts as fixed.
     """
     recipe, auto = config.recipe, config.recipe.parallel.auto
     return tuple(
@@ -272,11 +274,11 @@ def fixed_settings(config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def most_refused(refused: Mapping[str, int], most: int = 4) -> list[tuple[str, int]]:
+def most_refused(refused: Mapping[str, int], limit: int = 4) -> list[tuple[str, int]]:
     """The most frequent reasons for refused layouts, as (reason, number of layouts).
 
-    Reasons that differ only in numbers are counted together. All beyond the first `most` are added
-    up in another row.
+    Reasons that differ only in numbers are counted together. All beyond the first `limit`
+    are added up in another row.
     """
     groups: dict[str, list[tuple[str, int]]] = {}
     for reason, count in refused.items():
@@ -286,5 +288,5 @@ def most_refused(refused: Mapping[str, int], most: int = 4) -> list[tuple[str, i
         similar = f" (and {len(group) - 1} more like this)" if len(group) > 1 else ""
         rows.append((group[0][0] + similar, sum(count for _, count in group)))
     rows.sort(key=lambda row: -row[1])
-    rest = sum(count for _, count in rows[most:])
-    return rows[:most] + ([("other reasons", rest)] if rest else [])
+    rest = sum(count for _, count in rows[limit:])
+    return rows[:limit] + ([("other reasons", rest)] if rest else [])

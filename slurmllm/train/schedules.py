@@ -1,6 +1,6 @@
 """The learning rate of each step, and the steps after which checkpoints are saved.
 
-`checkpoint.every_steps: auto` saves at the interval that loses least work (`plan.losses`), from
+`checkpoint.every_steps: auto` saves at the interval that loses least work (`plan.lost_time`), from
 the cost of a save and the failures that the run has measured so far.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from slurmllm.config.recipe import CheckpointConfig, OptimConfig
 from slurmllm.errors import SlurmllmError
 from slurmllm.metrics.row_reader import read_events
-from slurmllm.plan.losses import FAILURES, HOUR_S, best_interval_s, mtbf_s
+from slurmllm.plan.lost_time import FAILURES, HOUR_S, best_interval_s, mtbf_s
 from slurmllm.records import AttemptRecord
 from slurmllm.rundir import RunDir
 

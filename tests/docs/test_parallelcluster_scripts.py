@@ -25,7 +25,7 @@ class Node:
             self.write(f"sys/class/infiniband/rdmap{link}s0/name", "")
         self.mount("rw,relatime")
         self.answers = root / "said"
-        self.write("bin/scontrol", f'#!/bin/sh\nprintf "%s\\n" "$@" >{self.said}\n')
+        self.write("bin/scontrol", f'#!/bin/sh\nprintf "%s\\n" "$@" >{self.answers}\n')
         (root / "bin" / "scontrol").chmod(0o755)
 
     def counter(self, chip: int, kind: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm.plan.losses import best_interval_s, mtbf_s
+from slurmllm.plan.lost_time import best_interval_s, mtbf_s
 
 
 def wasted(interval_s: float, cost_s: float, mtbf: float) -> float:

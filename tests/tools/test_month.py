@@ -13,7 +13,7 @@ from _month.scenario import DAY_S, Scenario
 from _month.simulation import simulate
 
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.losses import Durations, SaveCost
+from slurmllm.plan.lost_time import Durations, SaveCost
 from slurmllm.rundir import RunDir
 
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import RunError
-from slurmllm.plan.loss_assumptions import LLAMA3, META_RSC1, OPT, FailureKind
-from slurmllm.plan.losses import HOUR_S, Durations, SaveCost, best_interval_s
+from slurmllm.plan.lost_time import HOUR_S, Durations, SaveCost, best_interval_s
+from slurmllm.plan.lost_time_assumptions import LLAMA3, META_RSC1, OPT, FailureKind
 from slurmllm.status.history import RunHistory
 from slurmllm.status.utilization import account_node_hours, break_down_time
 

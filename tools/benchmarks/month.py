@@ -34,8 +34,8 @@ from _month.simulation import simulate
 from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmllmError
-from slurmllm.plan.loss_assumptions import PUBLISHED, Published
-from slurmllm.plan.losses import HOUR_S, Durations, SaveCost
+from slurmllm.plan.lost_time import HOUR_S, Durations, SaveCost
+from slurmllm.plan.lost_time_assumptions import PUBLISHED, Published
 from slurmllm.records import TIME_PARTS as PARTS
 from slurmllm.rundir import RunDir
 from slurmllm.status.history import RunHistory, read_history

@@ -49,7 +49,7 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
         "betas": list(optim.betas),
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
-        # Makes step and learning rate inputs of the compiled graph instead of constants in it.
+        # Step and learning rate become inputs of the compiled graph, not constants.
         "capturable": config.cluster.device == "neuron",
     }
     if zero:

@@ -2,7 +2,7 @@
 
 `simulation.py` plays attempts one after another in simulated time. What follows each of them is
 not imitated: it is the supervisor's own policy (`supervise.policy`) and the checkpoints' own
-interval (`plan.losses`). The result is a `RunHistory`, accounted for as a real run's is.
+interval (`plan.lost_time`). The result is a `RunHistory`, accounted for as a real run's is.
 
 `failures.py` draws what fails and when, `scenario.py` describes a run to simulate, `measured.py`
 takes durations from real runs, `replay.py` compares a simulation with a real run.

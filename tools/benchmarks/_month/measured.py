@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from slurmllm.errors import RunError
-from slurmllm.plan.losses import Durations, SaveCost
+from slurmllm.plan.lost_time import Durations, SaveCost
 from slurmllm.records import TimePart
 from slurmllm.status.history import RunHistory
 from slurmllm.status.recoveries import find_recoveries

@@ -9,8 +9,7 @@ import numpy as np
 
 from _month.failures import Failures
 from slurmllm.config.recipe import Recipe
-from slurmllm.plan.loss_assumptions import FailureKind
-from slurmllm.plan.losses import (
+from slurmllm.plan.lost_time import (
     HOUR_S,
     REPORTED_S,
     SLURMD_TIMEOUT_S,
@@ -18,6 +17,7 @@ from slurmllm.plan.losses import (
     Durations,
     SaveCost,
 )
+from slurmllm.plan.lost_time_assumptions import FailureKind
 
 DAY_S = 24 * HOUR_S
 

@@ -1,4 +1,4 @@
-"""The checkpoint interval and expected losses, from the cost of saves and the failure rate.
+"""The checkpoint interval and expected lost time, from the cost of saves and the failure rate.
 
 Young 1974 ("A first order approximation to the optimum checkpoint interval", Comm. ACM 17(9)):
 sqrt(2·δ·M) for a save of cost δ and a mean time M between failures. Daly 2006 ("A higher order
@@ -85,7 +85,7 @@ class SaveCost:
 
 
 @dataclass(frozen=True)
-class Losses:
+class LostTime:
     """Where the node hours of a run are expected to go."""
 
     # Part → share of the node hours, as `status.utilization` counts them; they add up to 1.
@@ -126,8 +126,8 @@ def expected_losses(
     leaves_s: float | None = None,
     training_s: float | None = None,
     noticing: DetectionDelay | None = None,
-) -> Losses:
-    """Expected losses: the mean over simulations of long runs (tools/benchmarks/month.py).
+) -> LostTime:
+    """Expected lost time: the mean over simulations of long runs (tools/benchmarks/month.py).
 
     Args:
         every_steps: Between two checkpoints; None: auto, from the true failure rate.
@@ -153,10 +153,10 @@ def expected_losses(
     attempt = _Attempt(step_s, steps * step_s, save, durations, mtbf_s, leaves_s, training_s)
     if leaves_s is not None and leaves_s <= attempt.trains_s:
         shares: dict[TimePart, float] = dict.fromkeys(TIME_PARTS, 0.0) | {"start_up": 1.0}
-        return Losses(shares, 0.0, steps, auto, mtbf_s, leaves_s)
+        return LostTime(shares, 0.0, steps, auto, mtbf_s, leaves_s)
     parts_s = attempt.parts_s(noticing or DetectionDelay())
     length_s = math.fsum(parts_s.values())
-    return Losses(
+    return LostTime(
         shares={part: parts_s[part] / length_s for part in TIME_PARTS},
         goodput=parts_s["productive"] / (length_s + fmean(durations.requeue)),
         interval_steps=steps,

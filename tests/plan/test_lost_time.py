@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
-from slurmllm.plan.loss_assumptions import PUBLISHED, assumed, losses, noticing
-from slurmllm.plan.losses import (
+from slurmllm.plan.lost_time import (
     HOUR_S,
     DetectionDelay,
     Durations,
-    Losses,
+    LostTime,
     SaveCost,
     best_interval_s,
     expected_losses,
 )
+from slurmllm.plan.lost_time_assumptions import PUBLISHED, assumed, lost_time, noticing
 from slurmllm.plan.parameters import parameters
 from slurmllm.status.utilization import account_node_hours
 
@@ -129,7 +129,7 @@ def test_bad_figures() -> None:
 
 @pytest.mark.parametrize("model", sorted(month.PRESETS))
 def test_the_months_presets(model: str) -> None:
-    """Assumed by size as they were written down for 128 nodes; the losses within 0.1 points."""
+    """Assumed by size as they were written down for 128 nodes; the lost time within 0.1 points."""
     preset, config = month.PRESETS[model], resolve(model, "trn1")
     count = parameters(config.recipe.model)
     for asynchronous, save in ((True, preset.asynchronous), (False, preset.blocking)):
@@ -157,32 +157,32 @@ def test_the_month_as_it_was_simulated() -> None:
             assert found.effective == pytest.approx(row / 100, abs=0.001)
 
 
-def run_losses(*overrides: str, nodes: int = 64, steps: int | None = None) -> Losses:
-    return losses(resolve("llama2_70b", "trn1", overrides), nodes, 30.0, steps)
+def run_lost_time(*overrides: str, nodes: int = 64, steps: int | None = None) -> LostTime:
+    return lost_time(resolve("llama2_70b", "trn1", overrides), nodes, 30.0, steps)
 
 
 def test_losses_of_a_configuration() -> None:
-    usual = run_losses("checkpoint.every_steps=auto")
+    usual = run_lost_time("checkpoint.every_steps=auto")
     assert 0.97 < usual.effective < 0.995
     assert usual.interval_steps == usual.auto_steps
-    assert run_losses("checkpoint.every_steps=1000").interval_steps == 1000
+    assert run_lost_time("checkpoint.every_steps=1000").interval_steps == 1000
     worse = (
         ("checkpoint.asynchronous=false",), ("checkpoint.every_steps=1000",),
         ("cluster.node_mtbf_hours=500",), ("slurm.time=2:00:00",), ("watchdog.enabled=false",),
     )  # fmt: skip
     for one in worse:
         overrides = ("checkpoint.every_steps=auto", *one)
-        assert run_losses(*overrides).effective < usual.effective, one
-    assert run_losses(nodes=512).effective < usual.effective
-    assert run_losses(steps=10).effective < usual.effective
+        assert run_lost_time(*overrides).effective < usual.effective, one
+    assert run_lost_time(nodes=512).effective < usual.effective
+    assert run_lost_time(steps=10).effective < usual.effective
 
 
 def test_no_time_to_train() -> None:
     with pytest.raises(ConfigError, match=r"slurm\.time: 0:35:00 less .* choose a longer"):
-        run_losses("slurm.time=0:35:00")
+        run_lost_time("slurm.time=0:35:00")
     with pytest.raises(ConfigError, match=r"node_mtbf_hours: 0\.001 is a failure every 0\.056 s"):
-        run_losses("cluster.node_mtbf_hours=0.001")
-    tiny = losses(resolve("tiny_llama", overrides=["slurm.time=0:10:00"]), 1, 0.5)
+        run_lost_time("cluster.node_mtbf_hours=0.001")
+    tiny = lost_time(resolve("tiny_llama", overrides=["slurm.time=0:10:00"]), 1, 0.5)
     assert tiny.effective > 0.3
 
 

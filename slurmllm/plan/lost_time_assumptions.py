@@ -1,4 +1,4 @@
-"""Assumed durations of the phases of a run, and the losses that follow from them.
+"""Assumed durations of the phases of a run, and the lost time that follows from them.
 
 Start-up times and save costs of such runs are not published. These assumptions are conservative;
 the presets of tools/benchmarks/month.py use them too. Durations of real runs are better, if there
@@ -14,13 +14,13 @@ from typing import Literal
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import minutes_of
 from slurmllm.errors import ConfigError
-from slurmllm.plan.losses import (
+from slurmllm.plan.lost_time import (
     REPORTED_S,
     SLURMD_TIMEOUT_S,
     UNWATCHED_S,
     DetectionDelay,
     Durations,
-    Losses,
+    LostTime,
     SaveCost,
     expected_losses,
 )
@@ -95,8 +95,8 @@ def noticing(config: RunConfig, step_s: float) -> DetectionDelay:
     return DetectionDelay(start_up_s=mean_s(watchdog.start_up_s), training_s=mean_s(hang_s))
 
 
-def losses(config: RunConfig, nodes: int, step_s: float, steps: int | None = None) -> Losses:
-    """Expected losses of a run to saves, failures and restarts.
+def lost_time(config: RunConfig, nodes: int, step_s: float, steps: int | None = None) -> LostTime:
+    """Expected time that a run loses to saves, failures and restarts.
 
     Args:
         steps: Steps of the whole run; None: the recipe's.
