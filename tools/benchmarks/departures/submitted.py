@@ -1,37 +1,22 @@
-"""Departures that are known, made by real trainings, and what `slurmllm compare` says of them.
+"""Ten small runs by `slurmllm submit --local`, and what compare answers with all their records.
 
-    python tools/benchmarks/departures.py [--runs-dir runs/departures] [--steps 100] [--at 61]
-        [--seeds 300] [--as-is] [--json]
-
-Ten small runs by `slurmllm submit --local`, one after the other, a few minutes in all; those that
-are there already are not made again, and --as-is trains nothing. One rank's backward pass is made
-wrong from a step on without a change to the package: a sitecustomize module, which Python imports
-by itself, scales the gradient that enters the backward pass of rank 1.
-
-Then the false alarms: noise of a third of the tolerance, normal and heavy-tailed, white and slow,
-and how often compare's rule calls it a departure; the same for bands of seeds.
+One rank's backward pass is made wrong from a step on without a change to the package: a
+sitecustomize module, which Python imports by itself, scales the gradient that enters the backward
+pass of rank 1. Runs that are there already are not made again.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
-from itertools import accumulate
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from slurmllm.compare.divergence import detect_divergence
-from slurmllm.compare.seed_band import compare_with_band
+from departures.scoring import read_answer
 from slurmllm.rundir import RunDir
-
-Floats = npt.NDArray[np.float64]
 
 SMALL = (
     "model.num_layers=2", "model.hidden_size=128", "model.num_heads=4",
@@ -121,33 +106,20 @@ class Answer:
     reason: str
 
 
-def main() -> None:
-    """Train what is missing, compare, simulate, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs/departures"))
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--at", type=int, default=61, help="step from which on runs are changed")
-    parser.add_argument("--seeds", type=int, default=300, help="simulations a row; 0: none")
-    parser.add_argument("--as-is", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    if not options.as_is:
-        train(options.runs_dir.absolute(), options.steps, options.at)
-    answers = [ask(case, options.runs_dir) for case in cases(options.at)]
-    rates = false_alarms(options.seeds) if options.seeds else {}
-    if options.json:
-        print(json.dumps({"answers": [asdict(one) for one in answers], "rates": rates}, indent=1))
-        return
-    print("| departure | expected | found | |\n|---|---|---|---|")
+def measure(runs: Path, *, train_missing: bool, steps: int = 100, at: int = 61) -> list[Answer]:
+    """Submit the runs that are missing, and compare all; departures begin at step `at`."""
+    if train_missing:
+        train(runs.absolute(), steps, at)
+    return [ask(case, runs) for case in cases(at)]
+
+
+def show(answers: list[Answer]) -> str:
+    """Returns the answers as a Markdown table."""
+    lines = ["| departure | expected | found | |", "|---|---|---|---|"]
     for one in answers:
         verdict = "right" if one.right else f"WRONG: {one.reason}"
-        print(f"| {one.departure} | {one.expected} | {one.found} | {verdict} |")
-    if rates:
-        print(f"\n| false alarms of {options.seeds} | % |\n|---|--:|")
-        for name, rate in rates.items():
-            print(f"| {name} | {100 * rate:.1f} |")
+        lines.append(f"| {one.departure} | {one.expected} | {one.found} | {verdict} |")
+    return "\n".join(lines)
 
 
 def train(runs: Path, steps: int, at: int) -> None:
@@ -216,7 +188,7 @@ def cases(at: int) -> list[Case]:
         Case("another seed", "base", "other_seed", "seed", 1, 5),
         Case("bf16", "base", "bf16", "precision", 1),
         Case("the same, nothing recorded", "base-bare", "bf16-bare", "rounding", 1),
-        Case("another global batch", "base", "other_batch", "batch", 1, 5),
+        Case("another global batch", "base", "other_batch", "batches", 1, 5),
         Case("shuffled data", "from_weights", "shuffled", "data", 1, 5),
         Case("the same, nothing recorded", "from_weights-bare", "shuffled-bare", "batches", 1, 5),
     ]
@@ -235,83 +207,22 @@ def ask(case: Case, runs: Path) -> Answer:
     )  # fmt: skip
     if answer.returncode > 1:
         raise SystemExit(answer.stderr)
-    said = json.loads(answer.stdout)
-    diagnosis, metrics = said["diagnosis"], said["metrics"].values()
-    kind = diagnosis["kind"] if diagnosis else None
-    step = min((metric["onset_step"] for metric in metrics if metric["departs"]), default=None)
+    found = json.loads(answer.stdout)
+    read = read_answer(found)
+    kind = read.causes[0].kind if read.causes and read.verdict == "differ" else None
+    onsets = [one["onset_step"] for one in found["metrics"].values() if one["departs"]]
+    step = min(onsets, default=None)
     if kind in ("precision", "rounding"):  # the tolerance hides it at first
-        step = diagnosis["step"]
+        step = read.causes[0].step
     right = kind == case.kind and (
         step is None
         if case.step is None
         else step is not None and abs(step - case.step) <= case.slack
     )
     return Answer(
-        case.departure, _shown(case.kind, case.step), _shown(kind, step), right, said["reason"]
+        case.departure, _shown(case.kind, case.step), _shown(kind, step), right, found["reason"]
     )
 
 
 def _shown(kind: str | None, step: int | None) -> str:
     return "match" if kind is None else f"{kind}, step {step}"
-
-
-def false_alarms(seeds: int) -> dict[str, float]:
-    """How often noise is called a departure, by its shape and length."""
-    random = np.random.default_rng(8)
-    shapes = {"normal": None, "Laplace": 0, "Student t5": 5, "Student t3": 3}
-    found = {}
-    for points in (50, 200, 1000, 5000, 20000):
-        for shape, degrees in shapes.items():
-            for slowness in (0.0, 0.5, 0.9, 0.99):
-                alarms = sum(
-                    detect_divergence(noise(random, points, degrees, slowness) / 3, 1.0).rule
-                    is not None
-                    for _ in range(seeds)
-                )
-                kind = f"AR(1) {slowness:g}" if slowness else "white"
-                found[f"{points:,} points, {shape}, {kind}"] = alarms / seeds
-    for count in (2, 3, 5, 8):
-        for shape, degrees in shapes.items():
-            for slowness in (0.98, 0.998):
-                alarms = 0
-                for _ in range(seeds):
-                    runs = [seeded(random, 500, degrees, slowness) for _ in range(count + 1)]
-                    alarms += compare_with_band(np.stack(runs[:-1]), runs[-1]).excess > 1
-                kind = f"white and AR(1) {slowness:g}"
-                found[f"band of {count} seeds, {shape}, {kind}"] = alarms / seeds
-    return found
-
-
-def noise(random: np.random.Generator, points: int, degrees: int | None, slowness: float) -> Floats:
-    """Noise of standard deviation 1.
-
-    Args:
-        random: Source.
-        points: How many.
-        degrees: Of Student's t; None: normal; 0: Laplace.
-        slowness: Correlation of neighbours.
-    """
-    count = points + 500
-    if degrees is None:
-        white = random.standard_normal(count)
-    elif degrees == 0:
-        white = random.laplace(size=count) / np.sqrt(2)
-    else:
-        white = random.standard_t(degrees, count) / np.sqrt(degrees / (degrees - 2))
-    if slowness:
-        slow = accumulate(white.tolist(), lambda last, new: slowness * last + new)
-        white = np.fromiter(slow, float, count) * np.sqrt(1 - slowness**2)
-    return white[500:]
-
-
-def seeded(
-    random: np.random.Generator, points: int, degrees: int | None, slowness: float
-) -> Floats:
-    """The loss of a run with a seed of its own: 1 % of white noise, 0.3 % of slow noise."""
-    loss = 2 + 6 * np.exp(-5 * np.arange(points) / points)
-    white, slow = noise(random, points, degrees, 0.0), noise(random, points, degrees, slowness)
-    return np.asarray(loss * (1 + 0.01 * white + 0.003 * slow))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,187 @@
+"""False alarms in simulated noise, and what is found in it.
+
+Noise of a third of the tolerance, normal and heavy-tailed, white and slow, must not be called a
+departure; nor must a further seed outside of a band of seeds, or independent noise around one
+trajectory of 100,000 steps. A bias of twice the tolerance must be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from departures.scoring import read_answer
+from departures.truth import TOLERANCES, Floats
+from slurmllm.compare.compare import compare
+from slurmllm.metrics.curves import Curve
+
+SHAPES = {"normal": None, "Laplace": 0, "Student t5": 5, "Student t3": 3}
+_LONG = 100_000
+_PLANTED = 40_000  # step of the departure in long curves
+_LONG_SEEDS = 20
+# Relative scatter in long curves, and the size of the planted departure
+_LONG_NOISE = {"loss": 1e-3, "grad_norm": 2e-2}
+_LONG_DEPARTURE = {"loss": 5e-3, "grad_norm": 3e-2}
+
+
+def measure(seeds: int) -> dict[str, float]:
+    """Returns shares of simulations, by what is simulated."""
+    return {
+        **false_alarms(seeds),
+        **band_alarms(seeds),
+        **biases_found(seeds),
+        **long_curves(min(seeds, _LONG_SEEDS)),
+    }
+
+
+def show(rates: Mapping[str, float], seeds: int) -> str:
+    lines = [f"| of {seeds} simulations ({_LONG_SEEDS} of long curves) | % |", "|---|--:|"]
+    lines += [f"| {name} | {100 * rate:.1f} |" for name, rate in rates.items()]
+    return "\n".join(lines)
+
+
+def curve(name: str, columns: Mapping[str, Floats]) -> Curve:
+    """Returns a curve of some columns, as of a log without settings."""
+    points = len(columns["loss"])
+    return Curve(
+        name=name,
+        path=Path(name),
+        steps=np.arange(1, points + 1),
+        attempts=np.zeros(points, dtype=np.int64),
+        columns=columns,
+        absent={},
+        overlap_rows=0,
+        overlap_identical=None,
+        overlap_max_rel_diff=None,
+        gaps=(),
+        warnings=(),
+        kind="csv",
+    )
+
+
+def decay(points: int) -> Floats:
+    """A loss that falls from 8 to 2. [points]"""
+    return np.asarray(2 + 6 * np.exp(-5 * np.arange(points) / points))
+
+
+def differs(r: Floats) -> bool:
+    """Whether compare calls two losses different whose relative difference is r tolerances."""
+    loss = decay(len(r))
+    other = loss * (1 + TOLERANCES["loss"] * r)
+    found = compare(curve("A", {"loss": loss}), curve("B", {"loss": other}))
+    return found.verdict == "differ"
+
+
+def false_alarms(seeds: int) -> dict[str, float]:
+    """How often noise is called a departure, by its shape and length."""
+    random = np.random.default_rng(8)
+    found = {}
+    for points in (50, 200, 1000, 5000, 20000):
+        for shape, degrees in SHAPES.items():
+            for slowness in (0.0, 0.5, 0.9, 0.99):
+                alarms = sum(
+                    differs(noise(random, points, degrees, slowness) / 3) for _ in range(seeds)
+                )
+                kind = f"AR(1) {slowness:g}" if slowness else "white"
+                found[f"alarms: {points:,} points, {shape}, {kind}"] = alarms / seeds
+    return found
+
+
+def band_alarms(seeds: int) -> dict[str, float]:
+    """How often a further seed is called different from a band of seeds."""
+    random = np.random.default_rng(9)
+    found = {}
+    for count in (2, 3, 5, 8):
+        for shape, degrees in SHAPES.items():
+            for slowness in (0.98, 0.998):
+                alarms = 0
+                for _ in range(seeds):
+                    runs = [
+                        curve(f"run{i}", {"loss": seeded(random, 500, degrees, slowness)})
+                        for i in range(count + 1)
+                    ]
+                    alarms += compare(runs[0], runs[-1], seeds=runs[1:-1]).verdict == "differ"
+                kind = f"white and AR(1) {slowness:g}"
+                found[f"alarms: band of {count} seeds, {shape}, {kind}"] = alarms / seeds
+    return found
+
+
+def biases_found(seeds: int) -> dict[str, float]:
+    """How often a constant bias of twice the tolerance is found in noise of 0.7 tolerances."""
+    random = np.random.default_rng(10)
+    return {
+        f"found: bias of 2 tolerances, {points} points": sum(
+            differs(2 + 0.7 * random.standard_normal(points)) for _ in range(seeds)
+        )
+        / seeds
+        for points in (20, 64, 200)
+    }
+
+
+def long_curves(seeds: int) -> dict[str, float]:
+    """Two curves of one trajectory, each with noise of its own; then with a planted departure.
+
+    The step is right from 1 % before the departure to 1 % after it.
+    """
+    random = np.random.default_rng(11)
+    alarms = found = dated = 0
+    for _ in range(seeds):
+        a, b = (curve(name, _long(random, departs=False)) for name in "AB")
+        alarms += compare(a, b).verdict == "differ"
+        different = compare(a, curve("C", _long(random, departs=True)))
+        if different.verdict == "differ":
+            found += 1
+            onsets = [m.onset_step for m in different.metrics.values() if m.onset_step is not None]
+            steps = [cause.step for cause in read_answer(different.model_dump()).causes[:1]]
+            step = min(onsets, default=None) if steps in ([], [None]) else steps[0]
+            dated += step is not None and abs(step - _PLANTED) <= _LONG // 100
+    return {
+        f"alarms: independent noise, {_LONG:,} steps": alarms / seeds,
+        f"found: the same, a departure at step {_PLANTED:,}": found / seeds,
+        "the step too": dated / seeds,
+    }
+
+
+def _long(random: np.random.Generator, departs: bool) -> dict[str, Floats]:
+    truth = {"loss": decay(_LONG), "grad_norm": decay(_LONG) / 4}
+    later = np.arange(1, _LONG + 1) >= _PLANTED
+    return {
+        name: values
+        * (1 + _LONG_NOISE[name] * random.standard_normal(_LONG))
+        * (1 + (_LONG_DEPARTURE[name] * later if departs else 0.0))
+        for name, values in truth.items()
+    }
+
+
+def noise(random: np.random.Generator, points: int, degrees: int | None, slowness: float) -> Floats:
+    """Noise of standard deviation 1.
+
+    Args:
+        random: Source.
+        points: How many.
+        degrees: Of Student's t; None: normal; 0: Laplace.
+        slowness: Correlation of neighbours.
+    """
+    count = points + 500
+    if degrees is None:
+        white = random.standard_normal(count)
+    elif degrees == 0:
+        white = random.laplace(size=count) / np.sqrt(2)
+    else:
+        white = random.standard_t(degrees, count) / np.sqrt(degrees / (degrees - 2))
+    if slowness:
+        slow = accumulate(white.tolist(), lambda last, new: slowness * last + new)
+        white = np.fromiter(slow, float, count) * np.sqrt(1 - slowness**2)
+    return white[500:]
+
+
+def seeded(
+    random: np.random.Generator, points: int, degrees: int | None, slowness: float
+) -> Floats:
+    """The loss of a run with a seed of its own: 1 % of white noise, 0.3 % of slow noise."""
+    loss = 2 + 6 * np.exp(-5 * np.arange(points) / points)
+    white, slow = noise(random, points, degrees, 0.0), noise(random, points, degrees, slowness)
+    return np.asarray(loss * (1 + 0.01 * white + 0.003 * slow))
