@@ -31,6 +31,7 @@ check: dev
 	  tools/benchmarks/*.py tools/benchmarks/_month/*.py tools/check_parallelcluster.py \
 	  tools/house.py
 	$(BIN)/mypy --strict tools/chaos tools/_chaos
+	$(BIN)/mypy --strict tools/benchmarks/departures
 	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run configs/parallelcluster/*.sh
 	$(MAKE) --no-print-directory docs
 

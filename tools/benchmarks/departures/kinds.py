@@ -130,7 +130,8 @@ def _schedule() -> list[Kind]:
 
 def _data() -> list[Kind]:
     def kind(name: str, *more: str, equivalent: bool = False, **changes: Any) -> Kind:
-        causes = ("data", *more)
+        # `batches`: compare's name for other data that only the curves show
+        causes = ("data", "batches", *more)
         return Kind("data", name, causes, "forward", changes, equivalent=equivalent)
 
     return [
@@ -140,7 +141,7 @@ def _data() -> list[Kind]:
         kind("batches_read_twice", equivalent=True, batches_repeated=True),
         kind("source_dropped", source_dropped=2),
         kind("ranks_read_the_same", "mesh", equivalent=True, rank_data_repeated=True),
-        kind("seq_len_24", "batches", "model", seq_len=24),
+        kind("seq_len_24", "model", seq_len=24),
         kind("padding_unmasked", mask_padding=False),
         kind("prompts_unmasked", mask_prompts=False),
         kind("label_shift", label_shift=1),
@@ -238,12 +239,12 @@ def _resume() -> list[Kind]:
             event="weights_through_bf16",
         ),
         kind(
-            "data_restarted", ("data",), "forward", equivalent=True,
+            "data_restarted", ("data", "batches"), "forward", equivalent=True,
             changes=lambda since: {"batch_offset": 1 - since},
         ),
-        kind("batches_skipped", ("data",), "forward", equivalent=True, changes={"batch_offset": 5}),
+        kind("batches_skipped", ("data", "batches"), "forward", equivalent=True, changes={"batch_offset": 5}),
         kind(
-            "batches_again", ("data",), "forward", equivalent=True,
+            "batches_again", ("data", "batches"), "forward", equivalent=True,
             changes={"batch_offset": -OLD_STEPS},
         ),
         kind(

@@ -87,7 +87,7 @@ def _train_job(job: tuple[Path, list[Case]]) -> int:
         if kind.trains:
             wanted_changes[path_of(folder, case)] = kind.change(case.seed, case.since)
     first = wanted[0]
-    reference, found = train(kinds[0].reference(first.seed), list(wanted_changes.values()))
+    reference, found = train(kinds[0].reference(first.seed), list(wanted_changes.values()), STEPS)
     _save(reference_path(folder, first), reference)
     for path, columns in zip(wanted_changes, found, strict=True):
         _save(path, columns)
@@ -114,14 +114,14 @@ def reference_path(folder: Path, case: Case) -> Path:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256((_version() + text).encode()).hexdigest()[:12]
+    return hashlib.sha256((_version() + str(STEPS) + text).encode()).hexdigest()[:12]
 
 
 @cache
 def _version() -> str:
     here = Path(__file__).parent
     sources = b"".join((here / name).read_bytes() for name in _SOURCES)
-    return hashlib.sha256(sources).hexdigest() + str(STEPS)
+    return hashlib.sha256(sources).hexdigest()
 
 
 def _save(path: Path, columns: Columns) -> None:
