@@ -242,7 +242,10 @@ def _resume() -> list[Kind]:
             "data_restarted", ("data", "batches"), "forward", equivalent=True,
             changes=lambda since: {"batch_offset": 1 - since},
         ),
-        kind("batches_skipped", ("data", "batches"), "forward", equivalent=True, changes={"batch_offset": 5}),
+        kind(
+            "batches_skipped", ("data", "batches"), "forward", equivalent=True,
+            changes={"batch_offset": 5},
+        ),
         kind(
             "batches_again", ("data", "batches"), "forward", equivalent=True,
             changes={"batch_offset": -OLD_STEPS},

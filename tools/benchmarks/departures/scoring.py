@@ -175,7 +175,7 @@ def _score(
     first = kinds[0] if kinds else None
     outright = first in true or (listed and first in alike)
     step = answer.causes[0].step if answer.causes else None
-    told = answer.verdict == "differ"
+    differs = answer.verdict == "differ"
     return Score(
         case=case.name,
         kind=kind.name,
@@ -190,9 +190,9 @@ def _score(
         causes=tuple(f"{cause.kind} ({cause.confidence})" for cause in answer.causes),
         verdict_right=verdict_right,
         asked=asked,
-        outright=told and outright,
-        listed=told and (listed or first == "unknown"),
-        step_right=told and outright and _step_right(step, case, view, logs, trainings),
+        outright=differs and outright,
+        listed=differs and (listed or first == "unknown"),
+        step_right=differs and outright and _step_right(step, case, view, logs, trainings),
         certain_wrong=tuple(
             cause.kind
             for cause in answer.causes
