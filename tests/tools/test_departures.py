@@ -12,6 +12,7 @@ from departures import __main__ as command
 from departures import store
 from departures.kinds import Kind, all_kinds
 from departures.logs import VIEWS, View, make_logs
+from departures.published import compare_golden, compare_seeds
 from departures.scoring import Answer, Cause, expected_verdicts, read_answer, score_all
 from departures.settings import EARLY, Settings
 from departures.training import Columns, train
@@ -135,6 +136,24 @@ def test_answers_of_both_versions_of_the_json() -> None:
     batch = {"kind": "batch", "step": 1, "text": ""}
     today |= {"verdict": "differ", "diagnosis": batch, "statistics": {}, "causes": ["text"]}
     assert read_answer(today) == Answer("differ", (Cause("batches", "likely", 1),))
+
+
+def test_published_curves(tmp_path: Path) -> None:
+    losses = {str(step): 10 - step / 50 for step in range(5, 105, 5)}
+    for device, factor in (("a100", 1.0), ("h100", 1.002)):
+        values = {step: loss * factor for step, loss in losses.items()}
+        golden = tmp_path / "case" / f"golden_values_dev_dgx_{device}.json"
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(json.dumps({"lm loss": {"step_interval": 5, "values": values}}))
+        rows = [f"{step},{loss}" for step, loss in values.items()]
+        (tmp_path / "seeds").mkdir(exist_ok=True)
+        (tmp_path / "seeds" / f"{device}.csv").write_text("\n".join(["step,loss", *rows]))
+    (found,) = compare_golden(tmp_path)
+    assert (found.points, found.beyond, found.above) == (20, 20, 20)
+    assert found.expected == ("differ",)
+    (found,) = compare_seeds(tmp_path / "seeds")
+    assert found.points == 20
+    assert found.expected == ("differ", "equivalent")
 
 
 def test_logs_of_the_same_training(trainings: dict[str, Columns]) -> None:

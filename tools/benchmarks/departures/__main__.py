@@ -3,12 +3,14 @@
     python tools/benchmarks/departures --data DIR [--kinds NAME,…] [--seeds 5] [--jobs 2] [--json]
     python tools/benchmarks/departures --noise 300 [--json]
     python tools/benchmarks/departures --submitted DIR [--json]
+    python tools/benchmarks/departures [--golden DIR] [--pythia DIR] [--json]
 
-The first trains about 80 kinds of departure, each from the start and from a step in the middle,
-with a transformer of two layers in a loop of its own, and compares their logs as foreign ones: no
-setting is recorded in them. DIR keeps the trainings; comparing again trains nothing. The second
+The first trains more than 100 kinds of departure, each from the start and from a step in the
+middle, with a transformer of two layers in a loop of its own, and compares their logs as foreign
+ones: no setting is recorded in them. DIR keeps the trainings; comparing again trains nothing. The second
 counts false alarms and what is found in simulated noise. The third makes ten runs by `slurmllm
-submit --local` and compares them with all their records.
+submit --local` and compares them with all their records. The last compares published curves that
+the user fetched: golden values of Megatron-LM's tests, and runs that differ in the seed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if __package__ in (None, ""):
     # Modules of this folder have names, such as `model`, that must not hide others.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from departures import noise, store, submitted, tables
+from departures import noise, published, store, submitted, tables
 from departures.kinds import Kind, all_kinds
 from departures.scoring import score_all
 
@@ -47,11 +49,14 @@ def main() -> None:
     parser.add_argument("--noise", type=int, metavar="SEEDS", help="simulations a row")
     parser.add_argument("--submitted", type=Path, metavar="DIR", help="runs directory")
     parser.add_argument("--as-is", action="store_true", help="submit nothing that is missing")
+    parser.add_argument("--golden", type=Path, metavar="DIR", help="see published.py")
+    parser.add_argument("--pythia", type=Path, metavar="DIR", help="likewise")
     parser.add_argument("--list", action="store_true", help="print the kinds and stop")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if not (options.data or options.noise or options.submitted or options.list):
-        parser.error("give --data DIR, --noise SEEDS, --submitted DIR or --list")
+    given = (options.data, options.noise, options.submitted, options.golden, options.pythia)
+    if not (any(given) or options.list):
+        parser.error("give --data, --noise, --submitted, --golden, --pythia or --list")
     found: dict[str, object] = {}
     texts = []
     kinds = _choose(parser, options.kinds, options.half)
@@ -81,6 +86,14 @@ def main() -> None:
         answers = submitted.measure(options.submitted, train_missing=not options.as_is)
         found["submitted"] = [asdict(one) for one in answers]
         texts.append(submitted.show(answers))
+    if options.golden:
+        golden = published.compare_golden(options.golden)
+        found["golden"] = [asdict(one) for one in golden]
+        texts.append(published.show("A100 and H100", golden))
+    if options.pythia:
+        seeds = published.compare_seeds(options.pythia)
+        found["pythia"] = [asdict(one) for one in seeds]
+        texts.append(published.show("seeds", seeds))
     print(json.dumps(found, indent=1) if options.json else "\n\n".join(texts))
 
 

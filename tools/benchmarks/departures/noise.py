@@ -16,7 +16,7 @@ import numpy as np
 from departures.scoring import read_answer
 from departures.truth import TOLERANCES, Floats
 from slurmllm.compare.compare import compare
-from slurmllm.metrics.curves import Curve
+from slurmllm.metrics.curves import Curve, Ints
 
 SHAPES = {"normal": None, "Laplace": 0, "Student t5": 5, "Student t3": 3}
 _LONG = 100_000
@@ -43,13 +43,13 @@ def show(rates: Mapping[str, float], seeds: int) -> str:
     return "\n".join(lines)
 
 
-def curve(name: str, columns: Mapping[str, Floats]) -> Curve:
-    """Returns a curve of some columns, as of a log without settings."""
+def curve(name: str, columns: Mapping[str, Floats], steps: Ints | None = None) -> Curve:
+    """Returns a curve of some columns, as of a log without settings; by default of steps 1, 2, …"""
     points = len(columns["loss"])
     return Curve(
         name=name,
         path=Path(name),
-        steps=np.arange(1, points + 1),
+        steps=np.arange(1, points + 1) if steps is None else steps,
         attempts=np.zeros(points, dtype=np.int64),
         columns=columns,
         absent={},

@@ -1,0 +1,124 @@
+"""Published curves of real trainings, read from folders that the user fetched.
+
+`--golden DIR`: golden values of Megatron-LM's functional tests, a folder per test case, as in
+`tests/functional_tests/test_cases/gpt` of github.com/NVIDIA/Megatron-LM. Each A100 file of a case
+is compared with each H100 one; a file that names no device was made on an A100.
+
+`--pythia DIR`: runs of one model that differ in the seed, a log each in any format that compare
+reads. The first by name is compared with all others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from departures.noise import curve
+from departures.scoring import read_answer
+from departures.truth import TOLERANCES, Floats, visible_verdicts
+from slurmllm.compare.compare import compare
+from slurmllm.metrics.curves import Curve, align
+from slurmllm.metrics.source import read_curve
+
+_LOSS = "lm loss"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A comparison of two published curves.
+
+    Attributes:
+        expected: Right verdicts; what the log shows, and `equivalent` of other seeds.
+        beyond: Points whose losses differ by more than the tolerance.
+        above: Points at which the second loss is the higher one.
+    """
+
+    a: str
+    b: str
+    points: int
+    beyond: int
+    above: int
+    expected: tuple[str, ...]
+    verdict: str
+    causes: tuple[str, ...]
+
+    @property
+    def right(self) -> bool:
+        return self.verdict in self.expected
+
+
+def compare_golden(folder: Path) -> list[Published]:
+    """Compare the A100 and the H100 curves of each test case."""
+    found = []
+    for case in sorted({path.parent for path in folder.rglob("golden_values*.json")}):
+        files = sorted(case.glob("golden_values*.json"))
+        later = [path for path in files if "h100" in path.name]
+        for first in (path for path in files if not _is_later(path)):
+            for second in later:
+                pair = _read_golden(first), _read_golden(second)
+                found.append(_compare(*pair, equivalent=False))
+    return found
+
+
+def compare_seeds(folder: Path) -> list[Published]:
+    """Compare the first run of a folder with the others."""
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    curves = [read_curve(path) for path in paths]
+    return [_compare(curves[0], other, equivalent=True) for other in curves[1:]]
+
+
+def show(title: str, found: Sequence[Published]) -> str:
+    """Returns a Markdown table."""
+    lines = [
+        f"| {title} | points | beyond the tolerance | B above A | right verdicts | verdict "
+        "| causes | |",
+        "|---|--:|--:|--:|---|---|---|---|",
+    ]
+    for one in found:
+        lines.append(
+            f"| {one.a} and {one.b} | {one.points} | {one.beyond} | {one.above} "
+            f"| {' or '.join(one.expected)} | {one.verdict} | {', '.join(one.causes)} "
+            f"| {'right' if one.right else 'WRONG'} |"
+        )
+    right = sum(one.right for one in found)
+    return "\n".join([*lines, "", f"{right} of {len(found)} verdicts right"])
+
+
+def _is_later(path: Path) -> bool:
+    return any(device in path.name for device in ("h100", "b200", "gb200", "gb300"))
+
+
+def _read_golden(path: Path) -> Curve:
+    held = json.loads(path.read_text())[_LOSS]
+    values = held["values"]
+    if isinstance(values, list):  # the format until 2024: points of a fixed interval
+        steps = np.arange(len(values)) * held["step_interval"] + 1
+    else:
+        steps = np.array([int(step) for step in values])
+        values = list(values.values())
+    kept = [place for place, value in enumerate(values) if isinstance(value, int | float)]
+    loss: Floats = np.array([float(values[place]) for place in kept])
+    return curve(f"{path.parent.name}/{path.stem}", {"loss": loss}, steps[kept])
+
+
+def _compare(a: Curve, b: Curve, equivalent: bool) -> Published:
+    answer = read_answer(json.loads(compare(a, b).model_dump_json()))
+    steps, x, y = align(a, b, "loss", 0, 2**62)
+    expected = visible_verdicts({"loss": x}, {"loss": y})
+    if equivalent:
+        expected |= {"equivalent"}
+    beyond = np.abs(y - x) > TOLERANCES["loss"] * np.maximum(np.abs(x), np.abs(y))
+    return Published(
+        a=a.name,
+        b=b.name,
+        points=len(steps),
+        beyond=int(beyond.sum()),
+        above=int((y > x).sum()),
+        expected=tuple(sorted(expected)),
+        verdict=answer.verdict,
+        causes=tuple(f"{cause.kind} ({cause.confidence})" for cause in answer.causes),
+    )
