@@ -99,7 +99,7 @@ class DocumentOrder:
         self._corpus = [corpus] if corpus else []
 
     def take(self, positions: Integers) -> Integers:
-        """Indices of the documents at ascending positions, int64 of the same shape [n]."""
+        """Indices of the documents at `positions`, which must ascend; both int64 [n]."""
         epochs, indices = np.divmod(positions, self.documents)
         if len(positions) and epochs[0] == epochs[-1]:  # the usual case: one epoch
             return self._permutation(int(epochs[0])).take(indices)

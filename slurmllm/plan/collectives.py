@@ -61,7 +61,7 @@ def rate(members: Group, hardware: Hardware) -> float:
 
 
 def gather_s(size: float, members: Group, hardware: Hardware) -> float:
-    """Time of an all-gather or reduce-scatter, s; `size` is the whole tensor, in bytes."""
+    """Time of an all-gather or reduce-scatter, s; `size` is the unsharded tensor, in bytes."""
     return _one_pass_s(size, members, hardware, hardware.shard_efficiency)
 
 

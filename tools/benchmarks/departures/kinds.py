@@ -21,21 +21,21 @@ _RESUMED = (RESUMED_EARLY, LATE)
 
 @dataclass(frozen=True)
 class Kind:
-    """A departure, or a sameness, whose right answer is known.
+    """A test case: a departure with a known cause, or two runs of the same training.
 
     Attributes:
-        group: Part of a training that it belongs to.
-        name: Its own name, unique.
-        causes: Kinds of cause that are true of it.
-        signature: What it looks like in a log; see truth.py.
-        changes: Settings that differ, or these as a function of the first step that differs.
-        event: What happens once before that step.
-        log: Name of the change to the log (logs.py); "" of none.
-        base: Settings of both runs that differ from the usual ones.
-        starts: First steps that differ.
-        verdicts: The right ones; None: by what the log shows.
-        equivalent: Chance decides it, as of another order of the data: `equivalent` is right too.
-        late_signature: That of the later start if it is another one.
+        group: Component of training that it affects.
+        name: Unique name.
+        causes: Correct causes.
+        signature: Expected pattern in the log; see truth.py.
+        changes: Settings that differ, or a function from the first step that differs to them.
+        event: What happens once, before the first step that differs.
+        log: Name of the change to the log (logs.py), or "" if none.
+        base: Settings of both runs that differ from the defaults.
+        starts: First steps that differ; the kind is trained once for each.
+        verdicts: Correct verdicts; None: derived from the logged values (`visible_verdicts`).
+        equivalent: `equivalent` is correct too: the runs differ only by randomness (data order).
+        late_signature: Signature for the later start, if different.
     """
 
     group: str
@@ -58,8 +58,8 @@ class Kind:
         return "rules" if digest[0] % 2 else "held_out"
 
     @property
-    def trains(self) -> bool:
-        """Whether it needs a training of its own, not only another log."""
+    def needs_training(self) -> bool:
+        """Whether it needs a training run of its own, not only a modified log."""
         return bool(self.changes) or self.event != "none"
 
     def reference(self, seed: int) -> Settings:

@@ -43,7 +43,7 @@ VIEWS = tuple(View(columns, interval) for columns in COLUMN_SETS for interval in
 def make_logs(
     kind: Kind, since: int, seed: int, reference: Log, other: Log, view: View
 ) -> tuple[Log, Log]:
-    """Returns the logs of both runs, with the kind's change to the log."""
+    """Returns the logs of reference and changed run, with the kind's change to the latter's log."""
     if kind.log in _NOISE:
         first, second = (
             _with_noise(one, kind, np.random.default_rng([seed, side]))

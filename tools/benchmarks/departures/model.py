@@ -1,9 +1,8 @@
-"""A transformer of two layers, computed from one flat vector of weights.
+"""A two-layer transformer whose parameters are views of one flat vector.
 
-The weights are views of one vector, so that an optimizer is a few lines of vector arithmetic and a
-rank's gradient is one vector. Norm weights exist twice, as on two ranks of sequence parallelism:
-each copy serves its half of the sequence, and the copies are equal as long as their gradients are
-reduced.
+So an optimizer is a few vector operations, and a rank's gradient is one vector. The weights of the
+normalization layers are stored twice, as on two sequence-parallel ranks: each copy processes half
+of the sequence, and the copies stay equal only if their gradients are all-reduced.
 """
 
 from __future__ import annotations

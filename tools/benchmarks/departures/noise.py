@@ -76,7 +76,7 @@ def differs(r: Floats) -> bool:
 
 
 def false_alarms(seeds: int) -> dict[str, float]:
-    """How often noise is called a departure, by its shape and length."""
+    """False-positive rate of compare on pure noise, by distribution and number of points."""
     random = np.random.default_rng(8)
     found = {}
     for points in (50, 200, 1000, 5000, 20000):

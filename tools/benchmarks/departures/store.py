@@ -84,7 +84,7 @@ def _train_job(job: tuple[Path, list[Case]]) -> int:
     kinds = [all_kinds()[case.kind] for case in wanted]
     wanted_changes: dict[Path, Change] = {}
     for kind, case in zip(kinds, wanted, strict=True):
-        if kind.trains:
+        if kind.needs_training:
             wanted_changes[path_of(folder, case)] = kind.change(case.seed, case.since)
     first = wanted[0]
     reference, found = train(kinds[0].reference(first.seed), list(wanted_changes.values()), STEPS)
@@ -102,7 +102,7 @@ def load_pair(folder: Path, case: Case) -> tuple[Log, Log]:
 def path_of(folder: Path, case: Case) -> Path:
     """The file of a case; the reference's if it changes only what is logged."""
     kind = all_kinds()[case.kind]
-    if not kind.trains:
+    if not kind.needs_training:
         return reference_path(folder, case)
     digest = _digest(repr((kind.reference(case.seed), kind.change(case.seed, case.since))))
     return folder / f"{case.name}-{digest}.npz"

@@ -2,7 +2,7 @@
 
 One rank's backward pass is made wrong from a step on without a change to the package: a
 sitecustomize module, which Python imports by itself, scales the gradient that enters the backward
-pass of rank 1. Runs that are there already are not made again.
+pass of rank 1. Runs that exist are not trained again.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def train(runs: Path, steps: int, at: int) -> None:
         submit(runs, "other_lr", f"train.steps={at - 1}", f"optim.decay_steps={steps}")
         slurmllm(runs, "resume", "other_lr", "--local", "--set", full, "--set", "optim.lr=4e-3")
     for name in ("base", "two_workers", "bad_rank", "from_weights", "shuffled", "bf16", "other_lr"):
-        unrecorded(runs, name)
+        copy_metrics_only(runs, name)
 
 
 def submit(
@@ -168,8 +168,8 @@ def slurmllm(runs: Path, *arguments: str, environment: dict[str, str] | None = N
     )
 
 
-def unrecorded(runs: Path, name: str) -> None:
-    """A copy that holds the metrics alone, as of a framework that records nothing else."""
+def copy_metrics_only(runs: Path, name: str) -> None:
+    """Copy only the metrics of a run, as if its framework recorded nothing else."""
     target = runs / f"{name}-bare" / "metrics"
     if not target.exists():
         shutil.copytree(runs / name / "metrics", target)

@@ -69,12 +69,12 @@ class State:
 def train(
     settings: Settings, changes: Sequence[Change] = (), steps: int = STEPS
 ) -> tuple[Columns, list[Columns]]:
-    """Train from the first step, and once more for each change, from the step that it begins at.
+    """Train the reference from step 1, and each changed run from the first step of its change.
 
     Returns:
-        What the unchanged training logs, by column, and what each changed one does. [steps] each.
-        `grad_norm` is that before clipping, `param_norm` that after the update. Columns that only
-        faulty logs have: `grad_norm_clipped`, `grad_norm_without_embeddings`, `loss_of_rank`.
+        The columns of the reference, and those of each changed run, its shared steps included.
+        [steps] each. `grad_norm` is before clipping, `param_norm` after the update. For faulty
+        logs only: `grad_norm_clipped`, `grad_norm_without_embeddings`, `loss_of_rank`.
     """
     torch.set_num_threads(1)
     state = _initial_state(settings)

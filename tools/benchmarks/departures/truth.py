@@ -1,10 +1,10 @@
-"""What a right answer is: written from what the columns can show, before any answer was looked at.
+"""Defines a correct answer. The criteria were fixed before any answer was seen.
 
-A row of step t holds the loss and the gradient norm of the weights before its update, the learning
-rate of that update and the norm of the weights after it. So a departure has one of a few
-signatures, and some kinds of departure share one: with fewer columns, more do. An answer is right
-if its first cause is the true kind, or one that the logged columns cannot tell apart from it and
-the true one is in the list too.
+Row t holds the loss and the gradient norm at the weights before update t, the learning rate of
+update t, and the norm of the weights after it. Each kind of departure has one of a few signatures.
+Some kinds share a signature, and more do if fewer columns are logged. An answer is correct if its
+first cause is the true kind, or if the logged columns cannot tell the first cause from the true
+kind and the true kind is also in the list of causes.
 """
 
 from __future__ import annotations
