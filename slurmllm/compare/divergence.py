@@ -16,9 +16,9 @@ against a tolerance τ. Noise takes single points beyond τ. The curves differ b
 If the curves are otherwise the same the scatter is 0, and one point beyond τ is a departure.
 Fewer than 20 points cannot show noise: then each point beyond τ is a departure.
 
-The constants are set by simulation (tools/benchmarks/departures.py): at most one false alarm in a
-hundred with noise of up to τ/3, from normal to Student's t with 3 degrees of freedom, white and
-slow, 50 to 20,000 points.
+The constants are set by simulation (tools/benchmarks/departures --noise): at most one false alarm
+in a hundred with noise of up to τ/3, from normal to Student's t with 3 degrees of freedom, white
+and slow, 50 to 20,000 points.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 _Bits = npt.NDArray[np.uint64]
 
-# CAUTION: a change of this number, of `Permutation` or of `splitmix64` changes the data order of
-# every run.
+# CAUTION: a change of the arithmetic or the keys in this file changes the data order of every run.
 _ROUNDS = 8
 _U64 = np.uint64
 

@@ -76,6 +76,7 @@ def test_a_node_that_dies(
     assert bench.attempt("nodeless", 0)["blamed_nodes"] == [lost]
     after = bench.attempt("nodeless", 1)["nodes"]
     assert lost not in after
+    assert len(after) == len(before)
     first = bench.first_steps("nodeless")
     for fresh in set(after) - set(before):
         assert first[fresh]["cache_misses"] == 0

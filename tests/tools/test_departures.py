@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -12,9 +12,17 @@ from departures import __main__ as command
 from departures import store
 from departures.kinds import Kind, all_kinds
 from departures.logs import VIEWS, View, make_logs
+from departures.noise import differs, noise
 from departures.published import compare_golden, compare_seeds
-from departures.scoring import Answer, Cause, expected_verdicts, read_answer, score_all
-from departures.settings import EARLY, Settings
+from departures.scoring import (
+    Answer,
+    Cause,
+    expected_verdicts,
+    read_answer,
+    score_all,
+    score_answer,
+)
+from departures.settings import EARLY, LATE, Settings
 from departures.training import Columns, train
 from departures.truth import COLUMN_SETS, INDISTINCT, visible_verdicts
 
@@ -79,7 +87,7 @@ def test_training_starts_to_learn() -> None:
 
 def test_the_halves_are_stable_and_of_about_the_same_size() -> None:
     kinds = all_kinds()
-    assert len(kinds) >= 60
+    assert len(kinds) > 100
     halves = {name: kind.half for name, kind in kinds.items()}
     assert halves["rank_dropped"] == "held_out"
     assert halves["lr_plus_10"] == Kind("x", "lr_plus_10", (), "logging").half
@@ -102,6 +110,61 @@ def test_every_kind_has_a_right_answer() -> None:
             for columns in COLUMN_SETS:
                 alike = INDISTINCT[columns][signature]
                 assert not kind.causes or set(kind.causes) & (alike | {"unknown"}), kind.name
+
+
+def test_changed_settings_have_known_values() -> None:
+    """A misspelt value would train the reference once more."""
+    known = {
+        n: get_args(h) for n, h in get_type_hints(Settings).items() if get_origin(h) is Literal
+    }
+    assert "schedule" in known
+    for kind in all_kinds().values():
+        for since in kind.starts:
+            settings = kind.change(1, since).settings
+            for name, values in known.items():
+                assert getattr(settings, name) in values, kind.name
+
+
+def likely(*kinds: str, step: int = LATE) -> Answer:
+    return Answer("differ", tuple(Cause(kind, "likely", step) for kind in kinds))
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),  # whether verdict, first cause, list and step are right
+    [
+        (likely("optimizer"), (True, True, True, True)),
+        (likely("mesh", "optimizer"), (True, True, True, True)),  # looks the same
+        (likely("lr", "optimizer"), (True, False, True, False)),
+        (likely("mesh"), (True, False, False, False)),
+        (likely("unknown"), (True, False, True, False)),
+        (likely("optimizer", step=1), (True, True, True, False)),
+        (Answer("match", ()), (False, False, False, False)),
+    ],
+)
+def test_scores(answer: Answer, expected: tuple[bool, ...]) -> None:
+    kind = all_kinds()["weight_decay_off"]
+    reference = {n: np.full(100, 3.0) for n in COLUMN_SETS["four"]} | {"step": np.arange(1, 101)}
+    changed = {n: v.copy() for n, v in reference.items()}
+    changed["param_norm"][LATE - 1 :] *= 1.01
+    changed["loss"][LATE:] *= 1.01
+    logs = make_logs(kind, LATE, 1, reference, changed, View("four", 1))
+    case = store.Case(kind.name, LATE, 1)
+    score = score_answer(kind, case, View("four", 1), logs, answer)
+    assert (score.verdict_right, score.outright, score.listed, score.step_right) == expected
+    assert score.asked
+    assert not score.certain_wrong
+    for wrong, found in (("lr", ("lr",)), ("optimizer", ())):
+        certain = Answer("differ", (Cause(wrong, "certain", LATE),))
+        assert score_answer(kind, case, View("four", 1), logs, certain).certain_wrong == found
+
+
+@pytest.mark.parametrize("degrees", [None, 0, 5])
+@pytest.mark.parametrize("slowness", [0.0, 0.9])
+def test_noise_has_standard_deviation_1(degrees: int | None, slowness: float) -> None:
+    random = np.random.default_rng(3)
+    assert noise(random, 50_000, degrees, slowness).std() == pytest.approx(1, abs=0.05)
+    assert not differs(np.zeros(200))
+    assert differs(np.full(200, 2.0))
 
 
 def log(loss: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
@@ -151,6 +214,14 @@ def test_published_curves(tmp_path: Path) -> None:
     (found,) = compare_golden(tmp_path)
     assert (found.points, found.beyond, found.above) == (20, 20, 20)
     assert found.expected == ("differ",)
+    for device in ("a100", "h100"):  # the format until 2024
+        golden = tmp_path / "old" / f"golden_values_dev_dgx_{device}.json"
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(
+            json.dumps({"lm loss": {"step_interval": 5, "values": [9.0, "nan", 8.0]}})
+        )
+    found = next(one for one in compare_golden(tmp_path) if one.a.startswith("old"))
+    assert (found.points, found.expected) == (2, ("identical",))
     (found,) = compare_seeds(tmp_path / "seeds")
     assert found.points == 20
     assert found.expected == ("differ", "equivalent")
@@ -191,6 +262,8 @@ def test_trainings_are_kept_and_scored(
             assert score.verdict_right
             assert score.verdict == "identical"
             assert not score.asked
+        if score.kind == "grad_norm_squared" and score.columns != "loss":
+            assert score.expected == ("differ",)
         if score.kind == "lr_doubled" and score.columns == "four" and score.interval == 1:
             assert all((score.verdict_right, score.outright, score.listed, score.step_right))
             assert score.causes == ("lr (certain)",)

@@ -58,6 +58,10 @@ def main() -> None:
     given = (options.data, options.noise, options.submitted, options.golden, options.pythia)
     if not (any(given) or options.list):
         parser.error("give --data, --noise, --submitted, --golden, --pythia or --list")
+    if options.as_is and not options.submitted:
+        parser.error("--as-is goes with --submitted")
+    if (options.kinds or options.half) and not (options.data or options.list):
+        parser.error("--kinds and --half go with --data or --list")
     found: dict[str, object] = {}
     texts = []
     kinds = _choose(parser, options.kinds, options.half)

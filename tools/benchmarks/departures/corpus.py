@@ -69,7 +69,8 @@ def sequences(seq_len: int, dropped: int | None) -> tuple[Ints, Ints]:
             if at + length > width:
                 break
             table = tables[kept[number % len(kept)]]
-            # Of the second order only by the last token's parity: learnable, but not at once.
+            # The second order is only the parity of the token before the last: learnable, but not
+            # at once.
             before, last = 2, 2 + number * 7 % (VOCABULARY - 2)
             for place in range(at, at + length - 1):
                 tokens[row, place] = last

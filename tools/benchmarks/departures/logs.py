@@ -58,12 +58,7 @@ def make_logs(
     if since > EARLY and kind.log:
         later = other["step"] >= since
         changed = {name: np.where(later, changed[name], other[name]) for name in other}
-    first, second = view.select(reference), view.select(changed)
-    if kind.log == "steps_from_0":
-        # A step that counts from 0 and logs every tenth logs steps 1, 11, … of those from 1.
-        moved = changed | {"step": changed["step"] - 1}
-        second = view.select(moved)
-    return first, second
+    return view.select(reference), view.select(changed)
 
 
 def change_log(name: str, log: Log) -> Log:
@@ -97,7 +92,9 @@ def change_log(name: str, log: Log) -> Log:
             digits = _DIGITS[name]
             rounded = {n: np.array([float(f"{v:.{digits}g}") for v in log[n]]) for n in log}
             return rounded | {"step": log["step"]}
-    return log
+        case "steps_from_0":  # every tenth of these is step 1, 11, … of those from 1
+            return log | {"step": log["step"] - 1}
+    raise ValueError(f"no change of a log is named {name!r}")
 
 
 def _with_noise(log: Log, kind: Kind, random: np.random.Generator) -> Log:

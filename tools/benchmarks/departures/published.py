@@ -20,7 +20,7 @@ import numpy as np
 from departures.noise import curve
 from departures.scoring import read_answer
 from departures.truth import TOLERANCES, Floats, visible_verdicts
-from slurmllm.compare.compare import compare
+from slurmllm.compare.compare import compare, signed_difference
 from slurmllm.metrics.curves import Curve, align
 from slurmllm.metrics.source import read_curve
 
@@ -115,10 +115,10 @@ def _compare(a: Curve, b: Curve, seeds: bool = False) -> Published:
     `equivalent` is right too, of other seeds always; of other hardware if the mean difference over
     all points is within the tolerance.
     """
-    answer = read_answer(json.loads(compare(a, b).model_dump_json()))
+    answer = read_answer(compare(a, b).model_dump(mode="json"))
     steps, x, y = align(a, b, "loss", 0, 2**62)
     expected = visible_verdicts({"loss": x}, {"loss": y})
-    r = (y - x) / np.maximum(np.abs(x), np.abs(y)) / TOLERANCES["loss"]
+    r = signed_difference(x, y) / TOLERANCES["loss"]
     if seeds or ("identical" not in expected and abs(r.mean()) <= 1):
         expected |= {"equivalent"}
     return Published(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from departures.kinds import Half, Kind, all_kinds
 from departures.logs import INTERVALS, VIEWS, Log, View, log_path, make_logs, write_log
-from departures.settings import EARLY
 from departures.store import Case, load_pair
 from departures.truth import (
     COLUMN_SETS,
@@ -27,8 +25,6 @@ from departures.truth import (
 from slurmllm.compare.compare import compare
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.source import read_curve
-
-ALL_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 @dataclass(frozen=True)
@@ -128,8 +124,8 @@ def score_case(folder: Path, case: Case) -> list[Score]:
         suffix = f"{view.columns}-{view.interval}"
         curve_a = _curve_of(a, logs, f"reference-{suffix}")
         curve_b = _curve_of(b, logs, f"{case.name}-{suffix}")
-        answer = read_answer(json.loads(compare(curve_a, curve_b).model_dump_json()))
-        scores.append(_score(kind, case, view, (a, b), (reference, other), answer))
+        answer = read_answer(compare(curve_a, curve_b).model_dump(mode="json"))
+        scores.append(score_answer(kind, case, view, (a, b), answer))
     return scores
 
 
@@ -157,13 +153,8 @@ def expected_verdicts(kind: Kind, view: View, a: Log, b: Log) -> tuple[frozenset
     return shown, len(shown) > 1
 
 
-def _score(
-    kind: Kind,
-    case: Case,
-    view: View,
-    logs: tuple[Log, Log],
-    trainings: tuple[Log, Log],
-    answer: Answer,
+def score_answer(
+    kind: Kind, case: Case, view: View, logs: tuple[Log, Log], answer: Answer
 ) -> Score:
     expected, borderline = expected_verdicts(kind, view, *logs)
     verdict_right = answer.verdict in expected
@@ -192,7 +183,7 @@ def _score(
         asked=asked,
         outright=differs and outright,
         listed=differs and (listed or first == "unknown"),
-        step_right=differs and outright and _step_right(step, case, view, logs, trainings),
+        step_right=differs and outright and _step_right(step, case, view, logs),
         certain_wrong=tuple(
             cause.kind
             for cause in answer.causes
@@ -201,24 +192,14 @@ def _score(
     )
 
 
-def _step_right(
-    step: int | None,
-    case: Case,
-    view: View,
-    logs: tuple[Log, Log],
-    trainings: tuple[Log, Log],
-) -> bool:
+def _step_right(step: int | None, case: Case, view: View, logs: tuple[Log, Log]) -> bool:
     """Whether a step is that of the departure, as far as the logged points show it.
 
-    From the first step at which the trainings differ at all to the first logged point that does,
-    one point of slack included.
+    From the step at which the change begins to the first logged point that differs, and one point
+    more.
     """
     if step is None:
         return False
-    names = COLUMN_SETS["four"]
-    every = trainings[0]["step"].astype(np.int64)
-    own = first_difference(every, *({n: one[n] for n in names} for one in trainings))
-    first = min(own, case.since) if own is not None and case.since == EARLY else case.since
     steps, at_a, at_b = np.intersect1d(logs[0]["step"], logs[1]["step"], return_indices=True)
     logged = [name for name in COLUMN_SETS[view.columns] if name in logs[0]]
     seen = first_difference(
@@ -226,4 +207,4 @@ def _step_right(
         {n: logs[0][n][at_a] for n in logged},
         {n: logs[1][n][at_b] for n in logged},
     )
-    return seen is not None and first <= step <= seen + view.interval
+    return seen is not None and case.since <= step <= seen + view.interval

@@ -82,7 +82,7 @@ class Settings:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
-    decay_norms: bool = False
+    decay_norms: bool = False  # biases too
     clip: float | None = 0.8
     bias_correction: bool = True
     shard_not_updated: bool = False

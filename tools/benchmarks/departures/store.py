@@ -1,7 +1,7 @@
 """The trainings of a benchmark: run by a pool of processes, and kept in a folder.
 
-A file's name has a digest of everything that the training depends on, so that a folder of an older
-version is trained again where it differs, and only there.
+A file's name has a digest of the settings and of the sources of the training, so that a folder of
+an older version is trained again where it differs, and only there.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from departures.scoring import Score
+from departures.settings import LATE
 
 Row = dict[str, Any]
 _WORST = 15
@@ -19,7 +20,7 @@ def figures(scores: Sequence[Score]) -> dict[str, Any]:
         "half": _by(scores, lambda one: one.half),
         "columns": _by(scores, lambda one: one.columns),
         "interval": _by(scores, lambda one: one.interval),
-        "start": _by(scores, lambda one: "from the start" if one.since < 10 else "later"),
+        "start": _by(scores, lambda one: "from the start" if one.since < LATE else "later"),
         "half and columns": _by(scores, lambda one: f"{one.half}, {one.columns}"),
         "group": _by(scores, lambda one: one.group),
         "kind": _by(scores, lambda one: one.kind),
@@ -64,7 +65,7 @@ def _confusion(scores: Sequence[Score]) -> dict[str, dict[str, int]]:
     return {name: dict(row) for name, row in found.items()}
 
 
-def show(found: Mapping[str, Any], worst: int = _WORST) -> str:
+def show(found: Mapping[str, Any]) -> str:
     """Returns the tables as Markdown."""
     parts = [_table("all", {"all": found["all"]})]
     for name in ("half", "columns", "interval", "start", "half and columns", "group"):
@@ -72,7 +73,7 @@ def show(found: Mapping[str, Any], worst: int = _WORST) -> str:
     rows = list(found["kind"].items())
     for title, key in (("verdict", "verdict_right"), ("cause", "outright")):
         known = [(name, row) for name, row in rows if row[key] is not None and row[key] < 1]
-        ranked = sorted(known, key=lambda item: item[1][key])[:worst]
+        ranked = sorted(known, key=lambda item: item[1][key])[:_WORST]
         if ranked:
             parts.append(_table(f"worst kinds by {title}", dict(ranked)))
     lines = ["| right verdicts | answers |", "|---|---|"]
@@ -80,11 +81,10 @@ def show(found: Mapping[str, Any], worst: int = _WORST) -> str:
         lines.append(f"| {name} | {', '.join(f'{v} {n}' for v, n in sorted(answers.items()))} |")
     parts.append("\n".join(lines))
     wrong = found["certain_wrong"]
-    parts.append(f"certain and wrong: {len(wrong)}")
-    parts += [f"- {w['case']}, {w['columns']}, every {w['interval']}: {w['causes']}" for w in wrong]
-    return "\n\n".join(parts[: -len(wrong) or None]) + "".join(
-        f"\n{line}" for line in parts[len(parts) - len(wrong) :]
-    )
+    lines = [f"certain and wrong: {len(wrong)}"]
+    lines += [f"- {w['case']}, {w['columns']}, every {w['interval']}: {w['causes']}" for w in wrong]
+    parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def _table(title: str, rows: Mapping[str, Row]) -> str:

@@ -100,7 +100,7 @@ def visible_verdicts(a: Mapping[str, Floats], b: Mapping[str, Floats]) -> frozen
         return frozenset({"identical"})
     sizes = []
     for x, y, tolerance in pairs:
-        if not np.isfinite(y).all():
+        if not (np.isfinite(x).all() and np.isfinite(y).all()):
             return frozenset({"differ"})
         scale = np.maximum(np.abs(x), np.abs(y))
         sizes.append((y - x) / np.where(scale > 0, scale, 1.0) / tolerance)
