@@ -33,13 +33,25 @@ class Bench:
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
+        self.started: list[subprocess.Popen[str]] = []
         runs.mkdir(exist_ok=True)
 
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what a failed test left running: it would disturb the tests after it."""
+        for process in self.started:
+            with process:  # closes its pipe, and waits
+                process.kill()
+
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*SLURMLLM, *arguments, "--runs-dir", str(self.runs)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
+        self.started.append(process)
+        return process
 
     def call(self, *arguments: str, code: int = 0) -> str:
         process = self.start(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     for name, value in nxd_environment().items():
         monkeypatch.setenv(name, value)
-    return Bench(tmp_path / "runs")
+    with Bench(tmp_path / "runs") as bench:
+        yield bench
 
 
 def compared(bench: Bench, one: str, other: str) -> dict[str, object]:

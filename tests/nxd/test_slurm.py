@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,13 @@ STANDINS = Path(__file__).resolve().parent / "standins"
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: object) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: object) -> Iterator[Bench]:
     for name, value in nxd_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{STANDINS}:{os.environ['PATH']}")
     monkeypatch.setenv("STANDIN_CONTROL", str(tmp_path / "control.json"))
-    return Bench(tmp_path / "runs")
+    with Bench(tmp_path / "runs") as bench:
+        yield bench
 
 
 def test_a_failed_graph_then_a_whole_run(bench: Bench, tmp_path: Path) -> None:
