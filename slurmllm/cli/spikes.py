@@ -1,9 +1,9 @@
-"""`slurmllm spikes`: finds the spikes of the loss of runs."""
+"""`slurmllm spikes`: finds the spikes of loss and gradient norm of runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -11,14 +11,20 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
-    from slurmllm.spikes.analysis import SpikeAnalysis
+    from slurmllm.spikes.analysis import Metric, SpikeAnalysis
 
 _MAX_ROWS = 10  # of the table of the highest spikes
-_HEADINGS = ("step", "steps", "above mean", "loss", "back after", "grad norm", "coincides")
 
 
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.option(
+    "--metric",
+    type=click.Choice(("loss", "grad_norm", "all")),
+    default="all",
+    show_default=True,
+    help="What to search for spikes; all: both if they are logged.",
+)
 @click.option(
     "--window", type=int, default=20, show_default=True, help="Number of steps in the running mean."
 )
@@ -27,7 +33,7 @@ _HEADINGS = ("step", "steps", "above mean", "loss", "back after", "grad norm", "
     type=float,
     default=0.1,
     show_default=True,
-    help="A loss higher than the running mean by more than this is a spike.",
+    help="A value higher than the running mean by more than this is a spike.",
 )
 @click.option(
     "--min-gap",
@@ -46,6 +52,7 @@ _HEADINGS = ("step", "steps", "above mean", "loss", "back after", "grad norm", "
 def spikes(
     *,
     sources: tuple[str, ...],
+    metric: str,
     window: int,
     threshold: float,
     min_gap: int,
@@ -57,12 +64,13 @@ def spikes(
     runs_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Find loss spikes in runs and logs.
+    """Find spikes of loss and gradient norm in runs and logs.
 
     Also finds the restarts, skipped batches and gradient-norm changes that coincide with them.
 
-    A step is in a spike if its loss exceeds the mean of the --window steps before it by more than
-    --threshold. The defaults are those of the HLAT paper (arXiv 2404.10630).
+    A step is in a spike if its value exceeds the mean of the --window steps before it by more than
+    --threshold. The defaults are those of AWS's post on GPT-NeoX (2023-12-12), for the gradient
+    norm.
 
     SOURCE is a run's name, a run directory, or a log of another framework, as for `compare`.
 
@@ -71,14 +79,15 @@ def spikes(
     from slurmllm.errors import RunError
     from slurmllm.metrics.source import locate, parse_tags, read_curve
     from slurmllm.rundir import runs_root
-    from slurmllm.spikes.detection import find_spikes, select_steps
+    from slurmllm.spikes.detection import analyze, select_steps
 
     options.check_picture(plot, no_plot)
-    root, metrics = runs_root(runs_dir), parse_tags(tags)
-    read = [read_curve(locate(source, root), metrics, lenient=True) for source in sources]
+    root, mapping = runs_root(runs_dir), parse_tags(tags)
+    read = [read_curve(locate(source, root), mapping, lenient=True) for source in sources]
     curves = [select_steps(curve, from_step, to_step) for curve in read]
-    found = [find_spikes(curve, window, threshold, min_gap) for curve in curves]
-    if not any(run.judged or run.not_finite_steps for run in found):
+    chosen = None if metric == "all" else cast("Metric", metric)
+    found = [analyze(curve, window, threshold, min_gap, chosen) for curve in curves]
+    if not any(one.judged or one.not_finite_steps for run in found for one in run.by_metric):
         raise RunError(
             "; ".join(f"{run.name}: {run.verdict}" for run in found) + "; wait for more steps, or "
             "give a smaller --window"
@@ -121,6 +130,7 @@ def _draw(curves: list[Curve], found: list[SpikeAnalysis], plot: str | None) -> 
 def _print(run: SpikeAnalysis) -> None:
     from rich.text import Text
 
+    from slurmllm.spikes.analysis import NAMES
     from slurmllm.tables import console, print_table
 
     def line(text: str | Text) -> None:
@@ -129,23 +139,31 @@ def _print(run: SpikeAnalysis) -> None:
     interval = "" if run.interval == 1 else f", one in {run.interval} logged"
     line(f"{run.name}: steps {run.first_step}–{run.last_step}{interval}")
     line("")
-    print_table(("figure", "value"), _figures(run))
-    if run.count:
+    for one in run.by_metric:
+        title = NAMES[one.metric]
+        line(Text.assemble((f"{title} spike", "bold"), f": {one.definition}"))
         line("")
-        print_table(_HEADINGS, _spike_rows(run))
-        if run.count > _MAX_ROWS:
-            line(f"… the {_MAX_ROWS} highest of {run.count:,}")
-    line("")
-    color = {"calm": "green", "passing": "green", "lasting": "yellow", "too_short": "yellow"}
-    line(Text.assemble((run.state, f"bold {color.get(run.state, 'red')}"), ": ", run.verdict))
-    for warning in run.warnings:
-        line(f"warning: {warning}")
+        print_table(("figure", "value"), _figures(one, first=one is run))
+        if one.count:
+            line("")
+            ratio = "grad norm" if one.metric == "loss" else "ratio"
+            headings = ("step", "steps", "above mean", title, "back after", ratio, "coincides")
+            print_table(headings, _spike_rows(one))
+            if one.count > _MAX_ROWS:
+                line(f"… the {_MAX_ROWS} highest of {one.count:,}")
+        line("")
+    for one in run.by_metric:
+        color = {"calm": "green", "passing": "green", "lasting": "yellow", "too_short": "yellow"}
+        state = (one.state, f"bold {color.get(one.state, 'red')}")
+        line(Text.assemble(f"{NAMES[one.metric]}: ", state, ": ", one.verdict))
+        for warning in one.warnings:
+            line(f"warning: {warning}")
     if run.plot is not None:
         line(f"picture: {run.plot}")
     line("")
 
 
-def _figures(run: SpikeAnalysis) -> list[tuple[str, str]]:
+def _figures(run: SpikeAnalysis, first: bool) -> list[tuple[str, str]]:
     from slurmllm.spikes.plot import binned
 
     found = [("steps judged", f"{run.judged:,} of {run.steps:,}"), ("spikes", f"{run.count:,}")]
@@ -153,8 +171,9 @@ def _figures(run: SpikeAnalysis) -> list[tuple[str, str]]:
         found.append(("per 1,000 steps", f"{run.per_1000_steps:.3g}"))
         found.append(("inside spikes", f"{run.inside_share:.3%} of the steps"))
     if run.one_step_share is not None:
-        found.append(("last one step", f"{run.one_step_share:.1%} (HLAT: over 86%)"))
-        durations = ", ".join(f"{name}: {number:,}" for name, number in binned(run.durations))
+        published = f" ({run.reference})" if run.reference else ""
+        found.append(("last one step", f"{run.one_step_share:.1%}{published}"))
+        durations = ", ".join(f"{name}: {count[0]:,}" for name, count in binned([run.durations]))
         found.append(("durations", durations))
     if run.not_finite_steps:
         found.append(("NaN or infinite", f"{run.not_finite_steps:,} steps"))
@@ -162,18 +181,21 @@ def _figures(run: SpikeAnalysis) -> list[tuple[str, str]]:
         grown = run.growth
         end = f"; at the end {grown.at_end:.3g}"
         found.append(("rise over the lowest", f"{grown.largest:.3g} at step {grown.step}{end}"))
+    if run.metric == "grad_norm" and run.grad_norm is not None and run.grad_norm.growth:
+        text = f"{run.grad_norm.growth:.3g} at step {run.grad_norm.growth_step}"
+        found.append(("times the lowest", text))
     if run.grad_norm is not None and run.grad_norm.ratio_median is not None:
         usual, most = run.grad_norm.ratio_median, run.grad_norm.ratio_largest
         text = f"{usual:.3g} times the median before them, at most {most:.3g}"
         found.append(("gradient norm at spikes", text))
-    if run.param_norm is not None:
+    if run.param_norm is not None and first:
         norm = run.param_norm
-        text = f"{norm.first:.5g} → {norm.last:.5g}"
+        text = f"{norm.first:.5g} at the start → {norm.last:.5g}"
         if norm.slope is not None:
             trend = "" if norm.direction in (None, "neither") else f", {norm.direction} throughout"
             text += f"; over the last half {norm.slope:+.3g} per 1,000 steps{trend}"
         found.append(("parameter norm", text))
-    if run.restarts:
+    if run.restarts and first:
         shown = ", ".join(str(step) for step in run.restarts[:5])
         found.append(("restarts at", shown + (" …" if len(run.restarts) > 5 else "")))
     return found
@@ -192,7 +214,7 @@ def _spike_rows(run: SpikeAnalysis) -> list[tuple[str, ...]]:
                 str(spike.step),
                 str(spike.duration),
                 f"{spike.height:.4g}",
-                f"{spike.loss:.4g}",
+                f"{spike.value:.4g}",
                 "never" if back is None else str(back),
                 "-" if ratio is None else f"× {ratio:.3g}",
                 ", ".join(coincident) or "-",

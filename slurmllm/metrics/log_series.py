@@ -200,7 +200,7 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
     counts = {tag: len(series.steps) for tag, series in log.series.items()}
     choice = choose_tags(counts, tags, log.path)
     chosen = {metric: log.series[tag] for metric, tag in choice.tags.items()}
-    loss = chosen["loss"]
+    loss = chosen.get("loss") or chosen["grad_norm"]
     if "time" not in chosen and loss.times is not None:
         chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
     warnings = [*log.warnings, *choice.missing]

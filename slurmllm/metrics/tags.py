@@ -281,7 +281,8 @@ def choose_tags(counts: Mapping[str, int], requested: Mapping[str, str], source:
     Tags that the user requested, by metric, may be of another of several logs.
 
     Raises:
-        RunError: no tag is the loss, or a requested tag is missing and no other matches.
+        RunError: no tag is the loss or the gradient norm, or a requested tag is missing and no
+            other matches.
     """
     names = _NormalizedTags(counts)
     chosen = {m: tag for m, tag in requested.items() if tag in counts and m != "step"}
@@ -312,7 +313,7 @@ def choose_tags(counts: Mapping[str, int], requested: Mapping[str, str], source:
             if not free:
                 raise RunError(f"{what}; there are {list_tags(counts)}")
             missing.append(f"{what}; {metric} is taken from {free[0]!r}")
-    if "loss" not in chosen:
+    if not {"loss", "grad_norm"} & chosen.keys():  # `spikes` works with either
         raise RunError(
             f"no loss in {source}: none of its tags is known; there are "
             f"{list_tags(counts)}; name it with --tag loss=TAG"

@@ -34,6 +34,7 @@ from slurmllm.report.tables import (
     verdict,
 )
 from slurmllm.report.throughput import FIRST_STEPS, scaling_rows, scaling_table
+from slurmllm.spikes.analysis import NAMES
 
 _MEASURE = (
     f"seq/s are the mean over the first {FIRST_STEPS} steps, each step once, as in Table 1 of "
@@ -61,10 +62,16 @@ def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[Report
                 Picture(scores_name(number, table.suite), f"Scores of {facts.name}"),
                 scores_table(table),
             ]
-        if facts.spikes is not None:
-            spikes.append(Paragraph(facts.spikes.verdict, strong=facts.name))
-            if facts.spikes.spikes:
-                spikes.append(spikes_table(facts.spikes))
+        for one in () if facts.spikes is None else facts.spikes.by_metric:
+            title = f"{facts.name}, {NAMES[one.metric]}"
+            spikes.append(Paragraph(f"{one.state}: {one.verdict}", strong=title))
+            share = f"; {one.one_step_share:.1%} of them last one step" if one.count else ""
+            published = f" ({one.reference})" if share and one.reference else ""
+            spikes.append(Paragraph(f"a spike: {one.definition}{share}{published}"))
+            doubts = [text for text in one.warnings if text not in facts.warnings]
+            spikes += [Bullets(doubts)] if doubts else []
+            if one.spikes:
+                spikes.append(spikes_table(one))
     curves = _plots(drawn, "curves")
     warnings = [f"{facts.name}: {warning}" for facts in runs for warning in facts.warnings]
     found = [

@@ -24,7 +24,7 @@ from slurmllm.report.facts import CheckpointFacts, CheckpointState, Rate, RunFac
 from slurmllm.report.throughput import throughput_by_nodes
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
-from slurmllm.spikes import SpikeAnalysis, find_spikes
+from slurmllm.spikes import SpikeAnalysis, analyze
 from slurmllm.status.history import RunHistory, read_history, read_incarnations, read_submissions
 from slurmllm.status.recoveries import find_recoveries
 from slurmllm.status.utilization import account_node_hours
@@ -243,7 +243,8 @@ def _read_events(run: RunDir, history: RunHistory, warnings: list[str]) -> Itera
 
 
 def _find_spikes(curve: Curve, warnings: list[str]) -> SpikeAnalysis | None:
-    return _or_warn(lambda: find_spikes(curve), warnings) if "loss" in curve.columns else None
+    logged = {"loss", "grad_norm"} & curve.columns.keys()
+    return _or_warn(lambda: analyze(curve), warnings) if logged else None
 
 
 def _read_versions(

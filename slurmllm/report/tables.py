@@ -26,6 +26,7 @@ from slurmllm.report.blocks import Table
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import FIRST_STEPS
 from slurmllm.spikes import SpikeAnalysis
+from slurmllm.spikes.analysis import NAMES
 from slurmllm.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
 from slurmllm.status.utilization import Utilization, sum_utilization
 
@@ -241,13 +242,13 @@ def checkpoints_table(facts: RunFacts) -> Table:
 def spikes_table(found: SpikeAnalysis) -> Table:
     """The highest spikes of a run."""
     return Table(
-        ("step", "steps", "height", "loss", "back after", "gradient norm, ratio"),
+        ("step", "steps", "height", NAMES[found.metric], "back after", "gradient norm, ratio"),
         [
             (
                 format_integer(one.step),
                 format_integer(one.duration),
                 format_number(one.height),
-                format_number(one.loss),
+                format_number(one.value),
                 format_integer(one.returned_after),
                 format_number(one.grad_norm_ratio),
             )

@@ -160,6 +160,11 @@ def _safe(text: str) -> str:
     return _SPECIAL.sub(r"\\\1", flat)
 
 
+# Of an analysis of spikes: the lists of single ones
+_LISTS = {"spikes": True, "not_finite": True}
+_EXCLUDED: Any = {**_LISTS, "grad_norm_spikes": _LISTS}
+
+
 @dataclass(frozen=True)
 class ReportFiles:
     """The files of a report."""
@@ -262,7 +267,7 @@ def _run(facts: RunFacts) -> dict[str, Any]:
             }
             for found in facts.scores
         ],
-        "spikes": spikes and spikes.model_dump(mode="json", exclude={"spikes", "not_finite"}),
+        "spikes": spikes and spikes.model_dump(mode="json", exclude=_EXCLUDED),
         "data": facts.data and facts.data.model_dump(mode="json"),
         "versions": dict(facts.versions),
         "utilization": facts.used and facts.used.model_dump(mode="json"),

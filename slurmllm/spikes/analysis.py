@@ -6,7 +6,6 @@ A step is one that was logged: of a log with every tenth step, windows and durat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -19,6 +18,11 @@ from slurmllm.records import Record
 # rising: the running mean stays above its lowest value; not_finite: NaN or infinite.
 State = Literal["too_short", "calm", "passing", "lasting", "rising", "not_finite"]
 Direction = Literal["rising", "falling", "neither"]
+Metric = Literal["loss", "grad_norm"]
+NAMES: dict[Metric, str] = {"loss": "loss", "grad_norm": "gradient norm"}
+# Shown with the metric that it is of, and with no other.
+REFERENCES: dict[Metric, str] = {"grad_norm": "AWS, GPT-NeoX on trn1, 2023: over 86%"}
+MOST_GROWTH = 3.0  # of the gradient norm's running mean: AWS's post takes more as a warning
 
 _NOISE_ERRORS = 10.0  # standard errors of a running mean that noise does not reach
 # Blocks of the last half of a run, for the slope and the direction of the parameter norm
@@ -28,17 +32,18 @@ _SIGMA_OF_MEDIAN = 1.4826  # median of |x| of a normal x → its standard deviat
 
 
 class Spike(Record):
-    """Steps in a row whose loss is more than the threshold above the running mean before each."""
+    """Steps in a row whose metric is more than the threshold above the running mean before each."""
 
     step: int = Field(description="its first")
     last_step: int
     duration: int = Field(description="logged steps from the first to the last")
     mean: float = Field(description="running mean before its first step")
-    height: float = Field(description="largest loss above the running mean of the same step")
+    height: float = Field(description="largest value above the running mean of the same step")
     peak_step: int = Field(description="the step that has it")
-    loss: float = Field(description="of that step")
+    value: float = Field(description="of the metric at that step")
+    loss: float | None = Field(description="of that step; None: not logged")
     returned_after: int | None = Field(
-        description="logged steps from its first to one whose loss is no more than `mean`; None: "
+        description="logged steps from its first to one whose value is no more than `mean`; None: "
         "there is none before the curve ends"
     )
     grad_norm_ratio: float | None = Field(
@@ -50,7 +55,7 @@ class Spike(Record):
 
 
 class NotFinite(Record):
-    """Steps in a row whose loss is NaN or infinite; no spike."""
+    """Steps in a row whose metric is NaN or infinite; no spike."""
 
     step: int = Field(description="the first")
     last_step: int
@@ -58,7 +63,7 @@ class NotFinite(Record):
 
 
 class Growth(Record):
-    """How far the running mean of the loss rose above its lowest value so far."""
+    """How far the running mean rose above its lowest value so far."""
 
     largest: float = Field(description="running mean - its lowest value before")
     step: int = Field(description="step of that")
@@ -66,8 +71,8 @@ class Growth(Record):
     lowest_step: int
     at_end: float = Field(description="at the curve's last finite step")
     limit: float = Field(
-        description="what noise alone does not reach: the threshold, or ten standard errors of the "
-        "running mean if those are larger"
+        description="what noise alone does not reach: the threshold (gradient norm: twice the "
+        "lowest value), or ten standard errors of the running mean if those are larger"
     )
     longest: int = Field(description="most logged steps in a row with more than the limit")
     longest_from: int | None = Field(description="their first; None without any")
@@ -101,33 +106,38 @@ class ParamNorm(Record):
 
 
 class SpikeAnalysis(Record):
-    """The spikes of one run."""
+    """The spikes of one run in one metric."""
 
     name: str
     path: str
     kind: SourceKind
+    metric: Metric = "loss"
+    definition: str = Field(default="", description="of a spike, with its figures")
+    reference: str | None = Field(
+        default=None, description="published share of spikes that last one step"
+    )
     window: int = Field(description="logged steps of the running mean")
     threshold: float = Field(description="above the running mean")
     min_gap: int = Field(description="calm steps between two spikes")
     state: State = "calm"
     verdict: str = ""
-    steps: int = Field(description="with a loss")
+    steps: int = Field(description="with the metric")
     judged: int = Field(description="finite ones with a running mean before them")
     first_step: int
     last_step: int
     interval: int = Field(description="usual distance between two logged steps")
-    noise: float = Field(description="standard deviation of the loss from step to step, robust")
+    noise: float = Field(description="standard deviation from step to step, robust")
     count: int = Field(description="number of spikes")
     per_1000_steps: float | None
     inside: int = Field(description="steps inside spikes")
     inside_share: float | None = Field(description="of the steps judged")
     one_step: int = Field(description="spikes that last one step")
-    one_step_share: float | None = Field(description="HLAT: over 0.86")
+    one_step_share: float | None = Field(description="of the spikes")
     longest: int = Field(description="duration of the longest spike; 0 without any")
     highest: float | None = Field(description="largest height")
     returned_after_median: float | None = Field(description="over the spikes that returned")
     unreturned: int = Field(
-        description="spikes after which no loss came back to the mean, a window or more of steps on"
+        description="spikes after which no value came back to the mean, a window or more later"
     )
     at_restarts: int = Field(description="spikes that coincide with a restart")
     at_skips: int = Field(description="spikes that coincide with skipped batches")
@@ -143,16 +153,26 @@ class SpikeAnalysis(Record):
     restarts: tuple[int, ...] = Field(description="steps at which another attempt takes over")
     warnings: tuple[str, ...]
     plot: str | None = Field(default=None, description="path of the picture")
+    grad_norm_spikes: SpikeAnalysis | None = Field(
+        default=None, description="the same of the gradient norm, next to that of the loss"
+    )
+
+    @property
+    def by_metric(self) -> tuple[SpikeAnalysis, ...]:
+        """This analysis, and that of the gradient norm if there is one."""
+        return (self,) if self.grad_norm_spikes is None else (self, self.grad_norm_spikes)
 
     def highest_spikes(self, limit: int) -> list[Spike]:
         """Returns the highest spikes, highest first."""
         return sorted(self.spikes, key=lambda spike: (-spike.height, spike.step))[:limit]
 
 
-def growth_of(steps: Ints, losses: Floats, window: int, threshold: float) -> Growth | None:
-    """Measure how far the running mean rose above its lowest value; None without a finite loss."""
-    means = window_means(losses, window)
-    # fmin, not minimum: a window without a finite loss has no mean (NaN).
+def growth_of(
+    metric: Metric, steps: Ints, values: Floats, window: int, threshold: float
+) -> Growth | None:
+    """Measure how far the running mean rose above its lowest value; None without a finite one."""
+    means = window_means(values, window)
+    # fmin, not minimum: a window without a finite value has no mean (NaN).
     lowest = np.fmin.accumulate(means)
     rise = means - lowest
     there = np.flatnonzero(np.isfinite(rise))
@@ -161,7 +181,10 @@ def growth_of(steps: Ints, losses: Floats, window: int, threshold: float) -> Gro
     at = steps[window - 1 :]
     top = int(there[np.argmax(rise[there])])
     # The standard error of a mean of `window` steps is noise / √window.
-    limit = max(threshold, _NOISE_ERRORS * noise_of(losses) / math.sqrt(window))
+    noise = _NOISE_ERRORS * noise_of(values) / math.sqrt(window)
+    # A gradient norm grows by itself, as the loss falls: only a multiple is a sign.
+    base = lowest * (MOST_GROWTH - 1) if metric == "grad_norm" else np.full_like(lowest, threshold)
+    limit = np.fmax(base, noise)
     first, last = find_stretches(rise > limit)
     lengths = last - first + 1
     longest = int(np.argmax(lengths)) if lengths.size else None
@@ -171,7 +194,7 @@ def growth_of(steps: Ints, losses: Floats, window: int, threshold: float) -> Gro
         lowest=float(lowest[top]),
         lowest_step=int(at[np.nanargmin(means[: top + 1])]),
         at_end=float(rise[there[-1]]),
-        limit=limit,
+        limit=float(limit[top]),
         longest=0 if longest is None else int(lengths[longest]),
         longest_from=None if longest is None else int(at[first[longest]]),
     )
@@ -321,71 +344,3 @@ def find_stretches(flags: Flags) -> tuple[Ints, Ints]:
     """Returns first and last place of each stretch of set flags. [stretches], [stretches]"""
     edges = np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8))
     return np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) - 1
-
-
-def name_state(found: SpikeAnalysis) -> tuple[State, str]:
-    """Returns the state of a run and its description, by the other fields of the analysis."""
-    # A single high loss lifts the running mean for one window only.
-    rising = found.growth is not None and found.growth.longest > 2 * found.window
-    state: State = "passing" if found.count else "calm"
-    if found.not_finite_steps:
-        state = "not_finite"
-    elif not found.judged:
-        state = "too_short"
-    elif rising:
-        state = "rising"
-    elif found.unreturned or found.longest >= found.window:
-        state = "lasting"
-    return state, "; ".join(_clauses(found, rising))
-
-
-def _clauses(found: SpikeAnalysis, rising: bool) -> Iterator[str]:
-    if found.not_finite:
-        number, first = _steps(found.not_finite_steps), found.not_finite[0].step
-        yield f"the loss is not a finite number at {number}, first at step {first}"
-    if not found.judged:
-        what = f"{_steps(found.steps)} and a running mean over {found.window} before each"
-        yield f"{what}: none can be judged"
-        return
-    yield from _describe_spikes(found)
-    growth = found.growth
-    if growth is not None and rising:
-        yield (
-            f"the running mean rose {growth.largest:.3g} above its lowest value (step "
-            f"{growth.step}), and was more than {growth.limit:.3g} above it for "
-            f"{_steps(growth.longest)} from step {growth.longest_from} on: slow divergence"
-        )
-    elif growth is not None:
-        yield f"the running mean never rose more than {growth.largest:.3g} above its lowest value"
-
-
-def _describe_spikes(found: SpikeAnalysis) -> Iterator[str]:
-    count = found.count
-    if not count:
-        yield f"no spike in {_steps(found.judged)}"
-        return
-    many = "1 spike" if count == 1 else f"{count:,} spikes"
-    yield f"{many} in {_steps(found.judged)} ({found.per_1000_steps:.3g} per 1,000)"
-    if count == 1:
-        yield f"it lasts {_steps(found.longest)}"
-    else:
-        yield (
-            f"{found.one_step:,} of them ({found.one_step_share:.0%}) last one step, the "
-            f"longest {_steps(found.longest)}"
-        )
-    highest = max(found.spikes, key=lambda spike: spike.height)
-    yield f"the highest is {highest.height:.3g} above the mean, at step {highest.peak_step}"
-    if found.unreturned:
-        which = "it" if count == 1 else f"{found.unreturned:,} of them"
-        yield f"{which} did not come back to the mean"
-    elif found.returned_after_median is not None:
-        which = "it came" if count == 1 else "they came"
-        after = _steps(round(found.returned_after_median)) + (" (median)" if count > 1 else "")
-        yield f"{which} back to the mean after {after}"
-    for number, what in ((found.at_restarts, "a restart"), (found.at_skips, "skipped batches")):
-        if number:
-            yield f"{number:,} {'coincides' if number == 1 else 'coincide'} with {what}"
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count:,} steps"

@@ -1,4 +1,4 @@
-"""The picture of a run's spikes: loss with spikes marked, parameter norm, durations."""
+"""The picture of a run's spikes: the metrics with spikes marked, parameter norm, durations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from matplotlib.ticker import MaxNLocator
 
 from slurmllm.metrics.curves import Curve, Floats, Ints, thin_rows
 from slurmllm.rundir import write_picture
-from slurmllm.spikes.analysis import SpikeAnalysis
+from slurmllm.spikes.analysis import NAMES, Metric, SpikeAnalysis
 
-_LOSS, _SPIKE, _NORM = "#12466b", "#c2185b", "#2a8c6e"
+_COLORS: dict[Metric, str] = {"loss": "#12466b", "grad_norm": "#2a8c6e"}
+_SPIKE, _NORM = "#c2185b", "#8a6d1f"
 _MAX_VALUE = 1e30  # matplotlib's axes overflow beyond it
 _LIMITS = (1, 2, 3, 5, 10, 20, 50, 100)  # of the bins of durations, logged steps
 _MAX_POINTS = 4000  # of a line; no screen has more columns
@@ -36,7 +37,8 @@ def draw(runs: Sequence[tuple[Curve, SpikeAnalysis]], path: Path) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    picture = Figure(figsize=(10 * len(runs), 8.5), dpi=120, layout="constrained")
+    height = 8.5 if all(one.grad_norm_spikes is None for _, one in runs) else 10.5
+    picture = Figure(figsize=(10 * len(runs), height), dpi=120, layout="constrained")
     columns = picture.subfigures(1, len(runs), squeeze=False)[0]
     for column, (curve, analysis) in zip(columns, runs, strict=True):
         _draw_run(column, curve, analysis)
@@ -49,28 +51,38 @@ def draw(runs: Sequence[tuple[Curve, SpikeAnalysis]], path: Path) -> None:
 
 
 def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
-    norms = analysis.param_norm is not None
-    panels = column.subplots(2 + norms, 1, height_ratios=[3.0, 1.6, 1.6][: 2 + norms])
-    _draw_loss(panels[0], curve, analysis)
-    title = fill(f"{curve.name}: {analysis.verdict}", 115)
-    # A run's name may contain `$`, which begins a formula in matplotlib.
-    panels[0].set_title(title, fontsize=10, loc="left", parse_math=False)
+    metrics, norms = analysis.by_metric, analysis.param_norm is not None
+    ratios = [3.0, 2.2][: len(metrics)] + [1.6] * (1 + norms)
+    panels = column.subplots(len(ratios), 1, height_ratios=ratios)
+    for axes, one in zip(panels, metrics, strict=False):
+        _draw_metric(axes, curve, one, legend=one is analysis)
+        axes.sharex(panels[0])
+        title = f"{NAMES[one.metric]}: {one.verdict}"
+        title = fill(title if one is not analysis else f"{curve.name}: {title}", 115)
+        # A run's name may contain `$`, which begins a formula in matplotlib.
+        axes.set_title(title, fontsize=10, loc="left", parse_math=False)
     if norms:
         steps, values = curve.series("param_norm")
-        panels[1].plot(*_thinned(steps, values), color=_NORM, linewidth=1.2)
-        panels[1].set_ylabel("parameter norm")
-        panels[1].sharex(panels[0])
-        panels[1].set_xlabel("step")
-    else:
-        panels[0].set_xlabel("step")
-    last, bins = panels[-1], binned(analysis.durations)
-    if bins:
-        bars = last.bar([name for name, _ in bins], [number for _, number in bins], color=_SPIKE)
+        panels[-2].plot(*_thinned(steps, values), color=_NORM, linewidth=1.2)
+        panels[-2].set_ylabel("parameter norm")
+        panels[-2].sharex(panels[0])
+    panels[-2].set_xlabel("step")
+    last = panels[-1]
+    bins = binned([one.durations for one in metrics])
+    width = 0.8 / len(metrics)
+    for number, one in enumerate(metrics):
+        places = np.arange(len(bins)) + (number - (len(metrics) - 1) / 2) * width
+        label = f"{NAMES[one.metric]}{f'; {one.reference} last one step' if one.reference else ''}"
+        counts = [count[number] for _, count in bins]
+        bars = last.bar(places, counts, width, color=_COLORS[one.metric], label=label)
         last.bar_label(bars, fontsize=9)
+    if bins:
+        last.set_xticks(range(len(bins)), [name for name, _ in bins])
         last.margins(y=0.2)
         last.set_xlabel("duration of spikes (logged steps)")
         last.set_ylabel("spikes")
         last.yaxis.set_major_locator(MaxNLocator(integer=True))
+        last.legend(loc="upper right", fontsize=9, framealpha=0.9)
     else:
         last.text(0.5, 0.5, "no spike", transform=last.transAxes, ha="center", color="#444444")
         last.set_xticks([])
@@ -81,12 +93,13 @@ def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
         axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_loss(axes: Axes, curve: Curve, analysis: SpikeAnalysis) -> None:
-    steps, losses = curve.series("loss")
-    finite = np.clip(losses[np.isfinite(losses)], -_MAX_VALUE, _MAX_VALUE)
-    peaks = np.clip([spike.loss for spike in analysis.spikes], -_MAX_VALUE, _MAX_VALUE)
+def _draw_metric(axes: Axes, curve: Curve, analysis: SpikeAnalysis, *, legend: bool) -> None:
+    steps, values = curve.series(analysis.metric)
+    finite = np.clip(values[np.isfinite(values)], -_MAX_VALUE, _MAX_VALUE)
+    peaks = np.clip([spike.value for spike in analysis.spikes], -_MAX_VALUE, _MAX_VALUE)
     marker = "o" if len(steps) < 3 else ""
-    axes.plot(*_thinned(steps, losses), color=_LOSS, linewidth=0.9, marker=marker)
+    color = _COLORS[analysis.metric]
+    axes.plot(*_thinned(steps, values), color=color, linewidth=0.9, marker=marker)
     for number, step in enumerate(analysis.restarts):
         label = None if number else "restart"
         style = (0, (2, 2))
@@ -99,15 +112,16 @@ def _draw_loss(axes: Axes, curve: Curve, analysis: SpikeAnalysis) -> None:
         label = None if number else "not a finite number"
         axes.axvspan(bad.step - 0.5, bad.last_step + 0.5, color="#f2a65a", alpha=0.6, label=label)
     if finite.size:
-        # The losses of the first steps would flatten the rest: they are cut off at the top.
+        # The values of the first steps would flatten the rest: they are cut off at the top.
         low = float(finite.min())
         high = float(np.max(peaks, initial=float(np.percentile(finite, 95))))
         margin = 0.06 * (high - low) or 1.0
-        axes.set_ylim(low - margin, high + margin)
-    axes.set_ylabel("loss (nats)")
+        # Room for the legend above the spikes
+        axes.set_ylim(low - margin, high + margin * (4 if legend else 1))
+    axes.set_ylabel("loss (nats)" if analysis.metric == "loss" else NAMES[analysis.metric])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper right", fontsize=9, framealpha=0.9)
+    if legend and axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper right", fontsize=9, framealpha=0.9, ncols=2)
 
 
 def _thinned(steps: Ints, values: Floats) -> tuple[Ints, Floats]:
@@ -116,15 +130,14 @@ def _thinned(steps: Ints, values: Floats) -> tuple[Ints, Floats]:
     return steps[rows], values[rows]
 
 
-def binned(durations: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Count the spikes by ranges of durations, up to the last with any: `4–5` → 3."""
-    if not durations:
-        return []
+def binned(several: Sequence[Mapping[int, int]]) -> list[tuple[str, list[int]]]:
+    """Count spikes by ranges of durations, up to the last with any: `4–5` → [3], one for each."""
+    longest = max((max(one, default=0) for one in several), default=0)
     found, first = [], 1
-    for limit in (*_LIMITS, max(durations)):
-        if first > max(durations):
+    for limit in (*_LIMITS, longest):
+        if first > longest:
             break
-        number = sum(count for length, count in durations.items() if first <= length <= limit)
-        found.append((f"{first}" if first == limit else f"{first}–{limit}", number))
+        counts = [sum(n for k, n in one.items() if first <= k <= limit) for one in several]
+        found.append((f"{first}" if first == limit else f"{first}–{limit}", counts))
         first = limit + 1
     return found

@@ -1,4 +1,4 @@
-"""Spikes of the loss, against a slow definition and against spikes that were planted."""
+"""Spikes of loss and gradient norm, against a slow definition and against planted ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
 from slurmllm.records import SkippedBatches
 from slurmllm.spikes.analysis import SpikeAnalysis, first_at_most, medians_before, window_means
-from slurmllm.spikes.detection import find_spikes, select_steps
+from slurmllm.spikes.detection import analyze, find_spikes, select_steps
 from slurmllm.spikes.plot import binned, default_path, draw
 
 
@@ -201,6 +201,47 @@ def test_restarts_and_skipped_batches_beside_spikes() -> None:
     assert "1 coincides with a restart; 1 coincides with skipped batches" in found.verdict
 
 
+def test_gradient_norm() -> None:
+    """Planted in the gradient norm alone; the published reference is only with this metric."""
+    grads = 1.5 + np.random.default_rng(2).normal(0, 0.005, 3000)
+    grads[[500, 1500, 1501, 2500]] += 0.2
+    curve = make_curve(noisy(3000, sigma=0.01), grad_norm=grads)
+    both = analyze(curve)
+    own = both.grad_norm_spikes
+    assert own is not None
+    assert (both.metric, both.count, both.reference) == ("loss", 0, None)
+    assert (own.metric, own.count, own.one_step, own.state) == ("grad_norm", 3, 2, "passing")
+    assert own.definition.startswith("a step whose gradient norm is more than 0.1 above the mean")
+    assert "over 86%" in (own.reference or "")
+    spike = own.spikes[0]
+    assert (spike.peak_step, spike.value) == (501, grads[500])
+    assert spike.loss == curve.columns["loss"][500]
+    assert analyze(curve, metric="grad_norm").model_copy(update={"grad_norm_spikes": None}) == own
+    assert analyze(curve, metric="loss").grad_norm_spikes is None
+
+
+def test_gradient_norm_without_a_loss() -> None:
+    grads = np.full(100, 1.0)
+    grads[60] = 2.0
+    curve = Curve(**{**vars(make_curve(noisy(100))), "columns": {"grad_norm": grads}})
+    found = analyze(curve)
+    assert (found.metric, found.count, found.grad_norm_spikes) == ("grad_norm", 1, None)
+    assert (found.spikes[0].value, found.spikes[0].loss) == (2.0, None)
+    with pytest.raises(RunError, match="r has no loss, but grad_norm"):
+        analyze(curve, metric="loss")
+
+
+@pytest.mark.parametrize(("factor", "warned"), [(2.8, False), (3.4, True)])
+def test_a_gradient_norm_that_grows(factor: float, warned: bool) -> None:
+    """Growth over three times the lowest running mean is a warning, less of it is not."""
+    grads = np.concatenate([np.full(500, 1.0), np.linspace(1, factor, 500), np.full(200, factor)])
+    found = find_spikes(make_curve(noisy(1200), grad_norm=grads), metric="grad_norm")
+    assert [f"grew to {factor} times its lowest" in text for text in found.warnings] == [True][
+        : int(warned)
+    ]
+    assert (found.state == "rising") is warned
+
+
 def test_param_norm_trend() -> None:
     steps = np.arange(1, 4001)
     norms = 100 + np.where(steps < 2000, steps * 0.1, 200 + (steps - 2000) * 0.002)
@@ -234,9 +275,11 @@ def test_half_a_million_steps_of_noise() -> None:
 
 
 def test_binned() -> None:
-    assert binned({}) == []
-    assert binned({1: 9, 4: 1}) == [("1", 9), ("2", 0), ("3", 0), ("4–5", 1)]
-    assert sum(number for _, number in binned({1: 2, 7: 3, 500: 4})) == 9
+    assert binned([{}]) == []
+    assert binned([{1: 9, 4: 1}, {2: 3}]) == [
+        ("1", [9, 0]), ("2", [0, 3]), ("3", [0, 0]), ("4–5", [1, 0])
+    ]  # fmt: skip
+    assert sum(number for _, (number,) in binned([{1: 2, 7: 3, 500: 4}])) == 9
 
 
 @pytest.mark.parametrize(
@@ -245,10 +288,10 @@ def test_binned() -> None:
     ids=["long", "no number", "one step", "huge"],
 )
 def test_picture(losses: object, tmp_path: Path) -> None:
-    curve = make_curve(losses, param_norm=losses)
-    found = find_spikes(curve)
-    draw([(curve, found), (curve, found)], tmp_path / "p.png")
-    with Image.open(tmp_path / "p.png") as image:
-        assert image.size == (2400, 1020)
-        assert np.asarray(image).std() > 5
+    curve = make_curve(losses, grad_norm=losses, param_norm=losses)
+    for found, height in ((find_spikes(curve), 1020), (analyze(curve), 1260)):
+        draw([(curve, found), (curve, found)], tmp_path / "p.png")
+        with Image.open(tmp_path / "p.png") as image:
+            assert image.size == (2400, height)
+            assert np.asarray(image).std() > 5
     assert default_path(curve) == Path("spikes-r.png")

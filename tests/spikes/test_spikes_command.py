@@ -75,10 +75,16 @@ def test_table(spikes, spiky: RunDir) -> None:
     assert text.exit_code == 0, text.stderr
     lines = [" ".join(line.split()) for line in text.stdout.splitlines()]
     assert "spiky: steps 1–200" in lines
-    assert "last one step 50.0% (HLAT: over 86%)" in lines
+    assert "last one step 50.0%" in lines
+    definition = (
+        "a step whose loss is more than 0.1 above the mean of the 20 logged steps before it"
+    )
+    assert f"loss spike: {definition}" in lines
     assert "60 1 1.638 4.812 1 × 1.08 -" in lines
     assert any(line.startswith("101 2 ") and line.endswith("restart at 101") for line in lines)
-    assert any(line.startswith("passing: 2 spikes in 180 steps (11.1 per 1,000)") for line in lines)
+    assert any(
+        line.startswith("loss: passing: 2 spikes in 180 steps (11.1 per 1,000)") for line in lines
+    )
     assert not spiky.reports.exists()
 
 
@@ -87,6 +93,32 @@ def test_options(spikes, spiky: RunDir) -> None:
     late = answer(spikes("spiky", "--from-step", 70, "--to-step", 150, "--json", "--no-plot"))[0]
     assert (late["first_step"], late["last_step"], late["count"]) == (70, 150, 1)
     assert answer(spikes("spiky", "--window", 80, "--json", "--no-plot"))[0]["judged"] == 120
+
+
+def test_metrics(spikes, make_run: MakeRun) -> None:
+    rows = [make_row(step, grad_norm=4.0 if step == 80 else 2.0) for step in range(1, 151)]
+    make_run("r", rows)
+    (both,) = answer(spikes("r", "--json", "--no-plot"))
+    nested = both["grad_norm_spikes"]
+    assert (both["metric"], both["count"], both["reference"]) == ("loss", 0, None)
+    assert (nested["metric"], nested["count"]) == ("grad_norm", 1)
+    assert "over 86%" in nested["reference"]
+    (one,) = answer(spikes("r", "--metric", "grad_norm", "--json", "--no-plot"))
+    assert one == nested
+    lines = [" ".join(line.split()) for line in spikes("r", "--no-plot").stdout.splitlines()]
+    assert sum("over 86%" in line for line in lines) == 1
+    assert "80 1 2 4 1 × 2 -" in lines
+
+
+def test_gradient_norm_of_a_log_without_loss(spikes, tmp_path: Path) -> None:
+    norms = [f"{step},{4.0 if step == 60 else 2.0}" for step in range(1, 101)]
+    (tmp_path / "log.csv").write_text("\n".join(["step,grad_norm", *norms]) + "\n")
+    (run,) = answer(spikes("log.csv", "--json"))
+    assert (run["metric"], run["count"], run["spikes"][0]["loss"]) == ("grad_norm", 1, None)
+    assert Path(run["plot"]).is_file()
+    refused = spikes("log.csv", "--metric", "loss")
+    assert refused.exit_code == 2
+    assert "has no loss, but grad_norm" in refused.stderr
 
 
 def test_several_runs_in_one_picture(spikes, spiky: RunDir, make_file: MakeFile) -> None:
