@@ -10,17 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slurmllm.error_patterns import (
-    COMPILER,
-    DEVICE_FAULT,
-    ENDINGS,
-    MEMORY,
-    STORAGE,
-    TAKEN_PORT,
-    Meaning,
-    meaning_of,
-    telling_line,
-)
+from slurmllm.error_patterns import ENDINGS, Meaning, meaning_of, means, telling_line
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
 from slurmllm.records import EndingClass, FailureRecord, HangRecord, NodeRecord
 
@@ -158,7 +148,7 @@ def hang_text(hang: HangRecord) -> list[str]:
 def _by_failure(evidence: Evidence) -> Ending | None:
     """The earliest failure record that is not an echo of another worker's failure."""
     for taken in evidence.failures:
-        if TAKEN_PORT.search(taken.message):
+        if means(taken.message, "port"):
             # No node is to blame: another process took the port first. Waiting peers may be silent.
             text = f"rank {taken.rank} on {taken.node}: {taken.message}"
             return Ending("node_failure", (f"the rendezvous port was taken: {text}",))
@@ -172,23 +162,23 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     if first.error == "DivergenceError":
         return Ending("divergence", reason)
     out_of_memory = "OutOfMemory" in first.error or first.error == "MemoryError"
-    if out_of_memory or MEMORY.search(_text(first)):
+    if out_of_memory or means(_text(first), "memory"):
         return Ending("out_of_memory", reason)
     if first.exit_code == 4:
         return Ending("storage_failure", reason)
     if device_fault(first):
         return Ending("node_failure", reason, (first.node,))
-    if COMPILER.search(_text(first)):
+    if means(_text(first), "compiler"):
         return Ending("compile_failure", reason)
     if first.blame == "infrastructure":
         return Ending("node_failure", reason, (first.node,))
-    if STORAGE.search(_text(first)):
+    if means(_text(first), "storage", "storage_lasting"):
         return Ending("storage_failure", reason)
     return Ending("code_error", reason)
 
 
 def device_fault(failure: FailureRecord) -> bool:
-    return DEVICE_FAULT.search(_text(failure)) is not None
+    return means(_text(failure), "device")
 
 
 def _text(failure: FailureRecord) -> str:

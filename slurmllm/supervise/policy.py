@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 
 from slurmllm.config.recipe import Recipe
-from slurmllm.error_patterns import LASTING_FAULT, PASSING_FAULT
+from slurmllm.error_patterns import means
 from slurmllm.records import Action, AttemptRecord, EndingClass
 
 ACTIONS: Mapping[EndingClass, Action] = {
@@ -108,8 +108,8 @@ def is_transient(evidence: Sequence[str]) -> bool:
     own retention. A damaged file, a checkpoint that does not verify, an exceeded quota and a limit
     on file sizes persist until the user acts.
     """
-    lasting = any(LASTING_FAULT.search(line) for line in evidence)
-    return not lasting and any(PASSING_FAULT.search(line) for line in evidence)
+    lasting = any(means(line, "storage_lasting") for line in evidence)
+    return not lasting and any(means(line, "storage") for line in evidence)
 
 
 def failing_nodes(
