@@ -90,7 +90,7 @@ def fit_products(products: Sequence[Sample]) -> tuple[float, float]:
     Args:
         products: With sizes [m, n, k] and the seconds of forward product and both gradients.
     """
-    rows = [(_flops(p) / p.value, 1 / min(p.sizes)) for p in products]
+    rows = [(product_flops(p) / p.value, 1 / min(p.sizes)) for p in products]
     # Relative: (rate · slow + rate · half · slow / d - 1)², for slow = FLOP/s as measured.
     a11 = sum(y * y for y, _ in rows)
     a12 = sum(y * y * inverse for y, inverse in rows)
@@ -105,9 +105,10 @@ def fit_products(products: Sequence[Sample]) -> tuple[float, float]:
     return a11 / b1, 0.0
 
 
-def _flops(product: Sample) -> float:
+def product_flops(product: Sample) -> float:
+    """FLOPs of a measured matrix product: the forward product and both gradients."""
     m, n, k = product.sizes
-    # Forward and both gradients; a multiplication and an addition each.
+    # A multiplication and an addition each.
     return 3 * 2.0 * m * n * k
 
 
@@ -125,13 +126,13 @@ def _matrices(
     # Products that memory limits would lower the fitted rate of the matrix units.
     bound = [p for p in products if moved_s(*p.sizes) < _MOVED_SHARE * p.value]
     rate, half = fit_products(bound or products)
-    fastest = max(rate, *(_flops(p) / p.value for p in products))
+    fastest = max(rate, *(product_flops(p) / p.value for p in products))
     peak = _peak(given, f"{precision}_tflops", fastest / 1e12) * 1e12
     efficiency = min(1.0, rate / peak)
     # The other precision has only its largest product: efficiency and half are assumed the same.
     largest = max(found.several("product", other), key=lambda p: min(p.sizes))
     filled = min(largest.sizes) / (min(largest.sizes) + half)
-    of_other = _flops(largest) / largest.value / filled / efficiency
+    of_other = product_flops(largest) / largest.value / filled / efficiency
     kept = _peak(given, f"{other}_tflops", of_other / 1e12)
     return {
         f"{precision}_tflops": peak / 1e12,

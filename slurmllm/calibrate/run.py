@@ -37,6 +37,7 @@ class Calibration:
     # was in use.
     notes: tuple[str, ...]
     seconds: float  # duration of the measurement, s
+    products: tuple[Sample, ...] = ()  # the matrix products, of both precisions
 
 
 def calibrate(
@@ -85,7 +86,8 @@ def calibrate(
     ]
     # Rough: figures measured on a busy node must not refuse a run.
     hardware = found.hardware.model_copy(update={"rough": bool(busy)})
-    return Calibration(hardware, tuple(allocation.nodes), (*found.notes, *busy), seconds)
+    products = tuple(sample for sample in samples if sample.kind == "product")
+    return Calibration(hardware, tuple(allocation.nodes), (*found.notes, *busy), seconds, products)
 
 
 def require_measurable(config: RunConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,16 @@ def report(
     seconds: float,
 ) -> None:
     """Draw the pictures; print the tables or the JSON."""
-    from slurmllm.errors import StorageError
+    from slurmllm.errors import SlurmllmError, StorageError
     from slurmllm.evaluate.evaluate import select_steps, suite_tables
+    from slurmllm.metrics.source import read_curve
 
     tables, warnings = suite_tables(target, selection.models, plan)
+    curve = None
+    if plot is not None and target.run is not None:
+        # The picture shows the training loss too, if the run has metrics (a copy may have none).
+        with suppress(SlurmllmError):
+            curve = read_curve(target.run.path, lenient=True)
     plots: dict[str, str] = {}
     for table in tables:
         if plot is None or not table.steps:
@@ -40,7 +47,7 @@ def report(
 
         path = Path(plot) if plot else default_path(target.store, table.suite)
         try:
-            draw(table, target.store.name, path)
+            draw(table, target.store.name, path, curve)
         except StorageError as error:
             # The run of another user may be read-only; a picture that was named must be written.
             if plot:

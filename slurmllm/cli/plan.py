@@ -52,7 +52,7 @@ def _job_options(verb: F) -> F:
     "--top", type=click.IntRange(min=1), help=f"Layouts to show.  [default: {_TOP}; JSON: all]"
 )
 @click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
-@options.plot(": throughput, cost and memory.")
+@options.plot(": throughput, cost and memory; with --calibrate, matrix products by size.")
 @click.option(
     "--against", metavar="RUN", help="Compare the prediction with the measurements of RUN."
 )
@@ -103,10 +103,11 @@ def plan(
     from slurmllm.errors import UserError
 
     reserved = price == "reserved"
-    if (calibrate or against is not None) and (explain or plot or tokens or top or reserved):
-        mode = "--calibrate" if calibrate else "--against"
+    drawn = plot and not calibrate
+    if (calibrate or against is not None) and (explain or drawn or tokens or top or reserved):
+        mode, more = ("--calibrate", "") if calibrate else ("--against", " --plot,")
         raise UserError(
-            f"{mode} takes none of --explain, --plot, --price, --tokens and --top; leave it out"
+            f"{mode} takes none of --explain,{more} --price, --tokens and --top; leave it out"
         )
     if not calibrate and (local or out or any(job.values())):
         given = [
@@ -128,7 +129,8 @@ def plan(
         counts = [None] if nodes is None else node_counts(nodes)
         if len(counts) > 1:
             raise UserError(f"--nodes {nodes}: --calibrate measures one number of nodes; give one")
-        measure(cluster, overrides, counts[0], local, out, job, as_json)
+        options.check_picture(plot)
+        measure(cluster, overrides, counts[0], local, out, job, plot, as_json)
     elif against is not None:
         from slurmllm.cli.plan_measured import compare_with_run
 

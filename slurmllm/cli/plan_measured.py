@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,11 +20,13 @@ def calibrate(
     local: bool,
     out: str | None,
     job: Mapping[str, str | None],
+    plot: str | None,
     as_json: bool,
 ) -> None:
     """Measure nodes, and write or print the cluster profile with their figures."""
     import json
 
+    from slurmllm.calibrate.fits import product_flops
     from slurmllm.calibrate.run import calibrate as measure
     from slurmllm.calibrate.run import (
         check_target,
@@ -43,6 +45,7 @@ def calibrate(
     again = ["plan", "--calibrate", *([f"--cluster={cluster}"] if cluster else [])]
     again += [f"--set={override}" for override in overrides]
     again += [f"--out={Path(out).resolve()}"] if out else []
+    again += [f"--plot={Path(plot).resolve()}"] if plot else []
     again += ["--json"] * as_json
     allocation = allocate_nodes(
         config, again, "slurmllm-calibrate", nodes=nodes, local=local, options=job
@@ -50,10 +53,25 @@ def calibrate(
     found = measure(config, allocation, lambda line: click.echo(line, err=True))
     if out is not None:
         write_profile(config.cluster, found, Path(out))
+    products: list[dict[str, Any]] = [
+        {"precision": product.of, **dict(zip("mnk", product.sizes, strict=True)),
+         "tflops": product_flops(product) / product.value / 1e12}
+        for product in found.products
+    ]  # fmt: skip
+    if plot is not None:
+        from slurmllm.plan.plot import draw_products
+        from slurmllm.rundir import write_picture
+
+        drawn = draw_products(products, found.hardware)
+        write_picture(drawn, Path(plot), "name another file with --plot")
+        click.echo(f"picture: {plot}", err=True)
     if as_json:
-        hardware = found.hardware.model_dump(mode="json")
-        text = {"hardware": hardware, "nodes": list(found.nodes), "notes": list(found.notes)}
-        click.echo(json.dumps({**text, "seconds": found.seconds, "out": out}, indent=2))
+        text = {
+            "hardware": found.hardware.model_dump(mode="json"), "nodes": found.nodes,
+            "notes": found.notes, "products": products, "seconds": found.seconds, "out": out,
+            "plot": plot,
+        }  # fmt: skip
+        click.echo(json.dumps(text, indent=2))
         return
     for note in found.notes:
         click.echo(f"note: {note}", err=True)

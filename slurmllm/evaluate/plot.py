@@ -12,9 +12,11 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from slurmllm.evaluate.scores import ScoreRow, ScoreTable
 from slurmllm.evaluate.suites import AVERAGE
+from slurmllm.metrics.curves import Curve, thin_rows
 from slurmllm.rundir import RunDir, write_picture
 
 _COLUMNS = 3
+_MAX_POINTS = 1200  # of the training loss: one for each column of the picture
 _REFERENCE_COLOURS = ("0.25", "tab:red", "tab:purple", "tab:brown", "tab:olive", "tab:cyan")
 
 
@@ -22,8 +24,8 @@ def default_path(store: RunDir, suite: str) -> Path:
     return store.reports / f"evaluation-{suite}.png"
 
 
-def draw(table: ScoreTable, name: str, path: Path) -> None:
-    """Plot the scores of a suite.
+def draw(table: ScoreTable, name: str, path: Path, curve: Curve | None = None) -> None:
+    """Plot the scores of a suite, next to the validation loss the training loss of `curve`.
 
     Raises:
         StorageError: the picture cannot be written.
@@ -34,18 +36,22 @@ def draw(table: ScoreTable, name: str, path: Path) -> None:
         # A panel for each group and unit: perplexity is not drawn on the axis of the loss.
         unit = metric if metric in ("loss", "perplexity", "bits_per_token") else ""
         by_unit.setdefault((f"{row.group}: {unit}" if unit else row.group, unit), []).append(row)
-    panels = [(title, rows) for (title, _), rows in by_unit.items()]
-    columns = min(_COLUMNS, len(panels))
-    panel_rows = math.ceil(len(panels) / columns)
+    columns = min(_COLUMNS, len(by_unit))
+    panel_rows = math.ceil(len(by_unit) / columns)
     size = (4.6 * columns, 3.4 * panel_rows + 0.4)
     figure = Figure(figsize=size, layout="constrained", dpi=110)
     figure.suptitle(f"{name}: {table.suite}")
     axes = figure.subplots(panel_rows, columns, squeeze=False).ravel()
     # A model folder has no token count: its scores are plotted over steps.
     against_tokens = any(table.tokens.values())
-    for ax, (title, rows) in zip(axes, panels, strict=False):
+    for ax, ((title, unit), rows) in zip(axes, by_unit.items(), strict=False):
+        if unit == "loss" and curve is not None and "loss" in curve.columns:
+            rows_drawn = thin_rows(curve.columns["loss"], _MAX_POINTS)
+            x = curve.positions("tokens" if against_tokens else "step")[rows_drawn]
+            losses = curve.columns["loss"][rows_drawn]
+            ax.plot(x, losses, color="0.7", linewidth=0.8, label="training loss")
         _draw_panel(ax, title, rows, table, against_tokens)
-    for ax in axes[len(panels) :]:  # unused places in the last row
+    for ax in axes[len(by_unit) :]:  # unused places in the last row
         ax.set_axis_off()
     write_picture(figure, path, "name another file: --plot FILE.png")
 

@@ -1,15 +1,16 @@
-"""The picture of a plan: throughput and dollars against nodes, and memory against the limit."""
+"""The pictures of a plan: throughput, dollars, memory; and of a calibration: matrix products."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-from slurmllm.config.cluster import GIB
+from slurmllm.config.cluster import GIB, Hardware
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.explain import degrees
 from slurmllm.plan.recipe_plan import RecipePlan
@@ -141,6 +142,30 @@ def _tidy(axes: Axes) -> None:
     axes.grid(visible=True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_products(products: Sequence[Mapping[str, Any]], hardware: Hardware) -> Figure:
+    """Throughput of products, as `plan --calibrate --json` has them, and the planner's curves."""
+    figure = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
+    axes: Axes = figure.subplots()
+    tokens = max(product["m"] for product in products)
+    # Feed-forward matrices; the head is left out.
+    shown = [p for p in products if p["m"] == tokens and p["n"] == 4 * p["k"]]
+    widths = sorted({product["k"] for product in shown})
+    for number, precision in enumerate(sorted({product["precision"] for product in shown})):
+        points = sorted((p["k"], p["tflops"]) for p in shown if p["precision"] == precision)
+        color = _COLORS[number]
+        axes.plot(*zip(*points, strict=True), label=precision, color=color, marker=_MARKERS[number])
+        rate = hardware.matrix_efficiency * getattr(hardware, f"{precision}_tflops")
+        fitted = [rate * width / (width + hardware.matrix_half) for width in widths]
+        axes.plot(widths, fitted, color=color, linestyle=":", label=f"{precision}, planner")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(widths, [f"{width:,}" for width in widths])
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel=f"k of products {tokens:,} × k × 4k", ylabel="TFLOP/s of a device")
+    axes.legend(fontsize=9, frameon=False)
+    _tidy(axes)
+    return figure
 
 
 def draw(answers: Sequence[RecipePlan]) -> Figure:

@@ -66,7 +66,7 @@ def write_pictures(
                 name = scores_name(number, table.suite)
                 found[name] = folder / f"{name}.png"
                 with _any_script():
-                    draw_scores(table, facts.name, found[name])
+                    draw_scores(table, facts.name, found[name], facts.curve)
     return found
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from slurmllm.calibrate.node import Sample
 from slurmllm.calibrate.run import Calibration
 from slurmllm.cli.main import cli
 from slurmllm.config.cluster import Hardware
@@ -216,6 +217,8 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --calibrate", "not a RECIPE"),
         ("--calibrate --tokens 5", "--calibrate takes none of"),
         ("--calibrate --nodes 2,4", "one number of nodes"),
+        ("--calibrate --local --plot x.pdf", "use x.png"),
+        ("--against r --plot x.png", "none of --explain, --plot"),
         ("--calibrate --local --out x.txt", "ends in .yaml"),
         ("neox_20b --nodes 4 --set cluster.hardware.matrix_efficiency=1.3", "matrix_efficiency"),
         ("neox_20b --nodes 4 --set cluster.hardware.reserved_gib=16", "reserved_gib"),
@@ -345,7 +348,11 @@ def test_what_was_measured_becomes_a_profile(
         config: RunConfig, allocation: Allocation, show: Callable[[str], None]
     ) -> Calibration:
         show("measuring")
-        return Calibration(given, tuple(allocation.nodes), ("a note",), 1.0)
+        products = tuple(
+            Sample(kind="product", of="bf16", sizes=(4000, 4 * k, k), value=seconds)
+            for k, seconds in ((1000, 0.012), (2000, 0.024))
+        )
+        return Calibration(given, tuple(allocation.nodes), ("a note",), 1.0, products)
 
     monkeypatch.setattr("slurmllm.calibrate.run.calibrate", measure)
     monkeypatch.setenv("SLURMLLM_LOCAL_NODES", "1")
@@ -361,4 +368,10 @@ def test_what_was_measured_becomes_a_profile(
     assert "is not overwritten" in again.stderr
     shown = call("--calibrate", "--local", "--cluster", "p4d")
     assert shown.stdout == path.read_text(encoding="utf-8")
-    assert answer("--calibrate", "--local", "--cluster", "p4d")["hardware"]["bf16_tflops"] == 123
+    picture = tmp_path / "products.png"
+    measured = answer("--calibrate", "--local", "--cluster", "p4d", "--plot", str(picture))
+    assert measured["hardware"]["bf16_tflops"] == 123
+    assert [product["k"] for product in measured["products"]] == [1000, 2000]
+    # Three products of 2 m n k FLOP: 6 · 4000 · 4000 · 1000 in 12 ms.
+    assert [product["tflops"] for product in measured["products"]] == pytest.approx([8.0, 16.0])
+    assert picture.read_bytes().startswith(b"\x89PNG")

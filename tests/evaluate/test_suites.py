@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from training_rows import make_rows, write_rows
 
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.evaluate.plot import draw
 from slurmllm.evaluate.request import task_key
-from slurmllm.evaluate.scores import ScoreTable, score_tables
+from slurmllm.evaluate.scores import ScoreRow, ScoreTable, score_tables
 from slurmllm.evaluate.suites import (
     LocatedSuite,
     SuiteTask,
@@ -20,6 +22,7 @@ from slurmllm.evaluate.suites import (
     suite_names,
     suite_of_tasks,
 )
+from slurmllm.metrics.source import read_curve
 from slurmllm.records import EvaluationRecord
 from slurmllm.rundir import RunDir
 
@@ -116,6 +119,29 @@ def test_averages_stand_beside_published_ones(run: RunDir, keep: Keep, tmp_path:
     assert found.rows[0].references == {"Llama 2 7B": 0.247}
     draw(found, "a", tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+def test_the_validation_loss_is_drawn_over_the_training_loss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_rows(RunDir(tmp_path).metrics(0), make_rows(1, 40))
+    curve = read_curve(tmp_path)
+    drawn: list[Figure] = []
+    monkeypatch.setattr("slurmllm.evaluate.plot.write_picture", lambda *of: drawn.append(of[0]))
+    rows = tuple(
+        ScoreRow("held-out text", metric, None, metric, {20: 4.5, 40: 4.2}, {}, {})
+        for metric in ("loss", "perplexity")
+    )
+    found = ScoreTable("hlat", rows, (20, 40), {20: 20 * 4096, 40: 40 * 4096}, {})
+    draw(found, "a", tmp_path / "p.png", curve)
+    losses, perplexities = drawn[0].axes[:2]
+    training, scores = losses.get_lines()
+    assert training.get_label() == "training loss"
+    assert list(training.get_xdata())[-1] == list(scores.get_xdata())[-1] == 40 * 4096
+    assert list(training.get_ydata()) == list(curve.columns["loss"])
+    assert len(perplexities.get_lines()) == 1
+    draw(found, "a", tmp_path / "p.png")
+    assert len(drawn[1].axes[0].get_lines()) == 1
 
 
 def test_whole_evaluations_go_before_limited_ones(run: RunDir, keep: Keep) -> None:
