@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -40,6 +41,8 @@ from slurmllm.data.sources.base import BEGINS, UNTRAINED
 from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.data.state import State, check_same_stream, identity, slot_positions, upgrade_state
 from slurmllm.errors import DataError
+from slurmllm.records import DataRecord
+from slurmllm.rundir import RunDir
 
 
 class Batch(NamedTuple):
@@ -245,3 +248,24 @@ class PackedStream:
 
     def _rows(self, slots: range) -> slice:
         return slice(slots.start - self._slots.start, slots.stop - self._slots.start)
+
+
+def check_data(run: RunDir, identity: Mapping[str, Any]) -> None:
+    """Write `PackedStream.identity` to `data.json` in the first attempt, compare in later ones.
+
+    Checkpoints record the data too; this file covers the time before the first one, and lets
+    `compare` check whether two runs read the same data.
+
+    Raises:
+        DataError: The data are not those that the run began with.
+    """
+    current = DataRecord.model_validate(identity)
+    if not run.data.is_file():
+        current.save(run.data)
+        return
+    changed = DataRecord.load(run.data).differences(current)
+    if changed:
+        raise DataError(
+            f"the data changed after {run.name} began: {'; '.join(changed)}; restore the old data "
+            "or start a new run"
+        )

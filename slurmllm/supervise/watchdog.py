@@ -27,7 +27,7 @@ from slurmllm.config.recipe import WatchdogConfig
 from slurmllm.errors import StorageError
 from slurmllm.records import AttemptRecord, HangRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.rundir import AttemptDir, RunDir
-from slurmllm.worker_phase import PHASE_FILE, STACKS_FILE, STACKS_SIGNAL, read_phase
+from slurmllm.worker_files import PHASE_FILE, STACKS_FILE, STACKS_SIGNAL, read_phase
 
 LOOK_S = 2.0  # interval between looks at the heartbeats
 HEARTBEAT_S = 15.0  # a launcher writes at least as often, whether or not anything changed

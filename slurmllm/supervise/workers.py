@@ -41,7 +41,7 @@ from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.supervise.classify import is_echo
 from slurmllm.supervise.watchdog import Heartbeats
-from slurmllm.worker_phase import STACKS_SIGNAL
+from slurmllm.worker_files import STACKS_SIGNAL
 
 log = logging.getLogger(__name__)
 

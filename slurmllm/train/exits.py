@@ -24,7 +24,7 @@ from slurmllm.errors import (
     StorageError,
 )
 from slurmllm.records import FailureRecord
-from slurmllm.worker_phase import STACKS_FILE, STACKS_SIGNAL
+from slurmllm.worker_files import STACKS_FILE, STACKS_SIGNAL
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
 # CAUTION: NCCL may catch SIGUSR1, so launchers send SIGUSR2 to workers; both are handled.

@@ -38,7 +38,7 @@ from slurmllm.config.recipe import GuardConfig, Recipe
 from slurmllm.errors import DivergenceError, SlurmllmError, StorageError
 from slurmllm.records import SkippedBatches, SkipsRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.train.run_records import EventLog
+from slurmllm.worker_files import EventLog
 
 log = logging.getLogger(__name__)
 

@@ -18,16 +18,15 @@ from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.state import merge_states
-from slurmllm.data.stream import PackedStream
+from slurmllm.data.stream import PackedStream, check_data
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
 from slurmllm.records import MicroBatchRecord, SkippedBatches
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard
-from slurmllm.train.run_records import EventLog, check_data
 from slurmllm.train.schedules import SaveSchedule
-from slurmllm.worker_phase import PhaseWriter
+from slurmllm.worker_files import EventLog, PhaseWriter
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import nodes_to_avoid, requeue, usable
 from slurmllm.supervise.phases import queue_s, timeline
 from slurmllm.supervise.supervisor import started_again, wait_writable
-from slurmllm.train.run_records import EventLog
+from slurmllm.worker_files import EventLog
 
 LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))
 

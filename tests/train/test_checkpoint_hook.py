@@ -21,9 +21,8 @@ from slurmllm.train import exits as stopping
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.checkpoint import CheckpointHook
-from slurmllm.train.run_records import EventLog
 from slurmllm.train.schedules import SaveSchedule
-from slurmllm.worker_phase import PhaseWriter
+from slurmllm.worker_files import EventLog, PhaseWriter
 
 from .gang import small_config
 

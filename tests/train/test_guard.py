@@ -20,7 +20,7 @@ from slurmllm.errors import DivergenceError
 from slurmllm.records import Event, SkippedBatches, SkipsRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train.guard import Guard
-from slurmllm.train.run_records import EventLog
+from slurmllm.worker_files import EventLog
 from train.gang import Gang, curve, rows, small_config
 
 NewRun = Callable[..., RunDir]

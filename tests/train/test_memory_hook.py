@@ -13,7 +13,7 @@ import pytest
 from slurmllm.host_memory import Memory
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.monitoring import MemoryHook
-from slurmllm.train.run_records import EventLog
+from slurmllm.worker_files import EventLog
 
 from .test_hooks import moment
 

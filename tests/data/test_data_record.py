@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from slurmllm.data.stream import check_data
 from slurmllm.errors import DataError
 from slurmllm.records import DataRecord
 from slurmllm.rundir import RunDir
-from slurmllm.train.run_records import check_data
 
 
 def identity(**changed: Any) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""What a worker is doing, for its launcher: one line in a file on the node's own disk.
+"""Files in which a worker reports what it does: its phase, and the events of its attempt.
 
-The launcher names the file ($SLURMLLM_PHASE_FILE) and polls it; neither side ever waits.
+The phase is one line in a file on the node's own disk. The launcher names the file
+($SLURMLLM_PHASE_FILE) and polls it; neither side ever waits. Events are JSON lines in the run
+directory.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
-from slurmllm.records import Phase, WorkerPhase
+from slurmllm.records import Event, Phase, WorkerPhase
 
 PHASE_FILE = "SLURMLLM_PHASE_FILE"
 STACKS_FILE = "SLURMLLM_STACKS_FILE"  # a worker dumps its Python stacks into this file …
@@ -58,3 +60,21 @@ def read_phase(path: Path) -> WorkerPhase | None:
         )
     except (OSError, ValueError):
         return None
+
+
+class EventLog:
+    """Appends to `events/attempt_NNN.jsonl`; writes nothing without `path` (all ranks but 0)."""
+
+    def __init__(self, path: Path | None, attempt: int) -> None:
+        self._path, self._attempt = path, attempt
+
+    def add(self, kind: str, step: int, **fields: Any) -> None:
+        if self._path is None:
+            return
+        event = Event.model_validate(
+            {"kind": kind, "step": step, "attempt": self._attempt, "time": time.time(), **fields}
+        )
+        with suppress(OSError):  # the save that the event describes must not fail
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as stream:
+                stream.write(event.model_dump_json(exclude_defaults=True) + "\n")
