@@ -196,9 +196,14 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     color = "green" if comparison.match else "red"
     runs = "" if alone else f"A and {letter} "
     line(Text.assemble(runs, (comparison.verdict, f"bold {color}"), ": ", comparison.reason))
-    diagnosis = comparison.diagnosis
-    if diagnosis is not None and diagnosis.text not in comparison.reason:
-        line(f"diagnosis: {diagnosis.text}")
+    # Causes of one evidence are one line.
+    groups: dict[tuple[str, str], list[str]] = {}
+    for cause in comparison.causes:
+        groups.setdefault((cause.confidence, cause.evidence), []).append(cause.kind)
+    if len(groups) > 1:
+        line("causes, the likeliest first:")
+        for (confidence, evidence), kinds in groups.items():
+            line(f"  {confidence}: {', '.join(kinds)}: {evidence}")
     for warning in comparison.warnings:
         line(f"warning: {warning}")
     if comparison.plot is not None:

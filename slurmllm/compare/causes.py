@@ -1,4 +1,4 @@
-"""Differences between two runs that can change their curves."""
+"""Causes of different curves, and the recorded settings of two runs that can be one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
 from slurmllm.compare.alignment import Alignment
 from slurmllm.metrics.curves import (
@@ -18,11 +19,13 @@ from slurmllm.metrics.curves import (
     describe_ranges,
     relative_difference,
 )
+from slurmllm.records import Record
 
 Kind = Literal[
-    "data", "seed", "batch", "model", "precision", "lr", "optimizer", "mesh", "rounding",
-    "gradient", "batches", "not_finite", "unknown",
+    "lr", "seed", "data", "batches", "precision", "rounding", "model", "optimizer", "mesh",
+    "gradient", "not_finite", "logging", "unknown",
 ]  # fmt: skip
+Confidence = Literal["certain", "likely", "possible"]
 
 # Backends may compute a schedule in single precision: two equal schedules then differ by 1e-7.
 _LR_TOLERANCE = 1e-6
@@ -41,7 +44,7 @@ _KERNEL_SETTINGS = (
 _PHRASES: Mapping[Kind, str] = {
     "data": "the data differ",
     "seed": "seeds differ",
-    "batch": "global batches differ",
+    "batches": "global batches differ",
     "model": "models differ",
     "precision": "precision differs",
     "lr": "schedules differ",
@@ -53,9 +56,20 @@ _PHRASES: Mapping[Kind, str] = {
 _NAMED_BY_PHRASE = ("train.precision", "train.seed", "train.global_batch")
 
 
+class Cause(Record):
+    """What can have made two curves differ."""
+
+    kind: Kind
+    confidence: Confidence = Field(
+        description="certain: a recorded setting differs, or an identity of the columns proves it"
+    )
+    step: int = Field(description="first step with it, or the first point that shows it")
+    evidence: str
+
+
 @dataclass(frozen=True, order=True)
-class Cause:
-    """A difference between two runs."""
+class SettingDifference:
+    """A recorded setting of two runs that differs."""
 
     step: int  # the first with it
     text: str
@@ -63,7 +77,7 @@ class Cause:
     weak: bool = False  # changes roundings at most
 
 
-def find_causes(a: Curve, b: Curve, alignment: Alignment) -> list[Cause]:
+def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDifference]:
     """Find the differences at the compared points, the earliest first."""
     first, last = int(alignment.steps[0]), int(alignment.steps[-1])
     candidates = (
@@ -78,7 +92,7 @@ def find_causes(a: Curve, b: Curve, alignment: Alignment) -> list[Cause]:
     return sorted(found, key=lambda cause: (cause.weak, cause.step))
 
 
-def compare_skips(a: Curve, b: Curve) -> list[Cause]:
+def compare_skips(a: Curve, b: Curve) -> list[SettingDifference]:
     """Find batches that one of the runs skipped and the other did not."""
     windows = [tuple((skip.first, skip.last) for skip in curve.skips) for curve in (a, b)]
     if windows[0] == windows[1]:
@@ -89,7 +103,7 @@ def compare_skips(a: Curve, b: Curve) -> list[Cause]:
         if ranges
     ]
     first = min(1 + (skip.roll_back_to or 0) for skip in (*a.skips, *b.skips))
-    return [Cause(first, " and ".join(texts), "data")]
+    return [SettingDifference(first, " and ".join(texts), "data")]
 
 
 def tokens_per_step(curve: Curve) -> float | None:
@@ -98,7 +112,7 @@ def tokens_per_step(curve: Curve) -> float | None:
     return _median_tokens(steps, tokens) if len(steps) > 1 else None
 
 
-def _compare_data(a: Curve, b: Curve, first: int) -> Cause | None:
+def _compare_data(a: Curve, b: Curve, first: int) -> SettingDifference | None:
     if a.data is None or b.data is None:
         return None
     differences = a.data.differences(b.data)
@@ -109,14 +123,16 @@ def _compare_data(a: Curve, b: Curve, first: int) -> Cause | None:
     }
     kind: Kind = "data"
     if len(differences) == 1 and names:
-        kind = "batch" if names == {"global_batch"} else "seed"
+        kind = "batches" if names == {"global_batch"} else "seed"
     start = a.settings.get("train.init_from")
     if kind == "seed" and start is not None and start == b.settings.get("train.init_from"):
         kind = "data"  # with the same initial weights the seed only orders the data
-    return Cause(first, f"they did not see the same data: {', '.join(differences)}", kind)
+    return SettingDifference(
+        first, f"they did not see the same data: {', '.join(differences)}", kind
+    )
 
 
-def _compare_learning_rates(alignment: Alignment) -> Cause | None:
+def _compare_learning_rates(alignment: Alignment) -> SettingDifference | None:
     lr = alignment.of("lr")
     exact = alignment.method == "exact" and alignment.axis == "step"
     tolerance = _LR_TOLERANCE if exact else _LR_TOLERANCE_INTERPOLATED
@@ -129,17 +145,17 @@ def _compare_learning_rates(alignment: Alignment) -> Cause | None:
         return None
     i = int(np.argmax(different))
     step, values = int(lr.steps[i]), f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
-    return Cause(step, f"learning rates differ from step {step} ({values})", "lr")
+    return SettingDifference(step, f"learning rates differ from step {step} ({values})", "lr")
 
 
-def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> Cause | None:
+def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
     if alignment.axis != "step" or alignment.method != "exact":
         # Tokens so far differ at other steps anyway; their number per step must not.
         of_a, of_b = (_median_tokens(*curve.series("tokens")) for curve in (a, b))
         if of_a is None or of_b is None or np.isclose(of_a, of_b, rtol=1e-6):
             return None
         text = f"tokens per step differ ({of_a:,.0f} and {of_b:,.0f})"
-        return Cause(int(alignment.steps[0]), text, "batch")
+        return SettingDifference(int(alignment.steps[0]), text, "batches")
     tokens = alignment.of("tokens")
     same = bit_identical(tokens.a, tokens.b)
     if same.all():
@@ -150,9 +166,11 @@ def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> Cause | None:
     if of_a is None or of_b is None:
         return None
     if of_a != of_b:
-        return Cause(step, f"tokens per step differ ({of_a:,.0f} and {of_b:,.0f})", "batch")
+        return SettingDifference(
+            step, f"tokens per step differ ({of_a:,.0f} and {of_b:,.0f})", "batches"
+        )
     values = f"{tokens.a[i]:,.0f} and {tokens.b[i]:,.0f}"
-    return Cause(step, f"tokens trained on differ from step {step} ({values})", "data")
+    return SettingDifference(step, f"tokens trained on differ from step {step} ({values})", "data")
 
 
 def _median_tokens(steps: Ints, tokens: Floats) -> float | None:
@@ -164,7 +182,7 @@ def _median_tokens(steps: Ints, tokens: Floats) -> float | None:
     return float(np.median(np.diff(tokens) / np.diff(steps)))
 
 
-def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[Cause]:
+def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDifference]:
     """Find settings that both runs have and that can change what they compute."""
     groups: dict[tuple[Kind, bool], list[str]] = {}
     for key in sorted(a.settings.keys() & b.settings.keys()):
@@ -189,7 +207,7 @@ def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[Cause]:
     for (kind, weak), differences in groups.items():
         more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
         text = f"{_PHRASES[kind]} ({', '.join(differences[:4])}{more})"
-        yield Cause(first, text, kind, weak)
+        yield SettingDifference(first, text, kind, weak)
 
 
 def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:
@@ -205,7 +223,7 @@ def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:
     if key == "train.precision":
         return "precision"
     if key == "train.global_batch":
-        return "batch"
+        return "batches"
     if key == "train.micro_batch" or section == "parallel":
         return "mesh" if key != "parallel.auto" else None
     if section == "model" or key == "train.init_from":

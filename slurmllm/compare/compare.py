@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from slurmllm.compare import comparison
-from slurmllm.compare import diagnosis as diagnoses
 from slurmllm.compare.alignment import Alignment, Points, no_common_step
-from slurmllm.compare.causes import Cause, compare_skips, find_causes
+from slurmllm.compare.causes import Cause, compare_skips, find_differences
 from slurmllm.compare.comparison import (
     AlignmentRecord,
     Band,
     Comparison,
     DataComparison,
-    Diagnosis,
     MetricComparison,
     Overlap,
     RuleName,
     Side,
     Tolerances,
 )
-from slurmllm.compare.diagnosis import DifferenceSeries
+from slurmllm.compare.diagnosis import explain
 from slurmllm.compare.divergence import DivergenceResult, detect_divergence
 from slurmllm.compare.seed_band import CHANCE, BandCheck, SeedBand
 from slurmllm.compare.statistics import TO_SIGMA, statistics
@@ -94,16 +92,19 @@ def compare(
         )
         for name in compared
     }
-    causes = find_causes(a, b, alignment)
+    settings = find_differences(a, b, alignment)
     if seeds:  # the band allows for another seed
-        causes = [cause for cause in causes if cause.kind != "seed"]
+        settings = [one for one in settings if one.kind != "seed"]
     match = not any(metric.departs for metric in metrics.values())
-    likely: list[Cause] = []
-    diagnosis: Diagnosis | None = None
+    causes: tuple[Cause, ...] = ()
     if not match:
-        likely, diagnosis = _diagnose(a, b, alignment, points, differences, metrics, causes)
-    if alignment.method == "exact" and band is None:
-        likely, diagnosis = diagnoses.date_roundings(likely, diagnosis, metrics)
+        onsets = [m.onset_step for m in metrics.values() if m.onset_step is not None]
+        causes = explain(
+            *(a, b, points, differences, settings, min(onsets, default=None)),
+            exact=alignment.method == "exact",
+            shared=not seeds,
+            letter=letter,
+        )
     only_in_a, only_in_b = alignment.only
     warnings = [
         *comparison.warnings_of("A", a, only_in_a),
@@ -112,7 +113,7 @@ def compare(
         *(band.warnings if band is not None else ()),
     ]
     if match:
-        warnings += [f"the curves match although {c.text}" for c in causes if not c.weak]
+        warnings += [f"the curves match although {one.text}" for one in settings if not one.weak]
     data = None
     if a.data is not None and b.data is not None:
         skips = (cause.text for cause in compare_skips(a, b))
@@ -129,9 +130,10 @@ def compare(
     return Comparison(
         verdict="match" if match else "differ",
         match=match,
-        reason=comparison.reason(metrics, tolerances, band_record, likely, diagnosis, letter),
-        causes=tuple(cause.text for cause in causes),
-        diagnosis=diagnosis,
+        reason=comparison.reason(metrics, tolerances, band_record, causes, letter),
+        causes=causes,
+        diagnosis=comparison.diagnosis(causes),
+        settings=tuple(one.text for one in settings),
         data=data,
         tolerance=tolerances,
         a=_side(a),
@@ -246,48 +248,6 @@ def _roughness(a: Floats, b: Floats) -> float:
         # from a mean of two has 1.5 times the variance of a value.
         found += min(float(TO_SIGMA * distance / size), 1.0) ** 2 / 1.5 if size > 0 else 0.0
     return float(np.sqrt(found))
-
-
-def _diagnose(
-    a: Curve,
-    b: Curve,
-    alignment: Alignment,
-    points: Mapping[str, Points],
-    differences: Mapping[str, Floats],
-    metrics: Mapping[str, MetricComparison],
-    causes: Sequence[Cause],
-) -> tuple[list[Cause], Diagnosis]:
-    """Returns the likely causes, and the main one or else what the curves show."""
-    onset = min(m.onset_step for m in metrics.values() if m.onset_step is not None)
-    series = {}
-    for name in (*METRICS, "param_norm"):
-        if name in differences:
-            finite = np.isfinite(differences[name])
-            series[name] = DifferenceSeries(points[name].steps[finite], differences[name][finite])
-    no_loss = not len(series["loss"].r)
-    if no_loss:
-        likely = [cause for cause in causes if cause.step <= onset]
-    else:
-        likely = diagnoses.select_likely(causes, onset, series, a, b)
-    found = diagnoses.main_cause(likely)
-    not_finite = [
-        step
-        for m in metrics.values()
-        for step in (m.first_non_finite_step_a, m.first_non_finite_step_b)
-        if step is not None
-    ]
-    if not_finite and (no_loss or (found is None and min(not_finite) <= onset)):
-        found = Diagnosis(
-            kind="not_finite",
-            step=min(not_finite),
-            text=f"a value is not a finite number from step {min(not_finite)} on",
-        )
-    if found is None or found.kind in ("mesh", "rounding"):
-        seen = diagnoses.diagnose_curves(onset, series, alignment, a, b)
-        # Roundings make no jump: if the curves show one, it has another cause.
-        if found is None or seen.kind not in ("rounding", "unknown"):
-            return [], seen
-    return likely, found
 
 
 def _first(flags: Flags) -> int | None:

@@ -134,8 +134,9 @@ class Comparison(Record):
     verdict: Literal["match", "differ"]
     match: bool
     reason: str
-    causes: tuple[str, ...] = Field(description="settings that differ")
-    diagnosis: Diagnosis | None = Field(description="the main cause; None on a match")
+    causes: tuple[Cause, ...] = Field(description="of the difference, the likeliest first")
+    diagnosis: Diagnosis | None = Field(description="the first of the causes")
+    settings: tuple[str, ...] = Field(description="recorded settings that differ")
     data: DataComparison | None = Field(description="None if a run has no data.json")
     tolerance: Tolerances
     a: Side
@@ -159,16 +160,18 @@ def curve_letter(position: int) -> str:
     return chr(ord("A") + position) if position < 26 else f"#{position + 1}"
 
 
-# Diagnoses by the curves only that are part of the reason
-_REASONS = ("gradient", "batches", "seed", "rounding", "optimizer", "lr")
+def diagnosis(causes: Sequence[Cause]) -> Diagnosis | None:
+    """Returns the first cause."""
+    if not causes:
+        return None
+    return Diagnosis(kind=causes[0].kind, step=causes[0].step, text=causes[0].evidence)
 
 
 def reason(
     metrics: Mapping[str, MetricComparison],
     tolerances: Tolerances,
     band: Band | None,
-    likely: Sequence[Cause],
-    diagnosis: Diagnosis | None,
+    causes: Sequence[Cause],
     letter: str,
 ) -> str:
     """Returns why A and another curve match or differ, in one line."""
@@ -195,10 +198,15 @@ def reason(
             f"{of_band.first_outside_step}: {what} up to {of_band.excess:.3g} times as far off as "
             "the seeds' spread allows"
         )
-    if likely:
-        texts.append(f"likely cause: {' and '.join(cause.text for cause in likely)}")
-    elif diagnosis is not None and diagnosis.kind in _REASONS:
-        texts.append(f"likely cause: {diagnosis.text}")
+    for confidence, title in (("certain", "cause (certain)"), ("likely", "likely cause")):
+        found = [
+            cause.evidence
+            for cause in causes
+            if cause.confidence == confidence
+            and cause.kind != "not_finite"  # the metrics' texts have it
+        ]
+        if found:
+            texts.append(f"{title}: {' and '.join(found)}")
     return "; ".join(texts)
 
 

@@ -1,277 +1,432 @@
-"""Diagnosis of two curves that diverge: which difference caused it, or what diverged first.
+"""The causes of a difference between two curves: a ranked list, each with its evidence.
 
 A step's loss is that of the weights before it on its batch; its gradient norm is of the same
-weights and batch; its parameter norm is of the weights after it. So
-
-- the gradient norm diverges at step k, the loss only after it → the gradients of step k differ;
-- loss and gradient norm diverge at step k together → its batch or its forward pass differs;
-- the parameter norm diverges first → the update differs;
-- all drift from the first steps on, ever further and without a jump → the roundings differ.
+weights and batch; its parameter norm is of the weights after it. So the order in which columns
+begin to differ tells which part of a step changed: its forward pass, its gradients or its update.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
 
 import numpy as np
+import yaml
 
-from slurmllm.compare.alignment import Alignment
-from slurmllm.compare.causes import Cause, Kind
-from slurmllm.compare.comparison import Diagnosis, MetricComparison
-from slurmllm.compare.statistics import largest_rise, persists
-from slurmllm.metrics.curves import Curve, Floats, Ints
+from slurmllm.compare.alignment import Points
+from slurmllm.compare.causes import Cause, Kind, SettingDifference
+from slurmllm.compare.statistics import largest_rise
+from slurmllm.metrics.curves import Curve, Floats
+from slurmllm.records import Record
 
-# Points by which an onset that emerges from noise may be wrong
-_SLACK_POINTS = 3
-# Points until the effect of other gradients on the loss shows
-_AHEAD_POINTS = 16
-_BEFORE_POINTS = 64
-_MIN_DIFFERENCE = 1e-9
+_TRAINED = ("loss", "grad_norm", "param_norm")  # what the training changes, in a step's order
+
+
+# Points from which the first cause is likely, not only possible
+_LIKELY = 6
+# Sizes: relative differences up to which they are called tiny or small
+_TINY = {"loss": 1e-4, "grad_norm": 2e-3}
+_SMALL = {"loss": 2**-8, "grad_norm": 10 * 2**-8}
+_LAST_DIGITS = 1e-6  # of fp32
+_FACTOR = 1e-6  # by which a constant factor may vary
+_MIN_POINTS = 6  # that show a correlation, a factor or an identity
 _EARLY_POINTS = 5
-# From this point on, the differences before it distinguish a jump from a growing drift.
-_MIN_HISTORY = 32
-# Parameter norms of the first step that differ by more are of other initial weights: one update
-# changes less.
-_OTHER_WEIGHTS = 2e-4
-# Roundings differ by no more at first; other batches by far more, from the first step on.
-_MAX_ROUNDING = {"loss": 1e-4, "grad_norm": 2e-3}
-# Causes that change the last digits of every step; all others begin at a certain step.
+_CORRELATED = 64  # points after the first difference whose changes are correlated
+_NOTHING_IN_COMMON = 0.6
+# An update changes the parameter norm by less than this part of the learning rate.
+_UPDATE = 0.5
+_MIN_WEIGHTS = 1e-5
+_OTHER_NORM = 0.25  # a gradient norm that differs by more is of other gradients
+_JUMP_POINTS = 16  # in which the columns follow the one that jumps first
+_SLACK_POINTS = 3  # by which an onset that emerges from noise may be wrong
+_FORWARD_CLUES = ("together", "together_or_update")
 _ROUNDING_KINDS: tuple[Kind, ...] = ("precision", "mesh", "rounding")
-_ORDER = ("data", "model", "batch", "seed", "precision", "lr", "optimizer", "mesh", "rounding")
+_ORDER = ("data", "model", "batches", "seed", "precision", "lr", "optimizer", "mesh", "rounding")
 
 
-@dataclass(frozen=True)
-class DifferenceSeries:
-    """Signed relative differences of a metric, at points at which both values are finite."""
+class Clue(Record):
+    """What the columns show: a sentence, why it is evidence, and points by kind of cause."""
 
-    steps: Ints  # [points]
-    r: Floats  # [points]
-
-    def identical_points(self) -> int:
-        """Returns the number of points before the first difference."""
-        return int(np.argmax(self.r != 0)) if np.any(self.r) else len(self.r)
-
-    def identical_from(self, step: int) -> bool:
-        return not np.any(self.r[np.searchsorted(self.steps, step) :])
+    text: str
+    reason: str
+    points: dict[Kind, int]
 
 
-def select_likely(
-    causes: Sequence[Cause],
-    onset: int,
-    differences: Mapping[str, DifferenceSeries],
+@cache
+def clue_table() -> Mapping[str, Clue]:
+    """Returns the clues by name, as in clues.yaml."""
+    rows = yaml.safe_load(Path(__file__).with_name("clues.yaml").read_text())
+    return {name: Clue.model_validate(row) for name, row in rows.items()}
+
+
+class Observation:
+    """What two curves show of the cause of their difference.
+
+    Attributes:
+        starts: Step at which each of the columns begins to differ; those that do not are left out.
+        first: The first of these; None if no column differs.
+        before: The point before it; None if it is the first point.
+    """
+
+    def __init__(
+        self,
+        points: Mapping[str, Points],
+        differences: Mapping[str, Floats],
+        onset: int | None,
+        has_lr: bool,
+    ) -> None:
+        self.points = {name: points[name] for name in _TRAINED if name in points}
+        self.has_lr = has_lr
+        self.lr = points.get("lr")
+        self.r = {name: differences[name] for name in self.points}
+        self.starts = {
+            name: int(self.points[name].steps[np.argmax(r != 0)])
+            for name, r in self.r.items()
+            if np.any(r != 0)
+        }
+        self.jumped = self._find_jump(onset)
+        self.first = min(self.starts.values(), default=None)
+        steps = points["loss"].steps
+        place = len(steps) if self.first is None else int(np.searchsorted(steps, self.first))
+        self.before = int(steps[place - 1]) if place else None
+        since = 0 if self.before is None else self.before
+        self.gap = 1 if self.first is None else max(1, self.first - since)
+
+    def _find_jump(self, onset: int | None) -> bool:
+        """Replace the starts if differences as small as noise jump up, up to the onset."""
+        rises = {}
+        begin = min((int(np.argmax(r != 0)) for r in self.r.values() if np.any(r != 0)), default=0)
+        for name, r in self.r.items():
+            place = largest_rise(r[begin:], len(r) - begin)
+            if place is not None and abs(r[begin + place]) > _LAST_DIGITS:
+                rises[name] = (begin + place, int(self.points[name].steps[begin + place]))
+        first = min((step for _, step in rises.values()), default=None)
+        if first is None or onset is None or first > onset:
+            return False
+        end = min(place for place, _ in rises.values()) + _JUMP_POINTS
+        self.starts = {name: step for name, (place, step) in rises.items() if place <= end}
+        return True
+
+    def values(self, name: str) -> tuple[Floats, Floats]:
+        """Returns both curves' values of a column from the first difference on. [points] each"""
+        one = self.points[name]
+        begin = 0 if self.first is None else int(np.searchsorted(one.steps, self.first))
+        return one.a[begin:], one.b[begin:]
+
+    def after(self, name: str) -> Floats:
+        """Returns the finite differences of a column from the first difference on. [points]"""
+        if name not in self.r or self.first is None:
+            return np.empty(0)
+        r = self.r[name][np.searchsorted(self.points[name].steps, self.first) :]
+        return r[np.isfinite(r)]
+
+    @property
+    def at(self) -> str:
+        if self.gap == 1 or self.before is None:
+            return f"at step {self.first}" if self.gap == 1 else f"by step {self.first}"
+        return f"between steps {self.before} and {self.first}"
+
+    @cached_property
+    def only(self) -> str | None:
+        """The one column of loss and gradient norm that differs, in curves that are else equal."""
+        finite = all(np.isfinite(r).all() for r in self.r.values())
+        if self.first is None or "grad_norm" not in self.r or not finite:
+            return None
+        for name, other in (("loss", "grad_norm"), ("grad_norm", "loss")):
+            same = self.after(other)
+            differ = np.max(np.abs(self.after(name)), initial=0.0) > _LAST_DIGITS
+            if name in self.starts and differ and len(same) >= _MIN_POINTS and not np.any(same):
+                # A column of few digits, or that is constant, is the same of another training too.
+                values = self.values(other)[0][:_CORRELATED]
+                if len(np.unique(values)) >= _MIN_POINTS and np.any(values != _round(values)):
+                    return name
+        return None
+
+    @cached_property
+    def shifted(self) -> int | None:
+        """Steps by which B has the values of A, earlier or later; None: other values."""
+        for shift in (1, -1):
+            pairs = []
+            for name in self.starts:
+                a, b = self.values(name)
+                pairs.append((a[1:], b[:-1]) if shift < 0 else (a[:-1], b[1:]))
+            if pairs and all(len(x) >= _MIN_POINTS and np.array_equal(x, y) for x, y in pairs):
+                return shift
+        return None
+
+    def factor(self, name: str) -> bool:
+        """Whether a column differs by a constant factor, of values that vary."""
+        if name not in self.starts:
+            return False
+        a, b = self.values(name)
+        if len(a) < _MIN_POINTS or not np.all(np.isfinite(a) & np.isfinite(b) & (a != 0)):
+            return False
+        ratio = b / a
+        constant = np.ptp(ratio) <= _FACTOR * abs(ratio[0])
+        return bool(constant and abs(ratio[0] - 1) > 10 * _FACTOR < np.ptp(a) / abs(a[0]))
+
+    @cached_property
+    def correlation(self) -> float | None:
+        """Rank correlation of the changes of both losses from point to point."""
+        changes = [np.diff(values[:_CORRELATED]) for values in self.values("loss")]
+        if len(changes[0]) < _MIN_POINTS - 1 or not np.all(np.isfinite(changes)):
+            return None
+        ranks = [np.argsort(np.argsort(values)).astype(float) for values in changes]
+        return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+    def below(self, limits: Mapping[str, float], which: slice) -> bool:
+        """Whether loss and gradient norm differ by no more, in the median of some points."""
+        sizes = {name: np.abs(self.after(name)[which]) for name in limits}
+        return all(
+            np.median(size) <= limits[name] for name, size in sizes.items() if len(size)
+        ) and bool(len(sizes["loss"]))
+
+    def clues(self) -> list[str]:
+        """Returns the names of the clues."""
+        if self.first is None:
+            return []
+        loss, norm, weights = (self.starts.get(name, 2**62) for name in _TRAINED)
+        found = []
+        if self.factor("loss"):
+            found.append("loss_factor")
+        elif self.factor("grad_norm") and not np.any(self.after("loss")):
+            return ["norm_factor"]
+        if self.gap > 1:
+            found.append("undated")
+        elif weights < min(loss, norm):
+            found += ["update_first"] + (["update_without_lr"] if not self.has_lr else [])
+            r = self.after("param_norm")
+            if np.median(np.abs(np.diff(r))) > np.median(np.abs(r)) / 10:
+                found.append("weights_scatter")
+        elif norm < loss and abs(self.after("grad_norm")[0]) > _LAST_DIGITS:
+            found.append("gradient_first")
+        else:
+            # Noise and the last digits of fp32 hide what the weights before were.
+            known = "param_norm" in self.r and not self.jumped
+            known &= abs(self.after("loss")[0]) > _LAST_DIGITS
+            found.append("together" if known else "together_or_update")
+        if len(self.points) == 1:
+            found.append("loss_only")
+        early, late = slice(_EARLY_POINTS), slice(-(len(self.after("loss")) // 4 or 1), None)
+        if self.below(_TINY, early) and self.below(_TINY, late):
+            return [*found, "tiny"]
+        if {"undated", *_FORWARD_CLUES} & set(found):
+            found += self._clues_of_size(early)
+        return found
+
+    def _clues_of_size(self, early: slice) -> list[str]:
+        weights, norm = self.after("param_norm"), self.after("grad_norm")
+        if self.before is None and len(weights):
+            limit = _MIN_WEIGHTS
+            if self.lr is not None and len(self.lr):
+                limit = max(limit, _UPDATE * float(self.lr.a[0]))
+            if self.gap == 1 and abs(weights[0]) > limit:
+                return ["other_weights"]
+            if self.gap > 1 and abs(weights[0]) > 0.9 * np.max(np.abs(weights)):
+                return ["weights_offset"]
+        if self.correlation is not None and self.correlation < _NOTHING_IN_COMMON:
+            unknown_weights = self.gap > 1 or not len(weights)
+            start = self.before is None and unknown_weights
+            return ["other_batches"] + (["other_batches_from_start"] if start else [])
+        if len(norm) >= _MIN_POINTS:
+            level, scatter = float(np.median(norm)), np.median(np.abs(np.diff(norm)))
+            steady = abs(level) > max(3 * scatter, _OTHER_NORM) and abs(norm[0]) > abs(level) / 2
+            if steady and abs(level) > 3 * np.median(np.abs(self.after("loss"))):
+                return ["norm_ratio"]
+        signs = self.after("loss")[: 2 * _EARLY_POINTS] > 0
+        if self.below(_SMALL, early) and 1 < signs.sum() < len(signs) - 1:
+            return ["small"]
+        return ["growing"] if self.below(_TINY, early) else []
+
+
+def explain(
     a: Curve,
     b: Curve,
-) -> list[Cause]:
-    """Select the causes that can have made curves diverge at a step.
+    points: Mapping[str, Points],
+    differences: Mapping[str, Floats],
+    settings: Sequence[SettingDifference],
+    onset: int | None,
+    *,
+    exact: bool = True,
+    shared: bool = True,
+    letter: str = "B",
+) -> tuple[Cause, ...]:
+    """Rank the causes of a difference, the likeliest first.
+
+    Args:
+        a, b: The curves.
+        points: Their columns at the compared points.
+        differences: Signed relative differences of these; NaN if a value is not finite.
+        settings: Recorded settings that differ.
+        onset: Step at which the curves begin to diverge; None if they are equivalent.
+        exact: The points are steps that both logged; else only recorded settings are used.
+        shared: The curves would be the same without a cause; False for other seeds, which differ.
+        letter: Name of B in texts.
+    """
+    has_lr = all("lr" in curve.columns for curve in (a, b))
+    shown = Observation(points, differences, onset, has_lr)
+    step = onset if shown.first is None or onset is None else min(onset, shown.first)
+    step = shown.first if step is None else step
+    if step is None:
+        step = int(points["loss"].steps[0])
+    unknown = Cause(
+        kind="unknown", confidence="possible", step=step,
+        evidence=f"no recorded setting explains the difference {shown.at if shown.first else ''}"
+        .rstrip() + "; the logged columns do not decide",
+    )  # fmt: skip
+    not_finite = _first_not_finite(shown.points)
+    if not_finite is not None and (shown.first is None or not_finite[0] <= shown.first):
+        return (
+            Cause(kind="not_finite", confidence="certain", step=not_finite[0],
+                  evidence=f"{not_finite[1]} is not a finite number from step {not_finite[0]} on"),
+            Cause(kind="gradient", confidence="possible", step=not_finite[0],
+                  evidence="a gradient that is not finite makes the weights so"),
+            unknown,
+        )  # fmt: skip
+    if exact and shared and (identity := _identity(shown)):
+        return (identity,)
+    clues = shown.clues() if exact and shared else []
+    recorded, other = _of_settings(
+        select_settings(settings, step, shown, a, b), shown, clues, onset
+    )
+    if any(cause.confidence == "certain" for cause in recorded):
+        return tuple(recorded)
+    seen = _of_clues(clues, shown, b, letter)
+    if onset is None:
+        seen = [cause.model_copy(update={"confidence": "possible"}) for cause in seen]
+    known = {cause.kind for cause in recorded}
+    seen = [cause for cause in (*seen, *other) if cause.kind not in known]
+    # A loss by itself does not show which part of a step differs.
+    undecided = len(shown.points) == 1 and not any(one.confidence == "likely" for one in seen)
+    if undecided and not recorded:
+        return (unknown, *seen)
+    return (*recorded, *seen, unknown)
+
+
+def select_settings(
+    settings: Sequence[SettingDifference], step: int, shown: Observation, a: Curve, b: Curve
+) -> list[SettingDifference]:
+    """Select the settings that can have made curves diverge at a step, the likeliest first.
 
     A difference that existed all along is no cause if the curves were bit-identical at first,
     unless a restart followed, after which a run may have continued with other settings.
     """
-    steps = differences["loss"].steps
-    same = _identical_points(differences)
-    noisy = any(np.median(np.abs(one.r)) > 0 for one in differences.values() if len(one.r))
-    index = int(np.searchsorted(steps, onset)) + (_SLACK_POINTS if noisy and not same else 0)
-    limit = int(steps[min(index, len(steps) - 1)])
-    found = [cause for cause in causes if cause.step <= max(limit, onset)]
-    if _SLACK_POINTS <= same < len(steps):
+    steps = shown.points["loss"].steps
+    place = int(np.searchsorted(steps, step))
+    noisy = shown.jumped or place == 0
+    limit = max(step, int(steps[min(place + noisy * _SLACK_POINTS, len(steps) - 1)]))
+    found = [one for one in settings if one.step <= limit]
+    if place >= _SLACK_POINTS and not shown.jumped:
         restarts = np.concatenate((a.restarts, b.restarts))
-        if not np.any((restarts > steps[0]) & (restarts <= int(steps[same]) + 1)):
-            found = [cause for cause in found if cause.step > steps[0]]
-    return [cause for cause in found if not cause.weak] or found
+        if not np.any((restarts > steps[0]) & (restarts <= step + 1)):
+            found = [one for one in found if one.step > steps[0]]
+    return sorted(found, key=lambda one: (one.weak, -one.step, _ORDER.index(one.kind)))
 
 
-def main_cause(found: Sequence[Cause]) -> Diagnosis | None:
-    """Returns the last cause before the curves diverged; of several the strongest."""
-    if not found:
+def _of_settings(
+    settings: Sequence[SettingDifference],
+    shown: Observation,
+    clues: Sequence[str],
+    onset: int | None,
+) -> tuple[list[Cause], list[Cause]]:
+    """Returns the settings as causes: those that explain the curves, and those that may not."""
+    found: list[Cause] = []
+    doubtful: list[Cause] = []
+    # An update cannot change the loss of its own step.
+    forward = "together" in clues and not shown.jumped
+    strong = [one for one in settings if not one.weak]
+    small = shown.below(_SMALL, slice(_EARLY_POINTS)) or not clues
+    jumps = shown.jumped or {"gradient_first", "update_first", "other_batches"} & set(clues)
+    for one in settings:
+        text, step = one.text, one.step
+        if one.kind in _ROUNDING_KINDS and shown.first is not None:
+            step = max(step, shown.first)
+            if onset is not None and step < onset:
+                text += f"; the values differ from step {step} on, beyond the tolerance from step "
+                text += str(onset)
+        explains = small and not jumps and not strong
+        if not one.weak:
+            too_late = forward and shown.first is not None and one.step >= shown.first
+            explains = not (too_late and one.kind in ("lr", "optimizer"))
+        confidence = "possible"
+        if explains:
+            confidence = "certain" if len(strong) == 1 and not one.weak else "likely"
+        cause = Cause(kind=one.kind, confidence=confidence, step=step, evidence=text)
+        (found if explains else doubtful).append(cause)
+    return found, doubtful
+
+
+def _of_clues(clues: Sequence[str], shown: Observation, b: Curve, letter: str) -> list[Cause]:
+    """Rank the kinds by the points that the clues give them."""
+    if shown.first is None:
+        return []
+    table = clue_table()
+    points: dict[Kind, int] = defaultdict(int)
+    best: dict[Kind, str] = {}
+    for name in clues:
+        for kind, count in table[name].points.items():
+            points[kind] += count
+            if kind not in best or count > table[best[kind]].points[kind]:
+                best[kind] = name
+    ranked = sorted(points, key=lambda kind: -points[kind])
+    found = []
+    for place, kind in enumerate(ranked):
+        text = table[best[kind]].text.format(at=shown.at, gap=shown.gap, step=shown.first)
+        if kind == "gradient" and place == 0:
+            text += _describe_nodes(shown.first, b, letter)
+        likely = place == 0 and points[kind] >= _LIKELY
+        found.append(
+            Cause(
+                kind=kind, confidence="likely" if likely else "possible", step=shown.first,
+                evidence=text,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _identity(shown: Observation) -> Cause | None:
+    """Returns the cause that identities of the columns prove: another way of logging."""
+    if shown.first is None:
         return None
-    best = max(found, key=lambda cause: (not cause.weak, cause.step, -_ORDER.index(cause.kind)))
-    return Diagnosis(kind=best.kind, step=best.step, text=best.text)
+    text = None
+    if shown.only == "loss":
+        text = "the gradient norms are bit-identical while the losses differ: the training is the "
+        text += "same, and the loss is computed or logged in another way"
+    elif shown.only == "grad_norm" and not shown.factor("grad_norm"):
+        text = "the losses are bit-identical while the gradient norms differ: the training is the "
+        text += "same, and the norm is logged in another way, such as before or after clipping"
+    elif shown.shifted is not None:
+        later = "later" if shown.shifted > 0 else "earlier"
+        text = f"the values are the same, one point {later}: steps are counted differently"
+    if text is None:
+        return None
+    return Cause(kind="logging", confidence="certain", step=shown.first, evidence=text)
 
 
-def date_roundings(
-    likely: Sequence[Cause], diagnosis: Diagnosis | None, metrics: Mapping[str, MetricComparison]
-) -> tuple[list[Cause], Diagnosis | None]:
-    """Date roundings from the first difference, which is within the tolerance at first.
-
-    Returns:
-        The likely causes and the main one, with that step in their texts.
-    """
-    first_steps = [m.first_difference_step for m in metrics.values()]
-    onsets = [m.onset_step for m in metrics.values()]
-    first = min((step for step in first_steps if step is not None), default=None)
-    onset = min((step for step in onsets if step is not None), default=None)
-    if diagnosis is None or diagnosis.kind not in _ROUNDING_KINDS or first is None or onset is None:
-        return list(likely), diagnosis
-    text, step = diagnosis.text, max(diagnosis.step, first)
-    if first < onset:
-        text += f"; the values differ from step {first} on, beyond the tolerance from step {onset}"
-    dated = [
-        replace(cause, step=step, text=text) if cause.text == diagnosis.text else cause
-        for cause in likely
-    ]
-    return dated, diagnosis.model_copy(update={"step": step, "text": text})
+def _first_not_finite(points: Mapping[str, Points]) -> tuple[int, str] | None:
+    found = []
+    for name, one in points.items():
+        bad = ~(np.isfinite(one.a) & np.isfinite(one.b))
+        if bad.any():
+            found.append((int(one.steps[np.argmax(bad)]), name))
+    return min(found, default=None)
 
 
-def diagnose_curves(
-    onset: int,
-    differences: Mapping[str, DifferenceSeries],
-    alignment: Alignment,
-    a: Curve,
-    b: Curve,
-) -> Diagnosis:
-    """Diagnose by the curves only, when no recorded setting differs."""
-    if alignment.method != "exact":
-        return _unknown(onset, alignment)
-    begins = {name: _diverges_at(series, onset) for name, series in differences.items()}
-    loss, gradient, weights = (begins.get(name) for name in ("loss", "grad_norm", "param_norm"))
-    steps = differences["loss"].steps
-    index = int(np.searchsorted(steps, onset))
-    jumps = index >= _MIN_HISTORY and (loss is not None or gradient is not None)
-    if not jumps and _drift(differences):
-        return Diagnosis(
-            kind="rounding",
-            step=int(steps[0]),
-            text="the curves drift apart from the first steps on without a jump: other roundings, "
-            "as of another precision, other kernels or other hardware",
-        )
-    if index < _EARLY_POINTS and not _identical_points(differences):
-        return _diagnose_start(steps, differences, b, alignment.letter)
-    if gradient is not None and _before(gradient, loss) and not _before(weights, gradient):
-        if differences["loss"].identical_from(gradient):
-            return _only_one_differs("gradient norm", gradient)
-        text = _describe_wrong_gradients(gradient, b, alignment.letter)
-        return Diagnosis(kind="gradient", step=gradient, text=text)
-    if weights is not None and _before(weights, loss) and _before(weights, gradient):
-        known_lr = all("lr" in curve.columns for curve in (a, b))
-        what = "another learning rate or optimizer"
-        if known_lr:
-            what = "the optimizer or its state is another"
-        return Diagnosis(
-            kind="optimizer" if known_lr else "lr",
-            step=weights,
-            text=f"the update of step {weights} differs though its loss and gradients do not: "
-            f"{what}",
-        )
-    gradients = differences.get("grad_norm")
-    if loss is not None and gradients is not None and gradients.identical_from(loss):
-        return _only_one_differs("loss", loss)
-    if loss is not None and index > 0 and steps[index] - steps[index - 1] == 1:
-        what = f"the loss of step {loss} differs"
-        if gradient is not None:
-            what = f"loss and gradients of step {loss} differ"
-        return Diagnosis(
-            kind="batches",
-            step=loss,
-            text=f"{what} though the weights before it do not: its batch is another one, or the "
-            "forward pass is wrong",
-        )
-    return _unknown(onset, alignment)
+def _round(values: Floats) -> Floats:
+    """Returns values with six significant digits. [points]"""
+    return np.array([float(f"{value:.6g}") for value in values[:_CORRELATED].tolist()])
 
 
-def _identical_points(differences: Mapping[str, DifferenceSeries]) -> int:
-    """Returns the number of first points at which loss and gradient norm are the same."""
-    return min(
-        series.identical_points()
-        for name, series in differences.items()
-        if name in ("loss", "grad_norm")
-    )
-
-
-def _before(step: int | None, other: int | None) -> bool:
-    return step is not None and (other is None or step < other)
-
-
-def _diverges_at(series: DifferenceSeries, onset: int) -> int | None:
-    """Returns the step near the onset from which a metric differs by more than ever before."""
-    index = int(np.searchsorted(series.steps, onset))
-    first = max(0, index - _SLACK_POINTS)
-    before = np.abs(series.r[max(0, first - _BEFORE_POINTS) : first])
-    limit = 3 * float(np.max(before, initial=_MIN_DIFFERENCE / 3))
-    beyond = persists(np.abs(series.r[first : index + _AHEAD_POINTS]) > limit)
-    return int(series.steps[first + int(np.argmax(beyond))]) if beyond.any() else None
-
-
-def _drift(differences: Mapping[str, DifferenceSeries]) -> bool:
-    """Whether all metrics differ a little from the first steps on, then ever more, without a jump.
-
-    Other batches scatter instead, by as much as they differ.
-    """
-    for name in ("loss", "grad_norm"):
-        series = differences.get(name)
-        if series is None or len(series.r) < 4 * _EARLY_POINTS:
-            continue
-        size, last = np.abs(series.r), series.r[-(len(series.r) // 4) :]
-        early, late = np.median(size[:_EARLY_POINTS]), np.median(np.abs(last))
-        if early == 0 or early > 1e-2 or early * 4 > late:
-            return False
-        if np.median(np.abs(np.diff(last))) > late / 2:
-            return False
-        if largest_rise(series.r, len(size)) is not None:
-            return False
-    return bool(len(differences["loss"].r) >= 4 * _EARLY_POINTS)
-
-
-def _diagnose_start(
-    steps: Ints, differences: Mapping[str, DifferenceSeries], b: Curve, letter: str
-) -> Diagnosis:
-    """Diagnose curves that differ from their first points on."""
-    first = int(steps[0])
-    # Whether a metric differs by more than roundings: at first, and over all points
-    beyond = {
-        name: [float(np.median(np.abs(r[:count]))) > limit for count in (_EARLY_POINTS, len(r))]
-        for name, limit in _MAX_ROUNDING.items()
-        if name in differences and len(r := differences[name].r)
-    }
-    weights = differences.get("param_norm")
-    if beyond and not any(map(any, beyond.values())):
-        kind: Kind = "rounding"
-        text = (
-            f"the curves differ by roundings from step {first} on: other kernels, another "
-            "mesh or other hardware"
-        )
-    elif weights is not None and len(weights.r) and abs(weights.r[0]) > _OTHER_WEIGHTS:
-        kind = "seed"
-        text = f"the weights differ from step {first} on: another seed, or another model"
-    elif beyond.get("grad_norm", [False])[0] and not beyond.get("loss", [True])[0]:
-        kind, text = "gradient", _describe_wrong_gradients(first, b, letter)
-    else:
-        kind = "batches"
-        text = f"the batches differ from step {first} on: other data, or in another order"
-    return Diagnosis(kind=kind, step=first, text=text)
-
-
-def _describe_wrong_gradients(step: int, b: Curve, letter: str) -> str:
-    text = (
-        f"the gradients of step {step} differ though its loss does not: the backward pass of one "
-        "rank or the reduction is wrong"
-    )
+def _describe_nodes(step: int, b: Curve, letter: str) -> str:
     row = int(np.searchsorted(b.steps, step))
     attempt = int(b.attempts[min(row, len(b.attempts) - 1)])
     near = [int(restart) for restart in b.restarts if 0 <= step - restart <= 2]
     nodes = b.nodes.get(attempt, ())
+    text = ""
     if near or nodes:
-        text += f"; attempt {attempt} of {letter}"
+        text = f"; attempt {attempt} of {letter}"
         text += f" on {', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else ""
         text += f" took over at step {near[-1]}" if near else " made it"
     return f"{text}; check the nodes with `slurmllm health`"
-
-
-def _only_one_differs(what: str, step: int) -> Diagnosis:
-    return Diagnosis(
-        kind="unknown",
-        step=step,
-        text=f"only the {what} differs, from step {step} on: the training itself does not",
-    )
-
-
-def _unknown(onset: int, alignment: Alignment) -> Diagnosis:
-    index = int(np.searchsorted(alignment.steps, onset))
-    where = f"at step {onset}"
-    if index > 0 and onset - alignment.steps[index - 1] > 1:
-        where = f"between steps {alignment.steps[index - 1]} and {onset}"
-    return Diagnosis(
-        kind="unknown",
-        step=onset,
-        text=f"no recorded setting differs; the curves diverge {where}",
-    )

@@ -71,12 +71,12 @@ def test_other_batches_are_aligned_by_what_they_have_seen(axis: str) -> None:
     found = compare(a, b, axis=axis)  # type: ignore[arg-type]
     assert (found.match, found.alignment.axis, found.alignment.method) == (True, axis, "exact")
     assert (found.first_step, found.last_step, found.steps_compared) == (2, 400, 200)
-    assert found.causes == ("tokens per step differ (1,024 and 2,048)",)
+    assert found.settings == ("tokens per step differ (1,024 and 2,048)",)
     by_step = compare(a, b)
     assert not by_step.match
     assert any("compare --by tokens" in warning for warning in by_step.warnings)
     assert by_step.diagnosis is not None
-    assert by_step.diagnosis.kind == "batch"
+    assert by_step.diagnosis.kind == "batches"
 
 
 def test_an_axis_that_is_not_known_names_the_curve_and_the_remedy() -> None:

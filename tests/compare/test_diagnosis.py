@@ -11,7 +11,7 @@ import pytest
 from training_rows import MakeFile, Row, make_rows
 
 from slurmllm.compare.alignment import Alignment
-from slurmllm.compare.causes import find_causes
+from slurmllm.compare.causes import find_differences
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Comparison, Tolerances
 from slurmllm.metrics.curves import Setting
@@ -63,9 +63,15 @@ def scattered(size: float):  # type: ignore[no-untyped-def]
 
 def diagnosed(found: Comparison) -> tuple[str, int]:
     assert not found.match
+    first = found.causes[0]
     assert found.diagnosis is not None
-    assert found.diagnosis.text in found.reason
-    return found.diagnosis.kind, found.diagnosis.step
+    assert (found.diagnosis.kind, found.diagnosis.step) == (first.kind, first.step)
+    assert (first.evidence in found.reason) == (first.confidence != "possible")
+    return first.kind, first.step
+
+
+def kinds(found: Comparison) -> list[str]:
+    return [cause.kind for cause in found.causes]
 
 
 def test_a_rank_that_is_bad_from_the_first_step(compared) -> None:
@@ -77,8 +83,9 @@ def test_single_losses_that_are_off_say_nothing_of_the_gradients(compared) -> No
     noise = scattered(1e-6)
     rows = changed(grad_norm=(1, noise), loss=(119, lambda _: 1.5))
     found = compared(rows)
-    assert diagnosed(found) == ("batches", 119)
-    assert "the loss of step 119 differs" in found.reason
+    assert diagnosed(found)[1] == 119
+    assert "batches" in kinds(found)
+    assert "likely" not in {cause.confidence for cause in found.causes}
 
 
 def test_roundings_where_the_same_bits_were_asked_for(make_file: MakeFile) -> None:
@@ -93,11 +100,13 @@ def test_roundings_where_the_same_bits_were_asked_for(make_file: MakeFile) -> No
 def test_the_corner_of_a_warm_up_between_logged_points_is_no_cause(make_file: MakeFile) -> None:
     a = read_curve(make_file("a", make_rows(1, 700)[9::10]))
     b = read_curve(make_file("b", make_rows(1, 700)[6::7]))
-    found = find_causes(a, b, Alignment(a, b, "step", None, None))
+    found = find_differences(a, b, Alignment(a, b, "step", None, None))
     assert "lr" not in {cause.kind for cause in found}
     faster = [row | {"lr": 1.2 * row["lr"]} for row in make_rows(1, 700)[6::7]]
     b = read_curve(make_file("c", faster))
-    (lr,) = (c for c in find_causes(a, b, Alignment(a, b, "step", None, None)) if c.kind == "lr")
+    (lr,) = (
+        c for c in find_differences(a, b, Alignment(a, b, "step", None, None)) if c.kind == "lr"
+    )
     assert lr.step == 20  # of 10 it is the corner that makes up for it
 
 
@@ -114,10 +123,12 @@ def test_a_bad_rank(compared) -> None:
 
 
 def test_another_batch_or_forward_pass_at_one_step(compared) -> None:
-    rows = changed(
-        grad_norm=(K, lambda _: 1.03), loss=(K, lambda _: 1.02), param_norm=(K, drift(1e-4))
-    )
-    assert diagnosed(compared(rows)) == ("batches", K)
+    rows = changed(grad_norm=(K, drift(0.5)), loss=(K, drift(0.3)), param_norm=(K, drift(1e-4)))
+    found = compared(rows)
+    assert diagnosed(found) == ("model", K)
+    assert {"batches", "data", "mesh"} < set(kinds(found))
+    assert not {"optimizer", "lr"} & set(kinds(found))
+    assert "no column before" in found.causes[0].evidence
 
 
 def test_another_update(compared) -> None:
@@ -135,11 +146,11 @@ def test_a_learning_rate_and_nothing_that_cannot_matter(compared) -> None:
     others = {"optim.lr": 2e-3, "name": "b", "slurm.time": "2:00:00", "train.log_every": 1}
     found = compared(rows, others | {"checkpoint.keep": 9})
     assert diagnosed(found) == ("lr", K)
-    assert found.causes == (f"learning rates differ from step {K} (0.001 and 0.002)",)
+    assert found.settings == (f"learning rates differ from step {K} (0.001 and 0.002)",)
 
 
 def test_data_in_another_order(compared) -> None:
-    rows = changed(loss=(1, scattered(0.02)), grad_norm=(1, scattered(0.1)))
+    rows = changed(loss=(1, scattered(0.1)), grad_norm=(1, scattered(0.3)))
     assert diagnosed(compared(rows)) == ("batches", 1)
     assert diagnosed(compared(rows, {"train.seed": 2})) == ("seed", 1)
 
@@ -163,17 +174,20 @@ def test_another_seed_of_the_weights(compared) -> None:
 def test_settings_that_change_the_curves(
     compared, setting: str, value: Setting, kind: str, message: str
 ) -> None:
-    rows = changed(loss=(1, drift(0.02)), grad_norm=(1, drift(0.05)), param_norm=(1, drift(1e-3)))
+    first = 2 if kind == "optimizer" else 1  # another update shows in the next step's loss
+    rows = changed(
+        loss=(first, drift(0.02)), grad_norm=(first, drift(0.05)), param_norm=(1, drift(1e-3))
+    )
     found = compared(rows, {setting: value})
+    confidence = "likely" if kind == "mesh" else "certain"
+    assert found.causes[0].confidence == confidence
     assert diagnosed(found)[0] == kind
-    assert found.causes == (message,)
+    assert found.settings == (message,)
 
 
 def test_settings_are_no_cause_of_curves_that_were_bit_identical_until_late(compared) -> None:
-    rows = changed(
-        grad_norm=(K, lambda _: 1.03), loss=(K, lambda _: 1.02), param_norm=(K, drift(1e-4))
-    )
-    assert diagnosed(compared(rows, {"train.precision": "bf16"})) == ("batches", K)
+    rows = changed(grad_norm=(K, drift(0.1)), loss=(K, drift(0.1)), param_norm=(K, drift(1e-4)))
+    assert "precision differs" not in compared(rows, {"train.precision": "bf16"}).reason
     for row in rows:
         row["attempt"] = int(row["step"] >= K)
     assert diagnosed(compared(rows, {"train.precision": "bf16"}))[0] == "precision"
@@ -183,9 +197,11 @@ def test_roundings_drift(compared) -> None:
     random = np.random.default_rng(1)
 
     def apart(since: int) -> float:
-        return 1 + 1e-4 * 1.05**since * (1 + 0.2 * random.standard_normal())
+        return 1 + 2e-5 * 1.07**since * (1 + 0.2 * random.standard_normal())
 
-    assert diagnosed(compared(changed(loss=(1, apart), grad_norm=(1, apart))))[0] == "rounding"
+    found = compared(changed(loss=(1, apart), grad_norm=(1, apart)))
+    assert {"rounding", "precision"} < set(kinds(found))
+    assert diagnosed(found)[1] == 1
 
 
 def test_roundings_begin_before_they_leave_the_tolerance(compared) -> None:
@@ -218,6 +234,6 @@ def test_a_match_has_no_diagnosis(compared) -> None:
 
 def test_a_metric_that_differs_alone_is_no_other_training(compared) -> None:
     found = compared(changed(loss=(K, lambda _: 1.02)))
-    assert found.diagnosis is not None
-    assert (found.diagnosis.kind, found.diagnosis.step) == ("unknown", K)
-    assert "the training itself does not" in found.diagnosis.text
+    assert diagnosed(found) == ("logging", K)
+    assert found.causes[0].confidence == "certain"
+    assert "the training is the same" in found.reason
