@@ -22,6 +22,7 @@ Flags = npt.NDArray[np.bool_]
 Range = tuple[int, int]  # first and last step, both included
 Axis = Literal["step", "tokens", "samples"]
 SourceKind = Literal["run", "tensorboard", "jsonl", "csv", "text"]
+StepUnit = Literal["steps", "micro-iterations", "samples"]
 Setting = str | int | float | bool | None
 
 # Only logs of other frameworks have `samples` and `val_loss`.
@@ -31,6 +32,16 @@ COLUMNS = (
 )
 # What an exact resume reproduces bit by bit; the other metrics are times and rates.
 REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a log counts steps and averages the loss."""
+
+    format: str
+    steps_from: int | None = None  # number of the first optimizer step; None if not known
+    counts: StepUnit = "steps"
+    loss_is_mean: bool = False  # of all steps since the row before
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ class Curve:
         settings: Known settings of the training: dotted path in the recipe (`optim.lr`,
             `train.precision`) → value.
         nodes: Attempt → its nodes, if recorded.
+        convention: How it counts steps; None if its format was not recognized.
     """
 
     name: str
@@ -74,6 +86,7 @@ class Curve:
     skips: tuple[SkippedBatches, ...] = ()
     settings: Mapping[str, Setting] = field(default_factory=dict)
     nodes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    convention: Convention | None = None
 
     def series(self, metric: str) -> tuple[Ints, Floats]:
         """Returns the steps that have a metric, and its values; both empty if no row has it."""

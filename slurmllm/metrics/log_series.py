@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import zlib
@@ -14,9 +15,18 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import numpy as np
 
 from slurmllm.errors import RunError
+from slurmllm.format import format_plural
 from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, SourceKind
 from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
-from slurmllm.metrics.tags import STEPS, choose_tags, list_tags, per_device, step_keys
+from slurmllm.metrics.tags import (
+    STEPS,
+    LineFormat,
+    LogFormat,
+    choose_tags,
+    list_tags,
+    per_device,
+    step_keys,
+)
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -26,6 +36,8 @@ _BLOCK_BYTES = 1 << 16
 # A longer line is passed on in pieces.
 _MAX_LINE_BYTES = 1 << 20
 _MAX_RESTARTS = 1000
+# Share of values that are recomputed, and differ, beyond which a log seems to hold two runs
+_MIXED = 0.3
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class Log:
     series: Mapping[str, TagSeries]  # by tag
     starts: Sequence[int] = ()  # positions (`TagSeries.order`) at which a process began to write
     warnings: tuple[str, ...] = ()
+    format: tuple[LogFormat, LineFormat | None] | None = None  # if its lines have shown it
 
 
 def log_suffix(path: Path) -> str:
@@ -65,6 +78,14 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
     """
     stream = path.open("rb")
     if path.suffix != ".gz":
+        begin = stream.read(2)
+        if begin in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            stream.close()
+            raise RunError(
+                f"{path} is UTF-16 text, as PowerShell writes it; convert it: iconv -f UTF-16 -t "
+                f"UTF-8 {path} > {path.stem}.utf8{path.suffix}"
+            )
+        stream.seek(0)
         return stream
     with stream:
         begin = stream.read(len(_GZIP_MAGIC))
@@ -143,7 +164,12 @@ class RowCollector:
         return self._count
 
     def log(
-        self, path: Path, kind: SourceKind, tags: Mapping[str, str], warnings: Sequence[str] = ()
+        self,
+        path: Path,
+        kind: SourceKind,
+        tags: Mapping[str, str],
+        warnings: Sequence[str] = (),
+        known: tuple[LogFormat, LineFormat | None] | None = None,
     ) -> Log:
         """Returns the rows as a log, without those that have no step.
 
@@ -188,7 +214,7 @@ class RowCollector:
                 series[key] = TagSeries(
                     key_rows[has_step], row_steps[index[has_step]], values[has_step]
                 )
-        return Log(path, kind, series, warnings=tuple(warnings))
+        return Log(path, kind, series, warnings=tuple(warnings), format=known)
 
 
 def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
@@ -198,8 +224,13 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
         RunError: no tag is the loss, or a requested tag is missing.
     """
     counts = {tag: len(series.steps) for tag, series in log.series.items()}
-    choice = choose_tags(counts, tags, log.path)
+    known, line = log.format or (None, None)
+    choice = choose_tags(counts, tags, log.path, known)
     chosen = {metric: log.series[tag] for metric, tag in choice.tags.items()}
+    tag = choice.tags.get("step_time_s", "")
+    if tag.endswith(("_ms", "(ms)")):
+        in_ms = chosen["step_time_s"]
+        chosen["step_time_s"] = replace(in_ms, values=in_ms.values / 1e3)
     loss = chosen.get("loss") or chosen["grad_norm"]
     if "time" not in chosen and loss.times is not None:
         chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
@@ -226,9 +257,20 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
     block, (overlap_rows, identical, max_difference) = _merge_tags(
         chosen, _attempt_starts(loss, log.starts)
     )
+    convention = None if choice.format is None else choice.format.convention(line)
+    if convention is not None and convention.counts == "samples":
+        block = replace(block, columns={"samples": block.steps.astype(float), **block.columns})
+    repeated, differing_rows = overlap_rows / max(len(loss.steps), 1), max_difference > 1e-3
+    if differing_rows and repeated > _MIXED:
+        warnings.append(
+            f"{log.path}: {format_plural(overlap_rows, 'step')} of {len(block.steps)} occur a "
+            "second time with other values, as if it held two runs; those read last count: split "
+            "it at the line where the steps begin again"
+        )
     curve = merge_rows([block], name=name, path=log.path, kind=log.kind, warnings=warnings)
     return replace(
         curve,
+        convention=convention,
         overlap_rows=overlap_rows,
         overlap_identical=identical if overlap_rows else None,
         overlap_max_rel_diff=max_difference if overlap_rows else None,

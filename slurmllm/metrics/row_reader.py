@@ -80,7 +80,7 @@ def read_error(path: Path, error: OSError) -> RunError:
 def parse_row(text: bytes) -> Any:
     """Parse a line as JSON; None if it is broken (a bare `null` counts as such)."""
     try:
-        return json.loads(text.decode("utf-8"))
+        return json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return None
 

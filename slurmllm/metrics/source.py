@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.errors import RunError, StorageError
-from slurmllm.metrics import text_logs
-from slurmllm.metrics.curves import Curve, Setting
+from slurmllm.metrics import text_logs, tracker_logs
+from slurmllm.metrics.curves import Convention, Curve, Setting
 from slurmllm.metrics.log_series import curve_of_log, log_suffix
 from slurmllm.metrics.merge import merge_rows
 from slurmllm.metrics.row_reader import parse_row, read_error
@@ -29,12 +29,12 @@ __all__ = ["locate", "parse_tags", "read_curve"]
 _JSON_LINES = (".jsonl", ".ndjson")
 _TABLES = (".csv", ".tsv")
 _TEXTS = (".log", ".txt", ".out", ".err")
-# Of the Hugging Face Trainer's checkpoints, and of Lightning's CSVLogger
-_LOGS_IN_FOLDERS = ("trainer_state.json", "metrics.csv")
+# Of the Hugging Face Trainer's checkpoints, Lightning's CSVLogger, W&B's offline runs and llm.c
+_LOGS_IN_FOLDERS = ("trainer_state.json", "metrics.csv", "run-*.wandb", "main.log")
 _CLUSTER_SETTINGS = ("name", "device", "instance_type")
 _KINDS = (
-    "a run's name or directory, a TensorBoard event file or a folder of them, or a .jsonl, .json, "
-    ".csv, .tsv, .log, .txt or .out file"
+    "a run's name or directory, a TensorBoard event file or a folder of them, an MLflow run's "
+    "folder, or a .jsonl, .json, .csv, .tsv, .log, .txt, .out or .wandb file"
 )
 
 
@@ -53,7 +53,7 @@ def locate(source: str, root: Path) -> Path:
         if path.is_file():
             return path
         is_log = is_event_file(path) or (
-            log_suffix(path) in (*_JSON_LINES, ".json", *_TABLES, *_TEXTS)
+            log_suffix(path) in (*_JSON_LINES, ".json", *_TABLES, *_TEXTS, ".wandb")
         )
         if path.suffix and is_log and not (root / path).exists() and not path.exists():
             raise RunError(f"no metrics file {path.absolute()}; give a {path.suffix} file or a run")
@@ -65,11 +65,13 @@ def locate(source: str, root: Path) -> Path:
                 (folder / "metrics").is_dir()
                 or event_files(folder)
                 or event_folders(folder, limit=1)
+                or tracker_logs.mlflow_runs(folder)
+                or tracker_logs.split_log_files(folder)
             ):
                 return folder
-        for name in _LOGS_IN_FOLDERS:
-            if (path / name).is_file():
-                return path / name
+        for name in _LOGS_IN_FOLDERS if path.is_dir() else ():
+            if found := sorted(path.glob(name)):
+                return found[0]
         if path.is_dir():
             raise RunError(
                 f"{path} holds no metrics: neither metrics/attempt_NNN.jsonl nor TensorBoard "
@@ -83,7 +85,11 @@ def locate(source: str, root: Path) -> Path:
 
 
 def read_curve(
-    source: Path, tags: Mapping[str, str] | None = None, *, lenient: bool = False
+    source: Path,
+    tags: Mapping[str, str] | None = None,
+    *,
+    lenient: bool = False,
+    pattern: str | None = None,
 ) -> Curve:
     """Read the metrics of a run, or the log of another framework.
 
@@ -91,6 +97,7 @@ def read_curve(
         source: A run directory, an event file, a folder of these, or a file of rows or lines.
         tags: Metric → the tag, column or key that holds it, in preference to the known names.
         lenient: In our own files, skip broken lines with a warning.
+        pattern: Regular expression of a text log's lines, with a named group for each metric.
 
     Raises:
         RunError: there are no metrics, none of them is the loss, a file cannot be read, or a
@@ -98,14 +105,25 @@ def read_curve(
     """
     try:
         if source.is_file():
-            return _read_file(source, tags or {}, lenient)
+            return _read_file(source, tags or {}, lenient, pattern)
         run = RunDir(source)
+        if runs := tracker_logs.mlflow_runs(source):
+            if len(runs) > 1:
+                names = ", ".join(str(one.relative_to(source)) for one in runs[:20])
+                raise RunError(
+                    f"{source} holds {len(runs)} MLflow runs: {names}; name one, such as {runs[0]}"
+                )
+            log = tracker_logs.read_mlflow(runs[0], tags or {})
+            return curve_of_log(log, run_name(runs[0], False), tags or {})
         if run.metrics_files() or not source.is_dir():
             return read_run(source, lenient)
         own_events = run.tensorboard.is_dir()
         # NeMo and Hydra write a config.yaml next to their event files too.
         foreign = not own_events and event_files(source)
         known = (source / "config.yaml").is_file() or (source / "metrics").is_dir()
+        if not (known or event_files(source)) and tracker_logs.split_log_files(source):
+            log = tracker_logs.read_split_log(source, tags or {})
+            return curve_of_log(log, run_name(source, False), tags or {})
         if not known or foreign:
             return read_tensorboard(source, run_name(source, False), tags or {})
         if not (own_events and event_files(run.tensorboard)):
@@ -118,8 +136,11 @@ def read_curve(
         ) from error
 
 
-def _read_file(source: Path, tags: Mapping[str, str], lenient: bool) -> Curve:
+def _read_file(source: Path, tags: Mapping[str, str], lenient: bool, pattern: str | None) -> Curve:
     suffix = log_suffix(source)
+    if pattern is not None:
+        log = text_logs.read_text(source, tags, pattern)
+        return curve_of_log(log, run_name(source, True), tags)
     if is_event_file(source):
         return read_tensorboard(source, source.absolute().parent.name, tags)
     if suffix in _JSON_LINES and source.suffix != ".gz" and _is_own_file(source, tags):
@@ -128,6 +149,10 @@ def _read_file(source: Path, tags: Mapping[str, str], lenient: bool) -> Curve:
         log = text_logs.read_json_lines(source, tags)
     elif suffix == ".json":
         log = text_logs.read_json(source, tags)
+    elif suffix == ".csv" and tracker_logs.is_tag_table(source):
+        log = tracker_logs.read_split_log(source, tags)
+    elif suffix == ".wandb":
+        log = tracker_logs.read_wandb(source, tags)
     elif suffix in _TABLES:
         log = text_logs.read_table(source, tags)
     elif suffix in _TEXTS:
@@ -221,7 +246,14 @@ def read_run(source: Path, lenient: bool = False) -> Curve:
     except OSError as error:
         later.append(f"cannot read {error.filename or run.path}: {error.strerror or error}")
     warnings = [*curve.warnings, *later]
-    return replace(curve, data=data, settings=settings, nodes=nodes, warnings=tuple(warnings))
+    return replace(
+        curve,
+        data=data,
+        settings=settings,
+        nodes=nodes,
+        warnings=tuple(warnings),
+        convention=Convention("slurmllm", steps_from=1),
+    )
 
 
 def run_name(source: Path, is_file: bool) -> str:

@@ -14,19 +14,19 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slurmllm.errors import RunError
+from slurmllm.errors import RunError, UserError
 from slurmllm.format import format_plural
 from slurmllm.metrics.log_series import Log, RowCollector, log_suffix, open_log
 from slurmllm.metrics.row_reader import parse_row
-from slurmllm.metrics.tags import step_keys
+from slurmllm.metrics.tags import LineFormat, LogFormat, check_metric, log_formats, step_keys
 
 Numbers = dict[str, float]
-LineParser = Callable[[str], Numbers | None]  # None: a line of another format
 
 _CHUNK_BYTES = 1 << 20
 # A line without an end (a core dump in a log) is cut here.
@@ -34,172 +34,283 @@ _MAX_LINE_BYTES = 1 << 16
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 _VALUE = rf"(?:tensor\(\[?)?(?P<%s>{_NUMBER})"
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+# What a line of one of the formats holds; all other lines are skipped without decoding them.
+_HINT = re.compile(rb"loss|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]")
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)([.,]\d+)?")
+_BAR = re.compile(r"\|\s*(\d+)/(\d+|\?) \[(.*)\]?")
+_PAIR = re.compile(rf"([A-Za-z][\w./ -]*)=({_NUMBER})(?=[,\]\s]|$)", re.IGNORECASE)
+_DICT_ITEM = re.compile(
+    rf"['\"]([\w./ -]+)['\"]: ['\"]?({_NUMBER})['\"]?(?=[,}}\s]|$)", re.IGNORECASE
+)
 
 
-def read_text(path: Path, tags: Mapping[str, str]) -> Log:
-    """Read a text log.
+def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -> Log:
+    """Read a text log; `pattern` is the user's, with a named group for each metric.
 
     Raises:
-        RunError: no line has a known format.
+        RunError: no line has a known format, or none matches the pattern.
         OSError: the file cannot be read.
     """
-    formats = [(name, parser()) for name, parser in _FORMATS]
-    found = [RowCollector() for _ in formats]
+    readers = _user_readers(pattern) if pattern is not None else _format_readers()
     warnings: list[str] = []
+    latest = readers[0]
     with open_log(path, warnings) as stream:
-        for line in _lines_with_loss(stream):
-            for (_, parse), rows in zip(formats, found, strict=True):
-                row = parse(line)
-                if row is not None:
-                    rows.add(row.items())
+        for line in _text_lines(stream, readers, all_lines=pattern is not None):
+            for reader in (latest, *readers):
+                if reader.read(line):
+                    latest = reader
                     break
-    for rows in found:
-        if len(rows):
-            return rows.log(path, "text", tags, warnings)
+    for reader in readers:
+        reader.finish(path, warnings)
+        if len(reader.rows):
+            return reader.rows.log(path, "text", tags, warnings, reader.format)
+    if pattern is not None:
+        raise RunError(
+            f"no line of {path} matches --pattern {pattern!r}; compare it with a line of the log, "
+            "and mind spaces, which must be the same"
+        )
+    names = ", ".join(name for name, found in log_formats().items() if found.lines or found.reader)
     raise RunError(
-        f"no metrics in {path}: no line is one of {', '.join(name for name, _ in formats)}; "
-        "give such a log, or a table (.csv, .jsonl) of the metrics"
+        f"no metrics in {path}: no line is one of {names}; give such a log, or a table (.csv, "
+        ".jsonl) of the metrics, or describe its lines with --pattern, such as "
+        "--pattern 'step (?P<step>\\d+).*loss (?P<loss>\\S+)'"
     )
 
 
-def _lines_with_loss(stream: BinaryIO) -> Iterator[str]:
+def _text_lines(stream: BinaryIO, readers: Sequence[_Reader], all_lines: bool) -> Iterator[str]:
     rest = b""
-    while chunk := stream.read(_CHUNK_BYTES):
-        *whole, rest = re.split(rb"[\r\n]+", rest + chunk)
+    while True:
+        chunk = stream.read(_CHUNK_BYTES)
+        *lines, rest = re.split(rb"[\r\n]+", rest + chunk)
+        if not chunk:
+            lines, rest = [*lines, rest], b""
         rest = rest[-_MAX_LINE_BYTES:]
-        for line in whole:
-            if b"loss" in line:
-                yield _COLOURS.sub("", line.decode("utf-8", errors="replace"))
-    if b"loss" in rest:
-        yield _COLOURS.sub("", rest.decode("utf-8", errors="replace"))
+        for line in lines:
+            if _HINT.search(line) or all_lines or any(reader.expects_more for reader in readers):
+                yield _COLOURS.sub("", line.decode("utf-8-sig", errors="replace"))
+        if not chunk:
+            return
 
 
 def _to_float(text: str) -> float:
-    return float(text.replace(",", ""))
+    """Parse a number: `1,234.5` and `2,504` (thousands), `2,5` (a decimal comma), `1.2K`."""
+    if "," in text:
+        text = text.rstrip(",")
+        text = text.replace(",", "" if _THOUSANDS.fullmatch(text) else ".")
+    if text[-1] in _UNITS:
+        return float(text[:-1]) * _UNITS[text[-1]]
+    return float(text)
 
 
-def _pattern(pattern: str) -> Callable[[], LineParser]:
-    """Returns a parser of lines by a pattern in which `%name` matches a number."""
-    names = r"step_time_s|seq_per_s|tokens_per_s|ms_per_step|grad_norm|step|loss|lr"
-    expression = re.compile(
-        re.sub(rf"%({names})", lambda found: _VALUE % found[1], pattern), re.IGNORECASE
-    )
+class _Reader:
+    """Collects the rows of one format."""
 
-    def parse(line: str) -> Numbers | None:
-        found = expression.search(line)
-        if found is None:
-            return None
+    expects_more = False  # the next line may belong to this one
+
+    def __init__(self, known: LogFormat | None, line: LineFormat | None = None) -> None:
+        self.rows = RowCollector()
+        self.format = None if known is None else (known, line)
+
+    def read(self, line: str) -> bool:
+        """Reads a line; returns False if it is of another format."""
+        raise NotImplementedError
+
+    def finish(self, path: Path, warnings: list[str]) -> None:
+        """Adds rows that depend on lines after them."""
+
+
+class _LineReader(_Reader):
+    """Lines that patterns describe."""
+
+    def __init__(self, known: LogFormat | None, lines: Sequence[LineFormat]) -> None:
+        super().__init__(known, lines[0])
+        self._patterns = [
+            (_compile(line.head), _compile(line.pair) if line.pair else None) for line in lines
+        ]
+        self._following = lines[0].following
+        self._step = 0.0
+
+    def read(self, line: str) -> bool:
+        for head, pair in self._patterns:
+            found = head.search(line)
+            if found is not None:
+                row = self._values(found)
+                if pair is not None and not self._following:
+                    names = pair.findall(line)
+                    row = {name.strip().lower(): _to_float(value) for name, value in names} | row
+                self._step, self.expects_more = row["step"], self._following
+                self.rows.add(row.items())
+                return True
+            if self.expects_more and pair is not None and (one := pair.match(line)):
+                self.rows.add([("step", self._step), (one[1], _to_float(one[2]))])
+                return True
+        self.expects_more &= line[:1].isspace()
+        return False
+
+    @staticmethod
+    def _values(found: re.Match[str]) -> Numbers:
         groups = {name: text for name, text in found.groupdict().items() if text is not None}
         asctime = groups.pop("asctime", None)
-        values = {name: _to_float(text) for name, text in groups.items()}
-        if "ms_per_step" in values:
-            values["step_time_s"] = values.pop("ms_per_step") / 1e3
-        if asctime is not None:
-            with suppress(ValueError):
-                values["time"] = float(calendar.timegm(time.strptime(asctime)))
-        return values
-
-    return lambda: parse
-
-
-_ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*\d+ \|")
-_VALIDATION = re.compile(
-    r"validation loss at iteration (\d+)[^|]*\|\s*lm[ _]loss(?: value)?: (\S+)"
-)
-_FIELD = re.compile(rf"\|?\s*([A-Za-z][^|:]*?)\s*:\s*({_NUMBER})\s*\|", re.IGNORECASE)
-_TIMESTAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?\]")
-
-
-def _parse_megatron(line: str) -> Numbers | None:
-    """`iteration 10/ 100 | consumed samples: 80 | … | lm loss: 6.9E+00 | grad norm: 1.2 | …`."""
-    if validation := _VALIDATION.search(line):
+        row = {name: _to_float(text) for name, text in groups.items()}
+        if "ms_per_step" in row:
+            row["step_time_s"] = row.pop("ms_per_step") / 1e3
+        row.pop("iter", None)
+        row["step"] += (row.pop("epoch", 1.0) - 1) * row.pop("total", 0.0)
         with suppress(ValueError):
-            return {"step": float(validation[1]), "lm loss validation": float(validation[2])}
-    iteration = _ITERATION.search(line)
-    if iteration is None:
-        return None
-    row = {"step": float(iteration[1])}
-    for name, value in _FIELD.findall(line):
-        row[name.strip().lower()] = _to_float(value)
-    if "elapsed time per iteration (ms)" in row:
-        row["iteration-time"] = row.pop("elapsed time per iteration (ms)") / 1e3
-    if stamp := _TIMESTAMP.search(line):
-        moment = calendar.timegm(time.strptime(stamp[1], "%Y-%m-%d %H:%M:%S"))
-        row["time"] = moment + float(stamp[2] or 0)
-    return row
+            if asctime is not None:
+                row["time"] = float(calendar.timegm(time.strptime(asctime)))
+            elif stamp := _TIMESTAMP.search(found.string[:100]):
+                moment = time.strptime(f"{stamp[1]} {stamp[2]}", "%Y-%m-%d %H:%M:%S")
+                row["time"] = calendar.timegm(moment) + float(
+                    f"0{stamp[3] or ''}".replace(",", ".")
+                )
+        return row
 
 
-_BAR = re.compile(r"\|\s*(\d+)/(?:\d+|\?) \[(.*)\]?")
-_PAIR = re.compile(rf"([A-Za-z][\w./ -]*)=({_NUMBER})(?=[,\]\s]|$)", re.IGNORECASE)
+class _PatternReader(_Reader):
+    """Lines that match the user's pattern."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        super().__init__(None)
+        self._pattern = pattern
+
+    def read(self, line: str) -> bool:
+        found = self._pattern.search(line)
+        row: Numbers = {}
+        for name, text in found.groupdict().items() if found is not None else ():
+            with suppress(ValueError, IndexError, AttributeError):
+                row[name] = _to_float(text.strip())
+        if "step" in row:
+            self.rows.add(row.items())
+        return "step" in row
 
 
-def _progress_bar() -> LineParser:
+class _BarReader(_Reader):
     """`Epoch 0:  22%|██▏ | 4499/20101 [22:26:14<77:48:37, …, loss=2.43, global_step=4512.0]`.
 
     The bar prints three digits of a large number: from 100,000 the step is its own count, plus the
     steps before the bar's first, which a restart begins with.
     """
-    before = 0.0
 
-    def parse(line: str) -> Numbers | None:
-        nonlocal before
+    _before = 0.0
+
+    def read(self, line: str) -> bool:
         bar = _BAR.search(line)
-        if bar is None or "loss" not in bar[2]:
-            return None
-        row = {name.strip(): _to_float(value) for name, value in _PAIR.findall(bar[2])}
+        if bar is None or "loss" not in bar[3]:
+            return False
+        row = {name.strip(): _to_float(value) for name, value in _PAIR.findall(bar[3])}
         step = row.pop("global_step", row.pop("step", None))
         if step is not None and step < 1e5:
-            before = step - float(bar[1])
-        row["step"] = float(bar[1]) + before
-        return row
+            self._before = step - float(bar[1])
+        row["step"] = float(bar[1]) + self._before
+        self.rows.add(row.items())
+        return True
 
-    return parse
+
+class _DictReader(_Reader):
+    """`{'loss': 3.21, 'grad_norm': 1.5, 'learning_rate': 1e-4, 'epoch': 0.1}`, maybe of many lines.
+
+    The Hugging Face Trainer prints no step, but draws its progress bar again after each such line.
+    """
+
+    def __init__(self, known: LogFormat | None) -> None:
+        super().__init__(known)
+        self._text = ""
+        self._total = ""  # of the training's bar; those of evaluations come and go
+        self._count: float | None = None
+        self._found: list[tuple[Numbers, float | None]] = []  # row, count of the bar before it
+        self._open = 0  # rows whose bar has not come yet
+
+    def read(self, line: str) -> bool:
+        if bar := _BAR.search(line):
+            self._total = self._total or bar[2]
+            if bar[2] == self._total:
+                self._count = float(bar[1])
+                for place in range(len(self._found) - self._open, len(self._found)):
+                    self._found[place] = (self._found[place][0], self._count)
+                self._open = 0
+        if not self._text and not line.lstrip().startswith(("{'", '{"')):
+            return False
+        self._text += line
+        self.expects_more = "}" not in line and len(self._text) < _MAX_LINE_BYTES
+        if self.expects_more:
+            return True
+        row = {name: _to_float(value) for name, value in _DICT_ITEM.findall(self._text)}
+        self._text = ""
+        if "train_runtime" in row or not any("loss" in name for name in row):
+            return False
+        if self._open and any("loss" in name for name in self._found[-1][0]):
+            self._open = 0  # two rows without a bar between them
+        self._found.append((row, self._count))
+        self._open += 1
+        return True
+
+    def finish(self, path: Path, warnings: list[str]) -> None:
+        if any(step_keys(row, {}) for row, _ in self._found):
+            self.format = None  # a row holds its step: another framework's
+            for row, _ in self._found:
+                self.rows.add(row.items())
+            return
+        counts = [count for row, count in self._found if "loss" in row]
+        by_bar = None not in counts and all(a != b for a, b in pairwise(counts))
+        number = 0
+        for row, count in self._found:
+            number += "loss" in row
+            step = count if by_bar and count is not None else float(number)
+            self.rows.add({**row, "step": step}.items())
+        if self._found and not by_bar:
+            warnings.append(
+                f"{path}: no progress bar between its lines shows the step; they are numbered 1, "
+                "2, …: give the run's trainer_state.json instead"
+            )
 
 
-# Name of a format → maker of its parser, which may have state (one for each log)
-_FORMATS: tuple[tuple[str, Callable[[], LineParser]], ...] = (
-    # slurmllm/train/hooks/monitoring.py
-    (
-        "ours",
-        _pattern(
-            r"step %step/\d+  loss %loss  grad norm %grad_norm  lr %lr  %seq_per_s seq/s  "
-            r"%tokens_per_s tokens/s"
-        ),
-    ),
-    # aws-neuron/neuronx-distributed v2.28.0 examples/training/llama/
-    # tp_zero1_llama_hf_pretrain/logger.py and tp_dp_gpt_neox_hf_pretrain/*/*.py
-    (
-        "NxD's examples",
-        _pattern(
-            r"LOG (?P<asctime>.+?) - \(\d+, %step\) step_loss : %loss learning_rate : %lr "
-            r"throughput : %seq_per_s seq/s(?:\s+grad-norm : %grad_norm)?"
-        ),
-    ),
-    # v2.28.0 examples/training/llama/tp_pp_llama_hf_pretrain/logger.py
-    (
-        "NxD's pipeline example",
-        _pattern(
-            r"step %step step_time %step_time_ss throughput %seq_per_s seq/s step loss %loss"
-            r"(?: grad norm (?:%grad_norm|None))?"
-        ),
-    ),
-    # v2.28.0 examples/training/llama/lightning/module_llama.py, dbrx and mixtral likewise
-    (
-        "NxD's Lightning examples",
-        _pattern(
-            r"step %step loss is %loss, lr is \[?%lr\]?,(?: throughput %seq_per_s seq/s,)?"
-            r"\s+input_ids -?\d+, norm (?:%grad_norm|None)"
-        ),
-    ),
-    # NVIDIA/Megatron-LM megatron/training/training.py, EleutherAI/gpt-neox megatron/logging.py
-    ("Megatron-LM or gpt-neox", lambda: _parse_megatron),
-    # pytorch/torchtitan torchtitan/components/metrics.py
-    ("torchtitan", _pattern(r"step:\s+%step\s+loss:\s+%loss(?:\s+grad_norm:\s+%grad_norm)?")),
-    # karpathy/nanoGPT train.py
-    ("nanoGPT", _pattern(r"iter %step: loss %loss(?:, time %ms_per_stepms)?")),
-    # tqdm behind NVIDIA/NeMo, aws-neuron/neuronx-distributed-training and Lightning
-    ("progress bars of Lightning, NeMo and NxD Training", _progress_bar),
-)
+def _compile(pattern: str) -> re.Pattern[str]:
+    """Returns a pattern in which `%name` matches a number; `%value` is not a group."""
+    names = r"step_time_s|seq_per_s|tokens_per_s|ms_per_step|grad_norm|val_loss|step|loss|lr"
+    pattern = pattern.replace("%value", _NUMBER)
+    expression = re.sub(rf"%({names}|epoch|total|iter)", lambda found: _VALUE % found[1], pattern)
+    return re.compile(expression, re.IGNORECASE)
+
+
+def _format_readers() -> list[_Reader]:
+    readers: list[_Reader] = []
+    for known in log_formats().values():
+        # Lines that count steps otherwise have a reader of their own.
+        for _, lines in groupby(known.lines, lambda line: (line.steps_from, line.following)):
+            readers.append(_LineReader(known, list(lines)))
+        if known.reader == "dicts":
+            readers.append(_DictReader(known))
+    return [*readers, _BarReader(None)]
+
+
+def check_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile the user's pattern of a line.
+
+    Raises:
+        UserError: it does not compile, has no group `step`, or one that is no metric.
+    """
+    example = "such as 'step (?P<step>\\d+).*loss (?P<loss>\\S+)'"
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise UserError(
+            f"--pattern {pattern!r} is not a regular expression: {error}; give one {example}"
+        ) from error
+    for name in compiled.groupindex:
+        check_metric(name, f"--pattern {pattern!r}")
+    for needed in ("step", "loss"):
+        if needed not in compiled.groupindex:
+            raise UserError(
+                f"--pattern {pattern!r} has no group (?P<{needed}>…); give one {example}"
+            )
+    return compiled
+
+
+def _user_readers(pattern: str) -> list[_Reader]:
+    return [_PatternReader(check_pattern(pattern))]
 
 
 # wandb's table of a chart: `<run> - <metric>`, and the range over the runs that were averaged
@@ -244,7 +355,7 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
             names = header
         reader = csv.reader(lines, delimiter=delimiter)
         short: list[int] = []  # line numbers; the header is line 1
-        last = 0
+        last = commas = 0
         try:
             for cells in reader:
                 if not cells:
@@ -257,10 +368,16 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                     for name, cell in zip(names, cells, strict=False):
                         if cell and name and not name.endswith(_WANDB_RANGE):
                             with suppress(ValueError):
-                                numbers.append((name, float(cell)))
+                                if "," in cell and delimiter != ",":
+                                    numbers.append((name, _to_float(cell)))
+                                    commas = commas or reader.line_num + 1
+                                else:
+                                    numbers.append((name, float(cell)))
                     rows.add(numbers)
         except csv.Error as error:
             warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
+    if commas:
+        warnings.append(f"{path}:{commas}: numbers have decimal commas; read 2,5 as 2.5")
     if short == [last]:
         warnings.append(f"{path}:{last}: skipped the truncated last line")
     elif short:
@@ -287,7 +404,7 @@ def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
             last = number
             row = parse_row(line)
             if isinstance(row, dict):
-                rows.add(_json_numbers(row))
+                rows.add(json_numbers(row))
             else:
                 broken.append(number)
     if broken == [last]:
@@ -319,7 +436,7 @@ def read_json(path: Path, tags: Mapping[str, str]) -> Log:
         ) from error
     rows = RowCollector()
     for row in _document_rows(document):
-        rows.add(_json_numbers(row))
+        rows.add(json_numbers(row))
     return rows.log(path, "jsonl", tags, warnings)
 
 
@@ -337,7 +454,7 @@ def _document_rows(document: Any) -> list[dict[str, Any]]:
     return [row for row in document if isinstance(row, dict)] if isinstance(document, list) else []
 
 
-def _json_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def json_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a row by dotted path; null counts as absent."""
     for key, value in row.items():
         kind = type(value)
@@ -346,6 +463,6 @@ def _json_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
         elif kind is int:
             yield prefix + key, float(value) if abs(value) < 2**1023 else math.inf
         elif kind is dict:
-            yield from _json_numbers(value, f"{prefix}{key}.")
+            yield from json_numbers(value, f"{prefix}{key}.")
         elif kind is str and value in _NAMED_NUMBERS:
             yield prefix + key, _NAMED_NUMBERS[value]

@@ -1,0 +1,336 @@
+"""Every format of formats.yaml, by an example of each, and the trackers' files.
+
+The files in formats/ were written by the frameworks' own code (transformers 5.23, lightning 2.6,
+torchtune 0.6, wandb 0.19); lines here follow the print statement that the format's `source` names.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slurmllm.errors import RunError, UserError
+from slurmllm.metrics.curves import Curve
+from slurmllm.metrics.source import locate, read_curve
+from slurmllm.metrics.tags import log_formats
+from slurmllm.metrics.text_logs import check_pattern
+
+FOLDER = Path(__file__).parent / "formats"
+ROOT = Path("no runs")
+LOSSES = [3.0, 2.913, 2.8259999999999996, 2.7, 2.613, 2.526]  # of the files of one example
+
+
+def first_row(curve: Curve) -> dict[str, float]:
+    return {key: float(values[0]) for key, values in curve.columns.items() if key != "time"}
+
+
+# format → line(s) of one step, first step, values of the first row
+LINES: dict[str, tuple[str, int, dict[str, float]]] = {
+    "nanotron": (
+        "11/21/2025 10:00:00 [INFO|DP=0|PP=0|TP=0|ip-1]: iteration: {step} / 100 | "
+        "consumed_tokens: 1.02K | time_per_iteration_ms: 250 | tokens_per_sec: 4.1K | "
+        "tokens_per_sec_per_gpu: 4.1K | global_batch_size: 1.02K | lm_loss: 10.8 | lr: 0.0003 | "
+        "model_tflops_per_gpu: 0.1 | eta: 0:00:09",
+        1,
+        {"loss": 10.8, "lr": 3e-4, "tokens": 1020, "tokens_per_s": 4100, "step_time_s": 0.25},
+    ),
+    "OLMo-core": (
+        "2025-11-21 10:00:00.123\tnode:0\tolmo_core.train:1\tINFO\t[step={step}/100,epoch=1,"
+        "eta=1h]\n    train/CE loss=10.51\n    train/PPL=3.7E+04\n    optim/total grad norm=1.25\n"
+        "    optim/LR (group 0)=1.2E-05\n    throughput/device/TPS=1,234",
+        1,
+        {"loss": 10.51, "grad_norm": 1.25, "lr": 1.2e-5, "tokens_per_s": 1234},
+    ),
+    "Composer or LLM Foundry": (
+        "[batch={step}/100]:\n\t Train time/batch: 4\n\t Train time/token: 4096\n"
+        "\t Train loss/train/total: 11.0123\n\t Train l2_norm/grad/global: 2.5000\n"
+        "\t Train lr-DecoupledAdamW/group0: 0.0001",
+        1,
+        {"loss": 11.0123, "grad_norm": 2.5, "lr": 1e-4, "tokens": 4096},
+    ),
+    "lingua": (
+        "0: INFO    25-11-21 10:00:00.123456 - 0:00:12 - step: {step}  acc: 0  loss:  9.1234  "
+        "grad: 1.20e+00  flops: 1.00e+13  wps: 1.20e+05  iter:  0.1234  data:  0.01  lr: 3.00e-04",
+        1,
+        {"loss": 9.1234, "grad_norm": 1.2, "lr": 3e-4, "step_time_s": 0.1234},
+    ),
+    "litgpt": (
+        "Epoch 1 | iter {step} step {step} | loss train: 10.123, val: n/a | iter time: 25.22 ms "
+        "(step) remaining time: 0:10:00",
+        1,
+        {"loss": 10.123},
+    ),
+    "llm.c": (
+        "s:{step} trl:9.5001 lr:0.000003 norm:12.30",
+        0,
+        {"loss": 9.5001, "lr": 3e-6, "grad_norm": 12.3},
+    ),
+    "nanochat": (
+        "step {step:05d}/01000 (1.00%) | loss: 3.123456 | lrm: 1.00 | dt: 250.00ms | tok/sec: "
+        "1,234,567 | bf16_mfu: 40.00 | epoch: 1 | total time: 0.10m",
+        0,
+        {"loss": 3.123456, "step_time_s": 0.25, "tokens_per_s": 1234567},
+    ),
+    "modded-nanogpt": (
+        "step:{step}/1750 train_loss:4.1234 train_time:1000ms step_avg:100.00ms",
+        1,
+        {"loss": 4.1234},
+    ),
+    "MaxText": (
+        "completed step: {step}, seconds: 1.150, TFLOP/s/device: 470.000, Tokens/s/device: 123.5, "
+        "total_weights: 49152, loss: 10.871, lr: 3.000e-05, grad_norm: 0.5, raw_grad_norm: 0.7",
+        0,
+        {"loss": 10.871, "lr": 3e-5, "grad_norm": 0.5, "step_time_s": 1.15, "tokens_per_s": 123.5},
+    ),
+    "DeepSpeed": (
+        "steps: {step} loss: 4.1234 iter time (s): 0.512 samples/sec: 31.250",
+        1,
+        {"loss": 4.1234, "step_time_s": 0.512, "seq_per_s": 31.25},
+    ),
+    "Levanter": (
+        "Progress on:train {step}.0it/100it rate:1.2it/s remaining:00:10 elapsed:00:05 "
+        "postfix:loss=9.25",
+        0,
+        {"loss": 9.25},
+    ),
+    "EasyLM": (
+        "{{'gradient_norm': 1.5,\n 'learning_rate': 0.0003,\n 'loss': 9.75,\n 'step': {step}}}",
+        0,
+        {"loss": 9.75, "grad_norm": 1.5, "lr": 3e-4},
+    ),
+    "nanoGPT": ("iter {step}: loss 3.1000, time 250.00ms, mfu 1.0%", 0, {"loss": 3.1}),
+    "torchtitan": (
+        "[titan] 2025-11-21 10:00:00,123 - root - INFO - \x1b[31mstep:  {step}  \x1b[32mloss:  "
+        "8.1234  \x1b[38;2;180;60;0mgrad_norm:  1.2345  \x1b[36mmemory:  3.40GiB(4%)",
+        1,
+        {"loss": 8.1234, "grad_norm": 1.2345},
+    ),
+    "Megatron-LM": (
+        " iteration {step}/ 100 | consumed samples: 320 | elapsed time per iteration (ms): 545.2 | "
+        "learning rate: 9.15E-06 | lm loss: 2.5E+00 | grad norm: 0.231 |",
+        1,
+        {"loss": 2.5, "grad_norm": 0.231, "lr": 9.15e-6, "step_time_s": 0.5452},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_frameworks_lines(name: str, tmp_path: Path) -> None:
+    line, first, expected = LINES[name]
+    path = tmp_path / "slurm-1.out"
+    steps = range(first, first + 4)
+    path.write_text("loading\n" + "".join(line.format(step=step) + "\n\n" for step in steps))
+    curve = read_curve(path)
+    assert curve.steps.tolist() == list(steps)
+    assert expected.items() <= first_row(curve).items()
+    assert curve.convention is not None
+    assert (curve.convention.format, curve.convention.steps_from) == (name, first)
+    assert all("is the value of one device" in warning for warning in curve.warnings)
+
+
+def test_every_text_format_has_an_example() -> None:
+    elsewhere = {  # test_foreign_logs.py, and the files below
+        *("slurmllm", "NxD's examples", "NxD's examples with Lightning", "Hugging Face Trainer"),
+        *("torchtune", "Lightning"),
+    }
+    text = {name for name, known in log_formats().items() if known.lines or known.reader}
+    assert text - elsewhere <= set(LINES)
+
+
+def test_the_hugging_face_trainers_output_equals_its_trainer_state() -> None:
+    state = json.loads((FOLDER / "trainer_state.json").read_text())["log_history"]
+    text, document = (
+        read_curve(FOLDER / name) for name in ("hugging_face.log", "trainer_state.json")
+    )
+    rows = [row for row in state if "loss" in row]
+    for curve in (text, document):
+        assert curve.steps.tolist() == [row["step"] for row in rows]
+        assert curve.convention is not None
+        assert curve.convention.loss_is_mean
+    np.testing.assert_array_equal(document.columns["loss"], [row["loss"] for row in rows])
+    for metric, key in (("loss", "loss"), ("grad_norm", "grad_norm"), ("lr", "learning_rate")):
+        printed = [float(f"{row[key]:.4g}") for row in rows]
+        np.testing.assert_array_equal(text.columns[metric], printed)
+    assert text.series("val_loss")[0].tolist() == [20, 40]
+
+
+def test_the_trainers_lines_without_a_progress_bar_are_numbered(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_text("{'loss': 3.0, 'epoch': 0.1}\n{'loss': 2.0, 'epoch': 0.2}\n")
+    curve = read_curve(path)
+    assert curve.steps.tolist() == [1, 2]
+    assert "numbered 1, 2, …: give the run's trainer_state.json" in curve.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "convention"),
+    [
+        ("litgpt.csv", range(6), ("litgpt", 0, "micro-iterations")),
+        ("metrics.csv", range(9, 60, 10), ("Lightning", 0, "steps")),
+        ("torchtune.txt", range(1, 7), ("torchtune", 1, "steps")),
+        ("run-abc123.wandb", range(1, 7), ("Hugging Face Trainer", 1, "steps")),
+    ],
+)
+def test_files_of_loggers(
+    name: str, steps: range, convention: tuple[str, int, str], tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if name.endswith(".wandb"):  # one of its records spans two blocks
+        path.write_bytes(gzip.decompress((FOLDER / f"{name}.gz").read_bytes()))
+    else:
+        shutil.copy(FOLDER / name.replace("metrics.csv", "lightning.csv"), path)
+    curve = read_curve(locate(str(tmp_path if name.startswith(("run", "metr")) else path), ROOT))
+    assert curve.steps.tolist() == list(steps)
+    assert curve.series("loss")[1].tolist() == LOSSES
+    found = curve.convention
+    assert found is not None
+    assert (found.format, found.steps_from, found.counts) == convention
+
+
+def test_a_damaged_wandb_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    content = gzip.decompress((FOLDER / "run-abc123.wandb.gz").read_bytes())
+    path = tmp_path / "run-1.wandb"
+    for damaged, message in (
+        (content[:-20], "is cut"),
+        (content[:-20] + b"?" + content[-19:], "is damaged"),
+    ):
+        path.write_bytes(damaged)
+        curve = read_curve(path)
+        assert curve.columns["loss"].tolist() == LOSSES[:5]
+        assert message in curve.warnings[0]
+    path.write_bytes(b"nothing")
+    with pytest.raises(RunError, match="is not a W&B run file"):
+        read_curve(path)
+
+
+def write_mlflow(run: Path) -> None:
+    """Files as mlflow 3's FileStore writes them (mlflow/store/tracking/file_store.py)."""
+    for name, values in (("train/loss", LOSSES), ("lr", [1e-4] * 6)):
+        path = run / "metrics" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"{1795406440214 + step} {value} {step}" for step, value in enumerate(values, 1)]
+        path.write_text("\n".join(lines) + "\n")
+    (run / "meta.yaml").write_text("run_name: a\n")
+
+
+def test_mlflows_file_store(tmp_path: Path) -> None:
+    write_mlflow(tmp_path / "mlruns" / "0" / "aaa")
+    for source in ("mlruns", "mlruns/0", "mlruns/0/aaa"):
+        curve = read_curve(locate(str(tmp_path / source), ROOT))
+        assert (curve.steps.tolist(), curve.name) == (list(range(1, 7)), "aaa")
+        assert curve.columns["loss"].tolist() == LOSSES
+        assert curve.columns["time"][0] == 1795406440.215
+    write_mlflow(tmp_path / "mlruns" / "0" / "bbb")
+    with pytest.raises(RunError, match=r"holds 2 MLflow runs: 0/aaa, 0/bbb; name one"):
+        read_curve(tmp_path / "mlruns")
+    with (tmp_path / "mlruns/0/aaa/metrics/lr").open("a") as stream:
+        stream.write("179540644 0.0\n")
+    assert "lr:7: not `timestamp value step`" in read_curve(tmp_path / "mlruns/0/aaa").warnings[0]
+
+
+def test_tensorboards_tables_of_one_tag(tmp_path: Path) -> None:
+    for tag, value in (("train_loss", 3.5), ("train_grad_norm", 0.5)):
+        path = tmp_path / f"run-a-tag-{tag}.csv"
+        path.write_text(f"Wall time,Step,Value\n1700000000.5,1,{value}\n1700000001.5,2,{value}\n")
+    for source in (tmp_path, tmp_path / "run-a-tag-train_loss.csv"):
+        curve = read_curve(locate(str(source), ROOT))
+        assert curve.steps.tolist() == [1, 2]
+        assert curve.columns["loss"].tolist() == [3.5, 3.5]
+        assert curve.columns["time"][0] == 1700000000.5
+        assert ("grad_norm" in curve.columns) == (source is tmp_path)
+    path = path.rename(tmp_path / "any.csv")
+    assert read_curve(path, {"loss": "Value"}).columns["loss"].tolist() == [0.5, 0.5]
+    with pytest.raises(RunError, match="--tag loss=TAG"):
+        read_curve(path)
+
+
+def test_olmos_files_of_one_step(tmp_path: Path) -> None:
+    for step in (10, 20):
+        text = json.dumps({"train/CE loss": 3.0 + step, "optim/total grad norm": 1.5})
+        (tmp_path / f"metrics_step{step}.json").write_text(text)
+    curve = read_curve(locate(str(tmp_path), ROOT))
+    assert curve.steps.tolist() == [10, 20]
+    assert curve.columns["loss"].tolist() == [13.0, 23.0]
+    assert curve.convention is not None
+    assert curve.convention.format == "OLMo-core"
+
+
+@pytest.mark.parametrize(
+    ("key", "row", "name"),
+    [
+        ("global_step", {"loss/out": 2.5, "optim/grad_norm": 1.0, "optim/lr": 1e-4}, "lingua"),
+        (
+            "current_steps",
+            {"total_steps": 9, "loss": 2.5, "lr": 1e-4, "percentage": 0.5},
+            "LLaMA-Factory",
+        ),
+        ("step", {"learning/loss": 2.5, "learning/grad_norm": 1.0}, "MaxText"),
+    ],
+)
+def test_json_lines(key: str, row: dict[str, float], name: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({key: step, **row}) + "\n" for step in (1, 2)))
+    curve = read_curve(path)
+    assert curve.columns["loss"].tolist() == [2.5, 2.5]
+    assert curve.convention is not None
+    assert curve.convention.format == name
+
+
+def test_a_pattern_of_the_user(tmp_path: Path) -> None:
+    path = tmp_path / "train.any"
+    path.write_text("t=1 L 3,5 g 0.5\nt=2 L 2,5 g nan\nt=x L 2\nother\n")
+    curve = read_curve(path, pattern=r"t=(?P<step>\S+) L (?P<loss>\S+)(?: g (?P<grad_norm>\S+))?")
+    assert curve.steps.tolist() == [1, 2]
+    assert curve.columns["loss"].tolist() == [3.5, 2.5]
+    np.testing.assert_array_equal(curve.columns["grad_norm"], [0.5, np.nan])
+    with pytest.raises(RunError, match=r"no line of .*train\.any matches --pattern"):
+        read_curve(path, pattern=r"z(?P<step>\d)(?P<loss>\d)")
+    for wrong, message in (
+        ("(?P<step>", "is not a regular expression"),
+        (r"(?P<loss>\d)", r"has no group \(\?P<step>"),
+        (r"(?P<step>\d)", r"has no group \(\?P<loss>"),
+        (r"(?P<step>\d)(?P<los>\d)", "no metric 'los'; one of step, loss"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_pattern(wrong)
+
+
+def test_tables_with_decimal_commas_and_byte_order_marks(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes("step;loss;lr\n1;3,25;1e-4\n2;2,5;inf\n".encode("utf-8-sig"))
+    curve = read_curve(path)
+    assert curve.columns["loss"].tolist() == [3.25, 2.5]
+    assert curve.columns["lr"].tolist() == [1e-4, np.inf]
+    assert curve.warnings == (f"{path}:2: numbers have decimal commas; read 2,5 as 2.5",)
+    rows = tmp_path / "x.jsonl"
+    rows.write_bytes('{"epoch": 0, "step": 1, "loss": 2.5}\n'.encode("utf-8-sig"))
+    assert read_curve(rows).columns["loss"].tolist() == [2.5]
+    text = tmp_path / "x.log"
+    text.write_bytes("iter 1: loss 2.5\n".encode("utf-16"))
+    with pytest.raises(RunError, match=r"is UTF-16 text.*iconv -f UTF-16"):
+        read_curve(text)
+
+
+def test_a_log_of_two_runs_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    runs = [[f"iter {step}: loss {scale / (step + 1)}" for step in range(50)] for scale in (3, 4)]
+    path.write_text("\n".join(runs[0] + runs[1]))
+    curve = read_curve(path)
+    (warning,) = curve.warnings
+    assert "50 steps of 50 occur a second time with other values, as if it held two runs" in warning
+    assert curve.columns["loss"][0] == 4.0
+    path.write_text("\n".join(runs[0] + runs[0]))  # a training that was started again
+    assert read_curve(path).warnings == ()
+
+
+def test_the_documentation_lists_every_format() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    for name, known in log_formats().items():
+        losses = ", ".join(f"`{tag}`" for tag in known.tags.get("loss", ())[:3])
+        unit = "" if known.counts == "steps" else f", {known.counts}"
+        assert f"| {name} | {known.steps_from}{unit} | {losses}" in docs
