@@ -32,7 +32,16 @@ _OTHER_METRICS = ("param_norm", "lr", "val_loss")
     type=float,
     help="Relative tolerance of the gradient norm.  [default: 1e-2]",
 )
-@click.option("--exact", is_flag=True, help="Require bit-identical values instead.")
+@click.option(
+    "--require",
+    type=click.Choice(["identical", "match", "equivalent"]),
+    help="Exit with 1 if the verdict of a run is weaker.  [default: equivalent]",
+)
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="Require bit-identical values, and files without a damaged line.",
+)
 @click.option(
     "--seed",
     "seeds",
@@ -63,6 +72,7 @@ def compare(
     others: tuple[str, ...],
     tolerance: float | None,
     grad_norm_tolerance: float | None,
+    require: Literal["identical", "match", "equivalent"] | None,
     exact: bool,
     seeds: tuple[str, ...],
     by: Literal["step", "tokens", "samples"],
@@ -81,8 +91,11 @@ def compare(
     A, B … are run names or directories, or logs of other frameworks: TensorBoard event files or
     folders of them, JSON lines, CSV, text.
 
-    Exit codes: 0 all runs match A; 1 a run differs; 2 invalid input; 4 the plot cannot
-    be written.
+    The verdict of each is identical, match, equivalent (independent scatter around the same
+    trajectory), or differ.
+
+    Exit codes: 0 no run differs from A; 1 one does, or its verdict is weaker than --require;
+    2 invalid input; 4 the plot cannot be written.
     """
     from slurmllm.errors import EXIT_NEGATIVE, UserError
 
@@ -94,6 +107,8 @@ def compare(
             raise UserError(f"{option} {value:g} and --exact exclude each other; give one of them")
         if value is not None and not 0 <= value < float("inf"):
             raise UserError(f"{option} {value:g}: a tolerance is 0 or more, such as 1e-3")
+    if exact and require not in (None, "identical"):
+        raise UserError(f"--exact requires identical runs; leave out --require {require}")
     if seeds and (exact or tolerance is not None or grad_norm_tolerance is not None):
         raise UserError(
             "--seed gives the tolerance; leave out --exact, --tolerance and --grad-norm-tolerance"
@@ -113,7 +128,7 @@ def compare(
         reading = pool.map(lambda path: read_curve(path, named, lenient=not exact), sources)
         # These imports take half a second, during which the threads read.
         from slurmllm.compare import compare as stage
-        from slurmllm.compare.comparison import Tolerances, curve_letter
+        from slurmllm.compare.comparison import VERDICTS, Tolerances, curve_letter
 
         if not no_plot:
             import_module("slurmllm.compare.plot")
@@ -146,7 +161,15 @@ def compare(
     else:
         for number, comparison in enumerate(comparisons):
             _print(comparison, letters[number], alone=len(comparisons) == 1)
-    ctx.exit(0 if match else EXIT_NEGATIVE)
+    required = VERDICTS.index(require or "equivalent")
+    weaker = [
+        f"{letter} {comparison.verdict}"
+        for letter, comparison in zip(letters, comparisons, strict=True)
+        if VERDICTS.index(comparison.verdict) > required
+    ]
+    if require is not None and weaker:
+        click.echo(f"--require {require} is not met: {', '.join(weaker)}", err=True)
+    ctx.exit(EXIT_NEGATIVE if weaker else 0)
 
 
 def _draw(

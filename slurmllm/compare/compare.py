@@ -18,13 +18,15 @@ from slurmllm.compare.comparison import (
     MetricComparison,
     Overlap,
     RuleName,
+    Scattering,
     Side,
     Tolerances,
+    Verdict,
 )
 from slurmllm.compare.diagnosis import explain
 from slurmllm.compare.divergence import DivergenceResult, detect_divergence
 from slurmllm.compare.seed_band import CHANCE, BandCheck, SeedBand
-from slurmllm.compare.statistics import TO_SIGMA, statistics
+from slurmllm.compare.statistics import roughness, shared_noise, statistics
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Axis, Curve, Flags, Floats, Ints, bit_identical
 
@@ -81,10 +83,16 @@ def compare(
     compared = [name for name in METRICS if name in points]
     band = SeedBand(a, seeds, axis) if seeds else None
     checks = {} if band is None else {name: band.check(name, points[name]) for name in compared}
+    same = {name: bit_identical(points[name].a, points[name].b) for name in compared}
+    changed = [
+        points[name].steps[np.argmin(same[name])] for name in compared if not same[name].all()
+    ]
     metrics = {
         name: _compare_metric(
             points[name],
             differences[name],
+            same[name],
+            int(np.searchsorted(points[name].steps, min(changed))) if changed else len(same[name]),
             tolerances,
             name,
             alignment.method == "interpolated",
@@ -95,7 +103,17 @@ def compare(
     settings = find_differences(a, b, alignment)
     if seeds:  # the band allows for another seed
         settings = [one for one in settings if one.kind != "seed"]
-    match = not any(metric.departs for metric in metrics.values())
+    verdict: Verdict = "match"
+    if any(metric.departs for metric in metrics.values()):
+        verdict = "differ"
+    elif not changed:
+        verdict = "identical"
+    elif band is not None or any(metric.scattered for metric in metrics.values()):
+        verdict = "equivalent"
+    match = verdict != "differ"
+    identical = points["loss"].steps
+    if changed:
+        identical = identical[identical < min(changed)]
     causes: tuple[Cause, ...] = ()
     if not match:
         onsets = [m.onset_step for m in metrics.values() if m.onset_step is not None]
@@ -128,9 +146,14 @@ def compare(
         of_all = pool.map(statistics, points.values(), differences.values(), shapes)
         described = dict(zip(points, of_all, strict=True))
     return Comparison(
-        verdict="match" if match else "differ",
+        verdict=verdict,
         match=match,
-        reason=comparison.reason(metrics, tolerances, band_record, causes, letter),
+        bit_identical_to_step=int(identical[-1]) if len(identical) else None,
+        power={name: metric.power for name, metric in metrics.items()},
+        reason=comparison.reason(
+            *(verdict, metrics, tolerances, band_record, causes, letter),
+            int(identical[-1]) if len(identical) else None,
+        ),
         causes=causes,
         diagnosis=comparison.diagnosis(causes),
         settings=tuple(one.text for one in settings),
@@ -168,6 +191,8 @@ def signed_difference(a: Floats, b: Floats) -> Floats:
 def _compare_metric(
     points: Points,
     signed: Floats,
+    same: Flags,
+    identical: int,
     tolerances: Tolerances,
     metric: str,
     interpolated: bool,
@@ -176,17 +201,19 @@ def _compare_metric(
     a, b, steps = points.a, points.b, points.steps
     difference = np.abs(signed)
     finite = np.isfinite(signed)
-    same = bit_identical(a, b)
     tolerance = tolerances.of(metric)
     # Two NaNs have the same bits and yet do not match: neither run has a value there.
     beyond: Flags = ~finite | (~same if tolerances.exact else difference > tolerance)
     largest = int(np.nanargmax(difference)) if finite.any() else None
     departure = _first(beyond)
     places = np.flatnonzero(finite)
-    rough = _roughness(a[places], b[places]) if interpolated else 0.0
-    result = DivergenceResult()
+    result, shared = DivergenceResult(), None
     if len(places):
-        result = detect_divergence(signed[places], tolerance, rough)
+        finite_a, finite_b, r = a[places], b[places], signed[places]
+        rough = roughness(finite_a, finite_b) if interpolated else 0.0
+        shared = shared_noise(finite_a, finite_b, r)
+        known = 1.0 if shared is None else shared
+        result = detect_divergence(r, tolerance, rough, identical, known)
     rule: RuleName | None
     if not finite.all():
         rule = "not_finite"
@@ -225,29 +252,16 @@ def _compare_metric(
         departs=rule is not None,
         rule=rule,
         noise=result.noise,
+        bias=result.mean,
+        scattered=result.scattered and rule is None,
+        scatter=Scattering(size=result.noise, correlation=shared),
+        power=result.power if check is None else check.power,
         onset_step=None if onset is None else int(steps[onset]),
         lasting_departure_step=None if lasting is None else int(steps[places[lasting.first]]),
         lasting_departure_last_step=None if lasting is None else int(steps[places[lasting.last]]),
         lasting_departure_points=None if lasting is None else lasting.last - lasting.first + 1,
         lasting_departure_rel_diff=None if lasting is None else lasting.size,
     )
-
-
-def _roughness(a: Floats, b: Floats) -> float:
-    """Relative scatter of the curves' own values around the mean of their neighbours.
-
-    It bounds the error of values that are interpolated between logged points.
-    """
-    if len(a) < 3:
-        return 0.0
-    found = 0.0
-    for values in (a, b):
-        distance = np.median(np.abs(values[1:-1] - (values[2:] + values[:-2]) / 2))
-        size = np.median(np.abs(values))
-        # At most 1: the values of such a curve have nothing to do with each other. The distance
-        # from a mean of two has 1.5 times the variance of a value.
-        found += min(float(TO_SIGMA * distance / size), 1.0) ** 2 / 1.5 if size > 0 else 0.0
-    return float(np.sqrt(found))
 
 
 def _first(flags: Flags) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -14,6 +14,8 @@ from slurmllm.compare.statistics import Statistics
 from slurmllm.metrics.curves import Axis, Curve, Range, describe_ranges
 from slurmllm.records import Record
 
+Verdict = Literal["identical", "match", "equivalent", "differ"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # from the strongest
 RuleName = Literal["not_finite", "exact", "pointwise", "lasting", "noise", "outlier", "band"]
 
 
@@ -54,6 +56,15 @@ class Overlap(Record):
     max_rel_diff: float | None = Field(description="largest relative difference to those")
 
 
+class Scattering(Record):
+    """Noise of the difference of two curves, and how far the curves have theirs in common."""
+
+    size: float | None = Field(description="as `noise`")
+    correlation: float | None = Field(
+        description="of the noise of both curves: 1 of the same batches, 0 of independent ones"
+    )
+
+
 class MetricComparison(Record):
     """One metric of both curves at their common steps."""
 
@@ -76,6 +87,10 @@ class MetricComparison(Record):
     noise: float | None = Field(
         description="robust standard deviation of the relative difference from point to point"
     )
+    bias: float = Field(description="mean of the signed relative difference")
+    power: float = Field(description="smallest lasting relative bias that would have been found")
+    scattered: bool = Field(description="beyond the tolerance, by independent scatter only")
+    scatter: Scattering
     onset_step: int | None = Field(description="at which the curves begin to diverge")
     lasting_departure_step: int | None = Field(description="first step of one that lasts")
     lasting_departure_last_step: int | None
@@ -131,8 +146,12 @@ class Band(Record):
 class Comparison(Record):
     """The output of `slurmllm compare --json`."""
 
-    verdict: Literal["match", "differ"]
-    match: bool
+    verdict: Verdict
+    match: bool = Field(description="whether the verdict is not `differ`")
+    bit_identical_to_step: int | None = Field(description="None if the first step differs")
+    power: dict[str, float] = Field(
+        description="smallest lasting relative bias that would have been found, by metric"
+    )
     reason: str
     causes: tuple[Cause, ...] = Field(description="of the difference, the likeliest first")
     diagnosis: Diagnosis | None = Field(description="the first of the causes")
@@ -168,36 +187,40 @@ def diagnosis(causes: Sequence[Cause]) -> Diagnosis | None:
 
 
 def reason(
+    verdict: Verdict,
     metrics: Mapping[str, MetricComparison],
     tolerances: Tolerances,
     band: Band | None,
     causes: Sequence[Cause],
     letter: str,
+    identical_to: int | None,
 ) -> str:
-    """Returns why A and another curve match or differ, in one line."""
-    departed = {name: metric for name, metric in metrics.items() if metric.departs}
-    if not departed and band is not None:
-        spreads = [
-            f"{name} (spread {format_figure(metric.spread)} relative)"
-            for name, metric in band.metrics.items()
+    """Returns the reason of a verdict, in one line."""
+    count = max(metric.steps_compared for metric in metrics.values())
+    steps = "the one step compared" if count == 1 else f"all {count} steps compared"
+    if verdict == "identical":
+        verb = "is" if len(metrics) == 1 else "are"
+        return f"{' and '.join(metrics)} {verb} bit-identical at {steps}"
+    if verdict != "differ":
+        if band is None:
+            texts = [" and ".join(_describe_match(*item) for item in metrics.items())]
+        else:
+            spreads = [
+                f"{name} (spread {format_figure(metric.spread)} relative)"
+                for name, metric in band.metrics.items()
+            ]
+            texts = [f"within the band of {len(band.seeds)} seeds: {' and '.join(spreads)}"]
+        texts[0] += f" at {steps}" if verdict == "match" else ""
+        power = [f"{format_figure(one.power)} in {name}" for name, one in metrics.items()]
+        texts.append(f"a lasting bias of {' or '.join(power)} would have been found")
+    else:
+        texts = [
+            _describe_divergence(name, metric, tolerances, band, letter)
+            for name, metric in metrics.items()
+            if metric.departs
         ]
-        return f"within the band of {len(band.seeds)} seeds: {' and '.join(spreads)}"
-    if not departed:
-        return _describe_match(metrics)
-    texts = []
-    for name, metric in departed.items():
-        if band is None or metric.rule != "band":
-            texts.append(_describe_divergence(name, metric, tolerances, letter))
-            continue
-        of_band = band.metrics[name]
-        what = f"means over {of_band.width} points are"
-        if of_band.width == 1:
-            what = "single points are"
-        texts.append(
-            f"{name} leaves the band of {len(band.seeds)} seeds at step "
-            f"{of_band.first_outside_step}: {what} up to {of_band.excess:.3g} times as far off as "
-            "the seeds' spread allows"
-        )
+    if identical_to is not None:
+        texts.append(f"bit-identical up to step {identical_to}")
     for confidence, title in (("certain", "cause (certain)"), ("likely", "likely cause")):
         found = [
             cause.evidence
@@ -210,27 +233,38 @@ def reason(
     return "; ".join(texts)
 
 
-def _describe_match(metrics: Mapping[str, MetricComparison]) -> str:
-    count = max(metric.steps_compared for metric in metrics.values())
-    steps = "the one step compared" if count == 1 else f"all {count} steps compared"
-    if all(metric.bit_identical for metric in metrics.values()):
-        verb = "is" if len(metrics) == 1 else "are"
-        return f"{' and '.join(metrics)} {verb} bit-identical at {steps}"
-    within = [
-        f"{name} within {format_figure(metric.tolerance)} "
-        f"({format_figure(metric.max_rel_diff or 0.0)} at most)"
-        for name, metric in metrics.items()
-    ]
-    text = f"{' and '.join(within)} relative at {steps}"
-    single = [
-        f"{metric.departures} of {name}" for name, metric in metrics.items() if metric.departures
-    ]
-    return f"{text}, but for single points that are noise ({', '.join(single)})" if single else text
+def _describe_match(name: str, metric: MetricComparison) -> str:
+    tolerance, most = format_figure(metric.tolerance), format_figure(metric.max_rel_diff or 0.0)
+    if metric.scattered:
+        shared = metric.scatter.correlation
+        return (
+            f"{name} with no systematic difference above {tolerance} (mean "
+            f"{format_figure(metric.bias)}) but independent scatter of "
+            f"{format_figure(metric.noise or 0.0)}"
+            + ("" if shared is None else f" (correlation of the curves' noise {shared:.2f})")
+        )
+    text = f"{name} within {tolerance} ({most} at most)"
+    if metric.departures:
+        text = (
+            f"{name} within {tolerance} but for {metric.departures} single points that are noise "
+            f"(up to {most})"
+        )
+    return text
 
 
 def _describe_divergence(
-    name: str, metric: MetricComparison, tolerances: Tolerances, letter: str
+    name: str, metric: MetricComparison, tolerances: Tolerances, band: Band | None, letter: str
 ) -> str:
+    if band is not None and metric.rule == "band":
+        of_band = band.metrics[name]
+        what = f"means over {of_band.width} points are"
+        if of_band.width == 1:
+            what = "single points are"
+        return (
+            f"{name} leaves the band of {len(band.seeds)} seeds at step "
+            f"{of_band.first_outside_step}: {what} up to {of_band.excess:.3g} times as far off as "
+            "the seeds' spread allows"
+        )
     steps = (metric.first_non_finite_step_a, metric.first_non_finite_step_b)
     sides = [
         f"in {side} at step {step}"

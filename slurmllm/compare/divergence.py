@@ -1,20 +1,23 @@
-"""Detects whether two curves diverge, or differ only by noise, as two runs of one training do.
+"""Detects whether two curves diverge, or differ only by noise.
 
 The input is the signed relative difference r = (b - a) / max(|a|, |b|) at the points compared,
 against a tolerance τ. Noise takes single points beyond τ. The curves differ by one of these rules:
 
-- **lasting**: the mean of r over a window of 8 to 1,024 points, and √points at least, is beyond τ
-  by more than the window's own statistical error. It is a mean over medians of three neighbours,
-  which single points do not move, and stays beyond without what few points have to themselves: a
-  shock that noise takes points to forget is none. The error is what neighbouring windows differ by,
-  so that slow noise counts; of a window of less than three independent values it is more. The
-  departure lasts as long as means are beyond τ/2.
-- **noise**: r scatters by more than τ from point to point: the curves do not coincide.
+- **lasting**: a mean of r is beyond τ by more than its own statistical error. Tested are the mean
+  over all points, whose error counts the values that are independent; the share of points beyond τ
+  on one side, of all, of halves and of quarters, against ½; and means over windows of 8 to 1,024
+  points, and √points at least, of medians of three neighbours, whose error is what neighbouring
+  windows differ by.
+- **noise**: r scatters by more than τ from point to point, and the curves share the noise of their
+  batches, so that the scatter is not that of another seed, order or device.
 - **outlier**: points are too far off to belong to the noise: beyond τ, 10 times the scatter
   around them, and further than the tail of the noise goes (statistics.extrapolated).
+- **pointwise**: of fewer than 5 points one is beyond τ; of fewer than 20, beyond 4 times the
+  scatter too.
 
-If the curves are otherwise the same the scatter is 0, and one point beyond τ is a departure.
-Fewer than 20 points cannot show noise: then each point beyond τ is a departure.
+After a bit-identical beginning nothing is noise: a mean of |r| over 8 points beyond τ lasts.
+Scatter beyond τ that the two curves do not share, or that is the same throughout and without any
+order, leaves them equivalent unless a mean differs.
 
 The constants are set by simulation (tools/benchmarks/departures --noise): at most one false alarm
 in a hundred with noise of up to τ/3, from normal to Student's t with 3 degrees of freedom, white
@@ -23,7 +26,7 @@ and slow, 50 to 20,000 points.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from statistics import NormalDist
 from typing import Literal
@@ -38,12 +41,20 @@ from slurmllm.compare.statistics import (
     largest,
     medians_of_three,
     scatter,
+    t_quantile,
 )
 from slurmllm.metrics.curves import Flags, Floats, Ints
 
 Rule = Literal["pointwise", "lasting", "noise", "outlier"]
 
 FEW = 20
+# Likewise of the mean over all points, and of the shares on one side
+_CHANCE_OF_MEAN = 5e-3
+_FEWEST = 5  # points of which a mean is tested
+_IDENTICAL = 5  # points with the same bits, after which nothing is noise
+_CHANGED = 8  # points after these whose mean counts
+# Shared noise of the curves above which scatter is not independent
+_SHARED = 0.5
 SCALES = (8, 16, 32, 64, 128, 256, 512, 1024)
 # Probability that noise alone takes some window of a curve beyond τ plus its error
 _CHANCE = 1e-3
@@ -60,6 +71,12 @@ _TOLD = 24
 _OFF = 10.0
 # Points that one shock may take far off
 _SHOCK = 16
+# Blocks of a long curve, by whose means the mean over all points is tested
+_BLOCKS = 4096
+# Noise that is the same throughout: share of independent values, ratio of mean squares in parts
+_WHITE, _UNEVEN = 0.7, 5.0
+_ALIKE = 0.5  # ratio of the means before and after an onset that is none
+_GROWN = 0.25  # times what is usual: differences at first, if they grow
 # Number of the furthest points among which outliers are searched
 _RANKED = 512
 
@@ -81,6 +98,9 @@ class DivergenceResult:
     onset: int | None = None  # index of the point at which the curves begin to diverge
     lasting: Stretch | None = None  # the first lasting departure
     noise: float | None = None  # median scatter; None with fewer than 3 points
+    scattered: bool = False  # beyond the tolerance, by independent scatter only
+    mean: float = 0.0  # of r
+    power: float = 0.0  # smallest bias over all points that is found
 
 
 @dataclass(frozen=True)
@@ -94,40 +114,63 @@ class _Found:
     last: int | None = None
 
 
-def detect_divergence(r: Floats, tolerance: float, rough: float = 0.0) -> DivergenceResult:
+def detect_divergence(
+    r: Floats, tolerance: float, rough: float = 0.0, identical: int = 0, shared: float = 1.0
+) -> DivergenceResult:
     """Detect a divergence of signed, finite relative differences r [points].
 
-    `rough` is the additional scatter of single points if one of the curves is interpolated.
+    Args:
+        r: The differences.
+        tolerance: τ.
+        rough: Additional scatter of single points if one of the curves is interpolated.
+        identical: First points at which all metrics have the same bits.
+        shared: Correlation of the noise of the two curves.
     """
     spread = scatter(r) if len(r) > 2 else None
     noise = None if spread is None else spread.median
+    after_identical = identical >= _IDENTICAL
+    mean, error, independent = mean_and_error(r)
+    power = tolerance if after_identical or len(r) < _FEWEST else tolerance + error
+    none = DivergenceResult(noise=noise, mean=mean, power=power)
     beyond = np.abs(r) > tolerance + 3 * rough
     if not (np.abs(r) > tolerance).any():
-        return DivergenceResult(noise=noise)
-    if spread is None or len(r) < FEW:
-        if not beyond.any():
-            return DivergenceResult(noise=noise)
-        # Of few points the first three in a row beyond τ are a lasting departure.
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], beyond.astype(np.int8), [0]))))
-        rows = [(int(a), int(b)) for a, b in edges.reshape(-1, 2) if b - a >= 3]
-        of_few = [Stretch(a, b - 1, float(np.median(np.abs(r[a:b])))) for a, b in rows[:1]]
-        return DivergenceResult(
-            "pointwise", int(np.argmax(beyond)), next(iter(of_few), None), noise
-        )
-    found = [
-        one
-        for one in (
-            _noisy(len(r), spread, tolerance + rough),
-            _lasting(r, spread, tolerance),
-            _outlier(r, spread, beyond),
-        )
-        if one is not None
-    ]
-    if not found:
-        return DivergenceResult(noise=noise)
-    earliest = min(found, key=lambda one: one.end)
+        return none
+    found: list[_Found | None]
+    scattered = False
+    if spread is None or len(r) < _FEWEST:
+        found = [_pointwise(r, beyond)]
+    elif after_identical:
+        found = [_changed(r, tolerance, identical)]
+    else:
+        biased = abs(mean) > tolerance + error
+        whole = _Found("lasting", 0, len(r), 0, len(r) - 1)
+        found = [whole if biased else _one_sided(r, tolerance)]
+        found += [_lasting(r, spread, tolerance)] if len(r) >= FEW else []
+        noisy = _noisy(len(r), spread, tolerance + rough)
+        if noisy is not None and (shared < _SHARED or _steady(r, independent)):
+            scattered = True
+        elif len(r) >= FEW:
+            found += [noisy, _outlier(r, spread, beyond)]
+        else:
+            found += [_pointwise(r, beyond & (np.abs(r) > 4 * spread.median)), noisy]
+    fired = [one for one in found if one is not None]
+    if not fired and not (after_identical or scattered):
+        # Slow differences are no noise of curves whose other noise is the same, if they grew.
+        size = np.abs(r)
+        usual = TO_SIGMA * float(np.median(size))
+        if usual > _NOISY_ALL * tolerance + rough:
+            grew = np.median(size[: max(3, len(r) // 8)]) < _GROWN * usual and shared > _SHARED
+            scattered = not grew
+            fired = [_Found("lasting", 0, len(r), 0, len(r) - 1)] if grew else []
+    if not fired:
+        return replace(none, scattered=scattered)
+    earliest = min(fired, key=lambda one: one.end)
     onset = find_onset(r, earliest.first, earliest.end)
-    stays = [one for one in found if one.last is not None]
+    if found[0] is not None and found[0].rule == "lasting" and onset and not after_identical:
+        before, after = r[found[0].first : onset], r[onset : found[0].end]
+        if len(before) and len(after) and before.mean() / after.mean() > _ALIKE:
+            onset = found[0].first  # the bias is there already
+    stays = [one for one in fired if one.last is not None]
     stretch = None
     if stays:
         longest = min(stays, key=lambda one: one.since)
@@ -136,11 +179,93 @@ def detect_divergence(r: Floats, tolerance: float, rough: float = 0.0) -> Diverg
         first = onset if near else longest.since
         inside = r[first : last + 1]
         stretch = Stretch(first, last, float(np.median(np.abs(inside))))
-    rule = found[0].rule
-    if stretch is not None and {one.rule for one in found} >= {"noise", "lasting"}:
+    rule = fired[0].rule
+    if stretch is not None and {one.rule for one in fired} >= {"noise", "lasting"}:
+        assert spread is not None
         around = float(np.median(spread.at(np.arange(stretch.first, stretch.last + 1))))
         rule = "lasting" if abs(np.median(inside)) > around else "noise"
-    return DivergenceResult(rule, onset, stretch, noise)
+    return replace(none, rule=rule, onset=onset, lasting=stretch)
+
+
+def mean_and_error(r: Floats) -> tuple[float, float, float]:
+    """Returns the mean of r, its error at a chance of 1 in 200, and the independent values.
+
+    The variance of a mean of n values is that of n / (1 + 2 Σ ρ_k) independent ones, of
+    autocorrelations ρ up to the first that is not above 0 (Geyer, Practical Markov chain Monte
+    Carlo, Statistical Science 7, 1992). Long curves are means over blocks.
+    """
+    mean = float(r.mean())
+    width = -(-len(r) // _BLOCKS)
+    blocks = r[: len(r) // width * width].reshape(-1, width).mean(axis=1)
+    count = len(blocks)
+    off = blocks - blocks.mean()
+    total = float((off**2).sum())
+    if count < 3 or total == 0:
+        return mean, 0.0, float(count)
+    power = np.abs(np.fft.rfft(off, 1 << (2 * count - 1).bit_length())) ** 2
+    correlation = np.fft.irfft(power)[:count] / total
+    lost = correlation <= 0
+    independent = count / (1 + 2 * correlation[1 : int(np.argmax(lost)) or 1].sum())
+    quantile = t_quantile(_CHANCE_OF_MEAN, max(1.0, independent - 1))
+    error = quantile * np.sqrt(total / (count - 1) / independent)
+    return mean, float(error), float(independent)
+
+
+def _one_sided(r: Floats, tolerance: float) -> _Found | None:
+    """Returns where more than half of all values are beyond τ on one side, by a sign test.
+
+    Of all points, their halves and quarters. Neighbours that are alike count as fewer.
+    """
+    splits = [parts for parts in (1, 2, 4) if parts == 1 or len(r) >= 10 * parts]
+    needed = NormalDist().inv_cdf(1 - _CHANCE_OF_MEAN / 2 / sum(splits))
+    for parts in splits:
+        for place in range(parts):
+            begin, end = len(r) * place // parts, len(r) * (place + 1) // parts
+            for side in (r[begin:end], -r[begin:end]):
+                beyond = side > tolerance
+                share = float(beyond.mean())
+                alike = 0.0
+                if 0.5 < share < 1:
+                    together = float(np.mean(beyond[1:] & beyond[:-1]))
+                    alike = max(0.0, (together - share**2) / (share - share**2))
+                count = len(side) * (1 - alike) / (1 + alike)
+                if (2 * share - 1) * np.sqrt(count) > needed:
+                    return _Found("lasting", begin, end, begin, end - 1)
+    return None
+
+
+def _steady(r: Floats, independent: float) -> bool:
+    """Whether r is noise that is white and as strong in each part: a departure's is not."""
+    parts = min(8, len(r) // 16)
+    if parts < 2 or r[0] == 0:
+        return False
+    size = np.array([float((part**2).mean()) for part in np.array_split(r, parts)])
+    white = independent > _WHITE * min(len(r), _BLOCKS)
+    return bool(white and size.max() < _UNEVEN * size.min())
+
+
+def _pointwise(r: Floats, beyond: Flags) -> _Found | None:
+    if not beyond.any():
+        return None
+    first = int(np.argmax(beyond))
+    # The first three in a row are a lasting departure.
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], beyond.astype(np.int8), [0]))))
+    rows = [(int(a), int(b)) for a, b in edges.reshape(-1, 2) if b - a >= 3]
+    since, end = rows[0] if rows else (0, 0)
+    return _Found("pointwise", first, first + 1, since, end - 1 if rows else None)
+
+
+def _changed(r: Floats, tolerance: float, identical: int) -> _Found | None:
+    """Returns what follows a bit-identical beginning if it reaches the tolerance in mean."""
+    width = max(1, min(_CHANGED, len(r) - identical))
+    means = np.convolve(np.abs(r), np.full(width, 1 / width), "valid")
+    hits = np.flatnonzero(means > tolerance)
+    if not len(hits):
+        return None
+    first = max(identical, int(hits[0]))
+    stays = means[hits[0] :] > tolerance / 2
+    last = len(r) - 1 if stays.all() else int(hits[0]) + int(np.argmin(stays)) + width - 2
+    return _Found("lasting", first, int(hits[0]) + width, first, last)
 
 
 def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:

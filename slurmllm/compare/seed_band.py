@@ -6,21 +6,20 @@ Student's t with few seeds. Seeds differ in two ways, from batch to batch and sl
 little faster for a while), and so the same is asked of means over 4, 16, 64 … points and of the
 whole: there the spread of the seeds' own means is the measure. The means are of medians of three
 neighbours, so that single points of heavy noise count as single points alone. Neighbouring means
-of a seed are alike; they count as so many as their correlation leaves.
+of a seed are alike; they count as so many as their correlation leaves. Where a seed is further off
+than all of them usually are, the band is wider there, and only there.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
 from slurmllm.compare.alignment import Alignment, Points
 from slurmllm.compare.comparison import BandOfMetric
-from slurmllm.compare.statistics import extrapolated, largest, medians_of_three
+from slurmllm.compare.statistics import extrapolated, largest, medians_of_three, t_quantile
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Axis, Curve, Floats, Ints
 
@@ -32,6 +31,9 @@ _METRICS = 2
 # For single points of heavy noise, by metric; and the rank of the point it is estimated from
 _HEAVY = CHANCE / _METRICS / 2
 _TELLS = 5
+# A block of points in which the seeds are so many times as far apart as usually has a seed's
+# excursion.
+_EXCURSION = 3.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class BandResult:
     mean: Floats  # of the seeds [points]
     half_width: Floats  # by which single points may differ from the mean [points]
     spread: float  # standard deviation of the seeds over their mean
+    power: float  # relative difference of the means over all points that is outside
 
 
 def compare_with_band(seeds: Floats, other: Floats) -> BandResult:
@@ -53,6 +56,7 @@ def compare_with_band(seeds: Floats, other: Floats) -> BandResult:
     deviations = seeds - mean
     floor = float(np.abs(mean).max()) * 1e-12 or 1e-300
     scale = np.maximum(_point_to_point(deviations), floor)
+    scale *= _excursions(deviations / scale)
     further = np.sqrt(1 + 1 / count)
     own, z = deviations / scale, (other - mean) / (scale * further)
     calm, calm_z = medians_of_three(own), medians_of_three(z)
@@ -75,7 +79,8 @@ def compare_with_band(seeds: Floats, other: Floats) -> BandResult:
                 first, end = place, place + width
     size = float(np.abs(mean).mean()) or 1.0
     spread = float(np.sqrt((deviations**2).sum() / (count - 1) / points)) / size
-    return BandResult(excess, worst, first, mean, limits[1] * further * scale, spread)
+    power = float(limits[widths[-1]] * further * scale.mean()) / size
+    return BandResult(excess, worst, first, mean, limits[1] * further * scale, spread, power)
 
 
 def _point_to_point(deviations: Floats) -> Floats:
@@ -94,6 +99,23 @@ def _point_to_point(deviations: Floats) -> Floats:
     begin = np.clip(np.arange(points) - width // 2, 0, points - 1 - width)
     local: Floats = np.sqrt(np.maximum(total[begin + width] - total[begin], 0.0) / width)
     return np.maximum(local, 1e-3 * float(np.median(local)))
+
+
+def _excursions(own: Floats) -> Floats:
+    """By how much the band is wider where a seed makes an excursion. [points]
+
+    By blocks of a 32nd of the points, and the blocks next to them. `own`: [seeds, points]
+    """
+    points = own.shape[1]
+    width = max(8, points // 32)
+    if points < 4 * width:
+        return np.ones(points)
+    begins = np.arange(0, points - width + 1, width)
+    counts = np.diff(np.append(begins, points))
+    level = np.sqrt(np.add.reduceat((own**2).mean(axis=0), begins) / counts)
+    wider = np.maximum(1.0, level / (_EXCURSION * max(float(np.median(level)), 1e-300)))
+    near = np.maximum(wider, np.maximum(np.append(wider[1:], 1), np.append(1, wider[:-1])))
+    return np.repeat(near, counts)
 
 
 def _means(rows: Floats, width: int) -> Floats:
@@ -145,37 +167,6 @@ def _independent(means: Floats) -> float:
     return float(blocks / (1 + 2 * (pairs[1:end] * correlation[1:end] ** 2).sum()))
 
 
-def t_quantile(chance: float, degrees: float) -> float:
-    """Returns the value that |t| exceeds with a given chance, of both tails together.
-
-    Hill, Algorithm 396: Student's t-quantiles, Communications of the ACM 13 (10), 1970; exact for
-    1 and 2 degrees of freedom, else to about five digits.
-    """
-    if degrees < 1.0 + 1e-9:
-        return 1.0 / math.tan(chance * math.pi / 2)
-    if abs(degrees - 2) < 1e-9:
-        return math.sqrt(2 / (chance * (2 - chance)) - 2)
-    n = degrees
-    a = 1 / (n - 0.5)
-    b = 48 / a**2
-    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
-    d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * n
-    y = (d * chance) ** (2 / n)
-    if y > 0.05 + a:
-        x = NormalDist().inv_cdf(chance / 2)
-        y = x * x
-        if n < 5:
-            c += 0.3 * (n - 4.5) * (x + 0.6)
-        c += (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b
-        y = (((((0.4 * y + 6.3) * y + 36) * y + 94.5) / c - y - 3) / b + 1) * x
-        y = math.expm1(a * y * y)
-    else:
-        y = (
-            (1 / (((n + 6) / (n * y) - 0.089 * d - 0.822) * (n + 2) * 3) + 0.5 / (n + 4)) * y - 1
-        ) * (n + 1) / (n + 2) + 1 / y
-    return math.sqrt(n * y)
-
-
 @dataclass(frozen=True)
 class BandCheck:
     """Result of the comparison of a metric with the band."""
@@ -185,6 +176,7 @@ class BandCheck:
     steps: Ints  # of the band [points]
     mean: Floats  # of the seeds [points]
     half_width: Floats  # by which single points may differ from the mean [points]
+    power: float  # smallest relative bias over all points that is outside
 
 
 class SeedBand:
@@ -261,4 +253,4 @@ class SeedBand:
             width=result.width,
             first_outside_step=None if result.first is None else int(steps[result.first]),
         )
-        return BandCheck(record, result.first, steps, result.mean, result.half_width)
+        return BandCheck(record, result.first, steps, result.mean, result.half_width, result.power)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import NormalDist
 
 import numpy as np
 from pydantic import Field
@@ -194,6 +196,34 @@ def scatter(r: Floats) -> Scatter:
     return Scatter(size, found * (TO_SIGMA / np.sqrt(2)))
 
 
+def roughness(*curves: Floats) -> float:
+    """Relative scatter of curves' own values from point to point, all added. [points] each
+
+    From third differences, which a trend leaves small; those of white noise have 20 times its
+    variance. It bounds the error of values that are interpolated between logged points.
+    """
+    variance = 0.0
+    for values in curves:
+        size = float(np.median(np.abs(values)))
+        if len(values) >= 5 and size > 0:
+            # At most 1: the values of such a curve have nothing to do with each other.
+            variance += min(_third(values) / size, 1.0) ** 2
+    return float(np.sqrt(variance))
+
+
+def shared_noise(a: Floats, b: Floats, r: Floats) -> float | None:
+    """Correlation of the noise of two curves, from the scatter of their difference. [points] each
+
+    None of curves without noise.
+    """
+    own = roughness(a, b)
+    return float(np.clip(1 - (_third(r) / own) ** 2, -1.0, 1.0)) if own > 1e-12 else None
+
+
+def _third(values: Floats) -> float:
+    return float(TO_SIGMA * np.median(np.abs(np.diff(values, 3))) / np.sqrt(20))
+
+
 def medians_of_three(values: Floats) -> Floats:
     """Median of each value and its two neighbours; the ends stay. [..., points]"""
     found = values.copy()
@@ -326,3 +356,34 @@ def persists(flags: Flags) -> Flags:
     ahead = np.concatenate((flags.astype(np.int8), np.ones(3, dtype=np.int8)))
     found: Flags = flags & (ahead[1:-2] + ahead[2:-1] + ahead[3:] >= 2)
     return found
+
+
+def t_quantile(chance: float, degrees: float) -> float:
+    """Returns the value that |t| exceeds with a given chance, of both tails together.
+
+    Hill, Algorithm 396: Student's t-quantiles, Communications of the ACM 13 (10), 1970; exact for
+    1 and 2 degrees of freedom, else to about five digits.
+    """
+    if degrees < 1.0 + 1e-9:
+        return 1.0 / math.tan(chance * math.pi / 2)
+    if abs(degrees - 2) < 1e-9:
+        return math.sqrt(2 / (chance * (2 - chance)) - 2)
+    n = degrees
+    a = 1 / (n - 0.5)
+    b = 48 / a**2
+    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
+    d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * n
+    y = (d * chance) ** (2 / n)
+    if y > 0.05 + a:
+        x = NormalDist().inv_cdf(chance / 2)
+        y = x * x
+        if n < 5:
+            c += 0.3 * (n - 4.5) * (x + 0.6)
+        c += (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b
+        y = (((((0.4 * y + 6.3) * y + 36) * y + 94.5) / c - y - 3) / b + 1) * x
+        y = math.expm1(a * y * y)
+    else:
+        y = (
+            (1 / (((n + 6) / (n * y) - 0.089 * d - 0.822) * (n + 2) * 3) + 0.5 / (n + 4)) * y - 1
+        ) * (n + 1) / (n + 2) + 1 / y
+    return math.sqrt(n * y)

@@ -135,7 +135,8 @@ def check_recovery(
 
 def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolerances) -> list[str]:
     comparison = compare(reference, curve, tolerances, from_step=1, to_step=steps)
-    faults = [] if comparison.match else [comparison.reason]
+    # Scatter of its own is no resume of the same training.
+    faults = [] if comparison.verdict in ("identical", "match") else [comparison.reason]
     if comparison.only_in_a:
         faults.append(f"steps {describe_ranges(comparison.only_in_a)} are missing")
     if comparison.only_in_b or int(curve.steps[-1]) > steps:

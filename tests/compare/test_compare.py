@@ -40,7 +40,8 @@ def compared(make_file: MakeFile):  # type: ignore[no-untyped-def]
 
 def test_identical_runs(compared) -> None:
     result = compared(make_rows(1, 50), make_rows(1, 50))
-    assert (result.verdict, result.match) == ("match", True)
+    assert (result.verdict, result.match) == ("identical", True)
+    assert result.bit_identical_to_step == 50
     assert result.reason == "loss and grad_norm are bit-identical at all 50 steps compared"
     assert (result.steps_compared, result.first_step, result.last_step) == (50, 1, 50)
     for metric in result.metrics.values():
@@ -79,6 +80,8 @@ def test_a_departure_is_found_at_its_step(compared) -> None:
     result = compared(make_rows(1, 50), scaled(make_rows(1, 50), "loss", -0.012, 37))
     assert (result.verdict, result.match) == ("differ", False)
     assert result.reason.startswith("loss diverges at step 37: 1.2e-2 relative, tolerance 1e-3")
+    assert "; bit-identical up to step 36" in result.reason
+    assert result.bit_identical_to_step == 36
     loss, norm = result.metrics["loss"], result.metrics["grad_norm"]
     assert loss.first_departure_step == 37
     assert loss.first_departure_rel_diff == pytest.approx(0.012)
@@ -101,7 +104,11 @@ def test_the_largest_difference_and_its_step(compared) -> None:
 def test_the_tolerance_decides(compared) -> None:
     a, b = make_rows(1, 50), scaled(make_rows(1, 50), "loss", 5e-4, 11)
     within = compared(a, b)
-    assert within.match
+    assert within.verdict == "match"
+    assert within.reason.endswith(
+        "a lasting bias of 1e-3 in loss or 1e-2 in grad_norm would have been found; "
+        "bit-identical up to step 10"
+    )
     assert within.reason.startswith("loss within 1e-3 (5e-4 at most) and grad_norm within 1e-2")
     beyond = compared(a, b, tolerances={"loss": 4e-4})
     assert beyond.reason.startswith("loss diverges at step 11: 5e-4 relative, tolerance 4e-4")
@@ -131,6 +138,7 @@ def test_exact_finds_one_bit(compared) -> None:
     assert result.metrics["loss"].first_departure_step == 25
     assert result.reason.startswith("loss diverges at step 25: ")
     assert "relative, bit-identical asked for" in result.reason
+    assert "; bit-identical up to step 24" in result.reason
 
 
 def test_another_learning_rate_is_the_cause(compared) -> None:
@@ -244,18 +252,22 @@ def test_values_that_are_no_finite_number_differ(compared, value: float, exact: 
     rows = make_rows(1, 50)
     rows[9]["loss"] = value
     result = compared(make_rows(1, 50), rows, tolerances={"exact": exact})
-    assert result.reason == "loss is not a finite number in B at step 10"
+    same = "; bit-identical up to step 9"
+    assert result.reason == f"loss is not a finite number in B at step 10{same}"
     loss = result.metrics["loss"]
     assert (loss.first_departure_step, loss.first_departure_rel_diff) == (10, None)
     assert (loss.max_rel_diff, loss.departures) == (0, 1)
     assert (loss.non_finite_a, loss.non_finite_b) == (0, 1)
     both = compared(rows, rows, tolerances={"exact": exact})
     assert both.metrics["loss"].bit_identical
-    assert both.reason == "loss is not a finite number in A at step 10 and in B at step 10"
+    assert both.reason == (
+        "loss is not a finite number in A at step 10 and in B at step 10; "
+        "bit-identical up to step 50"
+    )
     early = compared(make_rows(1, 50), scaled(rows, "loss", 0.5, 5))
     assert early.reason == (
         "loss diverges at step 5: 3.33e-1 relative, tolerance 1e-3, "
-        "and is not a finite number in B at step 10"
+        "and is not a finite number in B at step 10; bit-identical up to step 4"
     )
 
 
@@ -289,7 +301,8 @@ def test_the_verdict_does_not_depend_on_the_order(compared) -> None:
     a, b = make_rows(1, 50), scaled(make_rows(1, 45), "loss", 2e-3, 8)
     one, other = compared(a, b), compared(b, a)
     assert (one.verdict, one.reason) == (other.verdict, other.reason)
-    assert one.metrics == other.metrics
+    for metric, mirrored in zip(one.metrics.values(), other.metrics.values(), strict=True):
+        assert metric == mirrored.model_copy(update={"bias": -mirrored.bias})
     assert (one.only_in_a, one.only_in_b) == (other.only_in_b, other.only_in_a)
 
 

@@ -65,7 +65,9 @@ def parsed(result: Result) -> dict[str, Any]:
 def test_match_is_0_and_differ_is_1(run_command) -> None:
     match = run_command("unbroken", "requeued")
     assert match.exit_code == 0, match.exception
-    assert "match: loss and grad_norm are bit-identical at all 50 steps compared" in match.stdout
+    assert (
+        "identical: loss and grad_norm are bit-identical at all 50 steps compared" in match.stdout
+    )
     assert "10 steps recomputed after a restart, bit-identical" in match.stdout
     differ = run_command("unbroken", "other", "--no-plot")
     assert differ.exit_code == 1
@@ -89,7 +91,8 @@ def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_ru
     assert set(answer) == {
         "verdict", "match", "reason", "causes", "data", "tolerance", "a", "b", "steps_compared",
         "first_step", "last_step", "only_in_a", "only_in_b", "metrics", "overlaps", "warnings",
-        "alignment", "band", "diagnosis", "settings", "statistics",
+        "alignment", "band", "diagnosis", "settings", "statistics", "power",
+        "bit_identical_to_step",
         "plot",
     }  # fmt: skip
     assert (answer["verdict"], answer["match"]) == ("differ", False)
@@ -100,6 +103,26 @@ def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_ru
     assert answer["overlaps"]["b"] == {"rows": 0, "identical": None, "max_rel_diff": None}
     assert answer["plot"] == str(three_runs[0].reports / "compare-unbroken-other.png")
     assert Path(answer["plot"]).is_file()
+
+
+@pytest.mark.usefixtures("three_runs")
+def test_a_required_verdict(run_command, make_run: MakeRun) -> None:
+    make_run("close", [row | {"loss": row["loss"] * 1.0001} for row in make_rows(1, 50)])
+    codes = {
+        (other, level): run_command("unbroken", other, "--require", level, "--no-plot").exit_code
+        for other in ("requeued", "close", "other")
+        for level in ("identical", "match", "equivalent")
+    }
+    assert [level for (other, level), code in codes.items() if other == "close" and code] == [
+        "identical"
+    ]
+    assert {code for (other, _), code in codes.items() if other == "requeued"} == {0}
+    assert {code for (other, _), code in codes.items() if other == "other"} == {1}
+    several = run_command("unbroken", "requeued", "close", "--require", "identical", "--no-plot")
+    assert several.exit_code == 1
+    assert "--require identical is not met: C match" in several.stderr
+    both = run_command("unbroken", "close", "--exact", "--require", "match")
+    assert "leave out --require match" in refusal(both, UserError)
 
 
 def test_json_is_strict_where_values_are_not_finite(run_command, make_run: MakeRun) -> None:
@@ -261,7 +284,7 @@ def test_several_runs_are_each_compared_with_the_first(run_command, tmp_path: Pa
     assert answer["comparisons"][1] == alone
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     shown = run_command("unbroken", "requeued", "other", "--no-plot").stdout
-    assert "A and B match: " in shown
+    assert "A and B identical: " in shown
     assert "A and C differ: loss diverges at step 37: " in shown
     assert run_command("unbroken", "requeued", "unbroken", "--no-plot").exit_code == 0
     drawn = parsed(run_command("unbroken", "requeued", "other", "--json"))
@@ -289,7 +312,10 @@ def test_seeds_of_one_side_are_the_tolerance(
     for number in range(5):
         make_run(f"s{number}", seeded(number))
     make_run("worse", seeded(9, 1.05))
-    assert run_command("s0", "s4", "--no-plot").exit_code == 1
+    assert run_command("s0", "worse", "--no-plot").exit_code == 1
+    alone = parsed(run_command("s0", "s4", "--no-plot", "--json"))
+    assert alone["verdict"] == "equivalent"
+    assert alone["metrics"]["loss"]["scatter"]["size"] == pytest.approx(0.014, rel=0.15)
     seeds = [option for i in (1, 2, 3) for option in ("--seed", f"s{i}")]
     within = parsed(run_command("s0", "s4", *seeds, "--json", "--plot", "p.png"))
     assert within["match"], within["reason"]

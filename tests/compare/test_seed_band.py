@@ -7,7 +7,8 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from slurmllm.compare.seed_band import compare_with_band, t_quantile
+from slurmllm.compare.seed_band import compare_with_band
+from slurmllm.compare.statistics import t_quantile
 from slurmllm.metrics.curves import Floats
 
 

@@ -122,7 +122,7 @@ class Bench:
 
     def compare_exactly(self, one: str, other: str) -> dict[str, Any]:
         found = dict(json.loads(self.call("compare", one, other, "--exact", "--json")))
-        assert found["verdict"] == "match"
+        assert found["verdict"] == "identical"
         assert found["steps_compared"] == found["last_step"] == 40
         assert not found["only_in_a"]
         assert not found["only_in_b"]
