@@ -32,6 +32,7 @@ check: dev
 	  tools/house.py
 	$(BIN)/mypy --strict tools/chaos tools/_chaos
 	$(BIN)/mypy --strict tools/benchmarks/departures
+	MYPYPATH=tools/benchmarks $(BIN)/mypy --strict tools/reproduce
 	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run configs/parallelcluster/*.sh
 	$(MAKE) --no-print-directory docs
 

@@ -1,0 +1,189 @@
+"""tools/reproduce: the catalogue holds together, and each figure is drawn, from short runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_rows import MakeRun, make_row
+
+from slurmllm.config.resolve import resolve
+from slurmllm.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PNG = b"\x89PNG"
+EVALUATED = ("validation_loss", "accuracy")  # of checkpoints: they need a training
+
+
+@pytest.fixture(autouse=True)
+def _tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    # After tests/, which has packages of the same names as tools/.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "tools")])
+
+
+def reproduce(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "reproduce"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def made_up(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """All runs of the catalogue, made up; none is trained."""
+    from reproduce import runs
+    from reproduce.figures import read_catalogue
+
+    for number, name in enumerate(read_catalogue().runs):
+        rows = [make_row(step) for step in range(1, 81)]
+        for row in rows:
+            row["loss"] *= 1 + 1e-5 * number
+            row["grad_norm"] += 3.0 * (row["step"] in (40, 60, 61))
+        make_run(name, rows)
+    monkeypatch.setattr(runs, "train_missing", lambda *_: None)
+    return tmp_path / "runs"
+
+
+def drawn_figures() -> list[str]:
+    sys.path.append(str(ROOT / "tools"))
+    try:
+        from reproduce.figures import read_catalogue
+    finally:
+        sys.path.pop()
+    figures = read_catalogue().figures.items()
+    return [name for name, figure in figures if figure.runs and name not in EVALUATED]
+
+
+@pytest.mark.parametrize("name", drawn_figures())
+def test_a_figure_of_made_up_runs(name: str, made_up: Path, tmp_path: Path) -> None:
+    from reproduce.figures import draw_figure, read_catalogue
+
+    found = draw_figure(read_catalogue(), name, tmp_path, made_up)
+    assert all(output for output in found["output"])
+    for run in read_catalogue().figures[name].runs:
+        assert run in found["output"][0], "the verb answers about the run"
+    if found["picture"]:
+        assert Path(found["picture"]).read_bytes().startswith(PNG)
+
+
+def test_published_figures_are_the_published_figures(tmp_path: Path) -> None:
+    done = reproduce("table1", "time_and_cost", "scaling", "--json", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for figure in found.values():
+        assert Path(figure["picture"]).read_bytes().startswith(PNG)
+    lines = found["table1"]["output"][0].splitlines()
+    table = [line.split() for line in lines[1:]]
+    # Sequences a second and millions of tokens a dollar, as the post prints them.
+    assert [(row[0], row[1], row[4], row[7]) for row in table] == [
+        ("Pythia-6.9B", "1", "10.4", "10.1M"), ("Pythia-6.9B", "4", "35.8", "8.69M"),
+        ("GPT-NeoX-20B", "4", "13.6", "3.3M"), ("GPT-NeoX-20B", "16", "54.3", "3.3M"),
+    ]  # fmt: skip
+    assert all(0.9 < float(row[6]) < 1.1 for row in table), "predicted over published"
+    costs = found["time_and_cost"]["output"][0].splitlines()
+    (seven,) = [line.split() for line in costs if line.startswith("MPT-7b ")]
+    # 20 tokens for each of 6.6589e9 parameters at 463,749 tokens/s; 16 nodes at $32.77.
+    days = 20 * 6.6589e9 / 463749 / 86400
+    assert float(seven[3]) == pytest.approx(days, rel=2e-3)
+    assert float(seven[5].strip("$").replace(",", "")) == pytest.approx(
+        days * 24 * 16 * 32.77, rel=2e-3
+    )
+    assert [line.split()[1] for line in found["scaling"]["output"][0].splitlines()[1:6]] == [
+        "8", "16", "32", "64", "128",
+    ]  # fmt: skip
+
+
+def test_list_and_unknown_figures() -> None:
+    listed = json.loads(reproduce("--list", "--json").stdout)
+    lines = reproduce("--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(listed)
+    unknown = reproduce("figure1", "figure9")
+    assert unknown.returncode == 2
+    assert "no figure 'figure9'; choose of table1, " in unknown.stderr
+    assert "figure1" in unknown.stderr
+    nothing = reproduce()
+    assert nothing.returncode == 2
+    assert "--list prints them" in nothing.stderr
+
+
+def test_the_catalogue_holds_together() -> None:
+    from reproduce import published
+    from reproduce.figures import read_catalogue
+
+    from slurmllm.cli.main import cli
+
+    catalogue = read_catalogue()
+    for spec in catalogue.runs.values():
+        settings = [*catalogue.common, *spec.set, *spec.also]
+        resolve(spec.recipe, None, settings)  # raises for a setting that is none
+        assert spec.after is None or spec.after in catalogue.runs
+    used = set()
+    for figure in catalogue.figures.values():
+        assert figure.post in catalogue.posts
+        assert bool(figure.commands) != bool(figure.published)
+        assert figure.published is None or callable(getattr(published, figure.published))
+        for run in figure.runs:
+            assert any(run in command.split() for command in figure.commands)
+        assert {command.split()[0] for command in figure.commands} <= set(cli.commands)
+        used |= {*figure.runs}
+    assert used == set(catalogue.runs)
+
+
+def test_the_page_has_each_figure_with_its_command() -> None:
+    from reproduce.figures import read_catalogue
+
+    page = (DOCS / "reproduce.md").read_text(encoding="utf-8")
+    for name, figure in read_catalogue().figures.items():
+        assert f"$ python tools/reproduce {name}\n" in page, name
+        if figure.picture:
+            picture = f"images/reproduce/{name}.png"
+            assert f"]({picture})" in page
+            assert (DOCS / picture).stat().st_size < 120_000
+
+
+HARNESS = all(importlib.util.find_spec(name) for name in ("lm_eval", "accelerate"))
+OF_HARNESS = [pytest.mark.long, pytest.mark.skipif(not HARNESS, reason="lm_eval is missing")]
+
+
+@pytest.mark.parametrize(
+    ("name", "run_name"),
+    [("validation_loss", "llama"), pytest.param("accuracy", "smoke", marks=OF_HARNESS)],
+)
+def test_a_run_is_trained_once_and_evaluated(name: str, run_name: str, tmp_path: Path) -> None:
+    """Two steps of it."""
+    where = ("--out", str(tmp_path / "out"), "--runs-dir", str(tmp_path / "runs"))
+
+    def draw() -> dict[str, Any]:
+        done = reproduce(name, *where, "--steps", "2", "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    first = draw()
+    run = RunDir(tmp_path / "runs" / run_name)
+    trained = run.metrics(0).stat().st_mtime_ns
+    assert len(run.metrics(0).read_text().splitlines()) == 2
+    assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(PNG)
+    assert "step 2" in first[name]["output"][0]
+    again = draw()
+    assert run.metrics(0).stat().st_mtime_ns == trained
+    assert "0 task(s) evaluated" in again[name]["output"][0]
+
+
+def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "figures.yaml"
+    path.write_text(
+        "common: []\nposts: {a: A post}\n"
+        "runs: {bad: {recipe: tiny_neox, set: [optim.lrr=1]}}\n"
+        "figures: {one: {title: One, post: a, runs: [bad], commands: [report bad]}}\n"
+    )
+    done = reproduce(
+        "one", "--catalogue", str(path), "--out", str(tmp_path), "--runs-dir", str(tmp_path / "r")
+    )
+    assert done.returncode == 1
+    assert "error: one: slurmllm submit tiny_neox failed" in done.stderr
+    assert "optim.lrr: unknown field" in done.stderr

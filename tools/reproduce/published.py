@@ -1,0 +1,136 @@
+"""Tables and pictures from published rows (tools/benchmarks/published) and slurmllm's predictions.
+
+Each function draws a picture into a file and returns the table as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+from published_rows import Row, rows
+
+from slurmllm.format import format_count, format_dollars
+from slurmllm.plan.parameters import parameters
+from slurmllm.plan.plot import PlanCurve
+from slurmllm.plan.plot import picture as scaling_picture
+from slurmllm.plan.step import step_time
+from slurmllm.rundir import write_picture
+from slurmllm.tables import Column, fitted
+
+RESERVED_USD = 7.59  # a trn1.32xlarge-hour, three years reserved: the NeoX post's
+A100_USD = 32.77  # a p4d.24xlarge-hour on demand, 8 A100-40GB, at the end of 2023
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, "Training compute-optimal large language models"
+NODES = 16  # of 8 A100-40GB: the largest cluster that llm-foundry's table has for most sizes
+_FIX = "name another folder with --out"
+
+
+def predicted(row: Row) -> float:
+    """Sequences a second of a published run, as slurmllm plan predicts its layout."""
+    return row.mesh.global_batch / step_time(row.config, row.mesh).total
+
+
+def table1(path: Path) -> str:
+    """Throughput and tokens per dollar of the NeoX post's runs, and throughput over nodes."""
+    shown = [row for row in rows("published_trn1.csv") if row.name.startswith("neox-post")]
+    cells = []
+    for row in shown:
+        seq_len = row.config.recipe.model.seq_len
+        per_usd = row.measured * seq_len * 3600 / (row.mesh.nodes * RESERVED_USD)
+        ours = predicted(row)
+        cells.append((
+            row.model, str(row.mesh.nodes), f"{row.mesh.tensor}", f"{row.mesh.pipeline}",
+            f"{row.measured:.1f}", f"{ours:.1f}", f"{ours / row.measured:.2f}",
+            format_count(per_usd), format_count(per_usd * ours / row.measured),
+        ))  # fmt: skip
+    curves = []
+    for model in dict.fromkeys(row.model for row in shown):
+        of_model = [row for row in shown if row.model == model]
+        nodes = [row.mesh.nodes for row in of_model]
+        tokens = [row.config.recipe.model.seq_len for row in of_model]
+        speeds = {
+            "published": [row.measured for row in of_model],
+            "slurmllm plan": [predicted(row) for row in of_model],
+        }
+        curves += [
+            PlanCurve(
+                f"{model}, {source}",
+                nodes,
+                [speed * length for speed, length in zip(values, tokens, strict=True)],
+                None,
+            )
+            for source, values in speeds.items()
+        ]
+    write_picture(scaling_picture(curves, {}), path, _FIX)
+    headings = (
+        "model", "nodes", "TP", "PP", "seq/s published", "predicted", "ratio",
+        "tokens/$ published", "predicted",
+    )  # fmt: skip
+    return _table(headings, cells)
+
+
+def time_and_cost(path: Path) -> str:
+    """Days and dollars of compute-optimal training on 128 A100-40GB, from llm-foundry's table."""
+    found: dict[str, Row] = {}
+    for row in rows("published_gpu.csv"):
+        fits = row.hardware == "A100-40GB" and row.mesh.nodes == NODES
+        if fits and row.config.recipe.model.seq_len == 2048:
+            found[row.model] = row
+    cells, measured, ours = [], [], []
+    for row in sorted(found.values(), key=_parameters):
+        tokens = TOKENS_PER_PARAMETER * _parameters(row)
+        days = [
+            tokens / row.config.recipe.model.seq_len / speed / 86400
+            for speed in (row.measured, predicted(row))
+        ]
+        usd = [day * 24 * NODES * A100_USD for day in days]
+        cells.append((
+            row.model, format_count(_parameters(row)), format_count(tokens), f"{days[0]:.3g}",
+            f"{days[1]:.3g}", f"${format_dollars(usd[0], 0)}", f"${format_dollars(usd[1], 0)}",
+        ))  # fmt: skip
+        measured.append((_parameters(row), days[0], usd[0]))
+        ours.append((_parameters(row), days[1], usd[1]))
+    figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw(left, measured, ours, 1, f"days on {8 * NODES} A100-40GB")
+    _draw(right, measured, ours, 2, "dollars")
+    write_picture(figure, path, _FIX)
+    headings = (
+        "model", "parameters", "tokens", "days published", "predicted", "$ published", "predicted"
+    )  # fmt: skip
+    return _table(headings, cells)
+
+
+def _parameters(row: Row) -> float:
+    return float(parameters(row.config.recipe.model))
+
+
+def _table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    return "\n".join(
+        line
+        for part in fitted([Column(heading) for heading in headings], cells, 1000).parts
+        for line in part
+    )
+
+
+def _draw(
+    axes: Axes,
+    measured: Sequence[tuple[float, ...]],
+    ours: Sequence[tuple[float, ...]],
+    column: int,
+    label: str,
+) -> None:
+    for points, name, style in ((measured, "published throughput", "o-"), (ours, "plan", "s:")):
+        axes.plot([one[0] for one in points], [one[column] for one in points], style, label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_xlabel("parameters")
+    axes.set_ylabel(label)
+    axes.grid(visible=True, color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
