@@ -6,6 +6,7 @@ moved below in an order that each table chooses.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,12 @@ PROSE = 24  # least cells of a column of prose
 _TIGHT = 12  # least cells of prose that is repeated in every part of a table
 _GAP = 2  # cells between two columns
 _NARROWEST = 8  # cells of a column if nothing else helps
+# Where a cell may be broken: after spaces, and in long words after / - _ or a comma, but not
+# within a number (1,234, 1e-5, 44/100) or before an option (--set). CJK text has no spaces.
+_BREAK = re.compile(
+    r"(?<=\s)(?=\S)|(?<=\w[-,/_])(?=[^\W\d_])|(?<=[^\W\d][/_])(?=\d)"
+    "|(?<=[\u2e80-\uffdc])(?=[\u2e80-\uffdc])"
+)
 _PIPED_WIDTH = 1_000_000  # a pipe or a log file has no width to fit into
 
 
@@ -86,14 +93,21 @@ def fitted(
         room: Cells per line.
         one_line: Whether each row takes one line; a last column of prose is then truncated.
     """
-    cells = zip(*rows, strict=True) if rows else [()] * len(columns)
+    heads = [column.heading for column in columns]
     widest = [
-        max(cell_len(line) for cell in (column.heading, *own) for line in cell.split("\n"))
-        for column, own in zip(columns, cells, strict=True)
+        max(cell_len(line) for row in (heads, *rows) for line in row[at].split("\n"))
+        for at in range(len(columns))
+    ]
+    longest = [  # piece of a column
+        max(
+            cell_len(p.rstrip())
+            for p in (head, *(p for row in rows for p in _BREAK.split(row[at])))
+        )
+        for at, head in enumerate(heads)
     ]
     least = [
-        min(most, max(column.room, cell_len(column.heading))) if column.room else most
-        for column, most in zip(columns, widest, strict=True)
+        min(most, max(column.room, piece)) if column.room else most
+        for column, most, piece in zip(columns, widest, longest, strict=True)
     ]
     used, left_out = list(range(len(columns))), []
     for at in sorted((at for at in used if columns[at].drop), key=lambda at: -columns[at].drop):
@@ -107,15 +121,14 @@ def fitted(
         rows = [(*row[:last], _truncate(row[last], own_room), *row[last + 1 :]) for row in rows]
         widest[last] = min(widest[last], own_room)
     tight = [
-        min(own, max(_TIGHT, cell_len(column.heading))) if column.room else own
-        for column, own in zip(columns, least, strict=True)
+        min(own, max(_TIGHT, piece)) if column.room else own
+        for column, own, piece in zip(columns, least, longest, strict=True)
     ]
     parts = []
     for keys, others in _split_columns(rows, used, least, tight, room):
         needed = {at: tight[at] for at in keys} | {at: least[at] for at in others}
-        widths = _choose_widths(needed, widest, room)
-        shown = [[column.heading for column in columns], *rows]
-        parts.append([line for row in shown for line in _row_lines(row, widths)])
+        widths = _choose_widths(needed, widest, longest, room)
+        parts.append([line for row in (heads, *rows) for line in _row_lines(row, widths)])
     return Fitted(parts, left_out)
 
 
@@ -152,7 +165,9 @@ def _split_columns(
     return parts or [([], keys)]
 
 
-def _choose_widths(needed: dict[int, int], widest: Sequence[int], room: int) -> dict[int, int]:
+def _choose_widths(
+    needed: dict[int, int], widest: Sequence[int], longest: Sequence[int], room: int
+) -> dict[int, int]:
     """Column → its width; spare cells go to the columns that would be folded."""
     widths = dict(needed)
     spare = room - sum(widths.values()) - _GAP * (len(widths) - 1)
@@ -160,9 +175,10 @@ def _choose_widths(needed: dict[int, int], widest: Sequence[int], room: int) -> 
         if spare > 0:
             more = min(widest[at] - needed[at], spare)
             widths[at], spare = widths[at] + more, spare - more
-    while spare < 0 and max(widths.values()) > _NARROWEST:
-        at = max(widths, key=lambda at: widths[at])
-        less = min(widths[at] - _NARROWEST, -spare)
+    narrowest = {at: min(own, max(_NARROWEST, longest[at])) for at, own in widths.items()}
+    while spare < 0 and (wide := [at for at in widths if widths[at] > narrowest[at]]):
+        at = max(wide, key=lambda at: widths[at])
+        less = min(widths[at] - narrowest[at], -spare)
         widths[at], spare = widths[at] - less, spare + less
     return widths
 
@@ -178,13 +194,17 @@ def _row_lines(row: Sequence[str], widths: dict[int, int]) -> Iterator[str]:
 
 
 def _fold(cell: str, own: int) -> list[str]:
-    """The lines of a cell, broken between words."""
-    if cell_len(cell) <= own and "\n" not in cell:
-        return [cell]
-    from rich.console import Console
-    from rich.text import Text
-
-    return [str(line).rstrip() for line in Text(cell).wrap(Console(), own, overflow="fold")]
+    """The lines of a cell; a piece that is longer than its column is not cut."""
+    lines = []
+    for text in cell.split("\n"):
+        line = ""
+        for piece in _BREAK.split(text):
+            if line and cell_len((line + piece).rstrip()) > own:
+                lines.append(line.rstrip())
+                line = ""
+            line += piece
+        lines.append(line.rstrip())
+    return lines
 
 
 def _truncate(text: str, room: int) -> str:

@@ -107,6 +107,13 @@ def _values(
                         "scores": dict(row.scores),
                         "errors": dict(row.errors),
                         "references": dict(row.references),
+                        "reference_errors": dict(row.reference_errors),
+                        "differences": {
+                            model: {step: found}
+                            for model in row.references
+                            for step in table.steps[-1:]
+                            if (found := row.difference(model, step)) is not None
+                        },
                     }
                     for row in table.rows
                 ],
@@ -160,9 +167,16 @@ def _cells(
             "" if row.shots is None else str(row.shots),
             row.metric,
             *(_figure(row.scores.get(step), row.errors.get(step)) for step in steps),
-            *(_figure(row.references.get(model), None) for model in models),
+            *(_reference(row, model, steps) for model in models),
         )
         group = row.group  # the heading is printed only in its first row
+
+
+def _reference(row: ScoreRow, model: str, steps: Sequence[int]) -> str:
+    """A published score, and how many standard errors the newest checkpoint's is above it."""
+    text = _figure(row.references.get(model), row.reference_errors.get(model))
+    difference = row.difference(model, steps[-1]) if steps else None
+    return text if difference is None else f"{text} ({difference:+.1f} SE)"
 
 
 def _figure(value: float | None, error: float | None) -> str:

@@ -12,8 +12,8 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.plan.cost import PriceKind
-    from slurmllm.report.blocks import Table
     from slurmllm.report.facts import RunFacts
+    from slurmllm.report.tables import Table
     from slurmllm.report.write import ReportFiles
 
 
@@ -63,7 +63,12 @@ def report(
 
     from slurmllm.errors import UserError
     from slurmllm.metrics.source import locate, parse_tags
-    from slurmllm.report.sources import find_run_directory, make_names_unique, read_run_facts
+    from slurmllm.report.sources import (
+        compare_with_first,
+        find_run_directory,
+        make_names_unique,
+        read_run_facts,
+    )
     from slurmllm.report.write import to_json
     from slurmllm.rundir import runs_root
     from slurmllm.slurm.client import SlurmCommands
@@ -78,7 +83,9 @@ def report(
     # A run named twice, by its name and its directory, is one.
     paths = dict.fromkeys(find_run_directory(name, root) or locate(name, root) for name in sources)
     client = SlurmCommands()
-    runs = make_names_unique([read_run_facts(path, mapping, usd, client) for path in paths])
+    runs = compare_with_first(
+        make_names_unique([read_run_facts(path, mapping, usd, client) for path in paths])
+    )
     if plot is not None:
         from slurmllm.report.pictures import draw_utilization
 
@@ -123,7 +130,7 @@ def _price(price: str) -> float | PriceKind:
 def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> ReportFiles | None:
     """Write the files; without --out a failure is a warning, as the tables are printed anyway."""
     from slurmllm.errors import StorageError
-    from slurmllm.report.blocks import default_path
+    from slurmllm.report.pictures import default_path
     from slurmllm.report.write import write_report
 
     page = default_path(runs) if out is None else Path(out)
@@ -138,16 +145,18 @@ def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> ReportFiles
 
 def _print(runs: Sequence[RunFacts]) -> None:
     """The tables, and each run's warnings."""
+    from slurmllm.report.document import comparison_texts
     from slurmllm.report.tables import (
         RECOVERIES_CAPTION,
         SHOWN_RECOVERIES,
         endings_table,
         parts_table,
         recoveries_table,
+        scaling_table,
         throughput_table,
         verdict,
     )
-    from slurmllm.report.throughput import scaling_rows, scaling_table
+    from slurmllm.report.throughput import scaling_rows
     from slurmllm.tables import print_table
 
     def show(table: Table, before: str = "") -> None:
@@ -156,6 +165,8 @@ def _print(runs: Sequence[RunFacts]) -> None:
 
     for facts in runs:
         click.echo(f"{facts.name}: {verdict(facts)}")
+    for text, title in comparison_texts(runs):
+        click.echo(f"{title}: {text}")
     # Logs of other frameworks have no node hours.
     used = {facts.name: facts.used for facts in runs if facts.used is not None}
     if used:

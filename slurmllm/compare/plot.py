@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ from slurmllm.compare.alignment import Alignment
 from slurmllm.compare.comparison import Comparison, curve_letter
 from slurmllm.compare.comparison import format_figure as in_figures
 from slurmllm.compare.seed_band import SeedBand
-from slurmllm.metrics.curves import Axis, Curve, Floats, relative_difference, thin_rows
+from slurmllm.metrics.curves import Axis, Curve, Floats, piece_means, relative_difference, thin_rows
 from slurmllm.rundir import write_picture
 
 # A wide light line beneath narrow dark ones: both are visible if they coincide. They also differ
@@ -28,6 +28,8 @@ _COLOR_A = "#f2a65a"
 _COLORS = ("#12466b", "#a3195b", "#2a8c6e", "#6b5b95", "#8a6d1f", "#4a4a4a")
 _METRIC_COLORS = {"loss": "#7a1f5c", "grad_norm": "#2a8c6e"}
 _MAX_POINTS = 1200  # of a line: one for each column of the picture
+_MAX_VALUE = 1e30  # matplotlib's axes overflow beyond it
+_MEANS = 300  # of a longer line, over its values, which are pale
 _METRIC_STYLES = {"loss": "-", "grad_norm": ":"}
 _LABELS = {"loss": "loss (nats)", "grad_norm": "gradient norm"}
 
@@ -91,20 +93,23 @@ def draw_all(
     ]
     band = SeedBand(a, seeds, axis) if seeds else None
     metrics = [name for name in _LABELS if any(name in each.metrics for each in comparisons)]
-    picture = Figure(figsize=(10, 8.5), dpi=120)
-    panels = picture.subplots(
-        len(metrics) + 1, 1, sharex=True, height_ratios=[3.0, 2.2, 1.4][-len(metrics) - 1 :]
-    )
     if len(drawn) == 1:
         reasons = f"{comparisons[0].verdict}: {comparisons[0].reason}".split("; ")
-        lines = [fill(reason, 120) for reason in reasons]
     else:
-        lines = [f"A-{d.label} {d.comparison.verdict}: {d.comparison.reason}" for d in drawn]
-        lines = [line if len(line) <= 125 else f"{line[:124]}…" for line in lines]
-    title = "\n".join(lines)
-    # Set by hand: matplotlib's own layout draws everything twice.
-    top = 0.97 - 0.021 * (title.count("\n") + 1)
-    picture.subplots_adjust(left=0.09, right=0.985, bottom=0.06, top=top, hspace=0.13)
+        reasons = [f"A-{d.label} {d.comparison.verdict}: {d.comparison.reason}" for d in drawn]
+    title = "\n".join(fill(reason, 118, subsequent_indent="   ") for reason in reasons)
+    # Set by hand, in inches: matplotlib's own layout draws everything twice.
+    above = 0.25 + 0.18 * (title.count("\n") + 1)
+    height = max(8.5, 7.7 + above)
+    picture = Figure(figsize=(10, height), dpi=120)
+    # The legend of the last panel is in the gap above it.
+    ratios = [*[3.0, 2.2][2 - len(metrics) :], 0.05, 1.4]
+    panels = picture.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
+    panels[-2].set_visible(False)
+    panels = np.delete(panels, -2)
+    picture.subplots_adjust(
+        left=0.09, right=0.985, bottom=0.55 / height, top=1 - above / height, hspace=0.13
+    )
     span = (  # first and last position compared
         min(float(each.alignment.positions[0]) for each in drawn),
         max(float(each.alignment.positions[-1]) for each in drawn),
@@ -130,6 +135,16 @@ def _thin(positions: Floats, values: Floats) -> tuple[Floats, Floats]:
     return positions[rows], values[rows]
 
 
+def _draw_line(axes: Axes, positions: Floats, values: Floats, **style: Any) -> None:
+    """A line; of many values their means, and the values in a pale colour."""
+    if len(values) <= _MAX_POINTS:
+        axes.plot(positions, values, **style)
+        return
+    pale = {"color": style["color"], "alpha": 0.35, "linewidth": 0.7}
+    axes.plot(*_thin(positions, values), **pale)
+    axes.plot(piece_means(positions, _MEANS), piece_means(values, _MEANS), **style)
+
+
 def _draw_curves(
     axes: Axes,
     a: Curve,
@@ -140,7 +155,7 @@ def _draw_curves(
 ) -> None:
     """One metric of all runs, with their restarts along the lower edge."""
     axis = drawn[0].comparison.alignment.axis
-    handles = []
+    handles, late = [], []
     lines = [("A", a, _COLOR_A, 5.0), *((d.label, d.curve, d.color, 1.3) for d in drawn)]
     for label, curve, color, width in lines:
         if metric in curve.columns:
@@ -148,14 +163,13 @@ def _draw_curves(
             there = (places >= span[0]) & (places <= span[1])
             if metric in curve.absent:
                 there &= ~curve.absent[metric]
-            finite = np.where(np.isfinite(column[there]), column[there], np.nan)
-            positions, values = _thin(places[there], finite)  # gaps are NaN
-        else:
-            positions, values = np.empty(0), np.empty(0)
-        axes.plot(
-            positions, values, color=color, linewidth=width, solid_capstyle="round",
-            marker="o" if len(positions) < 3 else "", markersize=width + 4,
-        )  # fmt: skip
+            values = np.where(np.isfinite(column[there]), column[there], np.nan)  # NaN: a gap
+            if len(values) > _MAX_POINTS:
+                late.append(values[len(values) // 50 :])
+            _draw_line(
+                axes, places[there], values, color=color, linewidth=width, solid_capstyle="round",
+                marker="o" if len(values) < 3 else "", markersize=width + 4,
+            )  # fmt: skip
         handles.append(Line2D([], [], color=color, linewidth=width, label=f"{label}: {curve.name}"))
         handles += _mark_restarts(axes, curve, label, color, axis, span)
     if band is not None:
@@ -164,6 +178,12 @@ def _draw_curves(
         legend = axes.legend(handles=handles, loc="upper right", fontsize=9, framealpha=0.9)
         for text in legend.get_texts():
             text.set_parse_math(False)
+    finite = np.concatenate([*late, np.empty(0)])
+    finite = np.clip(finite[np.isfinite(finite)], -_MAX_VALUE, _MAX_VALUE)
+    if finite.size:
+        # The first steps of a long run would flatten the rest: they are cut off at the top.
+        margin = 0.06 * float(np.ptp(finite)) or 1.0
+        axes.set_ylim(float(finite.min()) - margin, float(finite.max()) + margin)
     axes.set_ylabel(_LABELS[metric])
     _tidy(axes)
     for each in drawn:
@@ -238,8 +258,8 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
             smallest.append(float(np.nanmin(shown)))
             alone = len(drawn) == 1
             label = _LABELS[metric].split(" (")[0]
-            axes.plot(
-                *_thin(points.positions, shown), linewidth=0.9, markersize=3,
+            _draw_line(
+                axes, points.positions, shown, linewidth=0.9, markersize=3,
                 color=_METRIC_COLORS[metric] if alone else each.color,
                 linestyle="-" if alone else _METRIC_STYLES[metric],
                 marker="." if len(points) <= 500 else "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ class ScoreRow:
         scores: Checkpoint's step → value, for steps that have one.
         errors: Checkpoint's step → standard error, if known.
         references: Name of a published model → its score, on the same scale.
+        reference_errors: Name of a published model → standard error of its score, if published.
     """
 
     group: str
@@ -35,6 +36,14 @@ class ScoreRow:
     scores: Mapping[int, float]
     errors: Mapping[int, float]  # one standard error
     references: Mapping[str, float]
+    reference_errors: Mapping[str, float] = field(default_factory=dict)
+
+    def difference(self, model: str, step: int) -> float | None:
+        """Score - published score, in standard errors of the two; None without an error of ours."""
+        if model not in self.references or step not in self.scores or not self.errors.get(step):
+            return None
+        error = math.hypot(self.errors[step], self.reference_errors.get(model, 0.0))
+        return (self.scores[step] - self.references[model]) / error
 
 
 @dataclass(frozen=True)
@@ -105,9 +114,11 @@ def suite_table(
     With `limit`, only scores of so many questions; else of all questions if there are any, else of
     the most, and the row's name has their number.
     """
+    from slurmllm.evaluate.suites import AVERAGE
+
     rows: list[ScoreRow] = []
     steps: dict[int, int] = {}
-    figures = {reference.model: reference.figures for reference in located.suite.references}
+    references = located.suite.references
     for group in located.suite.groups:
         group_rows: list[ScoreRow] = []
         for task in group.tasks:
@@ -124,14 +135,20 @@ def suite_table(
             scores = [newest[step] for step in sorted(newest)]
             steps |= {record.step: record.tokens for record in scores}
             group_rows += _rows(group.name, task, scores)
-        published = {model: of.get(group.name, {}) for model, of in figures.items()}
+        published = {one.model: one.figures.get(group.name, {}) for one in references}
+        errors = {one.model: one.errors.get(group.name, {}) for one in references}
         for index, row in enumerate(group_rows):
             name = row.name.partition(" (first ")[0]
-            own = {model: of[name] for model, of in published.items() if name in of}
-            group_rows[index] = replace(row, references=own)
+            group_rows[index] = replace(
+                row,
+                references={model: of[name] for model, of in published.items() if name in of},
+                reference_errors={model: of[name] for model, of in errors.items() if name in of},
+            )
         rows += group_rows
         if group.average and len(group.tasks) > 1:
-            rows += _average(group.name, group_rows, len(group.tasks), published)
+            known = {model: of[AVERAGE] for model, of in errors.items() if AVERAGE in of}
+            average = _average(group.name, group_rows, len(group.tasks), published)
+            rows += [replace(row, reference_errors=known) for row in average]
     scored = tuple(sorted(steps))
     sources = {r.model: r.source for r in located.suite.references}
     return ScoreTable(located.suite.name, tuple(rows), scored, steps, sources)

@@ -77,6 +77,9 @@ class Reference(Section):
     figures: dict[str, dict[str, float]] = Field(
         description="Group → row (or `average`) → figure, on the metric's own scale."
     )
+    errors: dict[str, dict[str, float]] = Field(
+        default_factory=dict, description="The same of the figures' standard errors, if published."
+    )
 
 
 class Suite(Section):
@@ -106,7 +109,8 @@ class Suite(Section):
         unknown = [
             f"{reference.model}: {group} / {row}"
             for reference in self.references
-            for group, figures in reference.figures.items()
+            for part in (reference.figures, reference.errors)
+            for group, figures in part.items()
             for row in figures
             if row not in rows.get(group, set())
         ]

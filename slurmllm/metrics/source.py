@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,10 @@ def locate(source: str, root: Path) -> Path:
         ) from error
 
 
+# Folders that logging libraries name
+_FOLDER = re.compile(r"tb|tensorboard|((lightning|tb|tf)_)?logs?|events|runs|version_\d+|metrics")
+
+
 def read_curve(
     source: Path,
     tags: Mapping[str, str] | None = None,
@@ -142,7 +147,7 @@ def _read_file(source: Path, tags: Mapping[str, str], lenient: bool, pattern: st
         log = text_logs.read_text(source, tags, pattern)
         return curve_of_log(log, run_name(source, True), tags)
     if is_event_file(source):
-        return read_tensorboard(source, source.absolute().parent.name, tags)
+        return read_tensorboard(source, run_name(source.absolute().parent, False), tags)
     if suffix in _JSON_LINES and source.suffix != ".gz" and _is_own_file(source, tags):
         return read_run(source, lenient)
     if suffix in _JSON_LINES:
@@ -261,7 +266,12 @@ def run_name(source: Path, is_file: bool) -> str:
     path = source.absolute() if source.name not in ("", "..") else source.resolve()
     if is_file and path.parent.name == "metrics":
         return f"{path.parent.parent.name}.{path.stem}"
-    return path.stem if is_file else path.name
+    if is_file and path.stem != "metrics":
+        return path.stem
+    # `tb/`, `lightning_logs/version_0/`: the name is that of a folder above.
+    while is_file or (_FOLDER.fullmatch(path.name) and path.parent.name):
+        path, is_file = path.parent, False
+    return path.name
 
 
 def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:

@@ -3,45 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from slurmllm.format import format_names, format_plural
-from slurmllm.report.blocks import (
-    CURVES,
-    SCALING,
-    UTILIZATION,
-    Block,
-    Bullets,
-    Paragraph,
-    Picture,
-    Plot,
-    PlotData,
-    ReportSection,
-    scores_name,
-)
+from slurmllm.compare.comparison import Comparison, curve_letter
+from slurmllm.format import ABSENT, format_integer, format_names, format_plural
 from slurmllm.report.facts import RunFacts
+from slurmllm.report.figures import PlotData
+from slurmllm.report.pictures import CURVES, SCALING, UTILIZATION, scores_name
 from slurmllm.report.tables import (
     RECOVERIES_CAPTION,
     SHOWN_RECOVERIES,
+    Table,
     attempts_table,
     checkpoints_table,
     endings_table,
     parts_table,
     recoveries_table,
+    scaling_table,
     scores_table,
     setting_table,
     spikes_table,
     summary_table,
     verdict,
 )
-from slurmllm.report.throughput import FIRST_STEPS, scaling_rows, scaling_table
+from slurmllm.report.throughput import FIRST_STEPS, scaling_rows
 from slurmllm.spikes.analysis import NAMES
 
+_SHOWN_SETTINGS = 40
 _MEASURE = (
     f"seq/s are the mean over the first {FIRST_STEPS} steps, each step once, as in Table 1 of "
     "AWS's post on GPT-NeoX and Pythia (2023-12-12); tokens/$ are the tokens of an hour at that "
     "rate divided by the nodes' price per hour, without losses; scaling is the throughput per node "
     "relative to that on the fewest nodes, of the same model and hardware."
 )
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A paragraph; `strong` is its beginning, in bold."""
+
+    text: str
+    strong: str = ""
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """A list."""
+
+    items: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot of the HTML page; its data have the same name in `figures.page_data`."""
+
+    name: str
+    title: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG file, which replaces plots in the Markdown."""
+
+    name: str
+    title: str
+
+
+Block = Paragraph | Bullets | Table | Plot | Picture
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """A section with a heading, listed in the table of contents."""
+
+    name: str
+    title: str
+    blocks: Sequence[Block] = field(default_factory=tuple)
 
 
 def title(runs: Sequence[RunFacts]) -> str:
@@ -79,6 +117,7 @@ def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[Report
             "summary", "Summary",
             [*(Paragraph(verdict(f), strong=f.name) for f in runs), summary_table(runs)],
         ),
+        ReportSection("comparison", "Comparison", list(_comparison(runs))),
         ReportSection("setting", "What ran where", setting),
         ReportSection("curves", "Curves", [*curves, *[Picture(CURVES, "Curves")][: len(curves)]]),
         ReportSection("throughput", "Throughput and scaling", list(_throughput(runs, drawn))),
@@ -93,6 +132,64 @@ def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[Report
 
 def _plots(drawn: Sequence[PlotData], section: str) -> list[Plot]:
     return [Plot(one.name, one.title, one.note) for one in drawn if one.section == section]
+
+
+def comparison_texts(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
+    """The verdict on each run compared with the first, and whom it is about."""
+    first = next((facts.name for facts in runs if facts.loss is not None), "")
+    compared = [(facts.name, found) for facts in runs if (found := facts.comparison) is not None]
+    return [
+        (
+            found if isinstance(found, str) else f"{found.verdict}: {found.reason}",
+            f"{name} ({curve_letter(number)}) compared with {first} (A)",
+        )
+        for number, (name, found) in enumerate(compared, 1)
+    ]
+
+
+def causes_table(found: Comparison) -> Table:
+    """The likely causes of a difference, likeliest first."""
+    rows = []
+    for cause in found.causes:
+        step = getattr(cause, "step", None)
+        evidence = getattr(cause, "evidence", cause)
+        rows.append(
+            (
+                getattr(cause, "kind", ABSENT),
+                getattr(cause, "confidence", ABSENT),
+                format_integer(step),
+                evidence if isinstance(evidence, str) else "; ".join(evidence),
+            )
+        )
+    return Table(("cause", "confidence", "step", "evidence"), rows)
+
+
+def differing_settings_table(runs: Sequence[RunFacts]) -> Table:
+    """The settings that differ between runs, one column per run."""
+    known = [facts for facts in runs if facts.curve is not None and facts.curve.settings]
+    settings = [facts.curve.settings for facts in known if facts.curve is not None]
+    keys = sorted({key for one in settings for key in one})
+    rows = [
+        (key, *(ABSENT if one.get(key) is None else str(one[key]) for one in settings))
+        for key in keys
+        if len({str(one.get(key)) for one in settings}) > 1
+    ]
+    more = len(rows) - _SHOWN_SETTINGS
+    caption = f"… and {more} more" if more > 0 else ""
+    return Table(("setting", *(facts.name for facts in known)), rows[:_SHOWN_SETTINGS], caption)
+
+
+def _comparison(runs: Sequence[RunFacts]) -> Iterator[Block]:
+    """Verdict and causes of each run against the first, and the settings that differ."""
+    found = [facts.comparison for facts in runs if facts.comparison is not None]
+    for one, (text, title) in zip(found, comparison_texts(runs), strict=True):
+        yield Paragraph(text, strong=title)
+        if not isinstance(one, str) and one.causes:
+            yield causes_table(one)
+    settings = differing_settings_table(runs)
+    if len(runs) > 1 and settings.rows:
+        yield Paragraph("of the runs whose settings are recorded", strong="settings that differ")
+        yield settings
 
 
 def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:

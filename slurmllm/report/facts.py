@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from slurmllm.compare.comparison import Comparison
 from slurmllm.config.load import LenientConfig
 from slurmllm.evaluate.scores import ScoreTable
 from slurmllm.metrics.curves import Curve, SourceKind
@@ -80,6 +81,8 @@ class RunFacts:
     saved: tuple[CheckpointFacts, ...] = ()  # checkpoints, removed ones included
     scores: tuple[ScoreTable, ...] = ()  # evaluation scores of its checkpoints
     spikes: SpikeAnalysis | None = None
+    # with the first run that has a loss; a text if they cannot be compared
+    comparison: Comparison | str | None = None
     data: DataRecord | None = None  # the corpora that it read
     # name → version on its nodes, with commas if nodes differ
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -121,8 +124,10 @@ class RunFacts:
 
     @property
     def steps(self) -> int:
-        """The last step that the run kept."""
-        return 0 if self.curve is None else int(self.curve.steps[-1])
+        """The last step that the run kept; the number of steps of a log that begins with step 0."""
+        if self.curve is None:
+            return 0
+        return int(self.curve.steps[-1]) + (self.kind != "run" and int(self.curve.steps[0]) == 0)
 
     @property
     def planned_steps(self) -> int | None:

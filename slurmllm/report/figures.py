@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
@@ -19,11 +20,26 @@ import numpy.typing as npt
 from slurmllm.evaluate.scores import HELD_OUT
 from slurmllm.format import format_elapsed, format_names, format_number
 from slurmllm.metrics.curves import Curve, Floats, Ints, piece_means, thin_rows
-from slurmllm.records import TIME_PARTS
-from slurmllm.report.blocks import PART_COLORS, RUN_COLORS, Json, PlotData
+from slurmllm.records import TIME_PARTS, TimePart
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import per_s, scaling_rows
 
+Json = dict[str, Any]
+# Legible on the light and on the dark page: contrast 3 or more with both, for colour-blind readers
+# differing in hue towards blue or orange.
+RUN_COLORS = ("#2474c4", "#d55e00", "#00916a", "#c0629b", "#8a63d2", "#a6790a")
+# Productive time is grey, so that losses stand out.
+PART_COLORS: dict[TimePart, str] = {
+    "productive": "#7d929e",
+    "recomputation": "#b8478f",
+    "saving": "#c97420",
+    "first_step": "#2a8c6e",
+    "start_up": "#3d7ab5",
+    "preflight": "#20939e",
+    "cache": "#c2455e",
+    "precompile": "#8e7cc3",
+    "idle": "#9a7b4f",
+}
 # The page must stay small enough to send by mail: rows of all curves of a figure.
 _MOST_ROWS = 6000
 _FEWEST_ROWS = 300
@@ -40,14 +56,25 @@ _METRICS = (
     ("tokens_per_s", "Throughput, tokens", "tokens/s"),
     ("step_time_s", "Step time", "s"),
 )
-# Parts of a step, in order; neighbours differ in lightness.
+# Parts of a step, in order.
 STEP_PARTS = (
-    ("data wait", "#f2a65a"),
-    ("forward and backward", "#12466b"),
-    ("optimizer and norms", "#7fb3d5"),
-    ("rest", "#9aa5ab"),
+    ("data wait", "#c97420"),
+    ("forward and backward", "#3d7ab5"),
+    ("optimizer and norms", "#2a8c6e"),
+    ("rest", "#7d929e"),
 )
 _ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class PlotData:
+    """The data of a plot."""
+
+    name: str  # unique in the page
+    title: str
+    section: Literal["curves", "throughput", "utilization", "evaluation"]
+    content: Json  # input of `report.js`
+    note: str = ""
 
 
 class _Positions:
@@ -103,17 +130,13 @@ def page_data(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Json:
 
 
 def step_parts(curve: Curve) -> list[Floats] | None:
-    """Seconds of each step by STEP_PARTS; None without step times."""
+    """Seconds of each step by STEP_PARTS; None without step times, or if no part was logged."""
     taken = curve.columns.get("step_time_s")
-    if taken is None:
+    names = ("data_wait_s", "forward_backward_s", "optimizer_s")
+    if taken is None or not curve.columns.keys() & set(names):
         return None
-    rest = taken
-    found = []
-    for metric in ("data_wait_s", "forward_backward_s", "optimizer_s"):
-        part = np.nan_to_num(curve.columns.get(metric, np.zeros(len(taken))))
-        found.append(part)
-        rest = rest - part
-    return [*found, np.maximum(rest, 0.0)]
+    parts = [np.nan_to_num(curve.columns.get(name, np.zeros(len(taken)))) for name in names]
+    return [*parts, np.maximum(taken - sum(parts), 0.0)]
 
 
 def series(curve: Curve, metric: str) -> Floats | None:
@@ -124,6 +147,18 @@ def series(curve: Curve, metric: str) -> Floats | None:
     else:
         values = curve.columns.get(metric)
     return values if values is not None and np.isfinite(values).any() else None
+
+
+def axis_top(several: Sequence[Floats]) -> float | None:
+    """Top of an axis of step times without outliers, such as a first step that compiles.
+
+    Returns None if all values fit: none is more than twice the top.
+    """
+    values = np.concatenate([one[np.isfinite(one)] for one in several] or [np.empty(0)])
+    if not values.size:
+        return None
+    top = 1.5 * float(np.percentile(values, 90))
+    return top if 0 < top < float(values.max()) / 2 else None
 
 
 def shown_metrics(runs: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
@@ -139,6 +174,9 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
     for metric, title, unit in shown_metrics(runs):
         lines: list[Json] = []
         markers: list[Json] = []
+        logged = [series(facts.curve, metric) for facts in runs if facts.curve is not None]
+        times = [one for one in logged if one is not None] if metric == "step_time_s" else []
+        top = axis_top(times)
         for number, (facts, where) in enumerate(zip(runs, positions, strict=True)):
             if facts.curve is None:
                 continue
@@ -161,8 +199,17 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
                 means = _packed(piece_means(values, pieces), "f4")
                 line["mean"] = {"x": where.pieces(pieces, there), "y": means}
             lines.append(line)
+            if top is not None and len(far := there[values > top][-_MOST_MARKS:]):
+                texts = [
+                    f"{escape(facts.name)}: {format_number(value)} {unit} at step {step}"
+                    for step, value in zip(
+                        facts.curve.steps[far], values[values > top][-_MOST_MARKS:], strict=True
+                    )
+                ]
+                markers.append({"run": number, "kind": "far", "x": where.at(far), "text": texts})
         content: Json = {
             "kind": "curve", "title": title, "unit": unit, "series": lines, "marks": markers,
+            "top": top,
         }  # fmt: skip
         yield PlotData(metric, title, "curves", content)
 
@@ -218,6 +265,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
             "unit": "s",
             "x": positions[number].pieces(_MOST_PIECES),
             "layers": layers,
+            "top": axis_top([sum(parts, np.zeros(1))]),
         }
         shares = ", ".join(
             f"{name} {100 * float(np.sum(part)) / max(float(sum(map(np.sum, parts))), 1e-30):.1f} %"

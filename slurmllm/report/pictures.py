@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,24 +15,59 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from slurmllm.evaluate.plot import draw as draw_scores
-from slurmllm.metrics.curves import piece_means, thin_rows
+from slurmllm.format import format_number
+from slurmllm.metrics.curves import Ints, piece_means, thin_rows
 from slurmllm.records import TIME_PARTS
-from slurmllm.report.blocks import (
-    CURVES,
+from slurmllm.report.facts import RunFacts
+from slurmllm.report.figures import (
     PART_COLORS,
     RUN_COLORS,
-    SCALING,
-    UTILIZATION,
+    STEP_PARTS,
     PlotData,
-    scores_name,
+    axis_top,
+    series,
+    shown_metrics,
+    step_parts,
 )
-from slurmllm.report.facts import RunFacts
-from slurmllm.report.figures import STEP_PARTS, series, shown_metrics, step_parts
 from slurmllm.rundir import write_picture
 from slurmllm.status.utilization import Utilization
 
+# Names of the Markdown's pictures
+CURVES, SCALING, UTILIZATION = "curves", "scaling", "utilization"
 _ROWS = 2000
+_MOST_NAMES = 4
+_LONGEST = 40  # characters of a name within a file's name
 _FIX = "name another file with --out"
+
+
+def default_path(runs: Sequence[RunFacts]) -> Path:
+    """`reports/report.html` in the first run's directory, else `report.html`.
+
+    The report of several runs is `report-<A>-<B>.html`.
+    """
+    name = "report"
+    if len(runs) > 1:
+        parts = [_file_part(facts.name) for facts in runs[:_MOST_NAMES]]
+        more = len(runs) - _MOST_NAMES
+        name = "-".join([name, *parts, *([f"and-{more}-more"] if more > 0 else [])])
+    for facts in runs:
+        if facts.kind == "run":
+            return facts.path / "reports" / f"{name}.html"
+    return Path(f"{name}.html")
+
+
+def pictures_folder(page: Path) -> Path:
+    """The folder of the Markdown's pictures."""
+    return page.with_name(f"{page.stem}_files")
+
+
+def scores_name(run: int, suite: str) -> str:
+    """Name of the picture of a suite's scores; `run` is the index of the run in the report."""
+    return f"scores-{run}-{_file_part(suite)}"
+
+
+def _file_part(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST]
 
 
 def write_pictures(
@@ -123,15 +159,17 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
         _draw_metric(axes, runs, metric)
         axes.set_title(f"{title}{f', {unit}' if unit else ''}", fontsize=10, loc="left")
     if split is not None and split.curve is not None:
-        axes = panels[len(metrics)]
+        axes, parts = panels[len(metrics)], step_parts(split.curve) or []
         axes.stackplot(
             piece_means(split.curve.steps.astype(np.float64), _ROWS),
-            *(piece_means(part, _ROWS) for part in step_parts(split.curve) or []),
+            *(piece_means(part, _ROWS) for part in parts),
             labels=[name for name, _ in STEP_PARTS],
             colors=[color for _, color in STEP_PARTS],
         )
         axes.set_title(f"Step time by parts, s: {split.name}", fontsize=10, loc="left",
                        parse_math=False)  # fmt: skip
+        if (top := axis_top([sum(parts, np.zeros(1))])) is not None:
+            axes.set_ylim(0.0, top)
         axes.legend(fontsize=7, loc="upper right")
     for axes in panels[:count]:
         axes.spines[["top", "right"]].set_visible(False)
@@ -152,6 +190,9 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
 
 
 def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
+    logged = [series(facts.curve, metric) for facts in runs if facts.curve is not None]
+    known = [one for one in logged if one is not None]
+    top = axis_top(known) if metric == "step_time_s" else None
     for number, facts in enumerate(runs):
         curve, color = facts.curve, RUN_COLORS[number % len(RUN_COLORS)]
         # matplotlib hides labels that begin with an underscore.
@@ -163,8 +204,22 @@ def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
         rows = np.flatnonzero(np.isfinite(values))
         rows = rows[thin_rows(values[rows], _ROWS)]
         axes.plot(curve.steps[rows], values[rows], color=color, linewidth=0.9, label=label)
+        if top is not None and (far := np.flatnonzero(values > top)).size:
+            _mark_far(axes, curve.steps[far], float(np.nanmax(values)), top, color)
         for step in curve.restarts[-60:]:  # more would cover the curve
             axes.axvline(float(step), color=color, linewidth=0.8, linestyle=":", alpha=0.7)
+
+    finite = np.concatenate([one[np.isfinite(one)] for one in known])
+    if finite.size and np.ptp(finite) <= 1e-6 * np.abs(finite).max():  # a constant learning rate
+        axes.set_ylim(*sorted((0.0, 2.0 * float(finite[0]) or 1.0)))
+
+
+def _mark_far(axes: Axes, steps: Ints, largest: float, top: float, color: str) -> None:
+    """Cut the axis at `top`, with a mark at each step above it."""
+    axes.set_ylim(0.0, top)
+    axes.plot(steps, np.full(len(steps), 0.96 * top), "^", color=color, markersize=6)
+    axes.annotate(f"up to {format_number(largest)}", (steps[0], 0.96 * top), (7, 0),
+                  textcoords="offset points", fontsize=8, color=color, va="center")  # fmt: skip
 
 
 def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:

@@ -7,6 +7,7 @@ const MARKS = {
   restart: {name: "restarts", symbol: "diamond", size: 9, visible: true},
   save: {name: "saves", symbol: "triangle-up", size: 7, visible: "legendonly"},
   spike: {name: "spikes", symbol: "circle-open", size: 10, visible: "legendonly"},
+  far: {name: "above the axis", symbol: "triangle-up", size: 10, visible: true},
 };
 const MOST_LINES = 60;  // drawn through a plot at restarts
 const FEW_POINTS = 40;  // are drawn as such, on their line
@@ -72,14 +73,16 @@ function valueAt(series, x) {
 }
 
 // Marks of one kind have one entry in the legend, whichever run they are of.
-function mark(marks, figure) {
+function mark(marks, figure, name) {
   const series = figure.series.find((one) => one.run === marks.run);
   if (!series || !(state.x in marks.x) || !(state.x in series.x)) return [];
   const run = DATA.runs[marks.run], look = MARKS[marks.kind], x = unpack(marks.x[state.x]);
   return [{
     type: "scatter", mode: "markers", name: look.name, legendgroup: marks.kind,
     showlegend: marks === figure.marks.find((one) => one.kind === marks.kind),
-    visible: look.visible, x: x, y: Array.from(x, (place) => valueAt(series, place)),
+    visible: look.visible, x: x,
+    y: Array.from(x, (place) => marks.kind === "far" && !state.log.has(name)
+      ? 0.97 * figure.top : valueAt(series, place)),
     text: marks.text, hovertemplate: "%{text}<extra></extra>",
     marker: {symbol: look.symbol, size: look.size, color: run.color, line: {width: 1}},
   }];
@@ -99,14 +102,31 @@ function restartLines(figure) {
   return found;
 }
 
+// The range of a linear y axis: without outliers, or around a constant, which plotly draws as 0.
+function range(name, figure, arrays) {
+  if (state.log.has(name)) return {type: "log", tickformat: "~g"};
+  if (figure.top) return {type: "linear", range: [0, figure.top]};
+  let low = Infinity, high = -Infinity;
+  for (const values of arrays) {
+    for (const value of values) {
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
+  }
+  const constant = low <= high && high - low <= 1e-6 * Math.abs(high);
+  if (!constant || high === 0) return {type: "linear"};
+  return {type: "linear", range: high > 0 ? [0, 2 * high] : [2 * high, 0]};
+}
+
 function curve(name, figure) {
   const lines = figure.series.flatMap((series) => line(series, figure.unit));
-  const marks = figure.marks.flatMap((one) => mark(one, figure));
+  const marks = figure.marks.flatMap((one) => mark(one, figure, name));
   return {
     data: [...lines, ...marks],
     layout: {
       xaxis: {title: {text: AXES[state.x]}},
-      yaxis: {title: {text: figure.unit || figure.title}, type: state.log.has(name) ? "log" : "linear"},
+      yaxis: {title: {text: figure.unit || figure.title},
+        ...range(name, figure, lines.map((one) => one.y))},
       shapes: restartLines(figure), hovermode: "closest",
     },
   };
@@ -123,26 +143,33 @@ function stack(name, figure) {
     data: data,
     layout: {
       xaxis: {title: {text: AXES[state.x in figure.x ? state.x : "step"]}},
-      yaxis: {title: {text: "s"}, type: state.log.has(name) ? "log" : "linear"},
+      yaxis: {title: {text: "s"}, ...range(name, figure, [])},
       hovermode: "x unified",
     },
   };
 }
 
-function themed(layout) {
+function themed(layout, traces, width) {
   const night = dark.matches && !printing;
   const text = night ? "#d7dde2" : "#20272d", grid = night ? "#3a444d" : "#e1e5e8";
+  // Plain numbers with commas, such as 143,000 and 0.0003; tokens as 1.5B.
   const axis = {gridcolor: grid, zerolinecolor: grid, linecolor: grid, automargin: true,
-    exponentformat: "power"};
+    tickformat: ",.9~g"};
+  const tokens = layout.xaxis.title.text === "tokens" ? {tickformat: "", exponentformat: "B"} : {};
+  // On a phone the legend is a list below the plot, which grows by it.
+  const narrow = width < 480, entries = traces.filter((one) => one.showlegend !== false).length;
   return {
     ...layout,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: {family: "system-ui, sans-serif", size: 12, color: text},
-    margin: {l: 64, r: 16, t: 34, b: 44}, height: layout.height || 320,
-    legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal"},
+    margin: {l: narrow ? 48 : 64, r: 16, t: narrow ? 10 : 34, b: 44},
+    height: (layout.height || 320) + (narrow ? 20 * entries : 0),
+    legend: narrow
+      ? {orientation: "v", y: -0.2, yanchor: "top", x: 0, font: {size: 11}, traceorder: "normal"}
+      : {orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal"},
     modebar: {bgcolor: "rgba(0,0,0,0)", color: grid, activecolor: text},
     hoverlabel: {align: "left", bgcolor: night ? "#20272d" : "#ffffff", font: {color: text}},
-    xaxis: {...axis, ...layout.xaxis}, yaxis: {...axis, ...layout.yaxis}, uirevision: state.x,
+    xaxis: {...axis, ...tokens, ...layout.xaxis}, yaxis: {...axis, ...layout.yaxis}, uirevision: state.x,
   };
 }
 
@@ -150,7 +177,7 @@ function draw(name) {
   const figure = DATA.figures[name], place = document.getElementById(`plot-${name}`);
   const made = figure.kind === "curve" ? curve(name, figure)
     : figure.kind === "stack" ? stack(name, figure) : figure;
-  return Plotly.react(place, made.data, themed(made.layout), {
+  return Plotly.react(place, made.data, themed(made.layout, made.data, place.clientWidth), {
     responsive: true, displaylogo: false, scrollZoom: false,
     showSendToCloud: false, plotlyServerURL: "",  // nothing leaves the page
     modeBarButtonsToRemove: ["select2d", "lasso2d"],

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
+from slurmllm.compare.compare import compare
+from slurmllm.compare.comparison import Comparison, curve_letter
 from slurmllm.config.load import LenientConfig, load_leniently
 from slurmllm.errors import ConfigError, RunError, SlurmllmError
 from slurmllm.evaluate.scores import score_tables
@@ -261,6 +263,23 @@ def _read_versions(
         if versions:
             return {name: ", ".join(sorted(found)) for name, found in versions.items()}
     return {}
+
+
+def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:
+    """Compare each run that has a loss with the first one that has."""
+    curves = [facts.curve if facts.loss is not None else None for facts in runs]
+    first = next((curve for curve in curves if curve is not None), None)
+    found: list[RunFacts] = []
+    letters = map(curve_letter, range(1, len(runs) + 1))
+    for facts, curve in zip(runs, curves, strict=True):
+        result: Comparison | str | None = None
+        if first is not None and curve is not None and curve is not first:
+            try:
+                result = compare(first, curve, letter=next(letters))
+            except RunError as error:
+                result = str(error)
+        found.append(replace(facts, comparison=result))
+    return found
 
 
 def make_names_unique(runs: Sequence[RunFacts]) -> list[RunFacts]:

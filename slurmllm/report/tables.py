@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from slurmllm.config.load import LenientConfig
-from slurmllm.evaluate.scores import ScoreTable
+from slurmllm.evaluate.scores import ScoreRow, ScoreTable
 from slurmllm.format import (
     ABSENT,
     format_bytes,
@@ -22,19 +24,39 @@ from slurmllm.format import (
 )
 from slurmllm.plan.mesh import Mesh
 from slurmllm.records import TIME_PARTS
-from slurmllm.report.blocks import Table
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.throughput import FIRST_STEPS
+from slurmllm.report.throughput import FIRST_STEPS, ScalingRow
 from slurmllm.spikes import SpikeAnalysis
 from slurmllm.spikes.analysis import NAMES
 from slurmllm.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
 from slurmllm.status.utilization import Utilization, sum_utilization
 
+_NUMBER = re.compile(
+    r"^(-|[-+]?[\d.,]+(e[-+]?\d+)?( ?(%|[kMGT]?B|[KMBT]))?( ± [\d.e-]+)?( \([+-][\d.]+ SE\))?)$"
+)
 _SHOWN_REMOVED = 50
 _SHOWN_SPIKES = 10
 _SHOWN_CHECKPOINTS = 5
 SHOWN_RECOVERIES = 20
 RECOVERIES_CAPTION = "from the last completed step before an ending to the next one, s"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with one heading per column."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Which columns hold only numbers and are right-aligned."""
+        columns = zip(*self.rows, strict=True) if self.rows else [()] * len(self.headings)
+        return [
+            i > 0 and all(_NUMBER.match(cell.partition("  ")[0]) for cell in column)
+            for i, column in enumerate(columns)
+        ]
 
 
 def verdict(facts: RunFacts) -> str:
@@ -257,6 +279,15 @@ def spikes_table(found: SpikeAnalysis) -> Table:
     )
 
 
+def _published(row: ScoreRow, model: str, steps: Sequence[int]) -> str:
+    """A published score, its standard error, and the newest score's difference in both errors."""
+    text = format_number(row.references.get(model))
+    if model in row.reference_errors:
+        text += f" ± {row.reference_errors[model]:.2g}"
+    difference = row.difference(model, steps[-1]) if steps else None
+    return text if difference is None else f"{text} ({difference:+.1f} SE)"
+
+
 def scores_table(found: ScoreTable) -> Table:
     """The scores of a suite: the newest checkpoints and published models."""
     steps = found.steps[-_SHOWN_CHECKPOINTS:]
@@ -276,7 +307,7 @@ def scores_table(found: ScoreTable) -> Table:
                     value if error is None or value == ABSENT else f"{value} ± {error:.2g}"
                     for value, error in zip(values, errors, strict=True)
                 ),
-                *(format_number(row.references.get(model)) for model in models),
+                *(_published(row, model, steps) for model in models),
             )
         )
     tokens = ", ".join(
@@ -287,8 +318,37 @@ def scores_table(found: ScoreTable) -> Table:
     sources = "; ".join(
         f"{name}: {found.sources[name]}" for name in models if name in found.sources
     )
-    caption = ". ".join(part for part in (tokens, sources) if part)
+    compared = any(row.difference(m, steps[-1]) is not None for row in found.rows for m in models)
+    note = "SE: newest score less published one, in standard errors of the two" if compared else ""
+    caption = ". ".join(part for part in (tokens, sources, note) if part)
     return Table(("group", "task", "shots", "metric", *columns, *models), rows, caption)
+
+
+def scaling_table(rows: Sequence[ScalingRow]) -> Table:
+    """AWS's columns that `slurmllm plan` has too, with the same names."""
+    return Table(
+        ("run", "model", "parameters", "nodes", "workers", "TP", "PP", "DP", "seq len",
+         "global batch", "seq/s", "tokens/s", "MFU", "$/h", "tokens/$", "scaling"),
+        [
+            (
+                row.facts.name,
+                row.facts.recipe or ABSENT,
+                format_count(row.facts.parameters),
+                format_integer(row.rate.nodes),
+                format_integer(row.rate.workers),
+                *map(format_integer, row.degrees),
+                format_integer(row.facts.configuration.count("model.seq_len")),
+                format_integer(row.facts.configuration.count("train.global_batch")),
+                format_number(row.speed),
+                format_number(row.rate.tokens_per_s_first_500 or row.rate.tokens_per_s),
+                format_percent(row.rate.mfu),
+                format_dollars(row.rate.usd_per_hour),
+                format_count(row.rate.tokens_per_usd),
+                format_percent(row.efficiency, 1),
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
 
 
 def parts_table(used: Mapping[str, Utilization]) -> Table:

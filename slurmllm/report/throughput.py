@@ -14,19 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slurmllm.config.resolve import RunConfig
-from slurmllm.format import (
-    ABSENT,
-    format_count,
-    format_dollars,
-    format_integer,
-    format_number,
-    format_percent,
-)
 from slurmllm.metrics.curves import Curve, Flags, Floats
 from slurmllm.plan.cost import scaling
 from slurmllm.plan.flops import model_flops
 from slurmllm.plan.step import peak_flops
-from slurmllm.report.blocks import Table
 from slurmllm.report.facts import Rate, RunFacts
 
 FIRST_STEPS = 500
@@ -163,33 +154,6 @@ def scaling_rows(several: Sequence[RunFacts]) -> list[ScalingRow]:
             for row in group
         ]
     return rows
-
-
-def scaling_table(rows: Sequence[ScalingRow]) -> Table:
-    """AWS's columns that `slurmllm plan` has too, with the same names."""
-    return Table(
-        ("run", "model", "parameters", "nodes", "workers", "TP", "PP", "DP", "seq len",
-         "global batch", "seq/s", "tokens/s", "MFU", "$/h", "tokens/$", "scaling"),
-        [
-            (
-                row.facts.name,
-                row.facts.recipe or ABSENT,
-                format_count(row.facts.parameters),
-                format_integer(row.rate.nodes),
-                format_integer(row.rate.workers),
-                *map(format_integer, row.degrees),
-                format_integer(row.facts.configuration.count("model.seq_len")),
-                format_integer(row.facts.configuration.count("train.global_batch")),
-                format_number(row.speed),
-                format_number(row.rate.tokens_per_s_first_500 or row.rate.tokens_per_s),
-                format_percent(row.rate.mfu),
-                format_dollars(row.rate.usd_per_hour),
-                format_count(row.rate.tokens_per_usd),
-                format_percent(row.efficiency, 1),
-            )
-            for row in rows
-        ],
-    )  # fmt: skip
 
 
 def scaling_json(rows: Sequence[ScalingRow]) -> list[dict[str, Any]]:

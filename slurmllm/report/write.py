@@ -21,21 +21,22 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from slurmllm import __version__
+from slurmllm.compare.comparison import Comparison
 from slurmllm.format import format_utc
-from slurmllm.report.blocks import (
+from slurmllm.report.document import (
     Block,
     Bullets,
     Paragraph,
     Picture,
     Plot,
     ReportSection,
-    Table,
-    pictures_folder,
+    sections,
+    title,
 )
-from slurmllm.report.document import sections, title
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import figures, page_data
-from slurmllm.report.pictures import write_pictures
+from slurmllm.report.pictures import pictures_folder, write_pictures
+from slurmllm.report.tables import Table
 from slurmllm.report.throughput import scaling_json, scaling_rows
 from slurmllm.rundir import write_atomic
 from slurmllm.status.recoveries import sum_by_ending
@@ -267,6 +268,11 @@ def _run(facts: RunFacts) -> dict[str, Any]:
             }
             for found in facts.scores
         ],
+        "comparison": (
+            facts.comparison.model_dump(mode="json")
+            if isinstance(facts.comparison, Comparison)
+            else facts.comparison
+        ),
         "spikes": spikes and spikes.model_dump(mode="json", exclude=_EXCLUDED),
         "data": facts.data and facts.data.model_dump(mode="json"),
         "versions": dict(facts.versions),

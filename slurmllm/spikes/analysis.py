@@ -274,24 +274,11 @@ def window_means(values: Floats, window: int) -> Floats:
     """
     # Not by differences of a cumulative sum: one huge value would spoil all means after it.
     finite = np.isfinite(values)
+    ones = np.ones(window)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        sums = _window_sums(np.where(finite, values, 0.0), window)
-        return sums / _window_sums(finite.astype(np.float64), window)
-
-
-def _window_sums(values: Floats, window: int) -> Floats:
-    """Returns sums of `window` values in a row, composed of sums of 1, 2, 4, … values."""
-    count = len(values) - window + 1
-    total, begin, length = np.zeros(count), 0, 1
-    sums = values
-    while True:
-        if window & length:
-            total = total + sums[begin : begin + count]
-            begin += length
-        if 2 * length > window:
-            return total
-        sums = sums[:-length] + sums[length:]
-        length *= 2
+        sums = np.convolve(np.where(finite, values, 0.0), ones, "valid")
+        means: Floats = sums / np.convolve(finite, ones, "valid")
+    return means
 
 
 def medians_before(values: Floats, places: Ints, window: int) -> Floats:
@@ -316,28 +303,16 @@ def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
 
     Returns n, the number of values, if there is none; NaN is above every limit. [places]
     """
-    # A tree of smallest values, climbed and descended for all places at once
-    size = 1 << max(1, len(values).bit_length())
-    tree = np.full(2 * size, -np.inf)  # the value after the last one ends every search
-    tree[size : size + len(values)] = np.where(np.isnan(values), np.inf, values)
-    level = size
-    while level > 1:
-        pairs = tree[level : 2 * level].reshape(-1, 2)
-        tree[level // 2 : level] = pairs.min(axis=1)
-        level //= 2
-    nodes = places + size
-    climbing = np.flatnonzero(tree[nodes] > limits)
-    while climbing.size:
-        after = nodes[climbing] + 1
-        # A left child and its parent begin at the same value; the parent holds more.
-        nodes[climbing] = np.where(after % 2 == 0, after // 2, after)
-        climbing = climbing[tree[nodes[climbing]] > limits[climbing]]
-    descending = np.flatnonzero(nodes < size)
-    while descending.size:
-        left = 2 * nodes[descending]
-        nodes[descending] = left + (tree[left] > limits[descending])
-        descending = descending[nodes[descending] < size]
-    return nodes - size
+    found = np.full(len(places), len(values))
+    for number, (begin, limit) in enumerate(zip(places.tolist(), limits.tolist(), strict=True)):
+        length = 16  # most return soon: longer and longer parts are searched
+        while begin < len(values):
+            below = values[begin : begin + length] <= limit
+            if below.any():
+                found[number] = begin + int(below.argmax())
+                break
+            begin, length = begin + length, 4 * length
+    return found
 
 
 def find_stretches(flags: Flags) -> tuple[Ints, Ints]:

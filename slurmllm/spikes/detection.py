@@ -113,7 +113,7 @@ def find_spikes(
     if first.size:
         separate = first[1:] - last[:-1] - 1 >= min_gap
         first, last = first[np.append(True, separate)], last[np.append(separate, True)]
-    durations = last - first + 1
+    durations, spans = last - first + 1, list(zip(first.tolist(), last.tolist(), strict=True))
     returned = first_at_most(values, first, means[first]) - first
     back = first + returned < len(values)
     rows = np.isin(curve.steps, steps)
@@ -124,12 +124,14 @@ def find_spikes(
     if grads is not None:
         medians = medians_before(grads, first, window)
         # The step before a spike too: its gradient makes the spike's first loss.
-        largest = np.fmax(_largest(grads, first, last), grads[np.maximum(first - 1, 0)])
+        largest = np.array([np.fmax.reduce(grads[max(a - 1, 0) : b + 1]) for a, b in spans])
         np.divide(largest, medians, out=ratios, where=medians > 0)
     restarts, skips = curve.restarts, _steps_after_skips(curve)
     near_restart = _latest_near(np.searchsorted(steps, restarts), first, last)
     near_skip = _latest_near(np.searchsorted(steps, [step for step, _ in skips]), first, last)
-    peaks, highest = _find_peaks(heights, first, last)
+    judged_heights = np.nan_to_num(heights, nan=-np.inf)
+    peaks = first + np.array([judged_heights[a : b + 1].argmax() for a, b in spans], dtype=np.int64)
+    highest = heights[peaks]
     spikes = [
         Spike(
             step=int(steps[first[i]]),
@@ -253,27 +255,6 @@ def _finite_column(curve: Curve, metric: str, rows: Flags) -> Floats | None:
     if metric in curve.absent:
         present &= ~curve.absent[metric][rows]
     return np.where(present, values, np.nan) if present.any() else None
-
-
-def _find_peaks(heights: Floats, first: Ints, last: Ints) -> tuple[Ints, Floats]:
-    """Returns the index of the first largest height of each stretch, and that height."""
-    largest = _largest(heights, first, last)
-    lengths = last - first + 1
-    stretch = np.repeat(np.arange(len(first)), lengths)
-    # The stretches end to end: the index of each of their places
-    begins = np.cumsum(lengths) - lengths
-    places = np.arange(len(stretch)) + np.repeat(first - begins, lengths)
-    at_peak = heights[places] == largest[stretch]
-    _, earliest = np.unique(stretch[at_peak], return_index=True)
-    return places[at_peak][earliest], largest
-
-
-def _largest(values: Floats, first: Ints, last: Ints) -> Floats:
-    if not first.size:
-        return np.empty(0)
-    edges = np.ravel(np.column_stack([first, last + 1]))
-    found: Floats = np.fmax.reduceat(np.append(values, np.nan), edges)[::2]
-    return found
 
 
 def _steps_after_skips(curve: Curve) -> list[tuple[int, Range]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +76,10 @@ def test_shipped_suites_are_sound() -> None:
             assert reference.source
             figures = [value for group in reference.figures.values() for value in group.values()]
             assert all(0 < value < 1 for value in figures)
+            for group, errors in reference.errors.items():
+                assert all(
+                    0 < error < reference.figures[group][row] for row, error in errors.items()
+                )
 
 
 def test_all_faults_at_once(tmp_path: Path) -> None:
@@ -115,8 +120,21 @@ def test_averages_stand_beside_published_ones(run: RunDir, keep: Keep, tmp_path:
     average = found.rows[-1]
     assert average.scores == {10: pytest.approx(0.2)}  # step 20 lacks a part
     assert average.errors[10] == pytest.approx(0.01 / 2**0.5)
-    assert average.references == {"Llama 2 7B": 0.489}
+    assert average.references == {
+        "HLAT 7B": 0.38846, "Llama 2 7B": 0.489, "OpenLLaMA 2 7B of AWS": 0.37023
+    }  # fmt: skip
     assert found.rows[0].references == {"Llama 2 7B": 0.247}
+    # The average of AWS's post has a standard error; a model without one differs by ours alone.
+    assert average.reference_errors["HLAT 7B"] == 0.00534
+    (step,) = average.scores
+    error = average.errors[step]
+    assert average.difference("HLAT 7B", step) == pytest.approx(
+        (average.scores[step] - 0.38846) / math.hypot(error, 0.00534)
+    )
+    assert average.difference("Llama 2 7B", step) == pytest.approx(
+        (average.scores[step] - 0.489) / error
+    )
+    assert average.difference("nobody", step) is None
     draw(found, "a", tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
 

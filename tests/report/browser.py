@@ -34,6 +34,8 @@ _PROBE = """
       svg: plot.querySelectorAll("svg.main-svg").length,
       traces: plot.querySelectorAll(".scatterlayer .trace, .barlayer .trace").length,
       lines: lines(plot), points: plot.querySelectorAll(".points path").length,
+      range: plot.layout.yaxis.range, legend: plot.layout.legend?.orientation,
+      ticks: Array.from(plot.querySelectorAll(".xtick text, .ytick text"), (t) => t.textContent),
       hover: (plot.data || []).flatMap((trace) => trace.text || []).join(" | "),
     }]));
     seen.buttons = Array.from(new Set(Array.from(document.querySelectorAll(".modebar-btn"),
@@ -93,19 +95,20 @@ def require_chromium() -> str:
     pytest.skip("no Chromium here: `make browser` installs one")
 
 
-def open_report(page: Path, work: Path) -> Opened:
+def open_report(page: Path, work: Path, width: int = 1400) -> Opened:
     """Open a copy of a page with a probe in it, and work its controls.
 
     Args:
         page: The report.
         work: Folder for the copy and the browser's own files.
+        width: Of the window; no less than 500.
     """
     chromium = require_chromium()
     copy = work / "probed.html"
     copy.write_text(page.read_text(encoding="utf-8").replace("</body>", f"{_PROBE}</body>"))
     done = subprocess.run(
         [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-         f"--user-data-dir={work / 'profile'}", "--window-size=1400,1800",
+         f"--user-data-dir={work / 'profile'}", f"--window-size={width},1800",
          "--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom",
          copy.absolute().as_uri()],
         capture_output=True, text=True, timeout=600, check=False,

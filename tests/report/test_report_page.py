@@ -12,11 +12,14 @@ from click.testing import CliRunner, Result
 from reported_runs import add_scores, make_reported_run
 from training_rows import make_row, write_rows
 
+import slurmllm.report
 from slurmllm.cli.main import cli
 from slurmllm.evaluate.scores import ScoreRow, ScoreTable
-from slurmllm.report.blocks import Bullets, Paragraph, ReportSection, Table, default_path
+from slurmllm.report.document import Bullets, Paragraph, ReportSection
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.tables import scores_table
+from slurmllm.report.figures import PART_COLORS, RUN_COLORS, STEP_PARTS
+from slurmllm.report.pictures import default_path
+from slurmllm.report.tables import Table, scores_table
 from slurmllm.report.write import to_markdown
 from slurmllm.rundir import RunDir
 
@@ -72,6 +75,87 @@ def test_the_page_in_a_browser(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> N
     assert "<script>" not in markdown
     for part in ("99.8 %", "3.3M", "13.6", "node\\_failure", "0.6 ± 0.01"):
         assert part in markdown, part
+
+
+def test_a_log_on_a_narrow_page(tmp_path: Path) -> None:
+    """A log from step 0, with a constant learning rate and a first step that compiles."""
+    log = tmp_path / "gpt" / "lightning_logs" / "version_0" / "metrics.csv"
+    log.parent.mkdir(parents=True)
+    rows = [f"{20_000 + i},{8 - i / 50},0.0003,{40 if i == 0 else 0.5}" for i in range(60)]
+    log.write_text("\n".join(["step,train_loss,lr,step_time_s", *rows]) + "\n")
+    page = tmp_path / "page.html"
+    assert call(tmp_path, str(log.parent), "--out", str(page)).exit_code == 0
+    opened = open_report(page, tmp_path, 500)
+    require_sound(opened)
+    plots = opened.seen["plots"]
+    assert plots["lr"]["range"] == pytest.approx([0, 0.0006])
+    assert "0.0003" in plots["lr"]["ticks"]
+    assert plots["step_time_s"]["range"] == [0, 0.75]
+    assert plots["step_time_s"]["hover"] == "gpt: 40 s at step 20000"
+    assert any(re.fullmatch(r"20,0\d\d", tick) for tick in plots["loss"]["ticks"])
+    assert {plot["legend"] for plot in plots.values()} == {"v"}
+    assert page.with_suffix(".md").read_text().startswith("# Report of gpt\n")
+
+
+def test_steps_of_a_log_that_begins_with_0(tmp_path: Path) -> None:
+    log = write_rows(tmp_path / "tb" / "log.jsonl", [make_row(s) for s in range(60)])
+    assert "log: 60 steps in a" in call(tmp_path, str(log), "--no-files").output
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    first = make_reported_run(RunDir(runs / "first"))
+    second = make_reported_run(RunDir(runs / "second"))
+    text = second.config.read_text()
+    assert "  seed: 1234\n" in text
+    second.config.write_text(text.replace("  seed: 1234\n", "  seed: 7\n"))
+    rows = [make_row(step, loss=5.0 + step / 100) for step in range(1, 61)]
+    third = write_rows(tmp_path / "third.jsonl", rows)
+    short = write_rows(tmp_path / "late.jsonl", [make_row(step) for step in range(900, 910)])
+    out = call(tmp_path, "first", "second", str(third), str(short), "--out", str(runs / "p.html"))
+    assert out.exit_code == 0, out.output
+    text = (runs / "p.md").read_text()
+    assert re.search(r"\*\*second \(B\) compared with first \(A\):\*\* (match|identical): ", text)
+    assert re.search(r"\*\*third \(C\) compared with first \(A\):\*\* differ: ", text)
+    assert re.search(r"\*\*late \(D\) .*:\*\* .*(900|step)", text)
+    assert "\n**late (D) compared with first (A):** differ" not in text
+    assert "| train.seed | 1234 | 7 |" in text
+    assert "second (B) compared with first (A): " in out.output
+    found = json.loads(call(tmp_path, "first", "second", "--no-files", "--json").stdout)["runs"]
+    assert found[0]["comparison"] is None
+    assert found[1]["comparison"]["verdict"] in ("match", "identical")
+    assert first.path.is_dir()
+
+
+def test_warnings_about_spikes_are_shown(tmp_path: Path) -> None:
+    rows = [make_row(step, loss=3 + 0.2 * (-1) ** step) for step in range(1, 100)]
+    log = write_rows(tmp_path / "noisy.jsonl", rows)
+    assert call(tmp_path, str(log), "--out", str(tmp_path / "p.html")).exit_code == 0
+    for page in ("p.html", "p.md"):
+        text = (tmp_path / page).read_text()
+        assert "may be noise" in text
+        assert "more than 0.1 above the mean of the 20 logged steps" in text
+        assert text.count("over 86%") <= 1  # with the gradient norm only
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours, after WCAG 2."""
+    light = []
+    for color in (one, other):
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
+    return max(light) / min(light)
+
+
+@pytest.mark.parametrize(
+    "color", [*RUN_COLORS, *PART_COLORS.values(), *(color for _, color in STEP_PARTS)]
+)
+def test_colours_are_legible_on_both_pages(color: str) -> None:
+    css = (Path(slurmllm.report.__file__).parent / "report.css").read_text()
+    panels = re.findall(r"--panel: (#\w{6})", css)
+    assert len(panels) == 2
+    assert min(contrast(color, panel) for panel in panels) >= 3
 
 
 def test_json_and_places(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
@@ -146,5 +230,9 @@ def test_scores_stand_beside_published_ones() -> None:
     )  # fmt: skip
     table = scores_table(ScoreTable("pythia", (row,), (10, 20), {20: 10**9}, {"Pythia": "a paper"}))
     assert table.headings[-3:] == ("step 10", "step 20", "Pythia")
-    assert table.rows[0][-3:] == ("0.5", "0.625 ± 0.01", "0.75")
-    assert table.caption == "step 20: 1B tokens. Pythia: a paper"
+    assert table.rows[0][-3:] == ("0.5", "0.625 ± 0.01", "0.75 (-12.5 SE)")
+    assert table.numeric[-3:] == [True] * 3
+    assert table.caption == (
+        "step 20: 1B tokens. Pythia: a paper. "
+        "SE: newest score less published one, in standard errors of the two"
+    )
