@@ -31,6 +31,7 @@ import io
 import os
 import re
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -65,7 +66,10 @@ def write_picture(picture: Figure, path: Path, fix: str) -> None:
         StorageError: the file system refused.
     """
     stream = io.BytesIO()
-    picture.savefig(stream, format="png", pil_kwargs={"compress_level": 3})
+    with warnings.catch_warnings():
+        # A run may be named in a script that matplotlib's font lacks: drawn as boxes then.
+        warnings.filterwarnings("ignore", message="Glyph")
+        picture.savefig(stream, format="png", pil_kwargs={"compress_level": 3})
     _write_whole(path, stream.getvalue(), f"cannot write the picture {path}", fix)
 
 

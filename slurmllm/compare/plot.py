@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -122,12 +121,7 @@ def draw_all(
     margin = 0.015 * max(span[1] - span[0], 1)
     panels[-1].set_xlim(span[0] - margin, span[1] + margin)
     panels[0].set_title(title, fontsize=10, loc="left", parse_math=False)
-    with warnings.catch_warnings():
-        # A run may be named in a script that matplotlib's own font lacks: drawn as boxes then.
-        warnings.filterwarnings("ignore", message="Glyph")
-        write_picture(
-            picture, path, "name another file with --plot, or leave it out with --no-plot"
-        )
+    write_picture(picture, path, "name another file with --plot, or leave it out with --no-plot")
 
 
 def _thin(positions: Floats, values: Floats) -> tuple[Floats, Floats]:

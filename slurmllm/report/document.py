@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from slurmllm.compare.comparison import Comparison, curve_letter
-from slurmllm.format import ABSENT, format_integer, format_names, format_plural
+from slurmllm.compare.comparison import curve_letter
+from slurmllm.format import ABSENT, format_names, format_plural
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import PlotData
 from slurmllm.report.pictures import CURVES, SCALING, UTILIZATION, scores_name
@@ -147,49 +147,25 @@ def comparison_texts(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
     ]
 
 
-def causes_table(found: Comparison) -> Table:
-    """The likely causes of a difference, likeliest first."""
-    rows = []
-    for cause in found.causes:
-        step = getattr(cause, "step", None)
-        evidence = getattr(cause, "evidence", cause)
-        rows.append(
-            (
-                getattr(cause, "kind", ABSENT),
-                getattr(cause, "confidence", ABSENT),
-                format_integer(step),
-                evidence if isinstance(evidence, str) else "; ".join(evidence),
-            )
-        )
-    return Table(("cause", "confidence", "step", "evidence"), rows)
-
-
-def differing_settings_table(runs: Sequence[RunFacts]) -> Table:
-    """The settings that differ between runs, one column per run."""
-    known = [facts for facts in runs if facts.curve is not None and facts.curve.settings]
-    settings = [facts.curve.settings for facts in known if facts.curve is not None]
-    keys = sorted({key for one in settings for key in one})
-    rows = [
-        (key, *(ABSENT if one.get(key) is None else str(one[key]) for one in settings))
-        for key in keys
-        if len({str(one.get(key)) for one in settings}) > 1
-    ]
-    more = len(rows) - _SHOWN_SETTINGS
-    caption = f"… and {more} more" if more > 0 else ""
-    return Table(("setting", *(facts.name for facts in known)), rows[:_SHOWN_SETTINGS], caption)
-
-
 def _comparison(runs: Sequence[RunFacts]) -> Iterator[Block]:
     """Verdict and causes of each run against the first, and the settings that differ."""
     found = [facts.comparison for facts in runs if facts.comparison is not None]
     for one, (text, title) in zip(found, comparison_texts(runs), strict=True):
         yield Paragraph(text, strong=title)
         if not isinstance(one, str) and one.causes:
-            yield causes_table(one)
-    settings = differing_settings_table(runs)
-    if len(runs) > 1 and settings.rows:
+            causes = [(c.kind, c.confidence, str(c.step), c.evidence) for c in one.causes]
+            yield Table(("cause", "confidence", "step", "evidence"), causes)
+    known = {f.name: f.curve.settings for f in runs if f.curve is not None and f.curve.settings}
+    rows = []
+    for key in sorted({key for settings in known.values() for key in settings}):
+        values = [settings.get(key) for settings in known.values()]
+        if any(value != values[0] for value in values):
+            rows.append((key, *(ABSENT if value is None else str(value) for value in values)))
+    if rows:
         yield Paragraph("of the runs whose settings are recorded", strong="settings that differ")
-        yield settings
+        more = len(rows) - _SHOWN_SETTINGS
+        caption = f"… and {more} more" if more > 0 else ""
+        yield Table(("setting", *known), rows[:_SHOWN_SETTINGS], caption)
 
 
 def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from html import unescape
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from matplotlib.ticker import LogFormatter
 
 from slurmllm.evaluate.plot import draw as draw_scores
 from slurmllm.format import format_number
-from slurmllm.metrics.curves import Ints, piece_means, thin_rows
+from slurmllm.metrics.curves import piece_means, thin_rows
 from slurmllm.records import TIME_PARTS
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import (
@@ -101,17 +99,8 @@ def write_pictures(
             if len(table.tokens) > 1:
                 name = scores_name(number, table.suite)
                 found[name] = folder / f"{name}.png"
-                with _any_script():
-                    draw_scores(table, facts.name, found[name], facts.curve)
+                draw_scores(table, facts.name, found[name], facts.curve)
     return found
-
-
-@contextmanager
-def _any_script() -> Iterator[None]:
-    """Ignore letters that the font lacks: a run's name may be in any script."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")
-        yield
 
 
 def _write_scaling(figure: PlotData, path: Path) -> None:
@@ -139,8 +128,7 @@ def _write_scaling(figure: PlotData, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     for text in axes.legend(frameon=False, fontsize=8).get_texts():
         text.set_parse_math(False)
-    with _any_script():
-        write_picture(picture, path, _FIX)
+    write_picture(picture, path, _FIX)
 
 
 def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
@@ -185,8 +173,7 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
         )
         for text in legend.get_texts():
             text.set_parse_math(False)
-    with _any_script():
-        write_picture(picture, path, _FIX)
+    write_picture(picture, path, _FIX)
 
 
 def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
@@ -205,21 +192,18 @@ def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
         rows = rows[thin_rows(values[rows], _ROWS)]
         axes.plot(curve.steps[rows], values[rows], color=color, linewidth=0.9, label=label)
         if top is not None and (far := np.flatnonzero(values > top)).size:
-            _mark_far(axes, curve.steps[far], float(np.nanmax(values)), top, color)
+            # The axis is cut, with a mark at each step above it.
+            axes.set_ylim(0.0, top)
+            axes.plot(curve.steps[far], np.full(len(far), 0.96 * top), "^", color=color)
+            axes.annotate(f"up to {format_number(float(np.nanmax(values)))}",
+                          (curve.steps[far[0]], 0.96 * top), (7, 0), textcoords="offset points",
+                          fontsize=8, color=color, va="center")  # fmt: skip
         for step in curve.restarts[-60:]:  # more would cover the curve
             axes.axvline(float(step), color=color, linewidth=0.8, linestyle=":", alpha=0.7)
 
     finite = np.concatenate([one[np.isfinite(one)] for one in known])
     if finite.size and np.ptp(finite) <= 1e-6 * np.abs(finite).max():  # a constant learning rate
         axes.set_ylim(*sorted((0.0, 2.0 * float(finite[0]) or 1.0)))
-
-
-def _mark_far(axes: Axes, steps: Ints, largest: float, top: float, color: str) -> None:
-    """Cut the axis at `top`, with a mark at each step above it."""
-    axes.set_ylim(0.0, top)
-    axes.plot(steps, np.full(len(steps), 0.96 * top), "^", color=color, markersize=6)
-    axes.annotate(f"up to {format_number(largest)}", (steps[0], 0.96 * top), (7, 0),
-                  textcoords="offset points", fontsize=8, color=color, va="center")  # fmt: skip
 
 
 def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:
@@ -248,5 +232,4 @@ def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:
     whole.set_yticks(range(len(names)), shown, parse_math=False)
     whole.invert_yaxis()
     picture.legend(loc="outside upper center", ncols=len(TIME_PARTS), frameon=False, fontsize=8)
-    with _any_script():
-        write_picture(picture, path, "name another file with --plot")
+    write_picture(picture, path, "name another file with --plot")

@@ -19,9 +19,9 @@ from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
+from pydantic import BaseModel
 
 from slurmllm import __version__
-from slurmllm.compare.comparison import Comparison
 from slurmllm.format import format_utc
 from slurmllm.report.document import (
     Block,
@@ -207,7 +207,7 @@ def to_json(runs: Sequence[RunFacts], written: ReportFiles | None) -> dict[str, 
     html = None if written is None else written.html
     found: dict[str, Any] = {
         "runs": [_run(facts) for facts in runs],
-        "total": sum_utilization(used).model_dump(mode="json") if used else None,
+        "total": sum_utilization(used) if used else None,
         "scaling": scaling_json(scaling_rows(runs)),
         "report": {
             "html": None if html is None else str(html),
@@ -268,25 +268,21 @@ def _run(facts: RunFacts) -> dict[str, Any]:
             }
             for found in facts.scores
         ],
-        "comparison": (
-            facts.comparison.model_dump(mode="json")
-            if isinstance(facts.comparison, Comparison)
-            else facts.comparison
-        ),
+        "comparison": facts.comparison,
         "spikes": spikes and spikes.model_dump(mode="json", exclude=_EXCLUDED),
-        "data": facts.data and facts.data.model_dump(mode="json"),
+        "data": facts.data,
         "versions": dict(facts.versions),
-        "utilization": facts.used and facts.used.model_dump(mode="json"),
-        "recoveries": [one.model_dump(mode="json", by_alias=True) for one in facts.lost],
-        "endings": [
-            one.model_dump(mode="json", by_alias=True) for one in sum_by_ending(facts.lost)
-        ],
+        "utilization": facts.used,
+        "recoveries": facts.lost,
+        "endings": sum_by_ending(facts.lost),
         "warnings": list(facts.warnings),
     }
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Records as dictionaries; JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", by_alias=True)
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -284,17 +284,15 @@ def window_means(values: Floats, window: int) -> Floats:
 def medians_before(values: Floats, places: Ints, window: int) -> Floats:
     """Returns medians of the finite ones of the `window` values before places, or NaN. [places]"""
     found = np.full(len(places), np.nan)
-    chunk = max(1, _MAX_CELLS // window)
-    before = np.arange(-window, 0)
-    padded = np.concatenate(
-        [np.full(window, np.nan), np.where(np.isfinite(values), values, np.nan)]
+    finite = np.where(np.isfinite(values), values, np.nan)
+    before = np.lib.stride_tricks.sliding_window_view(
+        np.concatenate([np.full(window, np.nan), finite]), window
     )
+    chunk = max(1, _MAX_CELLS // window)
     for begin in range(0, len(places), chunk):
-        table = np.sort(padded[places[begin : begin + chunk, None] + window + before], axis=1)
-        counts = window - np.isnan(table).sum(axis=1)
-        rows = np.arange(len(table))
-        low, high = np.maximum(counts - 1, 0) // 2, np.minimum(counts // 2, window - 1)
-        found[begin : begin + chunk] = 0.5 * table[rows, low] + 0.5 * table[rows, high]
+        table = before[places[begin : begin + chunk]]
+        some = np.isfinite(table).any(axis=1)
+        found[begin : begin + chunk][some] = np.nanmedian(table[some], axis=1)
     return found
 
 

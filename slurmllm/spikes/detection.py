@@ -55,12 +55,7 @@ def analyze(
     min_gap: int = 1,
     metric: Metric | None = None,
 ) -> SpikeAnalysis:
-    """Find the spikes of a metric; None: of the loss and of the gradient norm, if logged.
-
-    Raises:
-        RunError: the curve has no such metric.
-        UserError: window, threshold or min_gap are out of range.
-    """
+    """Find the spikes of a metric; None: of the loss and of the gradient norm, if logged."""
     logged = [name for name in NAMES if len(curve.series(name)[0])]
     metrics = logged or ["loss"] if metric is None else [metric]
     found = [find_spikes(curve, window, threshold, min_gap, name) for name in metrics]

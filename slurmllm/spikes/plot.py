@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -42,12 +41,7 @@ def draw(runs: Sequence[tuple[Curve, SpikeAnalysis]], path: Path) -> None:
     columns = picture.subfigures(1, len(runs), squeeze=False)[0]
     for column, (curve, analysis) in zip(columns, runs, strict=True):
         _draw_run(column, curve, analysis)
-    with warnings.catch_warnings():
-        # matplotlib's font lacks some scripts that a run's name may have: drawn as boxes.
-        warnings.filterwarnings("ignore", message="Glyph")
-        write_picture(
-            picture, path, "name another file with --plot, or leave it out with --no-plot"
-        )
+    write_picture(picture, path, "name another file with --plot, or leave it out with --no-plot")
 
 
 def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
