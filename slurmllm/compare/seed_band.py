@@ -113,7 +113,8 @@ def _excursions(own: Floats) -> Floats:
     begins = np.arange(0, points - width + 1, width)
     counts = np.diff(np.append(begins, points))
     level = np.sqrt(np.add.reduceat((own**2).mean(axis=0), begins) / counts)
-    wider = np.maximum(1.0, level / (_EXCURSION * max(float(np.median(level)), 1e-300)))
+    level /= max(float(np.median(level)), 1e-300)
+    wider = np.where(level > _EXCURSION, level, 1.0)
     near = np.maximum(wider, np.maximum(np.append(wider[1:], 1), np.append(1, wider[:-1])))
     return np.repeat(near, counts)
 

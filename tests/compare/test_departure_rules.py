@@ -159,3 +159,70 @@ def test_any_differences_are_judged(values: list[float], tolerance: float) -> No
         assert 0 <= found.onset < len(r)
     if found.lasting is not None:
         assert 0 <= found.lasting.first <= found.lasting.last < len(r)
+
+
+@pytest.mark.parametrize("points", [20, 21, 64, 200])
+def test_a_bias_of_twice_the_tolerance_is_found(points: int) -> None:
+    random = np.random.default_rng(11)
+    found = [
+        detect_divergence(2 + 0.7 * random.standard_normal(points), TAU, shared=0.0)
+        for _ in range(100)
+    ]
+    assert sum(one.rule == "lasting" for one in found) >= 95
+    assert sum(one.onset == 0 for one in found if one.rule) >= 90
+    assert np.median([one.power for one in found]) < 2
+
+
+def test_points_on_one_side_and_beyond_the_tolerance() -> None:
+    r = np.full(11, 1.2)
+    r[5] = 40.0  # which hides the mean in its own error
+    assert detect_divergence(r, TAU, shared=0.0).rule == "lasting"
+    r[::2] = 0.8
+    assert detect_divergence(r, TAU, shared=0.0).rule != "lasting"
+
+
+def test_after_a_bit_identical_beginning_nothing_is_noise() -> None:
+    random = np.random.default_rng(12)
+    r = np.zeros(160)
+    r[80:] = 1.3 * np.linspace(0, 1, 80) + 0.5 * random.standard_normal(80)
+    assert detect_divergence(r, TAU, identical=0).rule is None
+    found = detect_divergence(r, TAU, identical=80)
+    assert found.rule == "lasting"
+    assert found.onset is not None
+    assert found.onset >= 80
+    assert detect_divergence(r / 10, TAU, identical=80).rule is None
+    r[80:] = 0
+    r[100] = 5  # less than the tolerance in a mean over 8
+    assert detect_divergence(r, TAU, identical=80).rule is None
+
+
+@pytest.mark.parametrize("points", [60, 160, 20_000])
+@pytest.mark.parametrize("size", [1.5, 4.0, 14.0])
+def test_independent_scatter_is_equivalent(points: int, size: float) -> None:
+    random = np.random.default_rng(13)
+    rounds = 100 if points < 1000 else 10
+    found = [
+        detect_divergence(size * random.standard_normal(points), TAU, shared=0.0)
+        for _ in range(rounds)
+    ]
+    assert sum(one.rule is not None for one in found) <= rounds // 100
+    assert all(one.scattered for one in found if one.rule is None)
+
+
+def test_scatter_that_the_curves_share_must_be_the_same_throughout() -> None:
+    random = np.random.default_rng(14)
+    steady = 4 * random.standard_normal(160)
+    assert detect_divergence(steady, TAU, shared=0.95).scattered
+    growing = steady * np.linspace(0, 1, 160)
+    assert detect_divergence(growing, TAU, shared=0.95).rule == "noise"
+    assert detect_divergence(growing, TAU, shared=0.1).rule is None
+
+
+def test_a_departure_planted_in_independent_scatter_is_dated() -> None:
+    random = np.random.default_rng(15)
+    r = 1.4 * random.standard_normal(20_000)
+    r[8000:] += 5
+    found = detect_divergence(r, TAU, shared=0.0)
+    assert found.rule == "lasting"
+    assert found.onset is not None
+    assert abs(found.onset - 8000) <= 20

@@ -73,3 +73,17 @@ def test_a_single_point_outside() -> None:
 )  # fmt: skip
 def test_quantiles_of_t(chance: float, degrees: float, value: float) -> None:
     assert t_quantile(chance, degrees) == pytest.approx(value, rel=1e-3)
+
+
+def test_an_excursion_of_one_seed_widens_the_band_only_there() -> None:
+    random = np.random.default_rng(15)
+    for _ in range(10):
+        runs = np.stack([seed(random, 1000, 0.005, 0.002) for _ in range(4)])
+        calm = compare_with_band(runs, runs[0])
+        runs[1, 800:860] *= 1.5
+        found = compare_with_band(runs, runs[0])
+        assert found.half_width[:700].max() < 2 * calm.half_width[:700].max()
+        assert found.half_width[830] > 5 * calm.half_width[830]
+        higher = compare_with_band(runs, 1.1 * seed(random, 1000, 0.005, 0.002))
+        assert higher.excess > 1
+        assert compare_with_band(runs, seed(random, 1000, 0.005, 0.002)).excess <= 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm.compare.statistics import extrapolated, largest
+from slurmllm.compare.statistics import extrapolated, largest, shared_noise
 
 CHANCE = 0.05
 
@@ -37,3 +37,18 @@ def test_it_scales_and_lies_beyond_the_point_it_is_told_from(
     far = extrapolated(top, len(sizes), 4, 4000.0, shocks)
     assert far >= top[4]
     assert extrapolated(top * scale, len(sizes), 4, 4000.0, shocks) == pytest.approx(far * scale)
+
+
+def test_shared_noise() -> None:
+    random = np.random.default_rng(2)
+    trend = 2 + 6 * np.exp(-5 * np.arange(300) / 300)
+    noise = 0.02 * random.standard_normal((3, 300))
+    a, b = trend * (1 + noise[0]), trend * (1 + noise[1])
+    found = shared_noise(a, b, (b - a) / a)
+    assert found is not None
+    assert abs(found) < 0.4
+    same = a * (1 + noise[2] / 10)
+    found = shared_noise(a, same, (same - a) / a)
+    assert found is not None
+    assert found > 0.95
+    assert shared_noise(np.ones(9), np.ones(9), np.zeros(9)) is None
