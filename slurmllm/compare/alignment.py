@@ -1,8 +1,8 @@
-"""Alignment of two curves: at their common points, or interpolated at the points of one."""
+"""Alignment of two curves: their steps counted alike, then at common or interpolated points."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,6 +16,12 @@ Method = Literal["exact", "interpolated"]
 _MIN_COMMON = 0.5
 # Longest gap, in median intervals, that is interpolated
 _MAX_GAP = 3.0
+# A shift, or a mean, must bring the values closer than this share of the scatter of single steps …
+_CLOSE = 0.2
+# … and without it they must be further apart than this one.
+_FAR = 0.5
+_MIN_POINTS = 8
+_MAX_ROWS = 4096  # suffice to judge
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,153 @@ class Points:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+
+@dataclass(frozen=True)
+class StepMatch:
+    """Two curves with steps counted alike.
+
+    Attributes:
+        read: The curves, shifted.
+        used: The same, the finer with its loss averaged as the coarser averages it.
+        shifts: What was added to the steps of each.
+        reasons: Why each was shifted.
+        averaged: Number of steps over which the loss of each was averaged; None: not averaged.
+    """
+
+    read: tuple[Curve, Curve]
+    used: tuple[Curve, Curve]
+    shifts: tuple[int, int]
+    reasons: tuple[str, str]
+    averaged: tuple[int | None, int | None]
+
+
+def match_steps(a: Curve, b: Curve, given: tuple[int | None, int | None]) -> StepMatch:
+    """Shift steps that are counted from 0, and average the loss as the coarser log does.
+
+    `given` are the user's shifts. Without any, logs of known frameworks are shifted by their
+    convention, others by 1 if that makes their values coincide.
+    """
+    shifts, reasons = _choose_shifts(a, b)
+    if given != (None, None):
+        shifts = given[0] or 0, given[1] or 0
+        reasons = "--shift", "--shift"
+    read = (
+        replace(a, steps=a.steps + shifts[0]) if shifts[0] else a,
+        replace(b, steps=b.steps + shifts[1]) if shifts[1] else b,
+    )
+    interval_a, interval_b = (
+        int(np.median(np.diff(curve.steps))) if len(curve.steps) > 1 else 1 for curve in read
+    )
+    ratio = max(interval_a, interval_b) // max(min(interval_a, interval_b), 1)
+    if ratio < 2:
+        return StepMatch(read, read, shifts, reasons, (None, None))
+    if interval_a < interval_b:
+        mean = _average_loss(*read, ratio)
+        used, averaged = (mean or read[0], read[1]), (ratio if mean else None, None)
+    else:
+        mean = _average_loss(read[1], read[0], ratio)
+        used, averaged = (read[0], mean or read[1]), (None, ratio if mean else None)
+    return StepMatch(read, used, shifts, reasons, averaged)
+
+
+def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], tuple[str, str]]:
+    firsts = [
+        curve.convention.steps_from
+        if curve.convention is not None and curve.convention.counts == "steps"
+        else None
+        for curve in (a, b)
+    ]
+    unknown = None in firsts
+    usual = 0 if unknown else (firsts[0] or 0) - (firsts[1] or 0)  # of B relative to A
+    others = (1, -1) if unknown else (0,) if usual else ()
+    found, scatter = usual, _scatter(a, b) if others else 0.0
+    if scatter and not _coincide(a, b, usual, scatter):
+        matching = [one for one in others if _coincide(a, b, one, scatter, far_from=usual)]
+        found = matching[0] if len(matching) == 1 else usual
+    lower = b if found > 0 else a  # the one whose steps are counted from 0
+    reason = "so that the values of both coincide"
+    if found == usual and lower.convention is not None:
+        reason = f"{lower.convention.format} counts steps from 0"
+    return (max(-found, 0), max(found, 0)), (reason, reason)
+
+
+def _scatter(a: Curve, b: Curve) -> float:
+    """Returns the scatter of the loss from step to step; 0 if the curves are smooth.
+
+    The neighbours' mean is as far from a smooth curve all along on one side; the scatter of noise
+    changes sides, and exceeds what the curve falls in a step. A shift of smooth curves looks like
+    a difference of their values, and nothing tells the two apart.
+    """
+    finer = max((a, b), key=lambda curve: len(curve.steps))
+    values = finer.series("loss")[1][:_MAX_ROWS]
+    values = values[np.isfinite(values)]
+    if len(values) < _MIN_POINTS:
+        return 0.0
+    rest = values[1:-1] - (values[2:] + values[:-2]) / 2
+    turns = np.mean(np.sign(rest[1:]) != np.sign(rest[:-1]))
+    size = float(np.median(np.abs(rest)))
+    trend = abs(float(np.median(np.diff(values))))
+    level = float(np.median(np.abs(values)))
+    return size if turns > 0.4 and size > max(trend, 1e-6 * level) else 0.0
+
+
+def _coincide(
+    a: Curve, b: Curve, shift: int, scatter: float, *, far_from: int | None = None
+) -> bool:
+    """Whether the loss of B, shifted, is that of A; and clearly not with the shift `far_from`."""
+
+    def distance(metric: str, by: int) -> float:
+        (steps_a, values_a), (steps_b, values_b) = (c.series(metric) for c in (a, b))
+        first = max(steps_a[0], steps_b[0] + by)
+        _, at_a, at_b = np.intersect1d(steps_a, steps_b + by, True, True)[:3]
+        keep = steps_a[at_a] < first + _MAX_ROWS
+        difference = np.abs(values_a[at_a[keep]] - values_b[at_b[keep]])
+        difference = difference[np.isfinite(difference)]
+        return float(np.median(difference)) if len(difference) >= _MIN_POINTS else np.inf
+
+    near = distance("loss", shift)
+    if far_from is None or not near < _CLOSE * scatter:
+        return near < _CLOSE * scatter
+    both = all("grad_norm" in curve.columns for curve in (a, b))
+    if both and not distance("grad_norm", shift) < distance("grad_norm", far_from):
+        return False
+    return distance("loss", far_from) > _FAR * scatter
+
+
+def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
+    """Returns the finer curve at the coarser's steps, its loss averaged; None if single steps fit.
+
+    The loss is a mean if the coarser's format says so or if that fits by far better.
+    """
+    if "loss" not in fine.columns or "loss" not in coarse.columns:
+        return None
+    steps, values = coarse.series("loss")
+    fine_steps, losses = fine.series("loss")
+    ends = np.searchsorted(fine_steps, steps, side="right")
+    begins = np.append(np.searchsorted(fine_steps, steps[:1] - ratio, side="right"), ends[:-1])
+    there = (ends > begins) & (fine_steps[np.maximum(ends - 1, 0)] == steps)
+    # The first mean may lack steps before the finer log begins, unless the training began there.
+    there[0] &= bool(ends[0] - begins[0] == ratio or fine_steps[0] <= 1)
+    if np.count_nonzero(there) < 2:
+        return None
+    ends, begins, values = ends[there], begins[there], values[there]
+    total = np.append(0.0, np.cumsum(losses))  # NaN from the first NaN on: compared as not finite
+    mean = (total[ends] - total[begins]) / (ends - begins)
+    to_mean = float(np.nanmedian(np.abs(mean - values)))
+    to_point = float(np.nanmedian(np.abs(losses[ends - 1] - values)))
+    by_format = coarse.convention is not None and coarse.convention.loss_is_mean
+    if by_format and to_point < _CLOSE * to_mean:
+        return None
+    scatter = _scatter(fine, fine)
+    clear = len(mean) >= _MIN_POINTS and to_mean < _CLOSE * to_point and to_point > _CLOSE * scatter
+    if not (by_format or (clear and scatter)):
+        return None
+    rows = np.searchsorted(fine.steps, fine_steps[ends - 1])
+    columns = {name: column[rows] for name, column in fine.columns.items()} | {"loss": mean}
+    absent = {name: flags[rows] for name, flags in fine.absent.items() if flags[rows].any()}
+    steps, attempts = fine.steps[rows], fine.attempts[rows]
+    return replace(fine, steps=steps, attempts=attempts, columns=columns, absent=absent)
 
 
 class _Side:

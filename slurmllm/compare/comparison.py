@@ -44,6 +44,11 @@ class Side(Record):
     attempts: int = Field(description="attempts that these rows come from")
     restarts: tuple[int, ...] = Field(description="steps at which another attempt takes over")
     missing: tuple[Range, ...] = Field(description="ranges of steps without a row in between")
+    shift: int = Field(default=0, description="added to its steps")
+    shift_reason: str = Field(default="", description="why")
+    averaged: int | None = Field(
+        default=None, description="steps over which its loss was averaged, as in the other log"
+    )
 
 
 class Overlap(Record):
