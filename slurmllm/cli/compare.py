@@ -58,6 +58,15 @@ _OTHER_METRICS = ("param_norm", "lr", "val_loss")
     help="Axis by which the runs are aligned.",
 )
 @options.tags
+@options.patterns
+@click.option(
+    "--shift",
+    "shifts",
+    multiple=True,
+    metavar="A=STEPS",
+    help="Add this to the steps of a log that counts from 0, such as A=1; repeatable.  "
+    "[default: by the log's format and values]",
+)
 @options.from_step
 @options.to_step
 @options.plot(".  [default: <run A>/reports/compare-<A>-<B>.png]")
@@ -77,6 +86,8 @@ def compare(
     seeds: tuple[str, ...],
     by: Literal["step", "tokens", "samples"],
     tags: tuple[str, ...],
+    patterns: tuple[str, ...],
+    shifts: tuple[str, ...],
     from_step: int | None,
     to_step: int | None,
     plot: str | None,
@@ -122,10 +133,18 @@ def compare(
     from slurmllm.metrics.tags import parse_tags
     from slurmllm.rundir import runs_root
 
-    root, named = runs_root(runs_dir), parse_tags(tags)
+    root, count = runs_root(runs_dir), 1 + len(others) + len(seeds)
+    moves = _parse_shifts(shifts, 1 + len(others))
+    mappings = [parse_tags(given) for given in options.by_source(tags, count, "--tag")]
+    expressions = options.patterns_by_source(patterns, count)
     sources = [locate(source, root) for source in (a, *others, *seeds)]
     with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers release the GIL
-        reading = pool.map(lambda path: read_curve(path, named, lenient=not exact), sources)
+        reading = pool.map(
+            lambda path, mapping, pattern: read_curve(
+                path, mapping, lenient=not exact, pattern=pattern
+            ),
+            *(sources, mappings, expressions),
+        )
         # These imports take half a second, during which the threads read.
         from slurmllm.compare import compare as stage
         from slurmllm.compare.comparison import VERDICTS, Tolerances, curve_letter
@@ -133,6 +152,8 @@ def compare(
         if not no_plot:
             import_module("slurmllm.compare.plot")
         read = list(reading)
+    options.refuse_unused(read, "--tag", tags, mappings)
+    options.refuse_unused(read, "--pattern", patterns, expressions)
     curves, own = read[: 1 + len(others)], read[1 + len(others) :]
     given = {"loss": tolerance, "grad_norm": grad_norm_tolerance}
     tolerances = Tolerances(
@@ -142,9 +163,9 @@ def compare(
     comparisons = [
         stage.compare(
             *(curves[0], curve, tolerances), axis=by, from_step=from_step, to_step=to_step,
-            seeds=own, letter=letter,
+            seeds=own, letter=letter, shifts=(moves[0], move),
         )
-        for curve, letter in zip(curves[1:], letters, strict=True)
+        for curve, letter, move in zip(curves[1:], letters, moves[1:], strict=True)
     ]  # fmt: skip
     if not no_plot:
         comparisons = _draw(curves, comparisons, plot, from_step, to_step, own)
@@ -242,7 +263,31 @@ def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
         steps = "1 step" if overlap.rows == 1 else f"{overlap.rows} steps"
         text += f", {steps} recomputed after a restart"
         text += ", bit-identical" if overlap.identical else ""
+    if side.shift:
+        text += f"; {side.shift:+} to its steps: {side.shift_reason}"
+    if side.averaged:
+        text += f"; loss averaged over {side.averaged} steps, as the other log does"
     return text
+
+
+def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
+    from slurmllm.errors import UserError
+
+    found: list[int | None] = [None] * count
+    for value in values:
+        letter, _, steps = value.partition("=")
+        place = ord(letter) - ord("A") if len(letter) == 1 else -1
+        try:
+            if not 0 <= place < count:
+                raise ValueError
+            found[place] = int(steps)
+        except ValueError:
+            last = chr(ord("A") + count - 1)
+            raise UserError(
+                f"--shift {value!r}: give a source and a number of steps, such as A=1; the sources "
+                f"are A to {last}"
+            ) from None
+    return found
 
 
 def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:

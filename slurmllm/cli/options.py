@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from slurmllm.metrics.curves import Curve
 
 
 def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -> int | None:
@@ -40,7 +43,12 @@ cluster = click.option(
 tags = click.option(
     "--tag", "tags", multiple=True, metavar="METRIC=TAG",
     help="Tag, column or key of another framework's log that holds a metric, such as "
-    "loss=train/my_loss; repeatable.",
+    "loss=train/my_loss; A:loss=… for the first source only; repeatable.",
+)  # fmt: skip
+patterns = click.option(
+    "--pattern", "patterns", multiple=True, metavar="REGEX",
+    help="Line of a text log, with named groups (?P<step>…), (?P<loss>…), (?P<grad_norm>…); "
+    "A:REGEX for the first source only; repeatable.",
 )  # fmt: skip
 from_step = click.option(
     "--from-step",
@@ -80,3 +88,59 @@ def check_picture(plot: str | None, no_plot: bool = False) -> None:
         raise UserError("--plot and --no-plot exclude each other; give one of them")
     if plot is not None and Path(plot).suffix.lower() != ".png":
         raise UserError(f"--plot {plot}: pictures are PNG files; use {Path(plot).stem}.png")
+
+
+def by_source(values: Sequence[str], count: int, option: str) -> list[list[str]]:
+    """Returns the values of an option for each of `count` sources: `B:VALUE` for one, or all."""
+    from slurmllm.errors import UserError
+
+    found: list[list[str]] = [[] for _ in range(count)]
+    for value in values:
+        letter, colon, rest = value.partition(":")
+        if not (colon and len(letter) == 1 and "A" <= letter <= "Z"):
+            for one in found:
+                one.append(value)
+        elif ord(letter) - ord("A") < count:
+            found[ord(letter) - ord("A")].append(rest)
+        else:
+            last = chr(ord("A") + count - 1)
+            raise UserError(
+                f"{option} {value!r}: there is no {letter}; the sources are A to {last}"
+            )
+    return found
+
+
+def patterns_by_source(values: Sequence[str], count: int) -> list[str | None]:
+    """Returns the pattern of each source, if one is given; checks them all."""
+    from slurmllm.errors import UserError
+    from slurmllm.metrics.text_logs import check_pattern
+
+    found: list[str | None] = []
+    for place, given in enumerate(by_source(values, count, "--pattern")):
+        for pattern in given:
+            check_pattern(pattern)
+        if len(set(given)) > 1:
+            raise UserError(
+                f"--pattern {given[1]!r}: {chr(ord('A') + place)} has {given[0]!r} already; give "
+                "one pattern for each log, such as A:REGEX"
+            )
+        found.append(given[0] if given else None)
+    return found
+
+
+def refuse_unused(
+    curves: Sequence[Curve], option: str, values: Sequence[str], given: Sequence[Any]
+) -> None:
+    """Raises UserError if an option for other frameworks' logs is given for our own runs only."""
+    from slurmllm.errors import UserError
+
+    own = [curve.kind == "run" for curve in curves]
+    for place, curve in enumerate(curves):
+        prefix = f"{chr(ord('A') + place)}:"
+        if own[place] and given[place] and (
+            all(own) or any(value.startswith(prefix) for value in values)
+        ):  # fmt: skip
+            raise UserError(
+                f"{option} {values[0]!r} does nothing: {curve.name} is a run of slurmllm, whose "
+                "metrics have fixed names; leave it out, or give a log of another framework"
+            )

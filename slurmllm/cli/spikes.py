@@ -43,6 +43,7 @@ _MAX_ROWS = 10  # of the table of the highest spikes
     help="Spikes with fewer normal steps between them are merged.",
 )
 @options.tags
+@options.patterns
 @options.from_step
 @options.to_step
 @options.plot(".  [default: <run>/reports/spikes-<run>.png, one per run]")
@@ -57,6 +58,7 @@ def spikes(
     threshold: float,
     min_gap: int,
     tags: tuple[str, ...],
+    patterns: tuple[str, ...],
     from_step: int | None,
     to_step: int | None,
     plot: str | None,
@@ -82,8 +84,15 @@ def spikes(
     from slurmllm.spikes.detection import analyze, select_steps
 
     options.check_picture(plot, no_plot)
-    root, mapping = runs_root(runs_dir), parse_tags(tags)
-    read = [read_curve(locate(source, root), mapping, lenient=True) for source in sources]
+    root, count = runs_root(runs_dir), len(sources)
+    mappings = [parse_tags(given) for given in options.by_source(tags, count, "--tag")]
+    expressions = options.patterns_by_source(patterns, count)
+    read = [
+        read_curve(locate(source, root), mapping, lenient=True, pattern=pattern)
+        for source, mapping, pattern in zip(sources, mappings, expressions, strict=True)
+    ]
+    options.refuse_unused(read, "--tag", tags, mappings)
+    options.refuse_unused(read, "--pattern", patterns, expressions)
     curves = [select_steps(curve, from_step, to_step) for curve in read]
     chosen = None if metric == "all" else cast("Metric", metric)
     found = [analyze(curve, window, threshold, min_gap, chosen) for curve in curves]

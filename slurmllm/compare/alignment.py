@@ -56,23 +56,27 @@ class StepMatch:
     averaged: tuple[int | None, int | None]
 
 
-def match_steps(a: Curve, b: Curve, given: tuple[int | None, int | None]) -> StepMatch:
+def match_steps(
+    a: Curve, b: Curve, given: tuple[int | None, int | None], *, by_step: bool
+) -> StepMatch:
     """Shift steps that are counted from 0, and average the loss as the coarser log does.
 
     `given` are the user's shifts. Without any, logs of known frameworks are shifted by their
-    convention, others by 1 if that makes their values coincide.
+    convention, others by 1 if that makes their values coincide. On another axis than steps
+    (not `by_step`) nothing is changed unless the user says so.
     """
-    shifts, reasons = _choose_shifts(a, b)
+    shifts, reasons = (0, 0), ("--shift", "--shift")
     if given != (None, None):
         shifts = given[0] or 0, given[1] or 0
-        reasons = "--shift", "--shift"
-    read = (
-        replace(a, steps=a.steps + shifts[0]) if shifts[0] else a,
-        replace(b, steps=b.steps + shifts[1]) if shifts[1] else b,
-    )
+    elif by_step:
+        shifts, reasons = _choose_shifts(a, b)
+    read = shift_steps(a, shifts[0]), shift_steps(b, shifts[1])
+    if not by_step:
+        return StepMatch(read, read, shifts, reasons, (None, None))
     interval_a, interval_b = (
         int(np.median(np.diff(curve.steps))) if len(curve.steps) > 1 else 1 for curve in read
     )
+    averaged: tuple[int | None, int | None]
     ratio = max(interval_a, interval_b) // max(min(interval_a, interval_b), 1)
     if ratio < 2:
         return StepMatch(read, read, shifts, reasons, (None, None))
@@ -83,6 +87,14 @@ def match_steps(a: Curve, b: Curve, given: tuple[int | None, int | None]) -> Ste
         mean = _average_loss(read[1], read[0], ratio)
         used, averaged = (read[0], mean or read[1]), (None, ratio if mean else None)
     return StepMatch(read, used, shifts, reasons, averaged)
+
+
+def shift_steps(curve: Curve, by: int) -> Curve:
+    """Returns a curve with its steps counted from another number."""
+    if not by:
+        return curve
+    gaps = tuple((first + by, last + by) for first, last in curve.gaps)
+    return replace(curve, steps=curve.steps + by, gaps=gaps)
 
 
 def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], tuple[str, str]]:
@@ -110,8 +122,8 @@ def _scatter(a: Curve, b: Curve) -> float:
     """Returns the scatter of the loss from step to step; 0 if the curves are smooth.
 
     The neighbours' mean is as far from a smooth curve all along on one side; the scatter of noise
-    changes sides, and exceeds what the curve falls in a step. A shift of smooth curves looks like
-    a difference of their values, and nothing tells the two apart.
+    changes sides, and exceeds the last digit logged. A shift of smooth curves looks like a
+    difference of their values, and nothing distinguishes the two.
     """
     finer = max((a, b), key=lambda curve: len(curve.steps))
     values = finer.series("loss")[1][:_MAX_ROWS]
@@ -121,9 +133,9 @@ def _scatter(a: Curve, b: Curve) -> float:
     rest = values[1:-1] - (values[2:] + values[:-2]) / 2
     turns = np.mean(np.sign(rest[1:]) != np.sign(rest[:-1]))
     size = float(np.median(np.abs(rest)))
-    trend = abs(float(np.median(np.diff(values))))
+    digit = np.min(np.diff(np.unique(values)), initial=np.inf)  # rounding scatters too
     level = float(np.median(np.abs(values)))
-    return size if turns > 0.4 and size > max(trend, 1e-6 * level) else 0.0
+    return size if turns > 0.4 and size > max(2 * digit, 1e-6 * level) else 0.0
 
 
 def _coincide(

@@ -8,7 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from slurmllm.compare import comparison
-from slurmllm.compare.alignment import Alignment, Points, no_common_step
+from slurmllm.compare.alignment import (
+    Alignment,
+    Points,
+    StepMatch,
+    match_steps,
+    no_common_step,
+    shift_steps,
+)
 from slurmllm.compare.causes import Cause, compare_skips, find_differences
 from slurmllm.compare.comparison import (
     AlignmentRecord,
@@ -47,6 +54,7 @@ def compare(
     to_step: int | None = None,
     seeds: Sequence[Curve] = (),
     letter: str = "B",
+    shifts: tuple[int | None, int | None] = (None, None),
 ) -> Comparison:
     """Compare two curves at their common points.
 
@@ -59,6 +67,7 @@ def compare(
         to_step: Last step to compare, included; None: all.
         seeds: More runs of A's training with other seeds: their spread is the tolerance then.
         letter: Name of B in texts.
+        shifts: What to add to the steps of A and B; None: by their formats and values.
 
     Raises:
         RunError: no point in common, no loss, or the positions on the axis are unknown.
@@ -70,6 +79,9 @@ def compare(
                 f"no loss in {curve.path}: its rows must hold 'loss' (records.MetricsRow), or "
                 "--tag loss=… name what holds it"
             )
+    matched = match_steps(a, b, shifts, by_step=axis == "step")
+    a, b = matched.used
+    seeds = [shift_steps(seed, matched.shifts[0]) for seed in seeds]
     alignment = Alignment(a, b, axis, from_step, to_step, letter)
     if not len(alignment.steps):
         raise RunError(no_common_step(a, b, from_step, to_step))
@@ -159,8 +171,8 @@ def compare(
         settings=tuple(one.text for one in settings),
         data=data,
         tolerance=tolerances,
-        a=_side(a),
-        b=_side(b),
+        a=_side(matched, 0),
+        b=_side(matched, 1),
         steps_compared=len(alignment.steps),
         first_step=int(alignment.steps[0]),
         last_step=int(alignment.steps[-1]),
@@ -273,7 +285,8 @@ def _first_step(steps: Ints, flags: Flags) -> int | None:
     return None if index is None else int(steps[index])
 
 
-def _side(curve: Curve) -> Side:
+def _side(matched: StepMatch, place: int) -> Side:
+    curve = matched.read[place]
     takeovers = np.flatnonzero(np.diff(curve.attempts)) + 1
     return Side(
         name=curve.name,
@@ -284,6 +297,9 @@ def _side(curve: Curve) -> Side:
         attempts=len(set(curve.attempts[np.append(0, takeovers)].tolist())),
         restarts=tuple(int(step) for step in curve.restarts),
         missing=curve.gaps,
+        shift=matched.shifts[place],
+        shift_reason=matched.reasons[place] if matched.shifts[place] else "",
+        averaged=matched.averaged[place],
     )
 
 

@@ -1,0 +1,194 @@
+"""Steps counted from 0 or 1, and losses averaged over logging intervals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from numpy.typing import NDArray
+
+from slurmllm.cli.main import cli
+from slurmllm.compare.compare import compare
+from slurmllm.metrics.curves import Curve
+from slurmllm.metrics.source import read_curve
+
+Values = NDArray[np.float64]
+
+
+def curve_of(tmp_path: Path, name: str, losses: Values, first: int, lines: str = "{}") -> Curve:
+    """A curve of an unknown format; `lines` is the text of a line."""
+    path = tmp_path / name
+    rows = enumerate(losses.tolist(), start=first)
+    if lines != "{}":
+        path.write_text("".join(lines.format(step=step, loss=loss) + "\n" for step, loss in rows))
+    else:
+        text = (json.dumps({"it": step, "nll": loss}) for step, loss in rows)
+        path.write_text("\n".join(text))
+        return read_curve(path, {"step": "it", "loss": "nll"})
+    return read_curve(path)
+
+
+def noisy(count: int = 120, seed: int = 0) -> Values:
+    steps = np.arange(count)
+    noise = np.random.default_rng(seed).normal(0, 0.05, count)
+    losses: Values = 3.0 + 5 * np.exp(-steps / 30) + noise
+    return losses
+
+
+NANOGPT = "iter {step}: loss {loss:.12f}"
+TITAN = "step:  {step}  loss:  {loss:.12f}"
+
+
+def test_known_formats_are_shifted_by_their_convention(tmp_path: Path) -> None:
+    a = curve_of(tmp_path, "a.log", noisy(), 0, NANOGPT)
+    b = curve_of(tmp_path, "b.log", noisy(), 1, TITAN)
+    for one, other, shifts in ((a, b, (1, 0)), (b, a, (0, 1)), (a, a, (0, 0))):
+        found = compare(one, other)
+        assert (found.verdict, found.steps_compared) == ("identical", 120)
+        assert (found.a.shift, found.b.shift) == shifts
+    found = compare(a, b)
+    assert found.a.shift_reason == "nanoGPT counts steps from 0"
+    assert (found.a.first_step, found.b.first_step) == (1, 1)
+
+
+def test_values_overrule_the_convention(tmp_path: Path) -> None:
+    a = curve_of(tmp_path, "a.log", noisy(), 1, NANOGPT)  # a user's loop that counts from 1
+    b = curve_of(tmp_path, "b.log", noisy(), 1, TITAN)
+    found = compare(a, b)
+    assert (found.verdict, found.a.shift, found.b.shift) == ("identical", 0, 0)
+
+
+@pytest.mark.parametrize("change", [0.0, 2e-4])
+def test_unknown_formats_are_shifted_if_the_values_coincide(tmp_path: Path, change: float) -> None:
+    losses = noisy()
+    a, b = (curve_of(tmp_path, f"{i}.jsonl", losses * (1 + i * change), i) for i in (0, 1))
+    assert a.convention is None
+    for one, other, shifts in ((a, b, (1, 0)), (b, a, (0, 1))):
+        found = compare(one, other)
+        assert found.verdict == ("match" if change else "identical")
+        assert (found.a.shift, found.b.shift) == shifts
+        assert found.steps_compared == 120
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda t: 2 + np.exp(-t / 100),
+        lambda t: 10 - 0.01 * t,
+        lambda t: np.round(2 + np.exp(-t / 100), 3),
+        lambda t: np.round(4 - 0.01 * t, 2),
+        lambda t: 3 + 0 * t,
+        lambda t: 3 + np.cos(t / 10),
+        lambda t: np.exp(-t / 3),
+    ],
+)
+def test_smooth_curves_are_never_shifted(tmp_path: Path, shape: Any) -> None:
+    steps = np.arange(150.0)
+    a = curve_of(tmp_path, "a.jsonl", shape(steps), 0)
+    b = curve_of(tmp_path, "b.jsonl", shape(steps + 1), 0)  # as a shift, or as another training
+    found = compare(a, b)
+    assert (found.a.shift, found.b.shift) == (0, 0)
+
+
+def test_other_noise_is_not_shifted(tmp_path: Path) -> None:
+    a = curve_of(tmp_path, "a.jsonl", noisy(seed=0), 0)
+    for seed in range(1, 30):
+        found = compare(a, curve_of(tmp_path, "b.jsonl", noisy(seed=seed), 0))
+        assert (found.a.shift, found.b.shift) == (0, 0)
+
+
+def interval_means(losses: Values, every: int) -> list[tuple[int, float]]:
+    return [
+        (last, float(np.mean(losses[last - every : last])))
+        for last in range(every, len(losses) + 1, every)
+    ]
+
+
+def write_state(tmp_path: Path, rows: list[tuple[int, float]], name: str) -> Curve:
+    path = tmp_path / name
+    history = [{"loss": loss, "grad_norm": 1.5, "epoch": 0.1, "step": step} for step, loss in rows]
+    path.write_text(json.dumps({"log_history": history}))
+    return read_curve(path)
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "other.json"])
+def test_means_over_the_logging_interval(tmp_path: Path, name: str) -> None:
+    losses = noisy(200)
+    fine = curve_of(tmp_path, "a.log", losses, 1, TITAN)
+    coarse = write_state(tmp_path, interval_means(losses, 10), name)
+    for a, b, averaged in ((fine, coarse, (10, None)), (coarse, fine, (None, 10))):
+        found = compare(a, b)
+        assert found.verdict in ("identical", "match")
+        assert (found.a.averaged, found.b.averaged) == averaged
+        assert found.steps_compared == 20
+    assert found.b.steps == 200
+
+
+def test_single_steps_of_a_coarser_log_are_not_averaged(tmp_path: Path) -> None:
+    losses = noisy(200)
+    fine = curve_of(tmp_path, "a.log", losses, 1, TITAN)
+    points = [(step, float(losses[step - 1])) for step in range(10, 201, 10)]
+    for name in ("other.json", "trainer_state.json"):  # the values overrule the format
+        found = compare(fine, write_state(tmp_path, points, name))
+        assert (found.verdict, found.a.averaged) in (("identical", None), ("match", None))
+    steps = np.arange(200.0)
+    smooth = 2 + np.exp(-steps / 50)
+    fine = curve_of(tmp_path, "a.log", smooth, 1, TITAN)
+    rows = [(step, float(smooth[step - 1] * 1.02)) for step in range(10, 201, 10)]
+    assert compare(fine, write_state(tmp_path, rows, "other.json")).a.averaged is None
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, ["compare", *arguments, "--no-plot"])
+    return result.exit_code, result.output
+
+
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    curve_of(tmp_path, "a.log", noisy(), 0, NANOGPT)
+    rows = list(enumerate(noisy()))
+    lines = [f"u {step + 5} nll={loss:.12f}" for step, loss in rows]
+    (tmp_path / "b.log").write_text("\n".join(lines))
+    table = ["n,nll", *(f"{step + 1},{loss:.12f}" for step, loss in rows)]
+    (tmp_path / "c.csv").write_text("\n".join(table))
+    pattern = r"B:u (?P<step>\d+) nll=(?P<loss>\S+)"
+    tags = ("--tag", "C:step=n", "--tag", "C:loss=nll")
+    code, output = run("a.log", "b.log", "--pattern", pattern, "--shift", "B=-5", "--json")
+    assert code == 0, output
+    document = json.loads(output)
+    assert (document["verdict"], document["b"]["shift"]) == ("identical", -5)
+    code, output = run("a.log", "b.log", "c.csv", "--pattern", pattern, *tags, "--shift", "B=-5")
+    assert code == 0, output
+    assert "B  b: steps 0–119; -5 to its steps: --shift" in output
+    assert "A  a: steps 1–120; +1 to its steps" in run("a.log", "c.csv", "--tag", "B:step=n",
+        "--tag", "B:loss=nll")[1]  # fmt: skip
+    for arguments, message in (
+        (("--shift", "B=500"), "no step in common"),
+        (("--shift", "C=1"), "the sources are A to B"),
+        (("--shift", "A=x"), "give a source and a number of steps"),
+        (("--tag", "C:loss=x"), "there is no C; the sources are A to B"),
+        (("--pattern", "B:("), "is not a regular expression"),
+        (("--pattern", "(?P<loss>1)"), "has no group (?P<step>…)"),
+        (("--pattern", r"z(?P<step>\d)(?P<loss>\d)"), "no line of a.log matches"),
+    ):
+        code, output = run("a.log", "a.log", *arguments)
+        assert (code, message in output) == (2, True), output
+
+
+def test_our_own_runs_refuse_what_does_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder = tmp_path / name / "metrics"
+        folder.mkdir(parents=True)
+        rows = ({"step": s, "attempt": 1, "loss": 3.0, "grad_norm": 1.0} for s in range(1, 20))
+        (folder / "attempt_001.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for option, value in (
+        ("--tag", "loss=x"),
+        ("--tag", "B:loss=x"),
+        ("--pattern", r"(?P<step>1)(?P<loss>2)"),
+    ):
+        code, output = run(str(tmp_path / "a"), str(tmp_path / "b"), option, value)
+        assert (code, "does nothing" in output) == (2, True), output
