@@ -32,6 +32,7 @@ import os
 import re
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -71,6 +72,13 @@ def write_picture(picture: Figure, path: Path, fix: str) -> None:
         warnings.filterwarnings("ignore", message="Glyph")
         picture.savefig(stream, format="png", pil_kwargs={"compress_level": 3})
     _write_whole(path, stream.getvalue(), f"cannot write the picture {path}", fix)
+
+
+def report_path(kind: str, names: Sequence[str], run: Path | None, suffix: str = ".png") -> Path:
+    """`reports/<kind>-<names><suffix>` in a run's directory, or without one in this folder."""
+    name = "-".join([kind, *(re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100] for name in names)])
+    path = Path(f"{name[:200]}{suffix}")
+    return path if run is None else run / "reports" / path
 
 
 def _write_whole(path: Path, content: bytes, fault: str, fix: str) -> None:

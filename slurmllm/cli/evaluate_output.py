@@ -167,16 +167,9 @@ def _cells(
             "" if row.shots is None else str(row.shots),
             row.metric,
             *(_figure(row.scores.get(step), row.errors.get(step)) for step in steps),
-            *(_reference(row, model, steps) for model in models),
+            *(row.published(model, steps, lambda score: _figure(score, None)) for model in models),
         )
         group = row.group  # the heading is printed only in its first row
-
-
-def _reference(row: ScoreRow, model: str, steps: Sequence[int]) -> str:
-    """A published score, and how many standard errors the newest checkpoint's is above it."""
-    text = _figure(row.references.get(model), row.reference_errors.get(model))
-    difference = row.difference(model, steps[-1]) if steps else None
-    return text if difference is None else f"{text} ({difference:+.1f} SE)"
 
 
 def _figure(value: float | None, error: float | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -19,7 +18,7 @@ from slurmllm.compare.comparison import Comparison, curve_letter
 from slurmllm.compare.comparison import format_figure as in_figures
 from slurmllm.compare.seed_band import SeedBand
 from slurmllm.metrics.curves import Axis, Curve, Floats, piece_means, relative_difference, thin_rows
-from slurmllm.rundir import write_picture
+from slurmllm.rundir import report_path, write_picture
 
 # A wide light line beneath narrow dark ones: both are visible if they coincide. They also differ
 # in lightness, for colour-blind readers and for print.
@@ -46,11 +45,8 @@ class Drawn(NamedTuple):
 def default_path(a: Curve, *others: Curve) -> Path:
     """`reports/compare-<A>-<B>….png` of the first that is a run, else in this folder."""
     curves = (a, *others)
-    names = "-".join(re.sub(r"[^A-Za-z0-9._-]", "_", curve.name)[:100] for curve in curves)
-    for curve in curves:
-        if curve.path.is_dir() and curve.kind == "run":
-            return curve.path / "reports" / f"compare-{names[:200]}.png"
-    return Path(f"compare-{names[:200]}.png")
+    runs = (curve.path for curve in curves if curve.path.is_dir() and curve.kind == "run")
+    return report_path("compare", [curve.name for curve in curves], next(runs, None))
 
 
 def draw(a: Curve, b: Curve, comparison: Comparison, path: Path) -> None:
@@ -96,7 +92,7 @@ def draw_all(
         reasons = f"{comparisons[0].verdict}: {comparisons[0].reason}".split("; ")
     else:
         reasons = [f"A-{d.label} {d.comparison.verdict}: {d.comparison.reason}" for d in drawn]
-    title = "\n".join(fill(reason, 118, subsequent_indent="   ") for reason in reasons)
+    title = "\n".join(fill(reason, 112, subsequent_indent="   ") for reason in reasons)
     # Set by hand, in inches: matplotlib's own layout draws everything twice.
     above = 0.25 + 0.18 * (title.count("\n") + 1)
     height = max(8.5, 7.7 + above)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmllm.errors import SlurmllmError
+from slurmllm.format import ABSENT
 from slurmllm.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -44,6 +45,15 @@ class ScoreRow:
             return None
         error = math.hypot(self.errors[step], self.reference_errors.get(model, 0.0))
         return (self.scores[step] - self.references[model]) / error
+
+    def published(self, model: str, steps: Sequence[int], number: Callable[[float], str]) -> str:
+        """A published score with its error, and the difference of the newest step's from it."""
+        if model not in self.references:
+            return ABSENT
+        error = self.reference_errors.get(model)
+        text = number(self.references[model]) + ("" if error is None else f" ± {error:.2g}")
+        difference = self.difference(model, steps[-1]) if steps else None
+        return text if difference is None else f"{text} ({difference:+.1f} SE)"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from slurmllm.report.figures import (
     shown_metrics,
     step_parts,
 )
-from slurmllm.rundir import write_picture
+from slurmllm.rundir import report_path, write_picture
 from slurmllm.status.utilization import Utilization
 
 # Names of the Markdown's pictures
@@ -39,19 +39,11 @@ _FIX = "name another file with --out"
 
 
 def default_path(runs: Sequence[RunFacts]) -> Path:
-    """`reports/report.html` in the first run's directory, else `report.html`.
-
-    The report of several runs is `report-<A>-<B>.html`.
-    """
-    name = "report"
-    if len(runs) > 1:
-        parts = [_file_part(facts.name) for facts in runs[:_MOST_NAMES]]
-        more = len(runs) - _MOST_NAMES
-        name = "-".join([name, *parts, *([f"and-{more}-more"] if more > 0 else [])])
-    for facts in runs:
-        if facts.kind == "run":
-            return facts.path / "reports" / f"{name}.html"
-    return Path(f"{name}.html")
+    """`reports/report.html` of the first run; of several runs `report-<A>-<B>.html`."""
+    names = [_file_part(facts.name) for facts in runs[:_MOST_NAMES]] if len(runs) > 1 else []
+    names += [f"and-{len(runs) - _MOST_NAMES}-more"] if len(runs) > _MOST_NAMES else []
+    paths = (facts.path for facts in runs if facts.kind == "run")
+    return report_path("report", names, next(paths, None), ".html")
 
 
 def pictures_folder(page: Path) -> Path:

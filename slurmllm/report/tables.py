@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slurmllm.config.load import LenientConfig
-from slurmllm.evaluate.scores import ScoreRow, ScoreTable
+from slurmllm.evaluate.scores import ScoreTable
 from slurmllm.format import (
     ABSENT,
     format_bytes,
@@ -279,15 +279,6 @@ def spikes_table(found: SpikeAnalysis) -> Table:
     )
 
 
-def _published(row: ScoreRow, model: str, steps: Sequence[int]) -> str:
-    """A published score, its standard error, and the newest score's difference in both errors."""
-    text = format_number(row.references.get(model))
-    if model in row.reference_errors:
-        text += f" ± {row.reference_errors[model]:.2g}"
-    difference = row.difference(model, steps[-1]) if steps else None
-    return text if difference is None else f"{text} ({difference:+.1f} SE)"
-
-
 def scores_table(found: ScoreTable) -> Table:
     """The scores of a suite: the newest checkpoints and published models."""
     steps = found.steps[-_SHOWN_CHECKPOINTS:]
@@ -307,7 +298,7 @@ def scores_table(found: ScoreTable) -> Table:
                     value if error is None or value == ABSENT else f"{value} ± {error:.2g}"
                     for value, error in zip(values, errors, strict=True)
                 ),
-                *(_published(row, model, steps) for model in models),
+                *(row.published(model, steps, format_number) for model in models),
             )
         )
     tokens = ", ".join(

@@ -42,14 +42,10 @@ class Spike(Record):
     peak_step: int = Field(description="the step that has it")
     value: float = Field(description="of the metric at that step")
     loss: float | None = Field(description="of that step; None: not logged")
-    returned_after: int | None = Field(
-        description="logged steps from its first to one whose value is no more than `mean`; None: "
-        "there is none before the curve ends"
-    )
-    grad_norm_ratio: float | None = Field(
-        description="largest gradient norm, from the step before it to its last / median over the "
-        "window before; None: not logged"
-    )
+    # Logged steps from its first to one whose value is no more than `mean`; None: none is.
+    returned_after: int | None
+    # Largest gradient norm, from the step before it to its last / median over the window before
+    grad_norm_ratio: float | None
     restart: int | None = Field(description="step of a restart in it or shortly before it")
     skipped: Range | None = Field(description="batches skipped in it or shortly before it")
 
@@ -70,10 +66,9 @@ class Growth(Record):
     lowest: float = Field(description="the lowest value before that step")
     lowest_step: int
     at_end: float = Field(description="at the curve's last finite step")
-    limit: float = Field(
-        description="what noise alone does not reach: the threshold (gradient norm: twice the "
-        "lowest value), or ten standard errors of the running mean if those are larger"
-    )
+    # What noise alone does not reach: the threshold (gradient norm: twice the lowest value), or
+    # ten standard errors of the running mean if those are larger
+    limit: float
     longest: int = Field(description="most logged steps in a row with more than the limit")
     longest_from: int | None = Field(description="their first; None without any")
 
@@ -84,9 +79,7 @@ class GradNorm(Record):
     ratio_median: float | None = Field(description="of the spikes' ratios")
     ratio_largest: float | None
     doubled: int = Field(description="spikes with a ratio above 2")
-    growth: float | None = Field(
-        description="largest ratio of the running mean to its lowest value so far"
-    )
+    growth: float | None = Field(description="largest running mean / its lowest value so far")
     growth_step: int | None
 
 
@@ -96,13 +89,10 @@ class ParamNorm(Record):
     first: float
     last: float
     ratio: float | None = Field(description="last / first")
-    slope: float | None = Field(
-        description="per 1,000 steps over the last half: median of the slopes between all pairs of "
-        "up to 200 block medians (Theil and Sen)"
-    )
-    direction: Direction | None = Field(
-        description="of the block medians over the last half, if all go one way"
-    )
+    # Per 1,000 steps over the last half: median of the slopes between all pairs of up to 200
+    # block medians (Theil and Sen)
+    slope: float | None
+    direction: Direction | None = Field(description="of the last half's block medians")
 
 
 class SpikeAnalysis(Record):
@@ -113,9 +103,7 @@ class SpikeAnalysis(Record):
     kind: SourceKind
     metric: Metric = "loss"
     definition: str = Field(default="", description="of a spike, with its figures")
-    reference: str | None = Field(
-        default=None, description="published share of spikes that last one step"
-    )
+    reference: str | None = Field(default=None, description="published share of one-step spikes")
     window: int = Field(description="logged steps of the running mean")
     threshold: float = Field(description="above the running mean")
     min_gap: int = Field(description="calm steps between two spikes")
@@ -136,15 +124,11 @@ class SpikeAnalysis(Record):
     longest: int = Field(description="duration of the longest spike; 0 without any")
     highest: float | None = Field(description="largest height")
     returned_after_median: float | None = Field(description="over the spikes that returned")
-    unreturned: int = Field(
-        description="spikes after which no value came back to the mean, a window or more later"
-    )
+    unreturned: int = Field(description="spikes without a return, a window or more later")
     at_restarts: int = Field(description="spikes that coincide with a restart")
     at_skips: int = Field(description="spikes that coincide with skipped batches")
     durations: dict[int, int] = Field(description="duration → number of spikes, shortest first")
-    spikes: tuple[Spike, ...] = Field(
-        description="in order of their steps; of more than 1,000 only the highest"
-    )
+    spikes: tuple[Spike, ...] = Field(description="by step; of more than 1,000 the highest")
     not_finite_steps: int
     not_finite: tuple[NotFinite, ...] = Field(description="the first 1,000")
     growth: Growth | None
@@ -153,9 +137,8 @@ class SpikeAnalysis(Record):
     restarts: tuple[int, ...] = Field(description="steps at which another attempt takes over")
     warnings: tuple[str, ...]
     plot: str | None = Field(default=None, description="path of the picture")
-    grad_norm_spikes: SpikeAnalysis | None = Field(
-        default=None, description="the same of the gradient norm, next to that of the loss"
-    )
+    # The same of the gradient norm, next to that of the loss
+    grad_norm_spikes: SpikeAnalysis | None = None
 
     @property
     def by_metric(self) -> tuple[SpikeAnalysis, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from slurmllm.metrics.curves import Curve, Floats, Ints, thin_rows
-from slurmllm.rundir import write_picture
+from slurmllm.rundir import report_path, write_picture
 from slurmllm.spikes.analysis import NAMES, Metric, SpikeAnalysis
 
 _COLORS: dict[Metric, str] = {"loss": "#12466b", "grad_norm": "#2a8c6e"}
@@ -25,9 +24,8 @@ _MAX_POINTS = 4000  # of a line; no screen has more columns
 
 def default_path(curve: Curve) -> Path:
     """Returns `reports/spikes-<run>.png` in the run, else in the working directory."""
-    name = f"spikes-{re.sub(r'[^A-Za-z0-9._-]', '_', curve.name)[:100]}.png"
     is_run = curve.kind == "run" and curve.path.is_dir()
-    return curve.path / "reports" / name if is_run else Path(name)
+    return report_path("spikes", [curve.name], curve.path if is_run else None)
 
 
 def draw(runs: Sequence[tuple[Curve, SpikeAnalysis]], path: Path) -> None:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Tolerances
-from slurmllm.compare.plot import default_path, draw
+from slurmllm.compare.plot import default_path, draw, draw_all
 from slurmllm.errors import StorageError
 from slurmllm.metrics.source import read_curve
 
@@ -82,6 +83,56 @@ def test_bit_identical_curves_without_a_tolerance_are_drawn(
 ) -> None:
     a = make_file("a", rows)
     assert drawn(a, a, tmp_path / "p.png", exact=True).std() > 5
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are written, laid out."""
+    found: list[Figure] = []
+    monkeypatch.setattr(
+        "slurmllm.compare.plot.write_picture",
+        lambda picture, path, fix: (picture.canvas.draw(), found.append(picture)),
+    )
+    return found
+
+
+def test_reasons_are_whole_and_the_legend_is_free(
+    make_file: MakeFile, tmp_path: Path, figures: list[Figure]
+) -> None:
+    a, *others = (
+        read_curve(make_file(name, [make_row(step, loss=loss) for step in range(1, 99)]))
+        for name, loss in (("a", 2.0), ("b", 3.0), ("c", 4.0))
+    )
+    reason = " ".join(f"word{i}" for i in range(60))
+    results = [compare(a, b).model_copy(update={"reason": reason}) for b in others]
+    draw_all(a, others, results, tmp_path / "p.png")
+    (picture,) = figures
+    panels = [axes for axes in picture.axes if axes.get_visible()]
+    title = panels[0].title if panels[0].get_title() else panels[0]._left_title  # type: ignore[attr-defined]
+    assert title.get_text().split().count("word59") == 2
+    extent = title.get_window_extent()
+    assert extent.x1 <= picture.bbox.x1
+    assert extent.y1 <= picture.bbox.y1
+    legend = panels[-1].get_legend().get_window_extent()
+    assert not any(legend.overlaps(axes.bbox) for axes in panels)
+
+
+def test_a_long_run_is_its_means_over_pale_values(
+    make_file: MakeFile, tmp_path: Path, figures: list[Figure]
+) -> None:
+    noise = np.random.default_rng(0).normal(0, 0.1, 4000)
+    rows = [make_row(i + 1, loss=2 + 8 * math.exp(-i / 20) + noise[i]) for i in range(4000)]
+    a = read_curve(make_file("a", rows))
+    draw(a, a, compare(a, a), tmp_path / "p.png")
+    panel = figures[0].axes[0]
+    pale, means = panel.get_lines()[:2]
+    assert (pale.get_alpha(), means.get_alpha()) == (0.35, None)
+    assert len(means.get_xdata()) <= 300
+    late = np.asarray(means.get_ydata())[20:]
+    assert late.std() < 0.05  # of noise of 0.1, over 14 steps each
+    low, high = panel.get_ylim()
+    assert high < 4  # the first steps, up to 10, are cut off
+    assert low < 2 - 3 * 0.1 < 2 + 3 * 0.1 < high
 
 
 def test_names_are_drawn_as_they_are(make_run: MakeRun, tmp_path: Path) -> None:
