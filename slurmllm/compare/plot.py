@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from slurmllm.compare.alignment import Alignment
+from slurmllm.compare.alignment import Alignment, match_steps, shift_steps
 from slurmllm.compare.comparison import Comparison, curve_letter
 from slurmllm.compare.comparison import format_figure as in_figures
 from slurmllm.compare.seed_band import SeedBand
@@ -76,17 +76,16 @@ def draw_all(
         StorageError: the file cannot be written.
     """
     axis = comparisons[0].alignment.axis
-    drawn = [
-        Drawn(
-            curve_letter(i + 1),
-            curve,
-            comparison,
-            _COLORS[i % len(_COLORS)],
-            Alignment(a, curve, axis, from_step, to_step),
-        )
-        for i, (curve, comparison) in enumerate(zip(others, comparisons, strict=True))
-    ]
-    band = SeedBand(a, seeds, axis) if seeds else None
+    drawn = []
+    for i, (curve, comparison) in enumerate(zip(others, comparisons, strict=True)):
+        given = comparison.a.shift, comparison.b.shift
+        matched = match_steps(a, curve, given, by_step=axis == "step")
+        alignment = Alignment(*matched.used, axis, from_step, to_step)
+        color = _COLORS[i % len(_COLORS)]
+        drawn.append(Drawn(curve_letter(i + 1), matched.read[1], comparison, color, alignment))
+    shift = comparisons[0].a.shift
+    a = shift_steps(a, shift)
+    band = SeedBand(a, [shift_steps(seed, shift) for seed in seeds], axis) if seeds else None
     metrics = [name for name in _LABELS if any(name in each.metrics for each in comparisons)]
     if len(drawn) == 1:
         reasons = f"{comparisons[0].verdict}: {comparisons[0].reason}".split("; ")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,17 @@ def test_reasons_are_whole_and_the_legend_is_free(
     assert extent.y1 <= picture.bbox.y1
     legend = panels[-1].get_legend().get_window_extent()
     assert not any(legend.overlaps(axes.bbox) for axes in panels)
+
+
+def test_shifted_steps_are_drawn_shifted(
+    make_file: MakeFile, tmp_path: Path, figures: list[Figure]
+) -> None:
+    a = read_curve(make_file("a", make_rows(1, 30)))
+    b = replace(a, steps=a.steps + 100)
+    draw(a, b, compare(a, b, shifts=(0, -100)), tmp_path / "p.png")
+    one, other = figures[0].axes[0].get_lines()[:2]
+    assert np.array_equal(one.get_xdata(), other.get_xdata())
+    assert len(one.get_xdata()) == 30
 
 
 def test_a_long_run_is_its_means_over_pale_values(
