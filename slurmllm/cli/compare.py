@@ -240,14 +240,15 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     color = "green" if comparison.match else "red"
     runs = "" if alone else f"A and {letter} "
     line(Text.assemble(runs, (comparison.verdict, f"bold {color}"), ": ", comparison.reason))
-    # Causes of one evidence are one line.
-    groups: dict[tuple[str, str], list[str]] = {}
+    possible: dict[str, list[str]] = {}
     for cause in comparison.causes:
-        groups.setdefault((cause.confidence, cause.evidence), []).append(cause.kind)
-    if len(groups) > 1:
-        line("causes, the likeliest first:")
-        for (confidence, evidence), kinds in groups.items():
-            line(f"  {confidence}: {', '.join(kinds)}: {evidence}")
+        if cause.confidence == "possible":
+            possible.setdefault(cause.evidence, []).append(cause.kind)
+    if possible:
+        line("possible causes, the likeliest first:")
+    for evidence, kinds in possible.items():
+        known = evidence in comparison.reason
+        line(f"  {', '.join(kinds)}: {'by the same evidence' if known else evidence}")
     for warning in comparison.warnings:
         line(f"warning: {warning}")
     if comparison.plot is not None:

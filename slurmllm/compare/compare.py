@@ -127,7 +127,7 @@ def compare(
     if changed:
         identical = identical[identical < min(changed)]
     causes: tuple[Cause, ...] = ()
-    if not match:
+    if not match or (verdict == "equivalent" and band is None):
         onsets = [m.onset_step for m in metrics.values() if m.onset_step is not None]
         causes = explain(
             *(a, b, points, differences, settings, min(onsets, default=None)),
@@ -163,11 +163,11 @@ def compare(
         bit_identical_to_step=int(identical[-1]) if len(identical) else None,
         power={name: metric.power for name, metric in metrics.items()},
         reason=comparison.reason(
-            *(verdict, metrics, tolerances, band_record, causes, letter),
+            *(verdict, metrics, tolerances, band_record, () if match else causes, letter),
             int(identical[-1]) if len(identical) else None,
         ),
         causes=causes,
-        diagnosis=comparison.diagnosis(causes),
+        diagnosis=None if match else comparison.diagnosis(causes),
         settings=tuple(one.text for one in settings),
         data=data,
         tolerance=tolerances,

@@ -158,8 +158,10 @@ class Comparison(Record):
         description="smallest lasting relative bias that would have been found, by metric"
     )
     reason: str
-    causes: tuple[Cause, ...] = Field(description="of the difference, the likeliest first")
-    diagnosis: Diagnosis | None = Field(description="the first of the causes")
+    causes: tuple[Cause, ...] = Field(
+        description="of the difference or the scatter, the likeliest first"
+    )
+    diagnosis: Diagnosis | None = Field(description="the first cause if the runs differ")
     settings: tuple[str, ...] = Field(description="recorded settings that differ")
     data: DataComparison | None = Field(description="None if a run has no data.json")
     tolerance: Tolerances

@@ -29,11 +29,12 @@ _LIKELY = 6
 # Sizes: relative differences up to which they are called tiny or small
 _TINY = {"loss": 1e-4, "grad_norm": 2e-3}
 _SMALL = {"loss": 2**-8, "grad_norm": 10 * 2**-8}
+_ROUNDED = {"loss": 2**-5}  # more is of no number format
 _LAST_DIGITS = 1e-6  # of fp32
 _FACTOR = 1e-6  # by which a constant factor may vary
 _MIN_POINTS = 6  # that show a correlation, a factor or an identity
 _EARLY_POINTS = 5
-_CORRELATED = 64  # points after the first difference whose changes are correlated
+_CORRELATED = 512  # points after the first difference whose changes are correlated
 _NOTHING_IN_COMMON = 0.6
 # An update changes the parameter norm by less than this part of the learning rate.
 _UPDATE = 0.5
@@ -96,14 +97,17 @@ class Observation:
 
     def _find_jump(self, onset: int | None) -> bool:
         """Replace the starts if differences as small as noise jump up, up to the onset."""
+        if onset is None or not self.starts:
+            return False
         rises = {}
-        begin = min((int(np.argmax(r != 0)) for r in self.r.values() if np.any(r != 0)), default=0)
         for name, r in self.r.items():
-            place = largest_rise(r[begin:], len(r) - begin)
+            steps = self.points[name].steps
+            begin = int(np.searchsorted(steps, min(self.starts.values())))
+            end = int(np.searchsorted(steps, onset, side="right")) + _JUMP_POINTS
+            place = largest_rise(r[begin:end], min(end, len(r)) - begin)
             if place is not None and abs(r[begin + place]) > _LAST_DIGITS:
-                rises[name] = (begin + place, int(self.points[name].steps[begin + place]))
-        first = min((step for _, step in rises.values()), default=None)
-        if first is None or onset is None or first > onset:
+                rises[name] = (begin + place, int(steps[begin + place]))
+        if not rises or min(step for _, step in rises.values()) > onset:
             return False
         end = min(place for place, _ in rises.values()) + _JUMP_POINTS
         self.starts = {name: step for name, (place, step) in rises.items() if place <= end}
@@ -267,14 +271,14 @@ def explain(
     """
     has_lr = all("lr" in curve.columns for curve in (a, b))
     shown = Observation(points, differences, onset, has_lr)
-    step = onset if shown.first is None or onset is None else min(onset, shown.first)
-    step = shown.first if step is None else step
-    if step is None:
-        step = int(points["loss"].steps[0])
+    known_steps = [one for one in (onset, shown.first) if one is not None]
+    step = min(known_steps, default=int(points["loss"].steps[0]))
+    if not shared and onset is not None:
+        step = onset
     unknown = Cause(
         kind="unknown", confidence="possible", step=step,
-        evidence=f"no recorded setting explains the difference {shown.at if shown.first else ''}"
-        .rstrip() + "; the logged columns do not decide",
+        evidence="the settings and values recorded do not decide what differs "
+        + (shown.at if step == shown.first else f"at step {step}"),
     )  # fmt: skip
     not_finite = _first_not_finite(shown.points)
     if not_finite is not None and (shown.first is None or not_finite[0] <= shown.first):
@@ -289,24 +293,29 @@ def explain(
         return (identity,)
     clues = shown.clues() if exact and shared else []
     recorded, other = _of_settings(
-        select_settings(settings, step, shown, a, b), shown, clues, onset
+        select_settings(settings, step, onset, shown, a, b), shown, clues, onset
     )
     if any(cause.confidence == "certain" for cause in recorded):
         return tuple(recorded)
     seen = _of_clues(clues, shown, b, letter)
+    # A loss by itself does not show which part of a step differs.
+    undecided = len(shown.points) == 1 and not any(one.confidence == "likely" for one in seen)
     if onset is None:
         seen = [cause.model_copy(update={"confidence": "possible"}) for cause in seen]
     known = {cause.kind for cause in recorded}
     seen = [cause for cause in (*seen, *other) if cause.kind not in known]
-    # A loss by itself does not show which part of a step differs.
-    undecided = len(shown.points) == 1 and not any(one.confidence == "likely" for one in seen)
     if undecided and not recorded:
         return (unknown, *seen)
     return (*recorded, *seen, unknown)
 
 
 def select_settings(
-    settings: Sequence[SettingDifference], step: int, shown: Observation, a: Curve, b: Curve
+    settings: Sequence[SettingDifference],
+    step: int,
+    onset: int | None,
+    shown: Observation,
+    a: Curve,
+    b: Curve,
 ) -> list[SettingDifference]:
     """Select the settings that can have made curves diverge at a step, the likeliest first.
 
@@ -317,6 +326,10 @@ def select_settings(
     place = int(np.searchsorted(steps, step))
     noisy = shown.jumped or place == 0
     limit = max(step, int(steps[min(place + noisy * _SLACK_POINTS, len(steps) - 1)]))
+    if onset is not None and shown.below(_TINY, slice(_EARLY_POINTS)):
+        limit = max(
+            limit, onset
+        )  # what made them diverge may have begun after the first difference
     found = [one for one in settings if one.step <= limit]
     if place >= _SLACK_POINTS and not shown.jumped:
         restarts = np.concatenate((a.restarts, b.restarts))
@@ -370,6 +383,10 @@ def _of_clues(clues: Sequence[str], shown: Observation, b: Curve, letter: str) -
             points[kind] += count
             if kind not in best or count > table[best[kind]].points[kind]:
                 best[kind] = name
+    if not shown.below(_ROUNDED, slice(_EARLY_POINTS)):
+        points = {
+            kind: one for kind, one in points.items() if kind not in ("precision", "rounding")
+        }
     ranked = sorted(points, key=lambda kind: -points[kind])
     found = []
     for place, kind in enumerate(ranked):

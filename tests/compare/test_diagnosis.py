@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from training_rows import MakeFile, Row, make_rows
 
+from slurmllm.compare import diagnosis
 from slurmllm.compare.alignment import Alignment
 from slurmllm.compare.causes import find_differences
 from slurmllm.compare.compare import compare
@@ -239,3 +242,175 @@ def test_a_metric_that_differs_alone_is_no_other_training(compared) -> None:
     assert diagnosed(found) == ("logging", K)
     assert found.causes[0].confidence == "certain"
     assert "the training is the same" in found.reason
+
+
+WITHOUT = {"three": ("param_norm",), "loss": ("param_norm", "grad_norm", "lr")}
+
+
+def noisy(rows: list[Row], seed: int = 0) -> list[Row]:
+    """Rows whose losses and gradient norms scatter as those of batches do."""
+    random = np.random.default_rng(seed)
+    for row in rows:
+        row["loss"] *= 1 + 0.03 * random.standard_normal()
+        row["grad_norm"] *= 1 + 0.1 * random.standard_normal()
+    return rows
+
+
+def without(rows: list[Row], *columns: str) -> list[Row]:
+    return [{name: row[name] for name in row if name not in columns} for row in rows]
+
+
+@pytest.fixture
+def asked(make_file: MakeFile):  # type: ignore[no-untyped-def]
+    def run(a: list[Row], b: list[Row], columns: str = "four", every: int = 1) -> Comparison:
+        left_out = (*WITHOUT.get(columns, ()), "tokens")
+        curves = []
+        for name, rows in (("a", a), ("b", b)):
+            kept = [row for row in rows if row["step"] % every == 0]
+            curves.append(read_curve(make_file(name, without(kept, *left_out))))
+        return compare(*curves)
+
+    return run
+
+
+def first(found: Comparison) -> tuple[str, str, int]:
+    cause = found.causes[0]
+    return cause.kind, cause.confidence, cause.step
+
+
+def test_a_rank_dropped_from_step_1_is_no_other_data(asked) -> None:
+    b = changed(
+        grad_norm=(1, lambda since: 0.6 + 0.1 * np.sin(since)), loss=(2, drift(0.02)),
+        param_norm=(1, drift(1e-4)),
+    )  # fmt: skip
+    for columns in ("four", "three"):
+        found = asked(make_rows(1, 120), b, columns)
+        assert first(found) == ("gradient", "likely", 1)
+        assert {"mesh", "batches"} < set(kinds(found))
+        assert kinds(found)[-1] == "unknown"
+    found = asked(make_rows(1, 120), b, every=10)
+    assert first(found)[1] != "certain"
+    assert "gradient" in kinds(found)
+    assert "by step 10" in found.causes[-1].evidence
+
+
+@pytest.mark.parametrize("columns", ["four", "three"])
+def test_a_norm_logged_after_clipping_is_another_log(asked, columns: str) -> None:
+    b = [row | {"grad_norm": min(row["grad_norm"], 0.85)} for row in make_rows(1, 120)]
+    assert first(asked(make_rows(1, 120), b, columns)) == ("logging", "certain", 1)
+
+
+def test_losses_of_few_digits_prove_nothing(asked) -> None:
+    a = [row | {"loss": round(row["loss"], 2)} for row in make_rows(1, 120)]
+    b = [row | {"grad_norm": row["grad_norm"] * (1.1 + 0.01 * (i % 3))} for i, row in enumerate(a)]
+    found = asked(a, b, "three")
+    assert first(found)[:2] == ("gradient", "likely")
+
+
+def test_a_constant_factor_of_the_norm_may_be_of_the_gradients(asked) -> None:
+    found = asked(make_rows(1, 120), changed(grad_norm=(1, lambda _: 2.0)))
+    assert first(found)[:2] == ("logging", "likely")
+    assert {"gradient", "mesh", "batches"} < set(kinds(found))
+
+
+def test_weight_decay_off_from_the_start(asked) -> None:
+    b = changed(
+        param_norm=(1, drift(0.02)), loss=(2, drift(-5e-3)), grad_norm=(2, drift(0.1))
+    )  # fmt: skip
+    assert first(asked(make_rows(1, 120), b)) == ("optimizer", "likely", 1)
+    found = asked(make_rows(1, 120), b, "three")
+    assert "optimizer" in kinds(found)
+    assert {cause.confidence for cause in found.causes} == {"possible"}
+
+
+def test_shifted_labels_are_no_rounding(asked) -> None:
+    a = noisy(make_rows(1, 120))
+    b = noisy(make_rows(1, 120), 1)
+    for row in b:
+        row["loss"] *= 1.85
+    for columns in ("four", "three", "loss"):
+        found = asked(a, b, columns)
+        assert not {"rounding", "precision"} & set(kinds(found))
+        assert "data" in kinds(found)
+
+
+def test_half_a_percent_on_the_loss_is_another_log(asked) -> None:
+    a, b = noisy(make_rows(1, 120)), noisy(make_rows(1, 120))
+    for row in b:
+        row["loss"] *= 1.005
+    assert first(asked(a, b)) == ("logging", "certain", 1)
+    assert first(asked(a, b, "loss")) == ("logging", "likely", 1)
+
+
+def test_a_lost_optimizer_state_without_parameter_norm(asked) -> None:
+    b = changed(loss=(K + 1, drift(0.2)), grad_norm=(K + 1, drift(0.4)))
+    found = asked(make_rows(1, 120), b, "three")
+    assert "optimizer" in kinds(found)
+    assert found.causes[0].confidence == "possible"
+    assert found.causes[0].step == K + 1
+    assert "the update before" in found.causes[0].evidence
+
+
+@pytest.mark.parametrize("columns", ["three", "loss"])
+def test_other_seeds_are_no_other_hardware(asked, columns: str) -> None:
+    a = [row | {"loss": row["loss"] * 1.01} for row in noisy(make_rows(1, 120), 1)]
+    found = asked(noisy(make_rows(1, 120)), a, columns)
+    assert first(found)[0] == "seed"
+    assert not {"rounding"} & set(kinds(found)[:4])
+
+
+def test_points_ten_steps_apart_date_nothing(asked) -> None:
+    b = changed(
+        grad_norm=(K, drift(0.5)), loss=(K + 1, drift(0.3)), param_norm=(K, drift(1e-3))
+    )  # fmt: skip
+    found = asked(make_rows(1, 120), b, every=10)
+    assert {cause.confidence for cause in found.causes} == {"possible"}
+    assert {"gradient", "model", "mesh", "optimizer", "unknown"} < set(kinds(found))
+    assert "between steps 60 and 70" in found.causes[0].evidence
+    assert "10 steps apart" in found.causes[0].evidence
+
+
+def test_the_loss_by_itself_names_nothing(asked) -> None:
+    found = asked(make_rows(1, 120), changed(loss=(K, drift(0.3))), "loss")
+    assert first(found) == ("unknown", "possible", K)
+    assert {"lr", "gradient", "logging"} < set(kinds(found))
+
+
+def test_weights_rounded_after_each_update(asked) -> None:
+    random = np.random.default_rng(2)
+    b = changed(
+        param_norm=(1, lambda _: 1 + 2e-4 * random.standard_normal()),
+        loss=(2, lambda since: 1 + 1e-3 * since / 30), grad_norm=(2, drift(0.02)),
+    )  # fmt: skip
+    assert first(asked(make_rows(1, 120), b))[0] == "precision"
+
+
+def test_values_one_point_later_are_another_count(asked) -> None:
+    rows = noisy(make_rows(1, 121))
+    moved = [
+        row | {name: before[name] for name in ("loss", "grad_norm", "param_norm")}
+        for before, row in pairwise(rows)
+    ]
+    found = asked(rows[1:], moved)
+    if not found.match:  # else the comparison itself has found the shift
+        assert first(found)[:2] == ("logging", "certain")
+        assert "one point later" in found.reason
+
+
+def test_the_last_of_several_changes_after_roundings(asked) -> None:
+    noise = scattered(1e-7)
+    b = changed(
+        loss=(1, lambda since: noise(0) * drift(0.3 if since >= K else 0)(since - K)),
+        grad_norm=(1, lambda since: noise(0) * drift(0.6 if since >= K else 0)(since - K)),
+        lr=(K, lambda _: 1.3),
+    )  # fmt: skip
+    found = asked(make_rows(1, 120), b, "three")
+    assert first(found) == ("lr", "certain", K)
+
+
+def test_every_clue_is_used_and_named_once() -> None:
+    source = Path(diagnosis.__file__).read_text()
+    for name, clue in diagnosis.clue_table().items():
+        assert f'"{name}"' in source, name
+        assert clue.text.format(at="at step 1", gap=10, step=1)
+        assert all(points > 0 for points in clue.points.values())

@@ -190,7 +190,7 @@ def cases(at: int) -> list[Case]:
         Case("the same, nothing recorded", "base-bare", "bad_rank-bare", "gradient", at),
         Case("another seed", "base", "other_seed", "seed", 1, equivalent=True),
         Case("bf16", "base", "bf16", "precision", 1),
-        Case("the same, nothing recorded", "base-bare", "bf16-bare", "rounding", 1),
+        Case("the same, nothing recorded", "base-bare", "bf16-bare", "precision", 1),
         Case("another global batch", "base", "other_batch", "batches", 1, 20),
         Case("shuffled data", "from_weights", "shuffled", "data", 1, equivalent=True),
         Case(
