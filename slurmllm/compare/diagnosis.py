@@ -72,14 +72,9 @@ class Observation:
     """
 
     def __init__(
-        self,
-        points: Mapping[str, Points],
-        differences: Mapping[str, Floats],
-        onset: int | None,
-        has_lr: bool,
+        self, points: Mapping[str, Points], differences: Mapping[str, Floats], onset: int | None
     ) -> None:
         self.points = {name: points[name] for name in _TRAINED if name in points}
-        self.has_lr = has_lr
         self.lr = points.get("lr")
         self.r = {name: differences[name] for name in self.points}
         self.starts = {
@@ -128,9 +123,9 @@ class Observation:
 
     @property
     def at(self) -> str:
-        if self.gap == 1 or self.before is None:
-            return f"at step {self.first}" if self.gap == 1 else f"by step {self.first}"
-        return f"between steps {self.before} and {self.first}"
+        if self.gap > 1 and self.before is not None:
+            return f"between steps {self.before} and {self.first}"
+        return f"{'at' if self.gap == 1 else 'by'} step {self.first}"
 
     @cached_property
     def only(self) -> str | None:
@@ -200,16 +195,16 @@ class Observation:
         if self.gap > 1:
             found.append("undated")
         elif weights < min(loss, norm):
-            found += ["update_first"] + (["update_without_lr"] if not self.has_lr else [])
+            found += ["update_first"] + (["update_without_lr"] if self.lr is None else [])
             r = self.after("param_norm")
-            if np.median(np.abs(np.diff(r))) > np.median(np.abs(r)) / 10:
+            if len(r) > 2 and np.median(np.abs(np.diff(r))) > np.median(np.abs(r)) / 10:
                 found.append("weights_scatter")
-        elif norm < loss and abs(self.after("grad_norm")[0]) > _LAST_DIGITS:
+        elif norm < loss and np.any(np.abs(self.after("grad_norm")[:1]) > _LAST_DIGITS):
             found.append("gradient_first")
         else:
             # Noise and the last digits of fp32 hide what the weights before were.
-            known = "param_norm" in self.r and not self.jumped
-            known &= abs(self.after("loss")[0]) > _LAST_DIGITS
+            known = np.any(np.abs(self.after("loss")[:1]) > _LAST_DIGITS) and not self.jumped
+            known &= "param_norm" in self.r
             found.append("together" if known else "together_or_update")
         if len(self.points) == 1:
             found.append("loss_only")
@@ -224,7 +219,7 @@ class Observation:
         weights, norm = self.after("param_norm"), self.after("grad_norm")
         if self.before is None and len(weights):
             limit = _MIN_WEIGHTS
-            if self.lr is not None and len(self.lr):
+            if self.lr is not None:
                 limit = max(limit, _UPDATE * float(self.lr.a[0]))
             if self.gap == 1 and abs(weights[0]) > limit:
                 return ["other_weights"]
@@ -234,7 +229,7 @@ class Observation:
             unknown_weights = self.gap > 1 or not len(weights)
             start = self.before is None and unknown_weights
             return ["other_batches"] + (["other_batches_from_start"] if start else [])
-        if len(norm) >= _MIN_POINTS:
+        if len(norm) >= _MIN_POINTS <= len(self.after("loss")):
             level, scatter = float(np.median(norm)), np.median(np.abs(np.diff(norm)))
             steady = abs(level) > max(3 * scatter, _OTHER_NORM) and abs(norm[0]) > abs(level) / 2
             if steady and abs(level) > 3 * np.median(np.abs(self.after("loss"))):
@@ -269,8 +264,7 @@ def explain(
         shared: The curves would be the same without a cause; False for other seeds, which differ.
         letter: Name of B in texts.
     """
-    has_lr = all("lr" in curve.columns for curve in (a, b))
-    shown = Observation(points, differences, onset, has_lr)
+    shown = Observation(points, differences, onset)
     known_steps = [one for one in (onset, shown.first) if one is not None]
     step = min(known_steps, default=int(points["loss"].steps[0]))
     if not shared and onset is not None:
