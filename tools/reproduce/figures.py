@@ -105,7 +105,9 @@ def _shrink(path: Path) -> None:
     with Image.open(path) as picture:
         small = picture.convert("RGB")
     small.thumbnail((1000, 1000))
-    small.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    small.quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )
 
 
 def _call(command: str, runs_dir: Path) -> str:
