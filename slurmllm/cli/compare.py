@@ -130,13 +130,11 @@ def compare(
     from importlib import import_module
 
     from slurmllm.metrics.source import locate, read_curve
-    from slurmllm.metrics.tags import parse_tags
     from slurmllm.rundir import runs_root
 
     root, count = runs_root(runs_dir), 1 + len(others) + len(seeds)
     moves = _parse_shifts(shifts, 1 + len(others))
-    mappings = [parse_tags(given) for given in options.by_source(tags, count, "--tag")]
-    expressions = options.patterns_by_source(patterns, count)
+    mappings, expressions = options.source_options(tags, patterns, count)
     sources = [locate(source, root) for source in (a, *others, *seeds)]
     with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers release the GIL
         reading = pool.map(
@@ -152,8 +150,7 @@ def compare(
         if not no_plot:
             import_module("slurmllm.compare.plot")
         read = list(reading)
-    options.refuse_unused(read, "--tag", tags, mappings)
-    options.refuse_unused(read, "--pattern", patterns, expressions)
+    options.refuse_unused(read, [*tags, *patterns])
     curves, own = read[: 1 + len(others)], read[1 + len(others) :]
     given = {"loss": tolerance, "grad_norm": grad_norm_tolerance}
     tolerances = Tolerances(

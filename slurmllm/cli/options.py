@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,57 +91,49 @@ def check_picture(plot: str | None, no_plot: bool = False) -> None:
         raise UserError(f"--plot {plot}: pictures are PNG files; use {Path(plot).stem}.png")
 
 
-def by_source(values: Sequence[str], count: int, option: str) -> list[list[str]]:
-    """Returns the values of an option for each of `count` sources: `B:VALUE` for one, or all."""
+def source_options(
+    tags: Sequence[str], patterns: Sequence[str], count: int
+) -> tuple[list[dict[str, str]], list[str | None]]:
+    """Returns tags and pattern of each of `count` sources: `B:VALUE` is for one, VALUE for all."""
     from slurmllm.errors import UserError
-
-    found: list[list[str]] = [[] for _ in range(count)]
-    for value in values:
-        letter, colon, rest = value.partition(":")
-        if not (colon and len(letter) == 1 and "A" <= letter <= "Z"):
-            for one in found:
-                one.append(value)
-        elif ord(letter) - ord("A") < count:
-            found[ord(letter) - ord("A")].append(rest)
-        else:
-            last = chr(ord("A") + count - 1)
-            raise UserError(
-                f"{option} {value!r}: there is no {letter}; the sources are A to {last}"
-            )
-    return found
-
-
-def patterns_by_source(values: Sequence[str], count: int) -> list[str | None]:
-    """Returns the pattern of each source, if one is given; checks them all."""
-    from slurmllm.errors import UserError
+    from slurmllm.metrics.tags import parse_tags
     from slurmllm.metrics.text_logs import check_pattern
 
-    found: list[str | None] = []
-    for place, given in enumerate(by_source(values, count, "--pattern")):
+    letters = [chr(ord("A") + place) for place in range(count)]
+    found: dict[str, list[list[str]]] = {}
+    for option, values in (("--tag", tags), ("--pattern", patterns)):
+        found[option] = [[] for _ in letters]
+        for value in values:
+            side = re.match("([A-Z]):", value)
+            if side and side[1] not in letters:
+                raise UserError(
+                    f"{option} {value!r}: there is no {side[1]}; the sources are A to {letters[-1]}"
+                )
+            for letter, given in zip(letters, found[option], strict=True):
+                if side is None or side[1] == letter:
+                    given.append(value[2:] if side else value)
+    for given in found["--pattern"]:
         for pattern in given:
             check_pattern(pattern)
         if len(set(given)) > 1:
             raise UserError(
-                f"--pattern {given[1]!r}: {chr(ord('A') + place)} has {given[0]!r} already; give "
-                "one pattern for each log, such as A:REGEX"
+                f"--pattern {given[1]!r}: there is {given[0]!r} already; give one for each log, "
+                "such as A:REGEX"
             )
-        found.append(given[0] if given else None)
-    return found
+    return [parse_tags(given) for given in found["--tag"]], [
+        given[0] if given else None for given in found["--pattern"]
+    ]
 
 
-def refuse_unused(
-    curves: Sequence[Curve], option: str, values: Sequence[str], given: Sequence[Any]
-) -> None:
-    """Raises UserError if an option for other frameworks' logs is given for our own runs only."""
+def refuse_unused(curves: Sequence[Curve], values: Sequence[str]) -> None:
+    """Raises UserError if a tag or pattern is for our own runs only, which need none."""
     from slurmllm.errors import UserError
 
-    own = [curve.kind == "run" for curve in curves]
-    for place, curve in enumerate(curves):
-        prefix = f"{chr(ord('A') + place)}:"
-        if own[place] and given[place] and (
-            all(own) or any(value.startswith(prefix) for value in values)
-        ):  # fmt: skip
+    for value in values:
+        side = re.match("([A-Z]):", value)
+        meant = [curves[ord(side[1]) - ord("A")]] if side else curves
+        if all(curve.kind == "run" for curve in meant):
             raise UserError(
-                f"{option} {values[0]!r} does nothing: {curve.name} is a run of slurmllm, whose "
-                "metrics have fixed names; leave it out, or give a log of another framework"
+                f"{value!r} does nothing: {meant[0].name} is a run of slurmllm, whose metrics have "
+                "fixed names; leave it out, or give a log of another framework"
             )

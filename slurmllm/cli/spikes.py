@@ -79,20 +79,18 @@ def spikes(
     Exit codes: 0 success, with or without spikes; 2 invalid input; 4 the plot cannot be written.
     """
     from slurmllm.errors import RunError
-    from slurmllm.metrics.source import locate, parse_tags, read_curve
+    from slurmllm.metrics.source import locate, read_curve
     from slurmllm.rundir import runs_root
     from slurmllm.spikes.detection import analyze, select_steps
 
     options.check_picture(plot, no_plot)
     root, count = runs_root(runs_dir), len(sources)
-    mappings = [parse_tags(given) for given in options.by_source(tags, count, "--tag")]
-    expressions = options.patterns_by_source(patterns, count)
+    mappings, expressions = options.source_options(tags, patterns, count)
     read = [
         read_curve(locate(source, root), mapping, lenient=True, pattern=pattern)
         for source, mapping, pattern in zip(sources, mappings, expressions, strict=True)
     ]
-    options.refuse_unused(read, "--tag", tags, mappings)
-    options.refuse_unused(read, "--pattern", patterns, expressions)
+    options.refuse_unused(read, [*tags, *patterns])
     curves = [select_steps(curve, from_step, to_step) for curve in read]
     chosen = None if metric == "all" else cast("Metric", metric)
     found = [analyze(curve, window, threshold, min_gap, chosen) for curve in curves]

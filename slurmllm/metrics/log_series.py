@@ -19,10 +19,10 @@ from slurmllm.format import format_plural
 from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, SourceKind
 from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
 from slurmllm.metrics.tags import (
-    STEPS,
     LineFormat,
     LogFormat,
     choose_tags,
+    common_names,
     list_tags,
     per_device,
     step_keys,
@@ -183,7 +183,7 @@ class RowCollector:
             )
         candidates = step_keys(self._rows, tags)
         if not candidates:
-            names = [tags["step"]] if "step" in tags else STEPS
+            names = [tags["step"]] if "step" in tags else common_names("step")
             raise RunError(
                 f"no step in {path}: it has none of the keys {', '.join(names)}; its keys are "
                 f"{list_tags(self._rows)}; name the step's key with --tag step=KEY"

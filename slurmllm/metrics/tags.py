@@ -21,7 +21,7 @@ from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import COLUMNS, Convention, StepUnit
 
 METRICS = ("step", *COLUMNS)
-Names = Mapping[str, Sequence[str]]
+_ANY = "any framework"  # its entry in formats.yaml
 
 
 class LineFormat(BaseModel):
@@ -62,9 +62,18 @@ class LogFormat(BaseModel):
         return Convention(self.name, first, "steps", self.loss_is_mean)
 
 
-@cache
 def log_formats() -> Mapping[str, LogFormat]:
     """Returns the formats of formats.yaml by name, in its order."""
+    return {name: found for name, found in _all_formats().items() if name != _ANY}
+
+
+def common_names(metric: str) -> tuple[str, ...]:
+    """Returns the names of a metric, or of `step`, that mean the same in all frameworks."""
+    return _all_formats()[_ANY].tags.get(metric, ())
+
+
+@cache
+def _all_formats() -> Mapping[str, LogFormat]:
     import yaml  # our own runs' metrics need none
 
     text = resources.files("slurmllm.metrics").joinpath("formats.yaml").read_text("utf-8")
@@ -82,46 +91,6 @@ class TagChoice:
     missing: tuple[str, ...]  # warnings: tags that the user named and the log lacks
 
 
-# Names that mean the same in all frameworks
-_COMMON: Names = {
-    "loss": ("train_loss", "loss", "train/loss", "training/loss", "step_loss", "lm_loss"),
-    "grad_norm": (
-        *("grad_norm", "gradient_norm", "global_grad_norm", "global_norm", "norm"),
-        *("train/grad_norm", "optim/total_grad_norm", "total_grad_norm"),
-    ),
-    "param_norm": ("param_norm", "parameter_norm", "params_norm", "train/param_norm"),
-    "lr": ("lr", "learning_rate", "train/lr", "train/learning_rate", "lr-*"),
-    "tokens": (
-        *("tokens", "tokens_seen", "ntokens_seen", "num_tokens", "consumed_tokens", "train/tokens"),
-        *("num_input_tokens_seen", "total_tokens", "throughput/total_tokens"),
-    ),
-    "samples": ("samples", "consumed_samples", "samples_seen", "num_samples"),
-    "seq_per_s": (
-        *("seq_per_s", "seqs_per_s", "samples_per_s", "samples_per_sec", "samples_per_second"),
-        *("seq/s", "samples/sec", "samples/s", "train_samples_per_second"),
-    ),
-    "tokens_per_s": (
-        *("tokens_per_s", "tokens_per_sec", "tokens_per_second", "tokens/s", "tokens/sec"),
-        *("throughput(tps)", "tps", "tok/s", "train_tokens_per_second"),
-    ),
-    "step_time_s": (
-        *("step_time_s", "step_time", "time_per_step", "iteration_time", "iter_time"),
-        *("train_step_timing", "train_step_time"),
-    ),
-    "data_wait_s": ("data_wait_s",),
-    "forward_backward_s": ("forward_backward_s",),
-    "optimizer_s": ("optimizer_s",),
-    "time": ("time", "_timestamp", "timestamp", "wall_time", "wall time", "created_at"),
-    "val_loss": (
-        *("val_loss", "eval_loss", "valid_loss", "validation_loss", "test_loss"),
-        *("val/loss", "eval/loss", "valid/loss", "validation/loss", "lm loss validation"),
-    ),
-}
-STEPS = (
-    *("step", "global_step", "train/global_step", "trainer/global_step", "train_step"),
-    *("train/step", "iteration", "iter", "_step", "steps", "current_steps", "optimizer_step"),
-    *("time/batch", "batch"),
-)
 # pytorch/torchtitan components/metrics.py: tokens per second per device
 _PER_DEVICE = ("throughput(tps)", "tps")
 
@@ -187,7 +156,7 @@ def choose_tags(
             continue
         own = framework.tags.get(metric, ()) if framework is not None else ()
         fitting = dict.fromkeys(
-            tag for name in (*own, *_COMMON.get(metric, ())) for tag in names.find(name)
+            tag for name in (*own, *common_names(metric)) for tag in names.find(name)
         )
         free = [tag for tag in fitting if tag not in chosen.values()]
         # A mean at the end, or by epoch, is no alternative to values of every step.
@@ -214,7 +183,7 @@ def step_keys(tags: Collection[str], requested: Mapping[str, str]) -> list[str]:
     if requested.get("step") in tags:
         return [requested["step"]]
     names = _NormalizedTags(tags)
-    return list(dict.fromkeys(tag for name in STEPS for tag in names.find(name)))
+    return list(dict.fromkeys(tag for name in common_names("step") for tag in names.find(name)))
 
 
 def per_device(tag: str) -> bool:

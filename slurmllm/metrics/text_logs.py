@@ -53,7 +53,10 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
         RunError: no line has a known format, or none matches the pattern.
         OSError: the file cannot be read.
     """
-    readers = _user_readers(pattern) if pattern is not None else _format_readers()
+    readers = _format_readers()
+    if pattern is not None:
+        check_pattern(pattern)
+        readers = [_LineReader(None, [LineFormat(head=pattern)])]
     warnings: list[str] = []
     latest = readers[0]
     with open_log(path, warnings) as stream:
@@ -135,8 +138,8 @@ class _LineReader(_Reader):
     def read(self, line: str) -> bool:
         for head, pair in self._patterns:
             found = head.search(line)
-            if found is not None:
-                row = self._values(found)
+            row = None if found is None else self._values(found)
+            if row is not None:
                 if pair is not None and not self._following:
                     names = pair.findall(line)
                     row = {name.strip().lower(): _to_float(value) for name, value in names} | row
@@ -150,10 +153,14 @@ class _LineReader(_Reader):
         return False
 
     @staticmethod
-    def _values(found: re.Match[str]) -> Numbers:
+    def _values(found: re.Match[str]) -> Numbers | None:
         groups = {name: text for name, text in found.groupdict().items() if text is not None}
-        asctime = groups.pop("asctime", None)
-        row = {name: _to_float(text) for name, text in groups.items()}
+        asctime, row = groups.pop("asctime", None), Numbers()
+        for name, text in groups.items():
+            with suppress(ValueError, IndexError):  # the user's group may be no number
+                row[name] = _to_float(text.strip())
+        if "step" not in row:
+            return None
         if "ms_per_step" in row:
             row["step_time_s"] = row.pop("ms_per_step") / 1e3
         row.pop("iter", None)
@@ -167,24 +174,6 @@ class _LineReader(_Reader):
                     f"0{stamp[3] or ''}".replace(",", ".")
                 )
         return row
-
-
-class _PatternReader(_Reader):
-    """Lines that match the user's pattern."""
-
-    def __init__(self, pattern: re.Pattern[str]) -> None:
-        super().__init__(None)
-        self._pattern = pattern
-
-    def read(self, line: str) -> bool:
-        found = self._pattern.search(line)
-        row: Numbers = {}
-        for name, text in found.groupdict().items() if found is not None else ():
-            with suppress(ValueError, IndexError, AttributeError):
-                row[name] = _to_float(text.strip())
-        if "step" in row:
-            self.rows.add(row.items())
-        return "step" in row
 
 
 class _BarReader(_Reader):
@@ -307,10 +296,6 @@ def check_pattern(pattern: str) -> re.Pattern[str]:
                 f"--pattern {pattern!r} has no group (?P<{needed}>…); give one {example}"
             )
     return compiled
-
-
-def _user_readers(pattern: str) -> list[_Reader]:
-    return [_PatternReader(check_pattern(pattern))]
 
 
 # wandb's table of a chart: `<run> - <metric>`, and the range over the runs that were averaged
