@@ -155,9 +155,10 @@ def _coincide(
     near = distance("loss", shift)
     if far_from is None or not near < _CLOSE * scatter:
         return near < _CLOSE * scatter
-    both = all("grad_norm" in curve.columns for curve in (a, b))
-    if both and not distance("grad_norm", shift) < distance("grad_norm", far_from):
-        return False
+    for metric in ("grad_norm", "lr"):  # with batches one step ahead, learning rates coincide as is
+        both = all(metric in curve.columns for curve in (a, b))
+        if both and distance(metric, shift) > distance(metric, far_from):
+            return False
     return distance("loss", far_from) > _FAR * scatter
 
 

@@ -55,6 +55,20 @@ def test_known_formats_are_shifted_by_their_convention(tmp_path: Path) -> None:
     assert (found.a.first_step, found.b.first_step) == (1, 1)
 
 
+def test_batches_one_step_ahead_are_no_other_count(tmp_path: Path) -> None:
+    losses, rates = noisy(121), np.linspace(1e-4, 1e-3, 120)
+    curves = []
+    for ahead in (0, 1):
+        path = tmp_path / f"{ahead}.jsonl"
+        rows = enumerate(zip(losses[ahead:], rates, strict=False), start=1)
+        lines = (json.dumps({"step": i, "loss": loss, "lr": lr}) for i, (loss, lr) in rows)
+        path.write_text("\n".join(lines))
+        curves.append(read_curve(path))
+    found = compare(curves[0], curves[1])
+    assert (found.a.shift, found.b.shift) == (0, 0)
+    assert "lr" not in {cause.kind for cause in found.causes}
+
+
 def test_values_overrule_the_convention(tmp_path: Path) -> None:
     a = curve_of(tmp_path, "a.log", noisy(), 1, NANOGPT)  # a user's loop that counts from 1
     b = curve_of(tmp_path, "b.log", noisy(), 1, TITAN)
