@@ -132,7 +132,7 @@ def compare(
         causes = explain(
             *(a, b, points, differences, settings, min(onsets, default=None)),
             exact=alignment.method == "exact",
-            shared=not seeds,
+            shared=not (seeds or all(m.scattered for m in metrics.values() if m.departs)),
             letter=letter,
         )
     only_in_a, only_in_b = alignment.only
@@ -265,7 +265,7 @@ def _compare_metric(
         rule=rule,
         noise=result.noise,
         bias=result.mean,
-        scattered=result.scattered and rule is None,
+        scattered=result.scattered and rule in (None, result.rule),
         scatter=Scattering(size=result.noise, correlation=shared),
         power=result.power if check is None else check.power,
         onset_step=None if onset is None else int(steps[onset]),

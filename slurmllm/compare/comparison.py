@@ -94,7 +94,7 @@ class MetricComparison(Record):
     )
     bias: float = Field(description="mean of the signed relative difference")
     power: float = Field(description="smallest lasting relative bias that would have been found")
-    scattered: bool = Field(description="beyond the tolerance, by independent scatter only")
+    scattered: bool = Field(description="beyond the tolerance by independent scatter")
     scatter: Scattering
     onset_step: int | None = Field(description="at which the curves begin to diverge")
     lasting_departure_step: int | None = Field(description="first step of one that lasts")

@@ -76,6 +76,7 @@ _BLOCKS = 4096
 # Noise that is the same throughout: share of independent values, ratio of mean squares in parts
 _WHITE, _UNEVEN = 0.7, 5.0
 _ALIKE = 0.5  # ratio of the means before and after an onset that is none
+_LATE = 100  # points of independent scatter, after which an onset has a cause of its own
 _GROWN = 0.25  # times what is usual: differences at first, if they grow
 # Number of the furthest points among which outliers are searched
 _RANKED = 512
@@ -98,7 +99,7 @@ class DivergenceResult:
     onset: int | None = None  # index of the point at which the curves begin to diverge
     lasting: Stretch | None = None  # the first lasting departure
     noise: float | None = None  # median scatter; None with fewer than 3 points
-    scattered: bool = False  # beyond the tolerance, by independent scatter only
+    scattered: bool = False  # beyond the tolerance by independent scatter, before any onset
     mean: float = 0.0  # of r
     power: float = 0.0  # smallest bias over all points that is found
 
@@ -184,7 +185,8 @@ def detect_divergence(
         assert spread is not None
         around = float(np.median(spread.at(np.arange(stretch.first, stretch.last + 1))))
         rule = "lasting" if abs(np.median(inside)) > around else "noise"
-    return replace(none, rule=rule, onset=onset, lasting=stretch)
+    late = scattered and onset >= _LATE
+    return replace(none, rule=rule, onset=onset, lasting=stretch, scattered=late)
 
 
 def mean_and_error(r: Floats) -> tuple[float, float, float]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -380,3 +381,21 @@ def test_damaged_data_record_is_a_warning(make_run: MakeRun) -> None:
     curve = read_curve(run.path)
     assert curve.data is None
     assert any("data.json is damaged" in warning for warning in curve.warnings)
+
+
+def test_a_departure_in_independent_scatter_is_dated_at_its_step(compared) -> None:
+    def rows(seed: int, departed: bool) -> list[Row]:
+        random = np.random.default_rng(seed)
+        found = make_rows(1, 1500)
+        for row in found:
+            row["loss"] = (2 + 6 * math.exp(-row["step"] / 300)) * random.normal(1, 2e-3)
+            row["loss"] *= 1.02 if departed and row["step"] >= 900 else 1
+        return found
+
+    assert compared(rows(1, False), rows(2, False)).verdict == "equivalent"
+    result = compared(rows(1, False), rows(2, True))
+    assert result.verdict == "differ"
+    onset = result.metrics["loss"].onset_step
+    assert onset is not None
+    assert abs(onset - 900) <= 5
+    assert [cause.step for cause in result.causes] == [onset]
