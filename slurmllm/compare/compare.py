@@ -129,10 +129,12 @@ def compare(
     causes: tuple[Cause, ...] = ()
     if not match or (verdict == "equivalent" and band is None):
         onsets = [m.onset_step for m in metrics.values() if m.onset_step is not None]
+        # Scatter of their own came before the departure: its causes are not those of the scatter.
+        apart = not match and all(m.scattered for m in metrics.values() if m.departs)
         causes = explain(
             *(a, b, points, differences, settings, min(onsets, default=None)),
             exact=alignment.method == "exact",
-            shared=not (seeds or all(m.scattered for m in metrics.values() if m.departs)),
+            shared=not (seeds or apart),
             letter=letter,
         )
     only_in_a, only_in_b = alignment.only
