@@ -108,6 +108,18 @@ def test_smooth_curves_are_never_shifted(tmp_path: Path, shape: Any) -> None:
     assert (found.a.shift, found.b.shift) == (0, 0)
 
 
+def test_batches_that_are_one_ahead_are_no_shift(tmp_path: Path) -> None:
+    losses = noisy()
+    curves = []
+    for ahead in (0, 1):
+        path = tmp_path / f"{ahead}.csv"
+        rows = (f"{t},{losses[t + ahead]},{1e-4 * t}" for t in range(100))
+        path.write_text("n,nll,lr\n" + "\n".join(rows))
+        curves.append(read_curve(path, {"step": "n", "loss": "nll"}))
+    found = compare(*curves)
+    assert (found.verdict, found.a.shift, found.b.shift) == ("differ", 0, 0)
+
+
 def test_other_noise_is_not_shifted(tmp_path: Path) -> None:
     a = curve_of(tmp_path, "a.jsonl", noisy(seed=0), 0)
     for seed in range(1, 30):
