@@ -60,6 +60,10 @@ def write_atomic(path: Path, text: str) -> None:
     _write_whole(path, text.encode(), f"cannot write {path}", fix)
 
 
+# Of matplotlib, for pictures of curves
+PICTURE_STYLE = Path(__file__).with_name("picture.mplstyle")
+
+
 def write_picture(picture: Figure, path: Path, fix: str) -> None:
     """Write a PNG atomically; `fix` is what to do if it cannot be written.
 

@@ -199,13 +199,13 @@ def _draw(
     seeds: Sequence[Curve],
 ) -> list[Comparison]:
     """Draw the picture and record its path; without --plot a failure is only a warning."""
-    from slurmllm.compare.plot import default_path, draw_all
+    from slurmllm.compare.plot import default_path, draw
     from slurmllm.errors import StorageError
 
     path = Path(plot) if plot is not None else default_path(*curves)
     window = {"from_step": from_step, "to_step": to_step}
     try:
-        draw_all(curves[0], curves[1:], comparisons, path, seeds=seeds, **window)
+        draw(curves[0], curves[1:], comparisons, path, seeds=seeds, **window)
     except StorageError as error:
         if plot is not None:
             raise

@@ -84,14 +84,12 @@ def calibrate(
 
 def compare_with_run(name: str, cluster: str | None, runs_dir: str | None, as_json: bool) -> None:
     """Print predicted and measured figures of a run."""
-    import json
-
     from slurmllm.report.prediction import check_run_prediction
     from slurmllm.rundir import find_run, runs_root
 
     found = check_run_prediction(find_run(name, runs_root(runs_dir)), cluster, _expected_overheads)
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2))
+        click.echo(found.model_dump_json(indent=2))
         return
     _print_check(found)
     for warning in found.warnings:

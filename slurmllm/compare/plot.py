@@ -8,6 +8,7 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -18,7 +19,7 @@ from slurmllm.compare.comparison import Comparison, curve_letter
 from slurmllm.compare.comparison import format_figure as in_figures
 from slurmllm.compare.seed_band import SeedBand
 from slurmllm.metrics.curves import Axis, Curve, Floats, piece_means, relative_difference, thin_rows
-from slurmllm.rundir import report_path, write_picture
+from slurmllm.rundir import PICTURE_STYLE, report_path, write_picture
 
 # A wide light line beneath narrow dark ones: both are visible if they coincide. They also differ
 # in lightness, for colour-blind readers and for print.
@@ -49,16 +50,8 @@ def default_path(a: Curve, *others: Curve) -> Path:
     return report_path("compare", [curve.name for curve in curves], next(runs, None))
 
 
-def draw(a: Curve, b: Curve, comparison: Comparison, path: Path) -> None:
-    """Draw two curves into a PNG file.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
-    draw_all(a, [b], [comparison], path)
-
-
-def draw_all(
+@rc_context(fname=PICTURE_STYLE)
+def draw(
     a: Curve,
     others: Sequence[Curve],
     comparisons: Sequence[Comparison],
@@ -115,13 +108,8 @@ def draw_all(
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     margin = 0.015 * max(span[1] - span[0], 1)
     panels[-1].set_xlim(span[0] - margin, span[1] + margin)
-    panels[0].set_title(title, fontsize=10, loc="left", parse_math=False)
+    panels[0].set_title(title)
     write_picture(picture, path, "name another file with --plot, or leave it out with --no-plot")
-
-
-def _thin(positions: Floats, values: Floats) -> tuple[Floats, Floats]:
-    rows = thin_rows(values, _MAX_POINTS, keep_short_gaps=False)
-    return positions[rows], values[rows]
 
 
 def _draw_line(axes: Axes, positions: Floats, values: Floats, **style: Any) -> None:
@@ -130,7 +118,8 @@ def _draw_line(axes: Axes, positions: Floats, values: Floats, **style: Any) -> N
         axes.plot(positions, values, **style)
         return
     pale = {"color": style["color"], "alpha": 0.35, "linewidth": 0.7}
-    axes.plot(*_thin(positions, values), **pale)
+    rows = thin_rows(values, _MAX_POINTS, keep_short_gaps=False)
+    axes.plot(positions[rows], values[rows], **pale)
     axes.plot(piece_means(positions, _MEANS), piece_means(values, _MEANS), **style)
 
 
@@ -164,9 +153,7 @@ def _draw_curves(
     if band is not None:
         handles += _draw_band(axes, drawn[0], metric, band)
     if metric == "loss":
-        legend = axes.legend(handles=handles, loc="upper right", fontsize=9, framealpha=0.9)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        axes.legend(handles=handles, loc="upper right")
     finite = np.concatenate([*late, np.empty(0)])
     finite = np.clip(finite[np.isfinite(finite)], -_MAX_VALUE, _MAX_VALUE)
     if finite.size:
@@ -174,7 +161,6 @@ def _draw_curves(
         margin = 0.06 * float(np.ptp(finite)) or 1.0
         axes.set_ylim(float(finite.min()) - margin, float(finite.max()) + margin)
     axes.set_ylabel(_LABELS[metric])
-    _tidy(axes)
     for each in drawn:
         color = _METRIC_COLORS[metric] if len(drawn) == 1 else each.color
         _mark_departure(axes, each, metric, color, span)
@@ -268,7 +254,6 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_figures(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("relative\ndifference")
-    _tidy(axes)
     if all(r.bit_identical for each in drawn for r in each.comparison.metrics.values()):
         axes.set_ylim(1e-8, 1.0)
         axes.text(
@@ -284,9 +269,3 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
             loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, fontsize=8, ncols=4,
             frameon=False,
         )  # fmt: skip
-
-
-def _tidy(axes: Axes) -> None:
-    axes.grid(visible=True, color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

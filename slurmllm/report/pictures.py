@@ -8,6 +8,7 @@ from html import unescape
 from pathlib import Path
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
@@ -27,7 +28,7 @@ from slurmllm.report.figures import (
     shown_metrics,
     step_parts,
 )
-from slurmllm.rundir import report_path, write_picture
+from slurmllm.rundir import PICTURE_STYLE, report_path, write_picture
 from slurmllm.status.utilization import Utilization
 
 # Names of the Markdown's pictures
@@ -95,6 +96,7 @@ def write_pictures(
     return found
 
 
+@rc_context(fname=PICTURE_STYLE)
 def _write_scaling(figure: PlotData, path: Path) -> None:
     """The page's plot of throughput over nodes, with linear scaling for comparison."""
     picture = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
@@ -116,13 +118,12 @@ def _write_scaling(figure: PlotData, path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(LogFormatter())  # few labels over a long range
-    axes.grid(visible=True, which="both", color="#e3e3e3", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    for text in axes.legend(frameon=False, fontsize=8).get_texts():
-        text.set_parse_math(False)
+    axes.grid(which="minor")
+    axes.legend(frameon=False)
     write_picture(picture, path, _FIX)
 
 
+@rc_context(fname=PICTURE_STYLE)
 def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
     """One panel per metric, and one with the parts of a step of the first run that has them."""
     metrics = shown_metrics(runs)
@@ -137,7 +138,7 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
     panels = list(np.atleast_1d(picture.subplots(rows, 2, gridspec_kw=grid)).flat)
     for axes, (metric, title, unit) in zip(panels, metrics, strict=False):
         _draw_metric(axes, runs, metric)
-        axes.set_title(f"{title}{f', {unit}' if unit else ''}", fontsize=10, loc="left")
+        axes.set_title(f"{title}{f', {unit}' if unit else ''}")
     if split is not None and split.curve is not None:
         axes, parts = panels[len(metrics)], step_parts(split.curve) or []
         axes.stackplot(
@@ -146,25 +147,18 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
             labels=[name for name, _ in STEP_PARTS],
             colors=[color for _, color in STEP_PARTS],
         )
-        axes.set_title(f"Step time by parts, s: {split.name}", fontsize=10, loc="left",
-                       parse_math=False)  # fmt: skip
+        axes.set_title(f"Step time by parts, s: {split.name}")
         if (top := axis_top([sum(parts, np.zeros(1))])) is not None:
             axes.set_ylim(0.0, top)
         axes.legend(fontsize=7, loc="upper right")
     for axes in panels[:count]:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(visible=True, color="#e3e3e3", linewidth=0.6)
         axes.tick_params(labelsize=8)
         axes.margins(x=0.01)
     for axes in panels[count:]:
         axes.set_axis_off()
     if len(runs) > 1:
         handles, labels = panels[0].get_legend_handles_labels()
-        legend = picture.legend(
-            handles, labels, loc="upper center", ncols=4, frameon=False, fontsize=8
-        )
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        picture.legend(handles, labels, loc="upper center", ncols=4, frameon=False)
     write_picture(picture, path, _FIX)
 
 
@@ -198,6 +192,7 @@ def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
         axes.set_ylim(*sorted((0.0, 2.0 * float(finite[0]) or 1.0)))
 
 
+@rc_context(fname=PICTURE_STYLE)
 def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:
     """Draw the shares of each run's node hours, and next to them only the lost ones, as a PNG.
 
@@ -214,14 +209,12 @@ def draw_utilization(runs: Mapping[str, Utilization], path: Path) -> None:
             label = part.replace("_", " ") if axes is whole else None
             axes.barh(range(len(names)), widths, left=left, color=PART_COLORS[part], label=label)
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
+        axes.grid(visible=False, axis="y")
     whole.set_xlabel("% of the node hours")
     lost.set_xlabel("% of the node hours, without productive time")
     # A longer name would leave no room for the bars.
     shown = [name if len(name) <= 40 else f"{name[:39]}…" for name in names]
-    whole.set_yticks(range(len(names)), shown, parse_math=False)
+    whole.set_yticks(range(len(names)), shown)
     whole.invert_yaxis()
-    picture.legend(loc="outside upper center", ncols=len(TIME_PARTS), frameon=False, fontsize=8)
+    picture.legend(loc="outside upper center", ncols=len(TIME_PARTS), frameon=False)
     write_picture(picture, path, "name another file with --plot")

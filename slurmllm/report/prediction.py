@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from slurmllm.config.cluster import GIB
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig, change
-from slurmllm.errors import ConfigError, RunError
+from slurmllm.errors import ConfigError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.step_time import SteadySteps, read_steady_steps
 from slurmllm.plan.estimate import LayoutEstimate, predict
@@ -25,14 +24,13 @@ from slurmllm.plan.step import peak_flops
 from slurmllm.records import MicroBatchRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmCommands
-from slurmllm.status.history import RunHistory, read_history, read_incarnations, read_submissions
+from slurmllm.status.history import read_history, read_incarnations, read_submissions
 from slurmllm.status.utilization import account_node_hours
 
 # Parts of `plan.candidate.StepTime` between the loss and the norms. Under FSDP2 (native) gradients
 # are reduced within the backward pass and weights gathered within the forward pass; under NxD both
 # are the optimizer's.
 _OPTIMIZER = {"native": ("optimizer",), "nxd": ("data", "optimizer")}
-_TITLE = "run {} cannot be compared with a prediction"
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,6 @@ class PredictionCheck(BaseModel):
     rows: tuple[PredictedFigure, ...]
     warnings: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return self.model_dump(mode="json")
-
 
 def check_run_prediction(
     run: RunDir,
@@ -98,84 +93,16 @@ def check_run_prediction(
         StorageError: its plan.json or another record is damaged.
     """
     config = _config(run, cluster)
-    history = _history(run)
+    history = read_history(run, read_incarnations(read_submissions(run), SlurmCommands()))
     steady = read_steady_steps(run, history.attempts, read_submissions(run))
     mesh = load_mesh(run.plan)
     # plan.json holds only the mesh of the last submission, which may have other nodes.
-    if steady.nodes not in (None, mesh.nodes):
-        assert steady.nodes is not None
+    if steady.nodes is not None and steady.nodes != mesh.nodes:
         measured = run.micro_batch.is_file()
         micro = MicroBatchRecord.load(run.micro_batch).micro_batch if measured else None
         mesh = make_mesh(config, steady.nodes, micro)
     candidate = predict(config, mesh)
     expected = expect(candidate) if expect is not None else ExpectedOverheads()
-    return _compare(run, history, steady, candidate, expected)
-
-
-def check_prediction(
-    run: RunDir, candidate: LayoutEstimate, expected: ExpectedOverheads | None = None
-) -> PredictionCheck:
-    """Compare a prediction with the measurements of a run on as many nodes.
-
-    Raises:
-        RunError: as `check_run_prediction`, or the run's steps are from another number of nodes.
-    """
-    _require_training(run, candidate.config)
-    history = _history(run)
-    steady = read_steady_steps(run, history.attempts, read_submissions(run))
-    if steady.nodes not in (None, candidate.mesh.nodes):
-        raise RunError(
-            f"the steps of run {run.name} are from {steady.nodes} nodes, the prediction is for "
-            f"{candidate.mesh.nodes}; predict for {steady.nodes}"
-        )
-    return _compare(run, history, steady, candidate, expected or ExpectedOverheads())
-
-
-def _config(run: RunDir, cluster: str | None) -> RunConfig:
-    """The run's configuration, with the hardware figures for the prediction."""
-    own = load(run.config)
-    _require_training(run, own)
-    title = _TITLE.format(run.name)
-    config = own if cluster is None else change(own, cluster, ())
-    for name in ("device", "devices_per_node"):
-        here, there = getattr(own.cluster, name), getattr(config.cluster, name)
-        if here != there:
-            raise ConfigError(
-                title,
-                [
-                    f"cluster.{name}: {there} in --cluster {cluster}, {here} in the run; a "
-                    "profile of nodes like the run's is needed"
-                ],
-            )
-    if config.cluster.hardware is None:
-        raise ConfigError(
-            title,
-            [
-                f"cluster.hardware: missing in profile {config.cluster.name}; --cluster PROFILE "
-                "takes another's, and `slurmllm plan --calibrate --out FILE.yaml` measures one"
-            ],
-        )
-    return config
-
-
-def _require_training(run: RunDir, config: RunConfig) -> None:
-    if config.backend not in _OPTIMIZER:
-        fault = f"backend: {config.backend} computes nothing; use a run with another backend"
-        raise ConfigError(_TITLE.format(run.name), [fault])
-
-
-def _history(run: RunDir) -> RunHistory:
-    return read_history(run, read_incarnations(read_submissions(run), SlurmCommands()))
-
-
-def _compare(
-    run: RunDir,
-    history: RunHistory,
-    steady: SteadySteps,
-    candidate: LayoutEstimate,
-    expected: ExpectedOverheads,
-) -> PredictionCheck:
-    cluster = candidate.config.cluster
     used = account_node_hours(history)
     rows = [
         *_step_rows(steady, candidate),
@@ -186,20 +113,44 @@ def _compare(
         hours = f"of {used.node_hours:.4g} node hours, all attempts"
         rows.append(_row("effective utilization", expected.effective, used.effective, "", hours))
     warnings = [*steady.warnings, *used.warnings]
-    if cluster.hardware is not None and cluster.hardware.rough:
+    if config.cluster.hardware is not None and config.cluster.hardware.rough:
         warnings.append(
-            f"the hardware figures of profile {cluster.name} are rough; `slurmllm plan "
+            f"the hardware figures of profile {config.cluster.name} are rough; `slurmllm plan "
             "--calibrate` measures them"
         )
     return PredictionCheck(
         run=run.name,
-        cluster=cluster.name,
+        cluster=config.cluster.name,
         nodes=candidate.mesh.nodes,
         attempts=steady.attempts,
         steps=steady.steps,
         rows=tuple(rows),
         warnings=tuple(warnings),
     )
+
+
+def _config(run: RunDir, cluster: str | None) -> RunConfig:
+    """The run's configuration, with the hardware figures for the prediction."""
+    own = load(run.config)
+    title = f"run {run.name} cannot be compared with a prediction"
+    if own.backend not in _OPTIMIZER:
+        fault = f"backend: {own.backend} computes nothing; use a run with another backend"
+        raise ConfigError(title, [fault])
+    config = own if cluster is None else change(own, cluster, ())
+    faults = [
+        f"cluster.{name}: {there} in --cluster {cluster}, {here} in the run; a profile of nodes "
+        "like the run's is needed"
+        for name in ("device", "devices_per_node")
+        if (here := getattr(own.cluster, name)) != (there := getattr(config.cluster, name))
+    ]
+    if config.cluster.hardware is None:
+        faults.append(
+            f"cluster.hardware: missing in profile {config.cluster.name}; --cluster PROFILE takes "
+            "another's, and `slurmllm plan --calibrate --out FILE.yaml` measures one"
+        )
+    if faults:
+        raise ConfigError(title, faults)
+    return config
 
 
 def _step_rows(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[PredictedFigure]:

@@ -284,15 +284,15 @@ def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
 
     Returns n, the number of values, if there is none; NaN is above every limit. [places]
     """
-    found = np.full(len(places), len(values))
-    for number, (begin, limit) in enumerate(zip(places.tolist(), limits.tolist(), strict=True)):
-        length = 16  # most return soon: longer and longer parts are searched
-        while begin < len(values):
-            below = values[begin : begin + length] <= limit
-            if below.any():
-                found[number] = begin + int(below.argmax())
-                break
-            begin, length = begin + length, 4 * length
+    # Minima of 1, 2, 4, … values from each place on, until each search ends within one; what
+    # follows the last value is below every limit.
+    minima, found = [np.append(values, -np.inf)], places
+    while not np.all(minima[-1][places] <= limits):
+        half, lowest = 2 ** (len(minima) - 1), np.full(len(values) + 1, -np.inf)
+        np.fmin(minima[-1][:-half], minima[-1][half:], out=lowest[:-half])
+        minima.append(lowest)
+    for power, lowest in reversed(list(enumerate(minima))):
+        found = np.where(lowest[found] <= limits, found, found + 2**power)
     return found
 
 

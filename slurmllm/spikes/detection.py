@@ -18,10 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from slurmllm.errors import RunError, UserError
+from slurmllm.format import format_plural
 from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, Range
 from slurmllm.spikes.analysis import (
     MOST_GROWTH,
@@ -46,6 +48,7 @@ WINDOW = 20
 THRESHOLD = 0.1
 _MAX_SPIKES = 1000  # in an analysis, one by one
 _NEAR_STEPS = 5  # a spike so many logged steps after a restart or a skip coincides with it
+_steps = partial(format_plural, noun="step")
 
 
 def analyze(
@@ -108,7 +111,7 @@ def find_spikes(
     if first.size:
         separate = first[1:] - last[:-1] - 1 >= min_gap
         first, last = first[np.append(True, separate)], last[np.append(separate, True)]
-    durations, spans = last - first + 1, list(zip(first.tolist(), last.tolist(), strict=True))
+    durations = last - first + 1
     returned = first_at_most(values, first, means[first]) - first
     back = first + returned < len(values)
     rows = np.isin(curve.steps, steps)
@@ -119,14 +122,13 @@ def find_spikes(
     if grads is not None:
         medians = medians_before(grads, first, window)
         # The step before a spike too: its gradient makes the spike's first loss.
-        largest = np.array([np.fmax.reduce(grads[max(a - 1, 0) : b + 1]) for a, b in spans])
+        largest = _largest_between(grads, np.maximum(first - 1, 0), last)
         np.divide(largest, medians, out=ratios, where=medians > 0)
     restarts, skips = curve.restarts, _steps_after_skips(curve)
     near_restart = _latest_near(np.searchsorted(steps, restarts), first, last)
     near_skip = _latest_near(np.searchsorted(steps, [step for step, _ in skips]), first, last)
-    judged_heights = np.nan_to_num(heights, nan=-np.inf)
-    peaks = first + np.array([judged_heights[a : b + 1].argmax() for a, b in spans], dtype=np.int64)
-    highest = heights[peaks]
+    highest = _largest_between(heights, first, last)
+    peaks = first_at_most(-heights, first, -highest)
     spikes = [
         Spike(
             step=int(steps[first[i]]),
@@ -241,6 +243,13 @@ def select_steps(curve: Curve, first: int | None, last: int | None) -> Curve:
     )
 
 
+def _largest_between(values: Floats, first: Ints, last: Ints) -> Floats:
+    """Returns the largest finite value of each range, both ends included; NaN without any."""
+    edges = np.column_stack([first, last + 1]).ravel()
+    largest: Floats = np.fmax.reduceat(np.append(values, np.nan), edges)[::2]
+    return largest
+
+
 def _finite_column(curve: Curve, metric: str, rows: Flags) -> Floats | None:
     """Returns the finite values of a metric at some rows, NaN for others; None without any."""
     if metric not in curve.columns:
@@ -317,7 +326,7 @@ def _describe_spikes(found: SpikeAnalysis) -> Iterator[str]:
     if not count:
         yield f"no spike in {_steps(found.judged)}"
         return
-    many = "1 spike" if count == 1 else f"{count:,} spikes"
+    many = format_plural(count, "spike")
     yield f"{many} in {_steps(found.judged)} ({found.per_1000_steps:.3g} per 1,000)"
     if count == 1:
         yield f"it lasts {_steps(found.longest)}"
@@ -338,7 +347,3 @@ def _describe_spikes(found: SpikeAnalysis) -> Iterator[str]:
     for number, what in ((found.at_restarts, "a restart"), (found.at_skips, "skipped batches")):
         if number:
             yield f"{number:,} {'coincides' if number == 1 else 'coincide'} with {what}"
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count:,} steps"

@@ -7,12 +7,13 @@ from pathlib import Path
 from textwrap import fill
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from slurmllm.metrics.curves import Curve, Floats, Ints, thin_rows
-from slurmllm.rundir import report_path, write_picture
+from slurmllm.rundir import PICTURE_STYLE, report_path, write_picture
 from slurmllm.spikes.analysis import NAMES, Metric, SpikeAnalysis
 
 _COLORS: dict[Metric, str] = {"loss": "#12466b", "grad_norm": "#2a8c6e"}
@@ -28,6 +29,7 @@ def default_path(curve: Curve) -> Path:
     return report_path("spikes", [curve.name], curve.path if is_run else None)
 
 
+@rc_context(fname=PICTURE_STYLE)
 def draw(runs: Sequence[tuple[Curve, SpikeAnalysis]], path: Path) -> None:
     """Draw runs next to each other into a PNG file.
 
@@ -50,9 +52,7 @@ def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
         _draw_metric(axes, curve, one, legend=one is analysis)
         axes.sharex(panels[0])
         title = f"{NAMES[one.metric]}: {one.verdict}"
-        title = fill(title if one is not analysis else f"{curve.name}: {title}", 115)
-        # A run's name may contain `$`, which begins a formula in matplotlib.
-        axes.set_title(title, fontsize=10, loc="left", parse_math=False)
+        axes.set_title(fill(title if one is not analysis else f"{curve.name}: {title}", 115))
     if norms:
         steps, values = curve.series("param_norm")
         panels[-2].plot(*_thinned(steps, values), color=_NORM, linewidth=1.2)
@@ -74,15 +74,11 @@ def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
         last.set_xlabel("duration of spikes (logged steps)")
         last.set_ylabel("spikes")
         last.yaxis.set_major_locator(MaxNLocator(integer=True))
-        last.legend(loc="upper right", fontsize=9, framealpha=0.9)
+        last.legend(loc="upper right")
     else:
         last.text(0.5, 0.5, "no spike", transform=last.transAxes, ha="center", color="#444444")
         last.set_xticks([])
         last.set_yticks([])
-    for axes in panels:
-        axes.grid(visible=True, color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_metric(axes: Axes, curve: Curve, analysis: SpikeAnalysis, *, legend: bool) -> None:
@@ -113,7 +109,7 @@ def _draw_metric(axes: Axes, curve: Curve, analysis: SpikeAnalysis, *, legend: b
     axes.set_ylabel("loss (nats)" if analysis.metric == "loss" else NAMES[analysis.metric])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if legend and axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper right", fontsize=9, framealpha=0.9, ncols=2)
+        axes.legend(loc="upper right", ncols=2)
 
 
 def _thinned(steps: Ints, values: Floats) -> tuple[Ints, Floats]:

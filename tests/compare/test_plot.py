@@ -12,7 +12,7 @@ from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Tolerances
-from slurmllm.compare.plot import default_path, draw, draw_all
+from slurmllm.compare.plot import default_path, draw
 from slurmllm.errors import StorageError
 from slurmllm.metrics.source import read_curve
 
@@ -22,7 +22,8 @@ COLOR_A, COLOR_B = (0xF2, 0xA6, 0x5A), (0x12, 0x46, 0x6B)
 def drawn(a: Path, b: Path, path: Path, **tolerances: object) -> np.ndarray:
     """The pixels of the picture of a comparison. [height, width, 3]"""
     one, other = read_curve(a), read_curve(b)
-    draw(one, other, compare(one, other, Tolerances(**tolerances)), path)  # type: ignore[arg-type]
+    found = compare(one, other, Tolerances(**tolerances))  # type: ignore[arg-type]
+    draw(one, [other], [found], path)
     with Image.open(path) as image:
         assert image.format == "PNG"
         return np.asarray(image.convert("RGB"))
@@ -106,7 +107,7 @@ def test_reasons_are_whole_and_the_legend_is_free(
     )
     reason = " ".join(f"word{i}" for i in range(60))
     results = [compare(a, b).model_copy(update={"reason": reason}) for b in others]
-    draw_all(a, others, results, tmp_path / "p.png")
+    draw(a, others, results, tmp_path / "p.png")
     (picture,) = figures
     panels = [axes for axes in picture.axes if axes.get_visible()]
     title = panels[0].title if panels[0].get_title() else panels[0]._left_title  # type: ignore[attr-defined]
@@ -123,7 +124,7 @@ def test_shifted_steps_are_drawn_shifted(
 ) -> None:
     a = read_curve(make_file("a", make_rows(1, 30)))
     b = replace(a, steps=a.steps + 100)
-    draw(a, b, compare(a, b, shifts=(0, -100)), tmp_path / "p.png")
+    draw(a, [b], [compare(a, b, shifts=(0, -100))], tmp_path / "p.png")
     one, other = figures[0].axes[0].get_lines()[:2]
     assert np.array_equal(one.get_xdata(), other.get_xdata())
     assert len(one.get_xdata()) == 30
@@ -135,7 +136,7 @@ def test_a_long_run_is_its_means_over_pale_values(
     noise = np.random.default_rng(0).normal(0, 0.1, 4000)
     rows = [make_row(i + 1, loss=2 + 8 * math.exp(-i / 20) + noise[i]) for i in range(4000)]
     a = read_curve(make_file("a", rows))
-    draw(a, a, compare(a, a), tmp_path / "p.png")
+    draw(a, [a], [compare(a, a)], tmp_path / "p.png")
     panel = figures[0].axes[0]
     pale, means = panel.get_lines()[:2]
     assert (pale.get_alpha(), means.get_alpha()) == (0.35, None)
