@@ -15,6 +15,8 @@ from slurmllm.metrics.curves import Flags, Floats, Ints
 from slurmllm.records import Record
 
 WINDOWS = 10
+# Values of which the signed-rank test is exact
+_EXACT = 25
 # Of all points: the width of the running mean that smooths the curves.
 _SMOOTHING = 1 / 50
 
@@ -356,6 +358,24 @@ def persists(flags: Flags) -> Flags:
     ahead = np.concatenate((flags.astype(np.int8), np.ones(3, dtype=np.int8)))
     found: Flags = flags & (ahead[1:-2] + ahead[2:-1] + ahead[3:] >= 2)
     return found
+
+
+def signed_rank(values: Floats) -> float:
+    """Returns how far above 0 values are, as the normal quantile of Wilcoxon's signed-rank test.
+
+    Exact for up to 25 values; the normal approximation of the rank sum for more.
+    """
+    count = len(values)
+    ranks = np.argsort(np.argsort(np.abs(values))) + 1
+    below = int(ranks[values < 0].sum())  # the sum of the ranks of the values below 0
+    if count > _EXACT:
+        variance = count * (count + 1) * (2 * count + 1) / 24
+        return float((count * (count + 1) / 4 - below) / np.sqrt(variance))
+    ways = np.ones(1)  # number of sets of ranks, by their sum
+    for rank in range(1, count + 1):
+        ways = np.append(ways, np.zeros(rank)) + np.append(np.zeros(rank), ways)
+    chance = ways[: below + 1].sum() / 2**count
+    return NormalDist().inv_cdf(1 - min(chance, 1 - 1e-9))
 
 
 def t_quantile(chance: float, degrees: float) -> float:
