@@ -32,10 +32,6 @@ class RecoveryTimes(Record):
     start_up_s: float = Field(description="workers: imports, rendezvous, model, resume")
     first_step_s: float
 
-    @property
-    def own_s(self) -> float:
-        return self.total_s - self.requeue_s
-
 
 class DrillResult(Record):
     """The result of one fault."""

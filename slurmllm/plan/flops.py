@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.plan.parameters import kv_copies
 
@@ -98,7 +97,3 @@ def model_flops(model: ModelConfig, sequences: int) -> float:
     vocabulary = 2 * model.vocab_size * model.hidden_size  # padding is no work of the model
     attention = 4 * model.seq_len * model.num_heads * model.head_dim
     return 3.0 * tokens * (model.num_layers * (block + attention) + vocabulary)
-
-
-def has_learned_positions(model: ModelConfig) -> bool:
-    return FAMILIES[model.family].positions == "learned"

@@ -12,16 +12,17 @@ allocator's fragments.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from slurmllm.config.families import FAMILIES, sharding_plan
+from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig
+from slurmllm.plan.flops import up_width
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.parameters import Shape, block_shapes, ends, rest_shapes
+from slurmllm.plan.parameters import Shape, ends, worker_shapes
+from slurmllm.plan.step import formats
 
 _FP32, _FP64, _BF16 = 4, 8, 2
 _LOGITS_AT_A_TIME = 2**27  # as in model/output.py
@@ -74,25 +75,13 @@ class WorkerMemory:
         return sum(self.parts().values())
 
 
-@dataclass(frozen=True)
-class _Formats:
-    """Bytes of one number."""
-
-    kept: int
-    computed: int
-    summed: int
-
-
 def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     """What one worker needs.
 
     Args:
         rank: Which worker; the first of a pipeline stage has the largest shares of it.
     """
-    train, zero = config.recipe.train, config.recipe.parallel.zero
-    formats = _Formats(_FP32 if train.precision == "bf16_mixed" else _BF16, _BF16, _FP32)
-    if train.precision == "fp32":
-        formats = _Formats(_FP32, _FP32, _FP32)
+    zero, width = config.recipe.parallel.zero, formats(config)
     place = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)
     held = _numbers(*place, 1, 0)
     own = _numbers(*place, mesh.data, mesh.data_rank(rank))
@@ -102,20 +91,20 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     several = mesh.accumulation > 1
     until_last = several and (zero <= 1 or mesh.pipeline > 1)
     dropped = zero == 3 and mesh.pipeline == 1  # pipelining keeps a stage's weights gathered
-    carried = whole * formats.summed if until_last else stored * formats.kept if several else 0
-    steps = _StepMemory(config, mesh, rank, formats)
+    carried = whole * width.reduced if until_last else stored * width.kept if several else 0
+    steps = _StepMemory(config, mesh, rank)
     transient = 0 if until_last else rest + 2 * largest_block
     return WorkerMemory(
-        weights=stored * formats.kept,
-        optimizer=2 * own.total * formats.kept,
-        gradients=stored * formats.kept,
-        whole_weights=(rest + 2 * largest_block if dropped else whole) * formats.computed,
+        weights=stored * width.kept,
+        optimizer=2 * own.total * width.kept,
+        gradients=stored * width.kept,
+        whole_weights=(rest + 2 * largest_block if dropped else whole) * width.computed,
         whole_gradients=carried,
         activations=steps.activations(),
         output=steps.output(),
-        block=steps.block() + transient * formats.summed,
+        block=steps.block() + transient * width.reduced,
         pipeline=steps.receive_buffers(),
-        ending=2 * rest * formats.summed,
+        ending=2 * rest * width.reduced,
         # On CPUs the norm's fp64 sum copies one tensor at a time.
         passing=own.largest * _FP64 if config.cluster.device == "cpu" else 0,
     )
@@ -139,40 +128,29 @@ def _numbers(
     model: ModelConfig, tensor: int, pipeline: int, stage: int, workers: int, worker: int
 ) -> _ParameterCounts:
     """What a worker of a stage has where FSDP shares it among so many."""
-    plan = sharding_plan(model.family, model.tied_embeddings)
 
-    def count(name: str, shape: Shape, table: Mapping[str, str]) -> int:
-        module, _, leaf = name.rpartition(".")
-        how, (rows, *others) = table[module], shape
-        if how in ("column", "vocabulary"):
-            rows //= tensor
-        elif how == "row" and leaf == "weight":
-            others = [others[0] // tensor]
+    def count(shape: Shape) -> int:
         # FSDP shares rows in equal pieces, the last ones shorter or empty.
-        piece = math.ceil(rows / workers)
-        return max(0, min(piece, rows - worker * piece)) * math.prod(others)
+        piece = math.ceil(shape[0] / workers)
+        return max(0, min(piece, shape[0] - worker * piece)) * math.prod(shape[1:])
 
-    block = [count(name, shape, plan.block) for name, shape in block_shapes(model).items()]
-    rest = [
-        count(name, shape, plan.rest)
-        for name, shape in rest_shapes(model).items()
-        if stage in ends(name, model, pipeline)
-    ]
+    blocks, outside = worker_shapes(model, tensor)
+    block = [count(shape) for shape in blocks]
+    rest = [count(shape) for name, shape in outside.items() if stage in ends(name, model, pipeline)]
     return _ParameterCounts(sum(block), sum(rest), model.num_layers // pipeline, max(block + rest))
 
 
 class _StepMemory:
     """What one step of a worker adds, part by part, bytes."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, rank: int, formats: _Formats) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, rank: int) -> None:
         self.model, self.train, self.mesh = config.recipe.model, config.recipe.train, mesh
         self.stage = mesh.pipeline_rank(rank)
-        self.formats = formats
         self.tokens = mesh.micro_batch * self.model.seq_len
         # Tokens of the stretches that sequence parallelism shares.
         self.own_tokens = self.tokens // (mesh.tensor if config.recipe.parallel.sequence else 1)
         self.hidden = self.model.hidden_size
-        self.bytes = formats.computed
+        self.bytes = formats(config).computed
 
     def activations(self) -> int:
         """Kept by all blocks of this worker, and by the final norm."""
@@ -209,7 +187,7 @@ class _StepMemory:
 
     def block(self) -> int:
         """Backward through a block: its widest gradients, and a matrix's before it is added."""
-        width = self._up_width() // self.mesh.tensor
+        width = up_width(self.model) // self.mesh.tensor
         passing = 2 * self.tokens * (self.hidden + width) * self.bytes
         matrix = self.hidden * width * self.bytes
         again = self._block() if self.train.activation_checkpointing == "full" else 0
@@ -231,9 +209,6 @@ class _StepMemory:
             return self._stream()
         return 2 * self.own_tokens * self.hidden * _FP32
 
-    def _up_width(self) -> int:
-        return self.model.ffn_hidden_size * (2 if self.model.gated else 1)
-
     def _block(self) -> int:
         """What one block keeps of one micro batch."""
         model, tensor = self.model, self.mesh.tensor
@@ -247,7 +222,7 @@ class _StepMemory:
             shared += queries + keys
         # Input of the activation and of the last matrix; the gated one keeps the activated gate
         # too, which a compiled block computes again.
-        shared += self._up_width() + model.ffn_hidden_size
+        shared += up_width(model) + model.ffn_hidden_size
         if model.gated and not self.train.compile:
             shared += model.ffn_hidden_size
         log_sums = self.tokens * model.num_heads // tensor * _FP32

@@ -20,7 +20,6 @@ the masks of attention, what is received ahead of a stage's step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,9 +28,10 @@ from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.parameters import Shape, block_shapes, ends, rest_shapes, share_of
+from slurmllm.plan.parameters import Shape, ends, worker_shapes
+from slurmllm.plan.step import formats
 
-_FP32, _BF16 = 4, 2
+_FP32 = 4
 
 # Instructions, DMA descriptors and collectives' memory of a core's graphs, 2.3 GiB less the 96 MB
 # of microcode. The one breakdown that was found is of a 70B model's inference (github
@@ -52,22 +52,6 @@ _COPIES = 2
 _ALLREDUCE_BUCKET, _ZERO_BUCKETS = GIB, 2 * 130 * 2**20
 
 
-class _NeuronFormats(NamedTuple):
-    """Bytes of one number: of weights and activations, of gradients' sums, of the optimizer's."""
-
-    computed: int
-    summed: int
-    updated: int
-
-
-_FORMATS = {
-    "fp32": _NeuronFormats(_FP32, _FP32, _FP32),
-    "bf16_mixed": _NeuronFormats(_BF16, _FP32, _FP32),
-    "bf16_sr": _NeuronFormats(_BF16, _BF16, _BF16),
-    "bf16": _NeuronFormats(_BF16, _BF16, _BF16),
-}
-
-
 def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int]:
     """What one worker needs: bytes by part at the step's fullest moment, which add up to the peak.
 
@@ -82,20 +66,20 @@ def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int
     """
     recipe, stage = config.recipe, mesh.pipeline_rank(rank)
     model, zero = recipe.model, recipe.parallel.zero > 0
-    formats = _FORMATS[recipe.train.precision]
+    width = formats(config)
     whole = _numbers(model, mesh.tensor, mesh.pipeline, stage, 1)
     share = _numbers(model, mesh.tensor, mesh.pipeline, stage, mesh.data if zero else 1)
-    has_master = zero or formats.updated != formats.computed
+    has_master = zero or width.kept != width.computed
     resting = {
-        "weights": whole.total * formats.computed,
-        "master_weights": share.total * formats.updated * has_master,
-        "optimizer": 2 * share.total * formats.updated,
+        "weights": whole.total * width.computed,
+        "master_weights": share.total * width.kept * has_master,
+        "optimizer": 2 * share.total * width.kept,
     }
-    gradients = whole.total * formats.summed
+    gradients = whole.total * width.reduced
     moment = max(
-        _backward(config, mesh, stage, gradients, whole.block * formats.computed),
+        _backward(config, mesh, stage, gradients, whole.block * width.computed),
         {
-            "gradients": gradients + (share.total * formats.updated if zero else gradients),
+            "gradients": gradients + (share.total * width.kept if zero else gradients),
             "buffers": min(_ZERO_BUCKETS if zero else _ALLREDUCE_BUCKET, gradients),
         },
         key=lambda parts: sum(parts.values()),
@@ -110,7 +94,7 @@ def _backward(
     """What the backward pass adds: at the loss, or in the first block."""
     recipe = config.recipe
     model, mode = recipe.model, recipe.train.activation_checkpointing
-    size = _FORMATS[recipe.train.precision].computed
+    size = formats(config).computed
     apart = mesh.pipeline > 1
     block = _block(model, mesh.tensor, mesh.micro_batch, recipe.parallel.sequence, size, apart)
     layers = model.num_layers // mesh.chunks
@@ -156,22 +140,10 @@ def _numbers(
         # Rounded up: every worker's shard is padded to the same rows.
         return -(-shape[0] // workers) * math.prod(shape[1:])
 
-    blocks, outside = _shares(model, tensor)
+    blocks, outside = worker_shapes(model, tensor)
     block = sum(map(count, blocks))
     rest = [count(shape) for name, shape in outside.items() if stage in ends(name, model, pipeline)]
     return _NeuronShares(block, model.num_layers // pipeline * block + sum(rest))
-
-
-@lru_cache(maxsize=256)
-def _shares(model: ModelConfig, tensor: int) -> tuple[tuple[Shape, ...], Mapping[str, Shape]]:
-    """Shapes of a worker's parts: in a block, and by name outside the blocks."""
-
-    def part(name: str, shape: Shape) -> Shape:
-        share = share_of(name, shape, model, tensor, 0)
-        return tuple(share.size if dim == share.dim else n for dim, n in enumerate(shape))
-
-    block = [part(f"layers.0.{name}", shape) for name, shape in block_shapes(model).items()]
-    return tuple(block), {name: part(name, shape) for name, shape in rest_shapes(model).items()}
 
 
 class _BlockMemory(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -181,3 +182,15 @@ def _heads(model: ModelConfig, tensor: int, rank: int) -> slice:
     group, width = model.num_heads // model.kv_heads, model.head_dim
     start = (head * group + number * queries) * width
     return slice(start, start + queries * width)
+
+
+@lru_cache(maxsize=256)
+def worker_shapes(model: ModelConfig, tensor: int) -> tuple[tuple[Shape, ...], Mapping[str, Shape]]:
+    """Shapes of a worker's parts: in a block, and by name outside the blocks."""
+
+    def part(name: str, shape: Shape) -> Shape:
+        share = share_of(name, shape, model, tensor, 0)
+        return tuple(share.size if dim == share.dim else n for dim, n in enumerate(shape))
+
+    block = [part(f"layers.0.{name}", shape) for name, shape in block_shapes(model).items()]
+    return tuple(block), {name: part(name, shape) for name, shape in rest_shapes(model).items()}

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from slurmllm.config.resolve import RunConfig
@@ -38,15 +39,6 @@ _PARALLEL_RULES = [
     rule for rule in RULES if any(path.startswith("parallel.") for path in rule.paths)
 ]
 
-_MODEL_FIELDS = sorted(
-    {
-        path.removeprefix("model.")
-        for rule in _PARALLEL_RULES
-        for path in rule.paths
-        if path.startswith("model.")
-    }
-)
-
 Unsupported = Callable[[RunConfig], Sequence[str]]
 
 
@@ -59,18 +51,6 @@ class SearchResult:
     fitting: tuple[LayoutEstimate, ...]  # layouts that fit into memory, fastest first
     too_large: tuple[LayoutEstimate, ...]  # layouts that do not, smallest first
     refused: Mapping[str, int]  # Reason → number of layouts that were not considered
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """A layout without its micro batch."""
-
-    tensor: int
-    pipeline: int
-    virtual_pipeline: int
-    sequence: bool
-    zero: int
-    checkpointing: str
 
 
 def search(
@@ -93,16 +73,15 @@ def search(
     fitting: list[LayoutEstimate] = []
     too_large: list[LayoutEstimate] = []
     for layout in _layouts(config, nodes, fixed):
-        changed = _with(config, layout)
-        reason = _reason(changed, layout, nodes, unsupported)
+        reason = _reason(layout, nodes, unsupported)
         if reason is not None:
             refused[reason] += 1
             continue
-        sizes = _micro_batches(config, layout, nodes, fixed)
+        sizes = _micro_batches(layout, nodes, fixed)
         if not sizes:
-            train = config.recipe.train
-            why = f"no micro batch makes whole rounds over {layout.pipeline} stages"
-            if train.micro_batch != "auto" and layout.virtual_pipeline == 1:
+            train, parallel = layout.recipe.train, layout.recipe.parallel
+            why = f"no micro batch makes whole rounds over {parallel.pipeline} stages"
+            if train.micro_batch != "auto" and parallel.virtual_pipeline == 1:
                 why = (
                     f"train.micro_batch {train.micro_batch} does not divide a worker's share of "
                     f"train.global_batch {train.global_batch}"
@@ -110,12 +89,12 @@ def search(
             refused[why] += 1
         overflows = False
         for size in sizes:
-            mesh = _mesh(config, layout, nodes, size)
+            mesh = _mesh(layout, nodes, size)
             # Larger ones do not fit either, except one for the whole step, which does not
             # accumulate gradients. A measurement starts with the smallest and never gets there.
             if overflows and (mesh.accumulation > 1 or measures_micro_batch(config)):
                 continue
-            candidate = predict(_with_micro_batch(changed, size), mesh)
+            candidate = predict(_with_train(layout, "micro_batch", size), mesh)
             if candidate.fits:
                 fitting.append(candidate)
             elif not overflows:
@@ -148,22 +127,24 @@ def _some_fits(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
 ) -> bool:
     for layout in _layouts(config, nodes, fixed, smallest=True):
-        changed = _with(config, layout)
-        if _reason(changed, layout, nodes, unsupported) is None:
-            sizes = _micro_batches(config, layout, nodes, fixed)
+        if _reason(layout, nodes, unsupported) is None:
+            sizes = _micro_batches(layout, nodes, fixed)
             # The largest may fit although smaller ones do not: it accumulates no gradients.
             ends = sizes[:1] if measures_micro_batch(config) else {*sizes[:1], *sizes[-1:]}
             for size in ends:
-                mesh = _mesh(config, layout, nodes, size)
-                if predict(_with_micro_batch(changed, size), mesh).fits:
+                mesh = _mesh(layout, nodes, size)
+                if predict(_with_train(layout, "micro_batch", size), mesh).fits:
                     return True
     return False
 
 
 def _layouts(
     config: RunConfig, nodes: int, fixed: Collection[str], smallest: bool = False
-) -> Iterator[_Layout]:
-    """All combinations; with `smallest` only the one of each mesh that needs the least memory."""
+) -> Iterator[RunConfig]:
+    """All combinations but those of the micro batch.
+
+    With `smallest` only the one of each mesh that needs the least memory.
+    """
     parallel, train = config.recipe.parallel, config.recipe.train
     world = nodes * config.cluster.devices_per_node
 
@@ -183,13 +164,20 @@ def _layouts(
             modes: Sequence[str] = _CHECKPOINTING
             if smallest:
                 chunks, sequences, zeros, modes = [1], sequences[:1], zeros[-1:], modes[-1:]
-            for virtual in values("parallel.virtual_pipeline", parallel.virtual_pipeline, chunks):
-                for sequence in values("parallel.sequence", parallel.sequence, sequences):
-                    for zero in values("parallel.zero", parallel.zero, zeros):
-                        for mode in values(
-                            "train.activation_checkpointing", train.activation_checkpointing, modes
-                        ):
-                            yield _Layout(tensor, pipeline, virtual, sequence, zero, mode)
+            options = (
+                values("parallel.virtual_pipeline", parallel.virtual_pipeline, chunks),
+                values("parallel.sequence", parallel.sequence, sequences),
+                values("parallel.zero", parallel.zero, zeros),
+                values("train.activation_checkpointing", train.activation_checkpointing, modes),
+            )
+            for virtual, sequence, zero, mode in product(*options):
+                degrees = {
+                    "tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual,
+                    "sequence": sequence, "zero": zero,
+                }  # fmt: skip
+                changed = {"parallel": parallel.model_copy(update=degrees)}
+                layout = replace(config, recipe=config.recipe.model_copy(update=changed))
+                yield _with_train(layout, "activation_checkpointing", mode)
 
 
 def _tensor_degrees(config: RunConfig, world: int) -> list[int]:
@@ -202,76 +190,54 @@ def _tensor_degrees(config: RunConfig, world: int) -> list[int]:
     return degrees
 
 
-def _reason(config: RunConfig, layout: _Layout, nodes: int, unsupported: Unsupported) -> str | None:
-    world = nodes * config.cluster.devices_per_node
-    model = layout.tensor * layout.pipeline
+def _reason(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | None:
+    recipe, per_node = layout.recipe, layout.cluster.devices_per_node
+    world, model = nodes * per_node, recipe.parallel.tensor * recipe.parallel.pipeline
     if world % model:
         return (
-            f"tensor {layout.tensor} × pipeline {layout.pipeline} does not divide the {world} "
-            f"workers of {nodes} × {config.cluster.devices_per_node}"
+            f"tensor {recipe.parallel.tensor} × pipeline {recipe.parallel.pipeline} does not "
+            f"divide the {world} workers of {nodes} × {per_node}"
         )
-    values = {
-        **{f"model.{name}": getattr(config.recipe.model, name) for name in _MODEL_FIELDS},
-        "parallel.tensor": layout.tensor,
-        "parallel.pipeline": layout.pipeline,
-        "parallel.virtual_pipeline": layout.virtual_pipeline,
-        "parallel.sequence": layout.sequence,
-    }
-    faults = (rule.check(*(values[path] for path in rule.paths)) for rule in _PARALLEL_RULES)
-    broken = next((fault for fault in faults if fault is not None), None)
-    if broken is not None:
-        return broken
-    data, batch = world // model, config.recipe.train.global_batch
+    for rule in _PARALLEL_RULES:
+        sections = (path.split(".") for path in rule.paths)
+        fault = rule.check(*(getattr(getattr(recipe, part), name) for part, name in sections))
+        if fault is not None:
+            return fault
+    data, batch = world // model, recipe.train.global_batch
     if batch % data:
         return f"train.global_batch {batch} is not a multiple of {data} data-parallel workers"
-    return next(iter(unsupported(config)), None)
+    return next(iter(unsupported(layout)), None)
 
 
-def _micro_batches(
-    config: RunConfig, layout: _Layout, nodes: int, fixed: Collection[str]
-) -> list[int]:
-    train = config.recipe.train
-    sequences = train.global_batch // _data(config, layout, nodes)
-    found = _cuts(sequences, layout.pipeline, layout.virtual_pipeline)
+def _micro_batches(layout: RunConfig, nodes: int, fixed: Collection[str]) -> list[int]:
+    train, parallel = layout.recipe.train, layout.recipe.parallel
+    sequences = train.global_batch // _data(layout, nodes)
+    found = _cuts(sequences, parallel.pipeline, parallel.virtual_pipeline)
     if "train.micro_batch" not in fixed or train.micro_batch == "auto":
         return [size for size in found if size <= _LARGEST_MICRO_BATCH]
     size = train.micro_batch
-    rounds = layout.virtual_pipeline == 1 or size in found  # else it leaves stages idle
+    rounds = parallel.virtual_pipeline == 1 or size in found  # else it leaves stages idle
     return [size] if sequences % size == 0 and rounds else []
 
 
-@lru_cache(maxsize=4096)
-def _cuts(sequences: int, pipeline: int, virtual: int) -> list[int]:
-    return micro_batches(sequences, pipeline, virtual)
+_cuts = lru_cache(maxsize=4096)(micro_batches)
 
 
-def _data(config: RunConfig, layout: _Layout, nodes: int) -> int:
-    return nodes * config.cluster.devices_per_node // (layout.tensor * layout.pipeline)
+def _data(layout: RunConfig, nodes: int) -> int:
+    parallel = layout.recipe.parallel
+    return nodes * layout.cluster.devices_per_node // (parallel.tensor * parallel.pipeline)
 
 
-def _mesh(config: RunConfig, layout: _Layout, nodes: int, micro_batch: int) -> Mesh:
+def _mesh(layout: RunConfig, nodes: int, micro_batch: int) -> Mesh:
+    parallel = layout.recipe.parallel
     return Mesh(
-        nodes, config.cluster.devices_per_node, layout.tensor, layout.pipeline,
-        _data(config, layout, nodes), config.recipe.train.global_batch, micro_batch,
-        layout.virtual_pipeline,
+        nodes, layout.cluster.devices_per_node, parallel.tensor, parallel.pipeline,
+        _data(layout, nodes), layout.recipe.train.global_batch, micro_batch,
+        parallel.virtual_pipeline,
     )  # fmt: skip
 
 
-def _with(config: RunConfig, layout: _Layout) -> RunConfig:
-    recipe = config.recipe
-    parallel = recipe.parallel.model_copy(
-        update={
-            "tensor": layout.tensor,
-            "pipeline": layout.pipeline,
-            "virtual_pipeline": layout.virtual_pipeline,
-            "sequence": layout.sequence,
-            "zero": layout.zero,
-        }
-    )
-    train = recipe.train.model_copy(update={"activation_checkpointing": layout.checkpointing})
-    return replace(config, recipe=recipe.model_copy(update={"parallel": parallel, "train": train}))
-
-
-def _with_micro_batch(config: RunConfig, size: int) -> RunConfig:
-    train = config.recipe.train.model_copy(update={"micro_batch": size})
+def _with_train(config: RunConfig, name: str, value: int | str) -> RunConfig:
+    """A copy with another setting of `train`."""
+    train = config.recipe.train.model_copy(update={name: value})
     return replace(config, recipe=config.recipe.model_copy(update={"train": train}))

@@ -72,7 +72,7 @@ class Formats:
 
     computed: int  # activations and products
     kept: int  # weights and moments in the optimizer
-    reduced: int  # gradients between data-parallel workers
+    reduced: int  # sums of gradients, and gradients between data-parallel workers
 
 
 def formats(config: RunConfig) -> Formats:

@@ -20,7 +20,7 @@ from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import RunError
 from slurmllm.plan.lost_time import HOUR_S, Durations, SaveCost, best_interval_s
-from slurmllm.plan.lost_time_assumptions import LLAMA3, META_RSC1, OPT, FailureKind
+from slurmllm.plan.lost_time_assumptions import PUBLISHED, FailureKind
 from slurmllm.status.history import RunHistory
 from slurmllm.status.utilization import account_node_hours, break_down_time
 
@@ -198,6 +198,7 @@ def test_a_replay_finds_the_run_again() -> None:
 
 
 def test_published_rates() -> None:
-    assert sum(LLAMA3.counts.values()) == 419
-    per_1000_node_days = [24_000 / one.node_mtbf_hours for one in (LLAMA3, META_RSC1, OPT)]
+    assert sum(PUBLISHED["llama3"].counts.values()) == 419
+    names = ("llama3", "meta-rsc1", "opt")
+    per_1000_node_days = [24_000 / PUBLISHED[name].node_mtbf_hours for name in names]
     assert per_1000_node_days == pytest.approx([3.79, 6.50, 14.1], abs=0.02)
