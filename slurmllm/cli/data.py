@@ -130,12 +130,7 @@ data.add_command(inspect)
     "--slurm]",
 )
 @click.option("--slurm", is_flag=True, help="Read the inputs in Slurm jobs.")
-@options.partition
-@options.account
-@options.qos
-@click.option(
-    "--time", help="Time limit of each Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 60]"
-)
+@options.job_options("partition account qos time")
 @click.option(
     "--out",
     required=True,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "bright_black"}
+_PARTITION = "Slurm partition.  [default: the profile's, else Slurm's]"
 # Units of the values of a node's checks.
 _UNITS = {
     "memory": " GB", "node-local disk": " GB", "shared file system": " s", "clock": " s",
@@ -28,15 +29,9 @@ _UNITS = {
 @click.command()
 @options.cluster
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.  [default: 1]")
-@click.option("--nodelist", help="Nodes to check, such as n3 or n[1-4].")
-@click.option("--partition", help="Slurm partition.  [default: the profile's, else Slurm's]")
-@options.account
-@options.qos
-@click.option("--reservation", help="Slurm reservation.")
-@click.option("--exclude", help="Nodes to exclude, such as n3 or n[1-4].")
-@click.option(
-    "--time", default="15", show_default=True,
-    help="Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.",
+@options.job_options(
+    "nodelist partition account qos reservation exclude time", partition=_PARTITION,
+    time="Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]",
 )  # fmt: skip
 @click.option(
     "--bandwidth/--no-bandwidth", default=None,
@@ -53,20 +48,15 @@ _UNITS = {
 @click.pass_context
 def health(
     ctx: click.Context,
+    /,
     cluster: str | None,
     nodes: int | None,
-    nodelist: str | None,
     bandwidth: bool | None,
     overrides: tuple[str, ...],
     local: bool,
     runs_dir: str | None,
     as_json: bool,
-    partition: str | None,
-    account: str | None,
-    qos: str | None,
-    reservation: str | None,
-    exclude: str | None,
-    time: str,
+    **job: str | None,
 ) -> None:
     """Check that nodes are healthy.
 
@@ -93,12 +83,8 @@ def health(
     command += [f"--cluster={cluster}"] if cluster else []
     command += [f"--set={override}" for override in overrides] + ["--json"] * as_json
     # salloc replaces this process and runs `command` inside the new allocation.
-    salloc = {
-        "nodelist": nodelist, "partition": partition, "account": account, "qos": qos,
-        "reservation": reservation, "exclude": exclude, "time": time,
-    }  # fmt: skip
     allocation = allocate_nodes(
-        config, command, "slurmllm-health", nodes=nodes, local=local, options=salloc
+        config, command, "slurmllm-health", nodes=nodes, local=local, options=job
     )
     checked = _check(allocation, config, folder, wanted)
     code = exit_code(finding for record in checked.values() for finding in record.findings)
@@ -221,7 +207,7 @@ def allreduce(
 
 @click.command()
 @options.cluster
-@click.option("--partition", help="Slurm partition.  [default: the profile's, else Slurm's]")
+@click.option("--partition", help=_PARTITION)
 @options.runs_dir
 @options.as_json
 @click.pass_context

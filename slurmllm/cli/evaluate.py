@@ -57,11 +57,9 @@ _DEFAULT_JOBS = 16
 @click.option(
     "--slurm", is_flag=True, help="Run in a Slurm array instead of processes on this machine."
 )
-@options.partition
-@options.account
-@options.qos
-@click.option(
-    "--time", help="Time limit of each job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 24:00:00]"
+@options.job_options(
+    "partition account qos time",
+    time="Time limit of each job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 24:00:00]",
 )
 @click.option("--cpus", type=click.IntRange(min=1), metavar="N", help="CPUs per Slurm job.")
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs per Slurm job.")

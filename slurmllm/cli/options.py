@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -> int | None:
@@ -61,13 +63,33 @@ to_step = click.option(
     "--to-step", type=click.IntRange(min=0), callback=_after_from_step,
     help="Last step to read, inclusive.  [default: the last]",
 )  # fmt: skip
-partition = click.option("--partition", help="Slurm partition.")
-account = click.option("--account", help="Slurm account.")
-qos = click.option("--qos", help="Slurm quality of service.")
 force = click.option(
     "--force", is_flag=True,
     help="Submit even if the planner predicts that the run exceeds device memory.",
 )  # fmt: skip
+
+
+# Options of Slurm jobs; None leaves the choice to the profile or to Slurm.
+_JOB = {
+    "nodelist": "Nodes to use, such as n3 or n[1-4].",
+    "partition": "Slurm partition.",
+    "account": "Slurm account.",
+    "qos": "Slurm quality of service.",
+    "reservation": "Slurm reservation.",
+    "exclude": "Nodes to exclude, such as n3 or n[1-4].",
+    "time": "Time limit of each job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 60]",
+}
+
+
+def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
+    """Some options of Slurm jobs, in this order; `texts` are of other meaning for the verb."""
+
+    def add(verb: F) -> F:
+        for name in reversed(names.split()):
+            verb = click.option(f"--{name}", help=prefix + texts.get(name, _JOB[name]))(verb)
+        return verb
+
+    return add
 
 
 def plot(text: str) -> Callable[[Any], Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,26 +14,8 @@ if TYPE_CHECKING:
     from slurmllm.plan.cost import PriceKind
     from slurmllm.plan.recipe_plan import RecipePlan
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _MOST_NODES = 65536
 _TOP = 10
-# Options of the measuring job, outside an allocation: option → help.
-_JOB = {
-    "nodelist": "nodes to measure, such as n3 or n[1-4].",
-    "partition": "Slurm partition.",
-    "account": "Slurm account.",
-    "qos": "Slurm quality of service.",
-    "reservation": "Slurm reservation.",
-    "exclude": "nodes to exclude.",
-    "time": "time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]",
-}
-
-
-def _job_options(verb: F) -> F:
-    for name, text in reversed(_JOB.items()):
-        verb = click.option(f"--{name}", help=f"With --calibrate: {text}")(verb)
-    return verb
 
 
 @click.command()
@@ -61,7 +43,10 @@ def _job_options(verb: F) -> F:
 )
 @click.option("--local", is_flag=True, help="With --calibrate: this machine, without Slurm.")
 @click.option("--out", metavar="FILE.yaml", help="With --calibrate: the profile to write.")
-@_job_options
+@options.job_options(
+    "nodelist partition account qos reservation exclude time", "(--calibrate) ",
+    time="Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]",
+)  # fmt: skip
 @options.runs_dir
 @options.as_json
 def plan(

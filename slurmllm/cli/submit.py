@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 @click.option("--name", help="The run's name.  [default: RECIPE-001, -002, …]")
 @options.set_value
 @options.cluster
-@options.partition
-@options.account
-@options.qos
-@click.option("--time", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: the recipe's]")
-@click.option("--reservation", help="Slurm reservation.")
-@click.option("--exclude", help="Nodes to exclude, such as n3 or n[1-4].")
+@options.job_options(
+    "partition account qos time reservation exclude",
+    time="Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: the recipe's]",
+)
 @options.precompile
 @options.runs_dir
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def submit(
     ctx: click.Context,
+    /,
     recipe: str,
     nodes: int,
     name: str | None,
@@ -46,12 +45,7 @@ def submit(
     local: bool,
     force: bool,
     as_json: bool,
-    partition: str | None,
-    account: str | None,
-    qos: str | None,
-    time: str | None,
-    reservation: str | None,
-    exclude: str | None,
+    **slurm: str | None,
 ) -> None:
     """Train RECIPE on N nodes.
 
@@ -65,14 +59,7 @@ def submit(
     from slurmllm.submit.launch import submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
 
-    given = {
-        "slurm.partition": ("--partition", partition),
-        "slurm.account": ("--account", account),
-        "slurm.qos": ("--qos", qos),
-        "slurm.time": ("--time", time),
-        "slurm.reservation": ("--reservation", reservation),
-        "slurm.exclude": ("--exclude", exclude),
-    }
+    given = {f"slurm.{name}": (f"--{name}", value) for name, value in slurm.items()}
     prepared = prepare(
         RunRequest(
             config=resolve(recipe, cluster, overrides, given),

@@ -17,7 +17,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -29,15 +28,15 @@ from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.errors import CodeError, NodeError, SlurmError
 from slurmllm.slurm.arrays import (
     MOST_TASKS,
+    FailedJob,
     Resources,
     SlurmOptions,
     array_of,
-    cancel,
+    finished_jobs,
     submit_array,
 )
 
 _LOCAL_POLL_S = 0.3
-_SLURM_POLL_S = 1.0
 # At most 4 array tasks per worker: each writes several shards, so queueing does not dominate.
 _TASKS_PER_WORKER = 4
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -198,8 +197,6 @@ def run_on_slurm(
     Raises:
         SlurmError: Slurm refused the jobs, or one of them failed.
     """
-    import submitit
-
     count = min(len(shards), workers * _TASKS_PER_WORKER, MOST_TASKS)
     parts = [list(shards[index::count]) for index in range(count)]
     jobs = submit_array(
@@ -213,32 +210,18 @@ def run_on_slurm(
         what="the jobs that read the inputs",
         instead="read them on this machine without --slurm",
     )
-    # Known before the first result: Ctrl-C must cancel the whole array.
-    array = array_of(jobs)
-    on_note(f"Slurm job {array}: {len(shards):,} shards in {count:,} tasks, {workers:,} at a time")
-    pending = list(jobs)
-    try:
-        while pending:
-            time.sleep(_SLURM_POLL_S)
-            report(work.running())
-            for job in [job for job in pending if job.done()]:
-                pending.remove(job)
-                try:
-                    results: list[ShardResult] = job.result()
-                except (
-                    submitit.core.utils.UncompletedJobError,
-                    submitit.core.utils.FailedJobError,
-                ) as error:
-                    log = job.paths.stderr
-                    raise SlurmError(
-                        f"Slurm job {job.job_id}, which read inputs, ended in state {job.state}; "
-                        f"{f'see {log}' if log.exists() else 'it never started'}. Finished shards "
-                        "are kept; run the same command again to continue"
-                    ) from error
-                yield from results
-    finally:
-        if pending:
-            cancel(array)
+    on_note(
+        f"Slurm job {array_of(jobs)}: {len(shards):,} shards in {count:,} tasks, {workers:,} at a "
+        "time"
+    )
+    with contextlib.closing(finished_jobs(jobs, lambda: report(work.running()))) as finished:
+        for job_id, _, results in finished:
+            if isinstance(results, FailedJob):
+                raise SlurmError(
+                    f"Slurm job {job_id}, which read inputs, {results.how}. Finished shards are "
+                    "kept; run the same command again to continue"
+                )
+            yield from results
 
 
 def run_shards(shards: Sequence[Shard], work: Path) -> list[ShardResult]:

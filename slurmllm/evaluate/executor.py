@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from slurmllm.checkpoint.catalogue import read_entry, verify_entry
 from slurmllm.errors import DataError, SlurmllmError, StorageError
@@ -36,15 +35,15 @@ from slurmllm.records import EvaluationRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.arrays import (
     MOST_TASKS,
+    FailedJob,
     Resources,
     SlurmOptions,
     array_of,
-    cancel,
+    finished_jobs,
     submit_array,
 )
 
 _POLL_S = 0.2
-_SLURM_POLL_S = 1.0  # submitit looks for a file of each task, on the shared file system
 # Between SIGTERM and SIGKILL: a job removes the model that it has exported.
 _TERMINATE_S = 5.0
 _SHARD_BYTES = 5 * 10**9  # files of an exported model
@@ -195,30 +194,11 @@ def run_on_slurm(
         )
         array = array_of(tasks)
         on_submit(f"Slurm job {array}: {len(part):,} checkpoint(s), {at_once:,} at a time")
-        running = dict(zip(tasks, part, strict=True))
-        try:
-            while running:
-                time.sleep(_SLURM_POLL_S)
-                on_poll()
-                for task in [task for task in running if task.done()]:
-                    yield running.pop(task), _task_outcome(task)
-        finally:
-            if running:  # interrupted
-                cancel(array)
-
-
-def _task_outcome(task: Any) -> JobOutcome:
-    """What an array task returned, or how it ended."""
-    import submitit
-
-    try:
-        outcome: JobOutcome = task.result()
-    except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError) as error:
-        log = task.paths.stderr
-        hint = f"see {log}" if log.exists() else "it never started"
-        reason = " ".join(str(error).split())[:120]
-        return JobOutcome(error=f"job {task.job_id} ended in state {task.state} ({hint}): {reason}")
-    return outcome
+        with contextlib.closing(finished_jobs(tasks, on_poll)) as finished:
+            for job_id, place, found in finished:
+                if isinstance(found, FailedJob):
+                    found = JobOutcome(error=f"job {job_id} {found.how}: {found.reason}")
+                yield part[place], found
 
 
 def run_job(request: JobRequest) -> JobOutcome:
@@ -291,9 +271,6 @@ def _reason(error: Exception) -> str:
         return str(error)
     traceback.print_exception(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-_SHARD_BYTES = 5 * 10**9
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from slurmllm.config.cluster import Hardware
 from slurmllm.format import format_bytes, format_gib, format_seconds
@@ -212,6 +213,23 @@ def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str]:
         "sequence": recipe.parallel.sequence,
         "activation_checkpointing": recipe.train.activation_checkpointing,
         "zero": recipe.parallel.zero,
+    }
+
+
+def figures(candidate: LayoutEstimate) -> dict[str, Any]:
+    """A layout's settings and predictions, named as in `plan --json`."""
+    memory = candidate.memory
+    return {
+        **settings(candidate),
+        "accumulation": candidate.mesh.accumulation,
+        "seq_per_s": candidate.seq_per_s,
+        "step_s": candidate.step.total,
+        "parts_s": candidate.step.parts(),
+        "mfu": candidate.mfu,
+        "memory_bytes": memory.peak,
+        "memory": dict(memory.parts),
+        "memory_limit_bytes": memory.limit,
+        "fits": candidate.fits,
     }
 
 

@@ -13,7 +13,7 @@ from slurmllm.config.resolve import PLANNER, RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_gib, format_plural
 from slurmllm.plan.estimate import LayoutEstimate, predict
-from slurmllm.plan.explain import why_too_large
+from slurmllm.plan.explain import figures, why_too_large
 from slurmllm.plan.mesh import assumed_micro_batch, make_mesh, measures_micro_batch
 from slurmllm.plan.search import LARGEST, VARIED, Unsupported, search, smallest_nodes
 
@@ -102,8 +102,8 @@ class FitCheck:
         return {
             "chosen": self.chosen,
             "rough": self.rough,
-            **_figures(self.candidate),
-            "best": None if self.best is None else _figures(self.best),
+            **figures(self.candidate),
+            "best": None if self.best is None else figures(self.best),
             "refusals": list(self.refusals),
             "warnings": list(self.warnings),
         }
@@ -174,25 +174,6 @@ def check_fit(
         )
         return replace(found, warnings=(slow,))
     return found
-
-
-def _figures(candidate: LayoutEstimate) -> dict[str, Any]:
-    mesh, memory = candidate.mesh, candidate.memory
-    layout = {path.partition(".")[2]: _setting(candidate.config, path) for path in VARIED}
-    return {
-        **layout,
-        "data": mesh.data,
-        "micro_batch": mesh.micro_batch,
-        "accumulation": mesh.accumulation,
-        "seq_per_s": candidate.seq_per_s,
-        "step_s": candidate.step.total,
-        "parts_s": candidate.step.parts(),
-        "mfu": candidate.mfu,
-        "memory_bytes": memory.peak,
-        "memory": dict(memory.parts),
-        "memory_limit_bytes": memory.limit,
-        "fits": candidate.fits,
-    }
 
 
 def _suggest_fixes(

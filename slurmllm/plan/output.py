@@ -10,7 +10,7 @@ import click
 from slurmllm.config.cluster import GIB
 from slurmllm.format import format_count, format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
-from slurmllm.plan.explain import describe, explain, settings, why_too_large
+from slurmllm.plan.explain import describe, explain, figures, settings, why_too_large
 from slurmllm.plan.recipe_plan import (
     Forecaster,
     NodePlan,
@@ -283,21 +283,12 @@ def _candidate_json(plan: NodePlan, one: LayoutEstimate, forecaster: Forecaster)
     cost, lost = forecast.cost, forecast.lost_time
     return {
         "recipe": one.config.recipe.name,
-        **settings(one),
-        "accumulation": one.mesh.accumulation,
+        **figures(one),
         "nodes": one.mesh.nodes,
-        "seq_per_s": one.seq_per_s,
         "tokens_per_s": one.tokens_per_s,
         "tokens_per_usd": cost.tokens_per_usd,
         "usd_per_hour": cost.usd_per_hour,
-        "step_s": one.step.total,
-        "parts_s": one.step.parts(),
-        "memory_bytes": one.memory.peak,
-        "memory": dict(one.memory.parts),
-        "memory_limit_bytes": one.memory.limit,
-        "fits": one.fits,
         "reason": None if one.fits else why_too_large(one.memory),
-        "mfu": one.mfu,
         "utilization": lost.effective if lost else 0.0,
         "losses": dict(lost.shares) if lost else None,
         "checkpoint_every_steps": lost.interval_steps if lost else None,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slurmllm.errors import SlurmError
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 # Below Slurm's default MaxArraySize of 1001.
 MOST_TASKS = 1000
+_POLL_S = 1.0  # submitit looks for a file of each job, on the shared file system
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,50 @@ def submit_array(
         ) from error
 
 
+class FailedJob(NamedTuple):
+    """A job of an array that ended without a result."""
+
+    how: str  # `ended in state FAILED (see LOG)`
+    reason: str  # submitit's error, on one line
+
+
+def finished_jobs(
+    jobs: Sequence[Any], on_poll: Callable[[], None]
+) -> Generator[tuple[str, int, Any], None, None]:
+    """Wait for the jobs of an array, which is cancelled if this is closed early.
+
+    Yields:
+        Id, place in `jobs`, and result (or `FailedJob`) of each, in the order in which they end.
+    """
+    import submitit
+
+    failures = (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError)
+    running = dict(enumerate(jobs))
+    try:
+        while running:
+            time.sleep(_POLL_S)
+            on_poll()
+            for place in [place for place, job in running.items() if job.done()]:
+                job = running.pop(place)
+                try:
+                    found = job.result()
+                except failures as error:
+                    log = job.paths.stderr
+                    hint = f"see {log}" if log.exists() else "it never started"
+                    reason = " ".join(str(error).split())[:120]
+                    found = FailedJob(f"ended in state {job.state} ({hint})", reason)
+                yield job.job_id, place, found
+    finally:
+        if running:
+            _cancel(array_of(jobs))
+
+
 def array_of(jobs: Sequence[Any]) -> str:
     """The id of the array that the jobs belong to."""
     return str(jobs[0].job_id).split("_")[0]
 
 
-def cancel(array: str) -> None:
+def _cancel(array: str) -> None:
     """Cancel the unfinished jobs of an array; errors are ignored."""
     import subprocess
 
