@@ -1,8 +1,8 @@
 """From measurements to the figures that the planner reads; torch-free.
 
-Each figure is the one with which the planner's own formula (`plan/step.py`, `plan/collectives.py`)
-gives back what was measured. A maker's peak that the profile already has is kept, as long as
-nothing was faster; without one the peak is the fastest that was seen.
+Each figure is the one with which the planner's own formula (`plan/step.py`) gives back what was
+measured. A maker's peak that the profile already has is kept, as long as nothing was faster;
+without one the peak is the fastest that was seen.
 """
 
 from __future__ import annotations

@@ -263,10 +263,7 @@ def _block(
 
     shapes = (stream, stream, stream, heads, heads, wide)
     inputs = [torch.randn(shape, device=device, dtype=kind, requires_grad=True) for shape in shapes]
-    gradients = [
-        torch.randn(shape, device=device, dtype=kind)
-        for shape in (stream, stream, stream, heads, heads, wide)
-    ]
+    gradients = [torch.randn(shape, device=device, dtype=kind) for shape in shapes]
     learnt = [*inputs, *(p for norm in norms for p in norm.parameters())]
     function = made(forward)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable
@@ -114,7 +113,7 @@ def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> Non
         click.echo(f"warning: {error}", err=True)
     if as_json:
         listed = [{"replica": e.replica_url is not None, **_entry_json(e)} for e in entries]
-        click.echo(json.dumps({"run": found.name, "checkpoints": listed}, indent=2))
+        options.echo_json({"run": found.name, "checkpoints": listed})
     elif entries:
         _print_table(entries)
     else:
@@ -143,7 +142,7 @@ def verify(ctx: click.Context, target: str, runs_dir: str | None, as_json: bool)
             raise RunError(f"run {target} has no checkpoint yet; see `slurmllm status {target}`")
     entries = _verified(entries)
     if as_json:
-        click.echo(json.dumps({"checkpoints": [_entry_json(entry) for entry in entries]}, indent=2))
+        options.echo_json({"checkpoints": [_entry_json(entry) for entry in entries]})
     else:
         for entry in entries:
             files = len(entry.manifest.files) if entry.manifest else 0
@@ -192,7 +191,7 @@ def import_(
             "bytes": num_bytes,
             "seconds": round(seconds, 3),
         }
-        click.echo(json.dumps(answer, indent=2))
+        options.echo_json(answer)
         return
     click.echo(
         f"{target}: {plan.config.architecture}, {format_count(plan.num_parameters)} parameters, "
@@ -259,7 +258,7 @@ def export(
             "bytes": num_bytes,
             "seconds": round(seconds, 3),
         }
-        click.echo(json.dumps(answer, indent=2))
+        options.echo_json(answer)
         return
     click.echo(
         f"{target}: {format_count(plan.num_parameters)} parameters, "
@@ -347,7 +346,7 @@ def convert(
             "bytes": num_bytes,
             "seconds": round(seconds, 3),
         }
-        click.echo(json.dumps(answer, indent=2))
+        options.echo_json(answer)
         return
     click.echo(
         f"{target}: step {manifest.step}, {plan.precision}, {format_bytes(num_bytes)} in "

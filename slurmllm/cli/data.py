@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -234,7 +233,7 @@ def build(
             "shards": built.shards,
             "continued": built.continued,
         }
-        click.echo(json.dumps(result))
+        options.echo_json(result, indent=None)
     else:
         _print_build(built, manifest_file, seconds)
 
@@ -351,7 +350,7 @@ def train(
             "inputs": len(files),
             "bad": errors.count,
         }
-        click.echo(json.dumps(summary))
+        options.echo_json(summary, indent=None)
         return
     click.echo(
         f"{out}: {entries:,} entries, from {texts.documents:,} documents of {len(files):,} "

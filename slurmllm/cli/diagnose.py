@@ -68,8 +68,6 @@ def health(
     Exit codes: 0 every node is healthy, possibly with warnings; 2 invalid input or configuration;
     3 a node or Slurm failed.
     """
-    import json
-
     from slurmllm.config.resolve import resolve
     from slurmllm.diagnose.finding import exit_code
     from slurmllm.rundir import runs_root
@@ -91,7 +89,7 @@ def health(
     if as_json:
         by_node = {name: record.model_dump(mode="json") for name, record in checked.items()}
         summary = {"cluster": config.cluster.name, "exit_code": code, "nodes": by_node}
-        click.echo(json.dumps(summary, indent=2))
+        options.echo_json(summary)
     else:
         _print_table(config.cluster.name, checked)
     ctx.exit(code)
@@ -225,8 +223,6 @@ def doctor(
     Each check is ok, warn (a run can start), fail (no run can) or skipped, with a suggested fix.
     Exit codes: 0 no check failed; 2 a fault of this installation; 3 a fault of Slurm or a node.
     """
-    import json
-
     from slurmllm.config.resolve import resolve
     from slurmllm.diagnose.finding import exit_code
     from slurmllm.diagnose.login_node import installation_findings, slurm_findings
@@ -252,7 +248,7 @@ def doctor(
             for f in findings
         ]  # fmt: skip
         summary = {"cluster": profile.name, "exit_code": code, "checks": checks}
-        click.echo(json.dumps(summary, indent=2))
+        options.echo_json(summary)
     else:
         click.echo(f"cluster profile {profile.name}")
         rows = ((f.status, f.check, str(f.value)) for f in findings)

@@ -69,7 +69,6 @@ def drill(
 
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
-    import json
     import signal
 
     from slurmllm.compare.comparison import Tolerances
@@ -117,7 +116,7 @@ def drill(
             signal.signal(signal.SIGTERM, previous)
     if as_json:
         summary = {"passed": report.passed, **report.model_dump(mode="json")}
-        click.echo(json.dumps(summary, indent=2))
+        options.echo_json(summary)
     else:
         _print(report)
     ctx.exit(0 if report.passed else EXIT_NEGATIVE)

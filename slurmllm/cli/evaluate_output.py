@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.evaluate.checkpoints import EvaluationTarget, Selection
@@ -60,7 +61,7 @@ def report(
     if as_json:
         values = _values(target, selection, plan, shown, plots, result)
         values |= {"limit": plan.settings.limit, "warnings": [*selection.warnings, *warnings]}
-        click.echo(json.dumps({**values, "seconds": round(seconds, 3)}, indent=2))
+        options.echo_json({**values, "seconds": round(seconds, 3)})
         return
     for table in shown:
         _print(table)

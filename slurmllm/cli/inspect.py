@@ -90,7 +90,7 @@ def inspect(
             "recipe": [entry.model_dump() for entry in epochs] or None,
             "sequences": [sequence.model_dump() for sequence in shown],
         }
-        click.echo(json.dumps(result, indent=2))
+        options.echo_json(result)
         return
     for index, report in enumerate(reports):
         _print_report(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -90,6 +91,10 @@ def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
         return verb
 
     return add
+
+
+def echo_json(value: Any, indent: int | None = 2) -> None:
+    click.echo(json.dumps(value, indent=indent))
 
 
 def plot(text: str) -> Callable[[Any], Any]:

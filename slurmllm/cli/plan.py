@@ -85,7 +85,12 @@ def plan(
     Exit codes: 0 success; 2 nothing fits, or invalid options; 3 a node or Slurm failed while
     measuring; 4 a file cannot be written.
     """
+    from slurmllm.backends.environment import load_environment
+    from slurmllm.config.resolve import resolve
     from slurmllm.errors import UserError
+    from slurmllm.plan.cost import parse_tokens
+    from slurmllm.plan.output import plan_json
+    from slurmllm.plan.recipe_plan import plan_recipe
 
     reserved = price == "reserved"
     drawn = plot and not calibrate
@@ -94,15 +99,13 @@ def plan(
         raise UserError(
             f"{mode} takes none of --explain,{more} --price, --tokens and --top; leave it out"
         )
-    if not calibrate and (local or out or any(job.values())):
-        given = [
-            f"--{name}" for name, value in {"local": local, "out": out, **job}.items() if value
-        ]
+    given = [f"--{name}" for name, value in job.items() if value]
+    if not calibrate and (local or out or given):
+        given = ["--local"] * local + ["--out"] * bool(out) + given
         raise UserError(
             f"{', '.join(given)}: only --calibrate measures nodes; add it, or leave out"
         )
-    if local and any(job.values()):
-        given = [f"--{name}" for name, value in job.items() if value]
+    if local and given:
         raise UserError(
             f"--local measures this machine, without a job; leave out {', '.join(given)}"
         )
@@ -116,7 +119,8 @@ def plan(
             raise UserError(f"--nodes {nodes}: --calibrate measures one number of nodes; give one")
         options.check_picture(plot)
         measure(cluster, overrides, counts[0], local, out, job, plot, as_json)
-    elif against is not None:
+        return
+    if against is not None:
         from slurmllm.cli.plan_measured import compare_with_run
 
         if recipes or nodes is not None or overrides:
@@ -124,31 +128,7 @@ def plan(
                 f"--against {against}: recipe, nodes and values are the run's; leave out"
             )
         compare_with_run(against, cluster, runs_dir, as_json)
-    else:
-        _plan(recipes, nodes, cluster, overrides, tokens, price, top, explain, plot, as_json)
-
-
-def _plan(
-    recipes: Sequence[str],
-    nodes: str | None,
-    cluster: str | None,
-    overrides: Sequence[str],
-    tokens: str | None,
-    price: PriceKind,
-    top: int | None,
-    explain: bool,
-    plot: str | None,
-    as_json: bool,
-) -> None:
-    import json
-
-    from slurmllm.backends.environment import load_environment
-    from slurmllm.config.resolve import resolve
-    from slurmllm.errors import UserError
-    from slurmllm.plan.cost import parse_tokens
-    from slurmllm.plan.output import plan_json
-    from slurmllm.plan.recipe_plan import plan_recipe
-
+        return
     if not recipes:
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
     if nodes is None:
@@ -168,7 +148,7 @@ def _plan(
 
         write_picture(draw(plans), Path(plot), "name another file with --plot")
     if as_json:
-        click.echo(json.dumps(plan_json(plans, top, explain), indent=2))
+        options.echo_json(plan_json(plans, top, explain))
     elif fits:
         single = len(configs) == len(counts) == 1
         submit = _submit_command(plans[0], recipes[0], cluster) if single else None

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slurmllm.cli import options
+
 if TYPE_CHECKING:
     from slurmllm.plan.estimate import LayoutEstimate
     from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck
@@ -24,8 +26,6 @@ def calibrate(
     as_json: bool,
 ) -> None:
     """Measure nodes, and write or print the cluster profile with their figures."""
-    import json
-
     from slurmllm.calibrate.fits import product_flops
     from slurmllm.calibrate.run import calibrate as measure
     from slurmllm.calibrate.run import (
@@ -71,7 +71,7 @@ def calibrate(
             "notes": found.notes, "products": products, "seconds": found.seconds, "out": out,
             "plot": plot,
         }  # fmt: skip
-        click.echo(json.dumps(text, indent=2))
+        options.echo_json(text)
         return
     for note in found.notes:
         click.echo(f"note: {note}", err=True)

@@ -33,8 +33,6 @@ def recipes(
 
 
 def _list(as_json: bool) -> None:
-    import json
-
     from slurmllm.config.resolve import available, recipes_dir, resolve
     from slurmllm.plan.parameters import parameters
 
@@ -46,7 +44,7 @@ def _list(as_json: bool) -> None:
         rows = [
             {**recipe.model_dump(include=fields), "parameters": count} for recipe, count in found
         ]
-        click.echo(json.dumps({"recipes": rows}, indent=2))
+        options.echo_json({"recipes": rows})
         return
     from slurmllm.tables import print_table
 
@@ -69,8 +67,6 @@ def _rounded(count: int) -> str:
 def _show(
     name: str, explain: bool, cluster: str | None, overrides: tuple[str, ...], as_json: bool
 ) -> None:
-    import json
-
     from slurmllm.config.resolve import resolve
 
     config = resolve(name, cluster, overrides)
@@ -78,7 +74,7 @@ def _show(
     sources |= dict.fromkeys(config.open_degrees(), "the planner, at submit")
     if as_json:
         tree = _tree(config, None)
-        click.echo(json.dumps({**tree, "origin": sources} if explain else tree, indent=2))
+        options.echo_json({**tree, "origin": sources} if explain else tree)
         return
     tree = _tree(config, "auto")
     if not explain:

@@ -88,8 +88,6 @@ def print_warnings(prepared: PreparedRun) -> None:
 
 def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
     """Print scripts, the workers' environment, and the backend's arguments."""
-    import json
-
     from slurmllm.backends.environment import load_environment, worker_environment
 
     run, config, mesh = prepared.run, prepared.config, prepared.mesh
@@ -111,7 +109,7 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
             "planner": _planner_json(prepared),
             "refusals": list(prepared.refusals),
         }
-        click.echo(json.dumps(shown))
+        options.echo_json(shown, indent=None)
         return
     import yaml
 
@@ -133,19 +131,11 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
 
 def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> None:
     """Print job ids, directory, mesh and the next commands."""
-    import json
 
     run, mesh = prepared.run, prepared.mesh
     if as_json:
-        shown = {
-            "run": run.name,
-            "run_dir": str(run.path),
-            "jobs": {"precompile": sent.precompile_job, "train": sent.train_job},
-            "mesh": mesh.to_json(),
-            "graphs_from": prepared.graphs_from,
-            "planner": _planner_json(prepared),
-        }
-        click.echo(json.dumps(shown))
+        jobs = {"precompile": sent.precompile_job, "train": sent.train_job}
+        _echo_run_json(prepared, jobs=jobs, mesh=mesh.to_json())
         return
     first = f"precompile job {sent.precompile_job}, then " if sent.precompile_job else ""
     click.echo(f"run        {run.name}")
@@ -169,6 +159,12 @@ def _planner_json(prepared: PreparedRun) -> dict[str, Any] | None:
     return None if prepared.fit is None else prepared.fit.to_json()
 
 
+def _echo_run_json(prepared: PreparedRun, **more: Any) -> None:
+    run = {"run": prepared.run.name, "run_dir": str(prepared.run.path), **more}
+    planner = _planner_json(prepared)
+    options.echo_json({**run, "graphs_from": prepared.graphs_from, "planner": planner}, indent=None)
+
+
 def _print_choice(prepared: PreparedRun) -> None:
     if prepared.fit is not None and prepared.fit.chosen:
         click.echo(f"planner    {prepared.fit.line()}")
@@ -183,8 +179,6 @@ def _print_graphs(prepared: PreparedRun) -> None:
 
 def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
     """Run the stages on this machine; returns the exit code."""
-    import json
-
     from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
     from slurmllm.submit.launch import run_locally
 
@@ -195,14 +189,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
         _print_graphs(prepared)
     code = run_locally(prepared, quiet=as_json)
     if as_json:
-        shown = {
-            "run": run.name,
-            "run_dir": str(run.path),
-            "exit_code": code,
-            "graphs_from": prepared.graphs_from,
-            "planner": _planner_json(prepared),
-        }
-        click.echo(json.dumps(shown))
+        _echo_run_json(prepared, exit_code=code)
     elif code == EXIT_OK:
         click.echo(
             f"done       slurmllm status {run.name}; curves in {run.path}/metrics, /tensorboard"

@@ -14,9 +14,17 @@ from typing import Any
 
 from slurmllm.config.cluster import Hardware
 from slurmllm.format import format_bytes, format_gib, format_seconds
-from slurmllm.plan.collectives import Group, data_group, group, rate, tensor_group
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, known_hardware
-from slurmllm.plan.step import StepTime, formats, step_time
+from slurmllm.plan.step import (
+    Group,
+    StepTime,
+    data_group,
+    formats,
+    group,
+    rate,
+    step_time,
+    tensor_group,
+)
 
 _RUNNERS_UP = 2
 _CHECKPOINTING = ("none", "selective", "full")  # from most to least memory

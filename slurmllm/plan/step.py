@@ -4,26 +4,25 @@ A worker's work in a micro batch is counted exactly (`flops.py`) and divided by 
 of its device: matrix products at `matrix_efficiency` of the peak, less if a dimension is small
 (d / (d + matrix_half)), or at the memory's bandwidth if that is slower (the "roofline" of
 Williams et al. 2009); attention at `attention_efficiency`; elementwise work at
-`memory_efficiency` of the memory's bandwidth. Collectives follow `collectives.py`. A pipeline takes
-the time of its slowest stage for each micro batch, and fills and drains once through the other
-stages, in `virtual_pipeline` smaller pieces if interleaved (Narayanan et al.
-2021, arXiv 2104.04473).
+`memory_efficiency` of the memory's bandwidth. A pipeline takes the time of its slowest stage for
+each micro batch, and fills and drains once through the other stages, in `virtual_pipeline` smaller
+pieces if interleaved (Narayanan et al. 2021, arXiv 2104.04473).
+
+Collectives are ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of collective
+communication operations in MPICH"): an all-gather or reduce-scatter of `size` bytes over n workers
+sends (n - 1) / n · size bytes per worker; an all-reduce is a reduce-scatter followed by an
+all-gather. A ring over several nodes crosses each node's network once; all rings of a node share
+its bandwidth.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.collectives import (
-    all_reduce_s,
-    data_group,
-    gather_s,
-    stage_to_stage_s,
-    tensor_group,
-)
 from slurmllm.plan.flops import (
     Product,
     attention_flops,
@@ -42,6 +41,89 @@ _ADAMW = 8
 _ADD = 3
 # Passes over the logits: written and read for the loss, likewise for their gradient.
 _LOGITS = 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of workers that communicate, such as a tensor-parallel group."""
+
+    size: int
+    nodes: int
+    rings: int  # groups of the same kind that share a node's network; 0 within a node
+    whole_nodes: bool  # whether it contains all workers of its nodes
+
+    @property
+    def within_node(self) -> bool:
+        return self.nodes == 1
+
+
+def group(stride: int, size: int, per_node: int) -> Group:
+    """Return the group of `size` ranks spaced by `stride` that spans the most nodes."""
+    if per_node % (stride * size) == 0:  # else one of the groups crosses a node's boundary
+        return Group(size, 1, 0, size == per_node)
+    ranks_per_node = max(1, per_node // stride)
+    whole = ranks_per_node == per_node and size % per_node == 0
+    return Group(
+        size, max(2, math.ceil(size / ranks_per_node)), max(1, per_node // ranks_per_node), whole
+    )
+
+
+def tensor_group(mesh: Mesh) -> Group:
+    return group(1, mesh.tensor, mesh.devices_per_node)
+
+
+def data_group(mesh: Mesh) -> Group:
+    """The group of workers that hold the same shard of the model."""
+    return group(mesh.tensor, mesh.data, mesh.devices_per_node)
+
+
+def rate(members: Group, hardware: Hardware) -> float:
+    """Bandwidth at which each worker of a group sends, bytes/s."""
+    inside = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
+    if not members.whole_nodes:
+        inside *= hardware.part_of_node
+    if members.within_node:
+        return inside
+    network = hardware.network_gb_s * hardware.network_efficiency * 1e9
+    return min(inside, network / members.rings)
+
+
+def gather_s(size: float, members: Group, hardware: Hardware) -> float:
+    """Time of an all-gather or reduce-scatter, s; `size` is the unsharded tensor, in bytes."""
+    return _one_pass_s(size, members, hardware, hardware.shard_efficiency)
+
+
+def all_reduce_s(size: float, members: Group, hardware: Hardware) -> float:
+    """Time of an all-reduce of `size` bytes, s."""
+    return 2 * _one_pass_s(size, members, hardware, 1.0)
+
+
+def _one_pass_s(size: float, members: Group, hardware: Hardware, efficiency: float) -> float:
+    """Time of one all-gather or reduce-scatter, s."""
+    if members.size == 1:
+        return 0.0
+    sent = size * (members.size - 1) / members.size
+    return sent / (rate(members, hardware) * efficiency) + latency_s(members, hardware)
+
+
+def latency_s(members: Group, hardware: Hardware) -> float:
+    """Latency of one collective, s: that of log2(workers) hops, as in a tree."""
+    hop_us = hardware.node_link_latency_us if members.within_node else hardware.network_latency_us
+    return math.log2(members.size) * hop_us * 1e-6
+
+
+def stage_to_stage_s(size: float, mesh: Mesh, hardware: Hardware) -> float:
+    """Time for each worker of a pipeline stage to send `size` bytes to the next stage, s."""
+    if mesh.pipeline == 1:
+        return 0.0
+    stage = mesh.tensor * mesh.data
+    if stage * mesh.pipeline <= mesh.devices_per_node:
+        link = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
+        return size / link + hardware.node_link_latency_us * 1e-6
+    # All workers of a node that send at once share its network.
+    sending = min(stage, mesh.devices_per_node)
+    link = hardware.network_gb_s * hardware.network_efficiency * 1e9 / sending
+    return size / link + hardware.network_latency_us * 1e-6
 
 
 @dataclass(frozen=True)

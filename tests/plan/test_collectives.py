@@ -6,7 +6,8 @@ import pytest
 
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.collectives import (
+from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.step import (
     Group,
     all_reduce_s,
     data_group,
@@ -15,7 +16,6 @@ from slurmllm.plan.collectives import (
     stage_to_stage_s,
     tensor_group,
 )
-from slurmllm.plan.mesh import Mesh
 
 KNOWN = resolve("llama2_70b").cluster.hardware
 assert KNOWN is not None

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.collectives import data_group, rate, tensor_group
 from slurmllm.plan.explain import (
     describe,
     differing_settings,
@@ -23,6 +22,7 @@ from slurmllm.plan.explain import (
     why_too_large,
 )
 from slurmllm.plan.search import SearchResult, search
+from slurmllm.plan.step import data_group, rate, tensor_group
 
 PLANS = (
     ("neox_20b", 4, "trn1"),
