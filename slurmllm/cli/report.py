@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from slurmllm.plan.cost import PriceKind
     from slurmllm.report.facts import RunFacts
     from slurmllm.report.tables import Table
-    from slurmllm.report.write import ReportFiles
 
 
 @click.command()
@@ -95,16 +94,15 @@ def report(
                 f"--plot {plot}: none of the sources is a run, and logs have no node hours"
             )
         draw_utilization(used, Path(plot))
-    written = None if no_files else _write(runs, out, not no_html)
+    written = {"html": None, "markdown": None} if no_files else _write(runs, out, not no_html)
     if as_json:
         click.echo(json.dumps(to_json(runs, written), indent=2, allow_nan=False))
         return
     _print(runs)
     if plot is not None:
         click.echo(f"picture: {plot}")
-    for path in () if written is None else (written.html, written.markdown):
-        if path is not None:
-            click.echo(f"report: {path}")
+    for path in filter(None, written.values()):
+        click.echo(f"report: {path}")
 
 
 def _price(price: str) -> float | PriceKind:
@@ -127,7 +125,7 @@ def _price(price: str) -> float | PriceKind:
     return usd
 
 
-def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> ReportFiles | None:
+def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> dict[str, str | None]:
     """Write the files; without --out a failure is a warning, as the tables are printed anyway."""
     from slurmllm.errors import StorageError
     from slurmllm.report.pictures import default_path
@@ -140,7 +138,7 @@ def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> ReportFiles
         if out is not None:
             raise
         click.echo(f"warning: {error}; name another place with --out FILE.html", err=True)
-        return None
+        return {"html": None, "markdown": None}
 
 
 def _print(runs: Sequence[RunFacts]) -> None:

@@ -29,7 +29,7 @@ class CheckpointFacts:
     step: int
     attempt: int | None  # the attempt that saved it
     tokens: int | None  # tokens trained by then
-    num_bytes: int | None  # size of all its files
+    bytes: int | None  # size of all its files
     saved_at: float | None  # Unix time, s
     seconds: float | None  # duration of the save
     waited_s: float | None  # part of it that training waited

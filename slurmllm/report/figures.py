@@ -1,6 +1,7 @@
 """The plots of the page as data; `report.js` draws them with plotly.js.
 
-Plots without a step axis (throughput by nodes, node hours, scores) are plotly data and layout.
+Plots without a step axis (throughput by nodes, node hours, scores) are traces of plotly, without
+what the script adds to each of their kind.
 
 Every curve has three x axes (step, tokens, hours) and is stored twice: thinned to its extremes, for
 display, and as means of equally long pieces, for smoothing.
@@ -9,13 +10,15 @@ display, and as means of equally long pieces, for smoothing.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 
 from slurmllm.evaluate.scores import HELD_OUT
 from slurmllm.format import format_elapsed, format_names, format_number
@@ -25,44 +28,17 @@ from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import per_s, scaling_rows
 
 Json = dict[str, Any]
-# Legible on the light and on the dark page: contrast 3 or more with both, for colour-blind readers
-# differing in hue towards blue or orange.
-RUN_COLORS = ("#2474c4", "#d55e00", "#00916a", "#c0629b", "#8a63d2", "#a6790a")
-# Productive time is grey, so that losses stand out.
-PART_COLORS: dict[TimePart, str] = {
-    "productive": "#7d929e",
-    "recomputation": "#b8478f",
-    "saving": "#c97420",
-    "first_step": "#2a8c6e",
-    "start_up": "#3d7ab5",
-    "preflight": "#20939e",
-    "cache": "#c2455e",
-    "precompile": "#8e7cc3",
-    "idle": "#9a7b4f",
-}
+_LOOK = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
+RUN_COLORS: Sequence[str] = _LOOK["runs"]
+PART_COLORS: Mapping[TimePart, str] = _LOOK["time_parts"]
+STEP_PARTS: Mapping[str, str] = _LOOK["step_parts"]
+_METRICS: Sequence[tuple[str, str, str]] = _LOOK["metrics"]
 # The page must stay small enough to send by mail: rows of all curves of a figure.
 _MOST_ROWS = 6000
 _FEWEST_ROWS = 300
 _MOST_PIECES = 600  # of a stacked figure
 _MOST_STACKS = 4
 _MOST_MARKS = 300  # per kind and run, the latest
-_METRICS = (
-    ("loss", "Loss", "nats"),
-    ("val_loss", "Validation loss", "nats"),
-    ("grad_norm", "Gradient norm", "before clipping"),
-    ("param_norm", "Parameter norm", ""),
-    ("lr", "Learning rate", ""),
-    ("seq_per_s", "Throughput", "sequences/s"),
-    ("tokens_per_s", "Throughput, tokens", "tokens/s"),
-    ("step_time_s", "Step time", "s"),
-)
-# Parts of a step, in order.
-STEP_PARTS = (
-    ("data wait", "#c97420"),
-    ("forward and backward", "#3d7ab5"),
-    ("optimizer and norms", "#2a8c6e"),
-    ("rest", "#7d929e"),
-)
 _ALL = slice(None)
 
 
@@ -164,7 +140,11 @@ def axis_top(several: Sequence[Floats]) -> float | None:
 def shown_metrics(runs: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
     """The metrics to draw, with title and unit; tokens/s only if a run has no seq/s."""
     curves = [facts.curve for facts in runs if facts.curve is not None]
-    known = [row for row in _METRICS if any(series(curve, row[0]) is not None for curve in curves)]
+    known = [
+        row
+        for row in _LOOK["metrics"]
+        if any(series(curve, row[0]) is not None for curve in curves)
+    ]
     sequences = all(series(c, "seq_per_s") is not None for c in curves)
     return [row for row in known if row[0] != "tokens_per_s" or not sequences]
 
@@ -256,7 +236,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
     for number, parts in split[:_MOST_STACKS]:
         layers = [
             {"name": name, "color": color, "y": _packed(piece_means(part, _MOST_PIECES), "f4")}
-            for (name, color), part in zip(STEP_PARTS, parts, strict=True)
+            for (name, color), part in zip(STEP_PARTS.items(), parts, strict=True)
             if part.any()
         ]
         content: Json = {
@@ -269,7 +249,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
         }
         shares = ", ".join(
             f"{name} {100 * float(np.sum(part)) / max(float(sum(map(np.sum, parts))), 1e-30):.1f} %"
-            for (name, _), part in zip(STEP_PARTS, parts, strict=True)
+            for name, part in zip(STEP_PARTS, parts, strict=True)
             if part.any()
         )
         title = f"Step time by parts: {runs[number].name}"
@@ -309,28 +289,15 @@ def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
             continue
         color = RUN_COLORS[number % len(RUN_COLORS)]
         text = [f"{100 * efficiency:.1f} % of linear" for *_, efficiency in points]
-        data.append(
-            {
-                "type": "scatter", "mode": "lines+markers", "name": escape(label), "x": nodes,
-                "y": [speed for _, speed, _ in points], "text": text,
-                "line": {"color": color},
-                "hovertemplate": "%{x} nodes: %{y:.4g} seq/s, %{text}<extra></extra>",
-            }
-        )  # fmt: skip
+        speeds = [speed for _, speed, _ in points]
+        line: Json = {"color": color}
+        data.append({"name": escape(label), "x": nodes, "y": speeds, "text": text, "line": line})
         begin, base, _ = points[0]
-        data.append(
-            {
-                "type": "scatter", "mode": "lines", "name": "linear", "x": [begin, max(nodes)],
-                "y": [base, base * max(nodes) / begin], "hoverinfo": "skip",
-                "line": {"color": color, "dash": "dot", "width": 1},
-            }
-        )  # fmt: skip
+        ends = {"x": [begin, max(nodes)], "y": [base, base * max(nodes) / begin]}
+        line = {"color": color, "dash": "dot", "width": 1}
+        data.append({"name": "linear", **ends, "line": line, "mode": "lines", "hoverinfo": "skip"})
     if data:
-        layout = {
-            "xaxis": {"title": {"text": "nodes"}, "type": "log", "dtick": 0.30102999566},
-            "yaxis": {"title": {"text": "sequences/s"}, "type": "log"},
-        }
-        content: Json = {"kind": "native", "data": data, "layout": layout}
+        content: Json = {"kind": "scaling", "data": data}
         yield PlotData("scaling", "Throughput by nodes", "throughput", content)
 
 
@@ -342,23 +309,16 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
     names = [escape(name) for name, _ in runs_used]
     data = [
         {
-            "type": "bar", "orientation": "h", "name": part.replace("_", " "), "y": names,
+            "name": part.replace("_", " "),
+            "y": names,
             "x": [100.0 * used.shares[part] for _, used in runs_used],
             "customdata": [used.parts[part] for _, used in runs_used],
             "marker": {"color": PART_COLORS[part]},
-            "hovertemplate": "%{fullData.name}: %{x:.2f} %, %{customdata:.4g} node hours"
-            "<extra>%{y}</extra>",
         }
         for part in TIME_PARTS
         if any(used.parts[part] for _, used in runs_used)
-    ]  # fmt: skip
-    layout = {
-        "barmode": "stack",
-        "xaxis": {"title": {"text": "% of the node hours"}, "range": [0, 100]},
-        "yaxis": {"autorange": "reversed", "automargin": True, "type": "category"},
-        "height": 150 + 34 * len(runs_used),
-    }
-    content: Json = {"kind": "native", "data": data, "layout": layout}
+    ]
+    content: Json = {"kind": "utilization", "data": data, "height": 150 + 34 * len(runs_used)}
     yield PlotData("utilization", "Where the node hours went", "utilization", content)
 
 
@@ -378,21 +338,17 @@ def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
                 continue
             steps = [step for step in table.steps if step in row.scores and step in table.tokens]
             label = f"{row.group + ', ' if row.group else ''}{row.name} ({row.metric})"
+            errors = [row.errors.get(step, 0.0) for step in steps]
             data.append(
                 {
-                    "type": "scatter", "mode": "lines+markers",
                     "name": escape(f"{name}: {label}" if len(runs) > 1 else label),
                     "x": [table.tokens[step] for step in steps],
                     "y": [row.scores[step] for step in steps],
-                    "error_y": {
-                        "array": [row.errors.get(step, 0.0) for step in steps], "thickness": 1,
-                    },
-                    "hovertemplate": "%{fullData.name}: %{y:.4g} at %{x:,} tokens<extra></extra>",
+                    "error_y": {"array": errors, "thickness": 1},
                 }
-            )  # fmt: skip
+            )
         if data:
-            layout = {"xaxis": {"title": {"text": "tokens"}}, "yaxis": {"title": {"text": "score"}}}
-            content: Json = {"kind": "native", "data": data, "layout": layout | {"height": 420}}
+            content: Json = {"kind": "scores", "data": data, "height": 420}
             yield PlotData(f"scores-{number}", f"Scores: {suite}", "evaluation", content)
 
 

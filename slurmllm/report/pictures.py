@@ -104,7 +104,7 @@ def _write_scaling(figure: PlotData, path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for line in figure.content["data"]:
-        measured = "markers" in line["mode"]
+        measured = "text" in line
         color = line["line"]["color"]
         axes.plot(line["x"], line["y"], color=color, label=unescape(line["name"]),
                   marker="o" if measured else None, linestyle="-" if measured else ":")  # fmt: skip
@@ -112,9 +112,8 @@ def _write_scaling(figure: PlotData, path: Path) -> None:
             axes.annotate(text, (nodes, speed), (5, -10), textcoords="offset points",
                           fontsize=7, color=color)  # fmt: skip
     axes.set_xticks(sorted({nodes for line in figure.content["data"] for nodes in line["x"]}))
-    layout = figure.content["layout"]
-    axes.set_xlabel(layout["xaxis"]["title"]["text"])
-    axes.set_ylabel(layout["yaxis"]["title"]["text"])
+    axes.set_xlabel("nodes")
+    axes.set_ylabel("sequences/s")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(LogFormatter())  # few labels over a long range
@@ -144,8 +143,8 @@ def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
         axes.stackplot(
             piece_means(split.curve.steps.astype(np.float64), _ROWS),
             *(piece_means(part, _ROWS) for part in parts),
-            labels=[name for name, _ in STEP_PARTS],
-            colors=[color for _, color in STEP_PARTS],
+            labels=list(STEP_PARTS),
+            colors=list(STEP_PARTS.values()),
         )
         axes.set_title(f"Step time by parts, s: {split.name}")
         if (top := axis_top([sum(parts, np.zeros(1))])) is not None:

@@ -9,6 +9,26 @@ const MARKS = {
   spike: {name: "spikes", symbol: "circle-open", size: 10, visible: "legendonly"},
   far: {name: "above the axis", symbol: "triangle-up", size: 10, visible: true},
 };
+// Plots without a step axis: their layout, and what their traces have in common.
+const NATIVE = {
+  scaling: {
+    trace: {type: "scatter", mode: "lines+markers",
+      hovertemplate: "%{x} nodes: %{y:.4g} seq/s, %{text}<extra></extra>"},
+    layout: {xaxis: {title: {text: "nodes"}, type: "log", dtick: Math.log10(2)},
+      yaxis: {title: {text: "sequences/s"}, type: "log"}},
+  },
+  utilization: {
+    trace: {type: "bar", orientation: "h",
+      hovertemplate: "%{fullData.name}: %{x:.2f} %, %{customdata:.4g} node hours<extra>%{y}</extra>"},
+    layout: {barmode: "stack", xaxis: {title: {text: "% of the node hours"}, range: [0, 100]},
+      yaxis: {autorange: "reversed", automargin: true, type: "category"}},
+  },
+  scores: {
+    trace: {type: "scatter", mode: "lines+markers",
+      hovertemplate: "%{fullData.name}: %{y:.4g} at %{x:,} tokens<extra></extra>"},
+    layout: {xaxis: {title: {text: "tokens"}}, yaxis: {title: {text: "score"}}},
+  },
+};
 const MOST_LINES = 60;  // drawn through a plot at restarts
 const FEW_POINTS = 40;  // are drawn as such, on their line
 const state = {x: "step", smoothing: 0, log: new Set()};
@@ -149,6 +169,14 @@ function stack(name, figure) {
   };
 }
 
+function native(name, figure) {
+  const {trace, layout} = NATIVE[figure.kind];
+  return {
+    data: figure.data.map((own) => ({...trace, ...own})),
+    layout: {...layout, height: figure.height},
+  };
+}
+
 function themed(layout, traces, width) {
   const night = dark.matches && !printing;
   const text = night ? "#d7dde2" : "#20272d", grid = night ? "#3a444d" : "#e1e5e8";
@@ -176,7 +204,7 @@ function themed(layout, traces, width) {
 function draw(name) {
   const figure = DATA.figures[name], place = document.getElementById(`plot-${name}`);
   const made = figure.kind === "curve" ? curve(name, figure)
-    : figure.kind === "stack" ? stack(name, figure) : figure;
+    : figure.kind === "stack" ? stack(name, figure) : native(name, figure);
   return Plotly.react(place, made.data, themed(made.layout, made.data, place.clientWidth), {
     responsive: true, displaylogo: false, scrollZoom: false,
     showSendToCloud: false, plotlyServerURL: "",  // nothing leaves the page

@@ -201,7 +201,7 @@ def read_checkpoints(
             step=step,
             attempt=manifest.attempt if manifest else event.attempt if event else None,
             tokens=manifest.tokens if manifest else None,
-            num_bytes=entry.num_bytes if entry and manifest else event.bytes if event else None,
+            bytes=entry.num_bytes if entry and manifest else event.bytes if event else None,
             saved_at=manifest.saved_at if manifest else event.time if event else None,
             seconds=event.seconds if event else manifest.save_s if manifest else None,
             waited_s=event.waited_s if event else None,

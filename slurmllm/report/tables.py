@@ -248,7 +248,7 @@ def checkpoints_table(facts: RunFacts) -> Table:
             (
                 format_integer(one.step),
                 format_integer(one.tokens),
-                format_bytes(one.num_bytes),
+                format_bytes(one.bytes),
                 format_utc(one.saved_at),
                 format_number(one.seconds),
                 format_number(one.waited_s),

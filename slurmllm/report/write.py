@@ -10,9 +10,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,11 +23,9 @@ from pydantic import BaseModel
 from slurmllm import __version__
 from slurmllm.format import format_utc
 from slurmllm.report.document import (
-    Block,
     Bullets,
     Paragraph,
     Picture,
-    Plot,
     ReportSection,
     sections,
     title,
@@ -48,14 +45,6 @@ _AXES = ("step", "tokens", "hours")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]|#~])")
 # Characters that would end a script element, or a line within it.
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A block of a section, or consecutive plots."""
-
-    block: Block | None = None
-    plots: tuple[Plot, ...] = ()
 
 
 def to_html(
@@ -83,7 +72,6 @@ def to_html(
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["by_plots"] = _by_plots
     template = environment.get_template("report.html.j2")
     return template.render(
         title=title,
@@ -92,7 +80,7 @@ def to_html(
         sections=sections,
         axes=[axis for axis in _AXES if axis in known],
         logarithmic={
-            name for name, figure in data["figures"].items() if figure["kind"] != "native"
+            name for name, figure in data["figures"].items() if figure["kind"] in ("curve", "stack")
         },
         css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
         script=Markup((_HERE / "report.js").read_text(encoding="utf-8")),
@@ -100,18 +88,6 @@ def to_html(
         plotly=Markup(get_plotlyjs()),
         plotly_version=get_plotlyjs_version(),
     )
-
-
-def _by_plots(blocks: Iterable[Block]) -> list[_Group]:
-    """Group consecutive plots, which are placed side by side; pictures are for the Markdown."""
-    found: list[_Group] = []
-    shown = (block for block in blocks if not isinstance(block, Picture))
-    for is_plot, group in groupby(shown, lambda block: isinstance(block, Plot)):
-        if is_plot:
-            found.append(_Group(plots=tuple(block for block in group if isinstance(block, Plot))))
-        else:
-            found += map(_Group, group)
-    return found
 
 
 def to_markdown(
@@ -166,20 +142,15 @@ _LISTS = {"spikes": True, "not_finite": True}
 _EXCLUDED: Any = {**_LISTS, "grad_norm_spikes": _LISTS}
 
 
-@dataclass(frozen=True)
-class ReportFiles:
-    """The files of a report."""
-
-    html: Path | None  # the page; None if it was not requested
-    markdown: Path
-
-
-def write_report(runs: Sequence[RunFacts], page: Path, html: bool = True) -> ReportFiles:
+def write_report(runs: Sequence[RunFacts], page: Path, html: bool) -> dict[str, str | None]:
     """Write a report: the page, the Markdown next to it, and its pictures.
 
     Args:
         page: The .html file; the Markdown has the same name with .md.
         html: Whether to write the page.
+
+    Returns:
+        Paths of `html` and `markdown`; None: not requested.
 
     Raises:
         StorageError: a file cannot be written.
@@ -194,25 +165,17 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool = True) -> Rep
         for name, path in write_pictures(runs, drawn, folder).items()
     }
     write_atomic(markdown, to_markdown(title(runs), content, pictures, made_at))
-    return ReportFiles(page if html else None, markdown)
+    return {"html": str(page) if html else None, "markdown": str(markdown)}
 
 
-def to_json(runs: Sequence[RunFacts], written: ReportFiles | None) -> dict[str, Any]:
-    """The whole document; unknown values are null.
-
-    Args:
-        written: Its files; None if none were written.
-    """
+def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None]) -> dict[str, Any]:
+    """The whole document, with the files of `write_report`; unknown values are null."""
     used = [facts.used for facts in runs if facts.used is not None]
-    html = None if written is None else written.html
     found: dict[str, Any] = {
         "runs": [_run(facts) for facts in runs],
         "total": sum_utilization(used) if used else None,
         "scaling": scaling_json(scaling_rows(runs)),
-        "report": {
-            "html": None if html is None else str(html),
-            "markdown": None if written is None else str(written.markdown),
-        },
+        "report": dict(written),
     }
     plain: dict[str, Any] = _finite(found)
     return plain
@@ -244,30 +207,11 @@ def _run(facts: RunFacts) -> dict[str, Any]:
         "usd": facts.usd,
         "restarts": facts.restarts,
         "checkpoints": [
-            {
-                "step": one.step,
-                "attempt": one.attempt,
-                "tokens": one.tokens,
-                "bytes": one.num_bytes,
-                "saved_at": one.saved_at,
-                "seconds": one.seconds,
-                "waited_s": one.waited_s,
-                # An invalidated checkpoint is still on disk.
-                "kept": one.state in ("kept", "invalidated"),
-                "state": one.state,
-            }
+            # An invalidated checkpoint is still on disk.
+            asdict(one) | {"kept": one.state in ("kept", "invalidated")}
             for one in facts.saved
         ],
-        "evaluations": [
-            {
-                "suite": found.suite,
-                "rows": [asdict(row) for row in found.rows],
-                "steps": list(found.steps),
-                "tokens": dict(found.tokens),
-                "sources": dict(found.sources),
-            }
-            for found in facts.scores
-        ],
+        "evaluations": [asdict(found) for found in facts.scores],
         "comparison": facts.comparison,
         "spikes": spikes and spikes.model_dump(mode="json", exclude=_EXCLUDED),
         "data": facts.data,
