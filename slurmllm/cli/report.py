@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -58,8 +58,6 @@ def report(
 
     Exit codes: 0 success; 2 run not found or invalid options; 4 a requested file cannot be written.
     """
-    import json
-
     from slurmllm.errors import UserError
     from slurmllm.metrics.source import locate, parse_tags
     from slurmllm.report.sources import (
@@ -96,7 +94,7 @@ def report(
         draw_utilization(used, Path(plot))
     written = {"html": None, "markdown": None} if no_files else _write(runs, out, not no_html)
     if as_json:
-        click.echo(json.dumps(to_json(runs, written), indent=2, allow_nan=False))
+        click.echo(to_json(runs, written))
         return
     _print(runs)
     if plot is not None:
@@ -109,10 +107,8 @@ def _price(price: str) -> float | PriceKind:
     """Dollars, or the name of one of the cluster profile's prices."""
     from slurmllm.errors import UserError
 
-    if price == "on_demand":
-        return "on_demand"
-    if price == "reserved":
-        return "reserved"
+    if price in ("on_demand", "reserved"):
+        return cast("PriceKind", price)
     try:
         usd = float(price)
     except ValueError:
@@ -146,7 +142,6 @@ def _print(runs: Sequence[RunFacts]) -> None:
     from slurmllm.report.document import comparison_texts
     from slurmllm.report.tables import (
         RECOVERIES_CAPTION,
-        SHOWN_RECOVERIES,
         endings_table,
         parts_table,
         recoveries_table,
@@ -160,6 +155,8 @@ def _print(runs: Sequence[RunFacts]) -> None:
     def show(table: Table, before: str = "") -> None:
         click.echo(before)
         print_table(table.headings, table.rows)
+        if table.caption:
+            click.echo(table.caption)
 
     for facts in runs:
         click.echo(f"{facts.name}: {verdict(facts)}")
@@ -177,8 +174,6 @@ def _print(runs: Sequence[RunFacts]) -> None:
     for facts in runs:
         if facts.lost:
             show(recoveries_table(facts.lost), f"\n{facts.name}: {RECOVERIES_CAPTION}")
-            if len(facts.lost) > SHOWN_RECOVERIES:
-                click.echo(f"… and {len(facts.lost) - SHOWN_RECOVERIES} before these")
             show(endings_table(facts.lost))
         for warning in facts.warnings:
             click.echo(f"warning: {facts.name}: {warning}")

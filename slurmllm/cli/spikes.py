@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
     from slurmllm.spikes.analysis import Metric, SpikeAnalysis
 
-_MAX_ROWS = 10  # of the table of the highest spikes
-
 
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
@@ -137,7 +135,7 @@ def _draw(curves: list[Curve], found: list[SpikeAnalysis], plot: str | None) -> 
 def _print(run: SpikeAnalysis) -> None:
     from rich.text import Text
 
-    from slurmllm.spikes.analysis import NAMES
+    from slurmllm.spikes.analysis import NAMES, SHOWN
     from slurmllm.tables import console, print_table
 
     def line(text: str | Text) -> None:
@@ -147,17 +145,14 @@ def _print(run: SpikeAnalysis) -> None:
     line(f"{run.name}: steps {run.first_step}–{run.last_step}{interval}")
     line("")
     for one in run.by_metric:
-        title = NAMES[one.metric]
-        line(Text.assemble((f"{title} spike", "bold"), f": {one.definition}"))
+        line(Text.assemble((f"{NAMES[one.metric]} spike", "bold"), f": {one.definition}"))
         line("")
         print_table(("figure", "value"), _figures(one, first=one is run))
         if one.count:
             line("")
-            ratio = "grad norm" if one.metric == "loss" else "ratio"
-            headings = ("step", "steps", "above mean", title, "back after", ratio, "coincides")
-            print_table(headings, _spike_rows(one))
-            if one.count > _MAX_ROWS:
-                line(f"… the {_MAX_ROWS} highest of {one.count:,}")
+            print_table(*one.highest_spikes())
+            if one.count > SHOWN:
+                line(f"… the {SHOWN} highest of {one.count:,}")
         line("")
     for one in run.by_metric:
         color = {"calm": "green", "passing": "green", "lasting": "yellow", "too_short": "yellow"}
@@ -206,25 +201,3 @@ def _figures(run: SpikeAnalysis, first: bool) -> list[tuple[str, str]]:
         shown = ", ".join(str(step) for step in run.restarts[:5])
         found.append(("restarts at", shown + (" …" if len(run.restarts) > 5 else "")))
     return found
-
-
-def _spike_rows(run: SpikeAnalysis) -> list[tuple[str, ...]]:
-    """The highest spikes, in the order of the headings."""
-    rows: list[tuple[str, ...]] = []
-    for spike in run.highest_spikes(_MAX_ROWS):
-        ratio, back = spike.grad_norm_ratio, spike.returned_after
-        coincident = [] if spike.restart is None else [f"restart at {spike.restart}"]
-        if spike.skipped is not None:
-            coincident.append(f"batches {spike.skipped[0]}–{spike.skipped[1]} skipped")
-        rows.append(
-            (
-                str(spike.step),
-                str(spike.duration),
-                f"{spike.height:.4g}",
-                f"{spike.value:.4g}",
-                "never" if back is None else str(back),
-                "-" if ratio is None else f"× {ratio:.3g}",
-                ", ".join(coincident) or "-",
-            )
-        )
-    return rows

@@ -108,8 +108,8 @@ class Curve:
             return self.steps.astype(np.float64)
         if axis in self.columns:
             return self.columns[axis]
-        seq_len = self._positive_setting("model.seq_len")
-        batch = self._positive_setting("train.global_batch")
+        seq_len = self.positive_setting("model.seq_len")
+        batch = self.positive_setting("train.global_batch")
         if axis == "samples" and "tokens" in self.columns and seq_len is not None:
             return np.divide(self.columns["tokens"], seq_len)
         per_sample = 1.0 if axis == "samples" else seq_len
@@ -117,7 +117,8 @@ class Curve:
             return np.full(len(self.steps), np.nan)
         return self.steps.astype(np.float64) * (batch * per_sample)
 
-    def _positive_setting(self, key: str) -> float | None:
+    def positive_setting(self, key: str) -> float | None:
+        """A setting as a number above 0; in another framework's log it may be of any type."""
         value = self.settings.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None

@@ -12,7 +12,6 @@ from slurmllm.report.figures import PlotData
 from slurmllm.report.pictures import CURVES, SCALING, UTILIZATION, scores_name
 from slurmllm.report.tables import (
     RECOVERIES_CAPTION,
-    SHOWN_RECOVERIES,
     Table,
     attempts_table,
     checkpoints_table,
@@ -22,7 +21,6 @@ from slurmllm.report.tables import (
     scaling_table,
     scores_table,
     setting_table,
-    spikes_table,
     summary_table,
     verdict,
 )
@@ -109,7 +107,7 @@ def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[Report
             doubts = [text for text in one.warnings if text not in facts.warnings]
             spikes += [Bullets(doubts)] if doubts else []
             if one.spikes:
-                spikes.append(spikes_table(one))
+                spikes.append(Table(*one.highest_spikes()))
     curves = _plots(drawn, "curves")
     warnings = [f"{facts.name}: {warning}" for facts in runs for warning in facts.warnings]
     found = [
@@ -199,8 +197,6 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[Block]:
             continue
         yield Paragraph(RECOVERIES_CAPTION, strong=facts.name)
         yield recoveries_table(facts.lost)
-        if len(facts.lost) > SHOWN_RECOVERIES:
-            yield Paragraph(f"… and {len(facts.lost) - SHOWN_RECOVERIES} before these")
         yield endings_table(facts.lost)
 
 

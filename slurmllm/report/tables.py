@@ -26,18 +26,16 @@ from slurmllm.plan.mesh import Mesh
 from slurmllm.records import TIME_PARTS
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import FIRST_STEPS, ScalingRow
-from slurmllm.spikes import SpikeAnalysis
-from slurmllm.spikes.analysis import NAMES
 from slurmllm.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
 from slurmllm.status.utilization import Utilization, sum_utilization
 
 _NUMBER = re.compile(
-    r"^(-|[-+]?[\d.,]+(e[-+]?\d+)?( ?(%|[kMGT]?B|[KMBT]))?( ± [\d.e-]+)?( \([+-][\d.]+ SE\))?)$"
+    r"^(-|never|(× )?[-+]?[\d.,]+(e[-+]?\d+)?( ?(%|[kMGT]?B|[KMBT]))?"
+    r"( ± [\d.e-]+)?( \([+-][\d.]+ SE\))?)$"
 )
 _SHOWN_REMOVED = 50
-_SHOWN_SPIKES = 10
 _SHOWN_CHECKPOINTS = 5
-SHOWN_RECOVERIES = 20
+_SHOWN_RECOVERIES = 20
 RECOVERIES_CAPTION = "from the last completed step before an ending to the next one, s"
 
 
@@ -261,24 +259,6 @@ def checkpoints_table(facts: RunFacts) -> Table:
     )
 
 
-def spikes_table(found: SpikeAnalysis) -> Table:
-    """The highest spikes of a run."""
-    return Table(
-        ("step", "steps", "height", NAMES[found.metric], "back after", "gradient norm, ratio"),
-        [
-            (
-                format_integer(one.step),
-                format_integer(one.duration),
-                format_number(one.height),
-                format_number(one.value),
-                format_integer(one.returned_after),
-                format_number(one.grad_norm_ratio),
-            )
-            for one in found.highest_spikes(_SHOWN_SPIKES)
-        ],
-    )
-
-
 def scores_table(found: ScoreTable) -> Table:
     """The scores of a suite: the newest checkpoints and published models."""
     steps = found.steps[-_SHOWN_CHECKPOINTS:]
@@ -382,10 +362,11 @@ def recoveries_table(lost: Sequence[FailureRecovery]) -> Table:
             format_elapsed(one.beyond_requeue_s),
             *(format_elapsed(one.phases_s[phase]) for phase in RECOVERY_PHASES),
         )
-        for one in lost[-SHOWN_RECOVERIES:]
+        for one in lost[-_SHOWN_RECOVERIES:]
     ]
     headings = ("attempt", "class", "after step", "steps lost", "seconds", "beyond requeue", *names)
-    return Table(headings, rows)
+    more = len(lost) - len(rows)
+    return Table(headings, rows, f"… and {more} before these" if more else "")
 
 
 def endings_table(lost: Sequence[FailureRecovery]) -> Table:

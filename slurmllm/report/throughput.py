@@ -110,13 +110,7 @@ def _reduce(how: Callable[[Floats], Any], values: Floats | None, rows: Flags) ->
 def per_s(curve: Curve) -> tuple[Floats | None, Floats | None]:
     """Sequences/s and tokens/s of each row; a missing one is computed from the other."""
     sequences, tokens = curve.columns.get("seq_per_s"), curve.columns.get("tokens_per_s")
-    # Settings of another framework's log may be of any type.
-    length, batch = (
-        float(value)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        else None
-        for value in map(curve.settings.get, ("model.seq_len", "train.global_batch"))
-    )
+    length, batch = map(curve.positive_setting, ("model.seq_len", "train.global_batch"))
     taken = curve.columns.get("step_time_s")
     if sequences is None and tokens is None and taken is not None and batch:
         with np.errstate(divide="ignore"):  # a step of 0 s, below the clock's resolution

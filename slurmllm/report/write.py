@@ -7,7 +7,6 @@ security policy forbids every request. The template escapes all texts.
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pydantic_core
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
-from pydantic import BaseModel
 
 from slurmllm import __version__
 from slurmllm.format import format_utc
@@ -168,24 +167,23 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool) -> dict[str, 
     return {"html": str(page) if html else None, "markdown": str(markdown)}
 
 
-def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None]) -> dict[str, Any]:
-    """The whole document, with the files of `write_report`; unknown values are null."""
+def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None]) -> str:
+    """The whole document, with the files of `write_report`; NaN and unknown values are null."""
     used = [facts.used for facts in runs if facts.used is not None]
-    found: dict[str, Any] = {
+    found = {
         "runs": [_run(facts) for facts in runs],
         "total": sum_utilization(used) if used else None,
         "scaling": scaling_json(scaling_rows(runs)),
-        "report": dict(written),
+        "report": written,
     }
-    plain: dict[str, Any] = _finite(found)
-    return plain
+    return pydantic_core.to_json(found, indent=2, inf_nan_mode="null").decode()
 
 
 def _run(facts: RunFacts) -> dict[str, Any]:
     rate, mesh, spikes = facts.rate, facts.mesh, facts.spikes
     return {
         "name": facts.name,
-        "path": str(facts.path),
+        "path": facts.path,
         "kind": facts.kind,
         "state": facts.state,
         "recipe": facts.recipe,
@@ -211,24 +209,13 @@ def _run(facts: RunFacts) -> dict[str, Any]:
             asdict(one) | {"kept": one.state in ("kept", "invalidated")}
             for one in facts.saved
         ],
-        "evaluations": [asdict(found) for found in facts.scores],
+        "evaluations": facts.scores,
         "comparison": facts.comparison,
-        "spikes": spikes and spikes.model_dump(mode="json", exclude=_EXCLUDED),
+        "spikes": spikes and spikes.model_dump(exclude=_EXCLUDED),
         "data": facts.data,
-        "versions": dict(facts.versions),
+        "versions": facts.versions,
         "utilization": facts.used,
         "recoveries": facts.lost,
         "endings": sum_by_ending(facts.lost),
-        "warnings": list(facts.warnings),
+        "warnings": facts.warnings,
     }
-
-
-def _finite(value: Any) -> Any:
-    """Records as dictionaries; JSON has no NaN and no infinity: they become null."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json", by_alias=True)
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

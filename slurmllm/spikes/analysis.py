@@ -22,6 +22,7 @@ Metric = Literal["loss", "grad_norm"]
 NAMES: dict[Metric, str] = {"loss": "loss", "grad_norm": "gradient norm"}
 # Shown with the metric that it is of, and with no other.
 REFERENCES: dict[Metric, str] = {"grad_norm": "AWS, GPT-NeoX on trn1, 2023: over 86%"}
+SHOWN = 10  # spikes in a table
 MOST_GROWTH = 3.0  # of the gradient norm's running mean: AWS's post takes more as a warning
 
 _NOISE_ERRORS = 10.0  # standard errors of a running mean that noise does not reach
@@ -145,9 +146,27 @@ class SpikeAnalysis(Record):
         """This analysis, and that of the gradient norm if there is one."""
         return (self,) if self.grad_norm_spikes is None else (self, self.grad_norm_spikes)
 
-    def highest_spikes(self, limit: int) -> list[Spike]:
-        """Returns the highest spikes, highest first."""
-        return sorted(self.spikes, key=lambda spike: (-spike.height, spike.step))[:limit]
+    def highest_spikes(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Returns headings and rows of a table of the highest spikes, highest first."""
+        ratio = "grad norm" if self.metric == "loss" else "ratio"
+        headings = ("step", "steps", "above mean", NAMES[self.metric], "back after", ratio)
+        rows: list[tuple[str, ...]] = []
+        for spike in sorted(self.spikes, key=lambda spike: (-spike.height, spike.step))[:SHOWN]:
+            coincident = [] if spike.restart is None else [f"restart at {spike.restart}"]
+            if spike.skipped is not None:
+                coincident.append(f"batches {spike.skipped[0]}–{spike.skipped[1]} skipped")
+            rows.append(
+                (
+                    str(spike.step),
+                    str(spike.duration),
+                    f"{spike.height:.4g}",
+                    f"{spike.value:.4g}",
+                    "never" if spike.returned_after is None else str(spike.returned_after),
+                    "-" if spike.grad_norm_ratio is None else f"× {spike.grad_norm_ratio:.3g}",
+                    ", ".join(coincident) or "-",
+                )
+            )
+        return (*headings, "coincides"), rows
 
 
 def growth_of(
@@ -233,9 +252,8 @@ def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
         i, j = np.triu_indices(len(at), 1)
         slope = 1000.0 * float(np.median((medians[j] - medians[i]) / (at[j] - at[i])))
         changes = np.diff(_block_medians(norms, _DIRECTION_BLOCKS))
-        direction = "falling" if (changes < 0).all() else "neither"
-        if (changes > 0).all():
-            direction = "rising"
+        falling: Direction = "falling" if (changes < 0).all() else "neither"
+        direction = "rising" if (changes > 0).all() else falling
     return ParamNorm(
         first=first,
         last=last,

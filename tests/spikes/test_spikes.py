@@ -120,7 +120,9 @@ def test_planted_spikes() -> None:
     assert found.durations == {1: 9, 4: 1}
     assert found.one_step_share == 0.9
     assert found.per_1000_steps == pytest.approx(1000 * 10 / 4980)
-    assert found.highest_spikes(1)[0].step == 2200
+    headings, rows = found.highest_spikes()
+    assert len(rows) == 10
+    assert (rows[0][0], rows[0][headings.index("grad norm")]) == ("2200", "× 4")
     assert found.spikes[0].height == pytest.approx(1.0, abs=0.1)
     assert found.spikes[0].returned_after is not None
     assert found.grad_norm is not None
