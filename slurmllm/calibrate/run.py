@@ -129,12 +129,12 @@ def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
     )
 
 
-def check_target(path: Path, *, replace: bool = False) -> None:
+def check_target(path: Path) -> None:
     """Check that a profile can be written to `path`, before the measurement.
 
     Raises:
-        ConfigError: the path does not end in .yaml, is a shipped profile, exists and may not be
-            replaced, or its folder does not exist.
+        ConfigError: the path does not end in .yaml, is a shipped profile, exists already, or its
+            folder does not exist.
     """
     option = f"--out {path}"
     if path.suffix not in (".yaml", ".yml"):
@@ -144,7 +144,7 @@ def check_target(path: Path, *, replace: bool = False) -> None:
             f"{option}: the profiles that ship with slurmllm are not written to; choose a file of "
             "your own and name it with --cluster"
         )
-    if path.is_dir() or (path.exists() and not replace):
+    if path.exists():
         raise ConfigError(f"{option}: exists and is not overwritten; choose another name")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"{option}: there is no folder {path.resolve().parent}; make it first")
@@ -159,14 +159,12 @@ def profile_text(cluster: Cluster, calibration: Calibration) -> str:
     return f"# {calibration.hardware.source}\n" + write_yaml(values)
 
 
-def write_profile(
-    cluster: Cluster, calibration: Calibration, path: Path, *, replace: bool = False
-) -> None:
+def write_profile(cluster: Cluster, calibration: Calibration, path: Path) -> None:
     """Write the calibrated profile atomically, for `--cluster PATH`.
 
     Raises:
         ConfigError: see `check_target`.
         StorageError: the file cannot be written.
     """
-    check_target(path, replace=replace)
+    check_target(path)
     write_atomic(path, profile_text(cluster, calibration))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from slurmllm.checkpoint.folder import file_faults, read_manifest
-from slurmllm.errors import CheckpointError, StorageError
+from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.records import CheckpointManifest, SkippedBatches, SkipsRecord
 from slurmllm.rundir import RunDir, fsync_dir
 
@@ -84,6 +84,18 @@ def read_entry(directory: Path) -> CheckpointEntry:
 def list_checkpoints(run: RunDir) -> list[CheckpointEntry]:
     """Returns the checkpoints of a run, oldest first, not verified."""
     return [read_entry(run.checkpoint(step)) for step in run.checkpoint_steps()]
+
+
+def require_step(run: RunDir, step: str, others: str) -> Path:
+    """Returns the folder of the checkpoint of a step, as given by a user; RunError if none."""
+    steps = run.checkpoint_steps()
+    if not step.isdecimal() or int(step) not in steps:
+        known = ", ".join(map(str, steps[-10:])) or "none"
+        raise RunError(
+            f"run {run.name} has no checkpoint of step {step or repr(step)}; it has: {known} (or "
+            f"use {others})"
+        )
+    return run.checkpoint(int(step))
 
 
 def verify_entry(

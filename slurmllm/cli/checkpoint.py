@@ -364,7 +364,7 @@ def convert(
 
 def _verified_checkpoint(source: str, run: str | None, runs_dir: str | None) -> Path:
     """Returns the checkpoint folder that the arguments name, after verifying it."""
-    from slurmllm.checkpoint.catalogue import newest_verified, read_entry
+    from slurmllm.checkpoint.catalogue import newest_verified, read_entry, require_step
     from slurmllm.checkpoint.state import read_origin
     from slurmllm.rundir import find_run, runs_root
 
@@ -382,14 +382,7 @@ def _verified_checkpoint(source: str, run: str | None, runs_dir: str | None) -> 
             for line in skipped:
                 click.echo(f"skipped a checkpoint that does not verify: {line}", err=True)
             return directory
-        steps = found.checkpoint_steps()
-        if not source.isdecimal() or int(source) not in steps:
-            known = ", ".join(map(str, steps[-10:])) or "none"
-            raise RunError(
-                f"run {found.name} has no checkpoint of step {source}; it has: {known} (or use "
-                "latest)"
-            )
-        directory = found.checkpoint(int(source))
+        directory = require_step(found, source, "latest")
     (entry,) = _verified([read_entry(directory)])
     if entry.faults:
         lines = "\n".join(f"  {fault}" for fault in entry.faults)

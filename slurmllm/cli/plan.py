@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,8 +87,8 @@ def plan(
     from slurmllm.backends.environment import load_environment
     from slurmllm.config.resolve import resolve
     from slurmllm.errors import UserError
+    from slurmllm.plan import output
     from slurmllm.plan.cost import parse_tokens
-    from slurmllm.plan.output import plan_json
     from slurmllm.plan.recipe_plan import plan_recipe
 
     reserved = price == "reserved"
@@ -148,11 +147,17 @@ def plan(
 
         write_picture(draw(plans), Path(plot), "name another file with --plot")
     if as_json:
-        options.echo_json(plan_json(plans, top, explain))
+        options.echo_json(output.plan_json(plans, top, explain))
     elif fits:
-        single = len(configs) == len(counts) == 1
-        submit = _submit_command(plans[0], recipes[0], cluster) if single else None
-        _print(plans, top or _TOP, explain, submit)
+        if len(configs) == len(counts) == 1:
+            output.print_plan(plans[0], top or _TOP)
+            click.echo(f"submit         {_submit_command(plans[0], recipes[0], cluster)}")
+        else:
+            output.print_points(plans)
+        for node_plan in (found for one in plans if explain for found in one.node_plans):
+            output.print_explanation(node_plan)
+        for warning in dict.fromkeys(w for one in plans for w in one.warnings):
+            click.echo(f"warning: {warning}")
         if plot is not None:
             click.echo(f"picture: {plot}")
     if not fits:
@@ -175,21 +180,6 @@ def node_counts(text: str) -> list[int]:
             "for instance 16 or 4,8,16"
         )
     return sorted(set(counts))
-
-
-def _print(plans: Sequence[RecipePlan], top: int, explain: bool, submit: str | None) -> None:
-    from slurmllm.plan import output
-
-    if submit is not None:
-        output.print_plan(plans[0], top)
-        click.echo(f"submit         {submit}")
-    else:
-        output.print_points(plans)
-    for one in plans if explain else ():
-        for node_plan in one.node_plans:
-            output.print_explanation(node_plan)
-    for warning in dict.fromkeys(w for one in plans for w in one.warnings):
-        click.echo(f"warning: {warning}")
 
 
 def _submit_command(plan: RecipePlan, recipe: str, cluster: str | None) -> str:

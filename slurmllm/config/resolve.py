@@ -142,7 +142,7 @@ def resolve(
     Raises:
         ConfigError: with all faults of recipe, profile and overrides.
     """
-    recipe_path = _find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
+    recipe_path = find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
     values, origins = read_yaml(recipe_path)
     if values.get("parallel") == "auto":
         # A copy: `_assign` changes sections in place.
@@ -153,7 +153,7 @@ def resolve(
         default = values.get("default_cluster")
         # A default of another type is a fault that the validation reports.
         chosen = default if isinstance(default, str) else "local"
-    cluster_path = _find_yaml(chosen, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
+    cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
     cluster_values, cluster_origins = read_yaml(cluster_path)
     tree: dict[str, Any] = {**values, "cluster": cluster_values}
     origins.update({f"cluster.{path}": source for path, source in cluster_origins.items()})
@@ -178,7 +178,7 @@ def change(config: RunConfig, cluster: str | None, overrides: Iterable[str]) -> 
     """
     tree, origins = config.values(), dict(config.origins)
     if cluster is not None:
-        path = _find_yaml(cluster, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
+        path = find_yaml(cluster, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
         tree["cluster"], sources = read_yaml(path)
         origins = {name: how for name, how in origins.items() if not name.startswith("cluster.")}
         origins |= {f"cluster.{name}": source for name, source in sources.items()}
@@ -187,7 +187,8 @@ def change(config: RunConfig, cluster: str | None, overrides: Iterable[str]) -> 
     return validate(tree, origins, faults, f"run of {config.recipe.name}")
 
 
-def _find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
+def find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
+    """A shipped file by its name, or a file by its path; raises ConfigError if there is none."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if path.is_file():

@@ -12,6 +12,7 @@ from slurmllm.checkpoint.catalogue import (
     list_checkpoints,
     newest_verified,
     read_entry,
+    require_step,
 )
 from slurmllm.checkpoint.folder import MANIFEST
 from slurmllm.errors import CheckpointError, RunError
@@ -67,9 +68,7 @@ def select_models(
         RunError: an unknown step, or --checkpoint without a run.
         CheckpointError: no checkpoint verifies.
     """
-    if target.model is not None or target.run is None:
-        folder = target.model
-        assert folder is not None
+    if (folder := target.model) is not None:
         if requested:
             raise RunError(
                 f"--checkpoint {requested[0]}: {folder} is one model; omit the option, or "
@@ -79,7 +78,8 @@ def select_models(
             return Selection((_model(read_entry(folder)),))
         return Selection((ModelRef(folder, 0, 0, folder_checksum(folder), huggingface=True),))
     # Reads only manifests; the job verifies the files, which takes minutes for a large model.
-    run, entries = target.run, list_checkpoints(target.run)
+    run = target.run or target.store
+    entries = list_checkpoints(run)
     invalidated = invalidated_checkpoints(run)
     complete = {
         _step(entry): entry
@@ -108,16 +108,9 @@ def select_models(
                 warnings += [f"{fault}; skipped" for fault in skipped]
             selected[newest.step] = newest
         else:
-            steps = [_step(entry) for entry in entries]
-            if not steps:
+            if not entries:
                 newest_verified(run)  # raises the error that there is none yet
-            if not choice.isdecimal() or int(choice) not in steps:
-                known = ", ".join(map(str, steps[-10:]))
-                raise RunError(
-                    f"run {run.name} has no checkpoint of step {choice or repr(choice)}; it has: "
-                    f"{known} (or use latest, or all)"
-                )
-            entry = read_entry(run.checkpoint(int(choice)))
+            entry = read_entry(require_step(run, choice, "latest, or all"))
             selected.setdefault(int(choice), _model(entry))
             named.add(int(choice))
     models = tuple(selected[step] for step in sorted(selected))

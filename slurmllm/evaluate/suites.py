@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from slurmllm.config.recipe import Section
-from slurmllm.config.resolve import recipes_dir
+from slurmllm.config.resolve import available, find_yaml, recipes_dir
 from slurmllm.config.yaml_source import read_yaml, write_yaml
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.rundir import RunDir, write_atomic
@@ -170,7 +169,7 @@ def suites_dir() -> Path:
 
 
 def suite_names() -> list[str]:
-    return sorted(path.stem for path in suites_dir().glob("*.yaml"))
+    return available(suites_dir())
 
 
 def find_suite(name: str) -> LocatedSuite:
@@ -179,19 +178,8 @@ def find_suite(name: str) -> LocatedSuite:
     Raises:
         ConfigError: it does not exist, or has faults: all of them, by dotted path.
     """
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise ConfigError(f"no suite file {name!r}; choose an existing one")
-        return LocatedSuite(read_suite(path), path.absolute().parent)
-    names = suite_names()
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        guess = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(
-            f"unknown suite {name!r}; {guess}choose one of {', '.join(names)}, or a .yaml file"
-        )
-    return LocatedSuite(read_suite(suites_dir() / f"{name}.yaml"), suites_dir(), shipped=True)
+    path = find_yaml(name, suites_dir(), "suite", "choose an existing one").absolute()
+    return LocatedSuite(read_suite(path), path.parent, shipped=name in suite_names())
 
 
 # Messages of pydantic about Python types, as rules of a YAML file.

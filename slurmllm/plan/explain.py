@@ -15,6 +15,7 @@ from typing import Any
 from slurmllm.config.cluster import Hardware
 from slurmllm.format import format_bytes, format_gib, format_seconds
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, known_hardware
+from slurmllm.plan.search import CHECKPOINTING
 from slurmllm.plan.step import (
     Group,
     StepTime,
@@ -27,7 +28,6 @@ from slurmllm.plan.step import (
 )
 
 _RUNNERS_UP = 2
-_CHECKPOINTING = ("none", "selective", "full")  # from most to least memory
 
 
 def describe(candidate: LayoutEstimate) -> str:
@@ -175,8 +175,8 @@ def _memory_lines(
     if larger:
         next_larger = min(larger, key=lambda c: c.mesh.micro_batch)
         yield f"micro batch {next_larger.mesh.micro_batch} {_compare(next_larger, best)}"
-    level = _CHECKPOINTING.index(best.config.recipe.train.activation_checkpointing)
-    for less in reversed(_CHECKPOINTING[:level]):
+    level = CHECKPOINTING.index(best.config.recipe.train.activation_checkpointing)
+    for less in reversed(CHECKPOINTING[:level]):
         for other in layouts:
             checkpointing = other.config.recipe.train.activation_checkpointing
             if checkpointing == less and (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def replica_nodes(config: RunConfig) -> int:
     return model // math.gcd(model, config.cluster.devices_per_node)
 
 
+@lru_cache(maxsize=4096)
 def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[int]:
     """The possible micro batches for a worker's share of the global batch.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
@@ -14,6 +15,7 @@ from slurmllm.config.cluster import GIB, Hardware
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.explain import degrees
 from slurmllm.plan.recipe_plan import RecipePlan
+from slurmllm.rundir import PICTURE_STYLE
 
 # Okabe and Ito 2008 ("Color universal design"): distinguishable with colour blindness.
 # Neighbours differ in lightness, for print.
@@ -36,6 +38,7 @@ class PlanCurve:
     usd: Sequence[float] | None  # dollars to the end of the training on each; None without a price
 
 
+@rc_context(fname=PICTURE_STYLE)
 def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Figure:
     """Draw throughput, cost and memory; a panel without data is left out.
 
@@ -101,10 +104,7 @@ def _nodes_axis(axes: Axes, curves: Sequence[PlanCurve]) -> None:
     axes.set_xticks(counts, [f"{count:,}" for count in counts])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("nodes")
-    legend = axes.legend(fontsize=9, frameon=False)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
-    _tidy(axes)
+    axes.legend(frameon=False)
 
 
 def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
@@ -130,20 +130,14 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
         label=named,
     )  # fmt: skip
     axes.set_xlim(0, 1.04 * max(*limits, *left))
-    axes.set_yticks(range(len(labels)), labels, parse_math=False)
+    axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("GiB of the device that needs the most")
     figure.legend(loc="outside upper center", ncols=8, frameon=False, fontsize=8)
-    _tidy(axes)
     axes.grid(visible=False, axis="y")
 
 
-def _tidy(axes: Axes) -> None:
-    axes.grid(visible=True, color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
+@rc_context(fname=PICTURE_STYLE)
 def draw_products(products: Sequence[Mapping[str, Any]], hardware: Hardware) -> Figure:
     """Throughput of products, as `plan --calibrate --json` has them, and the planner's curves."""
     figure = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
@@ -163,8 +157,7 @@ def draw_products(products: Sequence[Mapping[str, Any]], hardware: Hardware) -> 
     axes.set_xticks(widths, [f"{width:,}" for width in widths])
     axes.set_ylim(bottom=0)
     axes.set(xlabel=f"k of products {tokens:,} × k × 4k", ylabel="TFLOP/s of a device")
-    axes.legend(fontsize=9, frameon=False)
-    _tidy(axes)
+    axes.legend(frameon=False)
     return figure
 
 

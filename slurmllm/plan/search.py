@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -34,7 +33,7 @@ _LARGEST_MICRO_BATCH = 64
 # Tensor-parallel degrees of AWS's training examples on trn1, and none. For others (2 is valid too)
 # no published run exists to validate a prediction; they are predicted if fixed.
 _NEURON_TENSOR = (1, 8, 32)
-_CHECKPOINTING = ("none", "selective", "full")  # from the fastest to the smallest
+CHECKPOINTING = ("none", "selective", "full")  # from the fastest to the smallest
 _PARALLEL_RULES = [
     rule for rule in RULES if any(path.startswith("parallel.") for path in rule.paths)
 ]
@@ -161,7 +160,7 @@ def _layouts(
             zeros = [1] if data == 1 or pipeline > 1 else [1, 2, 3]
             if config.backend == "nxd":
                 zeros = [0, 1]
-            modes: Sequence[str] = _CHECKPOINTING
+            modes: Sequence[str] = CHECKPOINTING
             if smallest:
                 chunks, sequences, zeros, modes = [1], sequences[:1], zeros[-1:], modes[-1:]
             options = (
@@ -212,15 +211,12 @@ def _reason(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | No
 def _micro_batches(layout: RunConfig, nodes: int, fixed: Collection[str]) -> list[int]:
     train, parallel = layout.recipe.train, layout.recipe.parallel
     sequences = train.global_batch // _data(layout, nodes)
-    found = _cuts(sequences, parallel.pipeline, parallel.virtual_pipeline)
+    found = micro_batches(sequences, parallel.pipeline, parallel.virtual_pipeline)
     if "train.micro_batch" not in fixed or train.micro_batch == "auto":
         return [size for size in found if size <= _LARGEST_MICRO_BATCH]
     size = train.micro_batch
     rounds = parallel.virtual_pipeline == 1 or size in found  # else it leaves stages idle
     return [size] if sequences % size == 0 and rounds else []
-
-
-_cuts = lru_cache(maxsize=4096)(micro_batches)
 
 
 def _data(layout: RunConfig, nodes: int) -> int:

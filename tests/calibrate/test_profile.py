@@ -28,15 +28,13 @@ def test_values_of_set_are_written(tmp_path: Path) -> None:
     assert resolve("tiny_neox", str(path)).cluster.devices_per_node == 4
 
 
-def test_a_file_is_replaced_only_where_asked(tmp_path: Path) -> None:
+def test_a_file_is_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("mine")
     given = resolve("tiny_neox", "local").cluster
     with pytest.raises(ConfigError, match="exists and is not overwritten"):
         write_profile(given, FOUND, path)
     assert path.read_text() == "mine"
-    write_profile(given, FOUND, path, replace=True)
-    assert resolve("tiny_neox", str(path)).cluster.hardware == TRUTH
 
 
 @pytest.mark.parametrize(
@@ -52,7 +50,7 @@ def test_a_file_is_replaced_only_where_asked(tmp_path: Path) -> None:
 def test_where_none_is_written(tmp_path: Path, target: str, message: str) -> None:
     (tmp_path / "folder.yaml").mkdir()
     with pytest.raises(ConfigError, match=message):
-        write_profile(resolve("tiny_neox").cluster, FOUND, tmp_path / target, replace=True)
+        write_profile(resolve("tiny_neox").cluster, FOUND, tmp_path / target)
 
 
 def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
