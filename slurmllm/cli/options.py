@@ -127,29 +127,32 @@ def source_options(
     from slurmllm.metrics.text_logs import check_pattern
 
     letters = [chr(ord("A") + place) for place in range(count)]
-    found: dict[str, list[list[str]]] = {}
-    for option, values in (("--tag", tags), ("--pattern", patterns)):
-        found[option] = [[] for _ in letters]
-        for value in values:
-            side = re.match("([A-Z]):", value)
-            if side and side[1] not in letters:
-                raise UserError(
-                    f"{option} {value!r}: there is no {side[1]}; the sources are A to {letters[-1]}"
-                )
-            for letter, given in zip(letters, found[option], strict=True):
-                if side is None or side[1] == letter:
-                    given.append(value[2:] if side else value)
-    for given in found["--pattern"]:
-        for pattern in given:
-            check_pattern(pattern)
-        if len(set(given)) > 1:
+    for value in (*tags, *patterns):
+        if re.match("[A-Z]:", value) and value[0] not in letters:
             raise UserError(
-                f"--pattern {given[1]!r}: there is {given[0]!r} already; give one for each log, "
-                "such as A:REGEX"
+                f"{value!r}: there is no {value[0]}; the sources are A to {letters[-1]}"
             )
-    return [parse_tags(given) for given in found["--tag"]], [
-        given[0] if given else None for given in found["--pattern"]
-    ]
+    mappings: list[dict[str, str]] = []
+    expressions: list[str | None] = []
+    for letter in letters:
+        own_tags, own_patterns = (
+            [
+                value.removeprefix(f"{letter}:")
+                for value in values
+                if value.startswith(f"{letter}:") or not re.match("[A-Z]:", value)
+            ]
+            for values in (tags, patterns)
+        )
+        mappings.append(parse_tags(own_tags))
+        for pattern in own_patterns:
+            check_pattern(pattern)
+        if len(set(own_patterns)) > 1:
+            raise UserError(
+                f"--pattern {own_patterns[1]!r}: there is {own_patterns[0]!r} already; give one "
+                "for each log, such as A:REGEX"
+            )
+        expressions.append(own_patterns[0] if own_patterns else None)
+    return mappings, expressions
 
 
 def refuse_unused(curves: Sequence[Curve], values: Sequence[str]) -> None:

@@ -71,22 +71,14 @@ def match_steps(
     elif by_step:
         shifts, reasons = _choose_shifts(a, b)
     read = shift_steps(a, shifts[0]), shift_steps(b, shifts[1])
-    if not by_step:
-        return StepMatch(read, read, shifts, reasons, (None, None))
-    interval_a, interval_b = (
-        int(np.median(np.diff(curve.steps))) if len(curve.steps) > 1 else 1 for curve in read
-    )
-    averaged: tuple[int | None, int | None]
-    ratio = max(interval_a, interval_b) // max(min(interval_a, interval_b), 1)
-    if ratio < 2:
-        return StepMatch(read, read, shifts, reasons, (None, None))
-    if interval_a < interval_b:
-        mean = _average_loss(*read, ratio)
-        used, averaged = (mean or read[0], read[1]), (ratio if mean else None, None)
-    else:
-        mean = _average_loss(read[1], read[0], ratio)
-        used, averaged = (read[0], mean or read[1]), (None, ratio if mean else None)
-    return StepMatch(read, used, shifts, reasons, averaged)
+    used: list[Curve] = [*read]
+    averaged: list[int | None] = [None, None]
+    intervals = [np.median(np.diff(curve.steps)) if len(curve.steps) > 1 else 1 for curve in read]
+    fine = int(np.argmin(intervals))
+    ratio = int(intervals[1 - fine] // intervals[fine])
+    if by_step and ratio >= 2 and (mean := _average_loss(read[fine], read[1 - fine], ratio)):
+        used[fine], averaged[fine] = mean, ratio
+    return StepMatch(read, (used[0], used[1]), shifts, reasons, (averaged[0], averaged[1]))
 
 
 def shift_steps(curve: Curve, by: int) -> Curve:
@@ -99,10 +91,8 @@ def shift_steps(curve: Curve, by: int) -> Curve:
 
 def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], tuple[str, str]]:
     firsts = [
-        curve.convention.steps_from
-        if curve.convention is not None and curve.convention.counts == "steps"
-        else None
-        for curve in (a, b)
+        one.steps_from if one is not None and one.counts == "steps" else None
+        for one in (a.convention, b.convention)
     ]
     unknown = None in firsts
     usual = 0 if unknown else (firsts[0] or 0) - (firsts[1] or 0)  # of B relative to A

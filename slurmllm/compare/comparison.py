@@ -333,6 +333,12 @@ def warnings_of_both(
             f"a step of A is {each[0]:,.0f} tokens and one of {alignment.letter} {each[1]:,.0f}; "
             "`slurmllm compare --by tokens` compares them at the same numbers of tokens"
         )
+    counts = [curve.convention.counts if curve.convention else "steps" for curve in (a, b)]
+    if alignment.axis == "step" and counts[0] != counts[1]:
+        found.append(
+            f"A counts {counts[0]}, {alignment.letter} counts {counts[1]}: compare them by what "
+            "both log (--by samples, --by tokens), or shift one by --shift A=…"
+        )
     if a.path.absolute() == b.path.absolute():
         found.append(f"A and {alignment.letter} are the same: {a.path}")
     for name in wanted:

@@ -27,13 +27,18 @@ from slurmllm.format import format_plural
 from slurmllm.metrics.column_cache import load_columns, store_columns
 from slurmllm.metrics.curves import COLUMNS
 from slurmllm.metrics.merge import RowBlock
-from slurmllm.metrics.row_reader import CUT_LINE, line_error, parse_row, read_error, row_fault
+from slurmllm.metrics.row_reader import (
+    CUT_LINE,
+    json_number,
+    line_error,
+    parse_row,
+    read_error,
+    row_fault,
+)
 
 _BLOCK_BYTES = 4 << 20
 # Smaller runs are read line by line in less time than the import of pyarrow's reader takes.
 _SMALL_BYTES = 256 << 10
-# pydantic's names of the numbers that JSON does not have
-_NAMED_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 LineFault = tuple[int, str]  # line, from 0 in its block, and what is wrong with it
 
@@ -162,7 +167,7 @@ def _read_lines(text: bytes, attempt: int, lenient: bool) -> _Block:
             block.faults.append((number, fault))
         else:
             of_row = row.get("attempt", attempt)
-            values = {name: _to_float(row[name]) for name in COLUMNS if name in row}
+            values = {name: json_number(row[name]) for name in COLUMNS if name in row}
             unknown = [
                 f"{name} is {row[name]!r:.40}, not a number"
                 for name, value in values.items()
@@ -192,27 +197,11 @@ def _read_lines(text: bytes, attempt: int, lenient: bool) -> _Block:
     return block
 
 
-def _to_float(value: object) -> float | None:
-    """Convert a JSON value; None if not a number. pydantic writes NaN as null or as its name."""
-    if value is None:
-        return math.nan
-    if isinstance(value, str):
-        return _NAMED_NUMBERS.get(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-
-
-_COMMA, _OTHER_SEPARATORS = ord(","), (ord(":"), ord("}"))
+_COMMAS = bytes.maketrans(b":}", b",,")
 _PLAIN_KEY = re.compile(r"\w+", re.ASCII)
 _INTEGERS = ("step", "attempt")
 _END = "end"
-# Sizes of the pieces that are parsed and translated at once: they stay in a core's cache.
-_PARSE_BYTES = 1 << 20
-_TRANSLATE_BYTES = 1 << 18
+_PARSE_BYTES = 1 << 20  # pieces of this size stay in a core's cache
 
 
 def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
@@ -235,7 +224,7 @@ def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
     names = [column for key in keys for column in (f"key {key}", key)]
     try:
         table = pyarrow.csv.read_csv(
-            pa.BufferReader(pa.py_buffer(_with_commas(block))),
+            pa.BufferReader(block.translate(_COMMAS)),
             read_options=pyarrow.csv.ReadOptions(
                 column_names=[*names, _END], block_size=_PARSE_BYTES, use_threads=False
             ),
@@ -282,19 +271,6 @@ def _uniform_keys(line: bytes) -> list[str] | None:
     plain = all(_PLAIN_KEY.fullmatch(key) for key in keys)
     unique = len(set(keys)) == len(keys)
     return keys if "step" in keys and numbers and plain and unique else None
-
-
-def _with_commas(block: bytes) -> npt.NDArray[np.uint8]:
-    """Replace `:` and `}` by commas; unlike bytes.translate, numpy releases the GIL."""
-    text = np.frombuffer(block, dtype=np.uint8)
-    found = np.empty_like(text)
-    for begin in range(0, len(text), _TRANSLATE_BYTES):
-        piece = text[begin : begin + _TRANSLATE_BYTES]
-        commas = found[begin : begin + _TRANSLATE_BYTES]
-        commas[:] = piece
-        for separator in _OTHER_SEPARATORS:
-            commas -= (piece == separator).view(np.uint8) * np.uint8(separator - _COMMA)
-    return found
 
 
 def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:

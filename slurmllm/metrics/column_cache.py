@@ -14,12 +14,11 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from slurmllm.metrics.curves import COLUMNS
 from slurmllm.metrics.merge import RowBlock
@@ -27,8 +26,8 @@ from slurmllm.metrics.merge import RowBlock
 # A shorter file is read in a tenth of a second.
 MIN_BYTES = 16 << 20
 _QUIET_S = 60.0
-_VERSION = 2
-_CHECKSUM = b"crc32"
+_VERSION = 3
+_CHECKSUM_BYTES = 4  # CRC-32 at the end: after a full disk or a power cut a file may contain zeros
 
 
 def load_columns(path: Path, index: int, status: os.stat_result) -> list[RowBlock] | None:
@@ -43,24 +42,23 @@ def load_columns(path: Path, index: int, status: os.stat_result) -> list[RowBloc
         content = _cache_path(path).read_bytes()
     except OSError:
         return None
+    body = memoryview(content)[:-_CHECKSUM_BYTES]
+    if content[len(body) :] != _checksum(body):
+        return None
     import pyarrow as pa
 
+    reader = pa.ipc.open_file(pa.py_buffer(body))
+    if dict(reader.schema.metadata or {}) != _metadata(index, status):
+        return None
     blocks = []
-    with contextlib.suppress(OSError, ValueError, pa.ArrowException):
-        reader = pa.ipc.open_file(pa.py_buffer(content))
-        metadata = dict(reader.schema.metadata or {})
-        checksum = metadata.pop(_CHECKSUM, b"")
-        if metadata != _metadata(index, status):
-            return None
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
-            buffers = [column.buffers()[1] for column in batch.columns]
-            steps, attempts = (np.frombuffer(each, np.int64, len(batch)) for each in buffers[:2])
-            values = (np.frombuffer(each, np.float64, len(batch)) for each in buffers[2:])
-            columns = dict(zip(batch.schema.names[2:], values, strict=True))
-            blocks.append(RowBlock(steps, attempts, columns))
-        return blocks if checksum == _checksum(blocks) else None
-    return None
+    for number in range(reader.num_record_batches):
+        batch = reader.get_batch(number)
+        buffers = [column.buffers()[1] for column in batch.columns]
+        steps, attempts = (np.frombuffer(each, np.int64, len(batch)) for each in buffers[:2])
+        values = (np.frombuffer(each, np.float64, len(batch)) for each in buffers[2:])
+        columns = dict(zip(batch.schema.names[2:], values, strict=True))
+        blocks.append(RowBlock(steps, attempts, columns))
+    return blocks
 
 
 def store_columns(
@@ -78,20 +76,23 @@ def store_columns(
     import pyarrow as pa
 
     fields = [("step", pa.int64()), ("attempt", pa.int64()), *((n, pa.float64()) for n in names)]
-    metadata = _metadata(index, status) | {_CHECKSUM: _checksum(blocks)}
-    schema = pa.schema(fields, metadata=metadata)
+    schema = pa.schema(fields, metadata=_metadata(index, status))
+    content = pa.BufferOutputStream()
+    with pa.ipc.new_file(content, schema) as writer:
+        for block in blocks:
+            columns = (block.steps, block.attempts, *block.columns.values())
+            arrays = [  # `pa.array` would import pandas.
+                pa.Array.from_buffers(kind, len(column), [None, pa.py_buffer(column)])
+                for kind, column in zip(schema.types, columns, strict=True)
+            ]
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
+    body = content.getvalue()
     with contextlib.suppress(OSError):
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         temporary = Path(name)
         try:
-            with os.fdopen(descriptor, "wb") as stream, pa.ipc.new_file(stream, schema) as writer:
-                for block in blocks:
-                    # `pa.array` would import pandas.
-                    arrays = [
-                        pa.Array.from_buffers(kind, len(block.steps), [None, pa.py_buffer(column)])
-                        for kind, column in zip(schema.types, _columns(block), strict=True)
-                    ]
-                    writer.write_batch(pa.record_batch(arrays, schema=schema))
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.writelines((body, _checksum(body)))
             temporary.chmod(status.st_mode & 0o666)
             temporary.replace(_cache_path(path))
         finally:
@@ -115,15 +116,5 @@ def _metadata(index: int, status: os.stat_result) -> dict[bytes, bytes]:
     return {name.encode(): str(value).encode() for name, value in known.items()}
 
 
-def _columns(block: RowBlock) -> Iterable[npt.NDArray[Any]]:
-    return block.steps, block.attempts, *block.columns.values()
-
-
-def _checksum(blocks: Sequence[RowBlock]) -> bytes:
-    """CRC-32 of names and values: after a full disk or a power cut a file may contain zeros."""
-    found = 0
-    for block in blocks:
-        found = zlib.crc32(",".join(block.columns).encode(), found)
-        for values in _columns(block):
-            found = zlib.crc32(values.data, found)
-    return b"%d" % found
+def _checksum(content: Any) -> bytes:
+    return zlib.crc32(content, _VERSION).to_bytes(_CHECKSUM_BYTES, "little")

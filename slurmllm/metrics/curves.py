@@ -148,15 +148,6 @@ def bit_identical(a: Floats, b: Floats) -> Flags:
     return same
 
 
-def align(a: Curve, b: Curve, metric: str, first: int, last: int) -> tuple[Ints, Floats, Floats]:
-    """Returns the steps from `first` to `last` at which both have a metric, and its values."""
-    steps_a, values_a = a.series(metric)
-    steps_b, values_b = b.series(metric)
-    steps, at_a, at_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
-    inside = (steps >= first) & (steps <= last)
-    return steps[inside], values_a[at_a][inside], values_b[at_b][inside]
-
-
 def describe_ranges(ranges: tuple[Range, ...], limit: int = 3) -> str:
     """Format ranges of steps: "12, 40–43, 50–60 and 7 more ranges"."""
     shown = [f"{first}–{last}" if first < last else f"{first}" for first, last in ranges[:limit]]

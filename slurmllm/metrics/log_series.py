@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import io
+import tempfile
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 
 from slurmllm.errors import RunError
 from slurmllm.format import format_plural
-from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, SourceKind
+from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, SourceKind, bit_identical
 from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
 from slurmllm.metrics.tags import (
-    LineFormat,
     LogFormat,
     choose_tags,
     common_names,
@@ -28,13 +27,9 @@ from slurmllm.metrics.tags import (
     step_keys,
 )
 
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
 _GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952, section 2.3.1
 _BLOCK_BYTES = 1 << 16
-# A longer line is passed on in pieces.
-_MAX_LINE_BYTES = 1 << 20
+_SPOOLED_BYTES = 256 << 20  # in memory; what is longer is in a file
 _MAX_RESTARTS = 1000
 # Share of values that are recomputed, and differ, beyond which a log seems to hold two runs
 _MIXED = 0.3
@@ -59,7 +54,13 @@ class Log:
     series: Mapping[str, TagSeries]  # by tag
     starts: Sequence[int] = ()  # positions (`TagSeries.order`) at which a process began to write
     warnings: tuple[str, ...] = ()
-    format: tuple[LogFormat, LineFormat | None] | None = None  # if its lines have shown it
+    format: LogFormat | None = None  # if its lines have shown it
+    lines: Sequence[int] = ()  # number of the line at each position, from 1; 0: unknown
+
+    def place(self, order: int) -> str:
+        """Returns the file and the line of a position: `path:12`."""
+        line = self.lines[order] if len(self.lines) else 0
+        return f"{self.path}:{line}" if line else str(self.path)
 
 
 def log_suffix(path: Path) -> str:
@@ -68,80 +69,50 @@ def log_suffix(path: Path) -> str:
 
 
 def open_log(path: Path, warnings: list[str]) -> BinaryIO:
-    """Open a log; a .gz is decompressed while it is read.
+    """Open a log; a .gz is decompressed to a temporary file.
 
-    If a .gz is damaged, a warning is appended to `warnings` when the damage is reached.
+    If a .gz is damaged, it ends at the last complete line, and a warning is appended to `warnings`.
 
     Raises:
         RunError: the name ends in .gz but the file is not gzip.
         OSError: the file cannot be read.
     """
     stream = path.open("rb")
+    begin = stream.read(2)
+    stream.seek(0)
     if path.suffix != ".gz":
-        begin = stream.read(2)
         if begin in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             stream.close()
             raise RunError(
                 f"{path} is UTF-16 text, as PowerShell writes it; convert it: iconv -f UTF-16 -t "
                 f"UTF-8 {path} > {path.stem}.utf8{path.suffix}"
             )
-        stream.seek(0)
         return stream
     with stream:
-        begin = stream.read(len(_GZIP_MAGIC))
-    if begin and not _GZIP_MAGIC.startswith(begin):
-        raise RunError(
-            f"{path} is not a gzip file: it begins with {begin!r} instead of {_GZIP_MAGIC!r}; "
-            f"rename it to {path.stem} if it is not compressed, or restore it"
+        if begin and not _GZIP_MAGIC.startswith(begin):
+            raise RunError(
+                f"{path} is not a gzip file: it begins with {begin!r} instead of {_GZIP_MAGIC!r}; "
+                f"rename it to {path.stem} if it is not compressed, or restore it"
+            )
+        content = cast(BinaryIO, tempfile.SpooledTemporaryFile(_SPOOLED_BYTES))  # noqa: SIM115
+        complete = (
+            0  # bytes of complete lines: in a truncated line, the last number may lack digits
         )
-    return cast(BinaryIO, io.BufferedReader(_GzipLines(path, warnings)))
-
-
-class _GzipLines(io.RawIOBase):
-    """The content of a .gz; if it is damaged, the complete lines before the damage."""
-
-    def __init__(self, path: Path, warnings: list[str]) -> None:
-        super().__init__()
-        self._path, self._warnings = path, warnings
-        self._stream = gzip.GzipFile(path, "rb")
-        self._blocks, self._unread = self._complete_lines(), memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        if not self._unread:
-            self._unread = memoryview(next(self._blocks, b""))
-        target = memoryview(buffer).cast("B")
-        size = min(len(target), len(self._unread))
-        target[:size], self._unread = self._unread[:size], self._unread[size:]
-        return size
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
-
-    def _complete_lines(self) -> Iterator[bytes]:
-        """Yield blocks of complete lines: in a truncated line, the last number may lack digits."""
-        rest = b""
         try:
-            while block := self._stream.read1(_BLOCK_BYTES):
-                text = rest + block
-                end = text.rfind(b"\n") + 1
-                if len(text) - end > _MAX_LINE_BYTES:
-                    end = len(text)
-                lines, rest = text[:end], text[end:]
-                if lines:
-                    yield lines
+            with gzip.open(stream) as compressed:
+                while block := compressed.read1(_BLOCK_BYTES):
+                    content.write(block)
+                    if end := block.rfind(b"\n") + 1:
+                        complete = content.tell() - len(block) + end
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             # If the file is truncated, or other data are appended to it, all lines before that are
             # correct; if a checksum fails, any line may be wrong.
             correct = isinstance(error, EOFError) or "Not a gzipped file" in str(error)
-            warning = f"{self._path} is damaged: {error}; read as far as possible"
-            self._warnings.append(warning if correct else f"{warning}, and some of it may be wrong")
-            return
-        if rest:
-            yield rest
+            warning = f"{path} is damaged: {error}; read as far as possible"
+            warnings.append(warning if correct else f"{warning}, and some of it may be wrong")
+            content.truncate(complete)
+    content.seek(0)
+    return content
 
 
 class RowCollector:
@@ -150,18 +121,20 @@ class RowCollector:
     def __init__(self) -> None:
         self._rows: dict[str, array[int]] = {}
         self._values: dict[str, array[float]] = {}
-        self._count = 0
+        self._lines = array("q")
 
-    def add(self, row: Iterable[tuple[str, float]]) -> None:
+    def add(self, row: Iterable[tuple[str, float]], line: int = 0) -> None:
+        """Adds a row, and the number of its line if it has one."""
+        number = len(self._lines)
         for key, value in row:
             if key not in self._rows:
                 self._rows[key], self._values[key] = array("q"), array("d")
-            self._rows[key].append(self._count)
+            self._rows[key].append(number)
             self._values[key].append(value)
-        self._count += 1
+        self._lines.append(line)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._lines)
 
     def log(
         self,
@@ -169,14 +142,14 @@ class RowCollector:
         kind: SourceKind,
         tags: Mapping[str, str],
         warnings: Sequence[str] = (),
-        known: tuple[LogFormat, LineFormat | None] | None = None,
+        known: LogFormat | None = None,
     ) -> Log:
         """Returns the rows as a log, without those that have no step.
 
         Raises:
             RunError: there are no rows, or no key is the step.
         """
-        if not self._count:
+        if not len(self):
             raise RunError(
                 f"no metrics in {path}: it has no row of numbers; give the log of a training run"
                 + "".join(f" ({warning})" for warning in warnings)
@@ -214,7 +187,7 @@ class RowCollector:
                 series[key] = TagSeries(
                     key_rows[has_step], row_steps[index[has_step]], values[has_step]
                 )
-        return Log(path, kind, series, warnings=tuple(warnings), format=known)
+        return Log(path, kind, series, (), tuple(warnings), known, self._lines)
 
 
 def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
@@ -224,8 +197,7 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
         RunError: no tag is the loss, or a requested tag is missing.
     """
     counts = {tag: len(series.steps) for tag, series in log.series.items()}
-    known, line = log.format or (None, None)
-    choice = choose_tags(counts, tags, log.path, known)
+    choice = choose_tags(counts, tags, log.path, log.format)
     chosen = {metric: log.series[tag] for metric, tag in choice.tags.items()}
     tag = choice.tags.get("step_time_s", "")
     if tag.endswith(("_ms", "(ms)")):
@@ -254,18 +226,29 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
         for metric, tag in choice.tags.items()
         if metric in ("seq_per_s", "tokens_per_s") and per_device(tag)
     ]
-    block, (overlap_rows, identical, max_difference) = _merge_tags(
-        chosen, _attempt_starts(loss, log.starts)
-    )
-    convention = None if choice.format is None else choice.format.convention(line)
+    starts = _attempt_starts(loss, log.starts)
+    block, (overlap_rows, identical, max_difference) = _merge_tags(chosen, starts)
+    convention = None if choice.format is None else choice.format.convention
     if convention is not None and convention.counts == "samples":
         block = replace(block, columns={"samples": block.steps.astype(float), **block.columns})
-    repeated, differing_rows = overlap_rows / max(len(loss.steps), 1), max_difference > 1e-3
-    if differing_rows and repeated > _MIXED:
+    attempts = np.searchsorted(starts, loss.order, side="right")
+    decreases = loss.order[1:][(np.diff(loss.steps) < 0) & (np.diff(attempts) == 0)]
+    _, replaced, winners = select_latest(loss.steps, attempts)
+    again = (attempts[replaced] == attempts[winners]) & ~bit_identical(
+        loss.values[replaced], loss.values[winners]
+    )
+    repeats = loss.order[winners[again]]
+    if overlap_rows > _MIXED * len(loss.steps) and max_difference > 1e-3:
         warnings.append(
-            f"{log.path}: {format_plural(overlap_rows, 'step')} of {len(block.steps)} occur a "
-            "second time with other values, as if it held two runs; those read last count: split "
-            "it at the line where the steps begin again"
+            f"{log.place(int(starts[0]))}: {format_plural(overlap_rows, 'step')} of "
+            f"{len(block.steps)} occur a second time with other values, as if the log held two "
+            "runs; those read last count: split it at the line where the steps begin again"
+        )
+    elif decreases.size or repeats.size:
+        warnings.append(
+            f"{log.place(min([*decreases, *repeats]))}: steps are not in order: "
+            f"{len(decreases)} decrease and {len(repeats)} occur again with another value; sorted, "
+            "and the last value of a step counts; name another column with --tag step=KEY"
         )
     curve = merge_rows([block], name=name, path=log.path, kind=log.kind, warnings=warnings)
     return replace(

@@ -8,8 +8,8 @@ last line that is no JSON is skipped. Before the end of a file such a line is da
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,42 +23,33 @@ Row = dict[str, Any]
 
 CUT_LINE = "not one whole JSON value"
 _TAIL_BYTES = 16 * 1024
+# pydantic's names of the numbers that JSON does not have, and Python's
+_NAMED_NUMBERS = {"NaN": math.nan, "nan": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-@dataclass
-class MetricsFile:
-    """Reads a metrics file row by row."""
+def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a metrics file with their lines' numbers, up to the last whole one.
 
-    path: Path
-    line: int = 0  # number of the last line read, from 1
-    cut_line: int | None = field(default=None, init=False)  # a last line that was skipped
-
-    def rows(self) -> Iterator[Row]:
-        """Yield the rows from the first to the last whole one.
-
-        Raises:
-            RunError: a line is not a row, or the file cannot be read.
-        """
-        try:
-            with self.path.open("rb") as stream:
-                for self.line, text in enumerate(stream, start=1):
-                    if not text.strip():
-                        continue
-                    if self.cut_line is not None:
-                        raise line_error(self.path, self.cut_line, CUT_LINE)
-                    row = parse_row(text)
-                    if row is None:
-                        self.cut_line = self.line
-                    elif (fault := row_fault(row)) is not None:
-                        raise self.fault(fault)
-                    else:
-                        yield row
-        except OSError as error:
-            raise read_error(self.path, error) from error
-
-    def fault(self, what: str) -> RunError:
-        """Returns the error for the last line read."""
-        return line_error(self.path, self.line, what)
+    Raises:
+        RunError: a line is not a row, or the file cannot be read.
+    """
+    cut_line = None
+    try:
+        with path.open("rb") as stream:
+            for line, text in enumerate(stream, start=1):
+                if not text.strip():
+                    continue
+                if cut_line is not None:
+                    raise line_error(path, cut_line, CUT_LINE)
+                row = parse_row(text)
+                if row is None:
+                    cut_line = line
+                elif (fault := row_fault(row)) is not None:
+                    raise line_error(path, line, fault)
+                else:
+                    yield line, row
+    except OSError as error:
+        raise read_error(path, error) from error
 
 
 def line_error(path: Path, line: int, what: str) -> RunError:
@@ -83,6 +74,20 @@ def parse_row(text: bytes) -> Any:
         return json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return None
+
+
+def json_number(value: object) -> float | None:
+    """Convert a JSON value; None if not a number. pydantic writes NaN as null or as its name."""
+    if value is None:
+        return math.nan
+    if isinstance(value, str):
+        return _NAMED_NUMBERS.get(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def row_fault(row: Any) -> str | None:

@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from slurmllm.errors import RunError, StorageError
-from slurmllm.metrics import text_logs, tracker_logs
+from slurmllm.metrics import row_logs
 from slurmllm.metrics.curves import Convention, Curve, Setting
-from slurmllm.metrics.log_series import curve_of_log, log_suffix
+from slurmllm.metrics.log_series import Log, curve_of_log, log_suffix
 from slurmllm.metrics.merge import merge_rows
 from slurmllm.metrics.row_reader import parse_row, read_error
 from slurmllm.metrics.tags import choose_tags, parse_tags
@@ -22,14 +23,19 @@ from slurmllm.metrics.tensorboard_logs import (
     is_event_file,
     read_tensorboard,
 )
+from slurmllm.metrics.text_logs import read_text
 from slurmllm.records import DataRecord, SkipsRecord
 from slurmllm.rundir import RunDir, find_run
 
 __all__ = ["locate", "parse_tags", "read_curve"]
 
-_JSON_LINES = (".jsonl", ".ndjson")
-_TABLES = (".csv", ".tsv")
-_TEXTS = (".log", ".txt", ".out", ".err")
+_READERS: Mapping[str, Callable[[Path, Mapping[str, str]], Log]] = {
+    **dict.fromkeys((".jsonl", ".ndjson"), row_logs.read_json_lines),
+    ".json": row_logs.read_json,
+    **dict.fromkeys((".csv", ".tsv"), row_logs.read_table),
+    ".wandb": row_logs.read_wandb,
+    **dict.fromkeys((".log", ".txt", ".out", ".err"), read_text),
+}
 # Of the Hugging Face Trainer's checkpoints, Lightning's CSVLogger, W&B's offline runs and llm.c
 _LOGS_IN_FOLDERS = ("trainer_state.json", "metrics.csv", "run-*.wandb", "main.log")
 _CLUSTER_SETTINGS = ("name", "device", "instance_type")
@@ -53,9 +59,7 @@ def locate(source: str, root: Path) -> Path:
     try:
         if path.is_file():
             return path
-        is_log = is_event_file(path) or (
-            log_suffix(path) in (*_JSON_LINES, ".json", *_TABLES, *_TEXTS, ".wandb")
-        )
+        is_log = is_event_file(path) or log_suffix(path) in _READERS
         if path.suffix and is_log and not (root / path).exists() and not path.exists():
             raise RunError(f"no metrics file {path.absolute()}; give a {path.suffix} file or a run")
         for folder in (root / source, path):
@@ -66,8 +70,8 @@ def locate(source: str, root: Path) -> Path:
                 (folder / "metrics").is_dir()
                 or event_files(folder)
                 or event_folders(folder, limit=1)
-                or tracker_logs.mlflow_runs(folder)
-                or tracker_logs.split_log_files(folder)
+                or row_logs.mlflow_runs(folder)
+                or row_logs.split_log_files(folder)
             ):
                 return folder
         for name in _LOGS_IN_FOLDERS if path.is_dir() else ():
@@ -108,32 +112,13 @@ def read_curve(
         RunError: there are no metrics, none of them is the loss, a file cannot be read, or a
             line of one of our files that is not its last is broken (if not lenient).
     """
+    tags = tags or {}
     try:
-        if source.is_file():
-            return _read_file(source, tags or {}, lenient, pattern)
-        run = RunDir(source)
-        if runs := tracker_logs.mlflow_runs(source):
-            if len(runs) > 1:
-                names = ", ".join(str(one.relative_to(source)) for one in runs[:20])
-                raise RunError(
-                    f"{source} holds {len(runs)} MLflow runs: {names}; name one, such as {runs[0]}"
-                )
-            log = tracker_logs.read_mlflow(runs[0], tags or {})
-            return curve_of_log(log, run_name(runs[0], False), tags or {})
-        if run.metrics_files() or not source.is_dir():
+        is_file = source.is_file()
+        log = _read_file(source, tags, pattern) if is_file else _read_folder(source, tags)
+        if log is None:
             return read_run(source, lenient)
-        own_events = run.tensorboard.is_dir()
-        # NeMo and Hydra write a config.yaml next to their event files too.
-        foreign = not own_events and event_files(source)
-        known = (source / "config.yaml").is_file() or (source / "metrics").is_dir()
-        if not (known or event_files(source)) and tracker_logs.split_log_files(source):
-            log = tracker_logs.read_split_log(source, tags or {})
-            return curve_of_log(log, run_name(source, False), tags or {})
-        if not known or foreign:
-            return read_tensorboard(source, run_name(source, False), tags or {})
-        if not (own_events and event_files(run.tensorboard)):
-            return read_run(source, lenient)  # raises: there are no metrics yet
-        return read_tensorboard(run.tensorboard, run_name(source, False), tags or {})
+        return curve_of_log(log, run_name(log.path, is_file), tags)
     except OSError as error:
         raise RunError(
             f"cannot read {error.filename or source}: {error.strerror or error}; a log must be "
@@ -141,30 +126,43 @@ def read_curve(
         ) from error
 
 
-def _read_file(source: Path, tags: Mapping[str, str], lenient: bool, pattern: str | None) -> Curve:
+def _read_file(source: Path, tags: Mapping[str, str], pattern: str | None) -> Log | None:
+    """Read a file of another framework; None if it is one of ours."""
     suffix = log_suffix(source)
     if pattern is not None:
-        log = text_logs.read_text(source, tags, pattern)
-        return curve_of_log(log, run_name(source, True), tags)
+        return read_text(source, tags, pattern)
     if is_event_file(source):
-        return read_tensorboard(source, run_name(source.absolute().parent, False), tags)
-    if suffix in _JSON_LINES and source.suffix != ".gz" and _is_own_file(source, tags):
-        return read_run(source, lenient)
-    if suffix in _JSON_LINES:
-        log = text_logs.read_json_lines(source, tags)
-    elif suffix == ".json":
-        log = text_logs.read_json(source, tags)
-    elif suffix == ".csv" and tracker_logs.is_tag_table(source):
-        log = tracker_logs.read_split_log(source, tags)
-    elif suffix == ".wandb":
-        log = tracker_logs.read_wandb(source, tags)
-    elif suffix in _TABLES:
-        log = text_logs.read_table(source, tags)
-    elif suffix in _TEXTS:
-        log = text_logs.read_text(source, tags)
-    else:
+        return read_tensorboard(source, tags)
+    if source.suffix in (".jsonl", ".ndjson") and _is_own_file(source, tags):
+        return None
+    if suffix not in _READERS:
         raise RunError(f"{source} is of an unknown kind ({suffix or 'no suffix'}); give {_KINDS}")
-    return curve_of_log(log, run_name(source, True), tags)
+    if suffix == ".csv" and row_logs.is_tag_table(source):
+        return row_logs.read_split_log(source, tags)
+    return _READERS[suffix](source, tags)
+
+
+def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
+    """Read a folder of another framework, or a run's event files; None if it has metrics files."""
+    if runs := row_logs.mlflow_runs(source):
+        if len(runs) > 1:
+            names = ", ".join(str(one.relative_to(source)) for one in runs[:20])
+            raise RunError(
+                f"{source} holds {len(runs)} MLflow runs: {names}; name one, such as {runs[0]}"
+            )
+        return row_logs.read_mlflow(runs[0], tags)
+    run = RunDir(source)
+    if run.metrics_files() or not source.is_dir():
+        return None
+    events, known = event_files(source), run.config.is_file() or (source / "metrics").is_dir()
+    if known and run.tensorboard.is_dir():
+        source, events = run.tensorboard, event_files(run.tensorboard)
+    # NeMo and Hydra write a config.yaml next to their event files too.
+    if known and not events:
+        return None
+    if not events and row_logs.split_log_files(source):
+        return row_logs.read_split_log(source, tags)
+    return read_tensorboard(source, tags)
 
 
 def _is_own_file(path: Path, tags: Mapping[str, str]) -> bool:
@@ -172,18 +170,14 @@ def _is_own_file(path: Path, tags: Mapping[str, str]) -> bool:
     if path.absolute().parent.name == "metrics":
         return True
     with path.open("rb") as stream:
-        for _, line in zip(range(100), stream, strict=False):
-            row = parse_row(line)
-            if isinstance(row, dict):
-                if "attempt" in row:
-                    return True
-                if type(row.get("step")) is not int or "loss" not in row:
-                    return False
-                if any(tag in row for tag in tags.values()):
-                    return False
-                chosen = choose_tags(dict.fromkeys(row, 1), {}, path).tags
-                return all(metric == tag for metric, tag in chosen.items())
-    return True
+        rows = (parse_row(line) for line in islice(stream, 100))
+        row = next((row for row in rows if isinstance(row, dict)), {})
+    if "attempt" in row:
+        return True
+    if type(row.get("step")) is not int or "loss" not in row or set(tags.values()) & set(row):
+        return False
+    chosen = choose_tags(dict.fromkeys(row, 1), {}, path).tags
+    return all(metric == tag for metric, tag in chosen.items())
 
 
 def read_run(source: Path, lenient: bool = False) -> Curve:
@@ -222,41 +216,32 @@ def read_run(source: Path, lenient: bool = False) -> Curve:
             + "".join(f" ({warning})" for warning in warnings)
         )
     path = source.absolute()
-    of_run = not is_file or path.parent.name == "metrics"
+    if is_file and path.parent.name != "metrics":
+        return merge_rows(blocks, name=name, path=source, kind="jsonl", warnings=warnings)
     run = RunDir(path.parent.parent if is_file else source)
     data, skips = None, SkipsRecord()
+    nodes: dict[int, tuple[str, ...]] = {}
     try:
         data = DataRecord.load(run.data) if run.data.is_file() else None
         skips = SkipsRecord.load(run.skips) if run.skips.is_file() else skips
     except StorageError as error:
         warnings.append(str(error))
-    curve = merge_rows(
-        blocks,
-        name=name,
-        path=source,
-        kind="run" if of_run else "jsonl",
-        warnings=warnings,
-        skips=skips.skips,
-    )
-    if not of_run:
-        return replace(curve, data=data)
-    later: list[str] = []
-    settings = _read_settings(run, later)
-    nodes: dict[int, tuple[str, ...]] = {}
+    settings = _read_settings(run, warnings)
     try:
         for attempt in run.attempts("train"):
-            names = _read_mapping(attempt.record, json.loads, later).get("nodes")
+            names = _read_mapping(attempt.record, warnings).get("nodes")
             if isinstance(names, list) and all(isinstance(node, str) for node in names):
                 nodes[attempt.number] = tuple(names)
     except OSError as error:
-        later.append(f"cannot read {error.filename or run.path}: {error.strerror or error}")
-    warnings = [*curve.warnings, *later]
+        warnings.append(f"cannot read {error.filename or run.path}: {error.strerror or error}")
+    curve = merge_rows(
+        blocks, name=name, path=source, kind="run", warnings=warnings, skips=skips.skips
+    )
     return replace(
         curve,
         data=data,
         settings=settings,
         nodes=nodes,
-        warnings=tuple(warnings),
         convention=Convention("slurmllm", steps_from=1),
     )
 
@@ -264,6 +249,8 @@ def read_run(source: Path, lenient: bool = False) -> Curve:
 def run_name(source: Path, is_file: bool) -> str:
     """Returns a run's name, or a file's: `RUN.attempt_NNN` for one of a run's metrics files."""
     path = source.absolute() if source.name not in ("", "..") else source.resolve()
+    if is_file and is_event_file(path):
+        path, is_file = path.parent, False
     if is_file and path.parent.name == "metrics":
         return f"{path.parent.parent.name}.{path.stem}"
     if is_file and path.stem != "metrics":
@@ -280,14 +267,14 @@ def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
     The file is read as stored, not validated: another version may have written it.
     """
     settings: dict[str, Setting] = {}
-    config = _read_mapping(run.config, _parse_yaml, warnings)
+    config = _read_mapping(run.config, warnings)
     for key, value in config.items():
         if key == "cluster" and isinstance(value, dict):
             value = {name: value.get(name) for name in _CLUSTER_SETTINGS}
         elif key in ("origin", "cluster"):
             continue
         _flatten(str(key), value, settings)
-    versions = _read_mapping(run.graphs_manifest, json.loads, warnings).get("versions")
+    versions = _read_mapping(run.graphs_manifest, warnings).get("versions")
     _flatten("versions", versions if isinstance(versions, dict) else {}, settings)
     return settings
 
@@ -303,31 +290,19 @@ def _flatten(path: str, value: Any, into: dict[str, Setting]) -> None:
         into[path] = json.dumps(value, default=str)
 
 
-def _parse_yaml(content: bytes) -> Any:
+def _read_mapping(path: Path, warnings: list[str]) -> Mapping[Any, Any]:
+    """Read a YAML or JSON file; empty without the file, or with a warning if damaged."""
     import yaml  # other frameworks' logs need none
 
     try:
-        return yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
-def _read_mapping(
-    path: Path, parse: Callable[[bytes], Any], warnings: list[str]
-) -> Mapping[Any, Any]:
-    """Read a file that holds a mapping; empty without the file, or with a warning if damaged."""
-    try:
-        if not path.is_file():
-            return {}
-        found = parse(path.read_bytes())
+        content = path.read_bytes() if path.is_file() else b"{}"
+        found = yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        fault = None if isinstance(found, dict) else f"a {type(found).__name__}, not a mapping"
     except OSError as error:
         warnings.append(f"cannot read {path}: {error.strerror or error}")
         return {}
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())  # YAML's messages span several lines
-        warnings.append(f"{path} is damaged: {reason:.200}; ignoring it")
-        return {}
-    if not isinstance(found, dict):
-        warnings.append(f"{path} is damaged: a {type(found).__name__}, not a mapping; ignoring it")
-        return {}
-    return found
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        fault = " ".join(str(error).split())  # YAML's messages span several lines
+    if fault is not None:
+        warnings.append(f"{path} is damaged: {fault:.200}; ignoring it")
+    return found if fault is None else {}

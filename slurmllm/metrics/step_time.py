@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.row_reader import MetricsFile, last_rows, read_events
+from slurmllm.metrics.row_reader import last_rows, line_error, read_events, read_rows
 from slurmllm.records import AttemptRecord, MetricsRow, Submission, first_problem
 from slurmllm.rundir import RunDir
 
@@ -169,15 +169,15 @@ def finite_number(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def _read_rows(path: Path) -> list[MetricsRow]:
-    source = MetricsFile(path)
     found = []
-    for values in source.rows():
+    for line, values in read_rows(path):
         try:
             row = MetricsRow.model_validate(values)
         except ValidationError as error:
-            raise source.fault(first_problem(error, "the line")) from error
+            raise line_error(path, line, first_problem(error, "the line")) from error
         if not 0 < row.step_time_s < math.inf:
-            raise source.fault(f"step_time_s is {row.step_time_s}, not a number of seconds above 0")
+            what = f"step_time_s is {row.step_time_s}, not a number of seconds above 0"
+            raise line_error(path, line, what)
         found.append(row)
     return found
 

@@ -21,7 +21,7 @@ from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import COLUMNS, Convention, StepUnit
 
 METRICS = ("step", *COLUMNS)
-_ANY = "any framework"  # its entry in formats.yaml
+ANY_FRAMEWORK = "any framework"  # its entry in formats.yaml
 
 
 class LineFormat(BaseModel):
@@ -32,6 +32,7 @@ class LineFormat(BaseModel):
     head: str
     pair: str | None = None
     following: bool = False
+    step_of_bar: bool = False
     steps_from: Literal[0, 1] | None = None
 
 
@@ -52,28 +53,26 @@ class LogFormat(BaseModel):
     )
     file: str = ""
     lines: tuple[LineFormat, ...] = ()
-    reader: Literal["progress_bar", "dicts"] | None = None
 
-    def convention(self, line: LineFormat | None = None) -> Convention:
-        """Returns how this format counts steps and averages the loss."""
-        if line is None:
-            return Convention(self.name, self.steps_from, self.counts, self.loss_is_mean)
-        first = self.steps_from if line.steps_from is None else line.steps_from
-        return Convention(self.name, first, "steps", self.loss_is_mean)
+    @property
+    def convention(self) -> Convention:
+        """How this format counts steps and averages the loss."""
+        return Convention(self.name, self.steps_from, self.counts, self.loss_is_mean)
 
 
 def log_formats() -> Mapping[str, LogFormat]:
     """Returns the formats of formats.yaml by name, in its order."""
-    return {name: found for name, found in _all_formats().items() if name != _ANY}
+    return {name: found for name, found in all_formats().items() if name != ANY_FRAMEWORK}
 
 
 def common_names(metric: str) -> tuple[str, ...]:
     """Returns the names of a metric, or of `step`, that mean the same in all frameworks."""
-    return _all_formats()[_ANY].tags.get(metric, ())
+    return all_formats()[ANY_FRAMEWORK].tags.get(metric, ())
 
 
 @cache
-def _all_formats() -> Mapping[str, LogFormat]:
+def all_formats() -> Mapping[str, LogFormat]:
+    """Returns the formats, and the names and lines that mean the same in all frameworks."""
     import yaml  # our own runs' metrics need none
 
     text = resources.files("slurmllm.metrics").joinpath("formats.yaml").read_text("utf-8")

@@ -7,7 +7,6 @@ Only the lengths' checksums are verified, as a wrong length would lose all that 
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 from array import array
@@ -19,8 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.curves import Curve
-from slurmllm.metrics.log_series import Log, TagSeries, curve_of_log
+from slurmllm.metrics.log_series import Log, TagSeries
 
 _MAX_DEPTH = 3
 _EVENT_FILE = re.compile(r".*tfevents\.(?P<seconds>\d+)\..*")
@@ -30,18 +28,6 @@ _MAX_EVENT_BYTES = 16 << 20
 _HEADER = struct.Struct("<QI")  # length and its checksum
 _FRAME_BYTES = _HEADER.size + 4
 _START = 1  # SessionLog.START of tensorboard/compat/proto/event.proto
-# DataType of tensorboard/compat/proto/types.proto → numpy's dtype of the content, and the field of
-# TensorProto that holds the values otherwise. half_val holds the bits of a half as an integer.
-_TENSOR_TYPES = {
-    1: ("<f4", "float_val"),
-    2: ("<f8", "double_val"),
-    3: ("<i4", "int_val"),
-    9: ("<i8", "int64_val"),
-    14: ("bfloat16", "half_val"),
-    19: ("<f2", "half_val"),
-    22: ("<u4", "uint32_val"),
-    23: ("<u8", "uint64_val"),
-}
 
 
 @dataclass(frozen=True)
@@ -76,28 +62,23 @@ def event_files(folder: Path) -> list[Path]:
 
 def event_folders(folder: Path, limit: int = 50) -> list[Path]:
     """Returns at most `limit` folders below one, a few levels deep, that hold event files."""
-    found: list[Path] = []
-    level = [folder]
-    for _ in range(_MAX_DEPTH):
-        level = sorted(
-            path
-            for above in level
-            for path in above.iterdir()
-            if path.is_dir() and os.access(path, os.R_OK | os.X_OK) and not path.is_symlink()
-        )
-        for below in level:
+    found: set[Path] = set()
+    for depth in range(1, _MAX_DEPTH + 1):
+        for path in folder.glob("*/" * depth + "*tfevents*"):
+            below = path.parent
+            linked = any(each.is_symlink() for each in (below, *below.parents[: depth - 1]))
+            if path.is_file() and not linked:
+                found.add(below)
             if len(found) == limit:
                 return sorted(found)
-            if event_files(below):
-                found.append(below)
     return sorted(found)
 
 
-def read_tensorboard(source: Path, name: str, tags: Mapping[str, str]) -> Curve:
+def read_tensorboard(source: Path, tags: Mapping[str, str]) -> Log:
     """Read an event file, or a folder of them: of a step the value of the file begun last counts.
 
     Raises:
-        RunError: there are no scalars, none is the loss, or the folders below hold several runs.
+        RunError: there are no scalars, or the folders below hold several runs.
         OSError: a file cannot be read.
     """
     files = [source] if source.is_file() else event_files(source)
@@ -141,7 +122,7 @@ def read_tensorboard(source: Path, name: str, tags: Mapping[str, str]) -> Curve:
         )
         for tag, of_tag in series.items()
     }
-    return curve_of_log(Log(source, "tensorboard", joined, starts, tuple(warnings)), name, tags)
+    return Log(source, "tensorboard", joined, starts, tuple(warnings))
 
 
 def read_event_file(path: Path) -> EventFile:
@@ -238,43 +219,28 @@ def _records(stream: BinaryIO) -> Iterator[bytes]:
 
 def _tensor_scalar(value: Any) -> float | None:
     """Returns the number in the tensor of a `Summary.Value`; None if it is not a scalar."""
-    tensor = value.tensor
-    if tensor.dtype not in _TENSOR_TYPES or any(dim.size != 1 for dim in tensor.tensor_shape.dim):
-        return None
+    from tensorboard.util.tensor_util import make_ndarray  # type: ignore[import-untyped]
+
     if value.metadata.plugin_data.plugin_name not in ("", "scalars"):
         return None
-    dtype, field = _TENSOR_TYPES[tensor.dtype]
-    bits_dtype = "<u2" if dtype == "bfloat16" else dtype
-    content = tensor.tensor_content
-    if not content:
-        numbers = getattr(tensor, field)
-        if not numbers:
-            return None
-        if field != "half_val":
-            return float(numbers[0])
-        content = struct.pack("<H", numbers[0] & 0xFFFF)
-    if len(content) != np.dtype(bits_dtype).itemsize:
+    try:
+        found = make_ndarray(value.tensor)
+    except (TypeError, ValueError):  # an image, or a type that TensorBoard does not read either
         return None
-    if dtype == "bfloat16":  # the upper half of a float32; numpy has no such type
-        return float(np.frombuffer(b"\0\0" + content, dtype="<f4")[0])
-    return float(np.frombuffer(content, dtype=dtype)[0])
+    return float(found.item()) if found.size == 1 and found.dtype.kind in "fiu" else None
 
 
 def _steps_from_tag(series: dict[str, TagSeries], key: str | None) -> dict[str, TagSeries]:
     """Replace the events' steps by the values of the tag `key`, if the user named one."""
     if key is None or key not in series:
         return series
-    finite = np.isfinite(series[key].values)
-    event_steps, values = series[key].steps[finite], series[key].values[finite]
-    if not len(values):
-        return {}
     # Of an event step that occurs several times the last value counts.
-    last = len(event_steps) - 1 - np.unique(event_steps[::-1], return_index=True)[1]
-    known, steps = event_steps[last], values[last].astype(np.int64)
+    by_step = dict(zip(series[key].steps.tolist(), series[key].values.tolist(), strict=True))
     found = {}
     for tag, one in series.items():
-        index = np.minimum(np.searchsorted(known, one.steps), len(known) - 1)
-        same = known[index] == one.steps
-        times = None if one.times is None else one.times[same]
-        found[tag] = TagSeries(one.order[same], steps[index[same]], one.values[same], times)
+        steps = np.array([by_step.get(step, np.nan) for step in one.steps.tolist()])
+        known = np.isfinite(steps)
+        times = None if one.times is None else one.times[known]
+        numbers = steps[known].astype(np.int64)
+        found[tag] = TagSeries(one.order[known], numbers, one.values[known], times)
     return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from slurmllm.errors import RunError, StorageError
-from slurmllm.metrics.row_reader import MetricsFile, last_row_of, read_events
+from slurmllm.metrics.row_reader import last_row_of, read_events, read_rows
 from slurmllm.records import AttemptRecord, CheckpointManifest
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
@@ -47,7 +47,7 @@ def timeline(
     first, last = None, None
     with suppress(RunError, OSError):
         path = run.metrics(record.attempt)
-        first, last = next(MetricsFile(path).rows(), None), last_row_of(path)
+        first, last = next((row for _, row in read_rows(path)), None), last_row_of(path)
     needed = {"step", "time", "step_time_s"}
     if first is None or last is None or not needed <= first.keys() & last.keys():
         before = record.checkpoint_before or 0

@@ -216,7 +216,10 @@ def test_unusable_input_is_2(run_command, make_run: MakeRun, make_file: MakeFile
     assert "attempt_000.jsonl:1: step is 1.0" in refusal(run_command("good", "floats"))
     assert "attempt_000.jsonl:2: " in refusal(run_command("good", "broken", "--exact"))
     assert "no step in common" in refusal(run_command("good", "later"))
-    assert "binary.jsonl without one whole row" in refusal(run_command("good", binary))
+    assert (
+        "binary.jsonl:1: not a JSON object, and no other line is one; give JSON lines"
+        in refusal(run_command("good", binary))
+    )
     assert "binary.jsonl:1: " in refusal(run_command("good", binary, "--exact"))
     assert "cannot look up" in refusal(run_command("good", "x" * 5000))
 

@@ -108,6 +108,18 @@ def test_smooth_curves_are_never_shifted(tmp_path: Path, shape: Any) -> None:
     assert (found.a.shift, found.b.shift) == (0, 0)
 
 
+def test_micro_iterations_and_samples_are_no_steps(tmp_path: Path) -> None:
+    steps = curve_of(tmp_path, "a.log", noisy(), 0, NANOGPT)
+    path = tmp_path / "litgpt.csv"
+    rows = [f"{i},{loss},9" for i, loss in enumerate(noisy())]
+    path.write_text("\n".join(["step,loss,remaining_time", *rows]))
+    micro = read_curve(path)
+    (warning,) = (w for w in compare(steps, micro).warnings if "--by samples" in w)
+    assert warning.startswith("A counts steps, B counts micro-iterations: compare them by what")
+    assert "--shift" in warning
+    assert not [w for w in compare(micro, micro).warnings if "--by" in w]
+
+
 def test_batches_that_are_one_ahead_are_no_shift(tmp_path: Path) -> None:
     losses = noisy()
     curves = []

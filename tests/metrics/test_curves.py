@@ -14,7 +14,6 @@ from training_rows import MakeFile, MakeRun, make_row, make_rows, write_rows
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import (
     COLUMNS,
-    align,
     describe_ranges,
     relative_difference,
 )
@@ -191,14 +190,6 @@ def test_a_metric_that_some_rows_lack(make_file: MakeFile) -> None:
     assert np.isfinite(values).all()
     assert curve.series("param_norm")[0].size == 0
     assert curve.series("loss")[0].size == 6
-
-
-def test_align_takes_the_common_steps_within_bounds(make_file: MakeFile) -> None:
-    a = read_curve(make_file("a", make_rows(1, 10)))
-    b = read_curve(make_file("b", make_rows(6, 15)))
-    steps, values_a, values_b = align(a, b, "loss", 7, 12)
-    assert steps.tolist() == [7, 8, 9, 10]
-    np.testing.assert_array_equal(values_a, values_b)
 
 
 @given(st.lists(st.tuples(floats, floats), min_size=1))

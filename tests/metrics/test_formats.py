@@ -136,9 +136,9 @@ def test_a_frameworks_lines(name: str, tmp_path: Path) -> None:
 def test_every_text_format_has_an_example() -> None:
     elsewhere = {  # test_foreign_logs.py, and the files below
         *("slurmllm", "NxD's examples", "NxD's examples with Lightning", "Hugging Face Trainer"),
-        *("torchtune", "Lightning"),
+        "torchtune",
     }
-    text = {name for name, known in log_formats().items() if known.lines or known.reader}
+    text = {name for name, known in log_formats().items() if known.lines}
     assert text - elsewhere <= set(LINES)
 
 
@@ -322,10 +322,54 @@ def test_a_log_of_two_runs_is_reported(tmp_path: Path) -> None:
     path.write_text("\n".join(runs[0] + runs[1]))
     curve = read_curve(path)
     (warning,) = curve.warnings
-    assert "50 steps of 50 occur a second time with other values, as if it held two runs" in warning
+    assert f"{path}:51: 50 steps of 50 occur a second time with other values, as if" in warning
     assert curve.columns["loss"][0] == 4.0
     path.write_text("\n".join(runs[0] + runs[0]))  # a training that was started again
     assert read_curve(path).warnings == ()
+
+
+@pytest.mark.parametrize("suffix", [".log", ".csv", ".jsonl", ".json"])
+def test_steps_out_of_order_are_reported_once(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x{suffix}"
+
+    def warnings(*rows: tuple[int, float]) -> tuple[str, ...]:
+        match suffix:
+            case ".log":
+                lines = ["start", *(f"iter {step}: loss {loss}" for step, loss in rows)]
+            case ".csv":
+                lines = ["step,loss", *(f"{step},{loss}" for step, loss in rows)]
+            case _:
+                lines = [json.dumps({"iteration": step, "loss": loss}) for step, loss in rows]
+        path.write_text("\n".join(lines) if suffix != ".json" else f"[{','.join(lines)}]")
+        return read_curve(path).warnings
+
+    head = 1 + (suffix in (".log", ".csv"))
+    (repeated,) = warnings((1, 3.0), (2, 2.9), (2, 2.8), (3, 2.7), (3, 2.6))
+    place = path if suffix == ".json" else f"{path}:{head + 2}"
+    assert repeated.startswith(f"{place}: steps are not in order: 0 decrease and 2 occur again")
+    assert read_curve(path).columns["loss"].tolist() == [3.0, 2.8, 2.6]
+    (decreasing,) = warnings((5, 3.0), (4, 2.9), (3, 2.8), (2, 2.7), (1, 2.6))
+    place = path if suffix == ".json" else f"{path}:{head + 1}"
+    assert decreasing.startswith(f"{place}: steps are not in order: 4 decrease and 0 occur again")
+    assert read_curve(path).steps.tolist() == [1, 2, 3, 4, 5]
+    assert warnings((1, 3.0), (2, 2.9), (2, 2.9), (3, 2.7)) == ()  # drawn again
+
+
+def test_the_line_of_a_log_is_its_line_in_an_editor(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    rows = [f"iter {step}: loss {loss}" for step, loss in ((1, 3.0), (2, 2.0), (2, 1.0))]
+    path.write_bytes(f"\n\r 10%\r\n{rows[0]}\r\n\n{rows[1]}\n{rows[2]}".encode())
+    assert read_curve(path).warnings[0].startswith(f"{path}:6: steps are not in order")
+
+
+def test_lines_that_are_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("loading\nstep 1 loss 2\n")
+    with pytest.raises(RunError, match=r"x\.jsonl:1: not a JSON object, .* a text log x\.log"):
+        read_curve(path)
+    path.write_text("")
+    with pytest.raises(RunError, match="it has no row of numbers; give the log of a training run"):
+        read_curve(path)
 
 
 def test_the_documentation_lists_every_format() -> None:

@@ -10,7 +10,7 @@ import pytest
 from training_rows import MakeRun, make_row, make_rows
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.row_reader import MetricsFile, last_row
+from slurmllm.metrics.row_reader import last_row, read_rows
 
 
 def test_last_row_is_the_newest(make_run: MakeRun) -> None:
@@ -58,7 +58,7 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, message: str)
     path = tmp_path / "m.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(RunError, match=r"m\.jsonl:2: ") as caught:
-        list(MetricsFile(path).rows())
+        list(read_rows(path))
     assert message in str(caught.value)
 
 
@@ -66,22 +66,18 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, message: str)
 def test_a_cut_last_line_is_left_out(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n\n{"step": 2}\n' + tail)
-    source = MetricsFile(path)
-    assert [row["step"] for row in source.rows()] == [1, 2]
-    assert source.cut_line == 4
+    assert list(read_rows(path)) == [(1, {"step": 1}), (3, {"step": 2})]
 
 
 def test_a_whole_last_line_needs_no_newline(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}')
-    source = MetricsFile(path)
-    assert [row["step"] for row in source.rows()] == [1, 2]
-    assert source.cut_line is None
+    assert [row["step"] for _, row in read_rows(path)] == [1, 2]
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"gone\.jsonl"):
-        list(MetricsFile(tmp_path / "gone.jsonl").rows())
+        list(read_rows(tmp_path / "gone.jsonl"))
 
 
 def test_status_can_read_a_row_without_numpy() -> None:

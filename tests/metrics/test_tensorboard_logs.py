@@ -140,12 +140,14 @@ def test_scalars_that_are_tensors(
     assert series.values.tolist() == [value] * 4
 
 
-def test_bfloat16_and_other_plugins(tmp_path: Path) -> None:
-    half = TensorProto(dtype=14, tensor_content=np.uint16(0x4020).tobytes())  # 2.5
+def test_other_types_and_other_plugins(tmp_path: Path) -> None:
+    scalar = Summary.Value(tag="train/loss", tensor=make_tensor_proto(2.5))
+    # TensorBoard reads no tensors of this type.
+    half = Summary.Value(tag="half", tensor=TensorProto(dtype=14, tensor_content=b"@ "))
     other = Summary.Value(tag="pr", tensor=make_tensor_proto(1.0))
     other.metadata.plugin_data.plugin_name = "pr_curves"
-    events = [event(1, Summary.Value(tag="train/loss", tensor=half), other)]
-    series = read_event_file(write_events(tmp_path / "x.tfevents.1.h", events)).series
+    path = write_events(tmp_path / "x.tfevents.1.h", [event(1, scalar, half, other)])
+    series = read_event_file(path).series
     assert set(series) == {"train/loss"}
     assert series["train/loss"].values.tolist() == [2.5]
 

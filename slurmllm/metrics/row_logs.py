@@ -1,0 +1,329 @@
+"""Logs that hold rows of numbers: tables, JSON, and the files of W&B, MLflow and TensorBoard.
+
+A .wandb file is a log in LevelDB's format (leveldb doc/log_format.md, with a header of 7 bytes):
+blocks of 32 KiB with records, each a serialized `Record` of wandb/proto/wandb_internal.proto. Only
+its history is read, without the wandb package.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from slurmllm.errors import RunError
+from slurmllm.format import format_plural
+from slurmllm.metrics.log_series import Log, RowCollector, TagSeries, log_suffix, open_log
+from slurmllm.metrics.row_reader import json_number, parse_row
+from slurmllm.metrics.tags import step_keys
+from slurmllm.metrics.text_logs import to_float
+
+# W&B's range over the runs that were averaged
+_WANDB_RANGE = ("__MIN", "__MAX")
+# Keys of a JSON document that may hold the rows, preferred first
+_ROW_KEYS = ("log_history", "history", "metrics", "logs", "rows", "data")
+_FILE_HEADER = struct.Struct("<4sHB")  # ":W&B", magic, version
+_HEADER = struct.Struct("<IHB")  # checksum, length, type
+_BLOCK_BYTES = 1 << 15
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+# TensorBoard's "Download as CSV" (one file per tag), OLMo-core's metric_saver.py (one per step)
+_TAG_CSV = re.compile(r".*-tag-(?P<tag>.+)\.csv")
+_STEP_JSON = re.compile(r"metrics_step(?P<step>\d+)\.json")
+
+
+def read_table(path: Path, tags: Mapping[str, str]) -> Log:
+    """Read a table; a cell that is blank or not a number is a missing value.
+
+    Raises:
+        RunError: it has no header or no rows, or no column is the step.
+        OSError: the file cannot be read.
+    """
+    rows, warnings = RowCollector(), list[str]()
+    with open_log(path, warnings) as stream:
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline="")
+        # A node that crashed may leave NUL bytes, which csv refuses.
+        lines = (line.replace("\0", "") for line in text)
+        header_line = next(lines, "")
+        tab = log_suffix(path) == ".tsv"
+        delimiter = "\t" if tab else max(",;\t", key=header_line.count)
+        header: list[str] = []
+        with suppress(csv.Error):  # a line of 128 KiB without a separator
+            cells = next(csv.reader([header_line], delimiter=delimiter), [])
+            header = [name.strip() for name in cells]
+        if not any(header):
+            raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
+        # W&B's table of a chart has columns `<run> - <metric>`: the run's name is cut off if all
+        # are of one, unless the user names such a column.
+        names = header
+        parts = [name.partition(" - ") for name in header]
+        shorter = [metric or name for name, _, metric in parts]
+        others = [name for name, _, metric in parts if name and not metric]
+        if (
+            len({run for run, _, metric in parts if metric}) == 1
+            and all(step_keys([name], {}) for name in others)
+            and not set(tags.values()) & (set(header) - set(shorter))
+        ):
+            names = shorter
+        reader = csv.reader(lines, delimiter=delimiter)
+        short: list[int] = []  # line numbers; the header is line 1
+        last = commas = 0
+        try:
+            for cells in reader:
+                if not cells:
+                    continue
+                last = reader.line_num + 1
+                if len(cells) < len(names):
+                    short.append(last)
+                    continue
+                numbers: list[tuple[str, float]] = []
+                for name, cell in zip(names, cells, strict=False):
+                    if cell and name and not name.endswith(_WANDB_RANGE):
+                        with suppress(ValueError):
+                            if "," in cell and delimiter != ",":
+                                numbers.append((name, to_float(cell)))
+                                commas = commas or last
+                            else:
+                                numbers.append((name, float(cell)))
+                rows.add(numbers, last)
+        except csv.Error as error:
+            warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
+    if commas:
+        warnings.append(f"{path}:{commas}: numbers have decimal commas; read 2,5 as 2.5")
+    if short == [last]:
+        warnings.append(f"{path}:{last}: skipped the truncated last line")
+    elif short:
+        warnings.append(
+            f"{path}:{short[0]}: {len(short)} rows have fewer than the header's {len(names)} "
+            "columns; skipped them"
+        )
+    return rows.log(path, "csv", tags, warnings)
+
+
+def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
+    """Read JSON lines; other lines are skipped with a warning.
+
+    Raises:
+        RunError: it holds no rows, or no key is the step.
+        OSError: the file cannot be read.
+    """
+    rows, broken, last = RowCollector(), list[int](), 0
+    warnings: list[str] = []
+    with open_log(path, warnings) as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            last = number
+            row = parse_row(line)
+            if isinstance(row, dict):
+                rows.add(json_numbers(row), number)
+            else:
+                broken.append(number)
+    if broken and not len(rows):
+        raise RunError(
+            f"{path}:{broken[0]}: not a JSON object, and no other line is one; give JSON lines, or "
+            f"name a text log {path.stem}.log"
+        )
+    if broken == [last]:
+        warnings.append(f"{path}:{last}: skipped the truncated last line")
+    elif broken:
+        lines = format_plural(len(broken), "line")
+        warnings.append(f"{path}:{broken[0]}: not a JSON object; skipped {lines}")
+    return rows.log(path, "jsonl", tags, warnings)
+
+
+def read_json(path: Path, tags: Mapping[str, str]) -> Log:
+    """Read a JSON document that holds a list of rows, or a list of values for each key.
+
+    Raises:
+        RunError: it holds neither, or no key is the step.
+        OSError: the file cannot be read.
+    """
+    warnings: list[str] = []
+    with open_log(path, warnings) as stream:
+        text = stream.read()
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # JSON lines in a file that is called .json
+        if text.lstrip().startswith(b"{") and text.strip().count(b"\n"):
+            return read_json_lines(path, tags)
+        raise RunError(
+            f"{path} is not complete JSON: {error!s:.100}; restore it, or give another log"
+        ) from error
+    rows = RowCollector()
+    for row in _document_rows(document):
+        rows.add(json_numbers(row))
+    return rows.log(path, "jsonl", tags, warnings)
+
+
+def _document_rows(document: Any) -> list[dict[str, Any]]:
+    """Returns the rows of a JSON document; none if it has another form."""
+    if isinstance(document, dict):
+        lists = {key: value for key, value in document.items() if isinstance(value, list)}
+        for key in _ROW_KEYS:
+            if any(isinstance(row, dict) for row in lists.get(key, ())):
+                return [row for row in lists[key] if isinstance(row, dict)]
+        columns = {key: values for key, values in lists.items() if values}
+        return [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)
+        ]
+    return [row for row in document if isinstance(row, dict)] if isinstance(document, list) else []
+
+
+def json_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a row by dotted path; null counts as absent."""
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from json_numbers(value, f"{prefix}{key}.")
+        elif value is not None and (number := json_number(value)) is not None:
+            yield prefix + key, number
+
+
+def read_wandb(path: Path, tags: Mapping[str, str]) -> Log:
+    """Read a W&B offline run file.
+
+    Raises:
+        RunError: it is not such a file, or holds no history.
+        OSError: the file cannot be read.
+    """
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    content, rows, warnings = path.read_bytes(), RowCollector(), list[str]()
+    parse = _record_type().FromString
+    if content[:4] != b":W&B":
+        raise RunError(
+            f"{path} is not a W&B run file: it begins with {content[:4]!r} instead of b':W&B'; "
+            "give the run-ID.wandb of an offline-run folder"
+        )
+    try:
+        for record in _wandb_records(content):
+            history = parse(record).history
+            if history.item:
+                row = {
+                    item.key or ".".join(item.nested_key): json.loads(item.value_json or "null")
+                    for item in history.item
+                }
+                rows.add(json_numbers({"_step": history.step.num} | row))
+    except (ValueError, DecodeError) as error:
+        warnings.append(f"{path}: {error}; read as far as that")
+    return rows.log(path, "jsonl", tags, warnings)
+
+
+def _wandb_records(content: bytes) -> Iterator[bytes]:
+    record, place = b"", _FILE_HEADER.size
+    while place + _HEADER.size <= len(content):
+        rest_of_block = _BLOCK_BYTES - place % _BLOCK_BYTES
+        if rest_of_block < _HEADER.size:  # too short for a header: zeros
+            place += rest_of_block
+            continue
+        checksum, size, kind = _HEADER.unpack_from(content, place)
+        text = content[place + _HEADER.size : place + _HEADER.size + size]
+        if len(text) < size:
+            raise ValueError(f"the record at byte {place} is cut")
+        if zlib.crc32(text, zlib.crc32(bytes([kind]))) != checksum:
+            raise ValueError(f"the record at byte {place} is damaged")
+        record = text if kind in (_FULL, _FIRST) else record + text
+        if kind in (_FULL, _LAST):
+            yield record
+        place += _HEADER.size + size
+
+
+@cache
+def _record_type() -> Any:
+    """Returns the message type of a record, with the fields that are read."""
+    from google.protobuf import (  # type: ignore[import-untyped]
+        descriptor_pb2,
+        message_factory,
+        text_format,
+    )
+
+    text = resources.files("slurmllm.metrics").joinpath("wandb.textproto").read_text("utf-8")
+    file = text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
+    return message_factory.GetMessages([file])["slurmllm.wandb.Record"]
+
+
+def mlflow_runs(folder: Path) -> list[Path]:
+    """Returns the runs of an MLflow file store: the folder itself, or those below it."""
+    if (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir():
+        return [folder]
+    found = [*folder.glob("*/meta.yaml"), *folder.glob("*/*/meta.yaml")]
+    return sorted(path.parent for path in found if (path.parent / "metrics").is_dir())
+
+
+def read_mlflow(run: Path, tags: Mapping[str, str]) -> Log:
+    """Read a run of an MLflow file store: metrics/NAME holds lines of `timestamp value step`.
+
+    Raises:
+        RunError: it has no metrics.
+        OSError: a file cannot be read.
+    """
+    rows, warnings = RowCollector(), list[str]()
+    for path in sorted(path for path in (run / "metrics").rglob("*") if path.is_file()):
+        name = path.relative_to(run / "metrics").as_posix()
+        broken: list[int] = []
+        for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), start=1):
+            try:
+                moment, value, step = line.split()[:3]
+                numbers = {"step": float(step), name: float(value), "time": float(moment) / 1e3}
+            except ValueError:
+                broken.append(number)
+                continue
+            rows.add(numbers.items())
+        if broken:
+            warnings.append(
+                f"{path}:{broken[0]}: not `timestamp value step`; skipped {len(broken)} lines"
+            )
+    return rows.log(run, "jsonl", tags, warnings)
+
+
+def is_tag_table(path: Path) -> bool:
+    """Whether a file is TensorBoard's CSV of one tag: `Wall time,Step,Value`."""
+    with path.open("rb") as stream:
+        return stream.readline(100).strip().lower() == b"wall time,step,value"
+
+
+def split_log_files(folder: Path) -> list[Path]:
+    """Returns a folder's files that hold one tag (TensorBoard's CSV) or one step (OLMo-core)."""
+    return sorted(
+        path for path in folder.iterdir()
+        if _TAG_CSV.fullmatch(path.name) or _STEP_JSON.fullmatch(path.name)
+    )  # fmt: skip
+
+
+def read_split_log(path: Path, tags: Mapping[str, str]) -> Log:
+    """Read such a file, or a folder of them.
+
+    Raises:
+        RunError: a file has no rows.
+        OSError: a file cannot be read.
+    """
+    files = split_log_files(path) if path.is_dir() else [path]
+    rows, series, warnings = RowCollector(), dict[str, TagSeries](), list[str]()
+    for file in files:
+        if found := _STEP_JSON.fullmatch(file.name):
+            row = parse_row(file.read_bytes())
+            if isinstance(row, dict):
+                rows.add([("step", float(found["step"])), *json_numbers(row)])
+            else:
+                warnings.append(f"{file} is not complete JSON; skipped it")
+            continue
+        log = read_table(file, tags)
+        found = None if "Value" in tags.values() else _TAG_CSV.fullmatch(file.name)
+        # TensorBoard replaces the slash of train/loss.
+        tag = re.sub("^(train|eval|val)_", r"\1/", found["tag"]) if found else "Value"
+        times = log.series.get("Wall time")
+        series[tag] = replace(log.series["Value"], times=None if times is None else times.values)
+        warnings += log.warnings
+    if len(rows):
+        return rows.log(path, "jsonl", tags, warnings)
+    return Log(path, "csv", series, warnings=tuple(warnings))
