@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,16 +12,13 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.compare.comparison import Comparison, MetricComparison, Overlap, Side
-    from slurmllm.compare.statistics import Statistics
+    from slurmllm.compare.comparison import Comparison, Overlap, Side
     from slurmllm.metrics.curves import Curve
 
 
 _HEADINGS = (
-    *("metric", "steps", "max diff", "at step", "mean diff", "diverges at", "tolerance"),
-    "identical",
-)
-_OTHER_METRICS = ("param_norm", "lr", "val_loss")
+    "metric", "steps", "max diff", "at step", "mean diff", "diverges at", "tolerance", "identical",
+)  # fmt: skip
 
 
 @click.command()
@@ -38,9 +36,7 @@ _OTHER_METRICS = ("param_norm", "lr", "val_loss")
     help="Exit with 1 if the verdict of a run is weaker.  [default: equivalent]",
 )
 @click.option(
-    "--exact",
-    is_flag=True,
-    help="Require bit-identical values, and files without a damaged line.",
+    "--exact", is_flag=True, help="Require bit-identical values, and files without a damaged line."
 )
 @click.option(
     "--seed",
@@ -167,18 +163,16 @@ def compare(
     if not no_plot:
         comparisons = _draw(curves, comparisons, plot, from_step, to_step, own)
     match = all(comparison.match for comparison in comparisons)
-    if as_json and len(comparisons) == 1:
-        click.echo(comparisons[0].model_dump_json(indent=2))
-    elif as_json:
+    if as_json:
         import json
 
         # pydantic writes NaN as null, which json does not.
         found = [json.loads(comparison.model_dump_json()) for comparison in comparisons]
-        document = {"comparisons": found, "match": match}
+        document = found[0] if len(found) == 1 else {"comparisons": found, "match": match}
         click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        for number, comparison in enumerate(comparisons):
-            _print(comparison, letters[number], alone=len(comparisons) == 1)
+        for letter, comparison in zip(letters, comparisons, strict=True):
+            _print(comparison, letter, alone=len(comparisons) == 1)
     required = VERDICTS.index(require or "equivalent")
     weaker = [
         f"{letter} {comparison.verdict}"
@@ -209,11 +203,9 @@ def _draw(
     except StorageError as error:
         if plot is not None:
             raise
-        return [
-            comparison.model_copy(update={"warnings": (*comparison.warnings, str(error))})
-            for comparison in comparisons
-        ]
-    return [comparison.model_copy(update={"plot": str(path)}) for comparison in comparisons]
+        text = str(error)
+        return [c.model_copy(update={"warnings": (*c.warnings, text)}) for c in comparisons]
+    return [c.model_copy(update={"plot": str(path)}) for c in comparisons]
 
 
 def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
@@ -237,10 +229,10 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     color = "green" if comparison.match else "red"
     runs = "" if alone else f"A and {letter} "
     line(Text.assemble(runs, (comparison.verdict, f"bold {color}"), ": ", comparison.reason))
-    possible: dict[str, list[str]] = {}
-    for cause in comparison.causes:
-        if cause.confidence == "possible":
-            possible.setdefault(cause.evidence, []).append(cause.kind)
+    causes = [cause for cause in comparison.causes if cause.confidence == "possible"]
+    possible = {
+        one.evidence: [c.kind for c in causes if c.evidence == one.evidence] for one in causes
+    }
     if possible:
         line("possible causes, the likeliest first:")
     for evidence, kinds in possible.items():
@@ -271,53 +263,45 @@ def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
 def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
     from slurmllm.errors import UserError
 
-    found: list[int | None] = [None] * count
+    letters = [chr(ord("A") + place) for place in range(count)]
+    found: dict[str, int | None] = dict.fromkeys(letters)
     for value in values:
         letter, _, steps = value.partition("=")
-        place = ord(letter) - ord("A") if len(letter) == 1 else -1
-        try:
-            if not 0 <= place < count:
-                raise ValueError
-            found[place] = int(steps)
-        except ValueError:
-            last = chr(ord("A") + count - 1)
+        if letter not in found or not re.fullmatch(r"[+-]?\d+", steps):
             raise UserError(
                 f"--shift {value!r}: give a source and a number of steps, such as A=1; the sources "
-                f"are A to {last}"
-            ) from None
-    return found
+                f"are A to {letters[-1]}"
+            )
+        found[letter] = int(steps)
+    return list(found.values())
 
 
 def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """One row per metric, in the order of the headings; those that decide the verdict first."""
     from slurmllm.compare.comparison import format_figure
 
-    def shown(value: float | None) -> str:
-        return "-" if value is None else format_figure(value)
-
-    rule = "band" if comparison.band is not None else None
-    if rule is None and comparison.tolerance.exact:
-        rule = "exact"
-    found: list[tuple[str, int, MetricComparison | Statistics, int | None, str, bool]] = [
-        (name, one.steps_compared, one, one.onset_step, rule or shown(one.tolerance),
-         one.bit_identical)
-        for name, one in comparison.metrics.items()
-    ]  # fmt: skip
-    found += [
-        (name, one.points, one, None, "-", one.max_rel_diff == 0)
-        for name in _OTHER_METRICS  # without a tolerance: they do not decide the verdict
-        if (one := comparison.statistics.get(name)) is not None
-    ]
-    return [
-        (
-            name,
-            str(points),
-            shown(one.max_rel_diff),
-            str(one.max_rel_diff_step) if one.max_rel_diff else "-",
-            shown(one.mean_rel_diff),
-            "-" if onset is None else str(onset),
-            tolerance,
-            "yes" if identical else "no",
+    rows: list[tuple[str, ...]] = []
+    # The others have no tolerance: they do not decide the verdict.
+    for name in (*comparison.metrics, "param_norm", "lr", "val_loss"):
+        one, metric = comparison.statistics.get(name), comparison.metrics.get(name)
+        if one is None:
+            continue
+        sizes = [
+            "-" if value is None else format_figure(value)
+            for value in (one.max_rel_diff, one.mean_rel_diff)
+        ]
+        tolerance = "-" if metric is None else format_figure(metric.tolerance)
+        if metric is not None and (comparison.band is not None or comparison.tolerance.exact):
+            tolerance = "exact" if comparison.band is None else "band"
+        identical = one.max_rel_diff == 0 if metric is None else metric.bit_identical
+        rows.append(
+            (
+                *(name, str(one.points), sizes[0]),
+                str(one.max_rel_diff_step) if one.max_rel_diff else "-",
+                sizes[1],
+                "-" if metric is None or metric.onset_step is None else str(metric.onset_step),
+                tolerance,
+                "yes" if identical else "no",
+            )
         )
-        for name, points, one, onset, tolerance, identical in found
-    ]
+    return rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -39,46 +38,43 @@ class Points:
 
 @dataclass(frozen=True)
 class StepMatch:
-    """Two curves with steps counted alike.
+    """A curve with its steps counted as those of the other one.
 
     Attributes:
-        read: The curves, shifted.
-        used: The same, the finer with its loss averaged as the coarser averages it.
-        shifts: What was added to the steps of each.
-        reasons: Why each was shifted.
-        averaged: Number of steps over which the loss of each was averaged; None: not averaged.
+        read: The curve, shifted.
+        used: The same, its loss averaged as the other log averages it.
+        shift: What was added to its steps.
+        reason: Why it was shifted.
+        averaged: Number of steps over which the loss was averaged; None: not averaged.
     """
 
-    read: tuple[Curve, Curve]
-    used: tuple[Curve, Curve]
-    shifts: tuple[int, int]
-    reasons: tuple[str, str]
-    averaged: tuple[int | None, int | None]
+    read: Curve
+    used: Curve
+    shift: int
+    reason: str
+    averaged: int | None = None
 
 
 def match_steps(
     a: Curve, b: Curve, given: tuple[int | None, int | None], *, by_step: bool
-) -> StepMatch:
+) -> tuple[StepMatch, StepMatch]:
     """Shift steps that are counted from 0, and average the loss as the coarser log does.
 
     `given` are the user's shifts. Without any, logs of known frameworks are shifted by their
     convention, others by 1 if that makes their values coincide. On another axis than steps
     (not `by_step`) nothing is changed unless the user says so.
     """
-    shifts, reasons = (0, 0), ("--shift", "--shift")
-    if given != (None, None):
-        shifts = given[0] or 0, given[1] or 0
-    elif by_step:
-        shifts, reasons = _choose_shifts(a, b)
-    read = shift_steps(a, shifts[0]), shift_steps(b, shifts[1])
-    used: list[Curve] = [*read]
-    averaged: list[int | None] = [None, None]
-    intervals = [np.median(np.diff(curve.steps)) if len(curve.steps) > 1 else 1 for curve in read]
-    fine = int(np.argmin(intervals))
-    ratio = int(intervals[1 - fine] // intervals[fine])
-    if by_step and ratio >= 2 and (mean := _average_loss(read[fine], read[1 - fine], ratio)):
-        used[fine], averaged[fine] = mean, ratio
-    return StepMatch(read, (used[0], used[1]), shifts, reasons, (averaged[0], averaged[1]))
+    shifts, reason = (given[0] or 0, given[1] or 0), "--shift"
+    if given == (None, None) and by_step:
+        shifts, reason = _choose_shifts(a, b)
+    curves = [shift_steps(curve, by) for curve, by in zip((a, b), shifts, strict=True)]
+    found = [StepMatch(one, one, by, reason) for one, by in zip(curves, shifts, strict=True)]
+    intervals = [np.median(np.diff(one.steps)) if len(one.steps) > 1 else 1 for one in curves]
+    finer = int(np.argmin(intervals))
+    ratio = int(intervals[1 - finer] // intervals[finer])
+    if by_step and ratio > 1 and (mean := _average_loss(curves[finer], curves[1 - finer], ratio)):
+        found[finer] = replace(found[finer], used=mean, averaged=ratio)
+    return found[0], found[1]
 
 
 def shift_steps(curve: Curve, by: int) -> Curve:
@@ -89,7 +85,7 @@ def shift_steps(curve: Curve, by: int) -> Curve:
     return replace(curve, steps=curve.steps + by, gaps=gaps)
 
 
-def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], tuple[str, str]]:
+def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     firsts = [
         one.steps_from if one is not None and one.counts == "steps" else None
         for one in (a.convention, b.convention)
@@ -105,7 +101,7 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], tuple[str, str]
     reason = "so that the values of both coincide"
     if found == usual and lower.convention is not None:
         reason = f"{lower.convention.format} counts steps from 0"
-    return (max(-found, 0), max(found, 0)), (reason, reason)
+    return (max(-found, 0), max(found, 0)), reason
 
 
 def _scatter(a: Curve, b: Curve) -> float:
@@ -187,31 +183,11 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     return replace(fine, steps=steps, attempts=attempts, columns=columns, absent=absent)
 
 
-class _Side:
-    """The rows of a curve that are compared."""
-
-    def __init__(self, curve: Curve, axis: Axis, inside: Flags) -> None:
-        self.curve = curve
-        positions = curve.positions(axis)
-        # Positions must ascend: rows of a counter that was set back are ignored.
-        rising = np.isfinite(positions)
-        if axis != "step":
-            highest = np.maximum.accumulate(np.where(rising, positions, -np.inf))
-            rising[1:] &= positions[1:] > highest[:-1]
-        self.rows = np.flatnonzero(rising & inside)
-        self.steps = curve.steps[self.rows]
-        self.positions = positions[self.rows]
-
-    def lacks(self, metric: str) -> Flags | None:
-        """Returns which of the rows lack a metric; None if none does."""
-        absent = self.curve.absent.get(metric)
-        return None if absent is None else absent[self.rows]
-
-
 class Alignment:
     """The points at which two curves are compared.
 
     Attributes:
+        curves: A and B.
         axis: Axis of the alignment.
         method: "exact": at common points. "interpolated": at the sparser curve's points, the other
             one linear between its own.
@@ -229,7 +205,9 @@ class Alignment:
         to_step: int | None,
         letter: str = "B",
     ) -> None:
+        self.axis: Axis = axis
         self.letter = letter
+        self.curves = a, b
         for label, curve in (("A", a), (letter, b)):
             if not np.isfinite(curve.positions(axis)).any():
                 needed = "tokens" if axis == "tokens" else "samples, or tokens and model.seq_len,"
@@ -238,108 +216,92 @@ class Alignment:
                     f"hold no {needed} and no config.yaml gives train.global_batch; name the "
                     f"column with --tag {axis}=…, or align by step"
                 )
-        self.axis: Axis = axis
-        self._a = _Side(a, axis, _within(a.steps, from_step, to_step))
         # By tokens or samples the range is of A's steps; those of B differ.
-        own = axis == "step"
-        everything = np.ones(len(b.steps), dtype=bool)
-        self._b = _Side(b, axis, _within(b.steps, from_step, to_step) if own else everything)
-        both = self._a.positions, self._b.positions
-        common, self._at_a, self._at_b = both[0], np.arange(len(both[0])), np.arange(len(both[0]))
-        if not np.array_equal(*both):
-            common, self._at_a, self._at_b = np.intersect1d(
-                *both, assume_unique=True, return_indices=True
-            )
-        sparser = min(self._overlap(side).sum() for side in (self._a, self._b))
-        suffice = len(common) >= _MIN_COMMON * sparser or sparser < 2
+        of_b = (from_step, to_step) if axis == "step" else (None, None)
+        self._rows = _rows(a, axis, from_step, to_step), _rows(b, axis, *of_b)
+        steps = a.steps[self._rows[0]], b.steps[self._rows[1]]
+        places = a.positions(axis)[self._rows[0]], b.positions(axis)[self._rows[1]]
+        self._steps, self._positions = steps, places
+        common, *at = np.intersect1d(places[0], places[1], assume_unique=True, return_indices=True)
+        first = max(one[0] if len(one) else np.inf for one in places)
+        last = min(one[-1] if len(one) else -np.inf for one in places)
+        overlap = [np.flatnonzero((one >= first) & (one <= last)) for one in places]
+        self._sparser = int(len(overlap[1]) < len(overlap[0]))
+        sparser = overlap[self._sparser]
+        suffice = len(common) >= _MIN_COMMON * len(sparser) or len(sparser) < 2
         self.method: Method = "exact" if suffice else "interpolated"
+        # Of the rows of each curve, those that are compared or interpolated between
+        self._used = at if suffice else overlap
         if self.method == "exact":
-            self.steps, self.positions = self._a.steps[self._at_a], common
+            self.steps, self.positions = steps[0][at[0]], common
             return
-        side = self._a if self._a_is_sparser else self._b
-        keep = self._overlap(side)
-        self.steps, self.positions = side.steps[keep], side.positions[keep]
-        if axis != "step" and side is self._b:
+        self.steps, self.positions = steps[self._sparser][sparser], places[self._sparser][sparser]
+        if axis != "step" and self._sparser == 1:
             # A's step during which it reached that position
-            places = np.searchsorted(self._a.positions, self.positions)
-            self.steps = self._a.steps[np.minimum(places, len(self._a.rows) - 1)]
-
-    def _overlap(self, side: _Side) -> Flags:
-        """Returns which rows of a curve are in the common range of positions."""
-        if not len(self._a.rows) or not len(self._b.rows):
-            return np.zeros(len(side.rows), dtype=bool)
-        first = max(self._a.positions[0], self._b.positions[0])
-        last = min(self._a.positions[-1], self._b.positions[-1])
-        found: Flags = (side.positions >= first) & (side.positions <= last)
-        return found
-
-    @cached_property
-    def _a_is_sparser(self) -> bool:
-        return bool(self._overlap(self._a).sum() <= self._overlap(self._b).sum())
+            reached = np.searchsorted(places[0], self.positions)
+            self.steps = steps[0][np.minimum(reached, len(steps[0]) - 1)]
 
     @property
     def only(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
         """The steps of A, and those of B, that are not compared."""
-        found = []
-        for side, at in ((self._a, self._at_a), (self._b, self._at_b)):
-            left = ~self._overlap(side)
-            if self.method == "exact":
-                left = np.ones(len(side.rows), dtype=bool)
-                left[at] = False
-            found.append(ranges(side.steps[left], side.steps))
-        return found[0], found[1]
+        of_a, of_b = (
+            ranges(np.delete(steps, used), steps)
+            for steps, used in zip(self._steps, self._used, strict=True)
+        )
+        return of_a, of_b
 
     def of(self, metric: str) -> Points:
         """Returns a metric of both curves; without points if one of them lacks it."""
-        curves = self._a.curve, self._b.curve
-        columns = [curve.columns[metric] for curve in curves if metric in curve.columns]
-        if len(columns) < 2:
+        if not all(metric in curve.columns for curve in self.curves):
             return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
         if self.method == "interpolated":
             return self._interpolated(metric)
-        rows = [side.rows[at] for side, at in ((self._a, self._at_a), (self._b, self._at_b))]
-        steps, positions = self.steps, self.positions
-        lacking = [
-            side.curve.absent[metric][at]
-            for side, at in zip((self._a, self._b), rows, strict=True)
-            if metric in side.curve.absent
-        ]
-        if lacking:
-            there = ~np.logical_or.reduce(lacking)
-            rows = [at[there] for at in rows]
-            steps, positions = steps[there], positions[there]
-        elif {len(curve.steps) for curve in curves} == {len(self.steps)}:
-            return Points(steps, positions, *columns)
-        a, b = (column[at] for column, at in zip(columns, rows, strict=True))
-        return Points(steps, positions, a, b)
+        rows = [rows[used] for rows, used in zip(self._rows, self._used, strict=True)]
+        there = np.logical_and(*map(_present, self.curves, (metric, metric), rows))
+        kept = slice(None) if there.all() else there
+        a, b = (c.columns[metric][at[kept]] for c, at in zip(self.curves, rows, strict=True))
+        return Points(self.steps[kept], self.positions[kept], a, b)
 
     def _interpolated(self, metric: str) -> Points:
-        sparse, dense = (self._a, self._b) if self._a_is_sparser else (self._b, self._a)
-        keep = self._overlap(sparse)
-        lacks, lacks_dense = sparse.lacks(metric), dense.lacks(metric)
-        there = np.ones(len(self.steps), dtype=bool) if lacks is None else ~lacks[keep]
-        own = sparse.curve.columns[metric][sparse.rows[keep]]
-        grid = np.ones(len(dense.rows), dtype=bool) if lacks_dense is None else ~lacks_dense
-        places = dense.positions[grid]
-        values = dense.curve.columns[metric][dense.rows[grid]]
+        curve, denser = self.curves[self._sparser], self.curves[1 - self._sparser]
+        rows = self._rows[self._sparser][self._used[self._sparser]]
+        there, own = _present(curve, metric, rows), curve.columns[metric][rows]
+        rows = self._rows[1 - self._sparser]
+        present = _present(denser, metric, rows)
+        places = self._positions[1 - self._sparser][present]
         if len(places) < 2:
             return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
         there &= (self.positions >= places[0]) & (self.positions <= places[-1])
         right = np.clip(np.searchsorted(places, self.positions), 1, len(places) - 1)
         widths = places[right] - places[right - 1]
         there &= widths <= _MAX_GAP * np.median(np.diff(places))
-        other = np.interp(self.positions, places, values)
-        a, b = (own, other) if self._a_is_sparser else (other, own)
+        other = np.interp(self.positions, places, denser.columns[metric][rows[present]])
+        a, b = (other, own) if self._sparser else (own, other)
         return Points(self.steps[there], self.positions[there], a[there], b[there])
 
 
-def _within(steps: Ints, first: int | None, last: int | None) -> Flags:
-    inside: Flags = np.ones(len(steps), dtype=bool)
+def _rows(curve: Curve, axis: Axis, first: int | None, last: int | None) -> Ints:
+    """Returns the rows of a range of steps whose positions ascend.
+
+    Rows of a counter that was set back are ignored.
+    """
+    positions = curve.positions(axis)
+    kept = np.isfinite(positions)
+    if axis != "step":
+        highest = np.maximum.accumulate(np.where(kept, positions, -np.inf))
+        kept[1:] &= positions[1:] > highest[:-1]
     if first is not None:
-        inside &= steps >= first
+        kept &= curve.steps >= first
     if last is not None:
-        inside &= steps <= last
-    return inside
+        kept &= curve.steps <= last
+    return np.flatnonzero(kept)
+
+
+def _present(curve: Curve, metric: str, rows: Ints) -> Flags:
+    """Returns which of some rows have a metric. [rows]"""
+    if metric not in curve.absent:
+        return np.ones(len(rows), dtype=bool)
+    return ~curve.absent[metric][rows]
 
 
 def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
+from functools import cache
+from pathlib import Path, PurePath
 from typing import Literal
 
 import numpy as np
+import yaml
 from pydantic import Field
 
 from slurmllm.compare.alignment import Alignment
@@ -33,27 +35,24 @@ _LR_TOLERANCE = 1e-6
 _LR_TOLERANCE_INTERPOLATED = 2e-2
 _CORNER_POINTS = 2
 
-_SCHEDULE_SETTINGS = ("lr", "min_lr", "warmup_steps", "decay", "decay_steps")
+# data.json has these more exactly.
 _DATA_RECORD_SETTINGS = ("data.", "model.seq_len", "train.global_batch")
-_PATH_SETTINGS = ("data.corpus", "data.tokenizer")
-_KERNEL_SETTINGS = (
-    "train.activation_checkpointing", "train.compile", "backend", "cluster.device",
-    "cluster.instance_type",
-)  # fmt: skip
-# The settings follow in parentheses.
-_PHRASES: Mapping[Kind, str] = {
-    "data": "the data differ",
-    "seed": "seeds differ",
-    "batches": "global batches differ",
-    "model": "models differ",
-    "precision": "precision differs",
-    "lr": "schedules differ",
-    "optimizer": "optimizers differ",
-    "mesh": "meshes differ",
-    "rounding": "kernels may differ",
-}
-# The phrase names these settings.
-_NAMED_BY_PHRASE = ("train.precision", "train.seed", "train.global_batch")
+# The text of their kind names these settings.
+_NAMED_BY_KIND = ("train.precision", "train.seed", "train.global_batch")
+
+
+class SettingGroup(Record):
+    """Settings that can be a cause of one kind; see settings.yaml."""
+
+    text: str
+    settings: tuple[str, ...]
+
+
+@cache
+def setting_table() -> Mapping[Kind, SettingGroup]:
+    """Returns the settings that can change a curve, by kind of cause."""
+    rows = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
+    return {kind: SettingGroup.model_validate(row) for kind, row in rows.items()}
 
 
 class Cause(Record):
@@ -149,26 +148,24 @@ def _compare_learning_rates(alignment: Alignment) -> SettingDifference | None:
 
 
 def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
-    if alignment.axis != "step" or alignment.method != "exact":
-        # Tokens so far differ at other steps anyway; their number per step must not.
-        of_a, of_b = (_median_tokens(*curve.series("tokens")) for curve in (a, b))
-        if of_a is None or of_b is None or np.isclose(of_a, of_b, rtol=1e-6):
+    by_step = alignment.axis == "step" and alignment.method == "exact"
+    tokens, step = alignment.of("tokens"), int(alignment.steps[0])
+    sides = [curve.series("tokens") for curve in (a, b)]
+    if by_step:
+        same = bit_identical(tokens.a, tokens.b)
+        if same.all():
             return None
-        text = f"tokens per step differ ({of_a:,.0f} and {of_b:,.0f})"
-        return SettingDifference(int(alignment.steps[0]), text, "batches")
-    tokens = alignment.of("tokens")
-    same = bit_identical(tokens.a, tokens.b)
-    if same.all():
-        return None
-    i = int(np.argmin(same))
-    step = int(tokens.steps[i])
-    of_a, of_b = (_median_tokens(tokens.steps, values) for values in (tokens.a, tokens.b))
+        i = int(np.argmin(same))
+        step, sides = int(tokens.steps[i]), [(tokens.steps, tokens.a), (tokens.steps, tokens.b)]
+    # On other axes tokens so far differ anyway; their number per step must not.
+    of_a, of_b = (_median_tokens(*side) for side in sides)
     if of_a is None or of_b is None:
         return None
-    if of_a != of_b:
-        return SettingDifference(
-            step, f"tokens per step differ ({of_a:,.0f} and {of_b:,.0f})", "batches"
-        )
+    if of_a != of_b if by_step else not np.isclose(of_a, of_b, rtol=1e-6):
+        text = f"tokens per step differ ({of_a:,.0f} and {of_b:,.0f})"
+        return SettingDifference(step, text, "batches")
+    if not by_step:
+        return None
     values = f"{tokens.a[i]:,.0f} and {tokens.b[i]:,.0f}"
     return SettingDifference(step, f"tokens trained on differ from step {step} ({values})", "data")
 
@@ -190,7 +187,7 @@ def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDiffere
         kind = _kind_of_setting(key, a, b) if values[0] != values[1] else None
         if kind is None:
             continue
-        name = "" if key in _NAMED_BY_PHRASE else f"{key.split('.', 1)[-1]} "
+        name = "" if key in _NAMED_BY_KIND else f"{key.split('.', 1)[-1]} "
         weak = kind in ("mesh", "rounding") or (key == "train.init_from" and None not in values)
         shown = [
             f"{value:.6g}" if isinstance(value, float)
@@ -206,41 +203,25 @@ def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDiffere
         groups.setdefault(("mesh", True), []).append(f"{of_a} and {of_b} nodes")
     for (kind, weak), differences in groups.items():
         more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-        text = f"{_PHRASES[kind]} ({', '.join(differences[:4])}{more})"
+        text = f"{setting_table()[kind].text} ({', '.join(differences[:4])}{more})"
         yield SettingDifference(first, text, kind, weak)
 
 
 def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:
     """Returns what a setting that differs can cause; None if nothing in a curve."""
-    section, _, name = key.partition(".")
-    has_lr = all("lr" in curve.columns for curve in (a, b))
-    have_data = a.data is not None and b.data is not None
-    if have_data and key.startswith(_DATA_RECORD_SETTINGS):
-        return None  # data.json is more exact
-    if key == "train.seed":
-        same = a.data is None or b.data is None or a.data.seed == b.data.seed
-        return "seed" if same else None
-    if key == "train.precision":
-        return "precision"
-    if key == "train.global_batch":
-        return "batches"
-    if key == "train.micro_batch" or section == "parallel":
-        return "mesh" if key != "parallel.auto" else None
-    if section == "model" or key == "train.init_from":
-        return "model"
-    if key in _PATH_SETTINGS:
-        names = {PurePath(str(curve.settings[key])).name for curve in (a, b)}
-        return None if len(names) == 1 else "data"
-    if key in ("data.mask", "data.validation"):
-        return "data"
-    if section == "optim":
-        if name in _SCHEDULE_SETTINGS:
-            return None if has_lr else "lr"
-        return "optimizer"
-    if key == "train.steps" and not has_lr:
+    by_key = {name: kind for kind, group in setting_table().items() for name in group.settings}
+    kind = by_key.get(key, by_key.get(f"{key.partition('.')[0]}.*"))
+    if a.data is not None and b.data is not None:
+        other_seed = key == "train.seed" and a.data.seed != b.data.seed
+        if other_seed or key.startswith(_DATA_RECORD_SETTINGS):
+            return None
+    if kind == "lr" and all("lr" in curve.columns for curve in (a, b)):
+        return None  # the learning rates themselves are compared
+    if key == "train.steps":  # the end of a decay that names none
         ends = [curve.settings.get("optim.decay_steps") for curve in (a, b)]
         constant = [curve.settings.get("optim.decay") == "constant" for curve in (a, b)]
-        return "lr" if ends == [None, None] and not all(constant) else None
-    if key in _KERNEL_SETTINGS or section in ("versions", "env"):
-        return "rounding"
-    return None
+        return kind if ends == [None, None] and not all(constant) else None
+    if key in ("data.corpus", "data.tokenizer"):  # paths
+        names = {PurePath(str(curve.settings[key])).name for curve in (a, b)}
+        return kind if len(names) > 1 else None
+    return kind if key != "parallel.auto" else None

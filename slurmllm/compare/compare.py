@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,25 +18,21 @@ from slurmllm.compare.alignment import (
     shift_steps,
 )
 from slurmllm.compare.causes import Cause, compare_skips, find_differences
-from slurmllm.compare.comparison import (
-    AlignmentRecord,
-    Band,
-    Comparison,
-    DataComparison,
-    MetricComparison,
-    Overlap,
-    RuleName,
-    Scattering,
-    Side,
-    Tolerances,
-    Verdict,
-)
+from slurmllm.compare.comparison import Comparison, MetricComparison, Tolerances
 from slurmllm.compare.diagnosis import explain
 from slurmllm.compare.divergence import DivergenceResult, detect_divergence
-from slurmllm.compare.seed_band import CHANCE, BandCheck, SeedBand
-from slurmllm.compare.statistics import roughness, shared_noise, statistics
+from slurmllm.compare.seed_band import SeedBand
+from slurmllm.compare.statistics import Statistics, roughness, shared_noise, statistics
 from slurmllm.errors import RunError
-from slurmllm.metrics.curves import Axis, Curve, Flags, Floats, Ints, bit_identical
+from slurmllm.metrics.curves import (
+    Axis,
+    Curve,
+    Flags,
+    Floats,
+    Ints,
+    bit_identical,
+    signed_difference,
+)
 
 METRICS = ("loss", "grad_norm")
 # Statistics only, no part of the verdict.
@@ -80,9 +77,102 @@ def compare(
                 "--tag loss=… name what holds it"
             )
     matched = match_steps(a, b, shifts, by_step=axis == "step")
-    a, b = matched.used
-    seeds = [shift_steps(seed, matched.shifts[0]) for seed in seeds]
+    a, b = (one.used for one in matched)
     alignment = Alignment(a, b, axis, from_step, to_step, letter)
+    points = points_of_metrics(alignment, from_step, to_step)
+    differences = {name: signed_difference(one.a, one.b) for name, one in points.items()}
+    described = describe(points, differences)
+    warnings = comparison.warnings_of(alignment, points)
+    compared = {name: points[name] for name in METRICS if name in points}
+    band: comparison.Band | None = None
+    if seeds:
+        of_seeds = SeedBand(a, [shift_steps(one, matched[0].shift) for one in seeds], axis)
+        band = of_seeds.compare(compared)
+        warnings += of_seeds.warnings
+    changes = (_first_step(one.steps, ~bit_identical(one.a, one.b)) for one in compared.values())
+    changed = min((step for step in changes if step is not None), default=math.inf)
+    metrics = {
+        name: compare_metric(
+            *(one, differences[name], described[name], tolerances.of(name), changed),
+            exact=tolerances.exact,
+            interpolated=alignment.method == "interpolated",
+            band=None if band is None else band.metrics[name],
+        )
+        for name, one in compared.items()
+    }
+    verdict: comparison.Verdict = "match"
+    if any(metric.departs for metric in metrics.values()):
+        verdict = "differ"
+    elif changed == math.inf:
+        verdict = "identical"
+    elif band is not None or any(metric.scattered for metric in metrics.values()):
+        verdict = "equivalent"
+    match = verdict != "differ"
+    # The band allows for another seed.
+    settings = [
+        one for one in find_differences(a, b, alignment) if band is None or one.kind != "seed"
+    ]
+    causes: tuple[Cause, ...] = ()
+    if not match or (verdict == "equivalent" and band is None):
+        onsets = [one.onset_step for one in metrics.values() if one.onset_step is not None]
+        # Scatter of their own came before the departure: its causes are not those of the scatter.
+        apart = not match and all(one.scattered for one in metrics.values() if one.departs)
+        causes = explain(
+            *(a, b, points, differences, settings, min(onsets, default=None)),
+            exact=alignment.method == "exact",
+            shared=band is None and not apart,
+            letter=letter,
+        )
+    if match:
+        warnings += [f"the curves match although {one.text}" for one in settings if not one.weak]
+    data = None
+    if a.data is not None and b.data is not None:
+        skips = (one.text for one in compare_skips(a, b))
+        unlike = (*a.data.differences(b.data), *skips)
+        data = comparison.DataComparison(same=not unlike, differences=unlike)
+    identical = points["loss"].steps[points["loss"].steps < changed]
+    identical_to = int(identical[-1]) if len(identical) else None
+    only_in_a, only_in_b = alignment.only
+    return Comparison(
+        verdict=verdict,
+        match=match,
+        bit_identical_to_step=identical_to,
+        power={name: metric.power for name, metric in metrics.items()},
+        reason=comparison.reason(
+            *(verdict, metrics, tolerances, band, () if match else causes, letter, identical_to)
+        ),
+        causes=causes,
+        diagnosis=None if match else comparison.Diagnosis.of(causes[0]),
+        settings=tuple(one.text for one in settings),
+        data=data,
+        tolerance=tolerances,
+        a=_side(matched[0]),
+        b=_side(matched[1]),
+        steps_compared=len(alignment.steps),
+        first_step=int(alignment.steps[0]),
+        last_step=int(alignment.steps[-1]),
+        only_in_a=only_in_a,
+        only_in_b=only_in_b,
+        alignment=comparison.AlignmentRecord(
+            axis=axis, method=alignment.method, points=len(alignment.steps)
+        ),
+        metrics=metrics,
+        statistics=described,
+        band=band,
+        overlaps={"a": _overlap(a), "b": _overlap(b)},
+        warnings=tuple(warnings),
+    )
+
+
+def points_of_metrics(
+    alignment: Alignment, from_step: int | None, to_step: int | None
+) -> dict[str, Points]:
+    """Returns the points of each metric that both curves have.
+
+    Raises:
+        RunError: no point in common, or none with a loss.
+    """
+    a, b = alignment.curves
     if not len(alignment.steps):
         raise RunError(no_common_step(a, b, from_step, to_step))
     points = {name: alignment.of(name) for name in (*METRICS, *OTHERS)}
@@ -90,221 +180,119 @@ def compare(
         raise RunError(
             f"{a.name} and {b.name} have a loss at different steps only; log it at the same steps"
         )
-    points = {name: of_metric for name, of_metric in points.items() if len(of_metric)}
-    differences = {name: signed_difference(p.a, p.b) for name, p in points.items()}
-    compared = [name for name in METRICS if name in points]
-    band = SeedBand(a, seeds, axis) if seeds else None
-    checks = {} if band is None else {name: band.check(name, points[name]) for name in compared}
-    same = {name: bit_identical(points[name].a, points[name].b) for name in compared}
-    changed = [
-        points[name].steps[np.argmin(same[name])] for name in compared if not same[name].all()
-    ]
-    metrics = {
-        name: _compare_metric(
-            points[name],
-            differences[name],
-            same[name],
-            int(np.searchsorted(points[name].steps, min(changed))) if changed else len(same[name]),
-            tolerances,
-            name,
-            alignment.method == "interpolated",
-            checks.get(name),
-        )
-        for name in compared
-    }
-    settings = find_differences(a, b, alignment)
-    if seeds:  # the band allows for another seed
-        settings = [one for one in settings if one.kind != "seed"]
-    verdict: Verdict = "match"
-    if any(metric.departs for metric in metrics.values()):
-        verdict = "differ"
-    elif not changed:
-        verdict = "identical"
-    elif band is not None or any(metric.scattered for metric in metrics.values()):
-        verdict = "equivalent"
-    match = verdict != "differ"
-    identical = points["loss"].steps
-    if changed:
-        identical = identical[identical < min(changed)]
-    causes: tuple[Cause, ...] = ()
-    if not match or (verdict == "equivalent" and band is None):
-        onsets = [m.onset_step for m in metrics.values() if m.onset_step is not None]
-        # Scatter of their own came before the departure: its causes are not those of the scatter.
-        apart = not match and all(m.scattered for m in metrics.values() if m.departs)
-        causes = explain(
-            *(a, b, points, differences, settings, min(onsets, default=None)),
-            exact=alignment.method == "exact",
-            shared=not (seeds or apart),
-            letter=letter,
-        )
-    only_in_a, only_in_b = alignment.only
-    warnings = [
-        *comparison.warnings_of("A", a, only_in_a),
-        *comparison.warnings_of(letter, b, only_in_b),
-        *comparison.warnings_of_both(a, b, METRICS, metrics, alignment),
-        *(band.warnings if band is not None else ()),
-    ]
-    if match:
-        warnings += [f"the curves match although {one.text}" for one in settings if not one.weak]
-    data = None
-    if a.data is not None and b.data is not None:
-        skips = (cause.text for cause in compare_skips(a, b))
-        unlike = (*a.data.differences(b.data), *skips)
-        data = DataComparison(same=not unlike, differences=unlike)
-    band_record = None
-    if band is not None:
-        records = {name: check.record for name, check in checks.items()}
-        band_record = Band(seeds=band.names, chance=CHANCE, metrics=records)
+    return {name: of_metric for name, of_metric in points.items() if len(of_metric)}
+
+
+def describe(
+    points: Mapping[str, Points], differences: Mapping[str, Floats]
+) -> dict[str, Statistics]:
+    """Returns the statistics of each metric."""
     with ThreadPoolExecutor(max_workers=2) as pool:  # numpy releases the GIL
         shapes = [name not in RATES for name in points]
-        of_all = pool.map(statistics, points.values(), differences.values(), shapes)
-        described = dict(zip(points, of_all, strict=True))
-    return Comparison(
-        verdict=verdict,
-        match=match,
-        bit_identical_to_step=int(identical[-1]) if len(identical) else None,
-        power={name: metric.power for name, metric in metrics.items()},
-        reason=comparison.reason(
-            *(verdict, metrics, tolerances, band_record, () if match else causes, letter),
-            int(identical[-1]) if len(identical) else None,
-        ),
-        causes=causes,
-        diagnosis=None if match else comparison.diagnosis(causes),
-        settings=tuple(one.text for one in settings),
-        data=data,
-        tolerance=tolerances,
-        a=_side(matched, 0),
-        b=_side(matched, 1),
-        steps_compared=len(alignment.steps),
-        first_step=int(alignment.steps[0]),
-        last_step=int(alignment.steps[-1]),
-        only_in_a=only_in_a,
-        only_in_b=only_in_b,
-        alignment=AlignmentRecord(axis=axis, method=alignment.method, points=len(alignment.steps)),
-        metrics=metrics,
-        statistics=described,
-        band=band_record,
-        overlaps={"a": _overlap(a), "b": _overlap(b)},
-        warnings=tuple(warnings),
-    )
+        found = pool.map(statistics, points.values(), differences.values(), shapes)
+        return dict(zip(points, found, strict=True))
 
 
-def signed_difference(a: Floats, b: Floats) -> Floats:
-    """(b - a) / max(|a|, |b|), elementwise; 0 if both are 0, from -2 to 2.
-
-    NaN if either is not a finite number.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        scale = np.maximum(np.maximum(np.abs(a), np.abs(b)), np.finfo(np.float64).tiny)
-        difference = np.clip((b - a) / scale, -2.0, 2.0)
-        # An infinite value may give any number.
-        difference[~np.isfinite(scale)] = np.nan
-    return difference
-
-
-def _compare_metric(
+def compare_metric(
     points: Points,
     signed: Floats,
-    same: Flags,
-    identical: int,
-    tolerances: Tolerances,
-    metric: str,
+    described: Statistics,
+    tolerance: float,
+    changed: float,
+    *,
+    exact: bool,
     interpolated: bool,
-    check: BandCheck | None,
+    band: comparison.BandOfMetric | None,
 ) -> MetricComparison:
-    a, b, steps = points.a, points.b, points.steps
-    difference = np.abs(signed)
-    finite = np.isfinite(signed)
-    tolerance = tolerances.of(metric)
+    """Apply the tolerance, or the band of seeds, to the points of a metric.
+
+    Args:
+        points: The points.
+        signed: Their signed relative differences.
+        described: Their statistics.
+        tolerance: Relative tolerance.
+        changed: First step at which any metric differs.
+        exact: Every value must be bit-identical.
+        interpolated: One of the curves is interpolated.
+        band: B's place in the band; None without seeds.
+    """
+    steps, finite = points.steps, np.isfinite(signed)
+    same = bit_identical(points.a, points.b)
     # Two NaNs have the same bits and yet do not match: neither run has a value there.
-    beyond: Flags = ~finite | (~same if tolerances.exact else difference > tolerance)
-    largest = int(np.nanargmax(difference)) if finite.any() else None
-    departure = _first(beyond)
-    places = np.flatnonzero(finite)
+    beyond = ~finite | (~same if exact else np.abs(signed) > tolerance)
+    departure = _first_step(steps, beyond)
     result, shared = DivergenceResult(), None
-    if len(places):
-        finite_a, finite_b, r = a[places], b[places], signed[places]
-        rough = roughness(finite_a, finite_b) if interpolated else 0.0
-        shared = shared_noise(finite_a, finite_b, r)
+    if finite.any():
+        a, b, r = points.a[finite], points.b[finite], signed[finite]
+        rough = roughness(a, b) if interpolated else 0.0
+        shared = shared_noise(a, b, r)
         known = 1.0 if shared is None else shared
+        identical = int(np.searchsorted(steps, changed))
         result = detect_divergence(r, tolerance, rough, identical, known)
-    rule: RuleName | None
+    at = steps[finite]
+    rule: comparison.RuleName | None = result.rule
+    onset = None if result.onset is None else int(at[result.onset])
     if not finite.all():
-        rule = "not_finite"
-    elif tolerances.exact:
-        rule = "exact" if beyond.any() else None
-    elif check is not None:
-        rule = None if check.record.within else "band"
-    else:
-        rule = result.rule
-    if rule is None:
-        onset = None
-    elif rule == "band" and check is not None and check.first is not None:
-        onset = int(places[min(check.first, len(places) - 1)])
-    elif rule in ("exact", "not_finite") or result.onset is None:
-        onset = departure
-    else:
-        onset = int(places[result.onset])
+        rule, onset = "not_finite", departure
+    elif exact:
+        rule, onset = "exact" if departure is not None else None, departure
+    elif band is not None:
+        rule, onset = None if band.within else "band", band.first_outside_step
     lasting = result.lasting if rule is not None else None
+    first_size = float(np.abs(signed[np.argmax(beyond)]))
     return MetricComparison(
         tolerance=tolerance,
         steps_compared=len(steps),
-        max_rel_diff=None if largest is None else float(difference[largest]),
-        max_rel_diff_step=None if largest is None else int(steps[largest]),
-        mean_rel_diff=None if largest is None else float(np.mean(difference[finite])),
+        max_rel_diff=described.max_rel_diff,
+        max_rel_diff_step=described.max_rel_diff_step,
+        mean_rel_diff=described.mean_rel_diff,
         first_difference_step=_first_step(steps, ~same),
-        first_departure_step=_first_step(steps, beyond),
+        first_departure_step=departure,
         first_departure_rel_diff=(
-            float(difference[departure]) if departure is not None and finite[departure] else None
+            first_size if departure is not None and math.isfinite(first_size) else None
         ),
         departures=int(np.count_nonzero(beyond)),
         bit_identical=bool(np.all(same)),
-        non_finite_a=int(np.count_nonzero(~np.isfinite(a))),
-        non_finite_b=int(np.count_nonzero(~np.isfinite(b))),
-        first_non_finite_step_a=_first_step(steps, ~np.isfinite(a)),
-        first_non_finite_step_b=_first_step(steps, ~np.isfinite(b)),
+        non_finite_a=int(np.count_nonzero(~np.isfinite(points.a))),
+        non_finite_b=int(np.count_nonzero(~np.isfinite(points.b))),
+        first_non_finite_step_a=_first_step(steps, ~np.isfinite(points.a)),
+        first_non_finite_step_b=_first_step(steps, ~np.isfinite(points.b)),
         departs=rule is not None,
         rule=rule,
         noise=result.noise,
         bias=result.mean,
         scattered=result.scattered and rule in (None, result.rule),
-        scatter=Scattering(size=result.noise, correlation=shared),
-        power=result.power if check is None else check.power,
-        onset_step=None if onset is None else int(steps[onset]),
-        lasting_departure_step=None if lasting is None else int(steps[places[lasting.first]]),
-        lasting_departure_last_step=None if lasting is None else int(steps[places[lasting.last]]),
+        scatter=comparison.Scattering(size=result.noise, correlation=shared),
+        power=result.power if band is None else band.power,
+        onset_step=None if rule is None else onset,
+        lasting_departure_step=None if lasting is None else int(at[lasting.first]),
+        lasting_departure_last_step=None if lasting is None else int(at[lasting.last]),
         lasting_departure_points=None if lasting is None else lasting.last - lasting.first + 1,
         lasting_departure_rel_diff=None if lasting is None else lasting.size,
     )
 
 
-def _first(flags: Flags) -> int | None:
-    return int(np.argmax(flags)) if flags.any() else None
-
-
 def _first_step(steps: Ints, flags: Flags) -> int | None:
-    index = _first(flags)
-    return None if index is None else int(steps[index])
+    return int(steps[np.argmax(flags)]) if flags.any() else None
 
 
-def _side(matched: StepMatch, place: int) -> Side:
-    curve = matched.read[place]
-    takeovers = np.flatnonzero(np.diff(curve.attempts)) + 1
-    return Side(
+def _side(matched: StepMatch) -> comparison.Side:
+    curve = matched.read
+    return comparison.Side(
         name=curve.name,
         path=str(curve.path),
         steps=len(curve.steps),
         first_step=int(curve.steps[0]),
         last_step=int(curve.steps[-1]),
-        attempts=len(set(curve.attempts[np.append(0, takeovers)].tolist())),
-        restarts=tuple(int(step) for step in curve.restarts),
+        attempts=len(np.unique(curve.attempts)),
+        restarts=tuple(curve.restarts.tolist()),
         missing=curve.gaps,
-        shift=matched.shifts[place],
-        shift_reason=matched.reasons[place] if matched.shifts[place] else "",
-        averaged=matched.averaged[place],
+        shift=matched.shift,
+        shift_reason=matched.reason if matched.shift else "",
+        averaged=matched.averaged,
     )
 
 
-def _overlap(curve: Curve) -> Overlap:
+def _overlap(curve: Curve) -> comparison.Overlap:
     identical, largest = curve.overlap_identical, curve.overlap_max_rel_diff
-    return Overlap(rows=curve.overlap_rows, identical=identical, max_rel_diff=largest)
+    return comparison.Overlap(rows=curve.overlap_rows, identical=identical, max_rel_diff=largest)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 from pydantic import Field
 
-from slurmllm.compare.alignment import Alignment
+from slurmllm.compare.alignment import Alignment, Points
 from slurmllm.compare.causes import Cause, Kind, tokens_per_step
 from slurmllm.compare.statistics import Statistics
-from slurmllm.metrics.curves import Axis, Curve, Range, describe_ranges
+from slurmllm.metrics.curves import Axis, Range, describe_ranges
 from slurmllm.records import Record
 
 Verdict = Literal["identical", "match", "equivalent", "differ"]
@@ -127,6 +127,10 @@ class Diagnosis(Record):
     step: int = Field(description="first step with it")
     text: str
 
+    @classmethod
+    def of(cls, cause: Cause) -> Self:
+        return cls(kind=cause.kind, step=cause.step, text=cause.evidence)
+
 
 class BandOfMetric(Record):
     """A metric of B against the spread of the seeds."""
@@ -136,6 +140,7 @@ class BandOfMetric(Record):
     excess: float = Field(description="largest distance over the allowed one; above 1: outside")
     width: int = Field(description="points of the mean that leaves the band, or is closest to it")
     first_outside_step: int | None
+    power: float = Field(description="smallest relative bias over all points that is outside")
 
 
 class Band(Record):
@@ -186,13 +191,6 @@ def curve_letter(position: int) -> str:
     return chr(ord("A") + position) if position < 26 else f"#{position + 1}"
 
 
-def diagnosis(causes: Sequence[Cause]) -> Diagnosis | None:
-    """Returns the first cause."""
-    if not causes:
-        return None
-    return Diagnosis(kind=causes[0].kind, step=causes[0].step, text=causes[0].evidence)
-
-
 def reason(
     verdict: Verdict,
     metrics: Mapping[str, MetricComparison],
@@ -226,8 +224,11 @@ def reason(
             for name, metric in metrics.items()
             if metric.departs
         ]
+    first = min(one.first_difference_step or math.inf for one in metrics.values())
     if identical_to is not None:
         texts.append(f"bit-identical up to step {identical_to}")
+    elif first < min((one.onset_step or 0 for one in metrics.values() if one.departs), default=0):
+        texts.append(f"the values differ from step {first} on")
     for confidence, title in (("certain", "cause (certain)"), ("likely", "likely cause")):
         found = [
             cause.evidence
@@ -250,13 +251,12 @@ def _describe_match(name: str, metric: MetricComparison) -> str:
             f"{format_figure(metric.noise or 0.0)}"
             + ("" if shared is None else f" (correlation of the curves' noise {shared:.2f})")
         )
-    text = f"{name} within {tolerance} ({most} at most)"
-    if metric.departures:
-        text = (
-            f"{name} within {tolerance} but for {metric.departures} single points that are noise "
-            f"(up to {most})"
-        )
-    return text
+    if not metric.departures:
+        return f"{name} within {tolerance} ({most} at most)"
+    return (
+        f"{name} within {tolerance} but for {metric.departures} single points that are noise "
+        f"(up to {most})"
+    )
 
 
 def _describe_divergence(
@@ -264,13 +264,11 @@ def _describe_divergence(
 ) -> str:
     if band is not None and metric.rule == "band":
         of_band = band.metrics[name]
-        what = f"means over {of_band.width} points are"
-        if of_band.width == 1:
-            what = "single points are"
+        what = f"means over {of_band.width} points" if of_band.width > 1 else "single points"
         return (
             f"{name} leaves the band of {len(band.seeds)} seeds at step "
-            f"{of_band.first_outside_step}: {what} up to {of_band.excess:.3g} times as far off as "
-            "the seeds' spread allows"
+            f"{of_band.first_outside_step}: {what} are up to {of_band.excess:.3g} times as far off "
+            "as the seeds' spread allows"
         )
     steps = (metric.first_non_finite_step_a, metric.first_non_finite_step_b)
     sides = [
@@ -283,7 +281,7 @@ def _describe_divergence(
         return f"{name} {not_finite}"
     rule = f"tolerance {format_figure(metric.tolerance)}"
     if tolerances.exact:
-        rule = "bit-identical asked for"
+        rule = "bit-identical values required"
     step, size = metric.first_departure_step, metric.first_departure_rel_diff
     if metric.lasting_departure_rel_diff and metric.onset_step != step:
         # Under noise a single point beyond the tolerance may come long before the divergence.
@@ -294,33 +292,25 @@ def _describe_divergence(
     return f"{text}, and {not_finite}" if sides else text
 
 
-def warnings_of(label: str, curve: Curve, only: tuple[Range, ...]) -> list[str]:
-    """Returns warnings about one of the curves; `only`: steps that the other curve lacks."""
-    who = f"{label} ({curve.name})"
-    found = [f"{who}: {warning}" for warning in curve.warnings]
-    if curve.gaps:
-        found.append(f"{who} lacks steps {describe_ranges(curve.gaps)}")
-    if curve.overlap_identical is False:
-        extent = curve.overlap_max_rel_diff
-        by = f" by up to {format_figure(extent)} relative" if extent else ""
-        found.append(
-            f"{who}: {curve.overlap_rows} rows recomputed after a restart differ{by} from the "
-            "first ones; its resume was not bit-exact"
-        )
-    if only:
-        found.append(f"only {who} has steps {describe_ranges(only)}; they are not compared")
-    return found
-
-
-def warnings_of_both(
-    a: Curve,
-    b: Curve,
-    wanted: Sequence[str],
-    metrics: Mapping[str, MetricComparison],
-    alignment: Alignment,
-) -> list[str]:
-    """Returns warnings about both curves."""
+def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]:
+    """Returns warnings about the curves and their common points."""
+    a, b = alignment.curves
+    letters = ("A", alignment.letter)
     found = []
+    for label, curve, only in zip(letters, (a, b), alignment.only, strict=True):
+        who = f"{label} ({curve.name})"
+        found += [f"{who}: {warning}" for warning in curve.warnings]
+        if curve.gaps:
+            found.append(f"{who} lacks steps {describe_ranges(curve.gaps)}")
+        if curve.overlap_identical is False:
+            extent = curve.overlap_max_rel_diff
+            by = f" by up to {format_figure(extent)} relative" if extent else ""
+            found.append(
+                f"{who}: {curve.overlap_rows} rows recomputed after a restart differ{by} from the "
+                "first ones; its resume was not bit-exact"
+            )
+        if only:
+            found.append(f"only {who} has steps {describe_ranges(only)}; they are not compared")
     num_steps = len(alignment.steps)
     if alignment.method == "interpolated":
         found.append(
@@ -341,8 +331,8 @@ def warnings_of_both(
         )
     if a.path.absolute() == b.path.absolute():
         found.append(f"A and {alignment.letter} are the same: {a.path}")
-    for name in wanted:
-        lacking = num_steps - (metrics[name].steps_compared if name in metrics else 0)
+    for name in ("loss", "grad_norm"):
+        lacking = num_steps - (len(points[name]) if name in points else 0)
         if lacking:
             found.append(f"{name} is missing at {lacking} of {num_steps} common steps")
     return found

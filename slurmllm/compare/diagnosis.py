@@ -7,7 +7,7 @@ begin to differ tells which part of a step changed: its forward pass, its gradie
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -127,32 +127,32 @@ class Observation:
             return f"between steps {self.before} and {self.first}"
         return f"{'at' if self.gap == 1 else 'by'} step {self.first}"
 
-    @cached_property
-    def only(self) -> str | None:
-        """The one column of loss and gradient norm that differs, in curves that are else equal."""
-        finite = all(np.isfinite(r).all() for r in self.r.values())
-        if self.first is None or "grad_norm" not in self.r or not finite:
+    def identity(self) -> str | None:
+        """Returns the clue that identities of the columns prove: another way of logging."""
+        if self.first is None:
             return None
-        for name, other in (("loss", "grad_norm"), ("grad_norm", "loss")):
+        finite = all(np.isfinite(r).all() for r in self.r.values())
+        for clue, name, other in (
+            ("only_loss", "loss", "grad_norm"),
+            ("only_norm", "grad_norm", "loss"),
+        ):
             same = self.after(other)
             differ = np.max(np.abs(self.after(name)), initial=0.0) > _LAST_DIGITS
-            if name in self.starts and differ and len(same) >= _MIN_POINTS and not np.any(same):
-                # A column of few digits, or that is constant, is the same of another training too.
-                values = self.values(other)[0][:_CORRELATED]
-                if len(np.unique(values)) >= _MIN_POINTS and np.any(values != _round(values)):
-                    return name
-        return None
-
-    @cached_property
-    def shifted(self) -> int | None:
-        """Steps by which B has the values of A, earlier or later; None: other values."""
-        for shift in (1, -1):
-            pairs = []
-            for name in self.starts:
-                a, b = self.values(name)
-                pairs.append((a[1:], b[:-1]) if shift < 0 else (a[:-1], b[1:]))
-            if pairs and all(len(x) >= _MIN_POINTS and np.array_equal(x, y) for x, y in pairs):
-                return shift
+            if not (finite and name in self.starts and differ and len(same) >= _MIN_POINTS):
+                continue
+            # A column of few digits, or that is constant, is the same of another training too.
+            values = self.values(other)[0][:_CORRELATED]
+            exact = np.any(values != [float(f"{value:.6g}") for value in values.tolist()])
+            known = exact and len(np.unique(values)) >= _MIN_POINTS
+            if known and not np.any(same) and not self.factor("grad_norm"):
+                return clue
+        for clue, of_a, of_b in (
+            ("shifted_later", slice(-1), slice(1, None)),
+            ("shifted_earlier", slice(1, None), slice(-1)),
+        ):
+            pairs = [(a[of_a], b[of_b]) for a, b in map(self.values, self.starts)]
+            if all(len(a) >= _MIN_POINTS and np.array_equal(a, b) for a, b in pairs):
+                return clue
         return None
 
     def factor(self, name: str) -> bool:
@@ -274,7 +274,14 @@ def explain(
         evidence="the settings and values recorded do not decide what differs "
         + (shown.at if step == shown.first else f"at step {step}"),
     )  # fmt: skip
-    not_finite = _first_not_finite(shown.points)
+    not_finite = min(
+        (
+            (int(one.steps[np.argmax(bad)]), name)
+            for name, one in shown.points.items()
+            if np.any(bad := ~(np.isfinite(one.a) & np.isfinite(one.b)))
+        ),
+        default=None,
+    )
     if not_finite is not None and (shown.first is None or not_finite[0] <= shown.first):
         return (
             Cause(kind="not_finite", confidence="certain", step=not_finite[0],
@@ -283,12 +290,18 @@ def explain(
                   evidence="a gradient that is not finite makes the weights so"),
             unknown,
         )  # fmt: skip
-    if exact and shared and (identity := _identity(shown)):
-        return (identity,)
-    clues = shown.clues() if exact and shared else []
-    recorded, other = _of_settings(
-        select_settings(settings, step, onset, shown, a, b), shown, clues, onset
-    )
+    clues = []
+    if exact and shared:
+        if (name := shown.identity()) is not None:
+            text = clue_table()[name].text
+            return (
+                Cause(
+                    kind="logging", confidence="certain", step=shown.first or step, evidence=text
+                ),
+            )
+        clues = shown.clues()
+    of_settings = _of_settings(select_settings(settings, step, onset, shown, a, b), shown, clues)
+    recorded = [cause for cause in of_settings if cause.confidence != "possible"]
     if any(cause.confidence == "certain" for cause in recorded):
         return tuple(recorded)
     seen = _of_clues(clues, shown, b, letter)
@@ -296,8 +309,9 @@ def explain(
     undecided = len(shown.points) == 1 and not any(one.confidence == "likely" for one in seen)
     if onset is None:
         seen = [cause.model_copy(update={"confidence": "possible"}) for cause in seen]
+    seen += [cause for cause in of_settings if cause.confidence == "possible"]
     known = {cause.kind for cause in recorded}
-    seen = [cause for cause in (*seen, *other) if cause.kind not in known]
+    seen = [cause for cause in seen if cause.kind not in known]
     if undecided and not recorded:
         return (unknown, *seen)
     return (*recorded, *seen, unknown)
@@ -321,9 +335,8 @@ def select_settings(
     noisy = shown.jumped or place == 0
     limit = max(step, int(steps[min(place + noisy * _SLACK_POINTS, len(steps) - 1)]))
     if onset is not None and shown.below(_TINY, slice(_EARLY_POINTS)):
-        limit = max(
-            limit, onset
-        )  # what made them diverge may have begun after the first difference
+        # What made them diverge may have begun after the first difference.
+        limit = max(limit, onset)
     found = [one for one in settings if one.step <= limit]
     if place >= _SLACK_POINTS and not shown.jumped:
         restarts = np.concatenate((a.restarts, b.restarts))
@@ -333,101 +346,45 @@ def select_settings(
 
 
 def _of_settings(
-    settings: Sequence[SettingDifference],
-    shown: Observation,
-    clues: Sequence[str],
-    onset: int | None,
-) -> tuple[list[Cause], list[Cause]]:
-    """Returns the settings as causes: those that explain the curves, and those that may not."""
-    found: list[Cause] = []
-    doubtful: list[Cause] = []
+    settings: Sequence[SettingDifference], shown: Observation, clues: Sequence[str]
+) -> list[Cause]:
+    """Returns the settings as causes; those that may not explain the curves are `possible`."""
+    found = []
     # An update cannot change the loss of its own step.
     forward = "together" in clues and not shown.jumped
     strong = [one for one in settings if not one.weak]
     small = shown.below(_SMALL, slice(_EARLY_POINTS)) or not clues
     jumps = shown.jumped or {"gradient_first", "update_first", "other_batches"} & set(clues)
     for one in settings:
-        text, step = one.text, one.step
+        step = one.step
         if one.kind in _ROUNDING_KINDS and shown.first is not None:
             step = max(step, shown.first)
-            if onset is not None and step < onset:
-                text += f"; the values differ from step {step} on, beyond the tolerance from step "
-                text += str(onset)
         explains = small and not jumps and not strong
         if not one.weak:
             too_late = forward and shown.first is not None and one.step >= shown.first
             explains = not (too_late and one.kind in ("lr", "optimizer"))
-        confidence = "possible"
-        if explains:
-            confidence = "certain" if len(strong) == 1 and not one.weak else "likely"
-        cause = Cause(kind=one.kind, confidence=confidence, step=step, evidence=text)
-        (found if explains else doubtful).append(cause)
-    return found, doubtful
+        alone = len(strong) == 1 and not one.weak
+        confidence = ("certain" if alone else "likely") if explains else "possible"
+        found.append(Cause(kind=one.kind, confidence=confidence, step=step, evidence=one.text))
+    return found
 
 
 def _of_clues(clues: Sequence[str], shown: Observation, b: Curve, letter: str) -> list[Cause]:
     """Rank the kinds by the points that the clues give them."""
-    if shown.first is None:
-        return []
-    table = clue_table()
-    points: dict[Kind, int] = defaultdict(int)
-    best: dict[Kind, str] = {}
+    points: Counter[Kind] = Counter()
     for name in clues:
-        for kind, count in table[name].points.items():
-            points[kind] += count
-            if kind not in best or count > table[best[kind]].points[kind]:
-                best[kind] = name
+        points.update(clue_table()[name].points)
     if not shown.below(_ROUNDED, slice(_EARLY_POINTS)):
-        points = {
-            kind: one for kind, one in points.items() if kind not in ("precision", "rounding")
-        }
-    ranked = sorted(points, key=lambda kind: -points[kind])
-    found = []
-    for place, kind in enumerate(ranked):
-        text = table[best[kind]].text.format(at=shown.at, gap=shown.gap, step=shown.first)
-        if kind == "gradient" and place == 0:
-            text += _describe_nodes(shown.first, b, letter)
-        likely = place == 0 and points[kind] >= _LIKELY
-        found.append(
-            Cause(
-                kind=kind, confidence="likely" if likely else "possible", step=shown.first,
-                evidence=text,
-            )
-        )  # fmt: skip
+        del points["precision"], points["rounding"]
+    found: list[Cause] = []
+    for kind, sum_of_points in points.most_common():
+        best = max((clue_table()[name] for name in clues), key=lambda c: c.points.get(kind, 0))
+        text = best.text.format(at=shown.at, gap=shown.gap, step=shown.first)
+        if kind == "gradient" and not found:
+            text += _describe_nodes(shown.first or 0, b, letter)
+        confidence = "likely" if not found and sum_of_points >= _LIKELY else "possible"
+        found.append(Cause(kind=kind, confidence=confidence, step=shown.first or 0, evidence=text))
     return found
-
-
-def _identity(shown: Observation) -> Cause | None:
-    """Returns the cause that identities of the columns prove: another way of logging."""
-    if shown.first is None:
-        return None
-    text = None
-    if shown.only == "loss":
-        text = "the gradient norms are bit-identical while the losses differ: the training is the "
-        text += "same, and the loss is computed or logged in another way"
-    elif shown.only == "grad_norm" and not shown.factor("grad_norm"):
-        text = "the losses are bit-identical while the gradient norms differ: the training is the "
-        text += "same, and the norm is logged in another way, such as before or after clipping"
-    elif shown.shifted is not None:
-        later = "later" if shown.shifted > 0 else "earlier"
-        text = f"the values are the same, one point {later}: steps are counted differently"
-    if text is None:
-        return None
-    return Cause(kind="logging", confidence="certain", step=shown.first, evidence=text)
-
-
-def _first_not_finite(points: Mapping[str, Points]) -> tuple[int, str] | None:
-    found = []
-    for name, one in points.items():
-        bad = ~(np.isfinite(one.a) & np.isfinite(one.b))
-        if bad.any():
-            found.append((int(one.steps[np.argmax(bad)]), name))
-    return min(found, default=None)
-
-
-def _round(values: Floats) -> Floats:
-    """Returns values with six significant digits. [points]"""
-    return np.array([float(f"{value:.6g}") for value in values[:_CORRELATED].tolist()])
 
 
 def _describe_nodes(step: int, b: Curve, letter: str) -> str:

@@ -36,6 +36,7 @@ import numpy as np
 from slurmllm.compare.statistics import (
     TO_SIGMA,
     Scatter,
+    autocorrelation,
     extrapolated,
     find_onset,
     largest,
@@ -44,7 +45,7 @@ from slurmllm.compare.statistics import (
     signed_rank,
     t_quantile,
 )
-from slurmllm.metrics.curves import Flags, Floats, Ints
+from slurmllm.metrics.curves import Flags, Floats
 
 Rule = Literal["pointwise", "lasting", "noise", "outlier"]
 
@@ -195,24 +196,19 @@ def mean_and_error(r: Floats) -> tuple[float, float, float]:
     """Returns the mean of r, its error at a chance of 1 in 200, and the independent values.
 
     The variance of a mean of n values is that of n / (1 + 2 Σ ρ_k) independent ones, of
-    autocorrelations ρ up to the first that is not above 0 (Geyer, Practical Markov chain Monte
-    Carlo, Statistical Science 7, 1992). Long curves are means over blocks.
+    autocorrelations ρ. Long curves are means over blocks.
     """
     mean = float(r.mean())
     width = -(-len(r) // _BLOCKS)
     blocks = r[: len(r) // width * width].reshape(-1, width).mean(axis=1)
     count = len(blocks)
     off = blocks - blocks.mean()
-    total = float((off**2).sum())
-    if count < 3 or total == 0:
+    deviation = float(np.std(off, ddof=1)) if count > 2 else 0.0
+    if deviation == 0:
         return mean, 0.0, float(count)
-    power = np.abs(np.fft.rfft(off, 1 << (2 * count - 1).bit_length())) ** 2
-    correlation = np.fft.irfft(power)[:count] / total
-    lost = correlation <= 0
-    independent = count / (1 + 2 * correlation[1 : int(np.argmax(lost)) or 1].sum())
+    independent = count / (1 + 2 * autocorrelation(off[None])[1:].sum())
     quantile = t_quantile(_CHANCE_OF_MEAN, max(1.0, independent - 1))
-    error = quantile * np.sqrt(total / (count - 1) / independent)
-    return mean, float(error), float(independent)
+    return mean, float(quantile * deviation / np.sqrt(independent)), float(independent)
 
 
 def _one_sided(r: Floats, tolerance: float) -> _Found | None:
@@ -254,10 +250,17 @@ def _pointwise(r: Floats, beyond: Flags) -> _Found | None:
         return None
     first = int(np.argmax(beyond))
     # The first three in a row are a lasting departure.
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], beyond.astype(np.int8), [0]))))
-    rows = [(int(a), int(b)) for a, b in edges.reshape(-1, 2) if b - a >= 3]
-    since, end = rows[0] if rows else (0, 0)
-    return _Found("pointwise", first, first + 1, since, end - 1 if rows else None)
+    three = np.flatnonzero(beyond[:-2] & beyond[1:-1] & beyond[2:])
+    since, last = _run(beyond, int(three[0])) if len(three) else (0, None)
+    return _Found("pointwise", first, first + 1, since, last)
+
+
+def _run(flags: Flags, place: int) -> tuple[int, int]:
+    """Returns the first and the last of the flags that are set around one of them."""
+    unset = np.flatnonzero(~flags)
+    after = int(np.searchsorted(unset, place))
+    bounds = np.concatenate(([-1], unset, [len(flags)]))
+    return int(bounds[after]) + 1, int(bounds[after + 1]) - 1
 
 
 def _changed(r: Floats, tolerance: float, identical: int) -> _Found | None:
@@ -268,8 +271,7 @@ def _changed(r: Floats, tolerance: float, identical: int) -> _Found | None:
     if not len(hits):
         return None
     first = max(identical, int(hits[0]))
-    stays = means[hits[0] :] > tolerance / 2
-    last = len(r) - 1 if stays.all() else int(hits[0]) + int(np.argmin(stays)) + width - 2
+    last = _run(means > tolerance / 2, int(hits[0]))[1] + width - 1
     return _Found("lasting", first, int(hits[0]) + width, first, last)
 
 
@@ -299,8 +301,8 @@ def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:
         few = 1.0 if width == scales[-1] else max(1.0, _INDEPENDENT / independent)
         size = np.abs(means)
         stays = places[size > tolerance / 2]
-        covered += np.bincount(stays, minlength=len(r) + 1)
-        covered -= np.bincount(stays + width, minlength=len(r) + 1)
+        covered += np.bincount(stays, minlength=len(covered))
+        covered -= np.bincount(stays + width, minlength=len(covered))
         needed = tolerance + z * few * error * sigma
         hits = np.flatnonzero(size > needed)
         # Winsorized means (Tukey), to which no point adds more than a limit
@@ -308,17 +310,12 @@ def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:
         inside = np.lib.stride_tricks.sliding_window_view(calm, width)[places[hits]]
         cut_means = np.abs(np.clip(inside, -most, most).mean(axis=1))
         hits = places[hits[cut_means >= needed[hits]]]
-        if not len(hits):
-            continue
-        if first is None or hits[0] + width < first.end:
+        if len(hits) and (first is None or hits[0] + width < first.end):
             first = _Found("lasting", int(hits[0]), int(hits[0] + width))
     if first is None:
         return None
-    departed = np.cumsum(covered[:-1]) > 0
-    before, after = departed[: first.first + 1][::-1], departed[first.first :]
-    since = 0 if before.all() else first.first + 1 - int(np.argmin(before))
-    last = len(r) - 1 if after.all() else first.first + int(np.argmin(after)) - 1
-    return _Found("lasting", first.first, first.end, since, last)
+    since, last = _run(np.cumsum(covered[:-1]) > 0, first.first)
+    return replace(first, since=since, last=last)
 
 
 def _error(means: Floats, sigma: Floats, width: int) -> float:
@@ -352,8 +349,7 @@ def _noisy(count: int, spread: Scatter, tolerance: float) -> _Found | None:
     if not noisy.any():
         return None
     first = int(np.argmax(noisy))
-    after = noisy[first:]
-    end = len(sigma) if after.all() else first + int(np.argmin(after))
+    end = _run(noisy, first)[1] + 1
     last = count - 1 if end == len(sigma) else end * size - 1
     return _Found("noise", first * size, min((first + 1) * size, count), first * size, last)
 
@@ -363,21 +359,10 @@ def _outlier(r: Floats, spread: Scatter, beyond: Flags) -> _Found | None:
     if not len(places):
         return None
     blocks = spread.block(np.arange(len(r)))
-    edge = (len(spread.sigma) - 1) * spread.size
-    middles = np.append(
-        np.median(r[:edge].reshape(-1, spread.size), axis=1) if edge else (), np.median(r[edge:])
-    )
-    off = np.abs(r - middles[blocks])
-    usual = np.append(
-        np.median(off[:edge].reshape(-1, spread.size), axis=1) if edge else (),
-        np.median(off[edge:]),
-    )
+    off = np.abs(r - spread.medians(r)[blocks])
     # Slow noise scatters less from point to point than over a block.
-    sigma = np.maximum(spread.sigma, TO_SIGMA * usual)[blocks[places]]
-    limit = _limit(off)
-    off = off[places]
-    flagged = (off > _OFF * sigma) & (off > limit)
-    hits: Ints = places[flagged]
+    sigma = np.maximum(spread.sigma, TO_SIGMA * spread.medians(off))[blocks[places]]
+    hits = places[off[places] > np.maximum(_OFF * sigma, _limit(off))]
     return _Found("outlier", int(hits[0]), int(hits[0]) + 1) if len(hits) else None
 
 

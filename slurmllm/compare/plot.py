@@ -73,9 +73,9 @@ def draw(
     for i, (curve, comparison) in enumerate(zip(others, comparisons, strict=True)):
         given = comparison.a.shift, comparison.b.shift
         matched = match_steps(a, curve, given, by_step=axis == "step")
-        alignment = Alignment(*matched.used, axis, from_step, to_step)
+        alignment = Alignment(matched[0].used, matched[1].used, axis, from_step, to_step)
         color = _COLORS[i % len(_COLORS)]
-        drawn.append(Drawn(curve_letter(i + 1), matched.read[1], comparison, color, alignment))
+        drawn.append(Drawn(curve_letter(i + 1), matched[1].read, comparison, color, alignment))
     shift = comparisons[0].a.shift
     a = shift_steps(a, shift)
     band = SeedBand(a, [shift_steps(seed, shift) for seed in seeds], axis) if seeds else None

@@ -12,14 +12,20 @@ than all of them usually are, the band is wider there, and only there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from slurmllm.compare.alignment import Alignment, Points
-from slurmllm.compare.comparison import BandOfMetric
-from slurmllm.compare.statistics import extrapolated, largest, medians_of_three, t_quantile
+from slurmllm.compare.comparison import Band, BandOfMetric
+from slurmllm.compare.statistics import (
+    autocorrelation,
+    extrapolated,
+    largest,
+    medians_of_three,
+    t_quantile,
+)
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Axis, Curve, Floats, Ints
 
@@ -40,16 +46,13 @@ _EXCURSION = 3.0
 class BandResult:
     """Result of the comparison of a curve with the band."""
 
-    excess: float  # largest distance over what chance allows; above 1: outside
-    width: int  # points of the mean that has it
-    first: int | None  # index of the first point of the first mean outside
+    record: BandOfMetric
+    steps: Ints  # compared [points]
     mean: Floats  # of the seeds [points]
     half_width: Floats  # by which single points may differ from the mean [points]
-    spread: float  # standard deviation of the seeds over their mean
-    power: float  # relative difference of the means over all points that is outside
 
 
-def compare_with_band(seeds: Floats, other: Floats) -> BandResult:
+def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
     """Compare a curve [points] with the band of two seeds or more [seeds, points], all finite."""
     count, points = seeds.shape
     mean = seeds.mean(axis=0)
@@ -80,7 +83,15 @@ def compare_with_band(seeds: Floats, other: Floats) -> BandResult:
     size = float(np.abs(mean).mean()) or 1.0
     spread = float(np.sqrt((deviations**2).sum() / (count - 1) / points)) / size
     power = float(limits[widths[-1]] * further * scale.mean()) / size
-    return BandResult(excess, worst, first, mean, limits[1] * further * scale, spread, power)
+    record = BandOfMetric(
+        within=excess <= 1,
+        spread=spread,
+        excess=excess,
+        width=worst,
+        first_outside_step=None if first is None else int(steps[first]),
+        power=power,
+    )
+    return BandResult(record, steps, mean, limits[1] * further * scale)
 
 
 def _point_to_point(deviations: Floats) -> Floats:
@@ -151,33 +162,14 @@ def _limit(own: Floats, width: int, chance: float) -> float:
 def _independent(means: Floats) -> float:
     """Returns the number of independent means of a seed, from their autocorrelation ρ.
 
-    n / (1 + 2 Σ (1 - k/n) ρ_k²) of n means (Bartlett 1946), up to where ρ is lost in its own noise:
-    its first value that is not above 0 (Geyer, Practical Markov chain Monte Carlo, Statistical
-    Science 7, 1992).
+    n / (1 + 2 Σ (1 - k/n) ρ_k²) of n means (Bartlett 1946). `means`: [seeds, means]
     """
     blocks = means.shape[1]
     if blocks < 3 or not means.any():
         return 1.0
-    size = 1 << (2 * blocks - 1).bit_length()
-    power = (np.abs(np.fft.rfft(means, size, axis=1)) ** 2).sum(axis=0)
-    pairs = 1 - np.arange(blocks) / blocks  # of all means, that have one so far behind them
-    correlation = np.fft.irfft(power, size)[:blocks] / pairs
-    correlation /= correlation[0]
-    lost = correlation <= 0
-    end = int(np.argmax(lost)) if lost.any() else blocks
-    return float(blocks / (1 + 2 * (pairs[1:end] * correlation[1:end] ** 2).sum()))
-
-
-@dataclass(frozen=True)
-class BandCheck:
-    """Result of the comparison of a metric with the band."""
-
-    record: BandOfMetric
-    first: int | None  # index of the first point outside, among the finite ones
-    steps: Ints  # of the band [points]
-    mean: Floats  # of the seeds [points]
-    half_width: Floats  # by which single points may differ from the mean [points]
-    power: float  # smallest relative bias over all points that is outside
+    correlation = autocorrelation(means)[1:]  # of a part 1 - k/n of the means: (1 - k/n) ρ_k
+    pairs = 1 - np.arange(1, len(correlation) + 1) / blocks
+    return float(blocks / (1 + 2 * (correlation**2 / pairs).sum()))
 
 
 class SeedBand:
@@ -200,19 +192,18 @@ class SeedBand:
                     f"--seed {curve.name} logged other steps than {a.name}; the runs that make a "
                     "band log the same ones"
                 )
-            loss = alignment.of("loss")
-            if np.array_equal(loss.a, loss.b):
-                raise RunError(
-                    f"--seed {curve.name} has the very losses of {a.name}: it is no other seed; "
-                    "name runs that were trained with another train.seed"
-                )
 
-    def check(self, metric: str, points: Points) -> BandCheck:
+    def compare(self, points: Mapping[str, Points]) -> Band:
+        """Compare B's metrics with the band; raises as `check` does."""
+        metrics = {name: self.check(name, one).record for name, one in points.items()}
+        return Band(seeds=self.names, chance=CHANCE, metrics=metrics)
+
+    def check(self, metric: str, points: Points) -> BandResult:
         """Compare B's values with the band, at their common points.
 
         Raises:
             RunError: a seed lacks the metric at nearly all of them, or has the losses of B or of
-                another seed.
+                another of the runs.
         """
         steps = points.steps
         rows = [points.a]
@@ -230,9 +221,7 @@ class SeedBand:
             values = np.where(found, own.b[at], np.nan)
             if metric == "loss":
                 # A band that contains B is too wide, one that has a seed twice too narrow.
-                for whose, losses in zip(
-                    ("B", *self.names[1:]), (points.b, *rows[1:]), strict=False
-                ):
+                for whose, losses in zip(("B", *self.names), (points.b, *rows), strict=False):
                     if np.array_equal(values, losses, equal_nan=True):
                         raise RunError(
                             f"--seed {name} has the very losses of {whose}: it is no other seed; "
@@ -245,13 +234,4 @@ class SeedBand:
                 f"the seeds {', '.join(self.names)} and B have {metric} at no step in common; "
                 "name runs that logged the same steps"
             )
-        result = compare_with_band(np.stack(rows)[:, there], points.b[there])
-        steps = steps[there]
-        record = BandOfMetric(
-            within=result.excess <= 1,
-            spread=result.spread,
-            excess=result.excess,
-            width=result.width,
-            first_outside_step=None if result.first is None else int(steps[result.first]),
-        )
-        return BandCheck(record, result.first, steps, result.mean, result.half_width, result.power)
+        return compare_with_band(steps[there], np.stack(rows)[:, there], points.b[there])

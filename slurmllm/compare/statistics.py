@@ -58,21 +58,15 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     `shape`: also correlate and smooth, which is meaningless for times and rates.
     """
     finite = np.isfinite(signed)
-    if finite.all():
-        steps, positions, a, b, r = points.steps, points.positions, points.a, points.b, signed
-    else:
-        steps, positions = points.steps[finite], points.positions[finite]
-        a, b, r = points.a[finite], points.b[finite], signed[finite]
-    size = np.abs(r)
-    if not len(r):
+    kept = slice(None) if finite.all() else finite
+    a, b, size = points.a[kept], points.b[kept], np.abs(signed[kept])
+    if not len(size):
         none = dict.fromkeys(Statistics.model_fields)
         return Statistics.model_validate(none | {"points": len(points), "windows": ()})
     worst = int(np.argmax(size))
     median, p99 = np.percentile(size, [50, 99])
     nonzero = a != 0
-    ratio = None
-    if nonzero.any():
-        ratio = float(np.median(b / a if nonzero.all() else b[nonzero] / a[nonzero]))
+    ratio = float(np.median(b[nonzero] / a[nonzero])) if nonzero.any() else None
     correlation = detrended = area = None
     if shape:
         width = max(1, round(len(a) * _SMOOTHING))
@@ -84,14 +78,16 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
         correlation = _correlation(a, b)
         detrended = _correlation(a - smooth_a, b - smooth_b) if width > 1 else None
         under, between = np.abs(smooth_a), np.abs(smooth_b - smooth_a)
-        areas = [
-            float(y.sum() if len(y) < 2 else np.trapezoid(y, positions)) for y in (under, between)
-        ]
-        area = areas[1] / areas[0] if areas[0] > 0 else None
+        if len(a) > 1:
+            positions = points.positions[kept]
+            under, between = (np.trapezoid(y, positions) for y in (under, between))
+        area = float(between.sum() / under.sum()) if under.sum() > 0 else None
+    count = min(WINDOWS, len(points))
+    bounds = np.linspace(0, len(points), count + 1).round().astype(int).tolist()
     return Statistics(
         points=len(points),
         max_rel_diff=float(size[worst]),
-        max_rel_diff_step=int(steps[worst]),
+        max_rel_diff_step=int(points.steps[kept][worst]),
         mean_rel_diff=float(size.mean()),
         median_rel_diff=float(median),
         p99_rel_diff=float(p99),
@@ -99,7 +95,7 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
         correlation_detrended=detrended,
         area_between=area,
         ratio=ratio,
-        windows=_windows(points.steps, finite, signed),
+        windows=tuple(_window(points.steps[i:j], signed[i:j]) for i, j in pairwise(bounds)),
     )
 
 
@@ -107,19 +103,11 @@ def running_mean(values: Floats, width: int) -> Floats:
     """Means over `width` neighbours, centred; fewer at the ends. [points]"""
     if width <= 1:
         return values
-    count = len(values)
-    total = np.empty(count + 1)
-    total[0] = 0.0
-    np.cumsum(values, out=total[1:])
-    left, right = (width - 1) // 2, width // 2 + 1
-    means = np.empty(count)
-    if count > width:
-        means[left : count - right + 1] = (total[width:] - total[:-width]) / width
-        ends = np.concatenate((np.arange(left), np.arange(count - right + 1, count)))
-    else:
-        ends = np.arange(count)
-    first, last = np.maximum(ends - left, 0), np.minimum(ends + right, count)
-    means[ends] = (total[last] - total[first]) / (last - first)
+    count, left, right = len(values), (width - 1) // 2, width // 2 + 1
+    total = np.cumsum(np.pad(values, (left + 1, right - 1)))
+    places = np.arange(count)
+    inside = np.minimum(places + right, count) - np.maximum(places - left, 0)
+    means: Floats = (total[width:] - total[:-width]) / inside
     return means
 
 
@@ -139,22 +127,15 @@ def _correlation(a: Floats, b: Floats) -> float | None:
     return float(np.clip((a * b).sum() / np.sqrt(variance), -1.0, 1.0))
 
 
-def _windows(steps: Ints, finite: Flags, signed: Floats) -> tuple[Window, ...]:
-    count = min(WINDOWS, len(steps))
-    bounds = np.linspace(0, len(steps), count + 1).round().astype(int)
-    found = []
-    for first, last in pairwise(bounds.tolist()):
-        r = signed[first:last][finite[first:last]]
-        found.append(
-            Window(
-                first_step=int(steps[first]),
-                last_step=int(steps[last - 1]),
-                points=int(last - first),
-                mean_rel_diff=float(np.abs(r).mean()) if len(r) else None,
-                mean_signed_rel_diff=float(r.mean()) if len(r) else None,
-            )
-        )
-    return tuple(found)
+def _window(steps: Ints, r: Floats) -> Window:
+    r = r[np.isfinite(r)]
+    return Window(
+        first_step=int(steps[0]),
+        last_step=int(steps[-1]),
+        points=len(steps),
+        mean_rel_diff=float(np.abs(r).mean()) if len(r) else None,
+        mean_signed_rel_diff=float(r.mean()) if len(r) else None,
+    )
 
 
 TO_SIGMA = 1.4826  # median of |x| of a normal x → its standard deviation
@@ -180,6 +161,12 @@ class Scatter:
     def block(self, places: Ints) -> Ints:
         """Returns the blocks of some points. [places]"""
         return np.minimum(places // self.size, len(self.sigma) - 1)
+
+    def medians(self, values: Floats) -> Floats:
+        """Returns the median of each block of some values. [points] → [blocks]"""
+        edge = (len(self.sigma) - 1) * self.size
+        whole = np.median(values[:edge].reshape(-1, self.size), axis=1)
+        return np.append(whole, np.median(values[edge:]))
 
     @property
     def median(self) -> float:
@@ -232,6 +219,20 @@ def medians_of_three(values: Floats) -> Floats:
     low = np.minimum(values[..., :-1], values[..., 1:])
     high = np.maximum(values[..., :-1], values[..., 1:])
     found[..., 1:-1] = np.maximum(low[..., :-1], np.minimum(high[..., :-1], values[..., 2:]))
+    return found
+
+
+def autocorrelation(rows: Floats) -> Floats:
+    """Correlation of values so many points apart, of all rows together; the first is 1. [lags]
+
+    Up to where it is lost in its own noise: its first value that is not above 0 (Geyer, Practical
+    Markov chain Monte Carlo, Statistical Science 7, 1992). `rows`: of mean 0 [rows, points]
+    """
+    count = rows.shape[1]
+    size = 1 << (2 * count - 1).bit_length()
+    power = (np.abs(np.fft.rfft(rows, size, axis=1)) ** 2).sum(axis=0)
+    products = np.fft.irfft(power, size)[:count]
+    found: Floats = products[: int(np.argmax(products <= 0)) or count] / products[0]
     return found
 
 

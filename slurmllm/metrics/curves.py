@@ -131,15 +131,22 @@ class Curve:
         return steps
 
 
-def relative_difference(a: Floats, b: Floats) -> Floats:
-    """|a - b| / max(|a|, |b|), elementwise; 0 if both are 0, at most 2.
+def signed_difference(a: Floats, b: Floats) -> Floats:
+    """(b - a) / max(|a|, |b|), elementwise; 0 if both are 0, from -2 to 2.
 
     NaN if either is not a finite number.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         scale = np.maximum(np.maximum(np.abs(a), np.abs(b)), np.finfo(np.float64).tiny)
-        difference = np.minimum(np.abs(a - b) / scale, 2.0)
-    return np.where(np.isfinite(a) & np.isfinite(b), difference, np.nan)
+        difference = np.clip((b - a) / scale, -2.0, 2.0)
+    # An infinite value may give any number.
+    difference[~np.isfinite(scale)] = np.nan
+    return difference
+
+
+def relative_difference(a: Floats, b: Floats) -> Floats:
+    """|a - b| / max(|a|, |b|), elementwise; as `signed_difference`."""
+    return np.abs(signed_difference(a, b))
 
 
 def bit_identical(a: Floats, b: Floats) -> Flags:

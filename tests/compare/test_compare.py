@@ -138,7 +138,7 @@ def test_exact_finds_one_bit(compared) -> None:
     assert not result.match
     assert result.metrics["loss"].first_departure_step == 25
     assert result.reason.startswith("loss diverges at step 25: ")
-    assert "relative, bit-identical asked for" in result.reason
+    assert "relative, bit-identical values required" in result.reason
     assert "; bit-identical up to step 24" in result.reason
 
 

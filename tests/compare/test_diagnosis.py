@@ -216,11 +216,16 @@ def test_roundings_begin_before_they_leave_the_tolerance(compared) -> None:
     onset = min(metric.onset_step or 0 for metric in found.metrics.values())
     assert onset > 1
     assert diagnosed(found) == ("precision", 1)
-    assert f"differ from step 1 on, beyond the tolerance from step {onset}" in found.reason
+    assert f"diverges at step {onset}" in found.reason
+    assert found.reason.count("step 1 ") == 1
+    assert "; the values differ from step 1 on; cause (certain): precision" in found.reason
     later = changed(loss=(K, drift(0.02)), grad_norm=(K, drift(0.05)))
     for row in later:
         row["attempt"] = int(row["step"] >= K)
-    assert diagnosed(compared(later, {"train.precision": "bf16"})) == ("precision", K)
+    found = compared(later, {"train.precision": "bf16"})
+    assert diagnosed(found) == ("precision", K)
+    assert f"bit-identical up to step {K - 1}; " in found.reason
+    assert "differ from" not in found.reason
 
 
 def test_values_that_differ_within_the_tolerance_match(compared) -> None:

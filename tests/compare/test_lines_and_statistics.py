@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmllm.compare.alignment import Points
-from slurmllm.compare.compare import signed_difference
 from slurmllm.compare.statistics import Statistics, running_mean, statistics
-from slurmllm.metrics.curves import Floats, thin_rows
+from slurmllm.metrics.curves import Floats, signed_difference, thin_rows
 
 
 def described(a: Floats, b: Floats, *, shape: bool = True) -> Statistics:

@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from slurmllm.compare.seed_band import compare_with_band
+from slurmllm.compare.seed_band import BandResult, compare_with_band
 from slurmllm.compare.statistics import t_quantile
 from slurmllm.metrics.curves import Floats
 
@@ -22,6 +22,10 @@ def seed(
     return np.asarray(loss * (1 + white * shocks[1] + slow * steady))
 
 
+def judge(seeds: Floats, other: Floats) -> BandResult:
+    return compare_with_band(np.arange(len(other)), seeds, other)
+
+
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
 @pytest.mark.parametrize("slow", [0.0, 0.003])
 @pytest.mark.parametrize("degrees", [5, 1e6])
@@ -30,7 +34,7 @@ def test_another_seed_stays_within(count: int, slow: float, degrees: float) -> N
     alarms = 0
     for _ in range(100):
         runs = np.stack([seed(random, 300, 0.01, slow, degrees) for _ in range(count + 1)])
-        alarms += compare_with_band(runs[:-1], runs[-1]).excess > 1
+        alarms += judge(runs[:-1], runs[-1]).record.excess > 1
     assert alarms <= 2
 
 
@@ -39,28 +43,28 @@ def test_a_loss_that_is_one_percent_higher_leaves_it(count: int) -> None:
     random = np.random.default_rng(12)
     for _ in range(20):
         runs = np.stack([seed(random, 3000, 0.01, 0.0) for _ in range(count + 1)])
-        found = compare_with_band(runs[:-1], runs[-1] * 1.01)
-        assert found.excess > 1
-        assert found.width > 1
-        assert found.first is not None
+        found = judge(runs[:-1], runs[-1] * 1.01)
+        assert found.record.excess > 1
+        assert found.record.width > 1
+        assert found.record.first_outside_step is not None
 
 
 def test_a_curve_that_turns_away_late_is_found_there() -> None:
     random = np.random.default_rng(13)
     runs = np.stack([seed(random, 2000, 0.005, 0.001) for _ in range(5)])
     runs[-1, 1200:] *= 1.03
-    found = compare_with_band(runs[:-1], runs[-1])
-    assert found.excess > 1
-    assert found.first is not None
-    assert 1100 <= found.first <= 1300
+    found = judge(runs[:-1], runs[-1])
+    assert found.record.excess > 1
+    assert found.record.first_outside_step is not None
+    assert 1100 <= found.record.first_outside_step <= 1300
 
 
 def test_a_single_point_outside() -> None:
     random = np.random.default_rng(14)
     runs = np.stack([seed(random, 500, 0.005, 0.0) for _ in range(5)])
     runs[-1, 250] *= 2
-    found = compare_with_band(runs[:-1], runs[-1])
-    assert (found.width, found.first is not None) == (1, True)
+    found = judge(runs[:-1], runs[-1])
+    assert (found.record.width, found.record.first_outside_step is not None) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +83,11 @@ def test_an_excursion_of_one_seed_widens_the_band_only_there() -> None:
     random = np.random.default_rng(15)
     for _ in range(10):
         runs = np.stack([seed(random, 1000, 0.005, 0.002) for _ in range(4)])
-        calm = compare_with_band(runs, runs[0])
+        calm = judge(runs, runs[0])
         runs[1, 800:860] *= 1.5
-        found = compare_with_band(runs, runs[0])
+        found = judge(runs, runs[0])
         assert found.half_width[:700].max() < 2 * calm.half_width[:700].max()
         assert found.half_width[830] > 5 * calm.half_width[830]
-        higher = compare_with_band(runs, 1.1 * seed(random, 1000, 0.005, 0.002))
-        assert higher.excess > 1
-        assert compare_with_band(runs, seed(random, 1000, 0.005, 0.002)).excess <= 1
+        higher = judge(runs, 1.1 * seed(random, 1000, 0.005, 0.002))
+        assert higher.record.excess > 1
+        assert judge(runs, seed(random, 1000, 0.005, 0.002)).record.excess <= 1

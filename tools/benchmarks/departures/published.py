@@ -20,8 +20,8 @@ import numpy as np
 from departures.noise import curve
 from departures.scoring import read_answer
 from departures.truth import TOLERANCES, Floats, visible_verdicts
-from slurmllm.compare.compare import compare, signed_difference
-from slurmllm.metrics.curves import Curve
+from slurmllm.compare.compare import compare
+from slurmllm.metrics.curves import Curve, signed_difference
 from slurmllm.metrics.source import read_curve
 
 _LOSS = "lm loss"
