@@ -153,8 +153,6 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
 
     The loss is a mean if the coarser's format says so or if that fits by far better.
     """
-    if "loss" not in fine.columns or "loss" not in coarse.columns:
-        return None
     steps, values = coarse.series("loss")
     fine_steps, losses = fine.series("loss")
     ends = np.searchsorted(fine_steps, steps, side="right")

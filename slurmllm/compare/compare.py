@@ -206,15 +206,8 @@ def compare_metric(
 ) -> MetricComparison:
     """Apply the tolerance, or the band of seeds, to the points of a metric.
 
-    Args:
-        points: The points.
-        signed: Their signed relative differences.
-        described: Their statistics.
-        tolerance: Relative tolerance.
-        changed: First step at which any metric differs.
-        exact: Every value must be bit-identical.
-        interpolated: One of the curves is interpolated.
-        band: B's place in the band; None without seeds.
+    `signed` are their relative differences, `described` their statistics; `changed` is the first
+    step at which any metric differs; `band` is B's place in the band, None without seeds.
     """
     steps, finite = points.steps, np.isfinite(signed)
     same = bit_identical(points.a, points.b)

@@ -229,13 +229,10 @@ def reason(
         texts.append(f"bit-identical up to step {identical_to}")
     elif first < min((one.onset_step or 0 for one in metrics.values() if one.departs), default=0):
         texts.append(f"the values differ from step {first} on")
+    # The metrics' texts have what is not finite.
+    causes = [one for one in causes if one.kind != "not_finite"]
     for confidence, title in (("certain", "cause (certain)"), ("likely", "likely cause")):
-        found = [
-            cause.evidence
-            for cause in causes
-            if cause.confidence == confidence
-            and cause.kind != "not_finite"  # the metrics' texts have it
-        ]
+        found = [one.evidence for one in causes if one.confidence == confidence]
         if found:
             texts.append(f"{title}: {' and '.join(found)}")
     return "; ".join(texts)

@@ -293,12 +293,8 @@ def explain(
     clues = []
     if exact and shared:
         if (name := shown.identity()) is not None:
-            text = clue_table()[name].text
-            return (
-                Cause(
-                    kind="logging", confidence="certain", step=shown.first or step, evidence=text
-                ),
-            )
+            text, first = clue_table()[name].text, shown.first or step
+            return (Cause(kind="logging", confidence="certain", step=first, evidence=text),)
         clues = shown.clues()
     of_settings = _of_settings(select_settings(settings, step, onset, shown, a, b), shown, clues)
     recorded = [cause for cause in of_settings if cause.confidence != "possible"]
@@ -337,11 +333,10 @@ def select_settings(
     if onset is not None and shown.below(_TINY, slice(_EARLY_POINTS)):
         # What made them diverge may have begun after the first difference.
         limit = max(limit, onset)
-    found = [one for one in settings if one.step <= limit]
-    if place >= _SLACK_POINTS and not shown.jumped:
-        restarts = np.concatenate((a.restarts, b.restarts))
-        if not np.any((restarts > steps[0]) & (restarts <= step + 1)):
-            found = [one for one in found if one.step > steps[0]]
+    restarts = np.concatenate((a.restarts, b.restarts))
+    restarted = np.any((restarts > steps[0]) & (restarts <= step + 1))
+    all_along = place < _SLACK_POINTS or shown.jumped or restarted
+    found = [one for one in settings if one.step <= limit and (all_along or one.step > steps[0])]
     return sorted(found, key=lambda one: (one.weak, -one.step, _ORDER.index(one.kind)))
 
 
@@ -350,19 +345,17 @@ def _of_settings(
 ) -> list[Cause]:
     """Returns the settings as causes; those that may not explain the curves are `possible`."""
     found = []
+    first = 0 if shown.first is None else shown.first
     # An update cannot change the loss of its own step.
     forward = "together" in clues and not shown.jumped
     strong = [one for one in settings if not one.weak]
     small = shown.below(_SMALL, slice(_EARLY_POINTS)) or not clues
     jumps = shown.jumped or {"gradient_first", "update_first", "other_batches"} & set(clues)
     for one in settings:
-        step = one.step
-        if one.kind in _ROUNDING_KINDS and shown.first is not None:
-            step = max(step, shown.first)
+        step = max(one.step, first) if one.kind in _ROUNDING_KINDS else one.step
         explains = small and not jumps and not strong
         if not one.weak:
-            too_late = forward and shown.first is not None and one.step >= shown.first
-            explains = not (too_late and one.kind in ("lr", "optimizer"))
+            explains = not (forward and one.step >= first and one.kind in ("lr", "optimizer"))
         alone = len(strong) == 1 and not one.weak
         confidence = ("certain" if alone else "likely") if explains else "possible"
         found.append(Cause(kind=one.kind, confidence=confidence, step=step, evidence=one.text))
@@ -391,10 +384,9 @@ def _describe_nodes(step: int, b: Curve, letter: str) -> str:
     row = int(np.searchsorted(b.steps, step))
     attempt = int(b.attempts[min(row, len(b.attempts) - 1)])
     near = [int(restart) for restart in b.restarts if 0 <= step - restart <= 2]
-    nodes = b.nodes.get(attempt, ())
-    text = ""
+    nodes, text = b.nodes.get(attempt, ()), ""
     if near or nodes:
-        text = f"; attempt {attempt} of {letter}"
-        text += f" on {', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else ""
-        text += f" took over at step {near[-1]}" if near else " made it"
+        on = f" on {', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else ""
+        made = f" took over at step {near[-1]}" if near else " made it"
+        text = f"; attempt {attempt} of {letter}{on}{made}"
     return f"{text}; check the nodes with `slurmllm health`"

@@ -131,13 +131,15 @@ def detect_divergence(
         shared: Correlation of the noise of the two curves.
     """
     spread = scatter(r) if len(r) > 2 else None
-    noise = None if spread is None else spread.median
+    whole = _Found("lasting", 0, len(r), 0, len(r) - 1)
     after_identical = identical >= _IDENTICAL
     mean, error, independent = mean_and_error(r)
     power = tolerance if after_identical or len(r) < _FEWEST else tolerance + error
+    noise = None if spread is None else spread.median
     none = DivergenceResult(noise=noise, mean=mean, power=power)
-    beyond = np.abs(r) > tolerance + 3 * rough
-    if not (np.abs(r) > tolerance).any():
+    size = np.abs(r)
+    beyond = size > tolerance + 3 * rough
+    if not (size > tolerance).any():
         return none
     found: list[_Found | None]
     scattered = False
@@ -147,7 +149,6 @@ def detect_divergence(
         found = [_changed(r, tolerance, identical)]
     else:
         biased = abs(mean) > tolerance + error
-        whole = _Found("lasting", 0, len(r), 0, len(r) - 1)
         found = [whole if biased else _one_sided(r, tolerance)]
         found += [_lasting(r, spread, tolerance)] if len(r) >= FEW else []
         noisy = _noisy(len(r), spread, tolerance + rough)
@@ -156,24 +157,24 @@ def detect_divergence(
         elif len(r) >= FEW:
             found += [noisy, _outlier(r, spread, beyond)]
         else:
-            found += [_pointwise(r, beyond & (np.abs(r) > 4 * spread.median)), noisy]
+            found += [_pointwise(r, beyond & (size > 4 * spread.median)), noisy]
     fired = [one for one in found if one is not None]
     if not fired and not (after_identical or scattered):
         # Slow differences are no noise of curves whose other noise is the same, if they grew.
-        size = np.abs(r)
         usual = TO_SIGMA * float(np.median(size))
         if usual > _NOISY_ALL * tolerance + rough:
             grew = np.median(size[: max(3, len(r) // 8)]) < _GROWN * usual and shared > _SHARED
             scattered = not grew
-            fired = [_Found("lasting", 0, len(r), 0, len(r) - 1)] if grew else []
+            fired = [whole] if grew else []
     if not fired:
         return replace(none, scattered=scattered)
     earliest = min(fired, key=lambda one: one.end)
     onset = find_onset(r, earliest.first, earliest.end)
-    if found[0] is not None and found[0].rule == "lasting" and onset and not after_identical:
-        before, after = r[found[0].first : onset], r[onset : found[0].end]
+    bias = found[0]
+    if bias is not None and bias.rule == "lasting" and not after_identical:
+        before, after = r[bias.first : onset], r[onset : bias.end]
         if len(before) and len(after) and before.mean() / after.mean() > _ALIKE:
-            onset = found[0].first  # the bias is there already
+            onset = bias.first  # the bias is there already
     stays = [one for one in fired if one.last is not None]
     stretch = None
     if stays:
@@ -186,8 +187,8 @@ def detect_divergence(
     rule = fired[0].rule
     if stretch is not None and {one.rule for one in fired} >= {"noise", "lasting"}:
         assert spread is not None
-        around = float(np.median(spread.at(np.arange(stretch.first, stretch.last + 1))))
-        rule = "lasting" if abs(np.median(inside)) > around else "noise"
+        around = spread.at(np.arange(stretch.first, stretch.last + 1))
+        rule = "lasting" if abs(np.median(inside)) > np.median(around) else "noise"
     late = scattered and onset >= _LATE
     return replace(none, rule=rule, onset=onset, lasting=stretch, scattered=late)
 

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from slurmllm.compare.alignment import Points
-from slurmllm.metrics.curves import Flags, Floats, Ints
+from slurmllm.metrics.curves import Floats, Ints
 from slurmllm.records import Record
 
 WINDOWS = 10
@@ -118,13 +118,11 @@ def _correlation(a: Floats, b: Floats) -> float | None:
     means = float(a.mean()), float(b.mean())
     a, b = a - means[0], b - means[1]
     # Sums of products, not BLAS: its threads take longer to start.
-    variances = float((a * a).sum()), float((b * b).sum())
+    squares, product = (float((a * a).sum()), float((b * b).sum())), float((a * b).sum())
     # What is left of a constant is rounding.
-    for variance, mean in zip(variances, means, strict=True):
-        if variance <= len(a) * (1e-13 * mean) ** 2:
-            return None
-    variance = variances[0] * variances[1]
-    return float(np.clip((a * b).sum() / np.sqrt(variance), -1.0, 1.0))
+    if any(s <= len(a) * (1e-13 * m) ** 2 for s, m in zip(squares, means, strict=True)):
+        return None
+    return float(np.clip(product / np.sqrt(squares[0] * squares[1]), -1.0, 1.0))
 
 
 def _window(steps: Ints, r: Floats) -> Window:
@@ -176,13 +174,10 @@ class Scatter:
 def scatter(r: Floats) -> Scatter:
     """Measure the scatter of 3 values or more, in blocks of 64, or of a quarter of few. [points]"""
     size = min(_BLOCK, max(3, len(r) // 4))
-    blocks = max(1, len(r) // size)
-    found = np.empty(blocks)
-    whole = r[: (blocks - 1) * size].reshape(-1, size)
-    if len(whole):
-        found[:-1] = np.median(np.abs(np.diff(whole, axis=1)), axis=1)
-    found[-1] = np.median(np.abs(np.diff(r[(blocks - 1) * size :])))
-    return Scatter(size, found * (TO_SIGMA / np.sqrt(2)))
+    edge = (max(1, len(r) // size) - 1) * size
+    whole = np.median(np.abs(np.diff(r[:edge].reshape(-1, size), axis=1)), axis=1)
+    last = np.median(np.abs(np.diff(r[edge:])))
+    return Scatter(size, np.append(whole, last) * (TO_SIGMA / np.sqrt(2)))
 
 
 def roughness(*curves: Floats) -> float:
@@ -303,8 +298,7 @@ def find_onset(r: Floats, begin: int, end: int) -> int:
         following = np.abs(r[end : end + 3])
         if not (len(following) and np.median(following) > _BEYOND * most):
             return begin
-    jump = largest_rise(r, end)
-    if jump is not None:
+    if (jump := largest_rise(r, end)) is not None:
         return jump
     identical = int(np.argmax(np.abs(r[:end]) > _FLOOR))
     for back in _BACK:
@@ -326,7 +320,10 @@ def find_onset(r: Floats, begin: int, end: int) -> int:
         if sigma < abs(after) < _CLEAR * sigma:
             gained = np.cumsum(((inside - after / 2) * np.sign(after))[::-1])[::-1]
             return start + int(np.argmax(gained))
-        lasting = persists(np.abs(inside) > _BEYOND * sigma)
+        off = np.abs(inside) > _BEYOND * sigma
+        # At least two of the three points after it are off as well; fewer at the end.
+        ahead = np.concatenate((off.astype(np.int8), np.ones(3, dtype=np.int8)))
+        lasting = off & (ahead[1:-2] + ahead[2:-1] + ahead[3:] >= 2)
         if not lasting.any():
             return begin
         first = int(np.argmax(lasting))
@@ -352,13 +349,6 @@ def largest_rise(r: Floats, end: int) -> int | None:
     rise = np.minimum(four[1], size[_SURE:end]) / before
     place = int(np.argmax(rise))
     return _SURE + place if rise[place] >= _CLEAR else None
-
-
-def persists(flags: Flags) -> Flags:
-    """Returns where a flag and at least two of the three after it are set; fewer at the end."""
-    ahead = np.concatenate((flags.astype(np.int8), np.ones(3, dtype=np.int8)))
-    found: Flags = flags & (ahead[1:-2] + ahead[2:-1] + ahead[3:] >= 2)
-    return found
 
 
 def signed_rank(values: Floats) -> float:
