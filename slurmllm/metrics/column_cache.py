@@ -105,15 +105,8 @@ def _cache_path(path: Path) -> Path:
 
 def _metadata(index: int, status: os.stat_result) -> dict[bytes, bytes]:
     """Returns what must be the same for a cache to be valid."""
-    known = {
-        "version": _VERSION,
-        "metrics": ",".join(COLUMNS),
-        "order": index,
-        "size": status.st_size,
-        "written_ns": status.st_mtime_ns,
-        "changed_ns": status.st_ctime_ns,
-    }
-    return {name.encode(): str(value).encode() for name, value in known.items()}
+    written = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return {b"of": repr((_VERSION, COLUMNS, index, *written)).encode()}
 
 
 def _checksum(content: Any) -> bytes:

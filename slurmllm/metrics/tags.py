@@ -8,9 +8,9 @@ in all frameworks (`throughput` does not: in Megatron-LM it is TFLOP/s).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Literal
@@ -135,17 +135,16 @@ def choose_tags(
         RunError: no tag is the loss or the gradient norm, or a requested tag is missing and no
             other matches.
     """
-    names = _NormalizedTags(counts)
     chosen = {m: tag for m, tag in requested.items() if tag in counts and m != "step"}
     framework = known
     for candidate in log_formats().values() if known is None else ():
         losses = candidate.tags.get("loss", ())
-        marked = not candidate.mark or names.find(candidate.mark)
+        marked = not candidate.mark or find_tags(counts, [candidate.mark])
         if source.name != candidate.file:
             losses = candidate.recognized_by or losses
         elif candidate.file:
             marked = True
-        if marked and any(names.find(name) for name in losses):
+        if marked and find_tags(counts, losses):
             framework = candidate
             break
     others: dict[str, tuple[str, ...]] = {}
@@ -154,9 +153,7 @@ def choose_tags(
         if metric in chosen:
             continue
         own = framework.tags.get(metric, ()) if framework is not None else ()
-        fitting = dict.fromkeys(
-            tag for name in (*own, *common_names(metric)) for tag in names.find(name)
-        )
+        fitting = find_tags(counts, (*own, *common_names(metric)))
         free = [tag for tag in fitting if tag not in chosen.values()]
         # A mean at the end, or by epoch, is no alternative to values of every step.
         most = max((counts[tag] for tag in free), default=0)
@@ -181,8 +178,7 @@ def step_keys(tags: Collection[str], requested: Mapping[str, str]) -> list[str]:
     """Returns the keys or columns that may hold the step, the likeliest first."""
     if requested.get("step") in tags:
         return [requested["step"]]
-    names = _NormalizedTags(tags)
-    return list(dict.fromkeys(tag for name in common_names("step") for tag in names.find(name)))
+    return find_tags(tags, common_names("step"))
 
 
 def per_device(tag: str) -> bool:
@@ -198,22 +194,19 @@ def list_tags(tags: Collection[str], limit: int = 20) -> str:
     return shown + (f" and {len(tags) - limit} more" if len(tags) > limit else "")
 
 
-class _NormalizedTags:
-    """Tags by their names in the form in which these are compared."""
-
-    def __init__(self, tags: Collection[str]) -> None:
-        self._by_name: dict[str, list[str]] = {}
-        for tag in tags:
-            self._by_name.setdefault(_normalize(tag), []).append(tag)
-
-    def find(self, name: str) -> list[str]:
-        if not name.endswith("*"):
-            return self._by_name.get(_normalize(name), [])
-        prefix = _normalize(name[:-1])
-        return [
-            tag for key, tags in self._by_name.items() if key.startswith(prefix) for tag in tags
-        ]
+def find_tags(tags: Collection[str], names: Iterable[str]) -> list[str]:
+    """Returns the tags of some names, in the names' order; `NAME*` is of all with that prefix."""
+    by_name: dict[str, list[str]] = {}
+    for tag in tags:
+        by_name.setdefault(_normalize(tag), []).append(tag)
+    found: dict[str, None] = {}
+    for name in map(_normalize, names):
+        prefixed = [key for key in by_name if name[-1] == "*" and key.startswith(name[:-1])]
+        for key in prefixed or [name]:
+            found |= dict.fromkeys(by_name.get(key, ()))
+    return list(found)
 
 
+@lru_cache(1 << 14)
 def _normalize(name: str) -> str:
     return re.sub(r"[\s_-]+", "_", name.strip().lower())
