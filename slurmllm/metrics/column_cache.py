@@ -77,22 +77,21 @@ def store_columns(
 
     fields = [("step", pa.int64()), ("attempt", pa.int64()), *((n, pa.float64()) for n in names)]
     schema = pa.schema(fields, metadata=_metadata(index, status))
-    content = pa.BufferOutputStream()
-    with pa.ipc.new_file(content, schema) as writer:
-        for block in blocks:
-            columns = (block.steps, block.attempts, *block.columns.values())
-            arrays = [  # `pa.array` would import pandas.
-                pa.Array.from_buffers(kind, len(column), [None, pa.py_buffer(column)])
-                for kind, column in zip(schema.types, columns, strict=True)
-            ]
-            writer.write_batch(pa.record_batch(arrays, schema=schema))
-    body = content.getvalue()
     with contextlib.suppress(OSError):
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
         temporary = Path(name)
         try:
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.writelines((body, _checksum(body)))
+            with os.fdopen(descriptor, "w+b") as stream:
+                with pa.ipc.new_file(stream, schema) as writer:
+                    for block in blocks:
+                        columns = (block.steps, block.attempts, *block.columns.values())
+                        arrays = [  # `pa.array` would import pandas.
+                            pa.Array.from_buffers(kind, len(column), [None, pa.py_buffer(column)])
+                            for kind, column in zip(schema.types, columns, strict=True)
+                        ]
+                        writer.write_batch(pa.record_batch(arrays, schema=schema))
+                stream.seek(0)
+                stream.write(_checksum(stream.read()))
             temporary.chmod(status.st_mode & 0o666)
             temporary.replace(_cache_path(path))
         finally:
