@@ -175,7 +175,7 @@ def compare(
             _print(comparison, letter, alone=len(comparisons) == 1)
     required = VERDICTS.index(require or "equivalent")
     weaker = [
-        f"{letter} {comparison.verdict}"
+        f"{letter} is {comparison.verdict}"
         for letter, comparison in zip(letters, comparisons, strict=True)
         if VERDICTS.index(comparison.verdict) > required
     ]

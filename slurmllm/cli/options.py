@@ -148,7 +148,7 @@ def source_options(
             check_pattern(pattern)
         if len(set(own_patterns)) > 1:
             raise UserError(
-                f"--pattern {own_patterns[1]!r}: there is {own_patterns[0]!r} already; give one "
+                f"--pattern '{own_patterns[1]}': there is '{own_patterns[0]}' already; give one "
                 "for each log, such as A:REGEX"
             )
         expressions.append(own_patterns[0] if own_patterns else None)

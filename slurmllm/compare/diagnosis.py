@@ -32,6 +32,7 @@ _SMALL = {"loss": 2**-8, "grad_norm": 10 * 2**-8}
 _ROUNDED = {"loss": 2**-5}  # more is of no number format
 _LAST_DIGITS = 1e-6  # of fp32
 _FACTOR = 1e-6  # by which a constant factor may vary
+_FAR = 1e3  # times the last digit of the gradient norm: a loss that differs by more shows in it
 _MIN_POINTS = 6  # that show a correlation, a factor or an identity
 _EARLY_POINTS = 5
 _CORRELATED = 512  # points after the first difference whose changes are correlated
@@ -140,10 +141,14 @@ class Observation:
             differ = np.max(np.abs(self.after(name)), initial=0.0) > _LAST_DIGITS
             if not (finite and name in self.starts and differ and len(same) >= _MIN_POINTS):
                 continue
-            # A column of few digits, or that is constant, is the same of another training too.
+            # A constant column, or one of few digits, may be the same of another training: losses
+            # of other gradients may part slowly, gradients of other losses show in their first
+            # digits.
             values = self.values(other)[0][:_CORRELATED]
-            exact = np.any(values != [float(f"{value:.6g}") for value in values.tolist()])
-            known = exact and len(np.unique(values)) >= _MIN_POINTS
+            shortest = (np.format_float_scientific(abs(value), trim="-") for value in values)
+            digits = max(len(text.partition("e")[0].replace(".", "")) for text in shortest)
+            far = name == "loss" and np.median(np.abs(self.after(name))) > _FAR * 10.0**-digits
+            known = (digits > 6 or far) and len(np.unique(values)) >= _MIN_POINTS
             if known and not np.any(same) and not self.factor("grad_norm"):
                 return clue
         for clue, of_a, of_b in (

@@ -77,7 +77,7 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
             return reader.rows.log(path, "text", tags, warnings, reader.format)
     if pattern is not None:
         raise RunError(
-            f"no line of {path} matches --pattern {pattern!r}; compare it with a line of the log, "
+            f"no line of {path} matches --pattern '{pattern}'; compare it with a line of the log, "
             "and mind spaces, which must be the same"
         )
     names = ", ".join(name for name, found in log_formats().items() if found.lines)
@@ -268,13 +268,13 @@ def check_pattern(pattern: str) -> None:
         groups = re.compile(pattern).groupindex
     except re.error as error:
         raise UserError(
-            f"--pattern {pattern!r} is not a regular expression: {error}; give one such as "
+            f"--pattern '{pattern}' is not a regular expression: {error}; give one such as "
             f"{_EXAMPLE}"
         ) from error
     for name in groups:
-        check_metric(name, f"--pattern {pattern!r}")
+        check_metric(name, f"--pattern '{pattern}'")
     for needed in ("step", "loss"):
         if needed not in groups:
             raise UserError(
-                f"--pattern {pattern!r} has no group (?P<{needed}>…); give one such as {_EXAMPLE}"
+                f"--pattern '{pattern}' has no group (?P<{needed}>…); give one such as {_EXAMPLE}"
             )

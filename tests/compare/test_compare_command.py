@@ -120,7 +120,7 @@ def test_a_required_verdict(run_command, make_run: MakeRun) -> None:
     assert {code for (other, _), code in codes.items() if other == "other"} == {1}
     several = run_command("unbroken", "requeued", "close", "--require", "identical", "--no-plot")
     assert several.exit_code == 1
-    assert "--require identical is not met: C match" in several.stderr
+    assert "--require identical is not met: C is match" in several.stderr
     both = run_command("unbroken", "close", "--exact", "--require", "match")
     assert "leave out --require match" in refusal(both, UserError)
 

@@ -305,6 +305,15 @@ def test_a_norm_logged_after_clipping_is_another_log(asked, columns: str) -> Non
     assert first(asked(make_rows(1, 120), b, columns)) == ("logging", "certain", 1)
 
 
+@pytest.mark.parametrize(
+    ("digits", "cause"), [(5, ("logging", "certain")), (1, ("model", "possible"))]
+)
+def test_norms_of_few_digits_prove_that_losses_far_apart_are_logged(asked, digits, cause) -> None:
+    a = [row | {"grad_norm": round(row["grad_norm"], digits)} for row in make_rows(1, 120)]
+    b = [row | {"loss": row["loss"] * (1.002 + 1e-4 * (i % 3))} for i, row in enumerate(a)]
+    assert first(asked(a, b, "three"))[:2] == cause
+
+
 def test_losses_of_few_digits_prove_nothing(asked) -> None:
     a = [row | {"loss": round(row["loss"], 2)} for row in make_rows(1, 120)]
     b = [row | {"grad_norm": row["grad_norm"] * (1.1 + 0.01 * (i % 3))} for i, row in enumerate(a)]
