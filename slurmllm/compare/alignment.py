@@ -62,7 +62,7 @@ def match_steps(
 
     `given` are the user's shifts. Without any, logs of known frameworks are shifted by their
     convention, others by 1 if that makes their values coincide. On another axis than steps
-    (not `by_step`) nothing is changed unless the user says so.
+    (not `by_step`) nothing is changed unless the user asks for it.
     """
     shifts, reason = (given[0] or 0, given[1] or 0), "--shift"
     if given == (None, None) and by_step:
@@ -151,7 +151,7 @@ def _coincide(
 def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     """Returns the finer curve at the coarser's steps, its loss averaged; None if single steps fit.
 
-    The loss is a mean if the coarser's format says so or if that fits by far better.
+    The loss is a mean by the coarser's format, or if that fits by far better.
     """
     steps, values = coarse.series("loss")
     fine_steps, losses = fine.series("loss")

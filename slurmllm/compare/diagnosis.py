@@ -2,7 +2,7 @@
 
 A step's loss is that of the weights before it on its batch; its gradient norm is of the same
 weights and batch; its parameter norm is of the weights after it. So the order in which columns
-begin to differ tells which part of a step changed: its forward pass, its gradients or its update.
+begin to differ shows which part of a step changed: its forward pass, its gradients or its update.
 """
 
 from __future__ import annotations
