@@ -43,7 +43,9 @@ class Side(Record):
     last_step: int
     attempts: int = Field(description="attempts that these rows come from")
     restarts: tuple[int, ...] = Field(description="steps at which another attempt takes over")
-    missing: tuple[Range, ...] = Field(description="ranges of steps without a row in between")
+    missing: tuple[Range, ...] = Field(
+        description="ranges of steps without a row, between the first and the last step"
+    )
     shift: int = Field(default=0, description="added to its steps")
     shift_reason: str = Field(default="", description="why")
     averaged: int | None = Field(
@@ -62,11 +64,11 @@ class Overlap(Record):
 
 
 class Scattering(Record):
-    """Noise of the difference of two curves, and how far the curves have theirs in common."""
+    """Noise of the difference of two curves, and how far their own noise is correlated."""
 
     size: float | None = Field(description="as `noise`")
     correlation: float | None = Field(
-        description="of the noise of both curves: 1 of the same batches, 0 of independent ones"
+        description="of the noise of A and B: 1 if their batches are the same, 0 if independent"
     )
 
 

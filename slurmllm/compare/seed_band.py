@@ -224,8 +224,8 @@ class SeedBand:
                 for whose, losses in zip(("B", *self.names), (points.b, *rows), strict=False):
                     if np.array_equal(values, losses, equal_nan=True):
                         raise RunError(
-                            f"--seed {name} has the very losses of {whose}: it is no other seed; "
-                            "name runs that were trained with another train.seed, each once"
+                            f"--seed {name} has exactly the losses of {whose}, so that it is not "
+                            "another seed; give runs with different train.seed, and each run once"
                         )
             there &= np.isfinite(values)
             rows.append(values)

@@ -195,7 +195,10 @@ def list_tags(tags: Collection[str], limit: int = 20) -> str:
 
 
 def find_tags(tags: Collection[str], names: Iterable[str]) -> list[str]:
-    """Returns the tags of some names, in the names' order; `NAME*` is of all with that prefix."""
+    """Returns the tags that match names, in the order of the names.
+
+    `NAME*` matches every tag with that prefix. Case, and which of space, `-` and `_`, is ignored.
+    """
     by_name: dict[str, list[str]] = {}
     for tag in tags:
         by_name.setdefault(_normalize(tag), []).append(tag)

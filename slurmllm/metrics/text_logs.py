@@ -77,8 +77,8 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
             return reader.rows.log(path, "text", tags, warnings, reader.format)
     if pattern is not None:
         raise RunError(
-            f"no line of {path} matches --pattern '{pattern}'; compare it with a line of the log, "
-            "and mind spaces, which must be the same"
+            f"no line of {path} matches --pattern '{pattern}'; check it against a line of the log "
+            "(spaces must match exactly)"
         )
     names = ", ".join(name for name, found in log_formats().items() if found.lines)
     raise RunError(
@@ -259,10 +259,11 @@ def _format_readers() -> list[_LineReader]:
 
 
 def check_pattern(pattern: str) -> None:
-    """Check the user's pattern of a line.
+    """Validate `--pattern`.
 
     Raises:
-        UserError: it does not compile, has no group `step`, or one that is no metric.
+        UserError: it does not compile, lacks the group `step` or `loss`, or has a group whose name
+            is not a metric.
     """
     try:
         groups = re.compile(pattern).groupindex

@@ -93,7 +93,9 @@ class ParamNorm(Record):
     # Per 1,000 steps over the last half: median of the slopes between all pairs of up to 200
     # block medians (Theil and Sen)
     slope: float | None
-    direction: Direction | None = Field(description="of the last half's block medians")
+    direction: Direction | None = Field(
+        description="of the second half, if all its block medians follow it"
+    )
 
 
 class SpikeAnalysis(Record):
@@ -111,7 +113,9 @@ class SpikeAnalysis(Record):
     state: State = "calm"
     verdict: str = ""
     steps: int = Field(description="with the metric")
-    judged: int = Field(description="finite ones with a running mean before them")
+    judged: int = Field(
+        description="steps tested for spikes: finite, with a full window before them"
+    )
     first_step: int
     last_step: int
     interval: int = Field(description="usual distance between two logged steps")
@@ -236,7 +240,7 @@ def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int)
 
 def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
     """Describe the trend of the parameter norm; None if it was not logged."""
-    if norms is None:
+    if norms is None or not np.isfinite(norms).any():
         return None
     there = np.isfinite(norms)
     steps, norms = steps[there], norms[there]

@@ -302,8 +302,10 @@ def _clauses(found: SpikeAnalysis, rising: bool) -> Iterator[str]:
         number, first = _steps(found.not_finite_steps), found.not_finite[0].step
         yield f"the {NAMES[found.metric]} is not a finite number at {number}, first at step {first}"
     if not found.judged:
-        what = f"{_steps(found.steps)} and a running mean over {found.window} before each"
-        yield f"{what}: none can be judged"
+        yield (
+            f"{_steps(found.steps)} logged are too few: a spike is tested against the "
+            f"{found.window} steps before it"
+        )
         return
     yield from _describe_spikes(found)
     growth = found.growth

@@ -326,12 +326,12 @@ def test_seeds_of_one_side_are_the_tolerance(
     assert within["reason"].startswith("within the band of 4 seeds: loss (spread ")
     assert (tmp_path / "p.png").is_file()
     for twice in (("s0", "s1", "--seed", "s1"), ("s0", "s4", *seeds, "--seed", "s1")):
-        assert "--seed s1 has the very losses of" in refusal(run_command(*twice, "--no-plot"))
+        assert "--seed s1 has exactly the losses of" in refusal(run_command(*twice, "--no-plot"))
     outside = run_command("s0", "worse", *seeds, "--no-plot")
     assert outside.exit_code == 1
     assert "loss leaves the band of 4 seeds at step 1: means over " in outside.stdout
     assert "leave out --exact" in refusal(run_command("s0", "s4", *seeds, "--exact"), UserError)
-    assert "is no other seed" in refusal(run_command("s0", "s4", "--seed", "s0"))
+    assert "is not another seed" in refusal(run_command("s0", "s4", "--seed", "s0"))
 
 
 def test_another_frameworks_log_by_tokens(run_command, make_run: MakeRun, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_not_finite_is_strict_json(spikes, make_run: MakeRun) -> None:
         (["spiky", "--threshold", "nan"], "threshold nan"),
         (["spiky", "--threshold", "-1"], "threshold -1"),
         (["spiky", "--min-gap", "0"], "min-gap 0"),
-        (["spiky", "--window", "500"], "none can be judged; wait for more steps"),
+        (["spiky", "--window", "500"], "steps before it; wait for more steps"),
         (["spiky", "--from-step", "900"], "its own are 1 to 200"),
         (["spiky", "--plot", "x.pdf"], "pictures are PNG files"),
         (["spiky", "--plot", "x.png", "--no-plot"], "exclude each other"),
