@@ -272,6 +272,8 @@ def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
                 f"--shift {value!r}: give a source and a number of steps, such as A=1; the sources "
                 f"are A to {letters[-1]}"
             )
+        if found[letter] is not None:
+            raise UserError(f"--shift {value!r}: {letter} has a shift already; give one a source")
         found[letter] = int(steps)
     return list(found.values())
 

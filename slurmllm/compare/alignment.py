@@ -206,6 +206,7 @@ class Alignment:
         self.axis: Axis = axis
         self.letter = letter
         self.curves = a, b
+        self.one_sided: set[str] = set()  # metrics read by `of` that one curve lacks at a step
         for label, curve in (("A", a), (letter, b)):
             if not np.isfinite(curve.positions(axis)).any():
                 needed = "tokens" if axis == "tokens" else "samples, or tokens and model.seq_len,"
@@ -255,7 +256,10 @@ class Alignment:
         if self.method == "interpolated":
             return self._interpolated(metric)
         rows = [rows[used] for rows, used in zip(self._rows, self._used, strict=True)]
-        there = np.logical_and(*map(_present, self.curves, (metric, metric), rows))
+        present = list(map(_present, self.curves, (metric, metric), rows))
+        there = np.logical_and(*present)
+        if np.logical_xor(*present).any():
+            self.one_sided.add(metric)
         kept = slice(None) if there.all() else there
         a, b = (c.columns[metric][at[kept]] for c, at in zip(self.curves, rows, strict=True))
         return Points(self.steps[kept], self.positions[kept], a, b)

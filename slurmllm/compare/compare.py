@@ -103,7 +103,7 @@ def compare(
     verdict: comparison.Verdict = "match"
     if any(metric.departs for metric in metrics.values()):
         verdict = "differ"
-    elif changed == math.inf:
+    elif changed == math.inf and not alignment.one_sided & set(METRICS):
         verdict = "identical"
     elif band is not None or any(metric.scattered for metric in metrics.values()):
         verdict = "equivalent"

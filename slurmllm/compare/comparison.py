@@ -203,7 +203,7 @@ def reason(
     identical_to: int | None,
 ) -> str:
     """Returns the reason of a verdict, in one line."""
-    count = max(metric.steps_compared for metric in metrics.values())
+    count = metrics["loss"].steps_compared
     steps = "the one step compared" if count == 1 else f"all {count} steps compared"
     if verdict == "identical":
         verb = "is" if len(metrics) == 1 else "are"

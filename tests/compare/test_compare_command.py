@@ -125,6 +125,19 @@ def test_a_required_verdict(run_command, make_run: MakeRun) -> None:
     assert "leave out --require match" in refusal(both, UserError)
 
 
+def test_a_loss_that_one_run_lacks_is_not_identical(run_command, make_run: MakeRun) -> None:
+    make_run("whole", make_rows(1, 50))
+    rows = make_rows(1, 50)
+    del rows[-1]["loss"]
+    make_run("cut", rows)
+    result = run_command("whole", "cut", "--require", "identical", "--no-plot")
+    assert result.exit_code == 1
+    assert "at all 49 steps compared" in result.stdout
+    assert "B is match" in result.stderr
+    twice = run_command("whole", "cut", "--shift", "B=1", "--shift", "B=2")
+    assert "B has a shift already" in refusal(twice, UserError)
+
+
 def test_json_is_strict_where_values_are_not_finite(run_command, make_run: MakeRun) -> None:
     make_run("a", [make_row(step, loss=float("nan")) for step in range(1, 4)])
     make_run("b", [make_row(step, grad_norm=float("inf")) for step in range(1, 4)])
