@@ -1,0 +1,181 @@
+"""Files in folders that other users can write to: opened without a trap, and read within limits.
+
+A shared file system and the disks of the nodes hold what other users put there: links to somebody
+else's files, pipes that block whoever opens them, files without end, folders that have the name of
+ours. Trusted is what belongs to the user of this process, or to the group that the cluster profile
+names; what runs code (compiled graphs, environments) is used only if it is trusted. All checks are
+made on the open descriptor, because a path can be replaced between a check and its use.
+
+Every refusal is an OSError with the reason as `strerror`, so that callers need no other handling
+than for a disk that refuses.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import pwd
+import stat
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
+
+# Bytes of a record or a YAML file; the largest, a checkpoint's manifest of 8,192 workers, has 4 MB.
+LARGEST_RECORD = 1 << 26
+
+
+def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
+    """Open a file to read it, without waiting for the writer of a pipe.
+
+    Args:
+        follow: Whether `path` itself may be a symbolic link.
+
+    Raises:
+        OSError: It is no regular file, or a link.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for its writer; for regular files it has no effect.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_limited(path: Path, limit: int = LARGEST_RECORD) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises:
+        OSError: It is larger, or no regular file.
+    """
+    with open_regular(path) as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", str(path))
+    return content
+
+
+def open_trusted(path: Path, group: str | None = None) -> BinaryIO:
+    """Open a file that only trusted users can have written.
+
+    Args:
+        group: Name of the group whose members are trusted too; None: nobody else.
+
+    Raises:
+        OSError: It is a link, no regular file, or `why_untrusted` has a reason.
+    """
+    stream = open_regular(path, follow=False)
+    reason = why_untrusted(os.fstat(stream.fileno()), group)
+    if reason:
+        stream.close()
+        raise PermissionError(errno.EPERM, reason, str(path))
+    return stream
+
+
+def why_untrusted(info: os.stat_result, group: str | None = None) -> str:
+    """Why a file or folder may have been written by others; empty if it is trusted.
+
+    It must belong to this user, or be of a group that the caller trusts; and nobody else may write.
+    """
+    trusted = _group_id(group)
+    if info.st_uid != os.geteuid() and (trusted is None or info.st_gid != trusted):
+        allowed = "you" if group is None else f"you or the group {group}"
+        return f"it belongs to {user_name(info.st_uid)}, not to {allowed}"
+    if info.st_mode & stat.S_IWOTH:
+        return "every user may write to it"
+    if info.st_mode & stat.S_IWGRP and info.st_gid not in (trusted, _private_group()):
+        return f"the group {_group_name(info.st_gid)} may write to it"
+    return ""
+
+
+def open_lock(path: Path) -> BinaryIO:
+    """Open this user's own lock file, made if it is not there; never through a link.
+
+    Raises:
+        OSError: Somebody else made it, or it is a link or no regular file.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
+            raise OSError(errno.EINVAL, "not a file of its own, as a lock must be", str(path))
+        if info.st_uid != os.geteuid():
+            reason = f"it belongs to {user_name(info.st_uid)}, not to you"
+            raise PermissionError(errno.EPERM, reason, str(path))
+        return os.fdopen(descriptor, "r+b")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def make_private_folder(path: Path) -> Path:
+    """Return this user's own folder: `path`, or one next to it where somebody else took the name.
+
+    The folder has mode 0700. Whoever uses it later calls `check_private_folder` again.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        try:
+            check_private_folder(path)
+        except PermissionError:
+            return Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+    return path
+
+
+def check_private_folder(path: Path) -> None:
+    """Refuse a folder that is a link, is not this user's, or that others may enter.
+
+    Raises:
+        PermissionError: With the reason.
+    """
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode):
+        reason = "not a folder"
+    elif info.st_uid != os.geteuid():
+        reason = f"it belongs to {user_name(info.st_uid)}, not to you"
+    elif stat.S_IMODE(info.st_mode) & 0o077:
+        reason = f"its mode is {stat.S_IMODE(info.st_mode):o}, not 700"
+    else:
+        return
+    raise PermissionError(errno.EPERM, reason, str(path))
+
+
+def user_name(uid: int) -> str:
+    """`mallory (uid 1001)`, or `uid 1001` if this machine does not know it."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _group_id(name: str | None) -> int | None:
+    try:
+        return None if name is None else grp.getgrnam(name).gr_gid
+    except KeyError:  # not a group of this machine: nobody is in it
+        return None
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def _private_group() -> int | None:
+    """This user's own group, of which nobody else is a member, as Debian and Red Hat make it."""
+    try:
+        own = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(own.pw_gid)
+    except KeyError:
+        return None
+    return own.pw_gid if group.gr_name == own.pw_name and not group.gr_mem else None
