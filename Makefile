@@ -3,6 +3,8 @@
 # make test-all  the long tests too: samples of the chaos suite
 # make check   ruff, mypy, shellcheck, the documentation
 # make docs    the documentation as a site in build/site
+# make audit   installed packages with known vulnerabilities, by pip-audit; needs its database
+# make sbom    the installed packages as a CycloneDX list, build/sbom.json
 # make chaos   the chaos suite: 200 runs that fail on 4 nodes, 20 on 128; hours
 
 PYTHON ?= python3
@@ -12,7 +14,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check docs chaos install dev slurm browser clean
+.PHONY: demo test test-all check docs audit sbom chaos install dev slurm browser clean
 
 demo: install
 	$(BIN)/python tools/demo.py
@@ -29,7 +31,7 @@ check: dev
 	$(BIN)/mypy
 	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py \
 	  tools/benchmarks/*.py tools/benchmarks/_month/*.py tools/check_parallelcluster.py \
-	  tools/house.py
+	  tools/house.py tools/audit.py
 	$(BIN)/mypy --strict tools/chaos tools/_chaos
 	$(BIN)/mypy --strict tools/benchmarks/departures
 	MYPYPATH=tools/benchmarks $(BIN)/mypy --strict tools/reproduce
@@ -39,6 +41,16 @@ check: dev
 # --strict: a link, an anchor or a page that leads nowhere fails.
 docs: dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Exit code 2 of tools/audit.py: not everything could be looked up.
+audit: dev
+	$(BIN)/python tools/audit.py
+
+sbom: dev
+	mkdir -p build
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	  --output-file build/sbom.json $(BIN)/python
+	@echo "build/sbom.json: $$(grep -c '"bom-ref":' build/sbom.json) components"
 
 chaos: dev slurm
 	$(BIN)/python tools/chaos --runs 200 --nodes 4 --backend native --parallel 4

@@ -150,7 +150,7 @@ class _Worker:
         try:
             pickle.dump((shard, self._work.path), self._process.stdin)
             self._process.stdin.flush()
-            result: ShardResult = pickle.load(self._process.stdout)
+            result: ShardResult = pickle.load(self._process.stdout)  # noqa: S301 (its own child)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
             code = self._process.wait()
             others = f" and {len(shard.files) - 1} more files" if len(shard.files) > 1 else ""
@@ -175,7 +175,7 @@ def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
-            shard, work = pickle.load(sys.stdin.buffer)
+            shard, work = pickle.load(sys.stdin.buffer)  # noqa: S301 (its own parent)
         except EOFError:
             return
         pickle.dump(run_shard(shard, work), sys.stdout.buffer)

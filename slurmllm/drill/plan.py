@@ -53,7 +53,7 @@ class DrillPlan:
 
         `nodes` are those of the attempt, the supervisor's first.
         """
-        generator = random.Random(f"{self.seed} {kind}")
+        generator = random.Random(f"{self.seed} {kind}")  # noqa: S311 (repeatable, no secret)
         per_node = self.config.cluster.devices_per_node
         at_step = generator.randint(
             self.every_steps + 1, max(self.every_steps + 1, 2 * self.every_steps - 1)

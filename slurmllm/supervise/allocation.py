@@ -223,4 +223,4 @@ def allocate_nodes(
     salloc += [*(["--exclusive"] if config.cluster.exclusive else []), *config.cluster.directives]
     # salloc would take the variables of a surrounding job for its own options.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_JOB")}
-    return os.execvpe("salloc", [*salloc, *SLURMLLM, *command], environment)
+    return os.execvpe("salloc", [*salloc, *SLURMLLM, *command], environment)  # noqa: S606 (no shell)
