@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
@@ -46,6 +46,13 @@ TimePart = Literal[
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
 # What a worker is doing: `stepping` from the second step of an attempt on.
 Phase = Literal["starting", "resuming", "first_step", "stepping", "saving", "stopping"]
+
+# Both become arguments of Slurm's commands, and names of files; files of a run can be damaged, or
+# be written by others. An id may be that of an array's task or of a part of a heterogeneous job.
+JobId = Annotated[str, Field(pattern=r"^[0-9]{1,18}(_[0-9]{1,18})?(\+[0-9]{1,18})?$")]
+NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
+# Not 0 and not negative: kill(2) takes these for groups of processes. proc(5): at most 2^22.
+ProcessId = Annotated[int, Field(gt=0, le=1 << 22)]
 
 _NEW_GRAPHS = AliasChoices("new_graphs", "graphs_added")  # the second: runs of 0.1
 
@@ -110,9 +117,10 @@ class Submission(Record):
     nodes: int
     local: bool = Field(description="ran on this machine without Slurm")
     first_attempt: int = Field(description="the train attempt that this submission begins with")
-    precompile_job: str | None = Field(default=None, description="job id, None if skipped")
-    train_job: str | None = None
-    pid: int | None = Field(default=None, description="process of a local submission")
+    precompile_job: JobId | None = Field(default=None, description="job id, None if skipped")
+    train_job: JobId | None = None
+    pid: ProcessId | None = Field(default=None, description="process of a local submission")
+    process: str | None = Field(default=None, description="its `process_identity`")
     host: str | None = Field(default=None, description="machine of a local submission")
     cancelled_at: float | None = Field(default=None, description="Unix time of `cancel`, s")
 
@@ -128,11 +136,12 @@ class AttemptRecord(Record):
 
     attempt: int
     stage: Literal["precompile", "train"]
-    job_id: str | None = Field(description="Slurm job id; None for a local run")
+    job_id: JobId | None = Field(description="Slurm job id; None for a local run")
     restart_count: int = Field(default=0, description="SLURM_RESTART_COUNT")
     host: str | None = Field(default=None, description="machine of the supervisor")
-    pid: int | None = Field(default=None, description="process id of the supervisor")
-    nodes: tuple[str, ...]
+    pid: ProcessId | None = Field(default=None, description="process id of the supervisor")
+    process: str | None = Field(default=None, description="its `process_identity`")
+    nodes: tuple[NodeName, ...]
     world_size: int
     master_addr: str
     master_port: int
@@ -141,7 +150,7 @@ class AttemptRecord(Record):
     ending: EndingClass | None = Field(default=None, alias="class")
     action: Action | None = None
     evidence: tuple[str, ...] = ()
-    blamed_nodes: tuple[str, ...] = ()
+    blamed_nodes: tuple[NodeName, ...] = ()
     first_step: int | None = Field(default=None, description="first step that this attempt made")
     last_step: int | None = None
     checkpoint_before: int | None = Field(default=None, description="newest step at the start")
@@ -167,7 +176,7 @@ class WorkerPhase(Record):
 class Heartbeat(Record):
     """`attempts/NNN/heartbeats/<node>.json`: what a node's workers are doing."""
 
-    node: str
+    node: NodeName
     written_at: float = Field(description="Unix time, s")
     ranks: dict[int, WorkerPhase]
 
@@ -182,10 +191,10 @@ class HangRecord(Record):
     limit_s: float
     behind: tuple[int, ...] = Field(default=(), description="ranks; empty if all are equal")
     # The nodes whose launchers stopped responding; called silent_nodes by runs of 0.1.
-    unresponsive_nodes: tuple[str, ...] = Field(
+    unresponsive_nodes: tuple[NodeName, ...] = Field(
         default=(), validation_alias=AliasChoices("unresponsive_nodes", "silent_nodes")
     )
-    suspects: tuple[str, ...] = Field(default=(), description="nodes blamed for the hang")
+    suspects: tuple[NodeName, ...] = Field(default=(), description="nodes blamed for the hang")
 
 
 class SkippedBatches(Record):
@@ -224,7 +233,7 @@ class Event(Record):
 class NodeRecord(Record):
     """`attempts/NNN/nodes/<node>.json`: a node's launcher and its workers."""
 
-    node: str
+    node: NodeName
     # Graphs: not needed, on this disk already, from the broadcast archive, read from the shared
     # file system, or not used because the archive is of other versions.
     cache: Literal["none", "present", "broadcast", "shared", "other_versions"] = "none"
@@ -259,7 +268,7 @@ class Finding(Record):
 class NodeHealth(Record):
     """`attempts/NNN/health/<node>.json`: what the checks of a node found before the start."""
 
-    node: str
+    node: NodeName
     findings: tuple[Finding, ...] = ()
     versions: dict[str, str] = Field(default_factory=dict, description="as in NodeRecord")
     checks_s: float | None = Field(default=None, description="s; None: not finished")
@@ -271,7 +280,7 @@ class NodeHealth(Record):
 class ExcludedNode(Record):
     """An excluded node."""
 
-    node: str
+    node: NodeName
     reason: str
     since: float = Field(description="Unix time, s")
     until: float = Field(description="Unix time, s")
@@ -287,7 +296,7 @@ class FailureRecord(Record):
     """`attempts/NNN/failures/rank_RRRRR.json`: why a worker failed, as it reported."""
 
     rank: int
-    node: str
+    node: NodeName
     error: str = Field(description="name of the exception's class")
     message: str
     blame: Literal["user", "infrastructure", "code"]
@@ -301,7 +310,7 @@ class WorkerRecord(Record):
     """`attempts/NNN/workers/rank_RRRRR.json`: start-up and graph cache of a node's first worker."""
 
     rank: int
-    node: str
+    node: NodeName
     start_up_s: float = Field(description="from the worker's start to the first step's start")
     first_step_s: float = Field(description="duration of the first step, compilation included")
     cache_hits: int
@@ -356,9 +365,9 @@ class GraphManifest(Record):
 class NewGraphs(Record):
     """`graphs/new/NNN_<node>.json`: what a node compiled in training, until it is merged."""
 
-    node: str
+    node: NodeName
     attempt: int
-    nodes: tuple[str, ...] = Field(description="of the attempt")
+    nodes: tuple[NodeName, ...] = Field(description="of the attempt")
     versions: dict[str, str]
     archive_sha256: str
     files: tuple[GraphFile, ...]

@@ -1,4 +1,4 @@
-"""Keys of records that version 0.1 wrote under other names."""
+"""Keys of records that version 0.1 wrote under other names, and values that are refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from slurmllm.records import GraphManifest, HangRecord, NodeRecord, Record
+from slurmllm.errors import StorageError
+from slurmllm.records import (
+    ExcludedNode,
+    GraphManifest,
+    HangRecord,
+    JobsRecord,
+    NodeRecord,
+    Record,
+    Submission,
+)
 
 MANIFEST = {
     "complete": True, "backend": "native", "versions": {}, "graphs": 0, "archive_bytes": 0,
@@ -35,3 +45,30 @@ def test_old_keys_are_read_and_new_ones_written(
     assert written[new] == value
     assert old not in written
     assert kind.load(path) == kind.model_validate({**fields, new: value}, strict=False)
+
+
+@pytest.mark.parametrize("job", ["--user=root", "-u", "1 2", "12,13", "*", "", "7\n", "७"])
+def test_a_job_id_of_a_record_is_one(job: str, tmp_path: Path) -> None:
+    path = tmp_path / "jobs.json"
+    sent = {"submitted_at": 1.0, "nodes": 1, "local": False, "first_attempt": 0, "train_job": job}
+    path.write_text(json.dumps({"submissions": [sent]}))
+    with pytest.raises(StorageError, match=r"submissions\.0\.train_job"):
+        JobsRecord.load(path)
+
+
+@pytest.mark.parametrize("job", ["7", "1234_5", "12+1"])
+def test_job_ids_of_slurm_are_read(job: str) -> None:
+    sent = {"submitted_at": 1.0, "nodes": 1, "local": False, "first_attempt": 0, "train_job": job}
+    assert Submission.model_validate(sent).train_job == job
+
+
+@pytest.mark.parametrize("node", ["--help", "../../home/ada/x", "a,b", "a b", "", ".", "n1\n"])
+def test_a_node_of_a_record_is_a_name(node: str) -> None:
+    with pytest.raises(ValidationError, match="pattern"):
+        ExcludedNode(node=node, reason="", since=0.0, until=1.0)
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 10**30])
+def test_a_process_id_of_a_record_is_of_one_process(pid: int) -> None:
+    with pytest.raises(ValidationError):
+        Submission(submitted_at=1.0, nodes=1, local=True, first_attempt=0, pid=pid)

@@ -316,6 +316,7 @@ def cancel(run: str, runs_dir: str | None) -> None:
     """
     import signal
 
+    from slurmllm.errors import RunError
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
     from slurmllm.status.runs import is_active
@@ -329,6 +330,12 @@ def cancel(run: str, runs_dir: str | None) -> None:
         return
     sent = submissions[-1]
     if sent.local and sent.pid is not None:
+        if sent.process is None:  # of an earlier version; the id may be another process's by now
+            raise RunError(
+                f"{found.name} has no record of when its process {sent.pid} was started, so that "
+                "it could be another program by now; look at it with "
+                f"`ps -o lstart,args -p {sent.pid}`, and end it with `kill {sent.pid}`"
+            )
         _signal(sent.pid, 0)
         if sent.cancelled_at is not None:  # a second signal would end it before it has saved
             click.echo(

@@ -232,7 +232,7 @@ class SlurmCommands(SlurmClient):
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         if job_ids:
-            _run(["scancel", "--quiet", *job_ids])
+            _run(["scancel", "--quiet", "--", *job_ids])
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         command = ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"]

@@ -6,14 +6,13 @@ import os
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from slurmllm.config.load import ConfigSummary
 from slurmllm.errors import SlurmError
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import QueuedJob, SlurmClient
-from slurmllm.supervise.attempts import load_attempts
+from slurmllm.supervise.attempts import is_running, load_attempts
 
 _RUNNING = ("RUNNING", "COMPLETING")
 _WAITING = ("PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD")
@@ -164,12 +163,7 @@ def is_process_alive(sent: Submission) -> bool:
     """Whether the process of a local submission is running on this machine."""
     if sent.pid is None or sent.host != socket.gethostname():
         return False  # a shared file system shows runs of other machines, too
-    try:
-        # The pid may belong to another program by now.
-        command = Path(f"/proc/{sent.pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return b"slurmllm" in command and sent.pid != os.getpid()
+    return sent.pid != os.getpid() and is_running(sent.pid, sent.process, b"slurmllm")
 
 
 @dataclass(frozen=True)

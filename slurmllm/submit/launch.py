@@ -26,6 +26,7 @@ from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import SlurmClient, SlurmCommands
 from slurmllm.submit.prepare import PreparedRun, remove_unsubmitted
 from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS
+from slurmllm.supervise.attempts import process_identity
 
 
 def read_jobs(run: RunDir) -> JobsRecord:
@@ -95,7 +96,9 @@ def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Sub
 def run_locally(prepared: PreparedRun, quiet: bool = False) -> int:
     """Run the stages in order; returns 0, the exit code of the failed stage, or 130 for Ctrl-C."""
     config, nodes, stages = prepared.config, prepared.mesh.nodes, prepared.stages
-    local = _submission(prepared, local=True, pid=os.getpid(), host=socket.gethostname())
+    pid = os.getpid()
+    identity = process_identity(pid)
+    local = _submission(prepared, local=True, pid=pid, process=identity, host=socket.gethostname())
     record_submission(prepared.run, local)
     precompile_nodes = load_environment(config.backend).precompile_nodes(config, nodes)
     for stage in stages:

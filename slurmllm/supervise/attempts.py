@@ -30,6 +30,32 @@ from slurmllm.supervise.phases import Timeline, queue_s, timeline
 from slurmllm.supervise.policy import decide
 
 
+def process_identity(pid: int) -> str | None:
+    """Boot and start time of a process, as process ids are reused; None if it does not run."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        # proc(5): the name, in parentheses, may hold anything; state and start time come after it.
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()
+    # Not by psutil's `create_time`: it moves with the clock.
+    return None if state in "ZX" else f"{boot} {fields[18]}"
+
+
+def is_running(pid: int, identity: str | None, word: bytes) -> bool:
+    """Whether a recorded process still runs; for records without its identity, by its command.
+
+    Args:
+        word: What is in its command line.
+    """
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return word in command and identity in (None, process_identity(pid))
+
+
 def still_runs(record: AttemptRecord, allocation: Allocation) -> str | None:
     """Why an open attempt may still have a supervisor; None if it has none.
 
@@ -39,11 +65,7 @@ def still_runs(record: AttemptRecord, allocation: Allocation) -> str | None:
     if record.job_id is None:
         if record.pid in (None, os.getpid()) or record.host != socket.gethostname():
             return None
-        try:
-            # Process ids are reused: the command line must be a supervisor's.
-            alive = b"supervise" in Path(f"/proc/{record.pid}/cmdline").read_bytes()
-        except OSError:
-            return None
+        alive = is_running(record.pid, record.process, b"supervise")
         return f"process {record.pid} on {record.host} is its supervisor" if alive else None
     if not isinstance(allocation, SlurmAllocation):
         return f"it belongs to job {record.job_id}, and there is no Slurm here"
@@ -117,6 +139,7 @@ def open_attempt(
         restart_count=allocation.restart_count,
         host=socket.gethostname(),
         pid=os.getpid(),
+        process=process_identity(os.getpid()),
         nodes=allocation.nodes,
         world_size=len(allocation.nodes) * config.cluster.devices_per_node,
         master_addr=allocation.master_addr,
