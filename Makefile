@@ -5,6 +5,7 @@
 # make docs    the documentation as a site in build/site
 # make audit   installed packages with known vulnerabilities, by pip-audit; needs its database
 # make sbom    the installed packages as a CycloneDX list, build/sbom.json
+# make fuzz    hostile files for every reader, for an hour
 # make chaos   the chaos suite: 200 runs that fail on 4 nodes, 20 on 128; hours
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check docs audit sbom chaos install dev slurm browser clean
+.PHONY: demo test test-all check docs audit sbom fuzz chaos install dev slurm browser clean
 
 demo: install
 	$(BIN)/python tools/demo.py
@@ -33,6 +34,7 @@ check: dev
 	  tools/benchmarks/*.py tools/benchmarks/_month/*.py tools/check_parallelcluster.py \
 	  tools/house.py tools/audit.py
 	$(BIN)/mypy --strict tools/chaos tools/_chaos
+	MYPYPATH=tools $(BIN)/mypy --strict tools/fuzz
 	$(BIN)/mypy --strict tools/benchmarks/departures
 	MYPYPATH=tools/benchmarks $(BIN)/mypy --strict tools/reproduce
 	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run configs/parallelcluster/*.sh
@@ -51,6 +53,9 @@ sbom: dev
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 	  --output-file build/sbom.json $(BIN)/python
 	@echo "build/sbom.json: $$(grep -c '"bom-ref":' build/sbom.json) components"
+
+fuzz: dev
+	$(BIN)/python tools/fuzz --minutes 60
 
 chaos: dev slurm
 	$(BIN)/python tools/chaos --runs 200 --nodes 4 --backend native --parallel 4

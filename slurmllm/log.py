@@ -90,8 +90,11 @@ def parse_line(text: str) -> LogLine | None:
     found = _LINE.match(text)
     if found is None:
         return None
-    rank = int(found["rank"]) if found["rank"] is not None else None
-    time = datetime.fromisoformat(found["time"]).timestamp()
+    try:
+        rank = int(found["rank"]) if found["rank"] is not None else None
+        time = datetime.fromisoformat(found["time"]).timestamp()
+    except (ValueError, OverflowError):  # month 13, a rank of 5,000 digits
+        return None
     return LogLine(time, found["level"], found["node"], rank, found["component"], found["message"])
 
 

@@ -278,7 +278,7 @@ def _load(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # some other file of that name
 
 

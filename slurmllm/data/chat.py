@@ -160,7 +160,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}; fix it or remove it") from error
     if not isinstance(config, dict):
         raise DataError(f"{path} is not a JSON object; fix it or remove it")

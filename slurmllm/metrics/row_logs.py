@@ -214,7 +214,7 @@ def read_wandb(path: Path, tags: Mapping[str, str]) -> Log:
                     for item in history.item
                 }
                 rows.add(json_numbers({"_step": history.step.num} | row))
-    except (ValueError, DecodeError) as error:
+    except (ValueError, DecodeError, RecursionError) as error:
         warnings.append(f"{path}: {error}; read as far as that")
     return rows.log(path, "jsonl", tags, warnings)
 

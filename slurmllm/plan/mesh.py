@@ -183,7 +183,7 @@ def load_mesh(plan: Path) -> Mesh:
         raise StorageError(
             f"cannot read {plan}: {error.strerror or error}; `slurmllm resume` writes it again"
         ) from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise StorageError(
             f"{plan} is damaged: {error}; `slurmllm resume` writes it again"
         ) from error

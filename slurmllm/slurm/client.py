@@ -287,6 +287,7 @@ class SlurmCommands(SlurmClient):
                 int(cpus), "" if gres == "(null)" else gres,
             )
             for partition, up, name, state, cpus, gres in rows
+            if cpus.isdecimal()
         ]  # fmt: skip
 
 

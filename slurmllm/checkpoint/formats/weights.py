@@ -52,8 +52,8 @@ def open_weights(origin: Origin) -> TensorFiles:
     path = directory / INDEX
     try:
         weight_map: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted({Path(name).name for name in weight_map.values()})  # none outside
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(f"cannot read {path}: {error}; import the model again") from error
     files, faults = open_safetensors(directory, names, weight_map)
     # Imported once without faults: the files were changed or damaged since.

@@ -1,0 +1,1 @@
+"""What `tools/fuzz` hunts with: mutations of valid files, and the readers that get them."""

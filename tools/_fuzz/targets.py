@@ -1,0 +1,331 @@
+"""Every reader of files that others may have written: what a target does with a hostile file.
+
+A target gets the path of the file, which has the name of the valid file that it was made from. It
+may raise a SlurmllmError; anything else is a fault, and so are a hang and a great need of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+
+from slurmllm.errors import RunError
+
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS = ROOT / "tests/fuzz/corpus"
+Target = Callable[[Path], object]
+
+
+def records(path: Path) -> None:
+    from slurmllm import records
+    from slurmllm.checkpoint.formats.nxd_files import NxdLayout
+    from slurmllm.checkpoint.state import TrainState
+    from slurmllm.corpus.shard import ShardRecord
+
+    own = {kind.__name__: kind for kind in (NxdLayout, TrainState, ShardRecord)}
+    kind: Any = own.get(path.stem) or getattr(records, path.stem)
+    with contextlib.suppress(records.StorageError):
+        kind.load_known(path)
+    kind.load(path).save(path.with_suffix(".copy"))
+
+
+def config(path: Path) -> None:
+    from slurmllm.config.load import load, load_leniently, read_summary
+    from slurmllm.errors import ConfigError
+
+    for read in (read_summary, load_leniently):
+        with contextlib.suppress(ConfigError):
+            read(path)
+    load(path)
+
+
+def recipe(path: Path) -> None:
+    from slurmllm.config.resolve import resolve
+
+    resolve(str(path))
+
+
+def profile(path: Path) -> None:
+    from slurmllm.config.resolve import resolve
+
+    resolve("tiny_neox", str(path))
+
+
+def suite(path: Path) -> None:
+    from slurmllm.evaluate.suites import read_suite
+
+    read_suite(path)
+
+
+def metrics(path: Path) -> None:
+    from slurmllm.metrics import attempt_metrics
+    from slurmllm.metrics.row_reader import last_rows
+    from slurmllm.metrics.source import read_run
+
+    last_rows(path, 3)
+    for smallest in (0, 1 << 30):  # the fast reader, then the one that reads line by line
+        with mock.patch.object(attempt_metrics, "_SMALL_BYTES", smallest):
+            read_run(path, lenient=True)
+    read_run(path)
+
+
+def events(path: Path) -> None:
+    from slurmllm.metrics.row_reader import read_events
+    from slurmllm.rundir import RunDir
+
+    run = RunDir(path.parent)
+    run.events(0).parent.mkdir(exist_ok=True)
+    path.replace(run.events(0))
+    list(read_events(run, 0))
+
+
+def logs(path: Path) -> None:
+    from slurmllm.metrics.source import read_curve
+
+    read_curve(path)
+
+
+def framed_event(path: Path) -> None:
+    """The content of one record of an event file, with the checksums that it must have."""
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # type: ignore[import-untyped]
+        masked_crc32c,
+    )
+
+    content = path.read_bytes()
+    header = struct.pack("<Q", len(content))
+    frame = header + struct.pack("<I", masked_crc32c(header)) + content + bytes(4)
+    framed = path.with_name("events.out.tfevents.1.n1")
+    framed.write_bytes(frame)
+    logs(framed)
+
+
+def framed_value(path: Path) -> None:
+    """The value of an item in the history of a W&B run, with the checksum that it must have."""
+    from slurmllm.metrics import row_logs
+
+    message = row_logs._record_type()()
+    item = message.history.item.add()
+    item.key, item.value_json = "loss", path.read_text(errors="replace")
+    record = message.SerializeToString()
+    if len(record) < 30_000:  # of one block
+        header = struct.pack("<IHB", zlib.crc32(record, zlib.crc32(b"\x01")), len(record), 1)
+        framed = path.with_name("run-1.wandb")
+        framed.write_bytes(b":W&B\xe1\xbe\x00" + header + record)
+        logs(framed)
+
+
+def column_cache(path: Path) -> None:
+    """The columns of a metrics file, with the checksum that they must have."""
+    from slurmllm.metrics import column_cache
+
+    rows = path.with_name("attempt_000.jsonl")
+    rows.write_bytes(b"{}")
+    checksum = column_cache._checksum(path.read_bytes())
+    path.with_name(".attempt_000.jsonl.arrow").write_bytes(path.read_bytes() + checksum)
+    with (
+        mock.patch.object(column_cache, "MIN_BYTES", 0),
+        mock.patch.object(column_cache, "_metadata", return_value={}),
+    ):
+        column_cache.load_columns(rows, 0, rows.stat())
+
+
+def mlflow(path: Path) -> None:
+    folder = path.parent / "metrics"
+    folder.mkdir(exist_ok=True)
+    (path.parent / "meta.yaml").touch()
+    path.replace(folder / "loss")
+    logs(path.parent)
+
+
+def tokens(path: Path) -> None:
+    from slurmllm.data.sources import open_source
+
+    path.with_suffix(".bin").write_bytes(bytes(128))
+    source = open_source(path, None, None)
+    for document in range(min(len(source), 4)):
+        source.read([(document, 0)])
+
+
+def arrow(path: Path) -> None:
+    from slurmllm.data.sources import open_source
+    from slurmllm.data.tokenizer import TokenEncoder
+
+    source = open_source(path, TokenEncoder(CORPUS / "tokenizer/tokenizer.json"), None)
+    for document in range(min(len(source), 4)):
+        source.read([(document, 0)])
+
+
+def corpus(path: Path) -> None:
+    from slurmllm.corpus.inputs import input_file
+    from slurmllm.corpus.options import InputErrors, ReadOptions
+    from slurmllm.corpus.readers import DocumentReader
+
+    for skip_bad in (True, False):
+        errors = InputErrors(skip_bad)
+        list(DocumentReader(input_file(path), ReadOptions(skip_bad=skip_bad), errors.add))
+
+
+def tokenizer(path: Path) -> None:
+    from slurmllm.data.tokenizer import TokenEncoder
+
+    TokenEncoder(path)
+
+
+def chat(path: Path) -> None:
+    from slurmllm.data.chat import ChatFormat
+
+    ChatFormat(path.with_name("tokenizer.json")).validate()
+
+
+def safetensors(path: Path) -> None:
+    from slurmllm.checkpoint.formats.safetensors_files import open_safetensors
+
+    files, _ = open_safetensors(path.parent, [path.name])
+    for name in list(files.tensors)[:4]:
+        files.read(name)
+
+
+def safetensors_header(path: Path) -> None:
+    header = path.read_bytes()
+    framed = path.with_name("model.safetensors")
+    framed.write_bytes(len(header).to_bytes(8, "little") + header + bytes(38))
+    safetensors(framed)
+
+
+def huggingface(path: Path) -> None:
+    from slurmllm.checkpoint.formats.importing import plan_import
+
+    shutil.copy(CORPUS / "safetensors/model.safetensors", path.parent)
+    path.replace(path.with_name("config.json"))
+    plan_import(path.parent)
+
+
+def slurm(path: Path) -> None:
+    from slurmllm.slurm import client
+
+    text = path.read_text(errors="replace")
+    commands = client.SlurmCommands()
+    verbs: dict[str, Callable[[], object]] = {
+        "squeue": lambda: [job.active for job in commands.queue(["123"]).values()],
+        "sacct": lambda: commands.accounting("123"),
+        "job": lambda: (commands.restarts("123"), commands.delay("123", 5.0)),
+        "hosts": lambda: commands.hostnames("n[1-3]"),
+        "sinfo_nodes": commands.node_states,
+        "sinfo": commands.partition_nodes,
+        "config": commands.settings,
+        "sbatch": lambda: commands.submit(path),
+    }
+    with mock.patch.object(client, "_run", return_value=text):
+        verbs[path.stem]()
+
+
+def lines(path: Path) -> None:
+    from slurmllm.error_patterns import meaning_of, telling_line
+    from slurmllm.log import message_of, parse_line
+    from slurmllm.supervise.first_failure import stack_location
+    from slurmllm.supervise.log_files import GrowingLog
+
+    log = GrowingLog(path)
+    read = [*log.lines(), *log.flush()]
+    for line in read:
+        parse_line(line)
+        message_of(line)
+        meaning_of(line)
+    telling_line(read)
+    stack_location(path.read_text(errors="replace"))
+
+
+def probe(path: Path) -> None:
+    from slurmllm.diagnose.probe import ProbeLine
+    from slurmllm.worker_files import read_phase
+
+    read_phase(path)
+    for line in path.read_text(errors="replace").splitlines():
+        ProbeLine.parse(line)
+
+
+def plan(path: Path) -> None:
+    from slurmllm.plan.mesh import load_mesh
+
+    load_mesh(path)
+
+
+def scores(path: Path) -> None:
+    from slurmllm.evaluate.scores import score_tables
+    from slurmllm.rundir import RunDir
+
+    folder = RunDir(path.parent).path / "evaluations/step_00000001"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.replace(folder / path.name)
+    score_tables(RunDir(path.parent))
+
+
+def run(path: Path) -> None:
+    """The verbs of a login node, on a run one of whose files is hostile."""
+    from slurmllm.cli.main import cli
+
+    runs = path.parent / "runs"
+    for valid in (CORPUS / "run").iterdir():
+        if "~" not in valid.name:
+            copy = runs / "r" / valid.name.replace("+", "/")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path if valid.name == path.name else valid, copy)
+    at = f"--runs-dir={runs}"
+    verbs = [["status", at], ["status", "r", at, "--json"], ["checkpoint", "list", "r", at]]
+    verbs.append(["spikes", "r", at] if path.name.startswith("metrics") else ["logs", "r", at])
+    for verb in verbs:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.suppress(click.ClickException, RunError),
+        ):
+            cli.main(verb, prog_name="slurmllm", standalone_mode=False)
+
+
+# A target's name is that of its folder in tests/fuzz/corpus.
+TARGETS: dict[str, Target] = {
+    "records": records, "config": config, "recipe": recipe, "profile": profile, "suite": suite,
+    "metrics": metrics, "events": events, "logs": logs, "tensorboard": logs,
+    "tensorboard_event": framed_event, "wandb_value": framed_value, "mlflow": mlflow,
+    "tokens": tokens, "arrow": arrow,
+    "corpus": corpus, "tokenizer": tokenizer, "chat": chat, "safetensors": safetensors,
+    "safetensors_header": safetensors_header, "huggingface": huggingface, "slurm": slurm,
+    "lines": lines, "probe": probe, "phase": probe, "plan": plan, "scores": scores, "run": run,
+}  # fmt: skip
+
+
+def corpus_files(target: str) -> dict[str, bytes]:
+    """The files of a target: valid ones, and those that once failed, `<name>~<digest>`."""
+    return {path.name: path.read_bytes() for path in sorted((CORPUS / target).iterdir())}
+
+
+def run_target(target: str, name: str, content: bytes, folder: Path) -> None:
+    """Give a file to a target, in an empty folder.
+
+    Raises:
+        Exception: a fault of the target.
+    """
+    from slurmllm.errors import SlurmllmError
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    path = folder / name.partition("~")[0]
+    path.write_bytes(content)
+    before = Path.cwd()
+    try:
+        os.chdir(folder)
+        TARGETS[target](path)
+    except SlurmllmError as error:
+        str(error).encode()  # printable: without half a surrogate pair
+    finally:
+        os.chdir(before)
