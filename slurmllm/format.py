@@ -85,7 +85,7 @@ def format_elapsed(seconds: float | None) -> str:
 
 def format_duration(seconds: float | None) -> str:
     """`1:02:03`; empty if unknown."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return ""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -102,7 +102,10 @@ def format_age(seconds: float) -> str:
 
 def format_time(unix_s: float) -> str:
     """`2026-11-23 08:31` in the time zone of this machine."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
+    except (OverflowError, ValueError, OSError):  # a damaged record's time
+        return f"{unix_s:g}"
 
 
 def format_utc(unix_s: float | None) -> str:

@@ -14,6 +14,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.errors import Blame, StorageError
 from slurmllm.rundir import write_atomic
+from slurmllm.safe_files import read_limited, reason
 
 EndingClass = Literal[
     "done",  # the final step was reached
@@ -70,13 +71,24 @@ class Record(BaseModel):
     def load(cls, path: Path) -> Self:
         """Read a record; raises StorageError if the file is unreadable or no such record."""
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.model_validate_json(read_limited(path))
         except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+            raise StorageError(f"cannot read {path}: {reason(error)}") from error
         except ValidationError as error:
             raise StorageError(
                 f"{path} is damaged: {first_problem(error)}; restore it or start a new run"
             ) from error
+
+    @classmethod
+    def find(cls, path: Path) -> Self | None:
+        """Read a record; None if there is no such file. Raises as `load` does."""
+        try:
+            path.lstat()  # not `is_file`: a pipe in the file's place is damage
+        except FileNotFoundError:
+            return None
+        except OSError:
+            pass  # `load` names the reason
+        return cls.load(path)
 
     @classmethod
     def load_known(cls, path: Path) -> tuple[Self, tuple[str, ...]]:
@@ -93,10 +105,10 @@ class Record(BaseModel):
             errors = error.__cause__.errors()
             unknown = {str(e["loc"][0]): e.get("input") for e in errors if e["loc"]}
             try:
-                held = json.loads(path.read_bytes())
+                held = json.loads(read_limited(path))
                 known = {key: value for key, value in held.items() if key not in unknown}
                 record = cls.model_validate(known, strict=False)
-            except (OSError, ValueError, AttributeError):
+            except (OSError, ValueError, AttributeError, RecursionError):
                 raise error from error.__cause__
         return record, tuple(f"{name} is {value!r:.40}" for name, value in unknown.items())
 

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from slurmllm.errors import RunError, StorageError
+from slurmllm.safe_files import reason
 
 if TYPE_CHECKING:  # login-node commands must not load matplotlib
     from matplotlib.figure import Figure
@@ -346,8 +347,10 @@ def runs_root(option: str | None = None) -> Path:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run's."""
-    return (path / "config.yaml").is_file()
+    """Whether a folder is a run's, whose files this user may read."""
+    with contextlib.suppress(PermissionError):
+        return (path / "config.yaml").is_file()
+    return False
 
 
 def find_run(run: str, root: Path) -> RunDir:
@@ -359,7 +362,16 @@ def find_run(run: str, root: Path) -> RunDir:
     for candidate in (root / run, Path(run).absolute()):
         if is_run(candidate):
             return RunDir(candidate)
-    known = sorted(entry.name for entry in root.iterdir() if is_run(entry)) if root.is_dir() else []
+        try:
+            (candidate / "config.yaml").lstat()
+        except PermissionError as error:
+            raise RunError(f"cannot read the run {candidate}: {reason(error)}") from error
+        except (OSError, ValueError):  # there is none
+            continue
+        raise RunError(f"{candidate / 'config.yaml'} is not a regular file; restore or remove it")
+    known: list[str] = []
+    with contextlib.suppress(OSError):
+        known = sorted(entry.name for entry in root.iterdir() if is_run(entry))
     listing = f"runs there: {', '.join(known[-10:])}" if known else "there are no runs yet"
     raise RunError(
         f"no run {run!r}: neither {root / run} nor {Path(run).absolute()} holds a config.yaml; "

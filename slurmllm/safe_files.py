@@ -12,17 +12,20 @@ than for a disk that refuses.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import grp
 import os
 import pwd
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 # Bytes of a record or a YAML file; the largest, a checkpoint's manifest of 8,192 workers, has 4 MB.
 LARGEST_RECORD = 1 << 26
+LONGEST_LINE = 1 << 20  # of a record in a file of lines; a step's metrics have 500 bytes
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
@@ -57,6 +60,31 @@ def read_limited(path: Path, limit: int = LARGEST_RECORD) -> bytes:
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", str(path))
     return content
+
+
+def read_lines(stream: BinaryIO, longest: int = LONGEST_LINE) -> Iterator[bytes]:
+    """Yield the lines of a file from where it is.
+
+    Raises:
+        OSError: A line has more than `longest` bytes.
+    """
+    while line := stream.readline(longest + 1):
+        if len(line) > longest:
+            raise OSError(errno.EFBIG, f"a line of more than {longest:,} bytes", stream.name)
+        yield line
+
+
+def reason(error: OSError) -> str:
+    """Why a file cannot be read or written, and whose it is if permission is denied."""
+    text = error.strerror or str(error)
+    if error.errno != errno.EACCES or error.filename is None:
+        return text
+    path = Path(os.fsdecode(error.filename)).absolute()
+    for each in (path, *path.parents):  # in a closed folder not even the owner is known
+        with contextlib.suppress(OSError):
+            owner = each.lstat().st_uid
+            return f"{text}; {each} belongs to {user_name(owner)}"
+    return text
 
 
 def open_trusted(path: Path, group: str | None = None) -> BinaryIO:

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ValidationError
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import RENAMED, RunConfig, flatten, validate
-from slurmllm.config.yaml_source import read_yaml
+from slurmllm.config.yaml_source import LARGEST_YAML, parse_yaml, read_yaml
 from slurmllm.errors import ConfigError
+from slurmllm.safe_files import read_limited
 
 M = TypeVar("M", bound=BaseModel)
-_FastLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load(path: Path) -> RunConfig:
@@ -127,7 +127,7 @@ def read_summary(path: Path) -> ConfigSummary:
     """
     try:
         # `origin` comes last, is the longer half of the file, and is not needed here.
-        tree = yaml.load(path.read_bytes().partition(b"\norigin:")[0], _FastLoader)
+        tree = parse_yaml(read_limited(path, LARGEST_YAML).partition(b"\norigin:")[0].decode())
         price = tree["cluster"].get("price")
         name, steps = tree["name"], tree["train"]["steps"]
         usd = None if price is None else float(price["on_demand"])
@@ -135,7 +135,7 @@ def read_summary(path: Path) -> ConfigSummary:
         return summarize(load(path))
     except (LookupError, AttributeError, TypeError, ValueError):  # another shape than expected
         return summarize(load(path))
-    valid = type(name) is str and type(steps) is int and steps > 0
+    valid = type(name) is str and type(steps) is int and 0 < steps < 2**53
     if not valid or (usd is not None and not 0 < usd < math.inf):
         return summarize(load(path))
     return ConfigSummary(name, steps, usd)

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from slurmllm.errors import ConfigError
+from slurmllm.safe_files import read_limited, reason
 
 # PyYAML's implicit types that are replaced below; a timestamp stays a string.
 _TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
@@ -21,12 +22,14 @@ _FLOAT = re.compile(
     r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
     r"|\.inf|\.Inf|\.INF)$|^(\.nan|\.NaN|\.NAN)$"
 )
-# libyaml's stack overflows on 100 KB of brackets; a recipe has 2 KB.
-_LARGEST_FOR_LIBYAML = 1 << 15
 # A tab, tag, question mark or byte order mark, or a comment after `|`, which libyaml parses
-# differently from PyYAML, mostly if that finds an error.
-_READ_OTHERWISE = re.compile(r"[\t!?\ufeff]|[|>]\S*#")
+# differently from PyYAML, mostly if that finds an error; and dashes that nest deeply.
+_READ_OTHERWISE = re.compile(r"[\t!?\ufeff]|[|>]\S*#|(- +){50}")
+_MOST_BRACKETS = 1000  # libyaml's stack overflows from 20,000 levels on
+# Of a file of settings: a recipe has 2 KB, a run's config.yaml 10 KB. PyYAML reads 60 KB/s.
+LARGEST_YAML = 1 << 17
 _DEEPEST = 100
+_MOST_NODES = 100_000  # with every alias written out: nine levels of nine aliases have 10^9
 
 
 class _Loader(yaml.SafeLoader):
@@ -68,7 +71,7 @@ def write_yaml(values: dict[str, Any]) -> str:
 def parse_scalar(text: str) -> Any:
     """The value of `text` after the `=` of a `--set`: a number, a list, true, null or a string."""
     try:
-        return _parse(text)[1]
+        return parse_yaml(text)
     except (yaml.YAMLError, RecursionError):
         return text
 
@@ -80,60 +83,97 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         ConfigError: the file cannot be read, is not YAML or is not a mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_limited(path, LARGEST_YAML).decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {reason(error)}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {path}: {error}; it must be UTF-8 text") from error
+    lines: dict[str, int] = {}
+    faults: list[str] = []
     try:
-        node, values = _parse(text)
+        values = parse_yaml(text, lines, faults)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; a recipe has two levels") from None
-    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
+    if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no mapping of sections; see `slurmllm recipes tiny_neox`")
-    origins: dict[str, str] = {}
-    faults: list[str] = []
-    try:
-        _walk(node, "", path, origins, faults)
-    except RecursionError:
-        raise ConfigError(f"{path} holds an alias of itself; write the value out") from None
     if faults:
         raise ConfigError(f"{path}: {len(faults)} fault(s)", faults)
-    return values, origins
+    return values, {dotted: f"{path.name}:{line}" for dotted, line in lines.items()}
 
 
-def _parse(text: str) -> tuple[yaml.Node | None, Any]:
-    """The document as nodes (with lines) and as values; raises YAMLError or RecursionError."""
-    if len(text) <= _LARGEST_FOR_LIBYAML and not _READ_OTHERWISE.search(text):
+def parse_yaml(
+    text: str, lines: dict[str, int] | None = None, faults: list[str] | None = None
+) -> Any:
+    """The value of a document.
+
+    Args:
+        text: The document.
+        lines: Filled with the line of each leaf's dotted path.
+        faults: Filled with the keys that are written twice.
+
+    Raises:
+        YAMLError: it is no YAML, or a few lines of it stand for too much.
+        RecursionError: it is nested too deeply.
+    """
+    lines, faults = {} if lines is None else lines, [] if faults is None else faults
+    brackets = text.count("[") + text.count("{")
+    if brackets <= _MOST_BRACKETS and not _READ_OTHERWISE.search(text):
         with suppress(yaml.YAMLError):  # the other one's message shows the place in the text
-            return _document(text, _FastLoader)
-    return _document(text, _Loader)
+            return _document(text, _FastLoader, lines, faults)
+        lines.clear()
+        faults.clear()
+    return _document(text, _Loader, lines, faults)
 
 
-def _document(text: str, loader: type[_Loader | yaml.CSafeLoader]) -> tuple[yaml.Node | None, Any]:
+def _document(
+    text: str,
+    loader: type[_Loader | yaml.CSafeLoader],
+    lines: dict[str, int],
+    faults: list[str],
+) -> Any:
     node: yaml.Node | None = yaml.compose(text, loader)
     if node is None:
-        return None, None
-    # Level by level, each node once: aliases share nodes, and a recursive check would overflow too.
-    level, seen = {id(node): node}, set[int]()
-    for _ in range(_DEEPEST):
-        seen |= level.keys()
-        following: list[yaml.Node] = []
-        for one in level.values():
-            if isinstance(one, yaml.MappingNode):
-                following += (part for pair in one.value for part in pair)
-            elif isinstance(one, yaml.SequenceNode):
-                following += one.value
-        level = {id(one): one for one in following if id(one) not in seen}
-    if level:
+        return None
+    _measure(node, {})
+    if isinstance(node, yaml.MappingNode):
+        _walk(node, "", lines, faults)
+    try:
+        # After the walk: it writes the keys that `<<` merges into the nodes.
+        return loader("").construct_document(node)
+    except ValueError as error:  # a number of more than 4,300 digits
+        raise yaml.YAMLError(str(error)) from error
+
+
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Levels and nodes of a document with every alias written out; `known` are those of nodes.
+
+    Raises:
+        YAMLError: there are too many nodes, or no end to them.
+        RecursionError: there are too many levels.
+    """
+    found = known.get(id(node))
+    if found is not None:
+        if not found[0]:
+            raise yaml.YAMLError("it holds an alias of itself; write the value out")
+        return found
+    known[id(node)] = 0, 0  # until its parts are known
+    parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+    if isinstance(node, yaml.MappingNode):
+        parts = [part for pair in parts for part in pair]
+    measured = [_measure(part, known) for part in parts]
+    levels = 1 + max((levels for levels, _ in measured), default=0)
+    nodes = 1 + sum(nodes for _, nodes in measured)
+    if levels > _DEEPEST:
         raise RecursionError
-    # Loaded again: constructing writes the keys that `<<` merges into the nodes.
-    return node, yaml.load(text, loader)
+    if nodes > _MOST_NODES:
+        raise yaml.YAMLError(f"its aliases stand for more than {_MOST_NODES:,} values")
+    known[id(node)] = levels, nodes
+    return levels, nodes
 
 
-def _walk(
-    node: yaml.MappingNode, prefix: str, path: Path, origins: dict[str, str], faults: list[str]
-) -> None:
+def _walk(node: yaml.MappingNode, prefix: str, lines: dict[str, int], faults: list[str]) -> None:
     seen: set[str] = set()
     for key, value in node.value:
         dotted = f"{prefix}{key.value}"
@@ -142,6 +182,6 @@ def _walk(
             faults.append(f"{dotted}: written twice, again in line {line}; remove one of them")
         seen.add(dotted)
         if isinstance(value, yaml.MappingNode):
-            _walk(value, f"{dotted}.", path, origins, faults)
+            _walk(value, f"{dotted}.", lines, faults)
         else:
-            origins[dotted] = f"{path.name}:{line}"
+            lines[dotted] = line

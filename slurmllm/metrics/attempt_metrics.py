@@ -7,6 +7,7 @@ the same result.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -35,6 +36,7 @@ from slurmllm.metrics.row_reader import (
     read_error,
     row_fault,
 )
+from slurmllm.safe_files import LONGEST_LINE, open_regular
 
 _BLOCK_BYTES = 4 << 20
 # Smaller runs are read line by line in less time than the import of pyarrow's reader takes.
@@ -76,12 +78,14 @@ def read_attempts(files: list[Path], lenient: bool) -> tuple[list[RowBlock], lis
                 if (cached := load_columns(path, index, status)) is not None:
                     rows += cached
                     continue
-                with path.open("rb") as stream:
+                with open_regular(path) as stream:
                     # Begin and end, in bytes, of blocks of whole lines
                     spans, begin, size = [], 0, os.fstat(stream.fileno()).st_size
                     while begin < size:
                         stream.seek(begin + _BLOCK_BYTES)
-                        stream.readline()
+                        if len(stream.readline(LONGEST_LINE + 1)) > LONGEST_LINE:
+                            what = f"a line of more than {LONGEST_LINE:,} bytes"
+                            raise OSError(errno.EFBIG, what, str(path))
                         end = min(stream.tell(), size)
                         spans.append((begin, end))
                         begin = end

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 import time
 import zlib
@@ -22,10 +23,12 @@ import numpy as np
 
 from slurmllm.metrics.curves import COLUMNS
 from slurmllm.metrics.merge import RowBlock
+from slurmllm.safe_files import open_regular
 
 # A shorter file is read in a tenth of a second.
 MIN_BYTES = 16 << 20
 _QUIET_S = 60.0
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _VERSION = 3
 _CHECKSUM_BYTES = 4  # CRC-32 at the end: after a full disk or a power cut a file may contain zeros
 
@@ -39,7 +42,12 @@ def load_columns(path: Path, index: int, status: os.stat_result) -> list[RowBloc
         return None
     # Not memory-mapped: the kernel kills a process (SIGBUS) if another one truncates the file.
     try:
-        content = _cache_path(path).read_bytes()
+        with open_regular(_cache_path(path), follow=False) as stream:
+            info = os.fstat(stream.fileno())
+            # Written by this user or by the file's owner, and by nobody whom the file keeps out.
+            if info.st_uid not in (os.geteuid(), status.st_uid) or info.st_mode & _OTHERS:
+                return None
+            content = stream.read(2 * status.st_size)
     except OSError:
         return None
     body = memoryview(content)[:-_CHECKSUM_BYTES]
@@ -47,17 +55,20 @@ def load_columns(path: Path, index: int, status: os.stat_result) -> list[RowBloc
         return None
     import pyarrow as pa
 
-    reader = pa.ipc.open_file(pa.py_buffer(body))
-    if dict(reader.schema.metadata or {}) != _metadata(index, status):
-        return None
     blocks = []
-    for number in range(reader.num_record_batches):
-        batch = reader.get_batch(number)
-        buffers = [column.buffers()[1] for column in batch.columns]
-        steps, attempts = (np.frombuffer(each, np.int64, len(batch)) for each in buffers[:2])
-        values = (np.frombuffer(each, np.float64, len(batch)) for each in buffers[2:])
-        columns = dict(zip(batch.schema.names[2:], values, strict=True))
-        blocks.append(RowBlock(steps, attempts, columns))
+    try:
+        reader = pa.ipc.open_file(pa.py_buffer(body))
+        if dict(reader.schema.metadata or {}) != _metadata(index, status):
+            return None
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            buffers = [column.buffers()[1] for column in batch.columns]
+            steps, attempts = (np.frombuffer(each, np.int64, len(batch)) for each in buffers[:2])
+            values = (np.frombuffer(each, np.float64, len(batch)) for each in buffers[2:])
+            columns = dict(zip(batch.schema.names[2:], values, strict=True))
+            blocks.append(RowBlock(steps, attempts, columns))
+    except (pa.ArrowException, ValueError, IndexError, OSError):  # not what `store_columns` wrote
+        return None
     return blocks
 
 
@@ -92,7 +103,7 @@ def store_columns(
                         writer.write_batch(pa.record_batch(arrays, schema=schema))
                 stream.seek(0)
                 stream.write(_checksum(stream.read()))
-            temporary.chmod(status.st_mode & 0o666)
+            temporary.chmod(status.st_mode & 0o644)
             temporary.replace(_cache_path(path))
         finally:
             temporary.unlink(missing_ok=True)

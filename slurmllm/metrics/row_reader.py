@@ -7,6 +7,7 @@ last line that is no JSON is skipped. Before the end of a file such a line is da
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmllm.errors import RunError
 from slurmllm.rundir import RunDir
+from slurmllm.safe_files import open_regular, read_limited, read_lines, reason
 
 if TYPE_CHECKING:
     from slurmllm.records import Event
@@ -23,6 +25,7 @@ Row = dict[str, Any]
 
 CUT_LINE = "not one whole JSON value"
 _TAIL_BYTES = 16 * 1024
+_LONGEST_TAIL_BYTES = 8 << 20
 # pydantic's names of the numbers that JSON does not have, and Python's
 _NAMED_NUMBERS = {"NaN": math.nan, "nan": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -35,8 +38,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """
     cut_line = None
     try:
-        with path.open("rb") as stream:
-            for line, text in enumerate(stream, start=1):
+        with open_regular(path) as stream:
+            for line, text in enumerate(read_lines(stream), start=1):
                 if not text.strip():
                     continue
                 if cut_line is not None:
@@ -63,8 +66,8 @@ def line_error(path: Path, line: int, what: str) -> RunError:
 def read_error(path: Path, error: OSError) -> RunError:
     """Returns the error for a metrics file that the system refuses to read."""
     return RunError(
-        f"cannot read {error.filename or path}: {error.strerror or error}; a metrics file must "
-        "be readable: check its permissions and the file system"
+        f"cannot read {error.filename or path}: {reason(error)}; a metrics file must be readable: "
+        "check its permissions and the file system"
     )
 
 
@@ -131,14 +134,19 @@ def last_rows(path: Path, count: int) -> list[Row]:
     """Read the last rows of a metrics file from its end, oldest first; lines without are skipped.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, or its end holds no rows.
     """
     found: list[Row] = []
-    with path.open("rb") as stream:
-        position, rest = stream.seek(0, 2), b""
+    with open_regular(path) as stream:
+        position, rest = (size := stream.seek(0, 2)), b""
         while position > 0 and len(found) < count:
             # Grows with what is left of a long line: reading stays linear in its length.
             begin = max(0, position - max(_TAIL_BYTES, len(rest)))
+            if size - begin > _LONGEST_TAIL_BYTES:
+                if found:
+                    break
+                what = f"its last {_LONGEST_TAIL_BYTES:,} bytes hold no row"
+                raise OSError(errno.EFBIG, what, str(path))
             stream.seek(begin)
             lines = (stream.read(position - begin) + rest).split(b"\n")
             # The first piece is the end of a line that begins before what was read.
@@ -172,9 +180,11 @@ def read_events(
 
     path = run.events(attempt)
     try:
-        lines = path.read_bytes().splitlines() if path.is_file() else []
+        lines = read_limited(path).splitlines()
+    except FileNotFoundError:
+        return
     except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror or error}") from error
+        raise RunError(f"cannot read {path}: {reason(error)}") from error
     for number, line in enumerate(lines, start=1):
         try:
             yield Event.model_validate_json(line)

@@ -26,6 +26,7 @@ from slurmllm.metrics.tensorboard_logs import (
 from slurmllm.metrics.text_logs import read_text
 from slurmllm.records import DataRecord, SkipsRecord
 from slurmllm.rundir import RunDir, find_run
+from slurmllm.safe_files import open_regular, read_limited, read_lines, reason
 
 __all__ = ["locate", "parse_tags", "read_curve"]
 
@@ -121,8 +122,8 @@ def read_curve(
         return curve_of_log(log, run_name(log.path, is_file), tags)
     except OSError as error:
         raise RunError(
-            f"cannot read {error.filename or source}: {error.strerror or error}; a log must be "
-            "readable: check its permissions and the file system"
+            f"cannot read {error.filename or source}: {reason(error)}; a log must be readable: "
+            "check its permissions and the file system"
         ) from error
 
 
@@ -169,8 +170,8 @@ def _is_own_file(path: Path, tags: Mapping[str, str]) -> bool:
     """Whether slurmllm wrote a file: by its folder, else by the keys of its first whole row."""
     if path.absolute().parent.name == "metrics":
         return True
-    with path.open("rb") as stream:
-        rows = (parse_row(line) for line in islice(stream, 100))
+    with open_regular(path) as stream:
+        rows = (parse_row(line) for line in islice(read_lines(stream), 100))
         row = next((row for row in rows if isinstance(row, dict)), {})
     if "attempt" in row:
         return True
@@ -222,8 +223,8 @@ def read_run(source: Path, lenient: bool = False) -> Curve:
     data, skips = None, SkipsRecord()
     nodes: dict[int, tuple[str, ...]] = {}
     try:
-        data = DataRecord.load(run.data) if run.data.is_file() else None
-        skips = SkipsRecord.load(run.skips) if run.skips.is_file() else skips
+        data = DataRecord.find(run.data)
+        skips = SkipsRecord.find(run.skips) or skips
     except StorageError as error:
         warnings.append(str(error))
     settings = _read_settings(run, warnings)
@@ -294,12 +295,18 @@ def _read_mapping(path: Path, warnings: list[str]) -> Mapping[Any, Any]:
     """Read a YAML or JSON file; empty without the file, or with a warning if damaged."""
     import yaml  # other frameworks' logs need none
 
+    from slurmllm.config.yaml_source import LARGEST_YAML, parse_yaml
+
     try:
-        content = path.read_bytes() if path.is_file() else b"{}"
-        found = yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if path.suffix == ".json":
+            found = json.loads(read_limited(path))
+        else:
+            found = parse_yaml(read_limited(path, LARGEST_YAML).decode())
         fault = None if isinstance(found, dict) else f"a {type(found).__name__}, not a mapping"
+    except FileNotFoundError:
+        return {}
     except OSError as error:
-        warnings.append(f"cannot read {path}: {error.strerror or error}")
+        warnings.append(f"cannot read {path}: {reason(error)}")
         return {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         fault = " ".join(str(error).split())  # YAML's messages span several lines

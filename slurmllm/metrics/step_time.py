@@ -165,7 +165,8 @@ def finite_number(row: Mapping[str, Any], name: str) -> float | None:
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    # A number beyond 2**53 is damage, and a large integer is no float.
+    return float(value) if abs(value) < 2**1000 else None
 
 
 def _read_rows(path: Path) -> list[MetricsRow]:

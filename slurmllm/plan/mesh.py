@@ -14,6 +14,7 @@ from slurmllm.config.rules import choose, divisors
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.format import format_plural
 from slurmllm.rundir import write_atomic
+from slurmllm.safe_files import read_limited
 
 _TITLE = "the mesh does not fit"
 
@@ -173,7 +174,7 @@ def save_mesh(mesh: Mesh, plan: Path) -> None:
 def load_mesh(plan: Path) -> Mesh:
     """The mesh in a run's plan.json; raises StorageError if it is unreadable or damaged."""
     try:
-        held = json.loads(plan.read_text(encoding="utf-8"))
+        held = json.loads(read_limited(plan))
         unmeasured = held["micro_batch"] is None
         names = {field.name for field in fields(Mesh)} - {"unmeasured"}
         # null, a micro batch that is not measured yet, reads as 1; older plans lack later fields.

@@ -25,6 +25,7 @@ from slurmllm.records import AttemptRecord, DataRecord, Event, NodeRecord
 from slurmllm.report.facts import CheckpointFacts, CheckpointState, Rate, RunFacts
 from slurmllm.report.throughput import throughput_by_nodes
 from slurmllm.rundir import RunDir
+from slurmllm.safe_files import reason
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.spikes import SpikeAnalysis, analyze
 from slurmllm.status.history import RunHistory, read_history, read_incarnations, read_submissions
@@ -131,7 +132,7 @@ def _read_run(
         except ConfigError as error:
             warnings.append(" ".join([error.title, *error.faults]))
     used = account_node_hours(history, usd)
-    mesh = _or_warn(lambda: load_mesh(run.plan) if run.plan.is_file() else None, warnings)
+    mesh = _or_warn(lambda: load_mesh(run.plan) if run.plan.exists() else None, warnings)
     events = _or_warn(lambda: tuple(_read_events(run, history, warnings)), warnings) or ()
     scores, doubts = _or_warn(lambda: score_tables(run), warnings) or ((), ())
     rates: list[Rate] = []
@@ -158,7 +159,7 @@ def _read_run(
         saved=tuple(read_checkpoints(run, events, warnings)),
         scores=tuple(scores),
         spikes=None if curve is None else _find_spikes(curve, warnings),
-        data=_or_warn(lambda: DataRecord.load(run.data) if run.data.is_file() else None, warnings),
+        data=_or_warn(lambda: DataRecord.find(run.data), warnings),
         versions=_or_warn(lambda: _read_versions(run, attempts, warnings), warnings) or {},
         events=events,
         usd_per_node_hour=usd,
@@ -227,7 +228,7 @@ def _or_warn(read: Callable[[], T], warnings: list[str]) -> T | None:
     except SlurmllmError as error:
         warnings.append(str(error))
     except OSError as error:
-        warnings.append(f"cannot read {error.filename}: {error.strerror or error}")
+        warnings.append(f"cannot read {error.filename}: {reason(error)}")
     return None
 
 

@@ -72,7 +72,7 @@ def read_details(
     Raises:
         StorageError: a record is damaged.
     """
-    manifest = GraphManifest.load(run.graphs_manifest) if run.graphs_manifest.is_file() else None
+    manifest = GraphManifest.find(run.graphs_manifest)
     # Versions and first steps are figures only: a damaged record must not hide the run's state.
     versions: dict[str, dict[str, str]] = {}
     with suppress(StorageError):
@@ -90,14 +90,14 @@ def read_details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
         first_steps=first_steps,
         mesh=load_mesh(run.plan) if run.plan.is_file() else None,
-        micro_batch=MicroBatchRecord.load(run.micro_batch) if run.micro_batch.is_file() else None,
+        micro_batch=MicroBatchRecord.find(run.micro_batch),
         graphs=manifest,
         uncompiled=faults(manifest, run) if manifest is not None else (),
         versions=versions,
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),
         workers=read_worker_progress(run, attempts[-1], config) if running else None,
-        skips=SkipsRecord.load(run.skips).skips if run.skips.is_file() else (),
+        skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
     )
 
 

@@ -16,7 +16,8 @@ from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.metrics.step_time import finite_number, read_pace
 from slurmllm.records import AttemptRecord, CheckpointManifest, Heartbeat, JobsRecord
-from slurmllm.rundir import RunDir, is_run
+from slurmllm.rundir import RunDir
+from slurmllm.safe_files import reason
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.details import Details, read_details
 from slurmllm.status.run_state import (
@@ -87,12 +88,27 @@ class RunState:
 
 
 def list_runs(root: Path) -> list[RunDir]:
-    """The runs in a folder, the newest last."""
+    """The runs in a folder, the newest last; also those that cannot be read.
+
+    Raises:
+        StorageError: The folder cannot be read.
+    """
     found = []
-    for entry in root.iterdir() if root.is_dir() else ():
-        with suppress(OSError):  # removed since the folder was listed
-            if is_run(entry):
-                found.append(((entry / "config.yaml").stat().st_mtime, RunDir(entry)))
+    try:
+        entries = [entry for entry in root.iterdir() if not entry.name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"cannot list the runs in {root}: {reason(error)}") from error
+    for entry in entries:
+        try:
+            # Not `is_run`: a run whose configuration is no file is damaged, not absent.
+            modified = (entry / "config.yaml").lstat().st_mtime
+        except PermissionError:  # a folder of another user, who lets nobody in
+            modified = 0.0
+        except OSError:  # no run, or removed since the folder was listed
+            continue
+        found.append((modified, RunDir(entry)))
     return [run for _, run in sorted(found, key=lambda one: (one[0], one[1].name))]
 
 
@@ -124,7 +140,7 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
     for run in runs:
         try:
             read.append(read_records(run, read_summary(run.config)))
-        except (SlurmllmError, OSError) as error:  # one damaged run must not hide the others
+        except Exception as error:  # whatever is in its files, it must not hide the others
             read.append(_damaged(run, error))
     # One call of squeue for all: a call per run would load slurmctld.
     wanted = [one.sent for one in read if isinstance(one, RunRecords) and not one.ended]
@@ -135,7 +151,7 @@ def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
             try:
                 jobs = {} if one.ended else read_job_states(one.sent, queue, client, brief=True)
                 found.append(_build_state(one, jobs))
-            except (SlurmllmError, OSError) as error:
+            except Exception as error:
                 found.append(_damaged(one.run, error))
         else:
             found.append(one)
@@ -148,7 +164,7 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
     Raises:
         SlurmError: slurmctld is unreachable, and the run was submitted to it.
     """
-    sent = JobsRecord.load(run.jobs).submissions[-1:] if run.jobs.is_file() else ()
+    sent = (JobsRecord.find(run.jobs) or JobsRecord()).submissions[-1:]
     if not sent:
         return False
     if sent[0].local:
@@ -197,16 +213,18 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
     )
 
 
-def _damaged(run: RunDir, error: SlurmllmError | OSError) -> RunState:
-    message = _unreadable(run, error) if isinstance(error, OSError) else str(error)
+def _damaged(run: RunDir, error: Exception) -> RunState:
+    message = str(error) if isinstance(error, SlurmllmError) else repr(error)
+    if isinstance(error, OSError):
+        message = _unreadable(run, error)
     lines = message.splitlines()[:2]  # a row of a table has room for no more
     return RunState(run.name, str(run.path), reason="; ".join(line.strip() for line in lines))
 
 
 def _unreadable(run: RunDir, error: OSError) -> str:
     return (
-        f"cannot read {error.filename or run.path}: {error.strerror or error}; check its "
-        "permissions and the file system"
+        f"cannot read {error.filename or run.path}: {reason(error)}; check its permissions and "
+        "the file system"
     )
 
 

@@ -113,7 +113,8 @@ def ending_of_orphaned(
 
 
 def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:
-    return [AttemptRecord.load(a.record) for a in run.attempts(stage) if a.record.is_file()]
+    found = (AttemptRecord.find(attempt.record) for attempt in run.attempts(stage))
+    return [record for record in found if record is not None]
 
 
 def open_attempt(

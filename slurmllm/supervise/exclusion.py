@@ -26,10 +26,8 @@ log = logging.getLogger(__name__)
 
 
 def excluded(run: RunDir) -> list[ExcludedNode]:
-    if not run.excluded.is_file():
-        return []
-    now = time.time()
-    return [node for node in ExcludedNodes.load(run.excluded).nodes if node.until > now]
+    now, found = time.time(), ExcludedNodes.find(run.excluded) or ExcludedNodes()
+    return [node for node in found.nodes if node.until > now]
 
 
 def exclude_failed(run: RunDir, closed: AttemptRecord, config: RunConfig) -> list[ExcludedNode]:

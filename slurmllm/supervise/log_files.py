@@ -11,10 +11,12 @@ from pathlib import Path
 from slurmllm.errors import StorageError
 from slurmllm.records import AttemptRecord
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.safe_files import open_regular
 
 _BLOCK_BYTES = 64 * 1024
 # A program without newlines must not fill the memory: a longer line is cut into pieces.
 _LONGEST_BYTES = 1024 * 1024
+_LONGEST_TAIL_BYTES = 64 << 20  # without the lines that are looked for
 # Escape sequences (colours, cursor) and the other characters that a terminal would execute.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -38,7 +40,7 @@ class GrowingLog:
         """
         while True:
             block = b""
-            with suppress(OSError), self.path.open("rb") as stream:
+            with suppress(OSError), open_regular(self.path) as stream:
                 if stream.seek(0, 2) < self.position:  # the file was truncated
                     self.position, self.rest = 0, b""
                 stream.seek(self.position)
@@ -66,13 +68,13 @@ class GrowingLog:
 
 def start_of_last(path: Path, lines: int) -> int:
     """Offset of the last `lines` lines of a file, read backwards; OSError if it cannot be read."""
-    with path.open("rb") as stream:
-        at = stream.seek(0, 2)
+    with open_regular(path) as stream:
+        at = end = stream.seek(0, 2)
         if at == 0:
             return 0
         stream.seek(at - 1)
         wanted = lines + (stream.read(1) == b"\n")
-        while at > 0:
+        while at > max(end - _LONGEST_TAIL_BYTES, 0):
             begin = max(0, at - _BLOCK_BYTES)
             stream.seek(begin)
             block = stream.read(at - begin)
@@ -83,7 +85,7 @@ def start_of_last(path: Path, lines: int) -> int:
                 return begin + len(block) + 1
             wanted -= found
             at = begin
-    return 0
+    return at
 
 
 def text_of(line: bytes) -> str:

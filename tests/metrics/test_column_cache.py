@@ -152,3 +152,28 @@ def test_a_folder_that_refuses_is_no_fault(run: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     assert len(read_curve(run).steps) == 60
     assert beside(run) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("how", ["of another user", "writable by a group", "a link", "a pipe"])
+def test_columns_that_another_user_may_have_written_are_not_used(run: Path, how: str) -> None:
+    first = read_curve(run)
+    planted = run / "metrics" / ".attempt_000.jsonl.arrow"
+    content = planted.read_bytes()
+    planted.unlink()
+    false = content.replace(first.columns["loss"][:1].tobytes(), np.array([99.0]).tobytes())
+    body = false[:-4]
+    forged = run / "forged"
+    forged.write_bytes(body + column_cache._checksum(body))
+    match how:
+        case "of another user":
+            forged.rename(planted)
+            os.chown(planted, 54321, 54321)
+        case "writable by a group":
+            forged.rename(planted)
+            planted.chmod(0o664)
+        case "a link":
+            planted.symlink_to(forged)
+        case "a pipe":
+            os.mkfifo(planted)
+    assert read_curve(run).columns["loss"].tobytes() == first.columns["loss"].tobytes()

@@ -1,0 +1,244 @@
+"""One damaged run, or one of another user, must not hide the other runs of its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from click.testing import CliRunner
+from training_rows import make_row, write_rows
+
+from slurmllm.cli.main import cli
+from slurmllm.config.resolve import resolve
+from slurmllm.records import (
+    AttemptRecord,
+    CheckpointManifest,
+    Event,
+    ExcludedNodes,
+    Heartbeat,
+    JobsRecord,
+    SkipsRecord,
+    WorkerPhase,
+)
+from slurmllm.rundir import RunDir
+from slurmllm.slurm import client
+from slurmllm.slurm.fake import FakeSlurm
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+PLENTY = 10 << 30  # bytes
+DEEP = '{"a":' * 50_000 + "1" + "}" * 50_000
+LAUGHS = "a0: &a0 {k: v}\n" + "".join(
+    f"a{i}: &a{i} {{{', '.join(f'x{j}: *a{i - 1}' for j in range(9))}}}\n" for i in range(1, 12)
+)
+MERGES = "a0: &a0 {k: v}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
+)
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("still reading after 300 s")
+
+    monkeypatch.setattr(client, "SlurmCommands", FakeSlurm)
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(300)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def make(name: str) -> RunDir:
+    """A run with one of each file that `status` or `report` reads."""
+    run = RunDir(Path("runs").absolute() / name)
+    run.path.mkdir(parents=True)
+    run.config.write_text(resolve("tiny_neox", overrides=["train.steps=100"]).to_yaml())
+    JobsRecord().save(run.jobs)
+    AttemptRecord(
+        attempt=0, stage="train", job_id=None, nodes=("n1",), world_size=1, master_addr="n1",
+        master_port=1, started_at=1.7e9, ended_at=1.7e9 + 10, ending="done", action="finish",
+    ).save(run.attempt("train", 0).record)  # fmt: skip
+    phase = WorkerPhase(phase="stepping", step=1, since=1.7e9)
+    beat = Heartbeat(node="n1", written_at=1.7e9, ranks={0: phase})
+    beat.save(run.attempt("train", 0).heartbeat("n1"))
+    SkipsRecord().save(run.skips)
+    ExcludedNodes().save(run.excluded)
+    write_rows(run.metrics(0), [make_row(step) for step in range(1, 9)])
+    run.events(0).parent.mkdir()
+    run.events(0).write_text(
+        Event(kind="save", step=8, attempt=0, time=1.7e9).model_dump_json() + "\n"
+    )
+    CheckpointManifest(
+        step=8, tokens=0, world_size=1, attempt=0, recipe="tiny_neox", saved_at=1.7e9, save_s=1.0,
+        fingerprint="", files=(),
+    ).save(run.checkpoint(8) / "manifest.json")  # fmt: skip
+    run.logs.mkdir()
+    run.stage_log("train").write_text("line\n")
+    return run
+
+
+FILES: dict[str, Callable[[RunDir], Path]] = {
+    "config": lambda run: run.config,
+    "jobs": lambda run: run.jobs,
+    "attempt": lambda run: run.attempt("train", 0).record,
+    "skips": lambda run: run.skips,
+    "metrics": lambda run: run.metrics(0),
+    "events": lambda run: run.events(0),
+    "manifest": lambda run: run.checkpoint(8) / "manifest.json",
+    "heartbeat": lambda run: run.attempt("train", 0).heartbeat("n1"),
+    "log": lambda run: run.stage_log("train"),
+}
+REQUIRED = ("config", "jobs", "attempt", "skips", "metrics")  # damage to them is the run's
+KINDS: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "folder": Path.mkdir,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "sparse": lambda path: (path.touch(), os.truncate(path, PLENTY)),
+    "deep": lambda path: path.write_text(DEEP),
+    "digits": lambda path: path.write_text('{"step": ' + "9" * 5000 + "}\n"),
+    "line": lambda path: path.write_text('{"step": 1, "note": "' + "x" * (20 << 20)),
+    "bytes": lambda path: path.write_bytes(b"\xff\xfe\x00" * 100),
+}
+CONFIGS = {
+    "laughs": LAUGHS,
+    "merges": MERGES,
+    "brackets": "a: " + "[" * 30_000,
+    "braces": "a: " + "{a: " * 30_000,
+    "dashes": "- " * 60_000,
+    "integer": "train: {steps: " + "9" * 5000 + "}\n",
+    "itself": "a: &a [*a]\n",
+    "steps": "name: x\ntrain: {steps: 1" + "0" * 400 + "}\ncluster: {}\n",
+}
+
+
+def states(*arguments: str) -> dict[str, dict[str, object]]:
+    done = CliRunner().invoke(cli, ("status", "--json", *arguments))
+    assert done.exit_code == 0, done.output
+    return {run["name"]: run for run in json.loads(done.stdout)["runs"]}
+
+
+def damaged_folder(kind: str) -> None:
+    make("good")
+    for name, path_of in FILES.items():
+        path = path_of(make(f"bad-{name}"))
+        path.unlink()
+        KINDS[kind](path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_file_of_a_run_may_be_damaged(kind: str) -> None:
+    damaged_folder(kind)
+    began = time.process_time()
+    found = states()
+    assert time.process_time() - began < 15
+    assert sorted(found) == sorted(["good", *(f"bad-{name}" for name in FILES)])
+    assert (found["good"]["state"], found["good"]["step"]) == ("done", 8)
+    for name in REQUIRED:
+        if (kind, name) not in (("line", "metrics"), ("deep", "metrics"), ("digits", "metrics")):
+            run = found[f"bad-{name}"]
+            assert run["state"] == "damaged" or run["step"] == 0, (name, run["reason"])
+    assert found["bad-config"]["state"] == "damaged"
+    assert str(FILES["config"](RunDir(Path("runs/bad-config")))) in str(
+        found["bad-config"]["reason"]
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_run_is_refused_with_the_reason(kind: str) -> None:
+    damaged_folder(kind)
+    for name in FILES:
+        for verb in (("status",), ("logs", "--no-follow"), ("checkpoint", "list")):
+            done = CliRunner().invoke(cli, (*verb, f"bad-{name}"))
+            assert done.exit_code in (0, 2, 4), (verb, name, done.output, done.exception)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_report_of_several_runs_shows_the_others(kind: str) -> None:
+    damaged_folder(kind)
+    names = [f"bad-{name}" for name in FILES]
+    done = CliRunner().invoke(cli, ("report", "good", *names, "--no-files", "--json"))
+    assert done.exit_code == 0 or "bad-config" in done.output, done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_configuration_that_stands_for_too_much(kind: str) -> None:
+    make("good")
+    make("bad").config.write_text(CONFIGS[kind])
+    # A process of its own: libyaml's stack overflow would end this one.
+    code = "from slurmllm.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "status", "--json"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    found = {run["name"]: run for run in json.loads(done.stdout)["runs"]}
+    assert (found["good"]["state"], found["bad"]["state"]) == ("done", "damaged")
+    assert found["bad"]["reason"]
+
+
+def test_numbers_that_no_run_has() -> None:
+    make("good")
+    for name, path_of, old, new in (
+        ("saved", FILES["manifest"], "1700000000.0", "1e300"),
+        ("began", FILES["attempt"], "1700000000.0", "-1e300"),
+        ("ended", FILES["attempt"], "1700000010.0", "1e300"),
+        ("tokens", FILES["metrics"], '"tokens": 32768', '"tokens": 1' + "0" * 400),
+        ("step", FILES["metrics"], '"step": 8', f'"step": {2**63}'),
+        ("loss", FILES["metrics"], '"step": 8, "attempt": 0, "loss": ', '"step": 8, "loss": 1e40'),
+        ("world", FILES["attempt"], '"world_size": 1', '"world_size": 1' + "0" * 400),
+    ):
+        path = path_of(make(name))
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+    found = states()
+    assert len(found) == 8
+    assert found["good"]["state"] == "done"
+    for name in found:
+        for more in ((), ("--json",)):
+            done = CliRunner().invoke(cli, ("status", name, *more))
+            assert done.exit_code in (0, 2, 4), (name, done.output, done.exception)
+    assert CliRunner().invoke(cli, ("status",)).exit_code == 0
+
+
+@only_root
+def test_a_run_of_another_user_is_shown_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tempfile.mkdtemp(dir="/var/tmp")  # pytest's own is closed to others
+    Path(folder).chmod(0o755)
+    monkeypatch.chdir(folder)
+    make("good")
+    for name, path in (
+        ("folder", "."), ("config", "config.yaml"), ("metrics", "metrics"),
+        ("attempts", "attempts"), ("attempt", "attempts/000"), ("jobs", "jobs.json"),
+    ):  # fmt: skip
+        closed = make(name).path / path
+        closed.chmod(0)
+        os.chown(closed, 54321, 54321)
+    states()  # all is imported: the interpreter's files may be closed to the other user
+    os.seteuid(54322)
+    try:
+        found = states()
+        assert CliRunner().invoke(cli, ("status",)).exit_code == 0
+        one = CliRunner().invoke(cli, ("status", "folder"))
+    finally:
+        os.seteuid(0)
+    assert one.exit_code == 2
+    assert "belongs to uid 54321" in one.output
+    assert found.pop("good")["state"] == "done"
+    shutil.rmtree(folder)
+    assert len(found) == 6
+    for name, run in found.items():
+        assert run["state"] == "damaged", name
+        assert "belongs to uid 54321" in str(run["reason"]), (name, run["reason"])
