@@ -10,11 +10,18 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
 from slurmllm.errors import Blame, StorageError
 from slurmllm.rundir import write_atomic
-from slurmllm.safe_files import read_limited, reason
+from slurmllm.safe_files import LARGEST_RECORD, open_trusted, read_limited, reason
 
 EndingClass = Literal[
     "done",  # the final step was reached
@@ -89,6 +96,21 @@ class Record(BaseModel):
         except OSError:
             pass  # `load` names the reason
         return cls.load(path)
+
+    @classmethod
+    def load_trusted(cls, path: Path, group: str | None = None) -> Self:
+        """Read a record that only this user, or members of `group`, can have written.
+
+        Raises:
+            StorageError: As `load`, or others may have written it.
+        """
+        try:
+            with open_trusted(path, group) as stream:
+                return cls.model_validate_json(stream.read(LARGEST_RECORD))
+        except OSError as error:
+            raise StorageError(f"cannot use {path}: {reason(error)}") from error
+        except ValidationError as error:
+            raise StorageError(f"{path} is damaged: {first_problem(error)}") from error
 
     @classmethod
     def load_known(cls, path: Path) -> tuple[Self, tuple[str, ...]]:
@@ -331,10 +353,19 @@ class WorkerRecord(Record):
     skipped_checkpoints: tuple[str, ...] = Field(default=(), description="newer, with reasons")
 
 
+def _stays_inside(path: str) -> str:
+    if not path or path.startswith("/") or ".." in path.split("/"):
+        raise ValueError("must be a path inside its folder")
+    return path
+
+
+InnerPath = Annotated[str, AfterValidator(_stays_inside)]
+
+
 class GraphFile(Record):
     """One file of the graph archive."""
 
-    path: str
+    path: InnerPath
     bytes: int
 
 
@@ -346,7 +377,9 @@ class GraphState(Record):
     # missing: the compiler left neither an artifact nor a reason.
     state: Literal["compiled", "failed", "missing"]
     compiler: str = Field(description="name and version")
-    log: str | None = Field(default=None, description="compiler's, of a failed graph; in the run")
+    log: InnerPath | None = Field(
+        default=None, description="compiler's, of a failed graph; in the run"
+    )
 
 
 class GraphManifest(Record):
@@ -356,7 +389,8 @@ class GraphManifest(Record):
     backend: str
     versions: dict[str, str] = Field(description="of torch, the compiler, …")
     graphs: int = Field(description="number of compiled graphs")
-    archive: str = Field(default="graphs.tar", description="its name, in this file's folder")
+    # A bare name: the archive is in this file's folder.
+    archive: Annotated[str, Field(pattern=r"^graphs[A-Za-z0-9._-]*\.tar$")] = "graphs.tar"
     archive_bytes: int
     archive_sha256: str
     cold_first_step_s: float = Field(description="first step with an empty cache, s")
@@ -369,7 +403,7 @@ class GraphManifest(Record):
     )
     fingerprint: str = Field(default="", description="see graphs.fingerprint; empty: unknown")
     # The run that compiled the graphs.
-    reused_from: str | None = Field(
+    reused_from: Annotated[str, Field(pattern=r"^[^/\x00-\x1f\x7f]+$")] | None = Field(
         default=None, validation_alias=AliasChoices("reused_from", "taken_from")
     )
 
@@ -400,7 +434,7 @@ class MicroBatchCandidate(Record):
 class MicroBatchRecord(Record):
     """`graphs/micro_batch.json`: the result of `train.micro_batch: auto`."""
 
-    micro_batch: int = Field(description="chosen; used if it divides a worker's share")
+    micro_batch: int = Field(ge=1, description="chosen; used if it divides a worker's share")
     reason: str = Field(description="why no larger one was measured")
     candidates: tuple[MicroBatchCandidate, ...] = Field(description="smallest first")
     limit_bytes: int = Field(description="memory that a worker may use, of the one with least")

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import grp
 import os
 import pwd
 import stat
 import tempfile
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +30,7 @@ LARGEST_RECORD = 1 << 26
 LONGEST_LINE = 1 << 20  # of a record in a file of lines; a step's metrics have 500 bytes
 
 
-def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
+def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
     """Open a file to read it, without waiting for the writer of a pipe.
 
     Args:
@@ -87,7 +89,7 @@ def reason(error: OSError) -> str:
     return text
 
 
-def open_trusted(path: Path, group: str | None = None) -> BinaryIO:
+def open_trusted(path: Path, group: str | None = None) -> BufferedReader:
     """Open a file that only trusted users can have written.
 
     Args:
@@ -107,10 +109,11 @@ def open_trusted(path: Path, group: str | None = None) -> BinaryIO:
 def why_untrusted(info: os.stat_result, group: str | None = None) -> str:
     """Why a file or folder may have been written by others; empty if it is trusted.
 
-    It must belong to this user, or be of a group that the caller trusts; and nobody else may write.
+    It must belong to this user, or to a member of a group that the caller trusts; and nobody else
+    may write. The file's own group proves nothing: in a setgid folder it is the folder's.
     """
     trusted = _group_id(group)
-    if info.st_uid != os.geteuid() and (trusted is None or info.st_gid != trusted):
+    if info.st_uid != os.geteuid() and trusted not in _groups_of(info.st_uid):
         allowed = "you" if group is None else f"you or the group {group}"
         return f"it belongs to {user_name(info.st_uid)}, not to {allowed}"
     if info.st_mode & stat.S_IWOTH:
@@ -144,7 +147,8 @@ def open_lock(path: Path) -> BinaryIO:
 def make_private_folder(path: Path) -> Path:
     """Return this user's own folder: `path`, or one next to it where somebody else took the name.
 
-    The folder has mode 0700. Whoever uses it later calls `check_private_folder` again.
+    The folder has mode 0700. Whoever uses it later calls `check_private_folder` again. The name of
+    the second one cannot be guessed; it is found and used again.
 
     Raises:
         OSError: The disk refuses.
@@ -152,10 +156,13 @@ def make_private_folder(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        try:
-            check_private_folder(path)
-        except PermissionError:
-            return Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+        # mkdtemp adds eight characters.
+        others = sorted(path.parent.glob(f"{glob.escape(path.name)}-????????"))
+        for candidate in (path, *others):
+            with contextlib.suppress(OSError):
+                check_private_folder(candidate)
+                return candidate
+        return Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
     return path
 
 
@@ -177,6 +184,18 @@ def check_private_folder(path: Path) -> None:
     raise PermissionError(errno.EPERM, reason, str(path))
 
 
+def why_replaceable(folder: Path) -> str:
+    """Why other users may replace what is in a folder; empty if they may not."""
+    mode, group = (info := folder.stat()).st_mode, info.st_gid
+    if mode & stat.S_ISVTX:  # as /tmp has it: only owners rename and remove
+        return ""
+    if mode & stat.S_IWOTH:
+        return f"every user may rename what is in {folder}, which has no sticky bit"
+    if mode & stat.S_IWGRP and group != _private_group():
+        return f"the group {_group_name(group)} may rename what is in {folder}, without sticky bit"
+    return ""
+
+
 def user_name(uid: int) -> str:
     """`mallory (uid 1001)`, or `uid 1001` if this machine does not know it."""
     try:
@@ -190,6 +209,14 @@ def _group_id(name: str | None) -> int | None:
         return None if name is None else grp.getgrnam(name).gr_gid
     except KeyError:  # not a group of this machine: nobody is in it
         return None
+
+
+def _groups_of(uid: int) -> list[int]:
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:
+        return []
+    return os.getgrouplist(user.pw_name, user.pw_gid)
 
 
 def _group_name(gid: int) -> str:

@@ -6,15 +6,24 @@ Used on the login node (`submit`, `--dry-run`) and by the supervisor and the lau
 from __future__ import annotations
 
 import getpass
+import glob
 import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from slurmllm.config.resolve import RunConfig
+from slurmllm.errors import NodeError
 from slurmllm.plan.mesh import Mesh
 from slurmllm.rundir import RunDir
+from slurmllm.safe_files import make_private_folder, why_replaceable
+
+BROADCAST = "SLURMLLM_BROADCAST"  # the path of the broadcast archive on the nodes
 
 
 class Variable(NamedTuple):
@@ -110,13 +119,62 @@ def load_environment(backend: str) -> BackendEnvironment:
 
 
 def node_local_cache(config: RunConfig, run: RunDir) -> str:
-    """The folder on every node's own disk for this run's compiled graphs.
+    """The folder on every node's own disk for this run's compiled graphs, as planned.
 
-    Its name holds the user, the run and a digest of the run's path: two runs of one name in
-    different folders must not share it.
+    It is in the user's private folder, which has another name on a node where somebody else has
+    taken this one: see `make_cache_folder`. Its name holds the run and a digest of the run's path:
+    two runs of one name in different folders must not share it.
     """
     digest = hashlib.sha256(str(run.path).encode()).hexdigest()[:8]
-    return f"{config.cluster.node_local}/slurmllm-{getpass.getuser()}-{run.name}-{digest}"
+    return f"{config.cluster.node_local}/slurmllm-{getpass.getuser()}/{run.name}-{digest}"
+
+
+def make_cache_folder(config: RunConfig, run: RunDir) -> Path:
+    """Return this node's folder for the run's graphs, in the user's private folder, which it makes.
+
+    Raises:
+        NodeError: The node-local disk refuses, or other users could replace the private folder.
+    """
+    planned = Path(node_local_cache(config, run))
+    parent = planned.parent.parent
+    with node_disk(f"make {planned}"):
+        parent.mkdir(parents=True, exist_ok=True)
+        if reason := why_replaceable(parent):
+            raise NodeError(
+                f"{reason}, on {os.uname().nodename}: compiled graphs are code; `chmod +t` it, or "
+                "set cluster.node_local"
+            )
+        return make_private_folder(planned.parent) / planned.name
+
+
+@contextmanager
+def node_disk(action: str) -> Iterator[None]:
+    """Use the node-local disk; a NodeError names what it refused."""
+    try:
+        yield
+    except OSError as error:
+        raise NodeError(
+            f"cannot {action} on {os.uname().nodename}: {error.strerror or error}; free space "
+            "there, or set cluster.node_local to a folder that you may write to on every node"
+        ) from error
+
+
+def broadcast_path(planned: Path) -> Path:
+    """A path for the broadcast archive on every node, new for every attempt.
+
+    In the node-local folder itself: sbcast makes no folders, and the private one may have another
+    name on some node. Nobody can guess it, to place a link there.
+    """
+    return Path(f"{planned.parent}-{planned.name}-{secrets.token_hex(8)}.tar")
+
+
+def remove_leftovers(planned: Path) -> None:
+    """Remove the broadcast archives of a run from this node, and its cache of version 0.1."""
+    private = planned.parent
+    for path in private.parent.glob(glob.escape(f"{private.name}-{planned.name}") + "*"):
+        with suppress(OSError):
+            if path.lstat().st_uid == os.geteuid():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
 
 F = TypeVar("F", bound=Callable[..., Any])
-_SIDE = re.compile(r"([A-Z]|#\d+):")  # as `curve_letter` names a source
 
 
 def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -> int | None:
@@ -123,16 +122,16 @@ def source_options(
     tags: Sequence[str], patterns: Sequence[str], count: int
 ) -> tuple[list[dict[str, str]], list[str | None]]:
     """Returns tags and pattern of each of `count` sources: `B:VALUE` is for one, VALUE for all."""
-    from slurmllm.compare.comparison import curve_letter
     from slurmllm.errors import UserError
     from slurmllm.metrics.tags import parse_tags
     from slurmllm.metrics.text_logs import check_pattern
 
-    letters = [curve_letter(place) for place in range(count)]
+    letters = [chr(ord("A") + place) for place in range(count)]
     for value in (*tags, *patterns):
-        side = _SIDE.match(value)
-        if side and side[1] not in letters:
-            raise UserError(f"{value!r}: there is no {side[1]}; the sources are A to {letters[-1]}")
+        if re.match("[A-Z]:", value) and value[0] not in letters:
+            raise UserError(
+                f"{value!r}: there is no {value[0]}; the sources are A to {letters[-1]}"
+            )
     mappings: list[dict[str, str]] = []
     expressions: list[str | None] = []
     for letter in letters:
@@ -140,7 +139,7 @@ def source_options(
             [
                 value.removeprefix(f"{letter}:")
                 for value in values
-                if value.startswith(f"{letter}:") or not _SIDE.match(value)
+                if value.startswith(f"{letter}:") or not re.match("[A-Z]:", value)
             ]
             for values in (tags, patterns)
         )
@@ -158,13 +157,11 @@ def source_options(
 
 def refuse_unused(curves: Sequence[Curve], values: Sequence[str]) -> None:
     """Raises UserError if a tag or pattern is for our own runs only, which need none."""
-    from slurmllm.compare.comparison import curve_letter
     from slurmllm.errors import UserError
 
-    of_letter = {curve_letter(place): curve for place, curve in enumerate(curves)}
     for value in values:
-        side = _SIDE.match(value)
-        meant = [of_letter[side[1]]] if side else curves
+        side = re.match("([A-Z]):", value)
+        meant = [curves[ord(side[1]) - ord("A")]] if side else curves
         if all(curve.kind == "run" for curve in meant):
             raise UserError(
                 f"{value!r} does nothing: {meant[0].name} is a run of slurmllm, whose metrics have "

@@ -86,6 +86,10 @@ class Cluster(Section):
     node_local: Annotated[str, Field(pattern=r"^/[A-Za-z0-9_./-]*$")] = Field(
         description="A folder on every node's own disk, for the cache of compiled graphs."
     )
+    trusted_group: Annotated[str, Field(pattern=r"^[^\s:/,]+$")] | None = Field(
+        default=None,
+        description="Unix group whose members' compiled graphs, which are code, are used too.",
+    )
     partition: SlurmWord | None = Field(default=None, description="Default partition.")
     exclusive: bool = Field(default=True, description="Whether jobs take whole nodes.")
     directives: Annotated[tuple[Directive, ...], Field(strict=False)] = Field(

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from slurmllm.backends.environment import node_local_cache
+from slurmllm.backends.environment import make_cache_folder
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.drill.checks import DrillReport, DrillResult, check_recovery
 from slurmllm.drill.injector import FaultKind, Injection
 from slurmllm.drill.plan import DrillPlan
 from slurmllm.drill.runner import Runner
-from slurmllm.errors import CodeError, RunError, StorageError
+from slurmllm.errors import CodeError, NodeError, RunError, StorageError
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.records import AttemptRecord, NodeRecord
 from slurmllm.rundir import RunDir, write_atomic
@@ -173,9 +173,9 @@ class Drill:
         shutil.rmtree(run.path, ignore_errors=True)
         if self.plan.local:
             # The cache's name has a digest of the run's path: no other run shares it.
-            cache = Path(node_local_cache(self.plan.config, run))
-            shutil.rmtree(cache, ignore_errors=True)
-            with suppress(OSError):
+            with suppress(OSError, NodeError):
+                cache = make_cache_folder(self.plan.config, run)
+                shutil.rmtree(cache, ignore_errors=True)
                 cache.with_name(f"{cache.name}.lock").unlink()
         if not run.path.exists():
             self.copies.remove(run)

@@ -4,10 +4,16 @@ A cache folder that came from an archive holds the archive's checksum in `.archi
 next to its final name and renamed, so that a folder is either complete or absent. An archive is
 never changed: new graphs make another one under another name, and the manifest, which names the
 current archive, is replaced last. By default a run does not train on an archive that lacks graphs.
+
+Graphs are code: an archive is used only if its own user, or a member of `cluster.trusted_group`
+(`group` below), has written it, and its checksum is that of the descriptor that is then unpacked.
+On a node it is unpacked in a folder that only the user may enter; whatever is complete there is
+this user's own, so its files are not checked again.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -15,15 +21,17 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from slurmllm.backends.environment import load_environment
+from slurmllm.backends.environment import load_environment, node_disk
 from slurmllm.errors import NodeError, RunError, StorageError
 from slurmllm.records import GraphFile, GraphManifest, GraphState
 from slurmllm.rundir import RunDir, fsync_dir, write_atomic
+from slurmllm.safe_files import check_private_folder, open_lock, open_trusted
 
 _MARKER = ".archive"
 _POLL_S = 0.5
@@ -37,15 +45,11 @@ def empty_cache(cache: Path) -> None:
     Raises:
         NodeError: The node-local disk refuses.
     """
-    try:
+    with node_disk(f"make {cache}"):
+        check_private_folder(cache.parent)
         if cache.exists():
             shutil.rmtree(cache)
-        cache.mkdir(parents=True)
-    except OSError as error:
-        raise NodeError(
-            f"cannot make {cache} on {os.uname().nodename}: {error.strerror or error}; "
-            "is cluster.node_local a folder that you may write to on every node?"
-        ) from error
+        cache.mkdir()
 
 
 def empty_cache_once(cache: Path, attempt: str) -> None:
@@ -56,18 +60,19 @@ def empty_cache_once(cache: Path, attempt: str) -> None:
     Raises:
         NodeError: The node-local disk refuses.
     """
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with cache.with_name(f"{cache.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if _read_marker(cache) != attempt:
-                empty_cache(cache)
-                (cache / _MARKER).write_text(attempt, encoding="utf-8")
-    except OSError as error:
-        raise NodeError(
-            f"cannot empty {cache} on {os.uname().nodename}: {error.strerror or error}; "
-            "free space there or set cluster.node_local"
-        ) from error
+    with node_disk(f"empty {cache}"), _locked(cache):
+        if _read_marker(cache) != attempt:
+            empty_cache(cache)
+            (cache / _MARKER).write_text(attempt, encoding="utf-8")
+
+
+@contextmanager
+def _locked(cache: Path) -> Iterator[None]:
+    """Lock a cache, in a folder that only this user may enter, against the other launchers."""
+    check_private_folder(cache.parent)
+    with open_lock(cache.with_name(f"{cache.name}.lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def pack_archive(
@@ -153,7 +158,11 @@ def submit_graphs(cache: Path, run: RunDir, node: str, without: Iterable[str] = 
 
 
 def collect_graphs(
-    cache: Path, run: RunDir, nodes: Sequence[str], has_failed: Callable[[str], bool]
+    cache: Path,
+    run: RunDir,
+    nodes: Sequence[str],
+    has_failed: Callable[[str], bool],
+    group: str | None = None,
 ) -> list[str]:
     """Unpack the graphs that other nodes submit; returns the nodes that submitted nothing.
 
@@ -172,7 +181,7 @@ def collect_graphs(
             missing.append(node)
             continue
         try:
-            with tarfile.open(source) as archive:
+            with open_trusted(source, group) as stream, tarfile.open(fileobj=stream) as archive:
                 # Equal names are equal graphs: names are digests of the content.
                 new = [member for member in archive if not (cache / member.name).exists()]
                 archive.extractall(cache, members=new, filter="data")
@@ -230,7 +239,7 @@ def write_tar(
     target: Path, fill: Callable[[tarfile.TarFile], tuple[GraphFile, ...]]
 ) -> tuple[GraphFile, ...]:
     """Write a tar file under a temporary name, fsync it and rename it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_own_folder(target.parent)
     # Not compressed: graphs are small compared with a checkpoint, and unpacking delays the first
     # step of every attempt.
     descriptor, name = tempfile.mkstemp(prefix=".graphs.", dir=target.parent)
@@ -240,6 +249,7 @@ def write_tar(
             with tarfile.open(fileobj=stream, mode="w") as archive:
                 added = fill(archive)
             stream.flush()
+            os.fchmod(stream.fileno(), 0o644)
             os.fsync(stream.fileno())
         temporary.replace(target)
     finally:
@@ -248,9 +258,34 @@ def write_tar(
     return added
 
 
-def archive_error(run: RunDir, error: OSError) -> StorageError:
+def make_own_folder(folder: Path) -> None:
+    """Make a folder of a run; OSError if it is a link, through which others would be changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, f"{folder} is a link, not a folder of the run; remove it")
+
+
+def load_manifest(run: RunDir, group: str | None = None) -> GraphManifest:
+    """The manifest of a run's own archive.
+
+    Raises:
+        StorageError: One of both is missing or damaged, or others may have written it.
+    """
+    try:
+        manifest = GraphManifest.load_trusted(run.graphs_manifest, group)
+        open_trusted(run.graphs_archive(manifest.archive), group).close()
+        return manifest
+    except (StorageError, OSError) as error:
+        again = f"`slurmllm resume {run.name} --precompile always` compiles the graphs again"
+        if isinstance(error, OSError):
+            error = StorageError(f"cannot use {error.filename}: {error.strerror}")
+        raise StorageError(f"{error}; {again}") from error
+
+
+def archive_error(run: RunDir, error: OSError | ValueError) -> StorageError:
+    reason = getattr(error, "strerror", None) or error
     return StorageError(
-        f"cannot archive the compiled graphs into {run.graphs}: {error.strerror or error}; "
+        f"cannot archive the compiled graphs into {run.graphs}: {reason}; "
         "free space and `slurmllm resume`"
     )
 
@@ -260,18 +295,33 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def broadcast_path(cache: Path) -> Path:
-    """The path of the broadcast archive on a node: next to the cache folder.
+def open_archive(path: Path, digest: str, group: str | None = None) -> BufferedReader:
+    """Open a trusted archive of this checksum; of a regular file the checked bytes are read again.
 
-    Not inside it, because sbcast does not create folders.
+    Raises:
+        OSError: It cannot be read, or `safe_files.open_trusted` refuses it.
+        ValueError: Another checksum.
     """
-    return cache.with_name(f"{cache.name}.tar")
+    stream = open_trusted(path, group)
+    if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
+        stream.close()
+        raise ValueError("it does not match its manifest")
+    stream.seek(0)
+    return stream
 
 
 def install_archive(
-    cache: Path, run: RunDir, manifest: GraphManifest
+    cache: Path,
+    run: RunDir,
+    manifest: GraphManifest,
+    broadcast: Path | None = None,
+    group: str | None = None,
 ) -> Literal["present", "broadcast", "shared"]:
     """Fill this node's cache folder with the archive's graphs.
+
+    Args:
+        cache: In the user's private folder.
+        broadcast: The archive on this node's own disk, if there is one.
 
     Returns:
         Their source: the folder itself, the broadcast archive, or the shared one.
@@ -279,38 +329,38 @@ def install_archive(
     Raises:
         NodeError: Neither archive is intact, or the node-local disk refuses.
     """
+    # The launchers of --local share one disk: one unpacks, the others find it present.
+    with node_disk(f"unpack the compiled graphs into {cache}"), _locked(cache):
+        if _read_marker(cache) == manifest.archive_sha256:
+            return "present"
+        stream, origin = _open_source(run, manifest, broadcast, group)
+        unpacked = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
+        try:
+            with stream, tarfile.open(fileobj=stream) as archive:
+                archive.extractall(unpacked, filter="data")
+            (unpacked / _MARKER).write_text(manifest.archive_sha256, encoding="utf-8")
+            if cache.exists():
+                shutil.rmtree(cache)
+            unpacked.replace(cache)
+        finally:
+            shutil.rmtree(unpacked, ignore_errors=True)
+        return origin
+
+
+def _open_source(
+    run: RunDir, manifest: GraphManifest, broadcast: Path | None, group: str | None
+) -> tuple[BufferedReader, Literal["broadcast", "shared"]]:
+    """Open the broadcast archive, or the shared one if that is missing, partial or another's."""
+    if broadcast is not None:
+        with suppress(OSError, ValueError):
+            return open_archive(broadcast, manifest.archive_sha256), "broadcast"
+    source = run.graphs_archive(manifest.archive)
     try:
-        with cache.with_name(f"{cache.name}.lock").open("w") as lock:
-            # The launchers of --local share one disk: one unpacks, the others find it present.
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if _read_marker(cache) == manifest.archive_sha256:
-                return "present"
-            # The file of an earlier broadcast may be there, or a partial one: only the checksum
-            # decides.
-            source = broadcast_path(cache)
-            origin: Literal["broadcast", "shared"] = "broadcast"
-            if not (source.is_file() and checksum(source) == manifest.archive_sha256):
-                source, origin = run.graphs_archive(manifest.archive), "shared"
-                if not (source.is_file() and checksum(source) == manifest.archive_sha256):
-                    raise NodeError(
-                        f"{source} does not match its manifest; `slurmllm resume {run.name} "
-                        "--precompile always` compiles the graphs again"
-                    )
-            unpacked = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
-            try:
-                with tarfile.open(source) as archive:
-                    archive.extractall(unpacked, filter="data")
-                (unpacked / _MARKER).write_text(manifest.archive_sha256, encoding="utf-8")
-                if cache.exists():
-                    shutil.rmtree(cache)
-                unpacked.replace(cache)
-            finally:
-                shutil.rmtree(unpacked, ignore_errors=True)
-            return origin
-    except OSError as error:
+        return open_archive(source, manifest.archive_sha256, group), "shared"
+    except (OSError, ValueError) as error:
         raise NodeError(
-            f"cannot unpack the compiled graphs into {cache} on {os.uname().nodename}: "
-            f"{error.strerror or error}; free space there or set cluster.node_local"
+            f"{source} is not used: {getattr(error, 'strerror', None) or error}; `slurmllm resume "
+            f"{run.name} --precompile always` compiles the graphs again"
         ) from error
 
 

@@ -10,10 +10,12 @@ another one.
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.errors import StorageError
@@ -21,6 +23,7 @@ from slurmllm.graphs.archive import (
     archive_error,
     archive_files,
     checksum,
+    open_archive,
     remove_old_archives,
     write_archive,
     write_tar,
@@ -67,47 +70,49 @@ def submit_new_graphs(
     return tuple(state.name for state in states)
 
 
-def merge_new_graphs(run: RunDir) -> tuple[str, ...]:
+def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
     """Merge the submitted graphs into the archive; returns the names of those that it lacked.
 
-    No launcher may be running.
+    No launcher may be running. Files of others than this user and the members of `group` are
+    ignored.
 
     Raises:
         StorageError: The shared file system refuses.
     """
     # Runs of 0.1 have them in graphs/added.
-    folders = [f for f in (run.graphs / "added", run.new_graphs) if f.is_dir()]
+    both = (run.graphs / "added", run.new_graphs)
+    folders = [f for f in both if f.is_dir() and not f.is_symlink()]
     if not folders or not run.graphs_manifest.is_file():
         return ()
-    manifest = GraphManifest.load(run.graphs_manifest)
-    submitted: dict[Path, NewGraphs] = {}
-    for path in sorted(path for folder in folders for path in folder.glob("*.json")):
-        # A damaged record or archive is ignored: its graphs can be compiled again.
-        with suppress(StorageError, OSError):
-            graphs, tar = NewGraphs.load(path), path.with_suffix(".tar")
-            if tar.is_file() and checksum(tar) == graphs.archive_sha256:
-                submitted[path] = graphs
-    usable, base = _matching(list(submitted.values()), manifest)
-    known = _compiled(base.states)
-    new: dict[str, GraphState] = {}
-    for graphs in usable:
-        for state in graphs.states:
-            if state.folder not in known:
-                new.setdefault(state.folder, state)
-    try:
-        if new:
-            tars = [
-                path.with_suffix(".tar") for path, graphs in submitted.items() if graphs in usable
-            ]
-            merged = _merge(run, base, tars, new)
-            merged.save(run.graphs_manifest)
-            remove_old_archives(run, merged.archive)
-        for folder in folders:
-            for path in folder.iterdir():
-                path.unlink(missing_ok=True)
-            folder.rmdir()
-    except OSError as error:
-        raise archive_error(run, error) from error
+    manifest = GraphManifest.load_trusted(run.graphs_manifest, group)
+    submitted: list[tuple[NewGraphs, BinaryIO]] = []
+    with ExitStack() as stack:
+        for path in sorted(path for folder in folders for path in folder.glob("*.json")):
+            # A damaged record or archive is ignored: its graphs can be compiled again.
+            with suppress(StorageError, OSError, ValueError):
+                graphs = NewGraphs.load_trusted(path, group)
+                tar = open_archive(path.with_suffix(".tar"), graphs.archive_sha256, group)
+                submitted.append((graphs, stack.enter_context(tar)))
+        usable, base = _matching([graphs for graphs, _ in submitted], manifest)
+        known = _compiled(base.states)
+        new: dict[str, GraphState] = {}
+        for graphs in usable:
+            for state in graphs.states:
+                if state.folder not in known:
+                    new.setdefault(state.folder, state)
+        try:
+            if new:
+                tars = [tar for graphs, tar in submitted if graphs in usable]
+                if base.files:
+                    old = open_archive(run.graphs_archive(base.archive), base.archive_sha256, group)
+                    tars.insert(0, stack.enter_context(old))
+                merged = _merge(run, base, tars, new)
+                merged.save(run.graphs_manifest)
+                remove_old_archives(run, merged.archive)
+            for folder in folders:
+                shutil.rmtree(folder)
+        except (OSError, ValueError) as error:
+            raise archive_error(run, error) from error
     return tuple(state.name for state in new.values())
 
 
@@ -133,18 +138,17 @@ def _matching(
 
 
 def _merge(
-    run: RunDir, base: GraphManifest, tars: Sequence[Path], new: Mapping[str, GraphState]
+    run: RunDir, base: GraphManifest, tars: Sequence[BinaryIO], new: Mapping[str, GraphState]
 ) -> GraphManifest:
     """Write the archive of old and new files; returns its manifest."""
-    old = [run.graphs_archive(base.archive)] if base.files else []
     # A graph that failed in precompile is compiled now: new states replace old ones.
     states = {**{state.folder: state for state in base.states}, **new}
 
     def fill(archive: tarfile.TarFile) -> tuple[GraphFile, ...]:
         added: dict[str, GraphFile] = {}
         with ExitStack() as stack:
-            for source in [*old, *tars]:
-                opened = stack.enter_context(tarfile.open(source))
+            for source in tars:
+                opened = stack.enter_context(tarfile.open(fileobj=source))
                 for member in opened:
                     if member.isreg() and member.name not in added:
                         archive.addfile(member, opened.extractfile(member))

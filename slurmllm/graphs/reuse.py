@@ -1,20 +1,27 @@
-"""Reuse of compiled graphs: those of an earlier submission, or of another run in the folder."""
+"""Reuse of compiled graphs: those of an earlier submission, or of another run in the folder.
+
+Graphs are code: those of other users are used only if they are members of `cluster.trusted_group`
+(`group` below). Each file is checked on its descriptor. The folders need no check: whoever can
+write to one can only choose among files that trusted users wrote.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
-from slurmllm.graphs.archive import checksum
+from slurmllm.graphs.archive import checksum, make_own_folder
 from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.records import GraphManifest, MicroBatchRecord
-from slurmllm.rundir import RunDir, fsync_dir, is_run
+from slurmllm.rundir import RunDir, fsync_dir
+from slurmllm.safe_files import open_trusted
 
 
 def measured_micro_batch(run: RunDir) -> int | None:
@@ -22,7 +29,7 @@ def measured_micro_batch(run: RunDir) -> int | None:
     try:
         found = run.micro_batch.is_file()
         return MicroBatchRecord.load(run.micro_batch).micro_batch if found else None
-    except StorageError:
+    except (StorageError, OSError):
         return None  # damaged: measure again
 
 
@@ -42,89 +49,87 @@ def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir)
     return fingerprint is not None and manifest.fingerprint in known
 
 
-def usable(run: RunDir) -> bool:
-    manifest = _manifest(run)
-    return manifest is not None and run.graphs_archive(manifest.archive).is_file()
-
-
-def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> RunDir | None:
-    """The newest other run in the folder of runs that has all graphs; None if there is none."""
+def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> Iterator[RunDir]:
+    """The other runs in the folder of runs that have all graphs, newest first."""
+    modified_at: dict[RunDir, float] = {}
     root = run.path.parent
-    if not root.is_dir():
-        return None
-    others = [RunDir(entry) for entry in root.iterdir() if entry != run.path and is_run(entry)]
-    with_graphs = [other for other in others if other.graphs_manifest.is_file()]
-
-    def modified_at(run: RunDir) -> float:
-        with suppress(OSError):  # the other run may be removed meanwhile
-            return run.graphs_manifest.stat().st_mtime
-        return 0.0
-
-    newest = sorted(with_graphs, key=modified_at, reverse=True)
-    return next((other for other in newest if serves(config, nodes, local, run, other)), None)
+    for entry in root.iterdir() if root.is_dir() else ():
+        with suppress(OSError):  # no run, just removed, or not this user's to read
+            if entry != run.path and (entry / "config.yaml").is_file():
+                other = RunDir(entry)
+                modified_at[other] = other.graphs_manifest.stat().st_mtime
+    newest = sorted(modified_at, key=lambda other: modified_at[other], reverse=True)
+    return (other for other in newest if serves(config, nodes, local, run, other))
 
 
-def adopt(source: RunDir, run: RunDir) -> bool:
-    """Link a run to the archive of another one, or copy it to another file system.
+def adopt(source: RunDir, run: RunDir, group: str | None = None) -> str:
+    """Link a run to the archive of another one, or copy it.
 
-    Returns whether the archive is intact; if not, nothing is written. Two runs can share an
-    archive because it is never changed.
+    Returns:
+        The reason if that archive is not used, and then nothing is written; else nothing. Two runs
+        of one user can share an archive because it is never changed; another user could change it.
 
     Raises:
         StorageError: The shared file system refuses.
     """
-    manifest = _manifest(source)
-    if manifest is None:
-        return False
-    archive = source.graphs_archive(manifest.archive)
-    if not archive.is_file() or checksum(archive) != manifest.archive_sha256:
-        return False
     try:
-        run.graphs.mkdir(parents=True, exist_ok=True)
-        _link_or_copy(archive, run.graphs_archive(manifest.archive))
-        if source.micro_batch.is_file():
-            MicroBatchRecord.load(source.micro_batch).save(run.micro_batch)
+        manifest = GraphManifest.load_trusted(source.graphs_manifest, group)
+        measured = None
+        if source.micro_batch.exists():
+            measured = MicroBatchRecord.load_trusted(source.micro_batch, group)
+        archive = source.graphs_archive(manifest.archive)
+        open_trusted(archive, group).close()
+    except (StorageError, OSError) as error:
+        return getattr(error.__cause__ or error, "strerror", None) or str(error)
+    try:
+        make_own_folder(run.graphs)
+        with tempfile.TemporaryDirectory(prefix=".graphs.", dir=run.graphs) as folder:
+            copy = Path(folder) / archive.name
+            _link_or_copy(archive, copy, group)
+            # Of the copy, which nobody else can change.
+            if checksum(copy) != manifest.archive_sha256:
+                return "its archive does not match its manifest"
+            copy.replace(run.graphs_archive(manifest.archive))
+        fsync_dir(run.graphs)
+        if measured is not None:
+            measured.save(run.micro_batch)
         # The manifest last: it makes the archive current. The origin is the run that compiled.
         origin = manifest.reused_from or source.name
         manifest.model_copy(update={"reused_from": origin}).save(run.graphs_manifest)
-    except FileNotFoundError:  # the other run has just replaced its archive, or was removed
-        return False
+    except (FileNotFoundError, PermissionError):
+        return "it has just replaced its archive, or was removed"
     except OSError as error:
         raise StorageError(
             f"cannot copy the graphs of {source.name} to {run.graphs}: "
             f"{error.strerror or error}; free space, or add --precompile always"
         ) from error
-    return True
+    return ""
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
-    target.unlink(missing_ok=True)
+def _link_or_copy(source: Path, target: Path, group: str | None) -> None:
     try:
-        os.link(source, target)
+        os.link(source, target, follow_symlinks=False)
+        # Only this user's own file: its owner can change it later.
+        open_trusted(target).close()
         return
-    except FileNotFoundError:
-        raise
-    except OSError:
-        pass  # another file system, or one without hard links
-    descriptor, name = tempfile.mkstemp(prefix=".graphs.", dir=target.parent)
-    os.close(descriptor)
-    temporary = Path(name)
-    try:
-        shutil.copyfile(source, temporary)
-        temporary.replace(target)
-        fsync_dir(target.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    except OSError:  # another user's, on another file system, or on one without hard links
+        target.unlink(missing_ok=True)
+    with open_trusted(source, group) as stream, target.open("xb") as copy:
+        shutil.copyfileobj(stream, copy)
+    target.chmod(0o644)
 
 
 def forget(run: RunDir) -> None:
     # Without a manifest the archive is unused, and the next precompile stage replaces it.
-    run.graphs_manifest.unlink(missing_ok=True)
+    if run.graphs_manifest.is_dir():
+        shutil.rmtree(run.graphs_manifest)
+    else:
+        run.graphs_manifest.unlink(missing_ok=True)
 
 
 def _manifest(run: RunDir) -> GraphManifest | None:
     try:
         found = run.graphs_manifest.is_file()
         return GraphManifest.load(run.graphs_manifest) if found else None
-    except StorageError:
+    except (StorageError, OSError):
         return None  # damaged: compile again

@@ -72,7 +72,16 @@ def read_details(
     Raises:
         StorageError: a record is damaged.
     """
-    manifest = GraphManifest.find(run.graphs_manifest)
+    # Manifest and micro batch are derived: `resume` makes damaged ones again.
+    manifest, uncompiled, measured = None, tuple[str, ...](), None
+    try:
+        manifest = GraphManifest.find(run.graphs_manifest)
+        uncompiled = faults(manifest, run) if manifest is not None else ()
+    except StorageError as error:
+        reason = str(error).partition("; restore")[0]
+        uncompiled = (f"{reason}; `slurmllm resume {run.name}` compiles the graphs again",)
+    with suppress(StorageError):
+        measured = MicroBatchRecord.find(run.micro_batch)
     # Versions and first steps are figures only: a damaged record must not hide the run's state.
     versions: dict[str, dict[str, str]] = {}
     with suppress(StorageError):
@@ -90,9 +99,9 @@ def read_details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
         first_steps=first_steps,
         mesh=load_mesh(run.plan) if run.plan.is_file() else None,
-        micro_batch=MicroBatchRecord.find(run.micro_batch),
+        micro_batch=measured,
         graphs=manifest,
-        uncompiled=faults(manifest, run) if manifest is not None else (),
+        uncompiled=uncompiled,
         versions=versions,
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),

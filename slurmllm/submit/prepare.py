@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,17 +17,20 @@ from typing import TYPE_CHECKING, Literal
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
+from slurmllm.errors import ConfigError, DataError, RunError, StorageError
 from slurmllm.graphs import reuse
+from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import Mesh, make_mesh, save_mesh
 from slurmllm.records import GraphManifest
 from slurmllm.rundir import RUN_NAME, RunDir, Stage, is_run, write_atomic
+from slurmllm.safe_files import user_name
 from slurmllm.submit.render import render
 
 if TYPE_CHECKING:
     from slurmllm.plan.fit_check import FitCheck
 
 Precompile = Literal["auto", "always"]
+log = logging.getLogger(__name__)
 STDLIB = "stdlib"  # the built-in corpus and its tokenizer
 
 
@@ -82,6 +87,12 @@ def prepare(request: RunRequest) -> PreparedRun:
         StorageError: the file system fails.
     """
     config, nodes, root, dry_run = request.config, request.nodes, request.root, request.dry_run
+    if request.run is not None and (owner := request.run.path.stat().st_uid) != os.geteuid():
+        raise RunError(
+            f"{request.run.name} belongs to {user_name(owner)}, whose recipe would run as you; "
+            "start a run of your own, from its weights with `slurmllm submit RECIPE --set "
+            "train.init_from=CHECKPOINT`"
+        )
     run = request.run or new_run(root, request.name, config.recipe.name)
     chosen = config.recipe.parallel.auto
     unsupported = load_environment(config.backend).unsupported
@@ -139,7 +150,7 @@ def prepare(request: RunRequest) -> PreparedRun:
             is_new=request.run is None,
         )
         write_run(prepared)
-    except SlurmllmError:
+    except BaseException:
         if request.run is None:
             remove_unsubmitted(run)
         raise
@@ -302,17 +313,32 @@ def remove_unsubmitted(run: RunDir) -> None:
 def _find_graphs(request: RunRequest, config: RunConfig, run: RunDir) -> str | None:
     """Name of the run that compiled all graphs of this one; None if the precompile stage must run.
 
-    Another run's archive is adopted if it is complete. Raises StorageError.
+    Another run's archive is adopted if it is complete and trusted. Raises StorageError.
     """
+    nodes, local, group = request.nodes, request.local, config.cluster.trusted_group
     if request.precompile == "always":
         reuse.forget(run)
         return None
+    if os.path.lexists(run.graphs_manifest):
+        try:
+            load_manifest(run, group)
+        except StorageError as error:
+            log.warning("ignoring the compiled graphs of %s: %s", run.name, error)
+            reuse.forget(run)
     # `compile` trains with an incomplete archive: what is missing is compiled on the way.
-    incomplete_ok = config.recipe.train.incomplete_graphs == "compile" and reuse.usable(run)
-    nodes, local = request.nodes, request.local
-    if incomplete_ok or reuse.serves(config, nodes, local, run, run):
+    any_ok = config.recipe.train.incomplete_graphs == "compile" and run.graphs_manifest.is_file()
+    if any_ok or reuse.serves(config, nodes, local, run, run):
         return GraphManifest.load(run.graphs_manifest).reused_from or run.name
-    source = reuse.find(config, nodes, local, run)
-    if source is None or not reuse.adopt(source, run):
-        return None
-    return GraphManifest.load(run.graphs_manifest).reused_from
+    refused = []
+    for source in reuse.find(config, nodes, local, run):
+        reason = reuse.adopt(source, run, group)
+        if not reason:
+            return GraphManifest.load(run.graphs_manifest).reused_from
+        refused.append(f"run {source.name!r}, which has them: {reason}")
+    if refused:
+        log.warning(
+            "compiling the graphs, not using those of %s%s; --set cluster.trusted_group=GROUP uses "
+            "those of a group's members", refused[0],
+            f" (and {len(refused) - 1} more)" if refused[1:] else "",
+        )  # fmt: skip
+    return None

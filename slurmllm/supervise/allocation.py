@@ -110,9 +110,10 @@ class SlurmAllocation(Allocation):
 
     def broadcast(self, source: Path, target: Path) -> str | None:
         # sbcast sends through a tree; without it every node reads the shared file system once.
+        # Without --force it makes the file: an existing one, or a link to another, is refused.
         try:
             done = subprocess.run(
-                ["sbcast", "--force", str(source), str(target)],
+                ["sbcast", str(source), str(target)],
                 capture_output=True, text=True, errors="replace", timeout=600, check=False,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from slurmllm.errors import SlurmError
+from slurmllm.errors import SlurmError, StorageError
 from slurmllm.graphs.archive import faults
 from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord, GraphManifest, HangRecord, NodeRecord
@@ -34,7 +34,7 @@ def gather_evidence(
     uncompiled: tuple[str, ...] = ()
     if record.stage == "precompile":
         uncompiled = ("no archive of compiled graphs was written",)
-        if run.graphs_manifest.is_file():
+        with suppress(StorageError):  # no manifest, or a damaged one
             uncompiled = faults(GraphManifest.load(run.graphs_manifest), run)
     nodes = attempts.node_records(run, record)
     failures = attempts.failure_records(run, record)

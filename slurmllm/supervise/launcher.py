@@ -16,7 +16,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from slurmllm.backends.environment import load_environment
+from slurmllm.backends.environment import (
+    BROADCAST,
+    load_environment,
+    make_cache_folder,
+    node_local_cache,
+    remove_leftovers,
+)
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge
@@ -42,7 +48,8 @@ class Launcher:
         self.config, self.record = self.workers.config, self.workers.record
         self.attempt, self.node = self.workers.attempt, self.workers.node
         self.environment = load_environment(self.config.backend)
-        self.cache = Path(os.environ["SLURMLLM_CACHE"])
+        self.cache = Path(node_local_cache(self.config, run))  # as planned; see _prepare_cache
+        self.group = self.config.cluster.trusted_group
         self.manifest: GraphManifest | None = None  # of the archive, train stage
         self.stopped_at: float | None = None
 
@@ -54,7 +61,9 @@ class Launcher:
         self.workers.watch_signals()
         try:
             self.workers.save(versions=self.environment.node_versions())
+            planned = self.cache
             self._prepare_cache()
+            remove_leftovers(planned)
             run = self._precompile if self.stage == "precompile" else self.workers.run_to_end
             failed = run()
         except SlurmllmError as error:
@@ -77,6 +86,11 @@ class Launcher:
 
     def _prepare_cache(self) -> None:
         started = time.monotonic()
+        self.cache = make_cache_folder(self.config, self.run)
+        own = self.environment.cache_variables(str(self.cache))
+        given = {**self.config.cluster.env, **self.config.recipe.env}
+        os.environ.update({name: own[name].value for name in own if name not in given})
+        os.environ["SLURMLLM_CACHE"] = str(self.cache)
         if self.stage == "precompile":
             # The nodes of --local share one folder. The first one empties it before its workers
             # open the rendezvous, when no worker can have compiled anything.
@@ -85,11 +99,13 @@ class Launcher:
                 # Begin with the graphs of an earlier attempt; those that failed are retried.
                 with suppress(StorageError, NodeError):
                     if self.run.graphs_manifest.is_file():
-                        earlier = GraphManifest.load(self.run.graphs_manifest)
+                        earlier = graph_cache.load_manifest(self.run, self.group)
                         same = earlier.versions == self.environment.versions()
                         same = same and not earlier.complete
                         if same and earlier.fingerprint == self._fingerprint():
-                            graph_cache.install_archive(self.cache, self.run, earlier)
+                            graph_cache.install_archive(
+                                self.cache, self.run, earlier, group=self.group
+                            )
             if self.workers.node_rank == 0:
                 graph_cache.remove_submitted(self.run, self.record.nodes)
                 # A complete archive here was rejected by the user (`--precompile always`).
@@ -97,7 +113,7 @@ class Launcher:
                     if GraphManifest.load(self.run.graphs_manifest).complete:
                         self.run.graphs_manifest.unlink(missing_ok=True)
             return
-        self.manifest = GraphManifest.load(self.run.graphs_manifest)
+        self.manifest = graph_cache.load_manifest(self.run, self.group)
         versions = self.environment.versions()
         if versions != self.manifest.versions:
             log.warning(
@@ -108,7 +124,10 @@ class Launcher:
             graph_cache.empty_cache_once(self.cache, f"{self.run.path} {self.attempt.number}")
             self.workers.save(cache="other_versions", cache_s=time.monotonic() - started)
             return
-        origin = graph_cache.install_archive(self.cache, self.run, self.manifest)
+        broadcast = os.environ.get(BROADCAST)
+        origin = graph_cache.install_archive(
+            self.cache, self.run, self.manifest, Path(broadcast) if broadcast else None, self.group
+        )
         self.workers.save(cache=origin, cache_s=time.monotonic() - started)
 
     def _fingerprint(self) -> str | None:
@@ -180,7 +199,9 @@ class Launcher:
             elsewhere = {folder for r in before if r is not None for folder in r.graphs}
             graph_cache.submit_graphs(self.cache, self.run, self.node, without=elsewhere)
             return
-        missing = graph_cache.collect_graphs(self.cache, self.run, others, self._has_failed)
+        missing = graph_cache.collect_graphs(
+            self.cache, self.run, others, self._has_failed, self.group
+        )
         first = self.attempt.worker(0)
         manifest = graph_cache.pack_archive(
             self.cache, self.run, self.config.backend,

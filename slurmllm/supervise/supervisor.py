@@ -16,7 +16,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from slurmllm.backends.environment import node_local_cache
+from slurmllm.backends.environment import (
+    BROADCAST,
+    broadcast_path,
+    make_cache_folder,
+    node_local_cache,
+)
 from slurmllm.config.load import load
 from slurmllm.config.recipe import SlurmConfig
 from slurmllm.config.resolve import RunConfig
@@ -28,9 +33,9 @@ from slurmllm.errors import (
     SlurmllmError,
     StorageError,
 )
-from slurmllm.graphs.archive import IncompleteGraphsError, broadcast_path, require_complete
+from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, require_complete
 from slurmllm.graphs.merge import merge_new_graphs
-from slurmllm.records import AttemptRecord, GraphManifest, JobsRecord
+from slurmllm.records import AttemptRecord, JobsRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import AccountingRow, retry_unreachable
 from slurmllm.supervise import attempts
@@ -141,6 +146,8 @@ class Supervisor:
 
     def _broadcast_graphs(self) -> float:
         """Copy the archive to every node's own disk; returns the duration, s."""
+        # The launchers of --local share the folder, and start at once.
+        make_cache_folder(self.config, self.run)
         if self.stage == "precompile":
             return 0.0
         started = time.monotonic()
@@ -149,9 +156,10 @@ class Supervisor:
                 f"{self.run.graphs_manifest} is missing: the precompile stage did not finish; "
                 f"see {self.run.stage_log('precompile')}, then `slurmllm resume {self.run.name}`"
             )
-        manifest = GraphManifest.load(self.run.graphs_manifest)
+        manifest = load_manifest(self.run, self.config.cluster.trusted_group)
         require_complete(manifest, self.run, self.config.recipe.train.incomplete_graphs)
         target = broadcast_path(Path(node_local_cache(self.config, self.run)))
+        os.environ[BROADCAST] = str(target)  # the launchers inherit it
         archive = self.run.graphs_archive(manifest.archive)
         fault = self.allocation.broadcast(archive, target)
         if fault is not None:
@@ -164,7 +172,7 @@ class Supervisor:
         if self.stage == "precompile":
             return
         try:
-            names = merge_new_graphs(self.run)
+            names = merge_new_graphs(self.run, self.config.cluster.trusted_group)
         except StorageError as error:
             log.warning("%s", error)  # the graphs can be compiled again
             return

@@ -27,6 +27,7 @@ from slurmllm.config.recipe import WatchdogConfig
 from slurmllm.errors import StorageError
 from slurmllm.records import AttemptRecord, HangRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.rundir import AttemptDir, RunDir
+from slurmllm.safe_files import check_private_folder, open_lock
 from slurmllm.worker_files import PHASE_FILE, STACKS_FILE, STACKS_SIGNAL, read_phase
 
 LOOK_S = 2.0  # interval between looks at the heartbeats
@@ -212,7 +213,8 @@ class Heartbeats:
         # launchers in other containers may share this memory, with ids of their own.
         for folder in {"/dev/shm", tempfile.gettempdir()}:
             for lock in Path(folder).glob(f"{_FOLDER}*/{_LOCK}"):
-                with suppress(OSError), lock.open("wb") as stream:
+                with suppress(OSError), open_lock(lock) as stream:
+                    check_private_folder(lock.parent)
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(lock.parent, ignore_errors=True)
         self._folder: Path | None = None
@@ -220,7 +222,7 @@ class Heartbeats:
             parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
             # Held as long as this process lives and by no other: workers do not inherit it.
-            self._lock = (self._folder / _LOCK).open("wb")
+            self._lock = open_lock(self._folder / _LOCK)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def environment(self, rank: int) -> dict[str, str]:

@@ -43,7 +43,7 @@ def test_the_manifest_tells_what_the_archive_holds(run: RunDir, manifest: GraphM
 
 def test_a_node_gets_the_graphs_once(run: RunDir, manifest: GraphManifest, tmp_path: Path) -> None:
     node = tmp_path / "node" / "cache"
-    node.parent.mkdir()
+    node.parent.mkdir(mode=0o700)
     assert graph_cache.install_archive(node, run, manifest) == "shared"
     assert (node / "inductor/k/kernel.so").read_bytes() == b"inductor/k/kernel.so" * 100
     assert graph_cache.install_archive(node, run, manifest) == "present"
@@ -53,23 +53,25 @@ def test_the_broadcast_archive_comes_first(
     run: RunDir, manifest: GraphManifest, tmp_path: Path
 ) -> None:
     node = tmp_path / "node" / "cache"
-    node.parent.mkdir()
-    run.graphs_archive().rename(graph_cache.broadcast_path(node))
-    assert graph_cache.install_archive(node, run, manifest) == "broadcast"
+    node.parent.mkdir(mode=0o700)
+    sent = run.graphs_archive().rename(tmp_path / "sent.tar")
+    assert graph_cache.install_archive(node, run, manifest, sent) == "broadcast"
 
 
 def test_a_broken_broadcast_falls_back_to_the_shared_archive(
     run: RunDir, manifest: GraphManifest, tmp_path: Path
 ) -> None:
     node = tmp_path / "node" / "cache"
-    node.parent.mkdir()
-    graph_cache.broadcast_path(node).write_bytes(b"half of it")
-    assert graph_cache.install_archive(node, run, manifest) == "shared"
+    node.parent.mkdir(mode=0o700)
+    sent = tmp_path / "sent.tar"
+    sent.write_bytes(b"half of it")
+    assert graph_cache.install_archive(node, run, manifest, sent) == "shared"
 
 
 def test_a_stale_cache_is_replaced(run: RunDir, manifest: GraphManifest, tmp_path: Path) -> None:
     node = tmp_path / "node" / "cache"
-    node.mkdir(parents=True)
+    node.parent.mkdir(mode=0o700)
+    node.mkdir()
     (node / ".archive").write_text("another archive's checksum")
     (node / "old").write_text("graph")
     assert graph_cache.install_archive(node, run, manifest) == "shared"
@@ -81,7 +83,7 @@ def test_a_damaged_archive_is_refused(run: RunDir, manifest: GraphManifest, tmp_
     data[700] ^= 1
     run.graphs_archive().write_bytes(data)
     node = tmp_path / "node" / "cache"
-    node.parent.mkdir()
+    node.parent.mkdir(mode=0o700)
     with pytest.raises(NodeError, match="does not match its manifest"):
         graph_cache.install_archive(node, run, manifest)
     assert not node.exists()
@@ -98,7 +100,7 @@ def test_launchers_of_one_machine_do_not_collide(
     run: RunDir, manifest: GraphManifest, tmp_path: Path
 ) -> None:
     node = tmp_path / "node" / "cache"
-    node.parent.mkdir()
+    node.parent.mkdir(mode=0o700)
     found: list[str] = []
 
     def launcher() -> None:

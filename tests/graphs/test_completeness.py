@@ -210,7 +210,7 @@ def test_a_graph_that_hangs_the_compiler_is_named_after_a_stop(stage: Stage) -> 
     process = stage.start(*stage.submit_command("r"))
     lock = "neuron/neuronxcc-*/MODULE_*/*.lock"
     deadline = time.monotonic() + 300
-    while not list(stage.folder.glob(f"slurmllm-*/{lock}")):
+    while not list(stage.folder.glob(f"slurmllm-*/*/{lock}")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     time.sleep(0.5)
@@ -337,12 +337,11 @@ class Nodes:
         ).save(self.run.attempt(name, 0).record)  # fmt: skip
 
     def launch(self, name: StageName, node: int) -> subprocess.Popen[str]:
-        cache = self.stage.folder / f"disk{node}" / "cache"
-        cache.parent.mkdir(exist_ok=True)
+        # The private folder on the node's disk has the user's name: each node gets its own.
         return self.stage.start_bare(
             "launch", str(self.run.path), "--stage", name, "--attempt", "0",
-            SLURMLLM_CACHE=str(cache), SLURM_NODEID=str(node), SLURMLLM_NODE=f"n{node}",
-            NEURON_COMPILE_CACHE_URL=str(cache / "neuron"),
+            SLURMLLM_CACHE="/replaced", SLURM_NODEID=str(node), SLURMLLM_NODE=f"n{node}",
+            LOGNAME=f"disk{node}", NEURON_COMPILE_CACHE_URL="/replaced",
         )  # fmt: skip
 
     def both(self, name: StageName) -> list[str]:
@@ -381,7 +380,7 @@ def test_a_node_that_dies_in_the_precompile_stage_is_not_waited_for(stage: Stage
     nodes.open("precompile")
     second, first = nodes.launch("precompile", 1), nodes.launch("precompile", 0)
     deadline = time.monotonic() + 300
-    hung = "disk1/cache/neuron/*/*/*.lock"
+    hung = "slurmllm-disk1/*/neuron/*/*/*.lock"
     while not (list(stage.folder.glob(hung)) and nodes.compiled("precompile", 0)):
         assert time.monotonic() < deadline
         time.sleep(0.1)

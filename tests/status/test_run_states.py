@@ -206,3 +206,22 @@ def test_the_summary_equals_the_whole_configuration(
     found = read_summary(make(tmp_path, "r", "7", *overrides).config)
     usd = 20.0 if overrides else None
     assert (found.recipe, found.steps, found.usd_per_node_hour) == ("tiny_neox", 100, usd)
+
+
+@pytest.mark.parametrize("damage", ["cut", "folder", "not JSON"])
+def test_a_damaged_manifest_of_graphs_is_one_line_of_the_status(
+    tmp_path: Path, damage: str
+) -> None:
+    run = make(tmp_path)
+    run.graphs.mkdir()
+    run.micro_batch.write_text("{")
+    if damage == "folder":
+        run.graphs_manifest.mkdir()
+    else:
+        run.graphs_manifest.write_text('{"complete": true,' if damage == "cut" else "\0")
+    details = run_state(run, CountingSlurm()).details
+    assert details is not None
+    assert (details.graphs, details.micro_batch) == (None, None)
+    (line,) = details.uncompiled
+    assert "manifest.json" in line
+    assert line.endswith("`slurmllm resume r` compiles the graphs again")

@@ -142,4 +142,4 @@ def test_caches_of_two_runs_of_one_name_stay_apart() -> None:
     config = resolve("tiny_neox")
     one, other = (node_local_cache(config, RunDir(Path(p))) for p in ("/a/runs/x", "/b/runs/x"))
     assert one != other
-    assert one.startswith("/var/tmp/slurmllm-ada-x-")
+    assert one.startswith("/var/tmp/slurmllm-ada/x-")

@@ -267,6 +267,7 @@ def test_resume_submits_again_in_the_same_directory(
         complete=True, backend="native", versions={}, graphs=0, archive_bytes=0,
         archive_sha256="", cold_first_step_s=1.0, files=(),
     ).save(run.graphs_manifest)  # fmt: skip
+    run.graphs_archive().touch()
     third = json.loads(call("resume", "r", "--json").stdout)
     assert third["jobs"] == {"precompile": None, "train": "5"}
     assert fake.jobs["5"].after_ok is None
@@ -361,6 +362,7 @@ def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) 
         complete=True, backend="native", versions={}, graphs=0, archive_bytes=0,
         archive_sha256="", cold_first_step_s=1.0, files=(),
     ).save(run.graphs_manifest)  # fmt: skip
+    run.graphs_archive().touch()
     again = json.loads(call("resume", "r", "--json").stdout)
     assert again["jobs"]["precompile"] is not None, "graphs without the micro batch"
     call("cancel", "r")
