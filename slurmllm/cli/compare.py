@@ -261,9 +261,10 @@ def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
 
 
 def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
+    from slurmllm.compare.comparison import curve_letter
     from slurmllm.errors import UserError
 
-    letters = [chr(ord("A") + place) for place in range(count)]
+    letters = [curve_letter(place) for place in range(count)]
     found: dict[str, int | None] = dict.fromkeys(letters)
     for value in values:
         letter, _, steps = value.partition("=")

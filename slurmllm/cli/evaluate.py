@@ -155,7 +155,7 @@ def evaluate(
     options.check_picture(plot)
     located = _locate_suites(suites, tasks, shots)
     if fetching:
-        _fetch(ctx, located)
+        _fetch(ctx, located, allow_code)
         return
     target = find_target(run, runs_root(runs_dir))
     if tokenizer is not None:
@@ -268,7 +268,7 @@ def _require_harness(jobs: Sequence[JobRequest], plan: EvaluationPlan) -> None:
         raise UserError("\n  ".join(dict.fromkeys(faults)))
 
 
-def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite]) -> None:
+def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool) -> None:
     from slurmllm.errors import EXIT_NEGATIVE, DataError
     from slurmllm.evaluate.harness import fetch, require_harness
     from slurmllm.evaluate.request import TaskRequest
@@ -281,7 +281,7 @@ def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite]) -> None:
             if row.task == VALIDATION:
                 continue
             try:
-                fetch(TaskRequest(row, located.folder, ""))
+                fetch(TaskRequest(row, located.folder, ""), allow_code)
                 click.echo(f"{row.task}: fetched")
             except DataError as error:
                 failed = True

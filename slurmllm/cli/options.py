@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
 
 F = TypeVar("F", bound=Callable[..., Any])
+_SIDE = re.compile(r"([A-Z]|#\d+):")  # as `curve_letter` names a source
 
 
 def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -> int | None:
@@ -122,16 +123,16 @@ def source_options(
     tags: Sequence[str], patterns: Sequence[str], count: int
 ) -> tuple[list[dict[str, str]], list[str | None]]:
     """Returns tags and pattern of each of `count` sources: `B:VALUE` is for one, VALUE for all."""
+    from slurmllm.compare.comparison import curve_letter
     from slurmllm.errors import UserError
     from slurmllm.metrics.tags import parse_tags
     from slurmllm.metrics.text_logs import check_pattern
 
-    letters = [chr(ord("A") + place) for place in range(count)]
+    letters = [curve_letter(place) for place in range(count)]
     for value in (*tags, *patterns):
-        if re.match("[A-Z]:", value) and value[0] not in letters:
-            raise UserError(
-                f"{value!r}: there is no {value[0]}; the sources are A to {letters[-1]}"
-            )
+        side = _SIDE.match(value)
+        if side and side[1] not in letters:
+            raise UserError(f"{value!r}: there is no {side[1]}; the sources are A to {letters[-1]}")
     mappings: list[dict[str, str]] = []
     expressions: list[str | None] = []
     for letter in letters:
@@ -139,7 +140,7 @@ def source_options(
             [
                 value.removeprefix(f"{letter}:")
                 for value in values
-                if value.startswith(f"{letter}:") or not re.match("[A-Z]:", value)
+                if value.startswith(f"{letter}:") or not _SIDE.match(value)
             ]
             for values in (tags, patterns)
         )
@@ -157,11 +158,13 @@ def source_options(
 
 def refuse_unused(curves: Sequence[Curve], values: Sequence[str]) -> None:
     """Raises UserError if a tag or pattern is for our own runs only, which need none."""
+    from slurmllm.compare.comparison import curve_letter
     from slurmllm.errors import UserError
 
+    of_letter = {curve_letter(place): curve for place, curve in enumerate(curves)}
     for value in values:
-        side = re.match("([A-Z]):", value)
-        meant = [curves[ord(side[1]) - ord("A")]] if side else curves
+        side = _SIDE.match(value)
+        meant = [of_letter[side[1]]] if side else curves
         if all(curve.kind == "run" for curve in meant):
             raise UserError(
                 f"{value!r} does nothing: {meant[0].name} is a run of slurmllm, whose metrics have "

@@ -81,7 +81,7 @@ def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDi
     first, last = int(alignment.steps[0]), int(alignment.steps[-1])
     candidates = (
         _compare_data(a, b, first),
-        *(cause for cause in compare_skips(a, b) if cause.step <= last),
+        *(cause for cause in compare_skips(a, b, alignment.letter) if cause.step <= last),
         _compare_learning_rates(alignment),
         _compare_tokens(a, b, alignment),
     )
@@ -91,14 +91,14 @@ def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDi
     return sorted(found, key=lambda cause: (cause.weak, cause.step))
 
 
-def compare_skips(a: Curve, b: Curve) -> list[SettingDifference]:
+def compare_skips(a: Curve, b: Curve, letter: str) -> list[SettingDifference]:
     """Find batches that one of the runs skipped and the other did not."""
     windows = [tuple((skip.first, skip.last) for skip in curve.skips) for curve in (a, b)]
     if windows[0] == windows[1]:
         return []
     texts = [
         f"{label} skipped batches {describe_ranges(ranges)}"
-        for label, ranges in zip("AB", windows, strict=True)
+        for label, ranges in zip(("A", letter), windows, strict=True)
         if ranges
     ]
     first = min(1 + (skip.roll_back_to or 0) for skip in (*a.skips, *b.skips))

@@ -87,7 +87,7 @@ def compare(
     band: comparison.Band | None = None
     if seeds:
         of_seeds = SeedBand(a, [shift_steps(one, matched[0].shift) for one in seeds], axis)
-        band = of_seeds.compare(compared)
+        band = of_seeds.compare(compared, letter)
         warnings += of_seeds.warnings
     changes = (_first_step(one.steps, ~bit_identical(one.a, one.b)) for one in compared.values())
     changed = min((step for step in changes if step is not None), default=math.inf)
@@ -127,7 +127,7 @@ def compare(
         warnings += [f"the curves match although {one.text}" for one in settings if not one.weak]
     data = None
     if a.data is not None and b.data is not None:
-        skips = (one.text for one in compare_skips(a, b))
+        skips = (one.text for one in compare_skips(a, b, letter))
         unlike = (*a.data.differences(b.data), *skips)
         data = comparison.DataComparison(same=not unlike, differences=unlike)
     identical = points["loss"].steps[points["loss"].steps < changed]

@@ -170,7 +170,7 @@ def _draw_band(axes: Axes, one: Drawn, metric: str, band: SeedBand) -> list[Line
     points = one.alignment.of(metric)
     if not len(points):
         return []
-    within = band.check(metric, points)
+    within = band.check(metric, points, one.label)
     positions = points.positions[np.isin(points.steps, within.steps)]
     every = max(1, len(positions) // _MAX_POINTS)
     low, high = within.mean - within.half_width, within.mean + within.half_width

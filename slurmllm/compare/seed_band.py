@@ -193,12 +193,12 @@ class SeedBand:
                     "band log the same ones"
                 )
 
-    def compare(self, points: Mapping[str, Points]) -> Band:
-        """Compare B's metrics with the band; raises as `check` does."""
-        metrics = {name: self.check(name, one).record for name, one in points.items()}
+    def compare(self, points: Mapping[str, Points], letter: str) -> Band:
+        """Compare the metrics of B, named `letter`, with the band; raises as `check` does."""
+        metrics = {name: self.check(name, one, letter).record for name, one in points.items()}
         return Band(seeds=self.names, chance=CHANCE, metrics=metrics)
 
-    def check(self, metric: str, points: Points) -> BandResult:
+    def check(self, metric: str, points: Points, letter: str) -> BandResult:
         """Compare B's values with the band, at their common points.
 
         Raises:
@@ -221,7 +221,7 @@ class SeedBand:
             values = np.where(found, own.b[at], np.nan)
             if metric == "loss":
                 # A band that contains B is too wide, one that has a seed twice too narrow.
-                for whose, losses in zip(("B", *self.names), (points.b, *rows), strict=False):
+                for whose, losses in zip((letter, *self.names), (points.b, *rows), strict=False):
                     if np.array_equal(values, losses, equal_nan=True):
                         raise RunError(
                             f"--seed {name} has exactly the losses of {whose}, so that it is not "
@@ -231,7 +231,7 @@ class SeedBand:
             rows.append(values)
         if not there.any():
             raise RunError(
-                f"the seeds {', '.join(self.names)} and B have {metric} at no step in common; "
-                "name runs that logged the same steps"
+                f"the seeds {', '.join(self.names)} and {letter} have {metric} at no step in "
+                "common; name runs that logged the same steps"
             )
         return compare_with_band(steps[there], np.stack(rows)[:, there], points.b[there])

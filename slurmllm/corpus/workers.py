@@ -130,7 +130,8 @@ class _Worker:
 
     def __enter__(self) -> _Worker:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(os.getpid())],
+            # -P: not the modules of the working directory, which may be another user's.
+            [sys.executable, "-P", "-m", __name__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

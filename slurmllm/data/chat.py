@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +20,88 @@ from slurmllm.errors import DataError
 # The default date of Llama 3.1's template. With the current date, tokens would change every day.
 _DATE = datetime(2024, 7, 26)
 _SHOWN = 40
+# Limits of one rendering of a template; a long chat takes milliseconds and some kilobytes.
+_RENDER_S = 5.0
+_LARGEST = 1 << 24  # characters, elements or bits
+
+
+def sandbox(**options: Any) -> Any:
+    """A Jinja environment for templates that came with somebody's files.
+
+    A template is a program: it reaches no Python objects but its values, cannot change them, and
+    fails after `_RENDER_S` or with a value of more than `_LARGEST`. Both are checked at iterations,
+    calls, filters and assignments, so that no signal or thread is needed.
+    """
+    from jinja2 import nodes, pass_context
+    from jinja2.runtime import Context
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class TimedContext(Context):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.deadline = time.monotonic() + _RENDER_S
+
+    @pass_context
+    def checked(context: TimedContext, value: Any) -> Any:
+        if time.monotonic() > context.deadline:
+            raise OverflowError(f"it runs for more than {_RENDER_S:.0f} s")
+        _check_size(_size(value))
+        return value
+
+    @pass_context
+    def each(context: TimedContext, values: Iterable[Any]) -> Iterator[Any]:
+        return (checked(context, value) for value in values)
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        context_class = TimedContext
+        intercepted_binops = frozenset({"*", "**"})
+
+        @staticmethod
+        def concat(parts: Iterable[str]) -> str:
+            parts = list(parts)
+            _check_size(sum(map(len, parts)))
+            return "".join(parts)
+
+        def _parse(self, *source: Any) -> nodes.Template:
+            template = super()._parse(*source)
+            fields: dict[Any, str] = {nodes.For: "iter", nodes.AssignBlock: "filter"}
+            kinds = (nodes.For, nodes.AssignBlock, nodes.Assign, nodes.Filter)
+            for node in list(template.find_all(kinds)):
+                field = fields.get(type(node), "node")
+                inner, name = getattr(node, field), "_each" if field == "iter" else "_checked"
+                if inner is not None or field == "filter":
+                    check = nodes.Filter(inner, name, [], [], None, None, lineno=node.lineno)
+                    setattr(node, field, check)
+            return template
+
+        def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+            for value in (*arguments, *named.values()):
+                _check_size(abs(value) if isinstance(value, int) else 0)
+            return checked(context, super().call(context, function, *arguments, **named))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            times, value = (left, right) if isinstance(left, int) else (right, left)
+            if operator == "**":
+                _check_size(_size(left) * right)
+            elif not isinstance(value, int | float):  # a text or list
+                _check_size(_size(value) * times)
+            return checked(context, super().call_binop(context, operator, left, right))
+
+    environment = Sandbox(**options)
+    environment.filters |= {"_checked": checked, "_each": each}
+    return environment
+
+
+def _size(value: Any) -> int:
+    """Length of a text or list, bits of a whole number; 0 of anything else."""
+    if isinstance(value, int):
+        return value.bit_length()
+    return len(value) if isinstance(value, str | list | tuple | dict) else 0
+
+
+def _check_size(size: float) -> None:
+    if size > _LARGEST:
+        raise OverflowError(f"it makes a value of more than {_LARGEST:,} characters or elements")
 
 
 class ChatFormat:
@@ -100,7 +183,6 @@ class ChatFormat:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension, loopcontrols
         from jinja2.parser import Parser
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
             """`{% generation %}`, which marks the assistant's text and renders it unchanged."""
@@ -114,8 +196,7 @@ class ChatFormat:
         def refuse(message: str) -> NoReturn:
             raise TemplateError(message)
 
-        # Sandboxed: a template is a program from the same place as the tokenizer.
-        environment = ImmutableSandboxedEnvironment(
+        environment = sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
         # The options and functions of transformers; any difference would change the tokens.
@@ -129,13 +210,14 @@ class ChatFormat:
 
         def render(turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
             try:
-                return compiled.render(
+                text: str = compiled.render(
                     messages=turns,
                     tools=None,
                     documents=None,
                     add_generation_prompt=add_generation_prompt,
                     **self._tokens,
                 )
+                return text
             except Exception as error:  # a template may fail in any way
                 raise self._template_error(error) from error
 

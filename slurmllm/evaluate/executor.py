@@ -50,11 +50,14 @@ _SHARD_BYTES = 5 * 10**9  # files of an exported model
 
 
 class JobProcess:
-    """A job in a process of its own; its output is in STEM.log.
+    """A job in a process of its own; its output is in a .log file.
+
+    Request and outcome are pickles, which run code when they are read; they pass through files
+    without a name, which only the two processes can open.
 
     Args:
         job: The job.
-        logs: Folder for its files.
+        logs: Folder for its log.
         device: The CUDA device that it sees; None: all that this process sees.
 
     Raises:
@@ -62,20 +65,23 @@ class JobProcess:
     """
 
     def __init__(self, job: JobRequest, logs: Path, device: str | None) -> None:
-        stem = logs / f"step_{job.model.step:08d}-{secrets.token_hex(4)}"
-        self.log = stem.with_suffix(".log")
-        self._request, self._outcome = stem.with_suffix(".request"), stem.with_suffix(".outcome")
+        self.log = logs / f"step_{job.model.step:08d}-{secrets.token_hex(4)}.log"
         variables = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
         try:
             logs.mkdir(parents=True, exist_ok=True)
-            self._request.write_bytes(pickle.dumps(job))
-            with self.log.open("wb") as log:
+            self._outcome = tempfile.TemporaryFile()  # noqa: SIM115  closed by `outcome`
+            with self.log.open("xb") as log, tempfile.TemporaryFile() as request:
+                pickle.dump(job, request)
+                request.seek(0)
+                outcome = self._outcome.fileno()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "slurmllm.evaluate.executor", str(stem)],
+                    # -P: not the modules of the working directory, which may be another user's.
+                    [sys.executable, "-P", "-m", "slurmllm.evaluate.executor", str(outcome)],
                     env={**os.environ, **variables},
-                    stdin=subprocess.DEVNULL,
+                    stdin=request,
                     stdout=log,
                     stderr=subprocess.STDOUT,
+                    pass_fds=(outcome,),
                     # Ctrl-C reaches only the parent, which then terminates all of the session.
                     start_new_session=True,
                 )
@@ -88,14 +94,14 @@ class JobProcess:
     def outcome(self) -> JobOutcome:
         """What the job returned, or how its process ended."""
         try:
-            outcome = pickle.loads(self._outcome.read_bytes())
+            with self._outcome as stream:
+                stream.seek(0)
+                outcome = pickle.load(stream)
             assert isinstance(outcome, JobOutcome)
-        except (OSError, EOFError, pickle.UnpicklingError):
+        except (EOFError, pickle.UnpicklingError):
             code = self._process.returncode
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             return JobOutcome(error=f"its process {how}; see {self.log}")
-        finally:
-            self._remove_files()
         return outcome
 
     def terminate(self) -> None:
@@ -105,12 +111,6 @@ class JobProcess:
                 os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_TERMINATE_S)
-        self._remove_files()
-
-    def _remove_files(self) -> None:
-        for path in (self._request, self._outcome):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
 
 
 def cuda_devices() -> list[str]:
@@ -321,16 +321,18 @@ def _export(directory: Path, folder: Path, tokenizer_file: Path | None) -> None:
     run_export(plan_export(directory, tokenizer), folder, _SHARD_BYTES)
 
 
-def main(stem: str) -> None:
-    """Entry point of a job's process."""
+def main(outcome: int) -> None:
+    """Entry point of a job's process.
+
+    Args:
+        outcome: Descriptor of the file to which the outcome is written.
+    """
     # Raises SystemExit, so that the exported model is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    request, outcome = Path(f"{stem}.request"), Path(f"{stem}.outcome")
-    result = pickle.dumps(run_job(pickle.loads(request.read_bytes())))
-    partial = outcome.with_suffix(".partial")
-    partial.write_bytes(result)  # the parent must not read half an outcome
-    partial.replace(outcome)
+    result = run_job(pickle.load(sys.stdin.buffer))
+    with os.fdopen(outcome, "wb") as stream:
+        pickle.dump(result, stream)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]))

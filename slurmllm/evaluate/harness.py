@@ -10,13 +10,16 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from slurmllm.data.chat import sandbox
 from slurmllm.errors import DataError, SlurmllmError, UserError
 from slurmllm.evaluate.request import EvaluationSettings, ModelRef, TaskRequest, harness_version
+from slurmllm.evaluate.suites import suites_dir
 from slurmllm.records import EvaluationRecord
 
 REMEDY = "install it: pip install 'slurmllm[eval]'"
@@ -28,6 +31,17 @@ _HUB = (
 )  # fmt: skip
 # The harness's message if a task may generate more tokens than the model's context holds.
 _TOO_LONG = re.compile(r"max tokens to generate \((\d+)\) must be less than .* length \((\d+)\)")
+_TRUST = "pass --allow-code-execution to allow it, if you trust its author"
+# Settings that change only prompts, answers and metrics. The harness's own functions can be made to
+# run code by the others: some evaluate the questions, or load the tokenizer that `metadata` names.
+_PROMPT_SETTINGS = frozenset(
+    ("description", "doc_to_choice", "doc_to_target", "doc_to_text", "fewshot_delimiter",
+     "filter_list", "gen_prefix", "generation_kwargs", "metric_list", "num_fewshot", "repeats",
+     "target_delimiter", "task", "task_alias")
+)  # fmt: skip
+# Settings by which transformers, datasets and evaluate run programs of a folder or of the hub.
+_CODE_SETTINGS = ("class", "custom_generate", "hf_evaluate", "trust_remote_code", "use_prompt")
+_CODE_READERS = ("pandas", "sql")  # of `datasets`: pickles, and statements for a database
 
 
 def require_harness() -> str:
@@ -111,10 +125,10 @@ class Harness:
                 )
             results = lm_eval.simple_evaluate(
                 model=self._loaded_model,
-                tasks=[_harness_task(request)],
+                tasks=[_harness_task(request, settings.allow_code)],
                 num_fewshot=task.shots,
                 limit=settings.limit,
-                task_manager=_manager_of(request),
+                task_manager=_manager_of(request, settings.allow_code),
                 confirm_run_unsafe_code=settings.allow_code,
                 log_samples=False,  # kept in memory otherwise, all prompts and answers
             )
@@ -127,40 +141,130 @@ class Harness:
 
 
 @cache
-def task_manager(folder: str | None) -> Any:
+def task_manager(folder: str | None, allow_code: bool = False) -> Any:
     """The harness's index of tasks, with those of a folder.
+
+    Args:
+        allow_code: Whether task files that are not shipped may run code.
 
     Raises:
         UserError: there is no such folder, or the harness cannot be imported.
     """
     try:
+        import lm_eval.utils
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise UserError(
             f"lm-evaluation-harness (lm_eval) cannot be imported ({error}); {REMEDY}"
         ) from error
+    given = lm_eval.utils.env
+    options = {"undefined": given.undefined, "keep_trailing_newline": given.keep_trailing_newline}
+    lm_eval.utils.env = sandbox(**options)
+    lm_eval.utils.env.filters["regex_replace"] = given.filters["regex_replace"]
     if folder is None:
-        return TaskManager()
-    if not Path(folder).is_dir():
-        raise UserError(f"no folder of tasks {folder}; check `folder` in the suite")
-    own = TaskManager(include_path=folder, include_defaults=False)
-    # Only groups may refer to the harness's own tasks, whose index takes seconds.
-    return TaskManager(include_path=folder) if own.all_groups or own.all_tags else own
+        manager = TaskManager()
+    else:
+        if not Path(folder).is_dir():
+            raise UserError(f"no folder of tasks {folder}; check `folder` in the suite")
+        manager = TaskManager(include_path=folder, include_defaults=False)
+        if manager.all_groups or manager.all_tags:
+            # Only groups may refer to the harness's own tasks, whose index takes seconds.
+            manager = TaskManager(include_path=folder)
+    if not allow_code:
+        manager._factory = _factory_without_code()
+    return manager
 
 
-def _manager_of(request: TaskRequest) -> Any:
+def _manager_of(request: TaskRequest, allow_code: bool) -> Any:
     own = request.task.folder
-    return task_manager(None if own is None else str(request.folder / own))
+    return task_manager(None if own is None else str(request.folder / own), allow_code)
 
 
-def _harness_task(request: TaskRequest) -> Any:
+def _harness_task(request: TaskRequest, allow_code: bool) -> Any:
     """A task's name, or the harness's task object with the options of the suite."""
-    task, manager = request.task, _manager_of(request)
+    task, manager = request.task, _manager_of(request, allow_code)
     if not task.options:
         return task.task
     # If given as {"task": name, **options}, harness 0.4.13 ignores the task's own file.
     index = manager.task_index
     return manager._factory.build(index[task.task], overrides=task.options, registry=index)
+
+
+def _is_shipped(path: Path) -> bool:
+    """Whether a file or folder, without links, comes with the harness or with slurmllm."""
+    import lm_eval
+
+    roots = [Path(str(lm_eval.__file__)).parent.resolve(), suites_dir().resolve()]
+    return any(path.is_relative_to(root) for root in roots)
+
+
+def _factory_without_code() -> Any:
+    """The harness's maker of tasks, which refuses code in task files that are not shipped."""
+    from lm_eval.tasks import _yaml_loader
+    from lm_eval.tasks._factory import GROUP_FIELD_NAMES, TaskFactory
+
+    make_constructor = _yaml_loader._mk_function_ctor
+
+    def make_refusal(folder: Path, resolve: bool) -> Any:
+        def refuse(loader: Any, node: Any) -> Any:
+            place = f"{node.start_mark.name}, line {node.start_mark.line + 1}"
+            raise UserError(f"{place}: `!function {node.value}` runs Python code; {_TRUST}")
+
+        trusted = not resolve or _is_shipped(folder)
+        return make_constructor(folder, resolve) if trusted else refuse
+
+    class Factory(TaskFactory):  # type: ignore[misc]
+        def _load_full_config(self, entry: Any, overrides: Any = None) -> Any:
+            if entry.yaml_path is None:
+                return super()._load_full_config(entry, overrides)
+            path = entry.yaml_path.resolve()  # once: a link can be replaced
+            _yaml_loader._mk_function_ctor = make_refusal
+            try:
+                config = super()._load_full_config(replace(entry, yaml_path=path), overrides)
+            finally:
+                _yaml_loader._mk_function_ctor = make_constructor
+            if not _is_shipped(path):
+                of_group = {*GROUP_FIELD_NAMES, "tag"}
+                _refuse_code(config, str(path), of_group if "group" in config else None)
+                for member in config["task"] if "group" in config else ():
+                    if not isinstance(member, str):
+                        _refuse_code(member, str(path), _PROMPT_SETTINGS)
+            return config
+
+    return Factory()
+
+
+def _refuse_code(
+    settings: Mapping[str, Any], place: str, allowed: Collection[str] | None = None
+) -> None:
+    """Refuse settings that run code, at any depth, or are not `allowed` for a shipped task.
+
+    Raises:
+        UserError: there is one.
+    """
+    from lm_eval.api import metrics, registry
+
+    del metrics  # imported to fill the registry
+    remaining: list[tuple[str, Any]] = [("", settings)]
+    seen = set()  # the aliases of YAML share objects
+    while remaining:
+        name, value = remaining.pop()
+        text = value if isinstance(value, str) else ""
+        if (
+            (callable(value) or name in _CODE_SETTINGS)
+            or (name == "dataset_path" and text in _CODE_READERS)
+            or (name == "metric" and text not in registry.metric_registry)
+        ):
+            raise UserError(f"{place}: `{name}: {value}` runs code; {_TRUST}")
+        if isinstance(value, dict | list) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, dict) else [(name, one) for one in value]
+            remaining += items
+    for name in sorted(settings.keys() - allowed) if allowed is not None else ():
+        raise UserError(
+            f"{place}: `{name}` changes what the functions of the harness's tasks read, which can "
+            f"run code; {_TRUST}"
+        )
 
 
 def task_fault(request: TaskRequest, allow_code: bool) -> str | None:
@@ -169,7 +273,7 @@ def task_fault(request: TaskRequest, allow_code: bool) -> str | None:
     Raises:
         UserError: there is no such folder of tasks, or the harness cannot be imported.
     """
-    name, manager = request.task.task, _manager_of(request)
+    name, manager = request.task.task, _manager_of(request, allow_code)
     if name not in manager.all_tasks:
         return _unknown_task(name, manager.all_tasks)
     entry = manager.task_index[name]
@@ -182,7 +286,28 @@ def task_fault(request: TaskRequest, allow_code: bool) -> str | None:
         return f"{name} is a group without a metric of its own; name its tasks: {tasks}"
     if file.get("unsafe_code") and not allow_code:
         return f"{name} executes model-written code; pass --allow-code-execution to allow it"
+    try:
+        _check_code(request, allow_code)
+    except UserError as error:
+        return str(error)
     return None
+
+
+def _check_code(request: TaskRequest, allow_code: bool) -> None:
+    """Refuse a task's code and the suite's options for it, unless it is allowed or shipped.
+
+    Raises:
+        UserError: there is some.
+    """
+    if allow_code:
+        return
+    manager = _manager_of(request, allow_code)
+    entry = manager.task_index[request.task.task]
+    if entry.yaml_path and not _is_shipped(entry.yaml_path.resolve()):
+        manager._factory._load_full_config(entry)
+    if not _is_shipped(request.folder.resolve()):
+        place = f"options of {request.task.task} in the suite"
+        _refuse_code(request.task.options, place, _PROMPT_SETTINGS)
 
 
 def _unknown_task(name: str, known: Sequence[str]) -> str:
@@ -244,19 +369,20 @@ def _translate_error(task: str, error: Exception) -> SlurmllmError:
     return DataError(f"{type(error).__name__}: {text}")
 
 
-def fetch(request: TaskRequest) -> None:
+def fetch(request: TaskRequest, allow_code: bool) -> None:
     """Download a task's questions into the cache of this machine (HF_HOME).
 
     Raises:
-        UserError: there is no such task.
+        UserError: there is no such task, or it may not run code.
         DataError: they are not available here.
     """
     name = request.task.task
     try:
-        manager = _manager_of(request)
+        manager = _manager_of(request, allow_code)
         if name not in manager.all_tasks:
             raise UserError(_unknown_task(name, manager.all_tasks))
-        manager.load([_harness_task(request)])
+        _check_code(request, allow_code)
+        manager.load([_harness_task(request, allow_code)])
     except SlurmllmError:
         raise
     except Exception as error:

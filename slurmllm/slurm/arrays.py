@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from slurmllm.errors import SlurmError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from slurmllm.errors import SlurmError, StorageError
+from slurmllm.safe_files import check_private_folder
 
 # Below Slurm's default MaxArraySize of 1001.
 MOST_TASKS = 1000
@@ -53,7 +55,8 @@ def submit_array(
     Args:
         function: A function that the nodes can import.
         arguments: Arguments of each call, at most `MOST_TASKS`.
-        logs: Folder for submitit's files, on a file system that the nodes share.
+        logs: Folder on a file system that the nodes share, for the array's own folder with
+            submitit's files and the logs.
         at_once: Maximum number of jobs that run simultaneously.
         what: Description of the jobs, for the error message.
         instead: The alternative to Slurm, for the error message.
@@ -76,7 +79,12 @@ def submit_array(
     if resources.cpus is not None:
         chosen["cpus_per_task"] = resources.cpus
     try:
-        executor = submitit.AutoExecutor(logs, cluster="slurm")
+        logs.mkdir(parents=True, exist_ok=True)
+        # With mode 0700: submitit's requests and results are pickles, which run code when read.
+        folder = tempfile.mkdtemp(prefix="array-", dir=logs)
+        # -P: not the modules of the working directory, which may be another user's.
+        python = f"{shlex.quote(sys.executable)} -P"
+        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_python=python)
         executor.update_parameters(
             name=name,
             slurm_array_parallelism=at_once,
@@ -105,9 +113,13 @@ def finished_jobs(
 
     Yields:
         Id, place in `jobs`, and result (or `FailedJob`) of each, in the order in which they end.
+
+    Raises:
+        StorageError: The folder of the results is not this user's own any more.
     """
     import submitit
 
+    folder = jobs[0].paths.folder
     failures = (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError)
     running = dict(enumerate(jobs))
     try:
@@ -117,7 +129,13 @@ def finished_jobs(
             for place in [place for place, job in running.items() if job.done()]:
                 job = running.pop(place)
                 try:
+                    check_private_folder(folder)
                     found = job.result()
+                except PermissionError as error:
+                    raise StorageError(
+                        f"{folder}: {error.strerror}, so the results of the Slurm jobs in it are "
+                        "not read: they run code; use a folder that only you can write to"
+                    ) from error
                 except failures as error:
                     log = job.paths.stderr
                     hint = f"see {log}" if log.exists() else "it never started"

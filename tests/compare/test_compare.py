@@ -373,6 +373,10 @@ def test_runs_that_skipped_data_after_a_divergence(make_run: MakeRun) -> None:
     assert result.data is not None
     assert result.data.differences == ("B skipped batches 26–30",)
     assert compare(curve("c", skip), curve("d", skip)).match
+    third = compare(curve("e"), curve("f", skip), letter="C")
+    assert third.reason.endswith("; cause (certain): C skipped batches 26–30")
+    assert third.data is not None
+    assert third.data.differences == ("C skipped batches 26–30",)
 
 
 def test_damaged_data_record_is_a_warning(make_run: MakeRun) -> None:

@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 from training_rows import MakeFile, MakeRun, make_row, make_rows
 
-from slurmllm.cli.compare import compare
+from slurmllm.cli.compare import _parse_shifts, compare
 from slurmllm.cli.main import cli
+from slurmllm.cli.options import source_options
 from slurmllm.errors import RunError, SlurmllmError, StorageError, UserError
 from slurmllm.rundir import RunDir
 
@@ -271,7 +272,7 @@ def test_what_is_imported_and_when(three_runs, tmp_path: Path) -> None:
     """No torch at all, matplotlib for a picture only, and click alone to show the help."""
     code = f"""
 import sys
-from slurmllm.cli.compare import compare
+from slurmllm.cli.compare import _parse_shifts, compare
 heavy = {{"torch", "matplotlib", "numpy", "pydantic", "rich"}}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 arguments = ["unbroken", "requeued", "--runs-dir", {str(tmp_path / "runs")!r}]
@@ -340,6 +341,8 @@ def test_seeds_of_one_side_are_the_tolerance(
     assert (tmp_path / "p.png").is_file()
     for twice in (("s0", "s1", "--seed", "s1"), ("s0", "s4", *seeds, "--seed", "s1")):
         assert "--seed s1 has exactly the losses of" in refusal(run_command(*twice, "--no-plot"))
+    third = run_command("s0", "s4", "s1", *seeds, "--no-plot")
+    assert "--seed s1 has exactly the losses of C, so" in refusal(third)
     outside = run_command("s0", "worse", *seeds, "--no-plot")
     assert outside.exit_code == 1
     assert "loss leaves the band of 4 seeds at step 1: means over " in outside.stdout
@@ -360,3 +363,11 @@ def test_another_frameworks_log_by_tokens(run_command, make_run: MakeRun, tmp_pa
     assert answer["alignment"] == {"axis": "tokens", "method": "exact", "points": 25}
     assert answer["statistics"]["loss"]["area_between"] == 0
     refusal(run_command("ours", theirs, "--tag", "nonsense"), UserError)
+
+
+def test_more_sources_than_letters() -> None:
+    assert _parse_shifts(["#27=3", "Z=2"], 28)[25:] == [2, 3, None]
+    _, patterns = source_options([], ["#28:(?P<step>1)(?P<loss>2)", "A:(?P<step>3)(?P<loss>4)"], 28)
+    assert patterns == ["(?P<step>3)(?P<loss>4)", *[None] * 26, "(?P<step>1)(?P<loss>2)"]
+    with pytest.raises(UserError, match="there is no #29; the sources are A to #28"):
+        source_options([], ["#29:x"], 28)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -14,8 +17,9 @@ from click.testing import CliRunner, Result
 from evaluate.conftest import ALL, Learnt, by_hand, in_processes, needs_harness, scores
 from slurmllm.cli.main import cli
 from slurmllm.errors import UserError
+from slurmllm.evaluate.executor import JobProcess
 from slurmllm.evaluate.harness import Harness, task_manager
-from slurmllm.evaluate.request import TaskRequest
+from slurmllm.evaluate.request import EvaluationSettings, JobRequest, ModelRef, TaskRequest
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.evaluate.suites import VALIDATION, find_suite, suite_names, suites_dir
 from slurmllm.records import EvaluationRecord
@@ -96,7 +100,10 @@ def test_a_task_that_fails_does_not_end_the_others(
         "      - {task: bad, shots: 0, metric: acc, folder: tasks}\n"
         "      - {task: good, shots: 0, folder: tasks}\n"
     )
-    done = evaluate(learnt.run, "--suite", suite, "--limit", 4, "--json")
+    refused = evaluate(learnt.run, "--suite", suite, "--limit", 4, "--json")
+    assert refused.exit_code == 2
+    assert "shipped_lines` runs Python code; pass --allow-code-execution" in refused.output
+    done = evaluate(learnt.run, "--suite", suite, "--limit", 4, "--json", "--allow-code-execution")
     assert done.exit_code == 1, done.output
     output = json.loads(done.stdout)
     (failed,) = output["failed"]
@@ -123,7 +130,9 @@ def test_a_job_that_is_killed_is_reported(learnt: Learnt, tmp_path: Path) -> Non
         "name: deadly\ngroups:\n  - name: g\n    tasks:\n"
         "      - {task: good, folder: tasks}\n      - {task: deadly, folder: tasks}\n"
     )
-    done = in_processes(learnt.run, "--suite", suite, "--json", "--no-plot", "--limit", 2)
+    done = in_processes(
+        learnt.run, "--suite", suite, "--json", "--no-plot", "--limit", 2, "--allow-code-execution"
+    )
     assert done.exit_code == 1, done.output
     output = json.loads(done.stdout)
     assert [row["name"] for row in output["suites"][0]["rows"]] == ["good (first 2)"]
@@ -132,6 +141,38 @@ def test_a_job_that_is_killed_is_reported(learnt: Learnt, tmp_path: Path) -> Non
     assert "killed by signal 9" in failed["error"]
     assert Path(failed["error"].rpartition(" ")[2]).is_file()
     assert not list((learnt.run.path / "evaluations").glob(".export-*"))
+
+
+def test_nothing_that_others_put_next_to_a_job_s_log_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Planted:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "code ran",)
+
+    settings = EvaluationSettings(call_id="0")
+    job = JobRequest(tmp_path, ModelRef(tmp_path, 0, 0, "0"), (), None, settings)
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    process = JobProcess(job, tmp_path / "logs", None)
+    while not process.done():
+        time.sleep(0.01)
+    for suffix in (".request", ".outcome"):
+        process.log.with_suffix(suffix).write_bytes(pickle.dumps(Planted()))
+    assert "ended with exit code 0" in str(process.outcome().error)
+    assert not (tmp_path / "code ran").exists()
+
+
+def test_a_job_does_not_import_from_the_working_directory(
+    learnt: Learnt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformers.py").write_text(f"open({str(tmp_path / 'code ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    done = in_processes(
+        learnt.run, "--suite", "smoke", "--task", "smoke_sums", "--limit", 1, "--force",
+        "--no-plot",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "code ran").exists()
 
 
 def test_an_interrupted_evaluation_continues(learnt: Learnt, evaluate: Evaluate) -> None:

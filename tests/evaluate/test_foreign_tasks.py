@@ -1,0 +1,152 @@
+"""Suites and tasks that somebody else wrote: they run no code unless it is allowed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from evaluate.conftest import needs_harness
+from slurmllm.cli.main import cli
+from slurmllm.evaluate.harness import task_fault
+from slurmllm.evaluate.request import TaskRequest
+from slurmllm.evaluate.suites import SuiteTask, find_suite
+
+pytestmark = needs_harness
+
+TEXT = "doc_to_text: '{{question}}'\n"
+TARGET = "doc_to_target: '{{answer}}'\n"
+ESCAPE = "{{ cycler.__init__.__globals__.os.system(mark) }}"
+ALLOWED = "--allow-code-execution"
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    """What the code writes, if it runs."""
+    return tmp_path / "code ran"
+
+
+def write_suite(folder: Path, mark: Path, task: str, options: str = "{}") -> Path:
+    """A suite of one task, whose folder has everything that code could come from."""
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    touch = f"open({str(mark)!r}, 'w').close()\n"
+    (tasks / "evil.py").write_text(f"{touch}def run(*_, **__): {touch}")
+    (tasks / "evil" / "custom_generate").mkdir(parents=True)
+    (tasks / "evil" / "evil.py").write_text(touch)
+    question = {"question": "1+1", "answer": "2", "mark": f"touch {str(mark)!r}"}
+    (tasks / "q.json").write_text(json.dumps(question))
+    (tasks / "own.yaml").write_text(
+        f"task: own\ndataset_path: json\ndataset_kwargs: {{data_files: {tasks}/q.json}}\n"
+        f"test_split: train\noutput_type: generate_until\n{task}"
+    )
+    suite = folder / "suite.yaml"
+    suite.write_text(
+        "name: own\ngroups:\n  - name: g\n    tasks:\n"
+        f"      - {{task: own, folder: tasks, options: {options}}}\n"
+    )
+    return suite
+
+
+def fetch(suite: Path, *more: str) -> Result:
+    return CliRunner().invoke(cli, ["evaluate", "none", "--suite", str(suite), "--fetch", *more])
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        ("doc_to_text: !function evil.run\n" + TARGET, "own.yaml, line 6: `!function evil.run`"),
+        (TEXT + TARGET + "process_docs: !function evil.run\n", "line 8: `!function evil.run`"),
+        ("class: !function evil.run\n", "line 6: `!function evil.run`"),
+        ("include: ../other.yml\n" + TEXT, "other.yml, line 1: `!function"),
+        (TEXT + TARGET + "metric_list: [{metric: FOLDER/evil}]\n", "`metric: /"),
+        (
+            TEXT + TARGET + "generation_kwargs: {custom_generate: FOLDER/evil}\n",
+            "`custom_generate: /",
+        ),
+        (TEXT + TARGET + "dataset_path: pandas\n", "`dataset_path: pandas`"),
+        ("include: HARNESS/tasks/gsm8k/gsm8k.yaml\ndataset_kwargs: {trust_remote_code: 1}\n",
+         "`trust_remote_code: 1`"),
+        ("include: SHIPPED/smoke_sums.yaml\n", "`custom_dataset: <function"),
+        ("group: own\naggregate_metric_list: [{metric: acc}]\n"
+         "task: [logiqa]\n", "`dataset_kwargs` changes what"),
+    ],
+)  # fmt: skip
+def test_code_of_a_task_is_refused(tmp_path: Path, mark: Path, task: str, reason: str) -> None:
+    import lm_eval
+
+    harness, shipped = str(Path(str(lm_eval.__file__)).parent), find_suite("smoke").folder / "smoke"
+    task = task.replace("FOLDER", str(tmp_path / "tasks")).replace("HARNESS", harness)
+    suite = write_suite(tmp_path, mark, task.replace("SHIPPED", str(shipped)))
+    (tmp_path / "other.yml").write_text("doc_to_target: !function tasks.evil.run\n")
+    done = fetch(suite)
+    assert not mark.exists()
+    assert done.exit_code == 2, done.output
+    assert reason in done.output
+    assert str(tmp_path) in done.output
+    assert "pass --allow-code-execution to allow it, if you trust its author" in done.output
+    # Before any job, too.
+    request = TaskRequest(find_suite(str(suite)).suite.groups[0].tasks[0], tmp_path, "")
+    fault = task_fault(request, allow_code=False)
+    assert fault is not None
+    assert reason in fault
+    assert not mark.exists()
+
+
+def test_allowed_code_runs(tmp_path: Path, mark: Path) -> None:
+    suite = write_suite(tmp_path, mark, f"{TEXT}doc_to_target: !function evil.run\n")
+    done = fetch(suite, ALLOWED)
+    assert done.exit_code == 0, done.output
+    assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("{generation_kwargs: {custom_generate: x/y, trust_remote_code: true}}", "trust_remote"),
+        ("{unsafe_code: false}", "`unsafe_code` changes what"),
+        ("{metadata: {tokenizer: evil}}", "`metadata` changes what"),
+        ("{metric_list: [{metric: tasks/evil}]}", "`metric: tasks/evil`"),
+    ],
+)
+def test_code_in_a_suite_s_options_is_refused(
+    tmp_path: Path, mark: Path, options: str, reason: str
+) -> None:
+    done = fetch(write_suite(tmp_path, mark, TEXT + TARGET, options))
+    assert done.exit_code == 2, done.output
+    assert "options of own in the suite: `" in done.output
+    assert reason in done.output
+
+
+def test_harmless_tasks_need_no_permission(tmp_path: Path, mark: Path) -> None:
+    options = "{repeats: 2, generation_kwargs: {max_gen_toks: 4, until: [x]}, num_fewshot: 0}"
+    done = fetch(write_suite(tmp_path, mark, TEXT + TARGET, options))
+    assert done.exit_code == 0, done.output
+    shipped = find_suite("smoke")
+    row = SuiteTask(task="smoke_sums", folder="smoke")
+    assert task_fault(TaskRequest(row, shipped.folder, ""), allow_code=False) is None
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        ESCAPE,
+        "{{ lipsum.__globals__.os.system(mark) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ (mark|attr('__class__')).__mro__ }}",
+        "{{ '{0.__class__.__mro__}'.format(mark) }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10**11 }}",
+    ],
+)
+def test_templates_are_sandboxed_and_end(tmp_path: Path, mark: Path, template: str) -> None:
+    started = time.monotonic()
+    done = fetch(write_suite(tmp_path, mark, f'doc_to_text: "{template}"\n{TARGET}'), ALLOWED)
+    assert time.monotonic() - started < 60
+    assert not mark.exists()
+    assert done.exit_code == 1, done.output
+    assert "own: " in done.output

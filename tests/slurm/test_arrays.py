@@ -1,0 +1,83 @@
+"""Job arrays whose folder another user can reach."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slurmllm.errors import StorageError
+from slurmllm.slurm import arrays
+from slurmllm.slurm.arrays import Resources, SlurmOptions, finished_jobs, submit_array
+
+
+class Planted:
+    """Its pickle writes a file when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+class Job:
+    """A job of submitit: its result is a pickle in the array's folder."""
+
+    job_id, state = "7_0", "COMPLETED"
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = SimpleNamespace(folder=folder, stderr=folder / "log.err")
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return pickle.loads((self.paths.folder / "result.pkl").read_bytes())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to another user")
+def test_results_in_another_user_s_folder_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "_POLL_S", 0)
+    monkeypatch.setattr(arrays, "_cancel", lambda array: None)
+    folder, mark = tmp_path / "array-x", tmp_path / "code ran"
+    folder.mkdir(mode=0o700)
+    (folder / "result.pkl").write_bytes(pickle.dumps("fine"))
+    assert [found for *_, found in finished_jobs([Job(folder)], lambda: None)] == ["fine"]
+    (folder / "result.pkl").write_bytes(pickle.dumps(Planted(mark)))
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(StorageError, match=r"array-x: it belongs to .*65534.*they run code"):
+        list(finished_jobs([Job(folder)], lambda: None))
+    assert not mark.exists()
+
+
+def test_an_array_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Path, dict[str, Any]]] = []
+
+    class Executor:
+        def __init__(self, folder: str, **options: Any) -> None:
+            made.append((Path(folder), options))
+
+        def update_parameters(self, **parameters: Any) -> None: ...
+
+        def map_array(self, function: Any, *arguments: Any) -> list[Any]:
+            return []
+
+    monkeypatch.setattr("submitit.AutoExecutor", Executor)
+    for _ in range(2):
+        submit_array(
+            print, [("x",)], logs=tmp_path / "logs", name="n", at_once=1, options=SlurmOptions(),
+            resources=Resources(), what="", instead="",
+        )  # fmt: skip
+    (one, options), (other, _) = made
+    assert one != other
+    assert stat.S_IMODE(one.stat().st_mode) == 0o700
+    # Not the modules of the working directory, which may be another user's.
+    assert options["slurm_python"].endswith(" -P")
