@@ -268,6 +268,68 @@ def test_a_shared_directory_that_is_full_or_refuses_writes(
     assert str(shared) not in Path("/proc/self/mounts").read_text()
 
 
+def test_links_clocks_and_disks_of_nodes(
+    new_cluster: Callable[[], Cluster], tmp_path: Path
+) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    cluster, shared = new_cluster(), tmp_path / "shared"
+    cluster.tool(
+        "up", "--nodes", "2", "--network", "--clock", "--node-disk-mb", "32",
+        "--shared", str(shared), "--shared-mb", "32",
+    )  # fmt: skip
+
+    def on(node: str, command: str) -> str:
+        return cluster.run("srun", "-N1", "-w", node, "sh", "-c", command)
+
+    assert on("n1", "cat /proc/net/dev").count("eth0") == 1
+    seconds = (
+        "import socket, time; server = socket.create_server(('', 7777));"
+        " t = time.monotonic(); c = socket.socket(); c.connect_ex(('n1', 7778));"
+        " print(time.monotonic() - t)"
+    )
+    assert float(on("n2", f'python3 -c "{seconds}"')) < 0.1
+    cluster.tool("link", "n2", "--delay", "100")
+    wait_for(lambda: float(on("n2", f'python3 -c "{seconds}"')) > 0.19)
+    cluster.tool("link", "n2")
+    assert float(on("n2", f'python3 -c "{seconds}"')) < 0.1
+
+    # A job has its node's clock if it asks for it.
+    now = f"LD_PRELOAD={cluster.root}/clock.so DEVCLUSTER_CLOCK=/var/tmp/.devcluster-clock date +%s"
+    job = cluster.submit(tmp_path, f"while sleep 0.2; do {now}; done\n", "-w", "n2")
+    wait_for(lambda: (tmp_path / "out").exists() and "1" in (tmp_path / "out").read_text())
+    cluster.tool("clock", "n2", "3600")
+    wait_for(lambda: int((tmp_path / "out").read_text().split()[-1]) > time.time() + 3500)
+    cluster.tool("clock", "n2", "-3600")
+    wait_for(lambda: int((tmp_path / "out").read_text().split()[-1]) < time.time() - 3500)
+    cluster.tool("clock", "n2", "0")
+    cluster.run("scancel", job)
+
+    # Writes wait on a frozen disk, and go on.
+    cluster.tool("shared", "frozen")
+    writing = subprocess.Popen(
+        ["srun", "-N1", "-w", "n1", "touch", str(shared / "late")], env=cluster.env
+    )
+    time.sleep(2)
+    assert writing.poll() is None
+    assert not (shared / "late").exists()
+    cluster.tool("shared", "thawed")
+    assert writing.wait(30) == 0
+    if Path("/sys/fs/cgroup/blkio/blkio.throttle.write_bps_device").exists():
+        write = f"head -c 600000 /dev/zero > {shared}/slow; sync {shared}/slow"
+        cluster.tool("shared", "slow")
+        started = time.monotonic()
+        on("n1", write)
+        assert time.monotonic() - started > 2
+        cluster.tool("shared", "fast")
+    cluster.tool("shared", "frozen")
+    cluster.tool("down")  # thaws it
+    assert str(shared) not in Path("/proc/self/mounts").read_text()
+    assert f"{cluster.root}" not in Path("/proc/self/mounts").read_text()
+    links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True).stdout
+    assert "n2w" not in links
+
+
 def test_a_second_cluster_beside_the_first(
     cluster: Cluster, new_cluster: Callable[[], Cluster]
 ) -> None:

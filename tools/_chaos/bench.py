@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from _devcluster.cluster import Cluster
 DEVCLUSTER = Path(__file__).resolve().parent.parent / "devcluster"
 SLURMLLM = (sys.executable, "-m", "slurmllm")
 SHARED_MB = 256
+NODE_DISK_MB = 2048  # sparse; preflight requires a free GB
 SPARE_NODES = 2
 
 
@@ -36,6 +37,7 @@ class Setup:
         every: Steps between checkpoints.
         inputs: `--set` options that name corpus and tokenizer.
         limit_s: Seconds after which a run counts as lost.
+        dbd_away_s: Seconds for which slurmdbd is away.
     """
 
     backend: str
@@ -44,6 +46,7 @@ class Setup:
     every: int
     inputs: tuple[str, ...]
     limit_s: float
+    dbd_away_s: float
 
     def options(self) -> tuple[str, ...]:
         """The `--set` options of a run; small, so that its time is mostly start-up."""
@@ -101,7 +104,10 @@ class Bench:
         timeout_s = 5 if self.setup.nodes <= 8 else 30  # a hundred slurmds respond late
         self.tool(
             "up", f"--nodes={self.setup.nodes + SPARE_NODES}", f"--slurmd-timeout={timeout_s}",
-            "--kill-wait=30", f"--shared={self.shared}", f"--shared-mb={SHARED_MB}",
+            "--kill-wait=30", f"--shared={self.shared}", f"--shared-mb={SHARED_MB}", "--network",
+            *(("--clock",) if shutil.which("cc") else ()),
+            # In every node's namespace is a mount of every disk: too many for a hundred nodes.
+            *((f"--node-disk-mb={NODE_DISK_MB}",) if self.setup.nodes <= 8 else ()),
         )  # fmt: skip
 
     def down(self) -> None:
@@ -121,11 +127,12 @@ class Bench:
             env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
-    def submit(self, name: str) -> str:
-        """Submit a run; returns the id of its train job."""
+    def submit(self, name: str, env: Mapping[str, str]) -> str:
+        """Submit a run, with further variables; returns the id of its train job."""
         printed = self._call(
             [*SLURMLLM, "submit", "tiny_neox", f"--nodes={self.setup.nodes}", f"--name={name}",
-             *self.setup.options(), *self.setup.inputs, f"--runs-dir={self.runs}", "--json"]
+             *self.setup.options(), *self.setup.inputs, f"--runs-dir={self.runs}", "--json"],
+            env,
         )  # fmt: skip
         return str(json.loads(printed)["jobs"]["train"])
 
@@ -162,9 +169,9 @@ class Bench:
             state = json.loads(self.tool_output("status", "--json"))
             if state["daemons"]["slurmctld"] is None:
                 self.tool("restart", "--start")
+            if state["daemons"]["slurmdbd"] is None:
+                self.tool("restart", "--start", "--database")
             self.slurm("scancel", "--user=root")
-            self.tool("shared", "writable")
-            self.tool("shared", "free")
             bad = [n["name"] for n in state["nodes"] if n["power"] != "on" or not n["slurmd"]]
             down = [n["name"] for n in state["nodes"] if n["slurm"] != "idle"]
             if not bad and not down:
@@ -190,8 +197,9 @@ class Bench:
                 self.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
             time.sleep(1)
 
-    def _call(self, command: Sequence[str]) -> str:
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True)
+    def _call(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+        env = {**self.env, **(env or {})}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         if done.returncode:
             output = (done.stderr or done.stdout).strip()
             raise ChaosError(f"{' '.join(command[:6])} …: exit {done.returncode}: {output}")

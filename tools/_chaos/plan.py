@@ -21,8 +21,32 @@ EXPECTED: Mapping[str, frozenset[str]] = {
     "read_only": frozenset({"storage_failure", "node_failure", "done"}),
     "disk_full": frozenset({"storage_failure", "node_failure", "done"}),
     "hang": frozenset({"hang"}),
+    "network_bad": frozenset({"done", "node_failure", "hang"}),
+    "disk_slow": frozenset({"done", "hang", "storage_failure"}),
+    "disk_frozen": frozenset({"done", "hang", "storage_failure"}),
+    "node_disk_frozen": frozenset({"done"}),
+    "clock_jump": frozenset({"done"}),
+    "memory_short": frozenset({"node_failure", "done"}),
+    # Of a process that is stopped and continued later, mostly nobody notices.
+    "supervisor_stopped": frozenset({"done"}),
+    "launcher_stopped": frozenset({"done"}),
+    "worker_stopped": frozenset({"done", "hang"}),
+    "srun_stopped": frozenset({"done"}),
+    "slurmstepd_stopped": frozenset({"done", "node_failure", "advance_signal"}),
+    "slurmd_stopped": frozenset({"node_failure", "advance_signal", "done"}),
+    "slurmdbd_away": frozenset({"done"}),
+    # The second takes over: it ends the first one's attempt and, when that leaves, its own.
+    "two_supervisors": frozenset({"done", "superseded", "node_failure"}),
 }
 KINDS = tuple(EXPECTED)
+# Seconds until a failure is undone; of the others, 2 to 25.
+LASTS_S: Mapping[str, tuple[float, float]] = {
+    "read_only": (1, 8),
+    "disk_full": (1, 8),
+    "memory_short": (1, 8),
+    "node_replaced": (0, 0),
+}
+DBD_AWAY_S = 20.0
 FIRST_MOMENTS = ("starting", "stepping", "stepping", "stepping", "saving")
 LATER_MOMENTS = (*FIRST_MOMENTS, "requeueing", "recovering", "recovering")
 
@@ -40,7 +64,7 @@ class Failure:
         delay_s: From that moment on.
         lasts_s: Until it is mended, where it is.
         victim: Which node or worker, as a fraction of those that may be hit.
-        hard: For `slurmctld_restart`: by SIGKILL.
+        hard: `slurmctld_restart`: by SIGKILL; `network_bad`: more of it; `clock_jump`: ahead.
     """
 
     kind: str
@@ -52,7 +76,9 @@ class Failure:
     hard: bool
 
 
-def make_plan(seed: int, steps: int, kinds: Sequence[str] = KINDS) -> tuple[Failure, ...]:
+def make_plan(
+    seed: int, steps: int, kinds: Sequence[str] = KINDS, dbd_away_s: float = DBD_AWAY_S
+) -> tuple[Failure, ...]:
     """One to three failures, in the order in which they happen."""
     rng = random.Random(f"chaos {seed}")
     count = rng.choice((1, 1, 2, 2, 3))
@@ -64,9 +90,9 @@ def make_plan(seed: int, steps: int, kinds: Sequence[str] = KINDS) -> tuple[Fail
         delay_s = rng.choice((0.0, rng.uniform(0, 0.3), rng.uniform(0, 3)))
         if moment in ("stepping", "saving"):
             delay_s = 0.0
-        lasts_s = rng.uniform(1, 8) if kind in ("read_only", "disk_full") else rng.uniform(2, 25)
-        if kind == "node_replaced":
-            lasts_s = 0.0
+        lasts_s = rng.uniform(*LASTS_S.get(kind, (2, 25)))
+        if kind == "slurmdbd_away":
+            lasts_s = dbd_away_s
         if kind == "slurmctld_restart":
             lasts_s = rng.choice((0.0, rng.uniform(0, 8)))
         plan.append(

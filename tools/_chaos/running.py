@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from _chaos.bench import Bench
-from _chaos.injections import Impossible, Undo, inject
+from _chaos.injections import Impossible, Undo, Unsupported, inject
 from _chaos.plan import Failure
 from _chaos.watching import RunFiles
 
@@ -29,6 +29,7 @@ class Injected:
         step: The run's newest step at that time.
         victim: The target; the reason if the injection was impossible.
         happened: Whether it was injected.
+        unsupported: Whether this machine cannot have it.
     """
 
     failure: Failure
@@ -37,6 +38,7 @@ class Injected:
     step: int
     victim: str
     happened: bool = True
+    unsupported: bool = False
 
 
 @dataclass
@@ -73,7 +75,8 @@ class Running:
         self._came: float | None = None  # time of the moment of the next failure
         self._waiting_since = 0.0
         self._ready = False  # the failure before was undone or is over
-        self.course = Course(bench.submit(name))
+        has_clock = any(failure.kind == "clock_jump" for failure in plan)
+        self.course = Course(bench.submit(name, bench.cluster.clock_env() if has_clock else {}))
 
     def to_end(self) -> Course:
         """Wait for the run's end."""
@@ -144,6 +147,7 @@ class Running:
             done.victim, undo = inject(self.bench, self.files, self.course.job, failure)
         except Impossible as why:
             done.victim, done.happened, undo = str(why), False, None
+            done.unsupported = isinstance(why, Unsupported)
         self.course.injected.append(done)
         if undo is not None:
             self._undo.append((time.monotonic() + failure.lasts_s, undo))

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from _chaos.running import Running
 from slurmllm.rundir import RunDir
 
 MENDED_S = 1.0
+CHECK_S = 15.0  # a run's checks, and the repair of its cluster
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Arena:
     def run(self, seed: int, kinds: Sequence[str]) -> Outcome:
         """One run with the failures of a seed."""
         name = f"seed-{seed:04d}"
-        plan = make_plan(seed, self.bench.setup.steps, kinds)
+        plan = make_plan(seed, self.bench.setup.steps, kinds, self.bench.setup.dbd_away_s)
         running = Running(self.bench, name, plan)
         course = running.to_end()
         run = RunDir(self.bench.runs / name)
@@ -126,20 +127,33 @@ def _one(seed: int, kinds: Sequence[str]) -> Outcome:
 
 
 def run_all(
-    setup: Setup, work: Path, seeds: Sequence[int], kinds: Sequence[str], parallel: int
-) -> Iterator[Outcome]:
-    """Run the seeds on `parallel` clusters at once, then stop these; yields results as runs end."""
+    setup: Setup, work: Path, seeds: Sequence[int], kinds: Sequence[str], parallel: int,
+    ends_at: float = math.inf,
+) -> Iterator[Outcome]:  # fmt: skip
+    """Run the seeds on `parallel` clusters at once, then stop these; yields results as runs end.
+
+    No run is started that would end after `ends_at` (monotonic, s) if it took as long as the
+    longest so far.
+    """
     (work / "failed").mkdir(parents=True, exist_ok=True)
     benches = [Bench(work / f"cluster-{number}", setup) for number in range(parallel)]
     numbers: Any = multiprocessing.Queue()
+    waiting, longest_s = list(seeds), 0.0
     try:
         for number, bench in enumerate(benches):
             bench.up()
             numbers.put(number)
         pool = ProcessPoolExecutor(parallel, initializer=_open, initargs=(setup, work, numbers))
         try:
-            for done in as_completed([pool.submit(_one, seed, kinds) for seed in seeds]):
-                yield done.result()
+            running = {pool.submit(_one, waiting.pop(0), kinds) for _ in range(parallel)}
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    outcome = future.result()
+                    longest_s = max(longest_s, outcome.seconds + CHECK_S)
+                    yield outcome
+                    if waiting and time.monotonic() + longest_s < ends_at:
+                        running.add(pool.submit(_one, waiting.pop(0), kinds))
         finally:  # an interrupt leaves no run behind
             pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():
@@ -175,6 +189,8 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             name: sum(bool(outcome.faults[name]) for outcome in outcomes)
             for name in (outcomes[0].faults if outcomes else ())
         },
+        "median_s": round(statistics.median([o.seconds for o in outcomes] or [0.0]), 1),
+        "unsupported": _unsupported(outcomes),
         "failures": sum(i["happened"] for outcome in outcomes for i in outcome.injected),
         "confusion": confusion,
         "recovery": {
@@ -182,6 +198,14 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             for kind in sorted({r.kind for r in every})
         },
     }
+
+
+def _unsupported(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for injected in (i for outcome in outcomes for i in outcome.injected if i["unsupported"]):
+        reasons = found.setdefault(injected["failure"]["kind"], {})
+        reasons[injected["victim"]] = reasons.get(injected["victim"], 0) + 1
+    return found
 
 
 def _spread(found: Sequence[Recovery]) -> dict[str, float]:
@@ -208,17 +232,19 @@ def table(found: dict[str, Any]) -> str:
         "check             broken in",
         *(f"{name:<17} {count} runs" for name, count in found["checks"].items()),
         "",
-        "failure           class of the attempt that it hit",
+        "failure            class of the attempt that it hit",
     ]
     for kind, endings in found["confusion"].items():
-        lines.append(f"{kind:<17} {', '.join(f'{e} {n}' for e, n in endings.items())}")
+        lines.append(f"{kind:<18} {', '.join(f'{e} {n}' for e, n in endings.items())}")
+    for kind, reasons in found["unsupported"].items():
+        lines.append(f"{kind:<18} not possible here: {'; '.join(reasons)}")
     names = ("own_s", "own_s_90", "slurm_s", *PHASES)
     lines += [
         "",
         "seconds from the failure to the next completed step, medians; own: without Slurm's delay",
-        f"{'failure':<17} {'count':>5} " + " ".join(f"{name:>10}" for name in names),
+        f"{'failure':<18} {'count':>5} " + " ".join(f"{name:>10}" for name in names),
     ]
     for kind, spread in found["recovery"].items():
         values = " ".join(f"{spread[name]:>10.1f}" for name in names)
-        lines.append(f"{kind:<17} {spread['count']:>5} {values}")
+        lines.append(f"{kind:<18} {spread['count']:>5} {values}")
     return "\n".join(lines)

@@ -16,6 +16,9 @@ from pathlib import Path
 
 from _devcluster.configuration import Settings, StateDirectory
 from _devcluster.errors import Fault
+from _devcluster.groups import Groups
+from _devcluster.loops import LoopFileSystem
+from _devcluster.network import Network
 from _devcluster.processes import (
     Processes,
     answers,
@@ -39,8 +42,14 @@ CONTROLLER_START = 'mount --bind "$1" /etc/hosts && exec slurmctld -D -f "$2"'
 # -b has slurmd report that the node has booted: jobs of before are lost, and Slurm should know. Not
 # where the cluster itself starts: a node that has answered a ping before would count as failed.
 NODE_START = """\
-name=$1 hosts=$2 disk=$3 disk_path=$4 conf=$5 off=$6 booted=$7
+name=$1 hosts=$2 disk=$3 disk_path=$4 conf=$5 off=$6 booted=$7 group=$8 address=$9
+[ -z "$group" ] || echo 0 > "$group"
 hostname "$name"
+if [ -n "$address" ]; then
+  ip link set lo up
+  until ip addr add "$address" dev eth0 2> /dev/null; do sleep 0.01; done
+  ip link set eth0 up
+fi
 mount --bind "$hosts" /etc/hosts
 mount --bind "$disk" "$disk_path"
 mount -t tmpfs -o mode=1777 "shm-$name" /dev/shm
@@ -52,6 +61,9 @@ while :; do
   booted=
 done
 """
+# The clock of a node's processes: an offset in a file of the node's own disk.
+CLOCK_FILE = ".devcluster-clock"
+CLOCK_SOURCE = Path(__file__).with_name("clock.c")
 NODE_NAMESPACES = ("--mount", "--uts", "--ipc", "--pid", "--mount-proc", "--kill-child")
 
 
@@ -83,17 +95,23 @@ class Cluster:
 
     def _start(self, settings: Settings, port: int, report: Callable[[str], None]) -> None:
         directory, count = self.directory, settings.num_nodes
-        directory.write(replace(settings, first_port=port))
+        directory.write(settings := replace(settings, first_port=port))
+        if settings.clock:
+            library = str(directory.clock)
+            self.run("cc", "-shared", "-fPIC", "-O1", "-o", library, str(CLOCK_SOURCE), "-ldl")
+        if settings.network:
+            self.network().start()
         self._start_daemon("munged", str(directory.munge_socket))
         report("munged")
         self._make_database()
         self._start_daemon("mariadbd", str(directory.mariadb_socket))
         report("mariadbd")
-        self._start_daemon("slurmdbd", ("127.0.0.1", port + 1))
+        self._start_daemon("slurmdbd", (settings.controller, port + 1))
         report("slurmdbd")
-        self._start_daemon("slurmctld", ("127.0.0.1", port))
+        self._start_daemon("slurmctld", (settings.controller, port))
         report("slurmctld")
         if settings.shared:
+            Path(settings.shared).mkdir(parents=True, exist_ok=True)
             self.shared().mount(settings.shared_mb)
         for node in settings.nodes:
             self.power_on(node, again=False)
@@ -107,10 +125,22 @@ class Cluster:
 
     def stop(self) -> None:
         """Kill every process of the cluster."""
-        self.power_off(*{name for name, _ in self.processes.all()}.difference(DAEMONS))
+        settings = self.directory.settings() if self.directory.settings_file.exists() else None
+        if settings is not None:
+            if settings.shared:  # what waits for a frozen disk cannot be killed
+                self.shared().thaw()
+            for node in settings.nodes if settings.node_disk_mb else ():
+                self.node_disk(node).thaw()
+            self.power_off(*settings.nodes)
         self.processes.kill_all()
-        if self.directory.settings_file.exists() and self.directory.settings().shared:
-            self.shared().unmount()
+        if settings is not None:
+            self.groups().remove()
+            for node in settings.nodes if settings.node_disk_mb else ():
+                self.node_disk(node).unmount()
+            if settings.shared:
+                self.shared().unmount()
+            if settings.network:
+                self.network().stop()
 
     def run(self, *command: str) -> str:
         """Run a program for this cluster; what it prints."""
@@ -134,45 +164,56 @@ class Cluster:
             keep_disk: Rebooted, not replaced.
             again: Whether Slurm has known the node before.
         """
+        settings = self.directory.settings()
         if not keep_disk:
+            self.node_disk(node).unmount()
             shutil.rmtree(self.directory.node(node), ignore_errors=True)
         disk, spool = self.directory.disk(node), self.directory.node(node) / "spool"
         for folder in (disk, spool):
             folder.mkdir(parents=True, exist_ok=True)
+        if settings.node_disk_mb and not disk.is_mount():
+            self.node_disk(node).mount(settings.node_disk_mb)
         disk.chmod(0o1777)
         off = self.directory.slurmd_off(node)
         off.unlink(missing_ok=True)
-        disk_path = self.directory.settings().node_local
-        arguments = [node, str(self.directory.hosts), str(disk), disk_path]
+        if settings.clock:
+            self.set_clock(node, 0)
+        address = f"{settings.subnet}.{node.removeprefix('n')}/24" if settings.network else ""
+        arguments = [node, str(self.directory.hosts), str(disk), settings.node_local]
         arguments += [str(self.directory.slurm_conf), str(off), "-b" if again else ""]
+        arguments += [self.groups().make(node), address]
         script = ["sh", "-euc", NODE_START, "node", *arguments]
-        self.processes.start(node, ["unshare", *NODE_NAMESPACES, *script])
+        namespaces = (*NODE_NAMESPACES, "--net") if settings.network else NODE_NAMESPACES
+        process = self.processes.start(node, ["unshare", *namespaces, *script], self.clock_env())
+        if settings.network:
+            self.network().attach(node, process)
 
     def power_off(self, *nodes: str) -> None:
         """Kill everything on the nodes at one blow, and wait until nothing is left."""
         for node in nodes:
-            if init := self._init(node):
+            self.network().restore(node, None)
+            if init := self.init(node):
                 kill(init, signal.SIGKILL)
         # A node's `unshare` outlives every process in its namespace.
         wait_gone(lambda: [pid for node in nodes for pid in self.processes.named(node)])
 
     def freeze(self, node: str) -> None:
         """Stop every process of a node where it stands; its connections stay open."""
-        init = self._init(node)
+        init = self.init(node)
         while init and (moving := [p for p in same_namespace(init) if run_state(p) not in "TtZX"]):
             for pid in moving:
                 kill(pid, signal.SIGSTOP)
 
     def thaw(self, node: str) -> None:
         """Let every process of a frozen node go on, the first one last."""
-        init = self._init(node)
+        init = self.init(node)
         if init is not None:
             for pid in sorted(same_namespace(init), reverse=True):
                 kill(pid, signal.SIGCONT)
 
     def stop_slurmd(self, node: str) -> None:
         """Kill a node's slurmd; jobs on the node go on."""
-        init = self._init(node)
+        init = self.init(node)
         self.directory.slurmd_off(node).touch()
 
         def slurmds() -> list[int]:
@@ -188,7 +229,7 @@ class Cluster:
 
     def power(self, node: str) -> str:
         """`on`, `off` or `frozen`: the state of the node itself, whatever Slurm holds of it."""
-        init = self._init(node)
+        init = self.init(node)
         if init is None:
             return "off"
         return "frozen" if run_state(init) == "T" else "on"
@@ -222,27 +263,61 @@ class Cluster:
         settings = self.directory.settings()
         if not settings.shared:
             raise Fault("this cluster has no shared directory of its own; `up --shared PATH`", 2)
-        return SharedDirectory(settings.shared)
+        return SharedDirectory(Path(settings.shared))
 
     def inits(self) -> list[int]:
         """The first processes of all nodes that have power."""
         return [pid for _, pid in self.processes.all() if is_namespace_init(pid)]
 
-    def _init(self, node: str) -> int | None:
+    def init(self, node: str) -> int | None:
         """The first process of a node's namespace; None where the node has no power."""
         return next(filter(is_namespace_init, self.processes.named(node)), None)
 
+    # -- what a node or all of them have to share
+
+    def network(self) -> Network:
+        """The network between the nodes."""
+        return Network(self.directory.settings(), self.processes)
+
+    def groups(self) -> Groups:
+        """The nodes' control groups."""
+        return Groups(self.directory.settings().number)
+
+    def node_disk(self, node: str) -> LoopFileSystem:
+        """The file system of a node's own disk."""
+        return LoopFileSystem(self.directory.disk(node))
+
+    def set_clock(self, node: str, offset_s: int) -> None:
+        """Let a node's clock go ahead by some seconds, or behind.
+
+        Raises:
+            Fault: the cluster was started without `--clock`.
+        """
+        if not self.directory.settings().clock:
+            raise Fault("the nodes have the machine's clock; `up --clock`", 2)
+        (self.directory.disk(node) / CLOCK_FILE).write_text(f"{offset_s:+d}\n")
+
+    def clock_env(self) -> dict[str, str]:
+        """The variables with which a process has its node's clock; empty: that of the machine."""
+        settings = self.directory.settings()
+        if not settings.clock:
+            return {}
+        file = f"{settings.node_local}/{CLOCK_FILE}"
+        return {"LD_PRELOAD": str(self.directory.clock), "DEVCLUSTER_CLOCK": file}
+
     # -- daemons
 
-    def stop_controller(self, number: signal.Signals) -> None:
-        """End slurmctld: by SIGTERM it saves its state, by SIGKILL it may lose some seconds."""
-        for pid in self.processes.named("slurmctld"):
+    def stop_daemon(self, name: str, number: signal.Signals) -> None:
+        """End slurmctld or slurmdbd; by SIGTERM it saves its state, by SIGKILL it may lose some."""
+        for pid in self.processes.named(name):
             kill(pid, number)
-        wait_gone(lambda: self.processes.named("slurmctld"))
+        wait_gone(lambda: self.processes.named(name))
 
-    def start_controller(self) -> None:
-        """Start slurmctld from the state that it has saved, and wait until it answers."""
-        self._start_daemon("slurmctld", ("127.0.0.1", self.directory.settings().first_port))
+    def start_daemon(self, name: str) -> None:
+        """Start slurmctld or slurmdbd from the state that it has saved; wait until it answers."""
+        settings = self.directory.settings()
+        port = settings.first_port + (name == "slurmdbd")
+        self._start_daemon(name, (settings.controller, port))
 
     def _start_daemon(self, name: str, address: str | tuple[str, int]) -> None:
         self.processes.start(name, self._command(name))

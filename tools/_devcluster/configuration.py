@@ -11,9 +11,14 @@ from pathlib import Path
 
 from _devcluster.errors import Fault
 
+# A cluster takes one block of consecutive ports. The blocks lie below the range from which the
+# kernel serves outgoing connections (32768 and up), so that nobody takes a failed node's port.
+PORT_BLOCK = 256
+PORT_BLOCKS = range(10240, 28160, PORT_BLOCK)
+
 SLURM_CONF = """\
 ClusterName=devcluster
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({controller})
 SlurmctldPort={slurmctld_port}
 SlurmUser=root
 AuthType=auth/munge
@@ -53,11 +58,11 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 
 AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=127.0.0.1
+AccountingStorageHost={controller}
 AccountingStoragePort={slurmdbd_port}
 AccountingStoragePass={munge_socket}
 
-NodeName=n[1-{num_nodes}] NodeAddr=127.0.1.[1-{num_nodes}] Port=[{first_port}-{last_port}] \
+NodeName=n[1-{num_nodes}] NodeAddr={subnet}.[1-{num_nodes}] Port=[{first_port}-{last_port}] \
 CPUs={cpus} RealMemory={memory_mb}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime={grace_s}
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
@@ -67,7 +72,7 @@ SLURMDBD_CONF = """\
 AuthType=auth/munge
 AuthInfo=socket={munge_socket}
 DbdHost=localhost
-DbdAddr=127.0.0.1
+DbdAddr={controller}
 DbdPort={slurmdbd_port}
 SlurmUser=root
 PidFile={root}/slurmdbd.pid
@@ -90,12 +95,30 @@ class Settings:
     grace_s: int
     shared: str = ""  # where a file system of its own is mounted that all nodes share
     shared_mb: int = 0
+    node_disk_mb: int = 0  # of each node's own disk, a file system of its own; 0: a directory
+    network: bool = False  # between the nodes; else all share the machine's
+    clock: bool = False  # of each node its own
     first_port: int = 0  # slurmctld's; then come slurmdbd's and the nodes'
 
     @property
     def nodes(self) -> list[str]:
         """The names of the nodes, in order."""
         return [f"n{k}" for k in range(1, self.num_nodes + 1)]
+
+    @property
+    def number(self) -> int:
+        """Of the cluster among those of this machine."""
+        return (self.first_port - PORT_BLOCKS[0]) // PORT_BLOCK
+
+    @property
+    def subnet(self) -> str:
+        """The first three numbers of every node's address; nK's last is K."""
+        return f"10.213.{self.number}" if self.network else "127.0.1"
+
+    @property
+    def controller(self) -> str:
+        """The address of slurmctld and slurmdbd."""
+        return f"{self.subnet}.254" if self.network else "127.0.0.1"
 
 
 class StateDirectory:
@@ -113,6 +136,7 @@ class StateDirectory:
         self.mariadb_socket = root / "mariadb.socket"
         # Its own: a database that starts empties its temporary directory of others' tables too.
         self.mariadb_temporary = root / "mariadb.tmp"
+        self.clock = root / "clock.so"  # preloaded by processes that have their node's clock
         self.logs = root / "log"
 
     def log(self, name: str) -> Path:
@@ -145,6 +169,8 @@ class StateDirectory:
         self.settings_file.write_text(json.dumps(asdict(settings)) + "\n")
         values = asdict(settings) | {
             "root": self.root,
+            "subnet": settings.subnet,
+            "controller": settings.controller,
             "host": socket.gethostname().partition(".")[0],
             "munge_socket": self.munge_socket,
             "slurmctld_port": settings.first_port,
@@ -157,7 +183,7 @@ class StateDirectory:
         self.slurm_conf.write_text(SLURM_CONF.format_map(values))
         _write_private(self.slurmdbd_conf, SLURMDBD_CONF.format_map(values).encode())
         _write_private(self.munge_key, secrets.token_bytes(128))
-        names = [f"127.0.1.{k} {node}" for k, node in enumerate(settings.nodes, 1)]
+        names = [f"{settings.subnet}.{k} {node}" for k, node in enumerate(settings.nodes, 1)]
         self.hosts.write_text("\n".join([Path("/etc/hosts").read_text().rstrip(), *names, ""]))
 
 

@@ -16,16 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from _devcluster.configuration import StateDirectory
+from _devcluster.configuration import PORT_BLOCKS, StateDirectory
 from _devcluster.errors import Fault
 
 MARK = "SLURMLLM_DEVCLUSTER_PROCESS"
 PROC = Path("/proc")
-
-# A cluster takes one block of consecutive ports. The blocks lie below the range from which the
-# kernel serves outgoing connections (32768 and up), so that nobody takes a failed node's port.
-PORT_BLOCK = 256
-PORT_BLOCKS = range(10240, 28160, PORT_BLOCK)
 
 
 class Processes:
@@ -49,18 +44,19 @@ class Processes:
         """The processes of a daemon or a node."""
         return sorted(pid for found, pid in self.all() if found == name)
 
-    def start(self, name: str, command: list[str]) -> None:
-        """Start a daemon or a node; what it prints goes to its log."""
+    def start(self, name: str, command: list[str], env: Mapping[str, str] | None = None) -> int:
+        """Start a daemon or a node; what it prints goes to its log. Returns its process id."""
         with self.directory.log(name).open("ab") as log:
             self._children[name] = subprocess.Popen(
                 command,
-                env={**self.env, MARK: f"{self.directory.root}:{name}"},
+                env={**self.env, **(env or {}), MARK: f"{self.directory.root}:{name}"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd="/",
             )
+        return self._children[name].pid
 
     def wait(self, limit_s: float, late: Callable[[], list[str]]) -> None:
         """Wait until `late` names none of the processes that were started.
