@@ -297,7 +297,7 @@ TARGETS: dict[str, Target] = {
     "records": records, "config": config, "recipe": recipe, "profile": profile, "suite": suite,
     "metrics": metrics, "events": events, "logs": logs, "tensorboard": logs,
     "tensorboard_event": framed_event, "wandb_value": framed_value, "mlflow": mlflow,
-    "tokens": tokens, "arrow": arrow,
+    "column_cache": column_cache, "tokens": tokens, "arrow": arrow,
     "corpus": corpus, "tokenizer": tokenizer, "chat": chat, "safetensors": safetensors,
     "safetensors_header": safetensors_header, "huggingface": huggingface, "slurm": slurm,
     "lines": lines, "probe": probe, "phase": probe, "plan": plan, "scores": scores, "run": run,

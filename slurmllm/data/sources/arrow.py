@@ -42,7 +42,7 @@ class ArrowFile:
             ) from error
         except OSError as error:
             raise DataError(f"cannot read corpus {path}: {error}") from error
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             raise DataError(
                 f"{path} is not a complete Arrow file: {error}; was it cut while it was copied, or "
                 f"is it another format? {_FIX.capitalize()}"
