@@ -186,14 +186,14 @@ def check_private_folder(path: Path) -> None:
 
 def why_replaceable(folder: Path) -> str:
     """Why other users may replace what is in a folder; empty if they may not."""
-    mode, group = (info := folder.stat()).st_mode, info.st_gid
-    if mode & stat.S_ISVTX:  # as /tmp has it: only owners rename and remove
+    info, who = folder.stat(), ""
+    if info.st_mode & stat.S_IWOTH:
+        who = "every user"
+    elif info.st_mode & stat.S_IWGRP and info.st_gid != _private_group():
+        who = f"the group {_group_name(info.st_gid)}"
+    if not who or info.st_mode & stat.S_ISVTX:  # as /tmp has it: only owners rename and remove
         return ""
-    if mode & stat.S_IWOTH:
-        return f"every user may rename what is in {folder}, which has no sticky bit"
-    if mode & stat.S_IWGRP and group != _private_group():
-        return f"the group {_group_name(group)} may rename what is in {folder}, without sticky bit"
-    return ""
+    return f"{who} may replace what is in {folder}, which has no sticky bit (`chmod +t`)"
 
 
 def user_name(uid: int) -> str:

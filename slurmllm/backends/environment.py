@@ -5,6 +5,7 @@ Used on the login node (`submit`, `--dry-run`) and by the supervisor and the lau
 
 from __future__ import annotations
 
+import errno
 import getpass
 import glob
 import hashlib
@@ -85,10 +86,6 @@ class BackendEnvironment(Protocol):
         """Return the graphs in a cache folder, by name."""
 
     @staticmethod
-    def count_graphs(cache: Path) -> int:
-        """Return the number of compiled graphs in a cache folder."""
-
-    @staticmethod
     def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
         """Return the settings that the graphs of a run depend on, except versions; JSON types.
 
@@ -140,10 +137,7 @@ def make_cache_folder(config: RunConfig, run: RunDir) -> Path:
     with node_disk(f"make {planned}"):
         parent.mkdir(parents=True, exist_ok=True)
         if reason := why_replaceable(parent):
-            raise NodeError(
-                f"{reason}, on {os.uname().nodename}: compiled graphs are code; `chmod +t` it, or "
-                "set cluster.node_local"
-            )
+            raise PermissionError(errno.EPERM, reason)
         return make_private_folder(planned.parent) / planned.name
 
 

@@ -31,7 +31,7 @@ from slurmllm.backends.environment import load_environment, node_disk
 from slurmllm.errors import NodeError, RunError, StorageError
 from slurmllm.records import GraphFile, GraphManifest, GraphState
 from slurmllm.rundir import RunDir, fsync_dir, write_atomic
-from slurmllm.safe_files import check_private_folder, open_lock, open_trusted
+from slurmllm.safe_files import check_private_folder, open_lock, open_trusted, read_limited
 
 _MARKER = ".archive"
 _POLL_S = 0.5
@@ -383,7 +383,7 @@ def faults(manifest: GraphManifest, run: RunDir) -> tuple[str, ...]:
         if state.log is not None:
             last = "the log is gone"
             with suppress(OSError):
-                text = (run.path / state.log).read_text(encoding="utf-8", errors="replace")
+                text = read_limited(run.path / state.log).decode(errors="replace")
                 texts = [line.strip() for line in text.split("\n") if line.strip()]
                 last = texts[-1][:_MAX_CHARACTERS] if texts else "the compiler wrote nothing"
             lines.append(f"{state.name} failed: {last}; {state.log}")

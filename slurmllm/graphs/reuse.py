@@ -26,11 +26,10 @@ from slurmllm.safe_files import open_trusted
 
 def measured_micro_batch(run: RunDir) -> int | None:
     """The micro batch that an earlier precompile stage has measured, if any."""
-    try:
-        found = run.micro_batch.is_file()
-        return MicroBatchRecord.load(run.micro_batch).micro_batch if found else None
-    except (StorageError, OSError):
-        return None  # damaged: measure again
+    with suppress(StorageError):  # damaged: measure again
+        if record := MicroBatchRecord.find(run.micro_batch):
+            return record.micro_batch
+    return None
 
 
 def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir) -> bool:
@@ -128,8 +127,6 @@ def forget(run: RunDir) -> None:
 
 
 def _manifest(run: RunDir) -> GraphManifest | None:
-    try:
-        found = run.graphs_manifest.is_file()
-        return GraphManifest.load(run.graphs_manifest) if found else None
-    except (StorageError, OSError):
-        return None  # damaged: compile again
+    with suppress(StorageError):  # damaged: compile again
+        return GraphManifest.find(run.graphs_manifest)
+    return None

@@ -74,10 +74,6 @@ def graphs(cache: Path) -> list[Graph]:
     ]
 
 
-def count_graphs(cache: Path) -> int:
-    return len(graphs(cache))
-
-
 def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
     """Return the shapes and formats of a block, and the CPU threads that its code is compiled for.
 

@@ -178,10 +178,6 @@ def graphs(cache: Path) -> list[Graph]:
     return found
 
 
-def count_graphs(cache: Path) -> int:
-    return sum(graph.state == "compiled" for graph in graphs(cache))
-
-
 def expects_graphs(config: RunConfig) -> bool:
     return config.cluster.device == "neuron"  # NxD's CPU mode compiles nothing
 

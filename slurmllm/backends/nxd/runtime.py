@@ -390,7 +390,8 @@ class NxdBackend(Backend):
 
     def _count_graphs(self) -> int:
         cache = os.environ.get("SLURMLLM_CACHE")
-        return load_environment("nxd").count_graphs(Path(cache)) if cache else 0
+        graphs = load_environment("nxd").graphs(Path(cache)) if cache else []
+        return sum(graph.state == "compiled" for graph in graphs)
 
     def change_batch(self, mesh: Mesh) -> None:
         super().change_batch(mesh)

@@ -46,10 +46,6 @@ def graphs(cache: Path) -> list[Graph]:
     return []
 
 
-def count_graphs(cache: Path) -> int:
-    return 0
-
-
 def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
     """Return no settings: without graphs, one precompile stage is enough for all rehearsals."""
     return {}
