@@ -221,7 +221,11 @@ def _tensor_scalar(value: Any) -> float | None:
     """Returns the number in the tensor of a `Summary.Value`; None if it is not a scalar."""
     from tensorboard.util.tensor_util import make_ndarray  # type: ignore[import-untyped]
 
-    if value.metadata.plugin_data.plugin_name not in ("", "scalars"):
+    # One value may stand for a tensor of any shape: 60 bytes of a file for terabytes of memory.
+    dims = value.tensor.tensor_shape.dim
+    if value.metadata.plugin_data.plugin_name not in ("", "scalars") or any(
+        dim.size != 1 for dim in dims
+    ):
         return None
     try:
         found = make_ndarray(value.tensor)
