@@ -3,6 +3,7 @@
 Layout (`runs/<name>/`, on the shared file system):
 
     config.yaml                       the resolved recipe and cluster, each value with its origin
+    secrets.json                      its secret variables; only the user can read it
     plan.json                         mesh degrees and batch arithmetic
     jobs.json                         what was submitted, and when
     excluded.json                     excluded nodes, why and until when
@@ -51,14 +52,14 @@ _METRICS = re.compile(r"^attempt_(\d{3,})\.jsonl$")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
     """Write a file atomically: temporary name, fsync, rename, fsync of the folder.
 
     Raises:
         StorageError: the file system refused (full, read-only, quota).
     """
     fix = "free space or fix the file system and try again"
-    _write_whole(path, text.encode(), f"cannot write {path}", fix)
+    _write_whole(path, text.encode(), f"cannot write {path}", fix, mode)
 
 
 # Of matplotlib, for pictures of curves
@@ -86,7 +87,7 @@ def report_path(kind: str, names: Sequence[str], run: Path | None, suffix: str =
     return path if run is None else run / "reports" / path
 
 
-def _write_whole(path: Path, content: bytes, fault: str, fix: str) -> None:
+def _write_whole(path: Path, content: bytes, fault: str, fix: str, mode: int = 0o644) -> None:
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,7 @@ def _write_whole(path: Path, content: bytes, fault: str, fix: str) -> None:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        temporary.chmod(0o644)
+        temporary.chmod(mode)
         temporary.replace(path)
         fsync_dir(path.parent)
     except OSError as error:
@@ -177,6 +178,11 @@ class RunDir:
     def config(self) -> Path:
         """The resolved configuration."""
         return self.path / "config.yaml"
+
+    @property
+    def secrets(self) -> Path:
+        """The values of secret variables, by dotted path in the configuration."""
+        return self.path / "secrets.json"
 
     @property
     def plan(self) -> Path:

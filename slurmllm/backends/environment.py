@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from slurmllm.config.resolve import RunConfig
+from slurmllm.config.variables import mask
 from slurmllm.errors import NodeError
 from slurmllm.plan.mesh import Mesh
 from slurmllm.rundir import RunDir
@@ -172,7 +173,7 @@ def remove_leftovers(planned: Path) -> None:
 
 
 def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
-    """The variables that a job exports for its workers, each with its source.
+    """The variables that a job exports for its workers, each with its source; secrets masked.
 
     The recipe's replace the cluster profile's, and those the backend's; a variable has the
     position of its last definition.
@@ -182,7 +183,7 @@ def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
         origins = {name: config.origins.get(f"{path}.{name}", "") for name in values}
         return {
             name: Variable(value, "--set" if origins[name].startswith("--set") else owner)
-            for name, value in values.items()
+            for name, value in mask(values).items()
         }
 
     environment = load_environment(config.backend)

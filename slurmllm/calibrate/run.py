@@ -16,6 +16,7 @@ from slurmllm.calibrate.fits import hardware_of
 from slurmllm.calibrate.node import Sample, Task
 from slurmllm.config.cluster import Cluster, Hardware
 from slurmllm.config.resolve import RunConfig, clusters_dir
+from slurmllm.config.variables import is_secret, mask
 from slurmllm.config.yaml_source import write_yaml
 from slurmllm.diagnose.probe import read_lines
 from slurmllm.errors import ConfigError, NodeError
@@ -124,7 +125,12 @@ def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
         precision="fp32" if fp32 else "bf16",
         compiled=train.compile,
         # The last wins: the recipe's variables override the cluster's and the backend's.
-        variables={**given, **cluster.env, **config.recipe.env},
+        # Without secrets: everybody can see the command line that this becomes a part of.
+        variables={
+            name: value
+            for name, value in {**given, **cluster.env, **config.recipe.env}.items()
+            if not is_secret(name, value)
+        },
         quick=quick,
     )
 
@@ -155,6 +161,8 @@ def profile_text(cluster: Cluster, calibration: Calibration) -> str:
     measured = cluster.model_copy(update={"hardware": calibration.hardware})
     # Unset fields are left out, so that the profile follows later versions' defaults.
     values = measured.model_dump(mode="json", exclude_unset=True)
+    if cluster.env:
+        values["env"] = mask(cluster.env)
     values["hardware"] = calibration.hardware.model_dump(mode="json")
     return f"# {calibration.hardware.source}\n" + write_yaml(values)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +17,11 @@ from pydantic import BaseModel, ValidationError
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import RENAMED, RunConfig, flatten, validate
+from slurmllm.config.variables import MASK
 from slurmllm.config.yaml_source import LARGEST_YAML, parse_yaml, read_yaml
 from slurmllm.errors import ConfigError
-from slurmllm.safe_files import read_limited
+from slurmllm.rundir import RunDir, write_atomic
+from slurmllm.safe_files import LARGEST_RECORD, open_trusted, read_limited
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -25,7 +29,43 @@ M = TypeVar("M", bound=BaseModel)
 def load(path: Path) -> RunConfig:
     """Read a run's config.yaml; raises ConfigError if it is unreadable or no longer valid."""
     tree, origins = _read(path)
+    _insert_secrets(tree, RunDir(path.parent).secrets)
     return validate(tree, origins, [], str(path))
+
+
+def save(config: RunConfig, run: RunDir) -> None:
+    """Write a run's config.yaml, and its secrets into a file that only this user can read.
+
+    Raises:
+        ConfigError: the value of a secret is missing.
+        StorageError: the file system refused.
+    """
+    if config.worker_secrets():
+        write_atomic(run.secrets, json.dumps(config.secrets(), indent=2) + "\n", mode=0o600)
+    else:
+        with suppress(OSError):
+            run.secrets.unlink()
+    write_atomic(run.config, config.to_yaml())
+
+
+def _insert_secrets(tree: Mapping[str, Any], path: Path) -> None:
+    """Replace masked values; they stay masked if the file is another user's or unreadable."""
+    sections = {"env": tree.get("env")}
+    if isinstance(cluster := tree.get("cluster"), dict):
+        sections["cluster.env"] = cluster.get("env")
+    masked = [
+        (variables, name, f"{section}.{name}")
+        for section, variables in sections.items()
+        if isinstance(variables, dict)
+        for name, value in variables.items()
+        if value == MASK
+    ]
+    if not masked:
+        return
+    with suppress(OSError, ValueError), open_trusted(path) as stream:
+        found = json.loads(stream.read(LARGEST_RECORD))
+        for variables, name, dotted in masked:
+            variables[name] = str(found.get(dotted, MASK))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

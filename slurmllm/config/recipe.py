@@ -21,8 +21,11 @@ from pydantic import (
 )
 
 from slurmllm.config.families import FAMILIES, Activation, FamilyName, gate_block
+from slurmllm.config.variables import refuse_reserved
 
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+EnvName = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(refuse_reserved)
+]
 PositiveInt = Annotated[int, Field(gt=0, lt=2**40)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
+from slurmllm.config.variables import MASK, is_secret_at, loads_code, mask
 from slurmllm.config.yaml_source import parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
 
@@ -75,11 +76,33 @@ class RunConfig:
         return [(path, value, self.origins.get(path, "default")) for path, value in values.items()]
 
     def values(self) -> dict[str, Any]:
-        """The nested values, as stored in config.yaml."""
-        return {
-            **self.recipe.model_dump(mode="json"),
-            "cluster": self.cluster.model_dump(mode="json"),
-        }
+        """The nested values, as stored in config.yaml: secrets are masked."""
+        recipe, cluster = self.recipe.model_dump(mode="json"), self.cluster.model_dump(mode="json")
+        cluster["env"] = mask(self.cluster.env)
+        return {**recipe, "env": mask(self.recipe.env), "cluster": cluster}
+
+    def secrets(self) -> dict[str, str]:
+        """Dotted path → value of the variables that hold secrets."""
+        sections = {"cluster.env": self.cluster.env, "env": self.recipe.env}
+        found = {f"{s}.{name}": v for s, values in sections.items() for name, v in values.items()}
+        return {path: value for path, value in found.items() if is_secret_at(path, value)}
+
+    def worker_secrets(self) -> dict[str, str]:
+        """Name → value of these variables for a worker; the recipe's override the profile's.
+
+        Raises:
+            ConfigError: the value of one is missing.
+        """
+        found = self.secrets()
+        missing = [
+            f"{path}: a secret, and its value is not in secrets.json of the run's directory; give "
+            f"it again with `slurmllm resume RUN --set {path}=…`"
+            for path, value in found.items()
+            if value == MASK
+        ]
+        if missing:
+            raise ConfigError(f"{self.recipe.name}: {len(missing)} secret(s) missing", missing)
+        return {path.rpartition(".")[2]: value for path, value in found.items()}
 
     def is_set(self, path: str) -> bool:
         """Whether the value was set: it is neither a default nor the planner's choice."""
@@ -161,6 +184,12 @@ def resolve(
     if "cluster" in values:
         faults.append("cluster: belongs in a profile, not in a recipe; see --cluster")
     _override(tree, overrides, origins, faults)
+    faults += [
+        f"{path} ({source}): a recipe may not set what makes programs load code, as it may be "
+        f"another user's file; if you trust it, --set {path}=… or the cluster profile's env"
+        for path, source in origins.items()
+        if path.startswith("env.") and loads_code(path[4:]) and not source.startswith("--set")
+    ]
     for dotted, (option, value) in (options or {}).items():
         if value is not None:
             _assign(tree, dotted, value, option, origins, faults)
@@ -177,6 +206,7 @@ def change(config: RunConfig, cluster: str | None, overrides: Iterable[str]) -> 
         ConfigError: with all faults.
     """
     tree, origins = config.values(), dict(config.origins)
+    tree["env"], tree["cluster"]["env"] = dict(config.recipe.env), dict(config.cluster.env)
     if cluster is not None:
         path = find_yaml(cluster, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
         tree["cluster"], sources = read_yaml(path)
@@ -220,7 +250,8 @@ def _override(
         dotted = dotted.strip()
         # An environment variable is text even if it looks like YAML: 1, true, 007, empty.
         value = text if dotted.startswith(("env.", "cluster.env.")) else parse_scalar(text)
-        given.append((dotted, value, f"--set {item}"))
+        secret = any(is_secret_at(path, leaf) for path, leaf in flatten({dotted: value}).items())
+        given.append((dotted, value, f"--set {dotted}={MASK if secret else text}"))
     # `parallel=auto` clears the section, so it comes before any degree that is set with it.
     for dotted, value, source in sorted(given, key=lambda one: one[:2] != ("parallel", "auto")):
         whole = (dotted, value) == ("parallel", "auto")
@@ -360,7 +391,8 @@ def _describe(
         .replace("Input should be", "must be")
         .replace("String", "it")
     )
-    return f"{dotted}: {item['input']!r}{where}: {rule}"
+    hidden = dotted in ("env", "cluster.env") or is_secret_at(dotted, item["input"])
+    return f"{dotted}: {MASK if hidden else repr(item['input'])}{where}: {rule}"
 
 
 def _section_type(annotation: Any) -> type[BaseModel] | None:

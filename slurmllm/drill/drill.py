@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slurmllm.backends.environment import make_cache_folder
 from slurmllm.compare.comparison import Tolerances
+from slurmllm.config.load import save
 from slurmllm.drill.checks import DrillReport, DrillResult, check_recovery
 from slurmllm.drill.injector import FaultKind, Injection
 from slurmllm.drill.plan import DrillPlan
@@ -103,7 +104,7 @@ class Drill:
         except OSError as error:
             raise StorageError(f"cannot create {run.path}: {error.strerror or error}") from error
         self.copies.append(run)
-        write_atomic(run.config, self.plan.config_of(kind).to_yaml())
+        save(self.plan.config_of(kind), run)
         if self.plan.run.excluded.is_file():  # the copies exclude the same nodes
             write_atomic(run.excluded, self.plan.run.excluded.read_text(encoding="utf-8"))
         return run

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.config.load import load
+from slurmllm.config.load import load, save
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, DataError, RunError, StorageError
 from slurmllm.graphs import reuse
@@ -181,7 +181,7 @@ def render_run(
 
 def write_run(prepared: PreparedRun) -> None:
     run = prepared.run
-    write_atomic(run.config, prepared.config.to_yaml())
+    save(prepared.config, run)
     save_mesh(prepared.mesh, run.plan)
     for stage, script in prepared.scripts.items():
         write_atomic(run.script(stage), script)

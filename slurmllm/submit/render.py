@@ -14,6 +14,7 @@ from slurmllm.backends.environment import (
     worker_environment,
 )
 from slurmllm.config.resolve import RunConfig, shipped_dir
+from slurmllm.config.variables import is_secret
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, Stage
 
@@ -97,7 +98,9 @@ def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
         f"# The workers' environment: backend {config.backend}, cluster {config.cluster.name}.",
     ]
     lines += [
-        f"export {name}={shlex.quote(variable.value)}  # {variable.source}"
+        f"# {name}: from secrets.json, by the launcher  # {variable.source}"
+        if is_secret(name, variable.value)
+        else f"export {name}={shlex.quote(variable.value)}  # {variable.source}"
         for name, variable in worker_environment(config, run).items()
     ]
     return lines

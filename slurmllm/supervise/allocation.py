@@ -22,6 +22,7 @@ from slurmllm.backends.rendezvous import (
     reachable_address,
 )
 from slurmllm.config.resolve import RunConfig
+from slurmllm.config.variables import is_secret_option
 from slurmllm.errors import SlurmError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage
@@ -224,4 +225,6 @@ def allocate_nodes(
     salloc += [*(["--exclusive"] if config.cluster.exclusive else []), *config.cluster.directives]
     # salloc would take the variables of a surrounding job for its own options.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_JOB")}
+    # Slurm's accounting stores the command line, for everybody; these verbs need no secrets.
+    command = [part for part in command if not is_secret_option(part)]
     return os.execvpe("salloc", [*salloc, *SLURMLLM, *command], environment)  # noqa: S606 (no shell)

@@ -33,6 +33,7 @@ from slurmllm.backends.rendezvous import (
 )
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
+from slurmllm.config.variables import mask
 from slurmllm.errors import EXIT_REQUEUE, SlurmllmError, StorageError
 from slurmllm.graphs.fingerprint import sharing, threads_of
 from slurmllm.log import setup_logging
@@ -136,6 +137,7 @@ class Workers:
             if output is not None:
                 output.close()
         found = {**os.environ, **interface_variables(self.record.master_addr)}
+        found = mask({**found, **self.config.worker_secrets()})
         names = [*worker_environment(self.config, self.run), *INTERFACES]
         self.save(
             pids={rank: worker.pid for rank, worker in self.processes.items()},
@@ -156,6 +158,7 @@ class Workers:
             NODE_NAME: self.node,
             SHARING: str(sharing(mesh, self.local)),
             "PATH": search_path(),
+            **self.config.worker_secrets(),
             "PYTHONUNBUFFERED": "1",  # the last lines of a killed worker must be in its log
             **(self.heartbeats.environment(rank) if self.heartbeats is not None else {}),
         }  # fmt: skip

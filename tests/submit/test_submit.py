@@ -494,3 +494,18 @@ def test_recipes_and_profiles_are_in_the_wheel(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "supervise" in done.stdout
     assert stat.S_ISDIR((unpacked / "slurmllm" / "_shipped" / "sbatch").stat().st_mode)
+
+
+def test_a_secret_is_in_no_script_and_no_job(
+    fake: FakeSlurm, inputs: tuple[str, ...], tmp_path: Path
+) -> None:
+    sent = submitted(fake, inputs, "--set", "env.HF_TOKEN=cAnArY")
+    run = RunDir(Path(str(sent["run_dir"])))
+    assert "# HF_TOKEN: from secrets.json, by the launcher" in run.script("train").read_text()
+    assert "cAnArY" not in f"{sent} {fake.jobs}"
+    texts = {path for path in run.path.rglob("*") if path.is_file()}
+    assert {path for path in texts if b"cAnArY" in path.read_bytes()} == {run.secrets}
+    assert load(run.config).worker_secrets() == {"HF_TOKEN": "cAnArY"}
+    shown = call("recipes", "tiny_neox", "--explain", "--set", "env.HF_TOKEN=cAnArY").output
+    assert "HF_TOKEN" in shown
+    assert "cAnArY" not in shown

@@ -1,0 +1,138 @@
+"""Variables of recipes and profiles: those that are reserved, those that load code, secrets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from slurmllm.config.load import load, load_leniently, save
+from slurmllm.config.resolve import change, clusters_dir, recipes_dir, resolve
+from slurmllm.config.variables import is_secret, loads_code
+from slurmllm.errors import ConfigError
+from slurmllm.rundir import RunDir
+
+CANARY = "hf_cAnArY"
+
+
+def recipe_with(folder: Path, *lines: str) -> str:
+    path = folder / "mine.yaml"
+    text = (recipes_dir() / "tiny_neox.yaml").read_text()
+    path.write_text("\n".join([text, "env:", *(f"  {line}" for line in lines)]) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SLURMLLM_PYTHON", "SLURMLLM_RUN", "SLURMLLM_CACHE", "SLURM_JOB_ID", "SLURM_JOB_NODELIST",
+     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"],
+)  # fmt: skip
+def test_reserved_names(name: str, tmp_path: Path) -> None:
+    for arguments in (
+        ("tiny_neox", "local", [f"env.{name}=/tmp/x"]),
+        ("tiny_neox", "local", [f"cluster.env.{name}=/tmp/x"]),
+        (recipe_with(tmp_path, f"{name}: /tmp/x"), "local", []),
+    ):
+        with pytest.raises(ConfigError) as error:
+            resolve(*arguments)
+        (fault,) = error.value.faults
+        assert f"env.{name}" in fault
+        assert "reserved: slurmllm, Slurm or the launcher set it" in fault
+
+
+def test_the_settings_of_users_stay() -> None:
+    names = ("SLURMLLM_REHEARSAL_STEP_S", "SLURMLLM_REHEARSAL_BYTES", "SLURMLLM_LOG")
+    config = resolve("tiny_neox", "local", [f"env.{name}=1" for name in names])
+    assert tuple(config.recipe.env) == names
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSTARTUP", "PATH", "BASH_ENV", "CXX",
+     "TORCHINDUCTOR_CACHE_DIR", "NCCL_NET_PLUGIN", "HF_HOME", "NEURON_COMPILE_CACHE_URL"],
+)  # fmt: skip
+def test_what_loads_code_is_not_set_by_a_recipe_file(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(recipe_with(tmp_path, f"{name}: /tmp/x"), "local")
+    (fault,) = error.value.faults
+    assert fault.startswith(f"env.{name} (mine.yaml:")
+    assert f"--set env.{name}=" in fault
+    assert resolve("tiny_neox", "local", [f"env.{name}=/x"]).recipe.env == {name: "/x"}
+    assert resolve("tiny_neox", "local", [f"cluster.env.{name}=/x"]).cluster.env == {name: "/x"}
+
+
+@pytest.mark.parametrize("name", ["NCCL_P2P_DIRECT_DISABLE", "FI_PROVIDER", "OMP_NUM_THREADS"])
+def test_other_variables_load_no_code(name: str) -> None:
+    assert not loads_code(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "DB_PASSWORD",
+     "MYSQL_PASSWD", "GITHUB_PAT", "hf_token", "OPENAI_APIKEY", "GOOGLE_CREDENTIALS", "NGC_KEY",
+     "BASIC_AUTH", "TOKEN2"],
+)  # fmt: skip
+def test_secrets_by_name(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "MONKEY", "KEYBOARD", "AUTHOR", "PATH", "COMPAT", "PWD"]
+)
+def test_other_names_are_no_secrets(name: str) -> None:
+    assert not is_secret(name, "1")
+    assert is_secret(name, "https://ada:pw@proxy:3128")
+
+
+def test_a_secret_is_in_no_text() -> None:
+    config = resolve(
+        "tiny_neox", "local", [f"env.HF_TOKEN={CANARY}", f"cluster.env.A_KEY={CANARY}"]
+    )
+    assert config.recipe.env == {"HF_TOKEN": CANARY}
+    shown = f"{config.to_yaml()} {config.values()} {config.rows()} {dict(config.origins)}"
+    assert CANARY not in shown
+    assert "--set env.HF_TOKEN=***" in shown
+    whole = resolve("tiny_neox", "local", [f"env={{HF_TOKEN: {CANARY}}}"])
+    assert CANARY not in f"{whole.to_yaml()} {whole.rows()}"
+    assert whole.recipe.env == {"HF_TOKEN": CANARY}
+
+
+def test_a_secret_is_in_no_error(tmp_path: Path) -> None:
+    for line in ("HF_TOKEN: [hf_cAnArY]", "HF_TOKEN: {a: hf_cAnArY}"):
+        with pytest.raises(ConfigError) as error:
+            resolve(recipe_with(tmp_path, line), "local")
+        assert CANARY not in f"{error.value} {error.value.faults}"
+    with pytest.raises(ConfigError) as error:
+        resolve("tiny_neox", "local", [f"env.HF_TOKEN={CANARY}", "train.steps=x", "env.RANK=1"])
+    assert CANARY not in f"{error.value} {error.value.faults}"
+
+
+def test_a_secret_comes_back_to_its_owner(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    profile = tmp_path / "site.yaml"
+    text = (clusters_dir() / "local.yaml").read_text()
+    profile.write_text(f"{text}\nenv:\n  WANDB_API_KEY: {CANARY}\n")
+    save(resolve("tiny_neox", str(profile), [f"env.HF_TOKEN={CANARY}2"]), run)
+    assert run.secrets.stat().st_mode & 0o777 == 0o600
+    config = load(run.config)
+    assert config.worker_secrets() == {"WANDB_API_KEY": CANARY, "HF_TOKEN": f"{CANARY}2"}
+    assert CANARY not in str(load_leniently(run.config).values)
+    changed = change(config, None, ["train.steps=70"])
+    assert changed.worker_secrets() == config.worker_secrets()
+    assert change(config, None, ["env.HF_TOKEN=new"]).recipe.env["HF_TOKEN"] == "new"
+    # Without the file, the run can be shown, and not be trained.
+    run.secrets.unlink()
+    with pytest.raises(ConfigError) as error:
+        save(load(run.config), run)
+    assert any("--set env.HF_TOKEN=…" in fault for fault in error.value.faults)
+    save(change(load(run.config), None, ["env.HF_TOKEN=a", "cluster.env.WANDB_API_KEY=b"]), run)
+    assert load(run.config).worker_secrets() == {"WANDB_API_KEY": "b", "HF_TOKEN": "a"}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to make another user's file")
+def test_secrets_of_another_user_are_not_used(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    save(resolve("tiny_neox", "local", ["env.HF_TOKEN=mine"]), run)
+    os.chown(run.secrets, 12345, 12345)
+    assert load(run.config).recipe.env == {"HF_TOKEN": "***"}

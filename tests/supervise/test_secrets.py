@@ -1,0 +1,61 @@
+"""A secret of a run reaches its workers and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from end_to_end.bench import SMALL, Bench
+from train.gang import make_data
+
+RECORDING = Path(__file__).with_name("recording")
+CANARY = "hf_cAnArY-7d1f"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with Bench(tmp_path / "runs") as bench:
+        yield bench
+
+
+def files_with(text: str, folder: Path) -> set[str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    return {str(path.relative_to(folder)) for path in files if text.encode() in path.read_bytes()}
+
+
+def test_only_workers_have_it_and_only_one_file(bench: Bench, tmp_path: Path) -> None:
+    corpus, tokenizer = make_data(tmp_path)
+    records = tmp_path / "records"
+    records.mkdir()
+    options = (
+        "--local", "--set=backend=rehearsal", *SMALL, "--set=train.compile=false",
+        "--set=model.vocab_size=512", f"--set=data.corpus={corpus}",
+        f"--set=data.tokenizer={tokenizer}", f"--set=env.HF_TOKEN={CANARY}",
+        f"--set=env.PYTHONPATH={RECORDING}", f"--set=env.RECORDS={records}",
+    )  # fmt: skip
+    shown = bench.call("submit", "tiny_neox", "--nodes=2", *options, "--dry-run", "--json")
+    shown += bench.call("submit", "tiny_neox", "--nodes=2", *options, "--dry-run")
+    shown += bench.call("submit", "tiny_neox", "--nodes=2", *options, "--name=r")
+    run = tmp_path / "runs" / "r"
+    seen = {path.name for path in records.iterdir()}
+    assert {"worker 0 hf_c", "worker 1 hf_c", "supervise - none", "launch - none"} <= seen
+    assert files_with(CANARY, run) == {"secrets.json"}
+    assert (run / "secrets.json").stat().st_mode & 0o777 == 0o600
+    assert bench.node("r", 0, "local0")["environment"]["HF_TOKEN"] == "***"
+    for path in list(records.iterdir()):
+        path.unlink()
+    shown += bench.call("resume", "r", "--set=train.steps=60", "--json")
+    assert {"worker 0 hf_c", "worker 1 hf_c"} <= {path.name for path in records.iterdir()}
+    drilled = bench.call("drill", "r", "--kinds=worker", "--keep", "--json")
+    shown += drilled
+    assert json.loads(drilled[drilled.index("{") :])["drills"][0]["passed"]
+    for verb in (("status", "r", "--json"), ("logs", "r"), ("report", "r", "--no-files", "--json")):
+        shown += bench.call(*verb)
+    assert CANARY not in shown
+    kept = {path.name for path in run.parent.glob("r-drill-*")}
+    assert kept
+    expected = {"r/secrets.json", *(f"{name}/secrets.json" for name in kept)}
+    assert files_with(CANARY, run.parent) == expected
