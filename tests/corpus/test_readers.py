@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,41 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match="a text file has no fields"):
         texts(tmp_path / "a.txt", prompt_key="q", completion_key="a")
+
+
+@pytest.mark.parametrize("text_by", ["jsonl", "line", "paragraph", "document"])
+def test_what_is_too_long_is_skipped_without_being_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_by: str
+) -> None:
+    monkeypatch.setattr("slurmllm.corpus.readers.base.LARGEST_DOCUMENT", 5 << 20)
+    first, second = ['{"text": "one"}', '{"text": "two"}'] if text_by == "jsonl" else ["one", "two"]
+    long = "\n".join(["a" * 1000] * 20_000) if text_by == "paragraph" else "a" * (20 << 20)
+    path = tmp_path / f"in.{'jsonl' if text_by == 'jsonl' else 'txt'}.gz"
+    gap = "\n\n" if text_by == "paragraph" else "\n"
+    path.write_bytes(gzip.compress(gap.join([first, long, second, "{"]).encode(), 1))
+    errors: list[str] = []
+
+    def on_error(error: str, extent: str = "document", /) -> None:
+        errors.append(f"{extent}: {error}")
+
+    options = ReadOptions(text_by="line" if text_by == "jsonl" else text_by)  # type: ignore[arg-type]
+    tracemalloc.start()
+    found = [
+        text
+        for (texts,) in DocumentReader(input_file(path), options, on_error)
+        for text in texts.to_pylist()
+    ]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40 << 20, "chunks of 2 MiB, and what is held up to the limit"
+    place = {"jsonl": ":2", "line": ":2", "paragraph": ": near byte 6,", "document": ""}[text_by]
+    what = {"jsonl": "line", "line": "line"}.get(text_by, text_by)
+    assert place in errors[0]
+    assert errors[0].endswith(f"a {what} of more than 5 MiB, the largest that is read")
+    if text_by == "document":
+        assert (found, len(errors)) == ([], 1)
+    elif text_by == "jsonl":
+        assert found == ["one", "two"]
+        assert "in.jsonl.gz:4: not JSON" in errors[1], "the lines are still counted"
+    else:
+        assert (found, len(errors)) == (["one", "two", "{"], 1)

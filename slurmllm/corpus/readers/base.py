@@ -19,6 +19,9 @@ from slurmllm.corpus.options import Extent
 # Text of one chunk, about. Memory holds only a few copies of it, and they fit into a processor's
 # cache.
 CHUNK_BYTES = 2 << 20
+# Bytes of a line or document. A longer one is an error, and is skipped without being held: a small
+# compressed file can unpack to terabytes.
+LARGEST_DOCUMENT = 256 << 20
 BOM = b"\xef\xbb\xbf"
 SEE_KEYS = "see --text-key, or --prompt-key and --completion-key"
 
@@ -32,16 +35,30 @@ class OnError(Protocol):
     def __call__(self, error: str, extent: Extent = "document", /) -> None: ...
 
 
-def line_blocks(stream: OpenedInput, *, keep_bom: bool = False) -> Iterator[bytes]:
+def line_blocks(
+    stream: OpenedInput, on_error: OnError, *, keep_bom: bool = False
+) -> Iterator[bytes]:
     """Blocks that end after a line feed, or with the file.
 
     A block has about CHUNK_BYTES, or is one longer line. A byte-order mark is removed unless
-    `keep_bom`.
+    `keep_bom`. A line of more than LARGEST_DOCUMENT is an error, and becomes an empty line.
     """
     held: list[bytes] = []  # the beginning of a line
     first = not keep_bom
+    lines = 0
+    skipping = False
     for data in stream.blocks(CHUNK_BYTES):
+        if skipping:
+            feed = data.find(b"\n")
+            if feed < 0:
+                continue
+            data, skipping = data[feed:], False
         end = data.rfind(b"\n") + 1
+        lines += data.count(b"\n")
+        if not end and sum(map(len, held)) + len(data) > LARGEST_DOCUMENT:
+            on_error(f"{stream.file.name}:{lines + 1}: {too_large('line')}")
+            held, skipping = [], True
+            continue
         if end:
             block = b"".join([*held, memoryview(data)[:end]])
             yield block.removeprefix(BOM) if first else block
@@ -53,6 +70,10 @@ def line_blocks(stream: OpenedInput, *, keep_bom: bool = False) -> Iterator[byte
         last = last.removeprefix(BOM)
     if last:
         yield last
+
+
+def too_large(what: str) -> str:
+    return f"a {what} of more than {LARGEST_DOCUMENT >> 20} MiB, the largest that is read"
 
 
 def valid_utf8(block: bytes) -> bool:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.csv as pc
 
 from slurmllm.corpus.decompress import OpenedInput
-from slurmllm.corpus.options import ERROR_EXAMPLES, ReadOptions
+from slurmllm.corpus.options import ERROR_EXAMPLES, Extent, ReadOptions
 from slurmllm.corpus.readers.base import Documents, OnError, good_rows, line_blocks, no_column
 
 # Bytes read for the names of the columns.
@@ -84,9 +84,13 @@ def is_utf8(cells: Cells) -> bool:
 
 def _rows(stream: OpenedInput, delimiter: str) -> Generator[tuple[int, Cells], None, None]:
     """First line and cells of each row that is not blank."""
+
+    def refuse(error: str, _: Extent = "document") -> None:
+        raise csv.Error(error)
+
     with OpenedInput(stream.file) as again:
         lines = itertools.chain.from_iterable(
-            io.StringIO(block.decode("latin-1"), newline="") for block in line_blocks(again)
+            io.StringIO(block.decode("latin-1"), newline="") for block in line_blocks(again, refuse)
         )
         reader = csv.reader(lines, delimiter=delimiter)
         first = 1

@@ -20,15 +20,12 @@ from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import ReadOptions
 from slurmllm.corpus.readers.base import SEE_KEYS, Documents, OnError, line_blocks, valid_utf8
 
-# Arrow's block size is an int32.
-_LARGEST_BLOCK = 1 << 30
-
 
 def read_json_lines(
     stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
     line = 1
-    for block in line_blocks(stream):
+    for block in line_blocks(stream, on_error):
         feeds = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
         documents = _parse_block(block, feeds, options.keys)
         if documents is None:
@@ -41,8 +38,6 @@ def _parse_block(
     block: bytes, feeds: npt.NDArray[np.int64], keys: tuple[str, ...]
 ) -> Documents | None:
     """All lines of a block at once; None if they must be parsed one by one."""
-    if len(block) > _LARGEST_BLOCK:
-        return None
     # Arrow ignores line ends. If there is a brace on either side of each, none is inside an
     # object, and as many objects as lines mean one object a line.
     data = np.frombuffer(block, np.uint8)

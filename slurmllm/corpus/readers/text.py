@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import ReadOptions
+from slurmllm.corpus.readers import base
 from slurmllm.corpus.readers.base import (
     BOM,
     CHUNK_BYTES,
@@ -35,11 +36,11 @@ Spans = npt.NDArray[np.int64]
 
 def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
     if options.text_by == "paragraph":
-        blocks = _paragraph_blocks(stream)
+        blocks = _paragraph_blocks(stream, on_error)
     elif options.text_by == "line":
-        blocks = line_blocks(stream, keep_bom=True)
+        blocks = line_blocks(stream, on_error, keep_bom=True)
     else:
-        blocks = iter([b"".join(stream.blocks(CHUNK_BYTES))])
+        blocks = _whole_file(stream, on_error)
     offset = 0  # in the decompressed file
     for block in blocks:
         if offset == 0 and block.startswith(BOM):
@@ -77,18 +78,37 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
         offset += len(block)
 
 
-def _paragraph_blocks(stream: OpenedInput) -> Iterator[bytes]:
+def _whole_file(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
+    held: list[bytes] = []
+    for data in stream.blocks(CHUNK_BYTES):
+        held.append(data)
+        if sum(map(len, held)) > base.LARGEST_DOCUMENT:
+            on_error(f"{stream.file.name}: {base.too_large('document')}", "file")
+            return
+    yield b"".join(held)
+
+
+def _paragraph_blocks(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
     held: list[bytes] = []  # the beginning of a paragraph
-    for block in line_blocks(stream, keep_bom=True):
+    offset, skipping = 0, False
+    for block in line_blocks(stream, on_error, keep_bom=True):
+        offset += len(block)
         end = 0
         if leading := _LEADING_BLANK_LINES.match(block):
             end = leading.end()
+        if skipping and not end:  # the rest of a paragraph
+            blank = _BLANK_LINES.search(block)
+            block = block[blank.start() :] if blank else b""
+        skipping = skipping and not block
         for blank in _BLANK_LINES.finditer(block):
             end = blank.end()
         if end:
             yield b"".join([*held, memoryview(block)[:end]])
             held = []
         held.append(block[end:])
+        if sum(map(len, held)) > base.LARGEST_DOCUMENT:
+            on_error(f"{stream.file.name}: near byte {offset:,}: {base.too_large('paragraph')}")
+            held, skipping = [], True
     yield b"".join(held)
 
 
