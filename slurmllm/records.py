@@ -165,6 +165,16 @@ class JobsRecord(Record):
     submissions: tuple[Submission, ...] = ()
 
 
+class LockRecord(Record):
+    """`lock.json`: the command that changes the run now; its user is the file's."""
+
+    verb: str = Field(max_length=40, pattern=r"^[a-z]+$")
+    host: NodeName = Field(description="machine of the command")
+    pid: ProcessId = Field(description="its process id")
+    process: str | None = Field(description="its `process_identity`")
+    since: float = Field(description="Unix time, s")
+
+
 class AttemptRecord(Record):
     """`attempts/NNN/attempt.json`: the nodes of an attempt, how it ended and why."""
 

@@ -6,6 +6,7 @@ Layout (`runs/<name>/`, on the shared file system):
     secrets.json                      its secret variables; only the user can read it
     plan.json                         mesh degrees and batch arithmetic
     jobs.json                         what was submitted, and when
+    lock.json                         the command that changes the run now
     excluded.json                     excluded nodes, why and until when
     skips.json                        batches that it skips after a divergence
     drill.json                        what `slurmllm drill` did to a run that it made
@@ -198,6 +199,11 @@ class RunDir:
     def jobs(self) -> Path:
         """The submissions (`records.JobsRecord`)."""
         return self.path / "jobs.json"
+
+    @property
+    def lock(self) -> Path:
+        """The lock of the commands that change the run (`records.LockRecord`)."""
+        return self.path / "lock.json"
 
     @property
     def excluded(self) -> Path:

@@ -11,6 +11,8 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
     from slurmllm.records import Submission
+    from slurmllm.rundir import RunDir
+    from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.prepare import Precompile, PreparedRun
 
 
@@ -54,31 +56,37 @@ def submit(
     RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, N launcher
     processes on this machine stand in for nodes; Ctrl-C saves a checkpoint and exits.
     """
+    import contextlib
+
     from slurmllm.config.resolve import resolve
     from slurmllm.rundir import runs_root
-    from slurmllm.submit.launch import submit_jobs
+    from slurmllm.submit.launch import record_local, submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
+    from slurmllm.submit.run_lock import locked
 
     given = {f"slurm.{name}": (f"--{name}", value) for name, value in slurm.items()}
-    prepared = prepare(
-        RunRequest(
-            config=resolve(recipe, cluster, overrides, given),
-            nodes=nodes,
-            root=runs_root(runs_dir),
-            name=name,
-            local=local,
-            precompile=precompile,
-            force=force,
-            dry_run=dry_run,
+    with contextlib.ExitStack() as held:
+        prepared = prepare(
+            RunRequest(
+                config=resolve(recipe, cluster, overrides, given),
+                nodes=nodes,
+                root=runs_root(runs_dir),
+                name=name,
+                local=local,
+                precompile=precompile,
+                force=force,
+                dry_run=dry_run,
+                claimed=lambda run: held.enter_context(locked(run, "submit")),
+            )
         )
-    )
-    print_warnings(prepared)
-    if dry_run:
-        _print_dry_run(prepared, as_json)
-    elif local:
+        print_warnings(prepared)
+        if dry_run:
+            _print_dry_run(prepared, as_json)
+            return
+        sent = record_local(prepared) if local else submit_jobs(prepared)
+    if local:
         ctx.exit(run_and_report(prepared, as_json))
-    else:
-        print_submission(prepared, submit_jobs(prepared), as_json)
+    print_submission(prepared, sent, as_json)
 
 
 def print_warnings(prepared: PreparedRun) -> None:
@@ -248,53 +256,60 @@ def resume(
     from slurmllm.rundir import find_run, runs_root
     from slurmllm.slurm.client import SlurmCommands
     from slurmllm.status.runs import is_active, run_state
-    from slurmllm.submit.launch import read_jobs, submit_jobs
+    from slurmllm.submit.launch import read_jobs, record_local, submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
+    from slurmllm.submit.run_lock import locked
     from slurmllm.supervise.exclusion import to_avoid
 
     root = runs_root(runs_dir)
     found = find_run(run, root)
     client = SlurmCommands()
-    submissions = read_jobs(found).submissions
-    last = submissions[-1] if submissions else None
-    if last is not None and is_active(found, client):
-        raise RunError(
-            f"{found.name} is pending or running; follow it with `slurmllm status {found.name}` or "
-            f"`slurmllm cancel {found.name}` first"
+    with locked(found, "resume"):
+        submissions = read_jobs(found).submissions
+        last = submissions[-1] if submissions else None
+        if last is not None and is_active(found, client):
+            raise RunError(
+                f"{found.name} is pending or running; follow it with `slurmllm status "
+                f"{found.name}` or `slurmllm cancel {found.name}` first"
+            )
+        config = before = load(found.config)
+        if cluster is not None or overrides:
+            config = change(config, cluster, overrides)
+        trained, train = before.recipe.train, config.recipe.train
+        if run_state(found, client).state == "done" and train.steps <= trained.steps:
+            raise RunError(
+                f"{found.name} is done: it has trained all its {trained.steps} steps; --set "
+                "train.steps=… with more of them continues it"
+            )
+        wanted = nodes if nodes is not None else last.nodes if last else 1
+        here = local or (last is not None and last.local)
+        excluded = [] if here else to_avoid(client, found, config, wanted)
+        prepared = prepare(
+            RunRequest(
+                config=config,
+                nodes=wanted,
+                root=root,
+                run=found,
+                local=here,
+                precompile=precompile,
+                force=force,
+                # A layout that has trained before has shown that it fits.
+                check_layout=last is None
+                or wanted != last.nodes
+                or _layout(config) != _layout(before),
+                check_weights=train.init_from != trained.init_from,
+                exclude=excluded,
+            )
         )
-    config = before = load(found.config)
-    if cluster is not None or overrides:
-        config = change(config, cluster, overrides)
-    trained, train = before.recipe.train, config.recipe.train
-    if run_state(found, client).state == "done" and train.steps <= trained.steps:
-        raise RunError(
-            f"{found.name} is done: it has trained all its {trained.steps} steps; --set "
-            "train.steps=… with more of them continues it"
-        )
-    wanted = nodes if nodes is not None else last.nodes if last else 1
-    here = local or (last is not None and last.local)
-    excluded = [] if here else to_avoid(client, found, config, wanted)
-    prepared = prepare(
-        RunRequest(
-            config=config,
-            nodes=wanted,
-            root=root,
-            run=found,
-            local=here,
-            precompile=precompile,
-            force=force,
-            # A layout that has trained before has shown that it fits.
-            check_layout=last is None or wanted != last.nodes or _layout(config) != _layout(before),
-            check_weights=train.init_from != trained.init_from,
-            exclude=excluded,
-        )
-    )
-    print_warnings(prepared)
-    if excluded:
-        click.echo(f"excluded: {' '.join(excluded)}, which failed the run; see status", err=True)
+        print_warnings(prepared)
+        if excluded:
+            click.echo(
+                f"excluded: {' '.join(excluded)}, which failed the run; see status", err=True
+            )
+        sent = record_local(prepared) if here else submit_jobs(prepared, client)
     if here:
         ctx.exit(run_and_report(prepared, as_json))
-    print_submission(prepared, submit_jobs(prepared, client), as_json)
+    print_submission(prepared, sent, as_json)
 
 
 def _layout(config: RunConfig) -> tuple[Any, ...]:
@@ -314,16 +329,22 @@ def cancel(run: str, runs_dir: str | None) -> None:
 
     The workers save a checkpoint before they exit, if Slurm gives them the time.
     """
+    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.submit.run_lock import locked
+
+    found = find_run(run, runs_root(runs_dir))
+    with locked(found, "cancel"):
+        _cancel(found, SlurmCommands())
+
+
+def _cancel(found: RunDir, client: SlurmClient) -> None:
     import signal
 
     from slurmllm.errors import RunError
-    from slurmllm.rundir import find_run, runs_root
-    from slurmllm.slurm.client import SlurmCommands
     from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import read_jobs, record_cancellation
 
-    found = find_run(run, runs_root(runs_dir))
-    client = SlurmCommands()
     submissions = read_jobs(found).submissions
     if not submissions or not is_active(found, client):
         click.echo(f"{found.name} has no pending or running jobs; nothing to cancel")

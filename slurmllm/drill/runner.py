@@ -25,6 +25,7 @@ from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import is_active
 from slurmllm.submit.launch import submit_jobs
 from slurmllm.submit.prepare import RunRequest, prepare
+from slurmllm.submit.run_lock import locked
 from slurmllm.supervise.allocation import SLURMLLM
 
 CANCEL_S = 60.0  # for a cancelled run to save and exit
@@ -72,7 +73,8 @@ class SlurmRunner(Runner):
     def start(self, run: RunDir, nodes: int) -> None:
         config, root = load(run.config), run.path.parent
         request = RunRequest(config, nodes, root, run=run, check_weights=False)
-        submit_jobs(prepare(request), self.client)
+        with locked(run, "drill"):
+            submit_jobs(prepare(request), self.client)
 
     def start_on_node(
         self, run: RunDir, node: str, command: Sequence[str]

@@ -33,10 +33,6 @@ def read_jobs(run: RunDir) -> JobsRecord:
     return JobsRecord.load(run.jobs) if run.jobs.is_file() else JobsRecord()
 
 
-def record_submission(run: RunDir, submission: Submission) -> None:
-    JobsRecord(submissions=(*read_jobs(run).submissions, submission)).save(run.jobs)
-
-
 def record_cancellation(run: RunDir) -> None:
     """Mark the last submission as cancelled; a cluster without accounting knows it from here."""
     *before, last = read_jobs(run).submissions
@@ -93,13 +89,18 @@ def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Sub
     return sent
 
 
+def record_local(prepared: PreparedRun) -> Submission:
+    """Record this process as the one that runs the stages: from then on the run is active."""
+    run, pid, host = prepared.run, os.getpid(), socket.gethostname()
+    identity = process_identity(pid)
+    sent = _submission(prepared, local=True, pid=pid, process=identity, host=host)
+    JobsRecord(submissions=(*read_jobs(run).submissions, sent)).save(run.jobs)
+    return sent
+
+
 def run_locally(prepared: PreparedRun, quiet: bool = False) -> int:
     """Run the stages in order; returns 0, the exit code of the failed stage, or 130 for Ctrl-C."""
     config, nodes, stages = prepared.config, prepared.mesh.nodes, prepared.stages
-    pid = os.getpid()
-    identity = process_identity(pid)
-    local = _submission(prepared, local=True, pid=pid, process=identity, host=socket.gethostname())
-    record_submission(prepared.run, local)
     precompile_nodes = load_environment(config.backend).precompile_nodes(config, nodes)
     for stage in stages:
         job = LocalJob(

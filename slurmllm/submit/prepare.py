@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -53,6 +53,7 @@ class RunRequest:
     check_layout: bool = True  # whether to compare the layout with the planner's
     check_weights: bool = True  # whether to check `train.init_from`
     exclude: Sequence[str] = ()  # nodes to exclude, in addition to `slurm.exclude`
+    claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,8 @@ def prepare(request: RunRequest) -> PreparedRun:
     if request.run is None:
         run = claim_run(root, request.name, config.recipe.name)
     try:
+        if request.run is None and request.claimed is not None:
+            request.claimed(run)
         # After the claim: an adopted archive's manifest is stored in the run's directory.
         graphs_from = _find_graphs(request, config, run)
         prepared = replace(
