@@ -92,6 +92,8 @@ def submit(
 def print_warnings(prepared: PreparedRun) -> None:
     for warning in prepared.fit.warnings if prepared.fit is not None else ():
         click.echo(f"warning: {warning}", err=True)
+    for reason in prepared.rederived:
+        click.echo(f"warning: {reason}; written again from config.yaml", err=True)
 
 
 def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:

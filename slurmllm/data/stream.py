@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
@@ -40,9 +41,11 @@ from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import BEGINS, UNTRAINED
 from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.data.state import State, check_same_stream, identity, slot_positions, upgrade_state
-from slurmllm.errors import DataError
+from slurmllm.errors import DataError, StorageError
 from slurmllm.records import DataRecord
 from slurmllm.rundir import RunDir
+
+log = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
@@ -260,10 +263,17 @@ def check_data(run: RunDir, identity: Mapping[str, Any]) -> None:
         DataError: The data are not those that the run began with.
     """
     current = DataRecord.model_validate(identity)
-    if not run.data.is_file():
+    try:
+        began_with = DataRecord.load(run.data) if run.data.is_file() else None
+    except StorageError as error:
+        # The checkpoints hold the data's order too: a resume still refuses another one.
+        reason = str(error).partition("; ")[0]
+        log.warning("%s; written again, from the data as they are now", reason)
+        began_with = None
+    if began_with is None:
         current.save(run.data)
         return
-    changed = DataRecord.load(run.data).differences(current)
+    changed = began_with.differences(current)
     if changed:
         raise DataError(
             f"the data changed after {run.name} began: {'; '.join(changed)}; restore the old data "

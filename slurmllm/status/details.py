@@ -72,8 +72,8 @@ def read_details(
     Raises:
         StorageError: a record is damaged.
     """
-    # Manifest and micro batch are derived: `resume` makes damaged ones again.
-    manifest, uncompiled, measured = None, tuple[str, ...](), None
+    # Manifest, micro batch and mesh are derived: `resume` makes damaged ones again.
+    manifest, uncompiled, measured, mesh = None, tuple[str, ...](), None, None
     try:
         manifest = GraphManifest.find(run.graphs_manifest)
         uncompiled = faults(manifest, run) if manifest is not None else ()
@@ -82,6 +82,8 @@ def read_details(
         uncompiled = (f"{reason}; `slurmllm resume {run.name}` compiles the graphs again",)
     with suppress(StorageError):
         measured = MicroBatchRecord.find(run.micro_batch)
+    with suppress(StorageError):
+        mesh = load_mesh(run.plan)
     # Versions and first steps are figures only: a damaged record must not hide the run's state.
     versions: dict[str, dict[str, str]] = {}
     with suppress(StorageError):
@@ -98,7 +100,7 @@ def read_details(
     return Details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
         first_steps=first_steps,
-        mesh=load_mesh(run.plan) if run.plan.is_file() else None,
+        mesh=mesh,
         micro_batch=measured,
         graphs=manifest,
         uncompiled=uncompiled,

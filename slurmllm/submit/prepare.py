@@ -20,10 +20,10 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, DataError, RunError, StorageError
 from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import load_manifest
-from slurmllm.plan.mesh import Mesh, make_mesh, save_mesh
+from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
 from slurmllm.records import GraphManifest
 from slurmllm.rundir import RUN_NAME, RunDir, Stage, is_run, write_atomic
-from slurmllm.safe_files import user_name
+from slurmllm.safe_files import read_limited, user_name
 from slurmllm.submit.render import render
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class PreparedRun:
     # Name of the run whose compiled graphs are used; None: precompile first.
     graphs_from: str | None = None
     is_new: bool = False  # whether `prepare` created the directory
+    rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -151,6 +152,7 @@ def prepare(request: RunRequest) -> PreparedRun:
             fit=fit,
             graphs_from=graphs_from,
             is_new=request.run is None,
+            rederived=_damaged_files(run) if run.jobs.is_file() else (),
         )
         write_run(prepared)
     except BaseException:
@@ -180,6 +182,23 @@ def render_run(
     stages: tuple[Stage, ...] = ("precompile", "train")
     scripts = {stage: render(stage, excluding, run, nodes, sys.executable) for stage in stages}
     return PreparedRun(config, mesh, run, scripts)
+
+
+def _damaged_files(run: RunDir) -> tuple[str, ...]:
+    """The files of `write_run` that are missing or damaged, with the reasons."""
+    found = []
+    try:
+        load_mesh(run.plan)
+    except StorageError as error:
+        found.append(str(error).partition("; ")[0])
+    stages: tuple[Stage, ...] = ("precompile", "train")
+    for path in map(run.script, stages):
+        try:
+            if not read_limited(path).startswith(b"#!/bin/bash\n"):
+                found.append(f"{path} is damaged")
+        except OSError as error:
+            found.append(f"cannot read {path}: {error.strerror}")
+    return tuple(found)
 
 
 def write_run(prepared: PreparedRun) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +31,19 @@ def test_written_once_and_held_to(tmp_path: Path) -> None:
         check_data(run, identity(corpora=[changed]))
     with pytest.raises(DataError, match="seed 1 and 2"):
         check_data(run, identity(seed=2))
+
+
+def test_a_damaged_record_is_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDir(tmp_path)
+    run.data.write_text("{")
+    check_data(run, identity())
+    assert "data.json is damaged" in caplog.text
+    check_data(run, identity())
+    with pytest.raises(DataError, match="seed"):
+        check_data(run, identity(seed=2))
+    run.data.unlink()
+    os.mkfifo(run.data)
+    check_data(run, identity())
+    assert run.data.is_file()

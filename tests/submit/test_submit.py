@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -272,6 +273,51 @@ def test_resume_submits_again_in_the_same_directory(
     assert third["jobs"] == {"precompile": None, "train": "5"}
     assert fake.jobs["5"].after_ok is None
     assert len(JobsRecord.load(run.jobs).submissions) == 3
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGE = {"cut": cut, "garbage": lambda p: p.write_bytes(b"\xff\0{["), "gone": Path.unlink}
+
+
+@pytest.mark.timeout(60)  # a pipe blocks who opens it
+@pytest.mark.parametrize("damage", [*DAMAGE.values(), pipe], ids=[*DAMAGE, "pipe"])
+def test_resume_writes_damaged_derived_files_again(
+    fake: FakeSlurm, inputs: tuple[str, ...], damage: Callable[[Path], object]
+) -> None:
+    run = RunDir(Path(str(submitted(fake, inputs, "--name", "r")["run_dir"])))
+    call("cancel", "r")
+    derived = [run.plan, run.script("precompile"), run.script("train")]
+    whole = [path.read_text() for path in derived]
+    for path in derived:
+        damage(path)
+    shown = call("status", "r", "--json")
+    assert json.loads(shown.stdout)["state"] == "cancelled", shown.output
+    resumed = call("resume", "r")
+    assert resumed.exit_code == 0, resumed.output
+    for path, text in zip(derived, whole, strict=True):
+        assert path.read_text() == text
+        if damage is not cut or path == run.plan:  # a cut script still begins as one
+            assert sum(str(path) in line for line in resumed.stderr.splitlines()) == 1
+            assert "; written again from config.yaml" in resumed.stderr
+
+
+def test_resume_after_a_damaged_measured_micro_batch(
+    fake: FakeSlurm, inputs: tuple[str, ...]
+) -> None:
+    run = RunDir(Path(str(submitted(fake, inputs, "--name", "r")["run_dir"])))
+    call("cancel", "r")
+    run.micro_batch.parent.mkdir(exist_ok=True)
+    run.micro_batch.write_text("{")
+    assert json.loads(call("status", "r", "--json").stdout)["state"] == "cancelled"
+    assert call("resume", "r").exit_code == 0
 
 
 def test_resume_looks_at_other_weights_to_start_from(
