@@ -16,7 +16,7 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.diagnose.finding import fail, ok, skipped, warn
 from slurmllm.errors import SlurmError
 from slurmllm.records import Finding
-from slurmllm.slurm.client import COMMANDS, PartitionNode, SlurmClient
+from slurmllm.slurm.client import COMMANDS, PartitionNode, SlurmClient, explain_drain
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"
@@ -276,7 +276,8 @@ def _partition_findings(
         names = ", ".join(f"{node.name} {node.state}" for node in unusable[:5])
         found += f"; {names}" + ", …" * (len(unusable) > 5)
         status = fail if len(unusable) == len(own) else warn
-        yield status("nodes", found, fix="`sinfo --list-reasons`")
+        explained = [text for node in unusable if (text := explain_drain(node))]
+        yield status("nodes", found, fix="; ".join(["`sinfo --list-reasons`", *explained[:3]]))
     else:
         yield ok("nodes", found)
     yield from _node_size_findings(own, cluster)

@@ -61,6 +61,15 @@ class QueuedJob:
 
 
 @dataclass(frozen=True)
+class BatchJob:
+    """What slurmctld shows of the current start of a job."""
+
+    state: str
+    restarts: int  # how often the job was requeued
+    host: str  # node of the batch script; empty while the job is pending
+
+
+@dataclass(frozen=True)
 class AccountingRow:
     """One incarnation of a job, or one of its steps (`job_id` holds a dot), from sacct."""
 
@@ -85,6 +94,23 @@ class PartitionNode:
     state: str  # lower case, with Slurm's suffix (`*` not responding, `~` powered down)
     cpus: int
     gres: str = ""  # generic resources, such as `gpu:a100:8`; may be empty
+    reason: str = ""  # why it is down or drained, as Slurm or an administrator wrote it
+
+
+# slurmctld that was killed right after it had started a job starts it again; the node refuses the
+# second copy, and slurmctld drains it (job_scheduler.c, ESLURM_DUPLICATE_JOB_ID).
+_DUPLICATE = "Duplicate jobid"
+
+
+def explain_drain(node: PartitionNode) -> str:
+    """Why Slurm drained a node that refused a second copy of a job; empty for other nodes."""
+    if _DUPLICATE.lower() not in node.reason.lower() or not node.state.startswith("drain"):
+        return ""
+    return (
+        f"node {node.name} is {node.state} by Slurm: {_DUPLICATE}: slurmctld crashed when it had "
+        "just started a job there, and started it again; nothing is wrong with the node. An "
+        f"administrator returns it: `scontrol update NodeName={node.name} State=RESUME`"
+    )
 
 
 def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
@@ -128,8 +154,8 @@ class SlurmClient(ABC):
         """Put a running job back into the queue."""
 
     @abstractmethod
-    def restarts(self, job_id: str) -> int:
-        """How often a job was requeued; raises SlurmError if the job is unknown."""
+    def batch_job(self, job_id: str) -> BatchJob:
+        """The current start of a job; raises SlurmError if the job is unknown."""
 
     @abstractmethod
     def cancel(self, job_ids: Sequence[str]) -> None:
@@ -225,10 +251,12 @@ class SlurmCommands(SlurmClient):
         # CAUTION: Slurm then sends SIGTERM to all processes of the job, this command among them.
         _run(["scontrol", "requeue", job_id], through_sigterm=True)
 
-    def restarts(self, job_id: str) -> int:
+    def batch_job(self, job_id: str) -> BatchJob:
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
-        found = re.search(r"\bRestarts=(\d+)", output)
-        return int(found[1]) if found else 0
+        fields = dict(re.findall(r"\b(JobState|Restarts|BatchHost)=(\w[^\s]*)", output))
+        count = fields.get("Restarts", "")
+        restarts = int(count) if re.fullmatch(r"\d{1,9}", count) else 0
+        return BatchJob(fields.get("JobState", "UNKNOWN"), restarts, fields.get("BatchHost", ""))
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         if job_ids:
@@ -279,14 +307,14 @@ class SlurmCommands(SlurmClient):
         _run(["sacct", "--noheader", "--allocations", "--starttime=now"])
 
     def partition_nodes(self) -> list[PartitionNode]:
-        output = _run(["sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%T|%c|%G"])
-        rows = (line.strip().split("|") for line in output.splitlines() if line.count("|") == 5)
+        output = _run(["sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%T|%c|%G|%E"])
+        rows = (line.strip().split("|", 6) for line in output.splitlines() if line.count("|") > 5)
         return [
             PartitionNode(
                 partition.removesuffix("*"), partition.endswith("*"), up == "up", name, state,
-                int(cpus), "" if gres == "(null)" else gres,
+                int(cpus), "" if gres == "(null)" else gres, "" if reason == "none" else reason,
             )
-            for partition, up, name, state, cpus, gres in rows
+            for partition, up, name, state, cpus, gres, reason in rows
             if cpus.isdecimal()
         ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmllm.errors import SlurmError
-from slurmllm.slurm.client import AccountingRow, PartitionNode, QueuedJob, SlurmClient
+from slurmllm.slurm.client import AccountingRow, BatchJob, PartitionNode, QueuedJob, SlurmClient
 
 
 @dataclass
@@ -127,8 +127,9 @@ class FakeSlurm(SlurmClient):
         job.incarnations.append(job.row("REQUEUED"))
         job.state, job.nodes = "PENDING", ()
 
-    def restarts(self, job_id: str) -> int:
-        return len(self._job(job_id).incarnations)
+    def batch_job(self, job_id: str) -> BatchJob:
+        job = self._job(job_id)
+        return BatchJob(job.state, len(job.incarnations), next(iter(job.nodes), ""))
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         for job_id in job_ids:
@@ -188,7 +189,16 @@ class FakeSlurm(SlurmClient):
 
     def partition_nodes(self) -> list[PartitionNode]:
         return [
-            PartitionNode(self.partition, True, True, name, state, self.cpus, self.gres)
+            PartitionNode(
+                self.partition,
+                True,
+                True,
+                name,
+                state,
+                self.cpus,
+                self.gres,
+                self.reasons.get(name, ""),
+            )
             for name, state in self.states.items()
         ]
 

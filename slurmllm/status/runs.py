@@ -12,13 +12,13 @@ from typing import Any
 
 from slurmllm.checkpoint.catalogue import invalidation_reason, read_rollbacks
 from slurmllm.config.load import load, read_summary, summarize
-from slurmllm.errors import SlurmllmError, StorageError
+from slurmllm.errors import SlurmError, SlurmllmError, StorageError
 from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.metrics.step_time import finite_number, read_pace
 from slurmllm.records import AttemptRecord, CheckpointManifest, Heartbeat, JobsRecord
 from slurmllm.rundir import RunDir
 from slurmllm.safe_files import reason
-from slurmllm.slurm.client import SlurmClient
+from slurmllm.slurm.client import SlurmClient, explain_drain
 from slurmllm.status.details import Details, read_details
 from slurmllm.status.run_state import (
     JobState,
@@ -124,6 +124,8 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         records = read_records(run, summarize(config))
         queue = query_queue([records.sent], client)
         found = _build_state(records, read_job_states(records.sent, queue, client))
+        if found.state in ("queued", "requeued"):
+            found = replace(found, reason="; ".join([found.reason, *_drained(client)]).strip("; "))
         training = found.state == "training"
         watchdog = config.recipe.watchdog
         return replace(found, details=read_details(run, found.attempts, training, watchdog))
@@ -170,6 +172,13 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
     if sent[0].local:
         return is_process_alive(sent[0])
     return any(job.active for job in client.queue(list(job_ids(sent[0]).values())).values())
+
+
+def _drained(client: SlurmClient) -> list[str]:
+    """Why nodes are drained that refused a job's second start: a run may wait for them."""
+    with suppress(SlurmError):
+        return sorted({text for n in client.partition_nodes() if (text := explain_drain(n))})[:3]
+    return []
 
 
 def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:

@@ -72,6 +72,10 @@ class Supervisor:
             StorageError: The run directory is no longer writable; the attempt's record is open.
         """
         self.stop.install()
+        if reason := lost_start(self.allocation):
+            # Slurm ignores how this script ends; its node refuses the job's next start until then.
+            log.warning("%s; exiting, so that Slurm can start the job again", reason)
+            return EXIT_REQUEUE
         stopped = self._close_orphaned()
         if stopped is not None:
             return self._exit_code(stopped)
@@ -110,6 +114,8 @@ class Supervisor:
         self, record: AttemptRecord, ending: Ending, phases: dict[str, float], seen: Observations
     ) -> AttemptRecord:
         """Record the ending and the action, unless another supervisor has done so."""
+        if ending.ending == "node_failure" and (reason := lost_start(self.allocation)):
+            ending = Ending("superseded", (reason,))  # srun was refused: no node has failed
         # Read again: after a network partition another supervisor may have closed it.
         on_disk = AttemptRecord.load(self.run.attempt(self.stage, record.attempt).record)
         if on_disk.ended_at is not None:
@@ -257,6 +263,10 @@ class Supervisor:
                 continue
             row = incarnation(record, self._accounting(record.job_id))
             ending = ending_of_orphaned(record, attempts.node_records(self.run, record), row)
+            own = record.job_id is not None and record.job_id == self.allocation.job_id
+            if own and record.restart_count == self.allocation.restart_count:
+                text = f"slurmctld lost this start of job {record.job_id}, and started it again"
+                ending, row = Ending("node_failure", (text,)), None  # and no node is to blame
             closed = attempts.close_attempt(
                 self.run, record, ending, ended_at=ended_at(row), row=row
             )
@@ -286,11 +296,33 @@ def ending_of_error(error: SlurmllmError, node: str) -> Ending:
 
 def started_again(allocation: SlurmAllocation) -> bool:
     """Whether the job runs as a later incarnation: Slurm had lost contact with this one."""
-    client, job_id = allocation.client, allocation.job_id
-    if retry_unreachable(lambda: client.restarts(job_id)) <= allocation.restart_count:
-        return False
-    job = retry_unreachable(lambda: client.queue([job_id])).get(job_id)
-    return job is not None and job.state == "RUNNING"
+    job = retry_unreachable(lambda: allocation.client.batch_job(allocation.job_id))
+    later = job.restarts > allocation.restart_count or job.host != allocation.nodes[0]
+    return job.state == "RUNNING" and later
+
+
+def lost_start(allocation: Allocation) -> str:
+    """Why slurmctld does not know of this start of its job; empty if it does.
+
+    It saves its state with some seconds of delay. Killed right after it has started a job, it shows
+    the job as pending again while the batch script runs, and starts it once more: on another node,
+    or on this one, which refuses a second copy and is drained ("Duplicate jobid").
+    """
+    if not isinstance(allocation, SlurmAllocation):
+        return ""
+    job_id = allocation.job_id
+    try:
+        job = retry_unreachable(lambda: allocation.client.batch_job(job_id))
+    except SlurmError as error:
+        log.warning("the state of job %s is unknown: %s", job_id, error)
+        return ""
+    if job.restarts > allocation.restart_count:  # known, and requeued since
+        return ""
+    if job.state == "PENDING":
+        return f"slurmctld shows job {job_id} as pending: it has lost this start of the job"
+    if job.state == "RUNNING" and job.host != allocation.nodes[0]:
+        return f"slurmctld has lost this start of job {job_id} and started it on {job.host}"
+    return ""
 
 
 def wait_writable(run: RunDir, patience_s: float) -> None:

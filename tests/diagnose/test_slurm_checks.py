@@ -144,3 +144,12 @@ def test_gpus_are_counted_and_neuron_cores_are_not() -> None:
 )
 def test_gres(gres: str, count: int) -> None:
     assert count_gpus(gres) == count
+
+
+def test_a_node_that_refused_a_second_copy_of_a_job_is_explained() -> None:
+    slurm = FakeSlurm(("n1", "n2"))
+    slurm.states["n2"], slurm.reasons["n2"] = "drained", "Duplicate jobid"
+    found = look(slurm)["nodes"]
+    assert "`scontrol update NodeName=n2 State=RESUME`" in found.fix
+    slurm.reasons["n2"] = "bad disk"
+    assert look(slurm)["nodes"].fix == "`sinfo --list-reasons`"

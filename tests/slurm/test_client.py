@@ -86,9 +86,9 @@ def test_a_failed_job_takes_the_one_that_waits_along(bench: Bench) -> None:
 def test_requeue_starts_another_incarnation(bench: Bench) -> None:
     job = bench.client.submit(bench.script("sleep 60"))
     bench.wait(job, "RUNNING")
-    assert bench.client.restarts(job) == 0
+    assert bench.client.batch_job(job).restarts == 0
     bench.client.requeue(job)
-    assert bench.client.restarts(job) == 1
+    assert bench.client.batch_job(job).restarts == 1
     bench.until(lambda: bench.state(job) in ("PENDING", "COMPLETING", "RUNNING"), "not requeued")
     bench.wait(job, "RUNNING")
     bench.until(

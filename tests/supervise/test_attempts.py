@@ -38,7 +38,7 @@ from slurmllm.supervise.attempts import (
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import nodes_to_avoid, requeue, usable
 from slurmllm.supervise.phases import queue_s, timeline
-from slurmllm.supervise.supervisor import started_again, wait_writable
+from slurmllm.supervise.supervisor import lost_start, started_again, wait_writable
 from slurmllm.worker_files import EventLog
 
 LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))
@@ -342,14 +342,37 @@ def test_another_job_that_runs_keeps_its_attempt(job: tuple[FakeSlurm, str]) -> 
     assert still_runs(of_it, allocation) is None
 
 
-def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: tuple[FakeSlurm, str]) -> None:
-    cluster, job_id = job
+def start_of(cluster: FakeSlurm, job_id: str) -> SlurmAllocation:
     allocation = SlurmAllocation.__new__(SlurmAllocation)
     allocation.client, allocation.job_id, allocation.restart_count = cluster, job_id, 0
+    allocation.nodes = cluster.jobs[job_id].nodes
+    return allocation
+
+
+def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: tuple[FakeSlurm, str]) -> None:
+    cluster, job_id = job
+    allocation = start_of(cluster, job_id)
     assert not started_again(allocation)
     cluster.fail_node("n2")
     assert not started_again(allocation)  # it waits: its excluded nodes are not set yet
     cluster.start(job_id)
     assert started_again(allocation)
-    allocation.restart_count = 1
+    allocation.restart_count, allocation.nodes = 1, cluster.jobs[job_id].nodes
     assert not started_again(allocation)
+
+
+def test_a_start_that_slurmctld_has_lost_in_a_crash(job: tuple[FakeSlurm, str]) -> None:
+    cluster, job_id = job
+    allocation = start_of(cluster, job_id)
+    assert lost_start(allocation) == ""
+    assert lost_start(LocalAllocation()) == ""
+    # slurmctld has a state of before the start: pending, and no restart is counted.
+    cluster.jobs[job_id].state, cluster.jobs[job_id].nodes = "PENDING", ()
+    assert lost_start(allocation).startswith(f"slurmctld shows job {job_id} as pending")
+    assert not started_again(allocation)
+    cluster.states[allocation.nodes[0]] = "drained"
+    cluster.start(job_id)
+    assert lost_start(allocation).endswith(f"started it on {cluster.jobs[job_id].nodes[0]}")
+    assert started_again(allocation)  # with the same count of restarts: it must not be requeued
+    cluster.requeue(job_id)
+    assert lost_start(allocation) == ""  # a requeue is counted, and known
