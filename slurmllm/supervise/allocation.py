@@ -6,6 +6,7 @@ rendezvous, records and restarts take the same path as under Slurm.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -26,11 +27,14 @@ from slurmllm.config.variables import is_secret_option
 from slurmllm.errors import SlurmError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import SlurmClient, SlurmCommands
+from slurmllm.slurm.client import SlurmClient, SlurmCommands, retry_unreachable
 
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
 SLURMLLM = (sys.executable, "-m", "slurmllm")  # on every node: the interpreter is shared
+
+
+log = logging.getLogger(__name__)
 
 
 class Allocation(ABC):
@@ -180,6 +184,37 @@ def current_allocation(run: RunDir) -> Allocation:
     # --local inside an interactive allocation sets both: the narrower one applies.
     in_slurm = "SLURM_JOB_ID" in os.environ and LOCAL_NODES not in os.environ
     return SlurmAllocation() if in_slurm else LocalAllocation(run)
+
+
+def started_again(allocation: SlurmAllocation) -> bool:
+    """Whether the job runs as a later incarnation: Slurm had lost contact with this one."""
+    job = retry_unreachable(lambda: allocation.client.batch_job(allocation.job_id))
+    later = job.restarts > allocation.restart_count or job.host != allocation.nodes[0]
+    return job.state == "RUNNING" and later
+
+
+def lost_start(allocation: Allocation) -> str:
+    """Why slurmctld does not know of this start of its job; empty if it does.
+
+    It saves its state with some seconds of delay. Killed right after it has started a job, it shows
+    the job as pending again while the batch script runs, and starts it once more: on another node,
+    or on this one, which refuses a second copy and is drained ("Duplicate jobid").
+    """
+    if not isinstance(allocation, SlurmAllocation):
+        return ""
+    job_id = allocation.job_id
+    try:
+        job = retry_unreachable(lambda: allocation.client.batch_job(job_id))
+    except SlurmError as error:
+        log.warning("the state of job %s is unknown: %s", job_id, error)
+        return ""
+    if job.restarts > allocation.restart_count:  # known, and requeued since
+        return ""
+    if job.state == "PENDING":
+        return f"slurmctld shows job {job_id} as pending: it has lost this start of the job"
+    if job.state == "RUNNING" and job.host != allocation.nodes[0]:
+        return f"slurmctld has lost this start of job {job_id} and started it on {job.host}"
+    return ""
 
 
 def _launcher(run_path: Path, stage: Stage, attempt: int) -> list[str]:

@@ -37,9 +37,15 @@ from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, requir
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, JobsRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import AccountingRow, retry_unreachable
+from slurmllm.slurm.client import AccountingRow
 from slurmllm.supervise import attempts
-from slurmllm.supervise.allocation import Allocation, SlurmAllocation, current_allocation
+from slurmllm.supervise.allocation import (
+    Allocation,
+    SlurmAllocation,
+    current_allocation,
+    lost_start,
+    started_again,
+)
 from slurmllm.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
 from slurmllm.supervise.attempts import ended_at, ending_of_orphaned, incarnation, still_runs
 from slurmllm.supervise.classify import Ending, classify
@@ -73,9 +79,9 @@ class Supervisor:
         """
         self.stop.install()
         if reason := lost_start(self.allocation):
-            # Slurm ignores how this script ends; its node refuses the job's next start until then.
-            log.warning("%s; exiting, so that Slurm can start the job again", reason)
-            return EXIT_REQUEUE
+            log.warning("%s", reason)
+            self._replace_jobs()
+            return EXIT_REQUEUE  # Slurm ignores the end of a script that it does not know of
         stopped = self._close_orphaned()
         if stopped is not None:
             return self._exit_code(stopped)
@@ -116,6 +122,7 @@ class Supervisor:
         """Record the ending and the action, unless another supervisor has done so."""
         if ending.ending == "node_failure" and (reason := lost_start(self.allocation)):
             ending = Ending("superseded", (reason,))  # srun was refused: no node has failed
+            self._replace_jobs()
         # Read again: after a network partition another supervisor may have closed it.
         on_disk = AttemptRecord.load(self.run.attempt(self.stage, record.attempt).record)
         if on_disk.ended_at is not None:
@@ -136,6 +143,35 @@ class Supervisor:
         if closed.action != "requeue" and closed.ending != "superseded":
             self._merge_new_graphs()
         return closed
+
+    def _replace_jobs(self) -> None:
+        """Submit the job of a lost start once more, as another job.
+
+        slurmd remembers this one as running: it refuses its next start, for which Slurm drains the
+        node and holds the job. A train job that depends on a precompile job is replaced with it.
+        """
+        assert isinstance(self.allocation, SlurmAllocation)
+        client, own = self.allocation.client, self.allocation.job_id
+        stages: tuple[Stage, ...] = ("train",) if self.stage == "train" else ("precompile", "train")
+        try:
+            *before, last = JobsRecord.load(self.run.jobs).submissions
+            old = {
+                stage: last.train_job if stage == "train" else last.precompile_job
+                for stage in stages
+            }
+            if old[self.stage] != own or client.batch_job(own).state != "PENDING":
+                return  # resumed since, or Slurm has started it elsewhere
+            os.environ.pop("SLURM_RESTART_COUNT", None)  # sbatch would hand it to the new job
+            job: str | None = None
+            for stage in stages:
+                job = client.submit(self.run.script(stage), after_ok=job)
+                last = last.model_copy(update={f"{stage}_job": job})
+                JobsRecord(submissions=(*before, last)).save(self.run.jobs)
+                log.warning("submitted job %s in place of job %s", job, old[stage])
+            client.cancel([job for job in reversed(old.values()) if job is not None])
+        except SlurmllmError as error:
+            name = self.run.name
+            log.error("%s; `slurmllm cancel %s`, then `slurmllm resume %s`", error, name, name)
 
     def _preflight(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
         """Have every node check itself; returns the ending if a node fails."""
@@ -292,37 +328,6 @@ def ending_of_error(error: SlurmllmError, node: str) -> Ending:
     if error.blame == "infrastructure":
         return Ending("node_failure", (str(error),), (node,))
     return Ending("code_error", (str(error),))
-
-
-def started_again(allocation: SlurmAllocation) -> bool:
-    """Whether the job runs as a later incarnation: Slurm had lost contact with this one."""
-    job = retry_unreachable(lambda: allocation.client.batch_job(allocation.job_id))
-    later = job.restarts > allocation.restart_count or job.host != allocation.nodes[0]
-    return job.state == "RUNNING" and later
-
-
-def lost_start(allocation: Allocation) -> str:
-    """Why slurmctld does not know of this start of its job; empty if it does.
-
-    It saves its state with some seconds of delay. Killed right after it has started a job, it shows
-    the job as pending again while the batch script runs, and starts it once more: on another node,
-    or on this one, which refuses a second copy and is drained ("Duplicate jobid").
-    """
-    if not isinstance(allocation, SlurmAllocation):
-        return ""
-    job_id = allocation.job_id
-    try:
-        job = retry_unreachable(lambda: allocation.client.batch_job(job_id))
-    except SlurmError as error:
-        log.warning("the state of job %s is unknown: %s", job_id, error)
-        return ""
-    if job.restarts > allocation.restart_count:  # known, and requeued since
-        return ""
-    if job.state == "PENDING":
-        return f"slurmctld shows job {job_id} as pending: it has lost this start of the job"
-    if job.state == "RUNNING" and job.host != allocation.nodes[0]:
-        return f"slurmctld has lost this start of job {job_id} and started it on {job.host}"
-    return ""
 
 
 def wait_writable(run: RunDir, patience_s: float) -> None:

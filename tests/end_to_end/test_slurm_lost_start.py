@@ -80,15 +80,16 @@ def test_a_run_whose_start_slurmctld_has_lost_goes_on(
     bench.until(lambda: bench.status("lost")["state"] == "queued", "never pending", every_s=1.0)
     lose_start(job)
     log = bench.runs / "lost" / "logs" / "train.log"
-    lost = f"slurmctld shows job {job} as pending: it has lost this start of the job; exiting"
+    lost = f"slurmctld shows job {job} as pending: it has lost this start of the job"
     bench.until(lambda: log.is_file() and lost in log.read_text(), "the supervisor never left")
-    assert not (bench.runs / "lost" / "attempts").exists()
-    time.sleep(2.0)  # for slurmd to see the script's end
-    assert SlurmCommands().batch_job(job).state == "PENDING"  # its end does not end the job
-    scontrol("release", job)
+    # Its node would refuse the same job again: another one takes its place.
     wait(bench, "lost", "done")
-    # One attempt, of the same job; no node is blamed, excluded or drained.
     assert bench.endings("lost") == [("done", "finish")]
+    assert bench.attempt("lost", 0)["job_id"] == str(int(job) + 1)
+    assert SlurmCommands().queue([job]).get(job) is None or not (
+        SlurmCommands().queue([job])[job].active
+    )
+    # No node is blamed, excluded or drained.
     assert not (bench.runs / "lost" / "excluded.json").exists()
     assert not any("drain" in state for state in SlurmCommands().node_states().values())
 

@@ -23,7 +23,13 @@ from slurmllm.records import (
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.slurm.fake import FakeSlurm
-from slurmllm.supervise.allocation import Allocation, LocalAllocation, SlurmAllocation
+from slurmllm.supervise.allocation import (
+    Allocation,
+    LocalAllocation,
+    SlurmAllocation,
+    lost_start,
+    started_again,
+)
 from slurmllm.supervise.attempts import (
     close_attempt,
     ended_at,
@@ -38,7 +44,7 @@ from slurmllm.supervise.attempts import (
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import nodes_to_avoid, requeue, usable
 from slurmllm.supervise.phases import queue_s, timeline
-from slurmllm.supervise.supervisor import lost_start, started_again, wait_writable
+from slurmllm.supervise.supervisor import wait_writable
 from slurmllm.worker_files import EventLog
 
 LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))
