@@ -218,3 +218,17 @@ def test_the_eos_token_of_the_config_ends_documents(tmp_path: Path) -> None:
     path.with_name("tokenizer_config.json").unlink()
     with pytest.raises(DataError, match=r"nor an eos_token of a tokenizer_config\.json"):
         TokenEncoder(path)
+
+
+@pytest.mark.parametrize(
+    ("bomb", "reason"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "5 s"),
+        ("{{ 'a' * 10**11 }}", "16,777,216"),
+        ("{% set a = 'aa' %}" + "{% set a = a ~ a %}" * 60, "16,777,216"),
+    ],
+)
+def test_templates_are_stopped(tmp_path: Path, bomb: str, reason: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(bomb)
+    with pytest.raises(DataError, match=f"chat template of .*fails: .*{reason}"):
+        ChatFormat(tmp_path / "tokenizer.json").validate()
