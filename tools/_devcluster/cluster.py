@@ -18,7 +18,7 @@ from _devcluster.configuration import Settings, StateDirectory
 from _devcluster.errors import Fault
 from _devcluster.groups import Groups
 from _devcluster.loops import LoopFileSystem
-from _devcluster.network import Network
+from _devcluster.network import Network, wired_node
 from _devcluster.processes import (
     Processes,
     answers,
@@ -190,8 +190,9 @@ class Cluster:
 
     def power_off(self, *nodes: str) -> None:
         """Kill everything on the nodes at one blow, and wait until nothing is left."""
-        for node in nodes:
+        for node in {wired_node(name) for name, _ in self.processes.all()}.intersection(nodes):
             self.network().restore(node, None)
+        for node in nodes:
             if init := self.init(node):
                 kill(init, signal.SIGKILL)
         # A node's `unshare` outlives every process in its namespace.

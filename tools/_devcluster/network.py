@@ -86,6 +86,11 @@ class Network:
         return f"{self.bridge}{node}"
 
 
+def wired_node(process: str) -> str:
+    """The node whose link a process relays, by the process's name; empty for other processes."""
+    return process.removesuffix("-wire") if process.endswith("-wire") else ""
+
+
 def _wire(node: str) -> str:
     return f"{node}-wire"
 
