@@ -83,3 +83,24 @@ def test_partial_files_and_processes_left_are_found(
     ) as left:
         while f"{left.pid}: " not in checks._processes(run):
             os.sched_yield()
+
+
+def test_a_failure_that_cannot_happen_does_not_end_the_suite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from _chaos import injections
+    from _chaos.plan import KINDS, make_plan
+    from _devcluster.errors import Fault
+
+    assert set(injections.INJECTIONS) == set(KINDS)
+    failure = make_plan(1, 60)[0]
+    nothing: Any = None
+    for code, expected in ((1, injections.Impossible), (2, injections.Unsupported)):
+
+        def refuse(target: object, code: int = code) -> Any:
+            raise Fault("frozen already", code)
+
+        monkeypatch.setattr(injections, "INJECTIONS", {failure.kind: refuse})
+        with pytest.raises(expected, match="frozen already") as raised:
+            injections.inject(nothing, nothing, "1", failure)
+        assert type(raised.value) is expected

@@ -97,9 +97,8 @@ def inject(bench: Bench, files: RunFiles, job: str, failure: Failure) -> tuple[s
     try:
         return INJECTIONS[failure.kind](Target(bench, files, job, failure))
     except Fault as why:
-        if why.code == 2:
-            raise Unsupported(str(why)) from why
-        raise
+        # Of code 1, for instance: the disk is frozen already.
+        raise (Unsupported if why.code == 2 else Impossible)(str(why)) from why
 
 
 # -- processes

@@ -61,6 +61,8 @@ class Network:
         """Delay a node's packets, those to it and those from it, and drop some."""
         if not self.settings.network:
             raise Fault("the nodes share one network; `up --network`", 2)
+        if self.processes.named(_wire(node)):
+            raise Fault(f"the link of {node} is bad already")
         netem = ["netem", "delay", f"{delay_ms}ms", "loss", f"{loss_percent}%"]
         here = ["tc", "qdisc", "replace", "dev", self._end(node), "root", *netem]
         there = ["tc", "qdisc", "replace", "dev", NODE_END, "root", *netem]
