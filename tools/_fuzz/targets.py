@@ -218,7 +218,7 @@ def slurm(path: Path) -> None:
     verbs: dict[str, Callable[[], object]] = {
         "squeue": lambda: [job.active for job in commands.queue(["123"]).values()],
         "sacct": lambda: commands.accounting("123"),
-        "job": lambda: (commands.restarts("123"), commands.delay("123", 5.0)),
+        "job": lambda: (commands.batch_job("123"), commands.delay("123", 5.0)),
         "hosts": lambda: commands.hostnames("n[1-3]"),
         "sinfo_nodes": commands.node_states,
         "sinfo": commands.partition_nodes,

@@ -48,7 +48,7 @@ def read_parquet(
             yield good_rows(columns, keys, row + 1, _on_row(name, on_error))
             row += batch.num_rows
             on_fraction(row / file.metadata.num_rows)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
         on_error(f"{name}: not a readable Parquet file: {error}", "rest" if row else "file")
 
 
@@ -83,7 +83,7 @@ def read_arrow(
                 if mapped:
                     mapped.release()
                     on_fraction(mapped.fraction(index, end / batch.num_rows))
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
         on_error(f"{name}: not a readable Arrow file: {error}", "rest" if row else "file")
 
 
