@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
 ABSENT = "-"
+# What a terminal executes or hides: CSI, OSC, DCS, SOS, PM and APC sequences (ECMA-48; with their
+# text), other escapes and control characters, marks that reorder or hide text (UAX #9), and lone
+# surrogates, which stand for bytes that are no UTF-8.
+_UNPRINTABLE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[\]P^_X]|[\x9d\x90\x9e\x9f\x98])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
+    r"|\x1b[ -~]?|[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f"
+    r"\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
+)
+# The styles of the command line's own: bold, dim and colours of text.
+_STYLE = re.compile(r"\x1b\[(?:(?:[0-2]|22|3[0-79]|9[0-7])(?:;(?=\d)|(?=m)))*m")
+
+
+def printable(text: str, styles: bool = False) -> str:
+    """Text from a file or another program without what would steer a terminal.
+
+    Args:
+        text: The text; lines and tabs stay.
+        styles: Whether bold, dim and coloured text stays.
+    """
+
+    def replacement(found: re.Match[str]) -> str:
+        if "\ud800" <= found[0] <= "\udfff":
+            return "\ufffd"
+        return found[0] if styles and _STYLE.fullmatch(found[0]) else ""
+
+    return text if text.isascii() and text.isprintable() else _UNPRINTABLE.sub(replacement, text)
 
 
 def format_integer(number: int | None) -> str:

@@ -15,6 +15,8 @@ import socket
 from datetime import datetime
 from typing import NamedTuple
 
+from slurmllm.format import printable
+
 LEVEL = "SLURMLLM_LOG"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 _LINE = re.compile(
@@ -55,7 +57,7 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            os.write(2, f"{self.format(record)}\n".encode(errors="replace"))
+            os.write(2, f"{printable(self.format(record))}\n".encode())
         except OSError:
             pass
         except Exception:

@@ -38,7 +38,7 @@ def input_progress(title: str, total_bytes: int) -> Iterator[OnProgress]:
 @contextlib.contextmanager
 def stage_progress() -> Iterator[OnStage]:
     """Show the progress of consecutive stages, on stderr."""
-    console = Console(stderr=True)
+    console = Console(file=sys.__stderr__)  # the raw stream: it moves the cursor
     if not console.is_terminal:
         yield _Lines()
         return

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 from rich.cells import cell_len, set_cell_size
 
+from slurmllm.format import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -94,6 +96,7 @@ def fitted(
         one_line: Whether each row takes one line; a last column of prose is then truncated.
     """
     heads = [column.heading for column in columns]
+    rows = [[printable(cell) for cell in row] for row in rows]
     widest = [
         max(cell_len(line) for row in (heads, *rows) for line in row[at].split("\n"))
         for at in range(len(columns))
@@ -118,7 +121,7 @@ def fitted(
     last, taken = used[-1], _total(widest, used[:-1]) + _GAP
     if one_line and columns[last].room:
         own_room = max(room - taken, columns[last].room)
-        rows = [(*row[:last], _truncate(row[last], own_room), *row[last + 1 :]) for row in rows]
+        rows = [[*row[:last], _truncate(row[last], own_room), *row[last + 1 :]] for row in rows]
         widest[last] = min(widest[last], own_room)
     tight = [
         min(own, max(_TIGHT, piece)) if column.room else own

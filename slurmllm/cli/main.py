@@ -18,13 +18,16 @@ from slurmllm.cli.drill import drill
 from slurmllm.cli.evaluate import evaluate
 from slurmllm.cli.hidden import launch, supervise, worker
 from slurmllm.cli.logs import logs
+from slurmllm.cli.options import open_outputs
 from slurmllm.cli.plan import plan
 from slurmllm.cli.recipes import recipes
 from slurmllm.cli.report import report
 from slurmllm.cli.spikes import spikes
 from slurmllm.cli.status import status
 from slurmllm.cli.submit import cancel, resume, submit
-from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError
+from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
+from slurmllm.format import printable
+from slurmllm.safe_files import reason
 
 EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 
@@ -37,7 +40,9 @@ class _Failure(click.ClickException):
         self.exit_code = error.exit_code  # type: ignore[misc]  # click's own subclasses do it
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"{click.style('error:', fg='red', bold=True)} {self.message}", err=True)
+        click.echo(
+            f"{click.style('error:', fg='red', bold=True)} {printable(self.message)}", err=True
+        )
 
 
 class _Verbs(click.Group):
@@ -82,6 +87,9 @@ for _verb in (
 
 def main() -> None:
     """The console script; exit code 1 is reserved for failed checks of a verb."""
+    verb = cli.commands.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    if verb is None or not verb.hidden:  # the nodes' processes write logs
+        open_outputs()
     try:
         code = cli.main(prog_name="slurmllm", standalone_mode=False)
         sys.stdout.flush()  # here, so that a full disk is an error and not a traceback at exit
@@ -91,8 +99,12 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         code = EXIT_INTERRUPTED
+    except UnicodeEncodeError as error:  # before anything was submitted: no file can hold it
+        click.echo(f"error: {error.object!r:.200} is not UTF-8 text; rename it", err=True)
+        code = UserError.exit_code
     except OSError as error:
-        click.echo(f"error: cannot write the output: {error.strerror or error}", err=True)
+        what = "write the output" if error.filename is None else f"read {error.filename}"
+        click.echo(f"error: cannot {what}: {reason(error)}", err=True)
         code = StorageError.exit_code
     except Exception:
         traceback.print_exc()

@@ -2,19 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from slurmllm.format import printable
+
 if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SIDE = re.compile(r"([A-Z]|#\d+):")  # as `curve_letter` names a source
+# For terminals and files without Unicode (LC_ALL=C)
+_ASCII = str.maketrans({
+    "…": "...", "→": "->", "←": "<-", "–": "-", "─": "-", "×": "x", "·": ".", "≤": "<=", "≥": ">=",
+    "├": "|", "└": "`", "│": "|", "“": '"', "”": '"', "’": "'",
+})  # fmt: skip
+
+
+class Output(io.TextIOWrapper):
+    """Standard output or error: whatever a verb prints of others' texts, it steers no terminal.
+
+    Attributes:
+        tolerant: Whether a closed pipe or a full disk is ignored: jobs that were submitted run on,
+            so that the verb has not failed.
+        ascii: Whether only ASCII is printed. Its encoding is UTF-8 all the same, or click would
+            write past it.
+    """
+
+    tolerant = False
+    ascii = False
+
+    def write(self, text: str) -> int:
+        text = printable(text, styles=self.isatty() and "NO_COLOR" not in os.environ)
+        if self.ascii:
+            text = text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
+        with contextlib.suppress(*([OSError] if self.tolerant else [])):
+            return super().write(text)
+        return 0
+
+    def flush(self) -> None:
+        with contextlib.suppress(*([OSError] if self.tolerant else [])):
+            super().flush()
+
+
+def open_outputs() -> None:
+    """Replace the standard streams by `Output`; a closed one by the null device."""
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # otherwise the next file that is opened would be the standard output
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+        stream = getattr(sys, name)
+        if number:
+            binary = os.fdopen(number, "wb", closefd=False) if stream is None else stream.buffer
+            output = Output(binary, "utf-8", "backslashreplace", line_buffering=True)
+            output.ascii = stream is not None and not stream.encoding.lower().startswith("utf")
+            setattr(sys, name, output)
+
+
+def ignore_output_errors() -> None:
+    """From here on a closed or full standard output is no failure of the verb."""
+    if isinstance(sys.stdout, Output):
+        sys.stdout.tolerant = True
 
 
 def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,7 @@ def _make_reader(run: str | None, runs_dir: str | None, active: bool) -> Callabl
 
 
 def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: bool) -> None:
-    from rich.console import Group
+    from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
@@ -153,7 +154,9 @@ def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: 
                 shown.print()
                 click.echo("")
         return
-    with Live(console=terminal, auto_refresh=False, vertical_overflow="crop") as live:
+    # The raw stream: drawing again needs sequences that are removed from the texts.
+    drawn = Console(file=sys.__stdout__, highlight=False)
+    with Live(console=drawn, auto_refresh=False, vertical_overflow="crop") as live:
         for shown in _refresh_until_ended(read_states, interval_s):
             # Five lines are reserved: headings, clock, notes on omitted columns and rows.
             view = shown.view(max(terminal.height - 5, 1))

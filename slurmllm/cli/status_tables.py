@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from slurmllm.format import format_age, format_duration, format_hours, format_time
+from slurmllm.format import format_age, format_duration, format_hours, format_time, printable
 from slurmllm.metrics.step_time import finite_number
 from slurmllm.tables import PROSE, Column, fitted
 
@@ -73,7 +73,9 @@ def runs_view(states: Sequence[RunState], console: Console, height: int | None =
     tables, left_out = _tables(_RUNS, [_run_row(state) for state in shown], console, one_line)
     notes = []
     if "reason" in left_out and not one_line:
-        notes = [Text(f"{state.name}: {state.reason}") for state in shown if state.reason]
+        notes = [
+            Text(printable(f"{state.name}: {state.reason}")) for state in shown if state.reason
+        ]
     if left_out:
         notes.append(_no_room(left_out))
     if len(shown) < len(states):
@@ -104,7 +106,7 @@ def _run_row(state: RunState) -> tuple[str, ...]:
 def run_view(state: RunState, console: Console) -> View:
     """A run's figures, one line each, and a table with one row per attempt."""
     lines = [
-        Text.assemble((f"{name:<14} ", "bold"), value, overflow="fold")
+        Text.assemble((f"{name:<14} ", "bold"), printable(value), overflow="fold")
         for name, value in _lines(state)
     ]
     open_ending = "running" if state.state == "training" else "not recorded"

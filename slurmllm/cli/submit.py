@@ -65,6 +65,8 @@ def submit(
     from slurmllm.submit.run_lock import locked
 
     given = {f"slurm.{name}": (f"--{name}", value) for name, value in slurm.items()}
+    if not dry_run:
+        options.ignore_output_errors()
     with contextlib.ExitStack() as held:
         prepared = prepare(
             RunRequest(
@@ -308,6 +310,7 @@ def resume(
             click.echo(
                 f"excluded: {' '.join(excluded)}, which failed the run; see status", err=True
             )
+        options.ignore_output_errors()
         sent = record_local(prepared) if here else submit_jobs(prepared, client)
     if here:
         ctx.exit(run_and_report(prepared, as_json))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slurmllm.errors import RunError, UserError
+from slurmllm.format import printable
 from slurmllm.metrics.log_series import Log, RowCollector, open_log
 from slurmllm.metrics.tags import (
     ANY_FRAMEWORK,
@@ -36,7 +37,6 @@ Numbers = dict[str, float]
 _CHUNK_BYTES = 1 << 20
 # A line without an end (a core dump in a log) is cut here.
 _MAX_LINE_BYTES = 1 << 16
-_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 _VALUE = rf"(?:tensor\(\[?)?(?P<%s>{_NUMBER})"
 # %name of formats.yaml, longer names first
@@ -99,7 +99,7 @@ def _text_lines(
         for line in lines:
             if _HINT.search(line) or all_lines or any(reader.row for reader in readers):
                 text = line.decode("utf-8-sig", errors="replace").rstrip("\r\n")
-                yield number, _COLOURS.sub("", text)
+                yield number, printable(text)
             number += line.endswith(b"\n")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurmllm.errors import StorageError
+from slurmllm.format import printable
 from slurmllm.records import AttemptRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.safe_files import open_regular
@@ -17,8 +17,6 @@ _BLOCK_BYTES = 64 * 1024
 # A program without newlines must not fill the memory: a longer line is cut into pieces.
 _LONGEST_BYTES = 1024 * 1024
 _LONGEST_TAIL_BYTES = 64 << 20  # without the lines that are looked for
-# Escape sequences (colours, cursor) and the other characters that a terminal would execute.
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass
@@ -91,7 +89,7 @@ def start_of_last(path: Path, lines: int) -> int:
 def text_of(line: bytes) -> str:
     """A line made safe for a terminal; of a progress bar only its last state."""
     text = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
-    return _CONTROL.sub("", text)
+    return printable(text)
 
 
 def node_of(run: RunDir, stage: Stage, attempt: int, rank: int) -> str:

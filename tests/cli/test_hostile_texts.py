@@ -1,0 +1,214 @@
+"""What a run's files say steers no terminal; closed and ASCII outputs are no error of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_rows import make_row, write_rows
+
+from slurmllm.config.resolve import resolve
+from slurmllm.format import printable
+from slurmllm.records import (
+    AttemptRecord,
+    CheckpointFile,
+    CheckpointManifest,
+    ExcludedNode,
+    ExcludedNodes,
+    FailureRecord,
+    HangRecord,
+    JobsRecord,
+    SkippedBatches,
+    SkipsRecord,
+)
+from slurmllm.rundir import RunDir
+
+BAD = (
+    "\x1b]0;owned\x07\x1b[2J\x1b[8mhidden\x1b[0m\x9b31m\x90q\x9c\u202edesrever\u2066\u200b\x07\x08"
+)
+# Styles of ours, and what a progress bar draws with
+ALLOWED = re.compile(
+    r"\x1b\[\?25[lh]|\x1b\[2K|\x1b\[1A|\x1b\[(?:[0-2]|22|3[0-79]|9[0-7])?(?:;(?:[0-2]|3[0-79]|9[0-7]))*m"
+)
+STEERS = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+VERBS = [
+    ["status"], ["status", "r"], ["status", "--json"], ["status", "r", "--json"], ["logs", "r"],
+    ["logs", "r", "--all-ranks"], ["logs", "r", "--failed"], ["logs", "r", "--stacks"],
+    ["checkpoint", "list", "r"], ["checkpoint", "verify", "r"], ["compare", "r", "log.csv"],
+    ["spikes", "log.csv"], ["report", "r", "log.csv", "--no-files"], ["report", "r", "--json"],
+    ["resume", BAD], ["cancel", BAD], ["plan", "r"], ["recipes", BAD], ["status", BAD],
+    ["submit", "recipe.yaml", "--dry-run"], ["data", "inspect", "bad.jsonl"],
+    ["evaluate", "r", "--tasks", BAD], ["drill", BAD], ["doctor", "--cluster", BAD],
+    ["compare", "r", "bad.log"], ["export", BAD],
+]  # fmt: skip
+
+
+@pytest.fixture
+def _hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of which every text that it may choose steers a terminal."""
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / "runs" / "r")
+    run.path.mkdir(parents=True)
+    config = resolve("tiny_neox").to_yaml()
+    run.config.write_text(config)
+    JobsRecord().save(run.jobs)
+    record = AttemptRecord.model_construct(
+        attempt=0, stage="train", job_id=None, nodes=("n1",), world_size=2, master_addr="n1",
+        master_port=1, started_at=1.7e9, ended_at=1.7e9 + 10, ending="code_error", action="stop",
+        evidence=(BAD,), blamed_nodes=("n1",), new_graphs=(BAD,),
+    )  # fmt: skip
+    record.save(run.attempt("train", 0).record)
+    failure = FailureRecord(
+        rank=0, node="n1", error=BAD, message=BAD, blame="code", exit_code=70, time=1.7e9,
+        traceback=BAD,
+    )  # fmt: skip
+    failure.save(run.attempt("train", 0).failure(0))
+    hang = HangRecord(found_at=1.7e9, phase="stepping", step=1, waited_s=1.0, limit_s=1.0)
+    hang.save(run.attempt("train", 0).hang)
+    stacks = run.attempt("train", 0).stacks(0)
+    stacks.parent.mkdir()
+    stacks.write_text(f'Thread 1\n  File "{BAD}", line 1 in {BAD}\n')
+    ExcludedNodes(
+        nodes=(ExcludedNode(node="n1", reason=BAD, since=0.0, until=4e9),)
+    ).save(run.excluded)  # fmt: skip
+    SkipsRecord(
+        skips=(SkippedBatches(first=1, last=2, roll_back_to=None, onset=1, attempt=0, reason=BAD),)
+    ).save(run.skips)
+    write_rows(run.metrics(0), [make_row(step) for step in range(1, 30)])
+    with run.metrics(0).open("a") as stream:
+        stream.write(f'{{"step": "{BAD}"}}\n')
+    CheckpointManifest.model_construct(
+        step=8, tokens=0, world_size=1, attempt=0, recipe=BAD, saved_at=1.7e9, save_s=1.0,
+        fingerprint=BAD, files=(CheckpointFile.model_construct(path=BAD, bytes=1, sha256=BAD),),
+    ).save(run.checkpoint(8) / "manifest.json")  # fmt: skip
+    run.logs.mkdir()
+    run.stage_log("train").write_text(
+        f"2026-11-23T08:31:05.123+00:00 INFO n1 rank 0 c: {BAD}\n{BAD}\n"
+    )
+    run.worker_log("train", 0, 1).parent.mkdir()
+    run.worker_log("train", 0, 1).write_text(f"{BAD}\n")
+    Path("log.csv").write_text(
+        f"step,loss,{BAD}\n" + "".join(f"{i},{5 - i / 10},1\n" for i in range(1, 30))
+    )
+    Path("bad.log").write_text(f"{BAD}\n")
+    Path("bad.jsonl").write_text(json.dumps({"text": BAD}) + "\n" + json.dumps({BAD: BAD}) + "\n")
+    Path("recipe.yaml").write_text(
+        f"{config.partition('origin:')[0]}\ndescription: {json.dumps(BAD)}\n"
+    )
+    RunDir(tmp_path / "runs" / "b\x1b[2Jad").path.mkdir()
+    RunDir(tmp_path / "runs" / "b\x1b[2Jad").config.write_text(f"{json.dumps(BAD)}: 1\n")
+
+
+def run_verb(*arguments: str, terminal: bool = False, **variables: str) -> tuple[int, str]:
+    """Exit code and everything printed by a process of its own."""
+    command = [sys.executable, "-m", "slurmllm", *arguments]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": "200", **variables}
+    if not terminal:
+        done = subprocess.run(
+            command, capture_output=True, env=environment, timeout=120, check=False,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env={**environment, "TERM": "xterm"}
+    ) as process:
+        os.close(theirs)
+        found = b""
+        while True:
+            try:
+                piece = os.read(ours, 1 << 16)
+            except OSError:
+                break
+            if not piece:
+                break
+            found += piece
+    os.close(ours)
+    return process.returncode, found.decode(errors="replace")
+
+
+@pytest.mark.usefixtures("_hostile")
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+def test_no_verb_prints_what_steers_a_terminal(terminal: bool) -> None:
+    texts = []
+    for verb in VERBS:
+        code, text = run_verb(*verb, terminal=terminal)
+        assert code != 70, (verb, text)
+        assert "Traceback" not in text, verb
+        rest = ALLOWED.sub("", text) if terminal else text
+        assert not STEERS.search(rest), (verb, STEERS.findall(rest)[:5], rest[-2000:])
+        texts.append(text)
+    assert "hidden" in "".join(texts)  # the texts were shown at all
+
+
+def test_printable_keeps_languages_and_removes_sequences() -> None:
+    assert printable(f"a{BAD}b") == "ahiddendesreverb"
+    same = "运行 é 🙂 مرحبا\tx\ny"
+    assert printable(same) == same
+    assert printable("\x1b]8;;http://x\x1b\\y\x1bPq\nz\udcff\ue000") == "y\nz\ufffd\ue000"
+    assert printable("\x1b[1;31ma\x1b[0m\x1b[8mb\x1b[41m", styles=True) == "\x1b[1;31ma\x1b[0mb"
+
+
+@pytest.mark.usefixtures("_hostile")
+def test_no_color_is_obeyed_on_a_terminal() -> None:
+    for verb in (["logs", "r", "--failed"], ["status"], ["status", "none"], ["spikes", "log.csv"]):
+        assert "\x1b" not in run_verb(*verb, terminal=True, NO_COLOR="1")[1], verb
+
+
+@pytest.mark.usefixtures("_hostile")
+@pytest.mark.parametrize("how", [">&-", ">&- 2>&-", "| head -c 0", "> /dev/full"])
+def test_a_closed_or_full_output_is_no_internal_error(how: str) -> None:
+    for verb in (
+        "status", "status r", "logs r", "logs r --failed", "checkpoint list r", "recipes",
+        "compare r log.csv --no-plot", "spikes log.csv --no-plot", "report r --no-files",
+        "submit tiny_neox --dry-run", "plan tiny_neox", "status --json",
+    ):  # fmt: skip
+        done = subprocess.run(
+            ["bash", "-c", f"{sys.executable} -m slurmllm {verb} {how}; exit ${{PIPESTATUS[0]}}"],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode in (0, 1, 2, 4, 141), (verb, done.returncode, done.stderr)
+        assert "Traceback" not in done.stderr, (verb, done.stderr)
+        assert "Exception" not in done.stderr, (verb, done.stderr)
+
+
+@pytest.mark.usefixtures("_hostile")
+def test_a_terminal_without_unicode_is_no_error() -> None:
+    for verb in (["status"], ["status", "r"], ["logs", "r", "--all-ranks"], ["recipes"], ["--help"],
+                 ["compare", "r", "log.csv", "--no-plot"], ["plan", "tiny_neox"]):  # fmt: skip
+        code, text = run_verb(*verb, LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+        assert code in (0, 1, 2), (verb, text)
+        assert text.isascii()
+        assert "Traceback" not in text, (verb, text)
+
+
+@pytest.mark.usefixtures("_hostile")
+def test_arguments_that_are_no_utf8() -> None:
+    bad = os.fsdecode(b"\xff\xfe")
+    for verb in (
+        ["status", bad], ["logs", bad], ["cancel", bad], ["resume", bad], ["recipes", bad],
+        ["submit", bad], ["submit", "tiny_neox", "--dry-run", "--name", bad],
+        ["submit", "tiny_neox", "--dry-run", "--set", f"train.steps={bad}"],
+        ["submit", "tiny_neox", "--dry-run", "--set", f"{bad}=1"],
+        ["submit", "tiny_neox", "--dry-run", "--set", f"description={bad}"],
+        ["submit", "tiny_neox", "--dry-run", "--cluster", bad],
+        ["submit", "tiny_neox", "--dry-run", "--runs-dir", bad],
+        ["submit", "tiny_neox", "--dry-run", "--set", f"data.sources=[{bad}]"],
+        ["compare", bad, "r"], ["compare", "r", "log.csv", "--tag", f"loss={bad}"],
+        ["compare", "r", "log.csv", "--pattern", bad], ["spikes", bad], ["report", bad],
+        ["checkpoint", "list", bad], ["checkpoint", "verify", bad], ["data", "inspect", bad],
+        ["data", "build", bad, "--out", bad], ["plan", bad], ["drill", bad],
+        ["data", "inspect", ""],
+        ["status", "--runs-dir", bad], ["evaluate", bad], [bad], ["status", f"--{bad}"],
+    ):  # fmt: skip
+        code, text = run_verb(*verb)
+        assert code in (0, 1, 2, 3, 4), (verb, text)
+        assert "Traceback" not in text, (verb, text)
