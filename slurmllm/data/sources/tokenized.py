@@ -180,7 +180,9 @@ class NumpySource(TokenizedSource):
 
 def is_megatron(path: Path) -> bool:
     """Whether a path names such files: one of the two, or their common prefix."""
-    return path.suffix in (".idx", ".bin") or _with(path, ".idx").is_file()
+    if path.suffix in (".idx", ".bin"):
+        return True
+    return bool(path.name) and _with(path, ".idx").is_file()  # `.` and an empty path have no name
 
 
 def _with(path: Path, ending: str) -> Path:
