@@ -77,7 +77,7 @@ def main(text: str) -> int:
     cpus = task.cpus or int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", _WORKER, text],
+            [sys.executable, "-P", "-m", _WORKER, text],
             env={
                 **os.environ, **task.variables, SHARING: str(task.sharing),
                 **rendezvous_variables(

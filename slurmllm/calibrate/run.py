@@ -25,7 +25,7 @@ from slurmllm.supervise.allocation import Allocation
 
 LIMIT_S = 300.0  # for all measurements
 _BUSY = 0.5  # load average per CPU from which on a node counts as in use
-_NODE = (sys.executable, "-m", "slurmllm.calibrate.node")
+_NODE = (sys.executable, "-P", "-m", "slurmllm.calibrate.node")
 
 
 @dataclass(frozen=True)

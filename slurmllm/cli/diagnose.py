@@ -196,7 +196,7 @@ def allreduce(
             address, port, nodes=nodes, workers_per_node=workers,
             node_rank=own_node_rank(), local_rank=local_rank,
         )  # fmt: skip
-        command = [sys.executable, "-m", "slurmllm.diagnose.allreduce", device, floor]
+        command = [sys.executable, "-P", "-m", "slurmllm.diagnose.allreduce", device, floor]
         # One thread each: workers of one node would compete for its CPUs.
         env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen(command, env=env, preexec_fn=die_with_parent))

@@ -159,7 +159,8 @@ class Drill:
         if not node.is_file() or not NodeRecord.load(node).pids:
             return None
         command = [
-            sys.executable, "-m", "slurmllm.drill.injector", str(run.path), spec.model_dump_json(),
+            sys.executable, "-P", "-m", "slurmllm.drill.injector", str(run.path),
+            spec.model_dump_json(),
         ]  # fmt: skip
         return self.runner.start_on_node(run, spec.node, command)
 

@@ -31,7 +31,9 @@ from slurmllm.slurm.client import SlurmClient, SlurmCommands, retry_unreachable
 
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
-SLURMLLM = (sys.executable, "-m", "slurmllm")  # on every node: the interpreter is shared
+# On every node: the interpreter is shared. -P: the folder that a job starts in may be another
+# user's, and its modules would be imported.
+SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
 
 
 log = logging.getLogger(__name__)

@@ -138,7 +138,7 @@ class Launcher:
         """Run the workers under the backend's commands; returns whether one of them failed."""
         work = self.cache.with_name(f"{self.cache.name}.work-{self.node}")
         inner = [
-            sys.executable, "-m", "slurmllm.supervise.workers",
+            sys.executable, "-P", "-m", "slurmllm.supervise.workers",
             str(self.run.path), self.stage, str(self.attempt.number),
         ]  # fmt: skip
         run_workers, *compilers = self.environment.precompile_commands(self.config, inner, work)

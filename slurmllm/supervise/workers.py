@@ -127,7 +127,7 @@ class Workers:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 output = path.open("ab")
             self.processes[rank] = subprocess.Popen(
-                [sys.executable, "-m", "slurmllm", "worker", str(self.run.path),
+                [sys.executable, "-P", "-m", "slurmllm", "worker", str(self.run.path),
                  "--stage", self.stage, "--attempt", str(self.attempt.number)],
                 env={**os.environ, **self._environment(rank, local_rank, per_node)},
                 stdin=subprocess.DEVNULL, stdout=output,

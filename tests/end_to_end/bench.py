@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SLURMLLM = (sys.executable, "-m", "slurmllm")
+SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
 # The model is small, so a run takes little more than its start-up. A step still takes long enough
 # that a test which waits for it sees it before the run ends.
 SMALL = (
