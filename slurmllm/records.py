@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    field_validator,
 )
 
 from slurmllm.errors import Blame, StorageError
@@ -61,7 +62,7 @@ JobId = Annotated[str, Field(pattern=r"^[0-9]{1,18}(_[0-9]{1,18})?(\+[0-9]{1,18}
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
 # Not 0 and not negative: kill(2) takes these for groups of processes. proc(5): at most 2^22.
 ProcessId = Annotated[int, Field(gt=0, le=1 << 22)]
-
+LATEST_TIME = 253_402_214_400  # Unix time, s: the last day that Python's datetime knows
 _NEW_GRAPHS = AliasChoices("new_graphs", "graphs_added")  # the second: runs of 0.1
 
 
@@ -157,6 +158,7 @@ class Submission(Record):
     process: str | None = Field(default=None, description="its `process_identity`")
     host: str | None = Field(default=None, description="machine of a local submission")
     cancelled_at: float | None = Field(default=None, description="Unix time of `cancel`, s")
+    from_scratch: bool = Field(default=False, description="earlier checkpoints are not used")
 
 
 class JobsRecord(Record):
@@ -504,23 +506,31 @@ def _phrase(corpora: tuple[CorpusRecord, ...]) -> str:
 class CheckpointFile(Record):
     """One file of a checkpoint."""
 
-    path: str
-    bytes: int
+    path: str = Field(description="relative, inside the checkpoint's folder")
+    bytes: int = Field(ge=0, lt=1 << 63)
     sha256: str
+
+    @field_validator("path")
+    @classmethod
+    def _inside(cls, path: str) -> str:
+        # A manifest may be a replica's or somebody else's: copies of the files are made by name.
+        if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path:
+            raise ValueError(f"{path!r:.100} is no file inside the folder")
+        return path
 
 
 class CheckpointManifest(Record):
     """`checkpoints/step_XXXXXXXX/manifest.json`, written last: it makes the checkpoint."""
 
-    step: int
-    tokens: int = Field(description="trained on so far")
-    world_size: int
-    attempt: int
+    step: int = Field(ge=0, lt=1 << 63)
+    tokens: int = Field(ge=0, lt=1 << 63, description="trained on so far")
+    world_size: int = Field(ge=1, lt=1 << 31)
+    attempt: int = Field(ge=0, lt=1 << 31)
     recipe: str
-    saved_at: float = Field(description="Unix time, s")
-    save_s: float
+    saved_at: float = Field(ge=0, lt=LATEST_TIME, description="Unix time, s")
+    save_s: float = Field(allow_inf_nan=False)
     fingerprint: str = Field(description="of model and data configuration; must match to resume")
-    files: tuple[CheckpointFile, ...]
+    files: tuple[CheckpointFile, ...] = Field(min_length=1)
 
 
 class ImportedModel(Record):

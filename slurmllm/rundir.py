@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # login-node commands must not load matplotlib
 
 Stage = Literal["precompile", "train"]
 
-_STEP = re.compile(r"^step_(\d{8,})$")
+_STEP = re.compile(r"^step_([0-9]{8,18})$")  # as many digits as 64 bits hold
 _NUMBER = re.compile(r"^(\d{3,})$")
 _METRICS = re.compile(r"^attempt_(\d{3,})\.jsonl$")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

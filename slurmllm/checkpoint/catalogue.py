@@ -10,15 +10,23 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.errors import CheckpointError, RunError, StorageError
-from slurmllm.records import CheckpointManifest, SkippedBatches, SkipsRecord
+from slurmllm.metrics.row_reader import read_events
+from slurmllm.records import (
+    AttemptRecord,
+    CheckpointManifest,
+    JobsRecord,
+    SkippedBatches,
+    SkipsRecord,
+)
 from slurmllm.rundir import RunDir, fsync_dir
 
 if TYPE_CHECKING:
@@ -47,15 +55,84 @@ def invalidation_reason(step: int, attempt: int, rollbacks: Sequence[SkippedBatc
     return None
 
 
+def first_attempt_used(run: RunDir) -> int:
+    """Returns the first attempt since `resume --from-scratch`; those before it do not count."""
+    submissions = JobsRecord.load(run.jobs).submissions if run.jobs.exists() else ()
+    return max((sent.first_attempt for sent in submissions if sent.from_scratch), default=0)
+
+
 def invalidated_checkpoints(run: RunDir) -> dict[int, str]:
-    """Returns step → reason; StorageError if the file of the run's roll-backs is damaged."""
-    rollbacks, reasons = read_rollbacks(run), {}
-    for step in run.checkpoint_steps() if rollbacks else ():
+    """Returns step → reason; StorageError if a record of the run's is damaged."""
+    rollbacks, begin, reasons = read_rollbacks(run), first_attempt_used(run), {}
+    for step in run.checkpoint_steps() if rollbacks or begin else ():
         with suppress(StorageError):  # a damaged checkpoint is reported by its own verification
             attempt = read_manifest(run.checkpoint(step)).attempt
-            if reason := invalidation_reason(step, attempt, rollbacks):
+            if attempt < begin:
+                reasons[step] = f"attempt {attempt} saved it, before `resume --from-scratch`"
+            elif reason := invalidation_reason(step, attempt, rollbacks):
                 reasons[step] = reason
     return reasons
+
+
+def recorded_saves(run: RunDir) -> dict[int, float]:
+    """Returns step → Unix time of the checkpoints that a run may resume from, by its records.
+
+    Not those that a roll-back invalidated, whose steps a later attempt has computed again, or of
+    before `resume --from-scratch`. Retention may have removed all but the newest.
+    """
+    rollbacks, begin = read_rollbacks(run), first_attempt_used(run)
+    saves: dict[int, float] = {}
+    for attempt in run.attempts("train"):
+        if attempt.number < begin:
+            continue
+        record: AttemptRecord | None = None
+        found: dict[int, float] = {}
+        with suppress(StorageError, RunError):  # one damaged record leaves the others
+            events = read_events(run, attempt.number)
+            found = {event.step: event.time for event in events if event.kind == "save"}
+            record = AttemptRecord.load(attempt.record)
+        if record is not None and record.first_step is not None:
+            saves = {step: at for step, at in saves.items() if step < record.first_step}
+        if record is not None and record.steps_gained and record.checkpoint_after and not found:
+            found = {record.checkpoint_after: record.ended_at or record.started_at}
+        saves |= {
+            step: at
+            for step, at in found.items()
+            if not invalidation_reason(step, attempt.number, rollbacks)
+        }
+    return saves
+
+
+def require_recorded(run: RunDir) -> None:
+    """Raises a CheckpointError if the run has saved checkpoints and none is left to resume from.
+
+    Manifests are read, no other files; replicas are not considered.
+    """
+    used = set(run.checkpoint_steps()) - set(invalidated_checkpoints(run))
+    if not used and (saves := recorded_saves(run)):
+        raise gone_error(run, saves)
+
+
+def gone_error(run: RunDir, saves: Mapping[int, float]) -> CheckpointError:
+    newest = max(saves)
+    return CheckpointError(
+        f"{run.checkpoint(newest)} was saved {_minute(saves[newest])} and is gone, and run "
+        f"{run.name} has no other checkpoint: restore it from a copy (checkpoint.replica names "
+        f"one), or `slurmllm resume {run.name} --from-scratch` starts again from step 0"
+    )
+
+
+def gone_lines(saves: Mapping[int, float], step: int, found: Collection[int]) -> list[str]:
+    """Returns a line for each recorded checkpoint after `step` that is not among `found`."""
+    return [
+        f"step {other}: saved {_minute(saves[other])} and gone; its steps are computed again"
+        for other in sorted(saves, reverse=True)
+        if other > step and other not in found
+    ]
+
+
+def _minute(at: float) -> str:
+    return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}"
 
 
 @dataclass(frozen=True)
@@ -101,15 +178,10 @@ def require_step(run: RunDir, step: str, others: str) -> Path:
 def verify_entry(
     entry: CheckpointEntry, on_progress: OnProgress = lambda _: None
 ) -> CheckpointEntry:
-    """Checks size and checksum of every file; `on_progress` receives the bytes checked so far."""
+    """Checks every file, see `file_faults`; `on_progress` receives the bytes checked so far."""
     if entry.manifest is None:
         return entry
-    faults: list[str] = []
-    done_bytes = 0
-    for file in entry.manifest.files:
-        faults += file_faults(entry.directory, [file])
-        done_bytes += file.bytes
-        on_progress(done_bytes)
+    faults = file_faults(entry.directory, entry.manifest.files, on_progress=on_progress)
     return replace(entry, faults=tuple(faults))
 
 

@@ -9,19 +9,25 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurmllm.errors import RunError, StorageError
 from slurmllm.records import CheckpointFile, CheckpointManifest
 from slurmllm.rundir import fsync_dir
+from slurmllm.safe_files import open_regular
+
+if TYPE_CHECKING:
+    from slurmllm.progress import OnProgress
 
 MANIFEST = "manifest.json"
+_PICKLED = (".metadata", ".distcp", ".pt")  # files of DCP and of neuronx-distributed
 
 
 def describe(directory: Path, name: str, sha256: str | None = None) -> CheckpointFile:
     """Returns size and checksum of one file, which is read unless its `sha256` is given."""
     path = directory / name
     if sha256 is None:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     return CheckpointFile(path=name, bytes=path.stat().st_size, sha256=sha256)
 
@@ -35,10 +41,18 @@ def read_manifest(directory: Path) -> CheckpointManifest:
 
 
 def file_faults(
-    directory: Path, files: Sequence[CheckpointFile], *, checksums: bool = True
+    directory: Path,
+    files: Sequence[CheckpointFile],
+    *,
+    checksums: bool = True,
+    on_progress: OnProgress = lambda _: None,
 ) -> list[str]:
-    """Verifies the sizes of files, then their checksums; returns one line per fault."""
+    """Verifies the sizes of files, their checksums, and that pickles in them are safe to load.
+
+    Returns one line per fault; `on_progress` receives the bytes checked so far.
+    """
     faults = []
+    done_bytes = 0
     for file in files:
         try:
             size = (directory / file.path).stat().st_size
@@ -48,6 +62,13 @@ def file_faults(
                 faults.append(f"{file.path} does not match its checksum")
         except OSError as error:
             faults.append(f"{file.path} cannot be read: {error.strerror or error}")
+        done_bytes += file.bytes
+        on_progress(done_bytes)
+    pickled = [file.path for file in files if file.path.endswith(_PICKLED)]
+    if pickled and checksums and not faults:
+        from slurmllm.checkpoint.formats.pickles import pickle_faults  # imports torch
+
+        faults = pickle_faults(directory, pickled)
     return faults
 
 

@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from slurmllm.checkpoint.folder import MANIFEST, publish, read_manifest
 from slurmllm.config.recipe import CheckpointConfig
 from slurmllm.errors import SlurmllmError, StorageError
-from slurmllm.records import CheckpointManifest
+from slurmllm.records import CheckpointManifest, first_problem
 from slurmllm.rundir import RunDir, fsync_dir
 
-_STEP = re.compile(r"^step_(\d{8,})$")
+_STEP = re.compile(r"^step_([0-9]{8,18})$")
 _CHUNK_BYTES = 16 * 2**20  # of a download, hashed as it arrives
 _BACKGROUND_NICENESS = 15  # below the data loader and the training threads
 
@@ -52,7 +54,13 @@ class Replica:
     def manifest(self, step: int) -> CheckpointManifest:
         path = self.path(step, MANIFEST)
         with _storage_errors("read", path):
-            return CheckpointManifest.model_validate_json(self.file_system.cat_file(path))
+            content = self.file_system.cat_file(path)
+        try:
+            return CheckpointManifest.model_validate_json(content)
+        except ValidationError as error:
+            raise StorageError(
+                f"checkpoint.replica: {path} is damaged: {first_problem(error)}; remove that folder"
+            ) from error
 
     def put(self, directory: Path) -> int:
         """Uploads a checkpoint, in place of any replica of its step; returns its size in bytes."""

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmllm.checkpoint.catalogue import (
+    first_attempt_used,
+    gone_error,
+    gone_lines,
     invalidated_checkpoints,
     invalidation_reason,
     read_rollbacks,
+    recorded_saves,
 )
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.replicas import Replica, open_replica
@@ -35,7 +39,7 @@ def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str,
     """Finds the newest checkpoint that verifies, replicas included (collective).
 
     Raises:
-        CheckpointError: Checkpoints exist and none of them verifies.
+        CheckpointError: The run has saved checkpoints, and none is left that verifies.
         RunError: The checkpoint is of another model or of other data.
     """
     # All workers take rank 0's listing: on a shared file system, nodes may see different ones.
@@ -49,8 +53,9 @@ def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str,
         except StorageError as error:  # the run's own checkpoints do not depend on it
             log.warning("%s", error)
             replica = None
-        listing = (run.checkpoint_steps(), invalidated_checkpoints(run), replica_steps)
-    steps, invalidated, replica_steps = backend.gather(listing)[0]
+        invalid, saves = invalidated_checkpoints(run), recorded_saves(run)
+        listing = (run.checkpoint_steps(), invalid, replica_steps, saves)
+    steps, invalidated, replica_steps, saves = backend.gather(listing)[0]
     skipped: list[str] = []
     for step in sorted({*steps, *replica_steps} - set(invalidated), reverse=True):
         directory = run.checkpoint(step)
@@ -60,15 +65,21 @@ def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str,
             fault = backend.gather(_fetch(replica, step, run) if replica else None)[0]
         if fault is None:
             state = TrainState.load(directory / TRAIN_STATE)
+            if state.step != step:  # its shards would be read from another folder
+                raise StorageError(f"{directory} holds step {state.step}; restore it")
             _check_fingerprint(directory, state, fingerprint)
+            skipped += gone_lines(saves, step, {*steps, *replica_steps})
             return Resumable(state, tuple(skipped), _newer_than(step, invalidated))
         skipped.append(f"step {step}: {fault}")
     if skipped:
         raise CheckpointError(
             f"none of the checkpoints in {run.checkpoints} verifies:\n"
             + "\n".join(f"  {line}" for line in skipped)
-            + "\nrestore one of them, or move the folder away to start again from step 0"
+            + "\nrestore one of them, or move the folder away and start again from step 0 by "
+            f"`slurmllm resume {run.name} --from-scratch`"
         )
+    if saves:  # a scratch file system removes what is old
+        raise gone_error(run, saves)
     return Resumable(None, (), _newer_than(0, invalidated))
 
 
@@ -87,7 +98,7 @@ def usable_steps(run: RunDir, replica: Replica) -> list[int]:
 
     Raises a StorageError if the replica is unreachable, or the run's records are damaged.
     """
-    rollbacks = read_rollbacks(run)
+    rollbacks, begin = read_rollbacks(run), first_attempt_used(run)
     submissions = JobsRecord.load(run.jobs).submissions if run.jobs.exists() else ()
     # An older run of the same name, whose folder was removed, may have left replicas.
     created_at = min((one.submitted_at for one in submissions), default=0.0)
@@ -95,6 +106,7 @@ def usable_steps(run: RunDir, replica: Replica) -> list[int]:
         manifest.step
         for manifest in map(replica.manifest, replica.steps())
         if manifest.saved_at >= created_at
+        and manifest.attempt >= begin
         and not invalidation_reason(manifest.step, manifest.attempt, rollbacks)
     ]
 

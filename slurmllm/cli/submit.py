@@ -228,6 +228,9 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
     "batch cannot change: the checkpoints depend on them.",
 )
 @click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
+@click.option(
+    "--from-scratch", is_flag=True, help="Start again from step 0, without the checkpoints."
+)
 @options.force
 @options.precompile
 @options.runs_dir
@@ -240,6 +243,7 @@ def resume(
     cluster: str | None,
     overrides: tuple[str, ...],
     local: bool,
+    from_scratch: bool,
     force: bool,
     precompile: Precompile,
     runs_dir: str | None,
@@ -254,6 +258,9 @@ def resume(
     The precompile stage runs again if compiled graphs are missing or would change. A run that was
     started with --local continues locally.
     """
+    from dataclasses import replace
+
+    from slurmllm.checkpoint.catalogue import require_recorded
     from slurmllm.config.load import load
     from slurmllm.config.resolve import change
     from slurmllm.errors import RunError
@@ -285,6 +292,8 @@ def resume(
                 f"{found.name} is done: it has trained all its {trained.steps} steps; --set "
                 "train.steps=… with more of them continues it"
             )
+        if not from_scratch and config.recipe.checkpoint.replica is None:
+            require_recorded(found)  # a worker finds out too, hours in the queue later
         wanted = nodes if nodes is not None else last.nodes if last else 1
         here = local or (last is not None and last.local)
         excluded = [] if here else to_avoid(client, found, config, wanted)
@@ -305,6 +314,7 @@ def resume(
                 exclude=excluded,
             )
         )
+        prepared = replace(prepared, from_scratch=from_scratch)
         print_warnings(prepared)
         if excluded:
             click.echo(

@@ -43,7 +43,7 @@ class ModelConfig(Section):
     family: FamilyName = Field(
         description="Model family: neox (GPT-NeoX, Pythia), llama (Llama 2) or gpt3."
     )
-    num_layers: PositiveInt = Field(description="Decoder layers.")
+    num_layers: Annotated[PositiveInt, Field(le=100_000)] = Field(description="Decoder layers.")
     hidden_size: PositiveInt = Field(description="Width of the residual stream.")
     num_heads: PositiveInt = Field(description="Attention heads.")
     num_kv_heads: PositiveInt | None = Field(

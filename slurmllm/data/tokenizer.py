@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slurmllm.data.chat import configured_eos_token
 from slurmllm.errors import DataError
+from slurmllm.safe_files import read_limited
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # In this order: GPT-2, GPT-NeoX, Pythia; then Llama.
@@ -22,6 +23,7 @@ _END_OF_DOCUMENT_TOKENS = (END_OF_DOCUMENT, "</s>")
 _CACHED_WORDS = 1 << 17
 # 256 bytes and the end-of-document token: no byte-level tokenizer can be smaller.
 MIN_VOCAB_SIZE = 257
+_LARGEST = 1 << 28  # bytes of a tokenizer.json; that of a vocabulary of 256,000 has 35 MB
 
 
 class TokenEncoder:
@@ -42,19 +44,7 @@ class TokenEncoder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            data = path.read_bytes()
-            tokenizer = Tokenizer.from_buffer(data)
-        except OSError as error:
-            raise DataError(
-                f"cannot read tokenizer {path}: {error.strerror or error}; name a tokenizer.json, "
-                "or make one with `slurmllm tokenizer train`"
-            ) from error
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(
-                f"{path} is not a tokenizer.json of the tokenizers library: {error}; "
-                "name another one, or make one with `slurmllm tokenizer train`"
-            ) from error
+        tokenizer, data = read_tokenizer(path)
         # The library's thread pool warns at every fork after its first use.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         tokenizer.no_truncation()
@@ -82,7 +72,7 @@ class TokenEncoder:
     @property
     def num_ids(self) -> int:
         """Largest id + 1: the smallest vocabulary of a model; ids may have gaps."""
-        return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
+        return count_ids(self._tokenizer)
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Token ids of a document with its end-of-document token, int32 [tokens + 1]."""
@@ -116,6 +106,30 @@ class TokenEncoder:
     def decode(self, ids: npt.NDArray[np.integer]) -> str:
         """Text of token ids, the end-of-document tokens included."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
+    """Read a tokenizer.json and its bytes; DataError if it is unreadable or holds no tokens."""
+    try:
+        data = read_limited(path, _LARGEST)
+        tokenizer = Tokenizer.from_buffer(data)
+        if not tokenizer.get_vocab_size(with_added_tokens=True):
+            raise ValueError("it has no tokens")
+    except OSError as error:
+        raise DataError(
+            f"cannot read tokenizer {path}: {error.strerror or error}; name a tokenizer.json, "
+            "or make one with `slurmllm tokenizer train`"
+        ) from error
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            f"{path} is not a tokenizer.json of the tokenizers library: {error}; "
+            "name another one, or make one with `slurmllm tokenizer train`"
+        ) from error
+    return tokenizer, data
+
+
+def count_ids(tokenizer: Tokenizer) -> int:
+    return int(max(tokenizer.get_vocab(with_added_tokens=True).values())) + 1
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:

@@ -47,6 +47,7 @@ def _submission(prepared: PreparedRun, **fields: object) -> Submission:
             "submitted_at": time.time(),
             "nodes": prepared.mesh.nodes,
             "first_attempt": attempts[-1].number + 1 if attempts else 0,
+            "from_scratch": prepared.from_scratch,
             **fields,
         }
     )

@@ -71,6 +71,7 @@ class PreparedRun:
     graphs_from: str | None = None
     is_new: bool = False  # whether `prepare` created the directory
     rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
+    from_scratch: bool = False  # whether to start again from step 0, whatever was saved
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from checkpoint import hub
 from slurmllm.checkpoint.formats import importing
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
-from slurmllm.errors import ConfigError, RunError, SlurmllmError, StorageError
+from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
 
 SAVED = ("neox", "llama", "gpt3")
 
@@ -318,3 +320,68 @@ def test_a_refusal_of_the_file_system_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="No such file or directory"):
         write_shard(tmp_path / "absent" / "x.safetensors", {"a": torch.ones(3)})
+
+
+@pytest.mark.parametrize("value", [1e12, 10**18, 100_001])
+def test_more_layers_than_any_model_has(copy: Callable[[str], Path], value: float) -> None:
+    source = copy("llama")
+    settings(source, num_hidden_layers=value)
+    began = time.monotonic()
+    message = refused(source)
+    assert time.monotonic() - began < 5
+    assert f"num_hidden_layers: {value!r}: Input should be less than or equal to 100000" in message
+
+
+def refused_tokenizer(source: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        plan_import(source)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"\xff\xfe", b'{"version": "1.0"}', b"[" * 100_000,
+     json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}).encode()],
+    ids=["empty", "object", "binary", "version", "deep", "no tokens"],
+)  # fmt: skip
+def test_a_tokenizer_that_is_none(copy: Callable[[str], Path], content: bytes) -> None:
+    source = copy("llama")
+    (source / "tokenizer.json").write_bytes(content)
+    assert "tokenizer.json is not a tokenizer.json" in refused_tokenizer(source)
+
+
+def test_a_tokenizer_of_another_model(copy: Callable[[str], Path]) -> None:
+    source = copy("llama")
+    (source / "tokenizer.json").write_text(train_tokenizer(["a b c"], 300))
+    assert "entries and the model 67" in refused_tokenizer(source)
+
+
+def small_tokenizer() -> str:
+    vocab = {"a": 0, "b": 1}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
+    return json.dumps({"version": "1.0", "model": model, "added_tokens": []})
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"])
+def test_a_link_to_a_file_of_the_user_s(
+    copy: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    """It was copied into what he publishes."""
+    secret = tmp_path / "secret"
+    secret.write_text(small_tokenizer())
+    source = copy("llama")
+    (source / name).symlink_to(secret)
+    assert f"is a link to {secret}, outside the model's folder" in refused_tokenizer(source)
+
+
+def test_links_of_the_hub_s_cache(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    """models--x--y/snapshots/REVISION/tokenizer.json → ../../blobs/HASH"""
+    cache = tmp_path / "models--x--y"
+    source = cache / "snapshots" / "abc"
+    source.parent.mkdir(parents=True)
+    shutil.move(copy("llama"), source)
+    (cache / "blobs").mkdir()
+    (cache / "blobs" / "hash").write_text(small_tokenizer())
+    (source / "tokenizer.json").symlink_to("../../blobs/hash")
+    run_import(plan_import(source), tmp_path / "out", 10**9)
+    assert (tmp_path / "out/tokenizer/tokenizer.json").read_text() == small_tokenizer()

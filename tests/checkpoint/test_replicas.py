@@ -167,3 +167,18 @@ def test_copies_during_training(run: RunDir, replica: Replica) -> None:
     assert results == [(30, True), (40, True), (40, False), (30, False)]
     assert copier.in_use == ()
     assert replica.steps() == [30, 40], "a failed copy removes nothing"
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/tmp/outside", "a/../../outside", "", "a//b"])
+def test_a_replica_that_names_files_outside(run: RunDir, replica: Replica, name: str) -> None:
+    """Restoring it wrote there."""
+    path = replica.path(20, "manifest.json")
+    shard = read_manifest(run.checkpoint(20)).files[0].path
+    content = replica.file_system.cat_file(path).replace(
+        f'"{shard}"'.encode(), f'"{name}"'.encode()
+    )
+    replica.file_system.pipe_file(path, content)
+    before = sorted(run.path.parent.rglob("*"))
+    with pytest.raises(StorageError, match=r"files\.0\.path: .* is no file inside the folder"):
+        replica.fetch(20, run)
+    assert sorted(run.path.parent.rglob("*")) == before

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from checkpoint.pretend import FINGERPRINT, PretendGang, state
+from slurmllm.checkpoint.folder import describe, file_faults, read_manifest
 from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.checkpoint.save import save
-from slurmllm.errors import CheckpointError, RunError
+from slurmllm.cli.main import cli
+from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.rundir import RunDir
 
 
@@ -100,3 +105,51 @@ def test_moved_checkpoints_still_verify(run: RunDir, tmp_path: Path) -> None:
     moved = RunDir(tmp_path / "moved")
     shutil.copytree(run.checkpoints, moved.checkpoints)
     assert find(moved, world=1) == Resumable(state(20), ())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("saved_at", "1e300"), ("saved_at", "NaN"), ("saved_at", "-1"), ("save_s", "Infinity"),
+        ("step", str(1 << 63)), ("step", "-1"), ("tokens", "1" + "0" * 5000), ("files", "[]"),
+    ],
+)  # fmt: skip
+def test_values_that_no_save_writes(run: RunDir, field: str, value: str) -> None:
+    path = run.checkpoint(20) / "manifest.json"
+    values = json.loads(path.read_text())
+    del values[field]
+    text = json.dumps(values)
+    path.write_text(text[:-1] + f', "{field}": {value}}}')
+    assert find(run).state == state(10)
+    run.config.write_text("recipe: x\n")
+    for verb in (["verify"], ["list"], ["list", "--verify", "--json"]):
+        done = CliRunner().invoke(cli, ["checkpoint", *verb, str(run.path)])
+        assert done.exit_code == (4 if verb == ["verify"] else 0), done.output
+        assert "is damaged" in done.stdout.replace("\n", " ")
+
+
+def test_a_folder_of_a_step_beyond_64_bits(run: RunDir) -> None:
+    (run.checkpoints / f"step_{1 << 63}").mkdir()
+    (run.checkpoints / f"step_{'9' * 200}").mkdir()
+    assert run.checkpoint_steps() == [10, 20]
+    assert find(run).state == state(20)
+
+
+def test_a_state_of_another_step(run: RunDir) -> None:
+    """Else the shards of a folder that was never verified would be loaded."""
+    state(10).save(run.checkpoint(20) / "train_state.json")
+    manifest = read_manifest(run.checkpoint(20))
+    files = tuple(describe(run.checkpoint(20), file.path) for file in manifest.files)
+    manifest.model_copy(update={"files": files}).save(run.checkpoint(20) / "manifest.json")
+    with pytest.raises(StorageError, match="holds step 10"):
+        find(run)
+
+
+def test_a_pipe_in_place_of_a_file(run: RunDir) -> None:
+    (run.checkpoint(20) / "shard_0").unlink()
+    os.mkfifo(run.checkpoint(20) / "shard_0")
+    manifest = read_manifest(run.checkpoint(20))
+    files = [
+        f.model_copy(update={"bytes": 0} if f.path == "shard_0" else {}) for f in manifest.files
+    ]
+    assert file_faults(run.checkpoint(20), files) == ["shard_0 cannot be read: not a regular file"]

@@ -16,6 +16,7 @@ from slurmllm.errors import SlurmError
 from slurmllm.metrics.step_time import read_pace
 from slurmllm.records import (
     AttemptRecord,
+    CheckpointFile,
     CheckpointManifest,
     Event,
     Heartbeat,
@@ -85,7 +86,7 @@ def steps(run: RunDir, number: int, first: int, last: int, step_s: float = 2.0) 
 def checkpoint(run: RunDir, step: int, number: int, saved_at: float) -> None:
     CheckpointManifest(
         step=step, tokens=0, world_size=2, attempt=number, recipe="r", saved_at=saved_at,
-        save_s=1.0, fingerprint="", files=(),
+        save_s=1.0, fingerprint="", files=(CheckpointFile(path="shard", bytes=0, sha256=""),),
     ).save(run.checkpoint(step) / "manifest.json")  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import pytest
 from slurmllm.config.resolve import resolve
 from slurmllm.records import (
     AttemptRecord,
+    CheckpointFile,
     CheckpointManifest,
     FailureRecord,
     JobsRecord,
@@ -66,7 +67,8 @@ def attempt(run: RunDir, ending: Ending, checkpoint: int | None = None) -> Attem
     if checkpoint is not None:
         manifest = CheckpointManifest(
             step=checkpoint, tokens=0, world_size=1, attempt=record.attempt, recipe="r",
-            saved_at=0.0, save_s=0.0, fingerprint="", files=(),
+            saved_at=0.0, save_s=0.0, fingerprint="",
+            files=(CheckpointFile(path="shard", bytes=0, sha256=""),),
         )  # fmt: skip
         run.checkpoint(checkpoint).mkdir(parents=True)
         manifest.save(run.checkpoint(checkpoint) / "manifest.json")

@@ -35,10 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import WriteResult
@@ -48,6 +47,7 @@ from slurmllm.backends.base import Worker
 from slurmllm.backends.native.parallel import local_part, local_region
 from slurmllm.checkpoint.formats.dcp_write import DcpWriter, dcp_error
 from slurmllm.checkpoint.formats.nxd_files import read_layout
+from slurmllm.checkpoint.formats.pickles import DcpReader
 from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training
 from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.checkpoint.state import MOMENTS, read_origin
@@ -314,8 +314,8 @@ def load(
 def _load_dcp(
     state: dict[str, Any], directory: Path, worker: Worker, group: dist.ProcessGroup
 ) -> None:
-    reader = FileSystemReader(directory)
-    saved = reader.read_metadata().state_dict_metadata
+    reader = DcpReader(directory)
+    saved = reader.metadata.state_dict_metadata
     ranks = {key.split(".")[1] for key in saved if key.startswith("random.")}
     if len(ranks) == worker.world_size:
         own = _random_key(worker.rank)
@@ -324,9 +324,16 @@ def _load_dcp(
         if random_state:
             state["random"] = {own: random_state}
     try:
-        load_state(state, storage_reader=reader, process_group=group)
+        load_state(state, storage_reader=reader, planner=_LoadPlanner(), process_group=group)
     except CheckpointException as error:
         raise dcp_error(error, f"cannot read shards from {directory}") from error
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Loads tensors only: DCP's own unpickles everything else without restriction."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise StorageError(f"{read_item.dest_index.fqn} is no tensor; restore the checkpoint")
 
 
 def _load_nxd(

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from slurmllm.checkpoint.formats.pickles import DcpReader
 from slurmllm.checkpoint.formats.safetensors_files import StoredTensor
 from slurmllm.checkpoint.shards import Region
 from slurmllm.checkpoint.state import MOMENTS
@@ -23,7 +23,6 @@ from slurmllm.errors import StorageError
 
 # Prefixes in the backend's state: weights, and the optimizer's moments and step of each.
 MODEL, OPTIMIZER = "model.", "optimizer."
-METADATA = ".metadata"
 
 
 class DcpFiles:
@@ -34,11 +33,8 @@ class DcpFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._reader = FileSystemReader(directory)
-        try:
-            metadata = self._reader.read_metadata()
-        except Exception as error:  # unpickling damaged bytes may raise anything
-            raise StorageError(f"cannot read {directory / METADATA}: {error}") from error
+        self._reader = DcpReader(directory)
+        metadata = self._reader.metadata
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._chunks = {
             key: stored
@@ -88,7 +84,7 @@ class DcpFiles:
             )
         try:
             self._reader.read_data(LoadPlan(items), _TensorLoadPlanner(out)).wait()
-        except Exception as error:  # as above
+        except Exception as error:  # damaged bytes may raise anything
             raise StorageError(f"cannot read {what} from {self.directory}: {error}") from error
         return out
 

@@ -42,6 +42,7 @@ from slurmllm.checkpoint.formats.safetensors_files import (
     write_shard,
 )
 from slurmllm.checkpoint.formats.tokenizer_files import (
+    TOKENIZER,
     TOKENIZER_FOLDER,
     TokenizerFiles,
     copy_files,
@@ -49,7 +50,7 @@ from slurmllm.checkpoint.formats.tokenizer_files import (
 )
 from slurmllm.checkpoint.state import INDEX, MODEL, fingerprint_digest
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.errors import ConfigError, StorageError
+from slurmllm.errors import ConfigError, DataError, StorageError
 from slurmllm.records import CheckpointFile, CheckpointManifest, ImportedModel
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def plan_import(source: Path, dtype: torch.dtype | None = None) -> ImportPlan:
 
     Raises:
         ConfigError: The model is not supported, or the tensors are not the model's.
+        DataError: The tokenizer is none, or another model's.
         StorageError: Files are missing, cut short or damaged, and there is no other fault.
     """
     config, config_faults = read_config(source)
@@ -108,7 +110,13 @@ def plan_import(source: Path, dtype: torch.dtype | None = None) -> ImportPlan:
     if file_faults:
         raise StorageError("\n".join([f"{title}:", *(f"  {fault}" for fault in faults)]))
     assert config is not None
-    return ImportPlan(source, config, files, mappings, names, dtype, tokenizer_in(source))
+    tokenizer = tokenizer_in(source)
+    if tokenizer.num_ids > config.model.vocab_size:
+        raise DataError(
+            f"{source / TOKENIZER} has {tokenizer.num_ids} entries and the model "
+            f"{config.model.vocab_size}; it is another model's: fetch the model's own, or remove it"
+        )
+    return ImportPlan(source, config, files, mappings, names, dtype, tokenizer)
 
 
 def _open_weights(source: Path) -> tuple[SafetensorsFiles, list[str]]:

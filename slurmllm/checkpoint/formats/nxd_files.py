@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from slurmllm.checkpoint.formats.pickles import check_torch_file
 from slurmllm.checkpoint.formats.safetensors_files import StoredTensor
 from slurmllm.checkpoint.shards import Region
 from slurmllm.checkpoint.state import MOMENTS
@@ -29,6 +30,7 @@ from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError
 from slurmllm.plan.parameters import Shape, parameter_shapes, share_of
 from slurmllm.records import Record
+from slurmllm.safe_files import open_regular
 
 LAYOUT = "nxd_layout.json"
 TAG = "nxd"  # NxD's term for the folder of one checkpoint
@@ -216,8 +218,12 @@ class NxdFiles:
         """Returns the optimizer's hyperparameters from the first worker's file."""
         if not self._layout.trained:
             return []
-        groups = self._open(optimizer_file(0, 0, 0)).content.get("param_groups", [])
-        return [{key: group[key] for key in group if key != "params"} for group in groups]
+        file = self._open(optimizer_file(0, 0, 0))
+        groups = file.content.get("param_groups", [])
+        try:
+            return [{key: group[key] for key in group if key != "params"} for group in groups]
+        except TypeError as error:
+            raise StorageError(f"{file.path} is damaged: param_groups: {error}") from error
 
     def _state_key(self, name: str) -> Key:
         return ("base_state" if self._layout.zero else "state", self._places[name][1])
@@ -305,23 +311,19 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Fake tensors have shapes, types and file offsets, but no memory.
-            # weights_only: no code of a pickle is run.
-            with FakeTensorMode():
-                self.content: dict[Any, Any] = torch.load(
-                    path, map_location="cpu", weights_only=True
-                )
+            with open_regular(path) as stream:
+                check_torch_file(stream)
+                stream.seek(0)
+                # Fake tensors have shapes, types and file offsets, but no memory.
+                with FakeTensorMode():
+                    self.content: dict[Any, Any] = torch.load(
+                        stream, map_location="cpu", weights_only=True
+                    )
+            self._records = dict(_records(self.content))
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # damaged bytes may raise anything
             raise StorageError(f"{path} is damaged: {error}; restore it") from error
-        self._records = {}
-        for key, tensor in _tensors(self.content):
-            start: int = tensor.untyped_storage()._checkpoint_offset or 0
-            offset = start + int(tensor.storage_offset()) * tensor.itemsize
-            self._records[key] = _TensorRecord(
-                tuple(tensor.shape), tensor.dtype, offset, tensor.is_contiguous()
-            )
 
     def shape(self, key: Key) -> tuple[int, ...] | None:
         return self._records[key].shape if key in self._records else None
@@ -351,9 +353,12 @@ class TorchFile:
         return out[(slice(None), *region[1:])] if region else out
 
 
-def _tensors(content: Mapping[Any, Any], keys: Key = ()) -> Iterator[tuple[Key, Tensor]]:
+def _records(content: Mapping[Any, Any], keys: Key = ()) -> Iterator[tuple[Key, _TensorRecord]]:
     for key, value in content.items():
         if isinstance(value, Tensor):
-            yield (*keys, key), value
+            start: int = value.untyped_storage()._checkpoint_offset or 0
+            offset = start + int(value.storage_offset()) * value.itemsize
+            shape = tuple(value.shape)
+            yield (*keys, key), _TensorRecord(shape, value.dtype, offset, value.is_contiguous())
         elif isinstance(value, Mapping):
-            yield from _tensors(value, (*keys, key))
+            yield from _records(value, (*keys, key))

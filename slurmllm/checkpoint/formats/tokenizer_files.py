@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slurmllm.config.yaml_source import read_yaml
-from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.data.tokenizer import TokenEncoder, count_ids, read_tokenizer
 from slurmllm.errors import DataError, StorageError
 from slurmllm.rundir import RunDir, is_run
+from slurmllm.safe_files import open_regular, read_limited
 
 TOKENIZER_FOLDER = "tokenizer"  # in an imported checkpoint
 TOKENIZER = "tokenizer.json"
@@ -42,7 +43,41 @@ class TokenizerFiles(NamedTuple):
 
 
 def tokenizer_in(folder: Path) -> TokenizerFiles:
-    return TokenizerFiles({name: folder / name for name in FILES if (folder / name).is_file()})
+    """Finds and checks the tokenizer files of a model folder, which may be somebody else's.
+
+    Links must stay inside the folder, or lead to the blobs of a Hugging Face cache that it is a
+    snapshot of: else a file of the user's would be copied into what he publishes.
+
+    Raises a DataError if tokenizer.json is no tokenizer, another file no JSON, or a link leads out.
+    """
+    files = {name: folder / name for name in FILES if (folder / name).is_file()}
+    allowed = [Path(os.path.realpath(folder))]
+    if allowed[0].parent.name == "snapshots":
+        allowed.append(allowed[0].parent.parent / "blobs")
+    for name, path in files.items():
+        real = Path(os.path.realpath(path))
+        if not any(real.is_relative_to(root) for root in allowed):
+            raise DataError(
+                f"{path} is a link to {real}, outside the model's folder; replace it by a copy if "
+                "it belongs to the tokenizer"
+            )
+        if name.endswith(".json") and name != TOKENIZER:
+            _check_json(path)
+    if TOKENIZER not in files:
+        return TokenizerFiles(files)
+    return TokenizerFiles(files, num_ids=count_ids(read_tokenizer(files[TOKENIZER])[0]))
+
+
+def _check_json(path: Path) -> None:
+    try:
+        if isinstance(json.loads(read_limited(path)), dict):
+            return
+        reason = "it holds no mapping"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+    raise DataError(f"{path} is not a tokenizer's: {reason}; remove it or fetch it again")
 
 
 def tokenizer_from_file(path: Path) -> TokenizerFiles:
@@ -83,7 +118,7 @@ def copy_files(files: Mapping[str, Path], folder: Path) -> None:
     """Copies files into a folder durably (fsync); StorageError if one cannot be read."""
     for name, path in files.items():
         try:
-            source = path.open("rb")
+            source = open_regular(path)
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
         # Errors of the copy are of the target: `atomic_folder` reports them.

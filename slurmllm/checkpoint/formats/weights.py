@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.formats.dcp_read import METADATA, DcpFiles
+from slurmllm.checkpoint.formats.dcp_read import DcpFiles
 from slurmllm.checkpoint.formats.nxd_files import LAYOUT, NxdFiles, read_layout
+from slurmllm.checkpoint.formats.pickles import METADATA
 from slurmllm.checkpoint.formats.safetensors_files import (
     StoredTensor,
     TensorFiles,
