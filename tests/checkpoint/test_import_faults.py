@@ -322,8 +322,8 @@ def test_a_refusal_of_the_file_system_is_told(tmp_path: Path) -> None:
         write_shard(tmp_path / "absent" / "x.safetensors", {"a": torch.ones(3)})
 
 
-@pytest.mark.parametrize("value", [1e12, 10**18, 100_001])
-def test_more_layers_than_any_model_has(copy: Callable[[str], Path], value: float) -> None:
+@pytest.mark.parametrize("value", [10**12, 10**18, 100_001])
+def test_more_layers_than_any_model_has(copy: Callable[[str], Path], value: int) -> None:
     source = copy("llama")
     settings(source, num_hidden_layers=value)
     began = time.monotonic()
