@@ -173,6 +173,7 @@ def compare(
     else:
         for letter, comparison in zip(letters, comparisons, strict=True):
             _print(comparison, letter, alone=len(comparisons) == 1)
+    require = "identical" if exact else require
     required = VERDICTS.index(require or "equivalent")
     weaker = [
         f"{letter} is {comparison.verdict}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
@@ -83,18 +84,25 @@ def compare(
     differences = {name: signed_difference(one.a, one.b) for name, one in points.items()}
     described = describe(points, differences)
     warnings = comparison.warnings_of(alignment, points)
+    if tolerances.exact:
+        warnings += comparison.precision_warnings((a, b), letter)
     compared = {name: points[name] for name in METRICS if name in points}
     band: comparison.Band | None = None
     if seeds:
         of_seeds = SeedBand(a, [shift_steps(one, matched[0].shift) for one in seeds], axis)
         band = of_seeds.compare(compared, letter)
         warnings += of_seeds.warnings
+    # Digits that only one of the logs has are no difference of the runs.
+    shown, shown_differences = points, differences
+    if tolerances.exact and a.kind != b.kind:
+        shown = {name: round_to_logs(one, a, b) for name, one in points.items()}
+        shown_differences = {n: signed_difference(one.a, one.b) for n, one in shown.items()}
     changes = (_first_step(one.steps, ~bit_identical(one.a, one.b)) for one in compared.values())
     changed = min((step for step in changes if step is not None), default=math.inf)
     metrics = {
         name: compare_metric(
-            *(one, differences[name], described[name], tolerances.of(name), changed),
-            exact=tolerances.exact,
+            *(one, shown_differences[name], described[name], tolerances.of(name), changed),
+            exact=bit_identical(shown[name].a, shown[name].b) if tolerances.exact else None,
             interpolated=alignment.method == "interpolated",
             band=None if band is None else band.metrics[name],
         )
@@ -118,7 +126,7 @@ def compare(
         # Scatter of their own came before the departure: its causes are not those of the scatter.
         apart = not match and all(one.scattered for one in metrics.values() if one.departs)
         causes = explain(
-            *(a, b, points, differences, settings, min(onsets, default=None)),
+            *(a, b, shown, shown_differences, settings, min(onsets, default=None)),
             exact=alignment.method == "exact",
             shared=band is None and not apart,
             letter=letter,
@@ -183,6 +191,21 @@ def points_of_metrics(
     return {name: of_metric for name, of_metric in points.items() if len(of_metric)}
 
 
+def round_to_logs(points: Points, a: Curve, b: Curve) -> Points:
+    """Round the values of both curves to what the less precise log can hold: float32, or text."""
+    kinds = {a.kind, b.kind}
+    if "tensorboard" in kinds:
+        both = (one.astype(np.float32).astype(np.float64) for one in (points.a, points.b))
+        points = replace(points, **dict(zip("ab", both, strict=True)))
+    if "text" in kinds:
+        printed, other = (points.a, points.b) if a.kind == "text" else (points.b, points.a)
+        places = (np.format_float_positional(value, trim="-") for value in printed)
+        decimals = max(len(text.partition(".")[2]) for text in places)
+        same = np.abs(printed - other) <= 0.5000001 * 10.0**-decimals
+        points = replace(points, a=np.where(same, points.b, points.a))
+    return points
+
+
 def describe(
     points: Mapping[str, Points], differences: Mapping[str, Floats]
 ) -> dict[str, Statistics]:
@@ -200,19 +223,20 @@ def compare_metric(
     tolerance: float,
     changed: float,
     *,
-    exact: bool,
+    exact: Flags | None,
     interpolated: bool,
     band: comparison.BandOfMetric | None,
 ) -> MetricComparison:
     """Apply the tolerance, or the band of seeds, to the points of a metric.
 
-    `signed` are their relative differences, `described` their statistics; `changed` is the first
+    `signed` are their relative differences, `exact` the points that are the same if they must be,
+    both as far as the logs have digits; `described` are their statistics; `changed` is the first
     step at which any metric differs; `band` is B's place in the band, None without seeds.
     """
     steps, finite = points.steps, np.isfinite(signed)
     same = bit_identical(points.a, points.b)
     # Two NaNs have the same bits and yet do not match: neither run has a value there.
-    beyond = ~finite | (~same if exact else np.abs(signed) > tolerance)
+    beyond = ~finite | (np.abs(signed) > tolerance if exact is None else ~exact)
     departure = _first_step(steps, beyond)
     result, shared = DivergenceResult(), None
     if finite.any():
@@ -226,8 +250,10 @@ def compare_metric(
     rule: comparison.RuleName | None = result.rule
     onset = None if result.onset is None else int(at[result.onset])
     if not finite.all():
-        rule, onset = "not_finite", departure
-    elif exact:
+        # They may diverge before that; but a single point beyond the tolerance may be noise.
+        starts = (onset if exact is None else departure, _first_step(steps, ~finite))
+        rule, onset = "not_finite", min(step for step in starts if step is not None)
+    elif exact is not None:
         rule, onset = "exact" if departure is not None else None, departure
     elif band is not None:
         rule, onset = None if band.within else "band", band.first_outside_step

@@ -11,7 +11,7 @@ from pydantic import Field
 from slurmllm.compare.alignment import Alignment, Points
 from slurmllm.compare.causes import Cause, Kind, tokens_per_step
 from slurmllm.compare.statistics import Statistics
-from slurmllm.metrics.curves import Axis, Range, describe_ranges
+from slurmllm.metrics.curves import Axis, Curve, Range, describe_ranges
 from slurmllm.records import Record
 
 Verdict = Literal["identical", "match", "equivalent", "differ"]
@@ -209,6 +209,8 @@ def reason(
         verb = "is" if len(metrics) == 1 else "are"
         return f"{' and '.join(metrics)} {verb} bit-identical at {steps}"
     if verdict != "differ":
+        if tolerances.exact:
+            return f"{' and '.join(metrics)} are the same at {steps}, as far as both logs show it"
         if band is None:
             texts = [" and ".join(_describe_match(*item) for item in metrics.items())]
         else:
@@ -334,6 +336,21 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]
         lacking = num_steps - (len(points[name]) if name in points else 0)
         if lacking:
             found.append(f"{name} is missing at {lacking} of {num_steps} common steps")
+    return found
+
+
+def precision_warnings(curves: Sequence[Curve], letter: str) -> list[str]:
+    """Returns what an exact comparison cannot see, because a log holds fewer digits."""
+    found = []
+    for label, curve in zip(("A", letter), curves, strict=True):
+        if curve.kind in ("tensorboard", "text"):
+            what = "TensorBoard, which stores float32 (6e-8 relative)"
+            if curve.kind == "text":
+                what = "text, whose numbers are rounded"
+            found.append(
+                f"{label} ({curve.name}) is read from {what}: --exact compares no more digits; "
+                "for all of them give a run with its metrics/attempt_NNN.jsonl"
+            )
     return found
 
 

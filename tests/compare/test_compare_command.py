@@ -371,3 +371,75 @@ def test_more_sources_than_letters() -> None:
     assert patterns == ["(?P<step>3)(?P<loss>4)", *[None] * 26, "(?P<step>1)(?P<loss>2)"]
     with pytest.raises(UserError, match="there is no #29; the sources are A to #28"):
         source_options([], ["#29:x"], 28)
+
+
+def write_tensorboard(run: RunDir, rows: list[dict[str, Any]]) -> None:
+    """What is left of a run whose metrics were deleted."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for path in run.metrics_files():
+        path.unlink()
+    with SummaryWriter(str(run.tensorboard)) as writer:
+        for row in rows:
+            for name in METRICS:
+                writer.add_scalar(name, row[name], row["step"])
+
+
+@pytest.fixture
+def full_rows() -> list[dict[str, Any]]:
+    random = Random(3)
+    values = [(random.uniform(2, 3), random.uniform(1, 2)) for _ in range(40)]
+    return [make_row(step, loss=a, grad_norm=b) for step, (a, b) in enumerate(values, start=1)]
+
+
+def test_exact_cannot_be_decided_by_float32(run_command, make_run: MakeRun, full_rows) -> None:
+    make_run("whole", full_rows)
+    write_tensorboard(make_run("deleted", full_rows), full_rows)
+    result = run_command("whole", "deleted", "--exact", "--no-plot", "--json")
+    found = parsed(result)
+    assert (result.exit_code, found["verdict"], found["causes"]) == (1, "match", [])
+    assert found["bit_identical_to_step"] is None
+    assert "are the same at all 40 steps compared, as far as both logs show it" in found["reason"]
+    assert any("B (deleted) is read from TensorBoard" in one for one in found["warnings"])
+    text = run_command("whole", "deleted", "--exact", "--no-plot")
+    assert "stores float32" in text.stdout
+    assert "cause" not in text.stdout
+    assert "B is match" in text.stderr
+    # Without --exact nothing changes.
+    assert run_command("whole", "deleted", "--no-plot").exit_code == 0
+
+
+def test_exact_finds_in_float32_what_it_can(run_command, make_run: MakeRun, full_rows) -> None:
+    make_run("whole", full_rows)
+    other = [row | {"loss": row["loss"] * 1.01} if row["step"] > 20 else row for row in full_rows]
+    write_tensorboard(make_run("deleted", other), other)
+    found = parsed(run_command("whole", "deleted", "--exact", "--no-plot", "--json"))
+    assert found["verdict"] == "differ"
+    assert found["metrics"]["loss"]["onset_step"] == 21
+    assert {cause["step"] for cause in found["causes"]} == {21}
+
+
+def test_exact_of_a_printed_log(run_command, make_run: MakeRun, full_rows, tmp_path: Path) -> None:
+    make_run("whole", full_rows)
+    lines = (f"step: {r['step']} loss: {r['loss']:.4f} grad_norm: {r['grad_norm']:.3f}\n"
+             for r in full_rows)  # fmt: skip
+    (tmp_path / "printed.log").write_text("".join(lines))
+    found = parsed(run_command("whole", "printed.log", "--exact", "--no-plot", "--json"))
+    assert (found["verdict"], found["causes"]) == ("match", [])
+    assert any("whose numbers are rounded" in one for one in found["warnings"])
+
+
+def test_values_that_are_not_finite_begin_where_they_do(run_command, make_run: MakeRun) -> None:
+    """A single point of noise before them is neither their date nor their cause."""
+    random = Random(5)
+    noise = [random.gauss(0, 3e-4) for _ in range(60)]
+    rows = [make_row(s, loss=3 - s / 100) for s in range(1, 61)]
+    other = [r | {"loss": r["loss"] * (1 + n)} for r, n in zip(rows, noise, strict=True)]
+    other[10]["loss"] = rows[10]["loss"] * 1.0011
+    for row in other[49:]:
+        row["loss"] = math.nan
+    make_run("a", rows)
+    make_run("b", other)
+    found = parsed(run_command("a", "b", "--no-plot", "--json"))
+    assert found["metrics"]["loss"]["first_departure_step"] == 11
+    assert found["metrics"]["loss"]["onset_step"] == 50
