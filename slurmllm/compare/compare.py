@@ -195,8 +195,8 @@ def round_to_logs(points: Points, a: Curve, b: Curve) -> Points:
     """Round the values of both curves to what the less precise log can hold: float32, or text."""
     kinds = {a.kind, b.kind}
     if "tensorboard" in kinds:
-        both = (one.astype(np.float32).astype(np.float64) for one in (points.a, points.b))
-        points = replace(points, **dict(zip("ab", both, strict=True)))
+        a32, b32 = points.a.astype(np.float32), points.b.astype(np.float32)
+        points = replace(points, a=a32.astype(np.float64), b=b32.astype(np.float64))
     if "text" in kinds:
         printed, other = (points.a, points.b) if a.kind == "text" else (points.b, points.a)
         places = (np.format_float_positional(value, trim="-") for value in printed)
