@@ -228,12 +228,12 @@ def doctor(
     from slurmllm.diagnose.login_node import installation_findings, slurm_findings
     from slurmllm.diagnose.storage import storage_findings
     from slurmllm.rundir import runs_root
-    from slurmllm.slurm.client import COMMANDS, SlurmCommands
+    from slurmllm.slurm.client import COMMANDS, SlurmClient
     from slurmllm.tables import print_table
 
     # A profile is resolved together with a recipe, which is not used here.
     profile = resolve("tiny_neox", cluster).cluster
-    client = SlurmCommands()
+    client = SlurmClient()
     with_slurm = len(client.missing_commands()) < len(COMMANDS)
     findings = [
         *installation_findings(profile),

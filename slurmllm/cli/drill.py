@@ -78,7 +78,7 @@ def drill(
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.errors import EXIT_NEGATIVE, RunError
     from slurmllm.rundir import find_run, runs_root
-    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.launch import read_jobs
 
     tolerances = Tolerances(exact=True)
@@ -93,7 +93,7 @@ def drill(
         overrides=overrides,
     )  # fmt: skip
     why = why_no_reference(plan, overrides)
-    client = SlurmCommands()
+    client = SlurmClient()
     runner = LocalRunner() if here else SlurmRunner(client)
     if not as_json:
         source = f"a separate run, because {why}" if why else f"{found.name} itself"

@@ -348,10 +348,10 @@ class _Failures:
 def _until_ended(run: RunDir) -> Iterator[bool]:
     """Yields whether the run has ended, checked before each read of the files."""
     from slurmllm.errors import SlurmError
-    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active
 
-    client, asked_at, unreachable = SlurmCommands(), float("-inf"), False
+    client, asked_at, unreachable = SlurmClient(), float("-inf"), False
     while True:
         ended = False
         if time.monotonic() >= asked_at + _ASK_S:

@@ -68,7 +68,7 @@ def report(
     )
     from slurmllm.report.write import to_json
     from slurmllm.rundir import runs_root
-    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.slurm.client import SlurmClient
 
     usd = _price(price)
     options.check_picture(plot)
@@ -79,7 +79,7 @@ def report(
     root, mapping = runs_root(runs_dir), parse_tags(tags)
     # A run named twice, by its name and its directory, is one.
     paths = dict.fromkeys(find_run_directory(name, root) or locate(name, root) for name in sources)
-    client = SlurmCommands()
+    client = SlurmClient()
     runs = compare_with_first(
         make_names_unique([read_run_facts(path, mapping, usd, client) for path in paths])
     )

@@ -115,10 +115,10 @@ class _ShownStates:
 def _make_reader(run: str | None, runs_dir: str | None, active: bool) -> Callable[[], _ShownStates]:
     """Return a function that reads the state of a run, or of all runs."""
     from slurmllm.rundir import find_run, runs_root
-    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import list_runs, run_state, run_states
 
-    root, client = runs_root(runs_dir), SlurmCommands()
+    root, client = runs_root(runs_dir), SlurmClient()
     if run is not None:
         found = find_run(run, root)
         return lambda: _ShownStates([run_state(found, client)], None)

@@ -265,7 +265,7 @@ def resume(
     from slurmllm.config.resolve import change
     from slurmllm.errors import RunError
     from slurmllm.rundir import find_run, runs_root
-    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active, run_state
     from slurmllm.submit.launch import read_jobs, record_local, submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
@@ -274,7 +274,7 @@ def resume(
 
     root = runs_root(runs_dir)
     found = find_run(run, root)
-    client = SlurmCommands()
+    client = SlurmClient()
     with locked(found, "resume"):
         submissions = read_jobs(found).submissions
         last = submissions[-1] if submissions else None
@@ -345,12 +345,12 @@ def cancel(run: str, runs_dir: str | None) -> None:
     The workers save a checkpoint before they exit, if Slurm gives them the time.
     """
     from slurmllm.rundir import find_run, runs_root
-    from slurmllm.slurm.client import SlurmCommands
+    from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.run_lock import locked
 
     found = find_run(run, runs_root(runs_dir))
     with locked(found, "cancel"):
-        _cancel(found, SlurmCommands())
+        _cancel(found, SlurmClient())
 
 
 def _cancel(found: RunDir, client: SlurmClient) -> None:

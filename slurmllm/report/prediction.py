@@ -23,7 +23,7 @@ from slurmllm.plan.mesh import load_mesh, make_mesh
 from slurmllm.plan.step import peak_flops
 from slurmllm.records import MicroBatchRecord, WorkerRecord
 from slurmllm.rundir import RunDir
-from slurmllm.slurm.client import SlurmCommands
+from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.history import read_history, read_incarnations, read_submissions
 from slurmllm.status.utilization import account_node_hours
 
@@ -93,7 +93,7 @@ def check_run_prediction(
         StorageError: its plan.json or another record is damaged.
     """
     config = _config(run, cluster)
-    history = read_history(run, read_incarnations(read_submissions(run), SlurmCommands()))
+    history = read_history(run, read_incarnations(read_submissions(run), SlurmClient()))
     steady = read_steady_steps(run, history.attempts, read_submissions(run))
     mesh = load_mesh(run.plan)
     # plan.json holds only the mesh of the last submission, which may have other nodes.

@@ -1,6 +1,6 @@
 """The interface to Slurm: a few methods over Slurm's own commands.
 
-`fake.py` implements the same methods in memory; tests/slurm/ runs the same tests on both.
+tests/fake_slurm.py has the same methods in memory; tests/slurm/ runs the same tests on both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -130,90 +129,15 @@ def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> 
             time.sleep(_RETRY_S)
 
 
-class SlurmClient(ABC):
-    """The Slurm operations that slurmllm needs."""
+class SlurmClient:
+    """The real Slurm, through sbatch, squeue, sacct, scontrol, scancel and sinfo."""
 
-    @abstractmethod
     def submit(self, script: Path, after_ok: str | None = None) -> str:
         """Submit a batch script, after the success of job `after_ok` if given; returns the job id.
 
         Raises:
             SlurmError: sbatch is missing or refused; the message contains its output.
         """
-
-    @abstractmethod
-    def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
-        """Those of the jobs that slurmctld still has in memory, by id."""
-
-    @abstractmethod
-    def accounting(self, job_id: str) -> list[AccountingRow]:
-        """Every incarnation and step of a job, oldest first; empty without accounting."""
-
-    @abstractmethod
-    def requeue(self, job_id: str) -> None:
-        """Put a running job back into the queue."""
-
-    @abstractmethod
-    def batch_job(self, job_id: str) -> BatchJob:
-        """The current start of a job; raises SlurmError if the job is unknown."""
-
-    @abstractmethod
-    def cancel(self, job_ids: Sequence[str]) -> None:
-        """Cancel jobs; jobs that have ended are ignored."""
-
-    @abstractmethod
-    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Exclude nodes from the next start of a job on; an empty list clears it.
-
-        Raises:
-            SlurmError: the job is running; Slurm accepts the list once a requeue has begun.
-        """
-
-    @abstractmethod
-    def delay(self, job_id: str, seconds: float) -> None:
-        """Delay the start of a pending job by at least `seconds`; never moves it earlier.
-
-        Raises:
-            SlurmError: the job is running or unknown.
-        """
-
-    @abstractmethod
-    def responds(self, job_id: str, node: str) -> bool:
-        """Whether a process can be started on a node of a running job within `RESPONSE_S`."""
-
-    @abstractmethod
-    def drain(self, node: str, reason: str) -> None:
-        """Drain a node; raises SlurmError if permission is denied or the node is unknown."""
-
-    @abstractmethod
-    def hostnames(self, nodelist: str) -> list[str]:
-        """The names in a node list such as `n[1-4]`, in Slurm's order."""
-
-    @abstractmethod
-    def node_states(self) -> dict[str, str]:
-        """State of every node, lower case; a trailing `*` means that it does not respond."""
-
-    @abstractmethod
-    def missing_commands(self) -> list[str]:
-        """Those of Slurm's commands that are not on the PATH."""
-
-    @abstractmethod
-    def settings(self) -> dict[str, str]:
-        """slurm.conf's keys and `SLURM_VERSION`; raises SlurmError if slurmctld is unreachable."""
-
-    @abstractmethod
-    def check_accounting(self) -> None:
-        """Query the accounting database; raises SlurmError if none is reachable."""
-
-    @abstractmethod
-    def partition_nodes(self) -> list[PartitionNode]:
-        """Every node of every partition that this user may use."""
-
-
-class SlurmCommands(SlurmClient):
-    """The real Slurm, through sbatch, squeue, sacct, scontrol, scancel and sinfo."""
-
-    def submit(self, script: Path, after_ok: str | None = None) -> str:
         dependency = [f"--dependency=afterok:{after_ok}"] if after_ok else []
         output = _run(["sbatch", "--parsable", *dependency, str(script)])
         job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
@@ -222,6 +146,7 @@ class SlurmCommands(SlurmClient):
         return job_id
 
     def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
+        """Those of the jobs that slurmctld still has in memory, by id."""
         if not job_ids:
             return {}
         command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N"]
@@ -235,6 +160,7 @@ class SlurmCommands(SlurmClient):
         return {job: QueuedJob(job, state, reason, nodes) for job, state, reason, nodes in rows}
 
     def accounting(self, job_id: str) -> list[AccountingRow]:
+        """Every incarnation and step of a job, oldest first; empty without accounting."""
         fields = "JobID,State,ExitCode,NodeList,Start,End,Submit,Eligible"
         try:
             output = _run(
@@ -248,10 +174,12 @@ class SlurmCommands(SlurmClient):
         return [AccountingRow(r[0], r[1].split(" ")[0], *r[2:]) for r in rows]
 
     def requeue(self, job_id: str) -> None:
+        """Put a running job back into the queue."""
         # CAUTION: Slurm then sends SIGTERM to all processes of the job, this command among them.
         _run(["scontrol", "requeue", job_id], through_sigterm=True)
 
     def batch_job(self, job_id: str) -> BatchJob:
+        """The current start of a job; raises SlurmError if the job is unknown."""
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
         fields = dict(re.findall(r"\b(JobState|Restarts|BatchHost)=(\w[^\s]*)", output))
         count = fields.get("Restarts", "")
@@ -259,16 +187,26 @@ class SlurmCommands(SlurmClient):
         return BatchJob(fields.get("JobState", "UNKNOWN"), restarts, fields.get("BatchHost", ""))
 
     def cancel(self, job_ids: Sequence[str]) -> None:
+        """Cancel jobs; jobs that have ended are ignored."""
         if job_ids:
             _run(["scancel", "--quiet", "--", *job_ids])
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Exclude nodes from the next start of a job on; an empty list clears it.
+
+        Raises:
+            SlurmError: the job is running; Slurm accepts the list once a requeue has begun.
+        """
         command = ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"]
-        _run(
-            command, through_sigterm=True
-        )  # called by a process of the job itself, after a requeue
+        # Called by a process of the job itself, after a requeue.
+        _run(command, through_sigterm=True)
 
     def delay(self, job_id: str, seconds: float) -> None:
+        """Delay the start of a pending job by at least `seconds`; never moves it earlier.
+
+        Raises:
+            SlurmError: the job is running or unknown.
+        """
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
         found = re.search(r"\bEligibleTime=(\S+)", output)
         with suppress(ValueError):  # Unknown
@@ -279,6 +217,7 @@ class SlurmCommands(SlurmClient):
         _run(update, through_sigterm=True)
 
     def responds(self, job_id: str, node: str) -> bool:
+        """Whether a process can be started on a node of a running job within `RESPONSE_S`."""
         step = ["--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--quiet", "true"]
         try:
             _run(["srun", f"--jobid={job_id}", f"--nodelist={node}", *step], timeout_s=RESPONSE_S)
@@ -287,26 +226,33 @@ class SlurmCommands(SlurmClient):
         return True
 
     def drain(self, node: str, reason: str) -> None:
+        """Drain a node; raises SlurmError if permission is denied or the node is unknown."""
         _run(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
 
     def hostnames(self, nodelist: str) -> list[str]:
+        """The names in a node list such as `n[1-4]`, in Slurm's order."""
         return _run(["scontrol", "show", "hostnames", nodelist]).split()
 
     def node_states(self) -> dict[str, str]:
+        """State of every node, lower case; a trailing `*` means that it does not respond."""
         output = _run(["sinfo", "--noheader", "--Node", "--format=%N|%T"])
         return dict(line.split("|", 1) for line in output.split() if "|" in line)
 
     def missing_commands(self) -> list[str]:
+        """Those of Slurm's commands that are not on the PATH."""
         return [command for command in COMMANDS if shutil.which(command) is None]
 
     def settings(self) -> dict[str, str]:
+        """slurm.conf's keys and `SLURM_VERSION`; raises SlurmError if slurmctld is unreachable."""
         rows = (line.partition("=") for line in _run(["scontrol", "show", "config"]).splitlines())
         return {key.strip(): value.strip() for key, equals, value in rows if equals}
 
     def check_accounting(self) -> None:
+        """Query the accounting database; raises SlurmError if none is reachable."""
         _run(["sacct", "--noheader", "--allocations", "--starttime=now"])
 
     def partition_nodes(self) -> list[PartitionNode]:
+        """Every node of every partition that this user may use."""
         output = _run(["sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%T|%c|%G|%E"])
         rows = (line.strip().split("|", 6) for line in output.splitlines() if line.count("|") > 5)
         return [

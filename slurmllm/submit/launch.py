@@ -23,7 +23,7 @@ from slurmllm.backends.rendezvous import die_with_parent
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError
 from slurmllm.records import JobsRecord, Submission
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import SlurmClient, SlurmCommands
+from slurmllm.slurm.client import SlurmClient
 from slurmllm.submit.prepare import PreparedRun, remove_unsubmitted
 from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS
 from slurmllm.supervise.attempts import process_identity
@@ -60,7 +60,7 @@ def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Sub
         SlurmError: sbatch refused; a precompile job that was submitted before is cancelled, and the
             directory of a new run is removed.
     """
-    client = client or SlurmCommands()
+    client = client or SlurmClient()
     run, before = prepared.run, read_jobs(prepared.run)
     sent = _submission(prepared, local=False)
     for stage in prepared.stages:

@@ -27,7 +27,7 @@ from slurmllm.config.variables import is_secret_option
 from slurmllm.errors import SlurmError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import SlurmClient, SlurmCommands, retry_unreachable
+from slurmllm.slurm.client import SlurmClient, retry_unreachable
 
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
@@ -77,7 +77,7 @@ class SlurmAllocation(Allocation):
     job_id: str
 
     def __init__(self, client: SlurmClient | None = None) -> None:
-        self.client = client or SlurmCommands()
+        self.client = client or SlurmClient()
         self.job_id = os.environ["SLURM_JOB_ID"]
         self.restart_count = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.nodes = tuple(self.client.hostnames(os.environ["SLURM_JOB_NODELIST"]))

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from fake_slurm import FakeSlurm
 
 from slurmllm.backends import rendezvous
 from slurmllm.backends.rendezvous import (
@@ -13,7 +14,6 @@ from slurmllm.backends.rendezvous import (
     interface_variables,
     reachable_address,
 )
-from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 
 # A trn1 node: every interface has a default route, the first one the lowest metric. 010200C0 is

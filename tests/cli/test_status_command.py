@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from fake_slurm import FakeSlurm
 from rich.console import Console
 
 from slurmllm.cli.main import cli
@@ -18,13 +19,12 @@ from slurmllm.format import format_age
 from slurmllm.records import AttemptRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
-from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.status.runs import RunState, SavedCheckpoint
 
 
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(client, "SlurmCommands", FakeSlurm)
+    monkeypatch.setattr(client, "SlurmClient", FakeSlurm)
     monkeypatch.chdir(tmp_path)
 
 

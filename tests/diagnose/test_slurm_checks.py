@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from fake_slurm import FakeSlurm
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.finding import exit_code
 from slurmllm.diagnose.login_node import count_gpus, slurm_findings
 from slurmllm.records import Finding
-from slurmllm.slurm.client import COMMANDS, SlurmClient, SlurmCommands
-from slurmllm.slurm.fake import FakeSlurm
+from slurmllm.slurm.client import COMMANDS, SlurmClient
 
 
 def profile(name: str = "local", *overrides: str) -> Cluster:
@@ -32,7 +32,7 @@ def client(request: pytest.FixtureRequest) -> SlurmClient:
     if request.param == "fake":
         return FakeSlurm(("n1", "n2", "n3", "n4", "n5"))
     request.getfixturevalue("slurm")
-    return SlurmCommands()
+    return SlurmClient()
 
 
 def test_a_sound_cluster_passes(client: SlurmClient) -> None:

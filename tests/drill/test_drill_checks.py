@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_slurm import FakeSlurm
 
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.resolve import resolve
@@ -20,7 +21,6 @@ from slurmllm.drill.runner import LocalRunner, Runner, SlurmRunner
 from slurmllm.errors import DataError, RunError
 from slurmllm.records import AttemptRecord, CheckpointFile, CheckpointManifest, WorkerRecord
 from slurmllm.rundir import RunDir, write_atomic
-from slurmllm.slurm.fake import FakeSlurm
 
 STEPS, SAVED, BROKEN = 9, 3, 5
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from end_to_end.bench import SMALL, Bench
 
-from slurmllm.slurm.client import SlurmCommands
+from slurmllm.slurm.client import SlurmClient
 
 
 class Cluster(Protocol):
@@ -31,4 +31,4 @@ def wait(bench: Bench, name: str, *states: str) -> None:
 
 def accounted(job: str) -> list[str]:
     """The states of a job's incarnations, by sacct."""
-    return [row.state for row in SlurmCommands().accounting(job) if row.job_id == job]
+    return [row.state for row in SlurmClient().accounting(job) if row.job_id == job]

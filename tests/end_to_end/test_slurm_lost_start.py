@@ -22,7 +22,7 @@ from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.login_node import slurm_findings
 from slurmllm.records import JobsRecord, Submission
 from slurmllm.rundir import RunDir
-from slurmllm.slurm.client import SlurmCommands
+from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import run_state
 
 pytestmark = pytest.mark.slurm
@@ -50,13 +50,13 @@ def lose_start(slurm: Cluster, bench: Bench) -> Iterator[LoseStart]:
         time.sleep(SAVE_S)
         shutil.copytree(state, saved)
         scontrol("release", job)
-        bench.until(lambda: SlurmCommands().batch_job(job).state == "RUNNING", "never started")
+        bench.until(lambda: SlurmClient().batch_job(job).state == "RUNNING", "never started")
         slurm.call("restart", "--stop", "--kill")
         shutil.rmtree(state)
         saved.rename(state)
         slurm.call("restart", "--start")
-        assert SlurmCommands().batch_job(job).state == "PENDING"
-        states = SlurmCommands().node_states
+        assert SlurmClient().batch_job(job).state == "PENDING"
+        states = SlurmClient().node_states
         bench.until(lambda: set(states().values()) <= {"idle"}, "the nodes never registered")
         registered.touch()
 
@@ -65,7 +65,7 @@ def lose_start(slurm: Cluster, bench: Bench) -> Iterator[LoseStart]:
     registered.unlink(missing_ok=True)
     scontrol("reconfigure")
     shutil.rmtree(saved, ignore_errors=True)
-    for node, node_state in SlurmCommands().node_states().items():
+    for node, node_state in SlurmClient().node_states().items():
         if "drain" in node_state:
             scontrol("update", f"NodeName={node}", "State=RESUME")
 
@@ -86,12 +86,12 @@ def test_a_run_whose_start_slurmctld_has_lost_goes_on(
     wait(bench, "lost", "done")
     assert bench.endings("lost") == [("done", "finish")]
     assert bench.attempt("lost", 0)["job_id"] == str(int(job) + 1)
-    assert SlurmCommands().queue([job]).get(job) is None or not (
-        SlurmCommands().queue([job])[job].active
+    assert SlurmClient().queue([job]).get(job) is None or not (
+        SlurmClient().queue([job])[job].active
     )
     # No node is blamed, excluded or drained.
     assert not (bench.runs / "lost" / "excluded.json").exists()
-    assert not any("drain" in state for state in SlurmCommands().node_states().values())
+    assert not any("drain" in state for state in SlurmClient().node_states().values())
 
 
 def test_a_node_that_slurm_has_drained_for_it_is_explained(
@@ -104,7 +104,7 @@ def test_a_node_that_slurm_has_drained_for_it_is_explained(
     lose_start(job)
     bench.until(mark.exists, "the script never started")
     scontrol("release", job)
-    client = SlurmCommands()
+    client = SlurmClient()
     bench.until(lambda: "drain" in client.node_states()["n1"], "n1 was not drained")
     run = RunDir(tmp_path / "runs" / "r")
     run.path.mkdir(parents=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from fake_slurm import FakeSlurm
 from reported_runs import make_reported_run
 
 from slurmllm.cli.main import cli
@@ -17,7 +18,6 @@ from slurmllm.report.figures import figures, page_data
 from slurmllm.report.sources import read_run_facts
 from slurmllm.report.write import to_html
 from slurmllm.rundir import RunDir
-from slurmllm.slurm.fake import FakeSlurm
 
 
 def keep_only(name: str) -> Callable[[RunDir], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fake_slurm import FakeSlurm
 from reported_runs import make_reported_run
 from training_rows import make_row, write_rows
 
@@ -14,7 +15,6 @@ from slurmllm.report.facts import RunFacts
 from slurmllm.report.sources import make_names_unique, read_run_facts
 from slurmllm.report.throughput import scaling_rows
 from slurmllm.rundir import RunDir
-from slurmllm.slurm.fake import FakeSlurm
 
 
 def read(run: RunDir, price: float = 7.59) -> RunFacts:

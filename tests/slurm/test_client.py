@@ -10,10 +10,16 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from fake_slurm import FakeSlurm
 
 from slurmllm.errors import SlurmError
-from slurmllm.slurm.client import SlurmClient, SlurmCommands, retry_unreachable
-from slurmllm.slurm.fake import FakeSlurm
+from slurmllm.slurm.client import SlurmClient, retry_unreachable
+
+
+def test_the_fake_has_every_method_of_its_own() -> None:
+    public = {name for name in vars(SlurmClient) if not name.startswith("_")}
+    # An inherited one would call the commands of a real Slurm.
+    assert public <= vars(FakeSlurm).keys()
 
 
 class Bench:
@@ -55,7 +61,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
         yield Bench(FakeSlurm(("n1", "n2", "n3", "n4", "n5")), tmp_path)
         return
     request.getfixturevalue("slurm")
-    bench = Bench(SlurmCommands(), tmp_path)
+    bench = Bench(SlurmClient(), tmp_path)
     yield bench
 
 
@@ -201,13 +207,13 @@ def test_sbatch_refusing_is_told_in_its_own_words(slurm: object, tmp_path: Path)
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n#SBATCH --partition=nowhere\ntrue\n")
     with pytest.raises(SlurmError, match="invalid partition specified: nowhere"):
-        SlurmCommands().submit(script)
+        SlurmClient().submit(script)
 
 
 def test_absent_commands_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmError, match=r"sbatch is not on the PATH.*--local"):
-        SlurmCommands().submit(tmp_path / "job.sh")
+        SlurmClient().submit(tmp_path / "job.sh")
 
 
 def test_a_command_that_fails_shows_its_words(
@@ -218,7 +224,7 @@ def test_a_command_that_fails_shows_its_words(
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(SlurmError, match="controller not responding"):
-        SlurmCommands().submit(tmp_path / "job.sh")
+        SlurmClient().submit(tmp_path / "job.sh")
 
 
 def test_the_partition_shows_its_nodes(bench: Bench) -> None:

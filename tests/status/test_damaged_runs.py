@@ -16,12 +16,14 @@ from types import FrameType
 
 import pytest
 from click.testing import CliRunner
+from fake_slurm import FakeSlurm
 from training_rows import make_row, write_rows
 
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import resolve
 from slurmllm.records import (
     AttemptRecord,
+    CheckpointFile,
     CheckpointManifest,
     Event,
     ExcludedNodes,
@@ -32,7 +34,6 @@ from slurmllm.records import (
 )
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
-from slurmllm.slurm.fake import FakeSlurm
 
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 PLENTY = 10 << 30  # bytes
@@ -50,7 +51,7 @@ def _limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError("still reading after 300 s")
 
-    monkeypatch.setattr(client, "SlurmCommands", FakeSlurm)
+    monkeypatch.setattr(client, "SlurmClient", FakeSlurm)
     monkeypatch.chdir(tmp_path)
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(300)
@@ -81,7 +82,7 @@ def make(name: str) -> RunDir:
     )
     CheckpointManifest(
         step=8, tokens=0, world_size=1, attempt=0, recipe="tiny_neox", saved_at=1.7e9, save_s=1.0,
-        fingerprint="", files=(),
+        fingerprint="", files=(CheckpointFile(path="weights", bytes=0, sha256=""),),
     ).save(run.checkpoint(8) / "manifest.json")  # fmt: skip
     run.logs.mkdir()
     run.stage_log("train").write_text("line\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_slurm import FakeSlurm
 
 from slurmllm.config.load import read_summary
 from slurmllm.config.resolve import resolve
@@ -27,7 +28,6 @@ from slurmllm.records import (
 )
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow, QueuedJob
-from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.status.runs import node_hours, run_state, run_states
 
 PRICE = "cluster.price={on_demand: 20.0, date: '2026-01-01'}"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_slurm import FakeSlurm
 from hypothesis import given
 from hypothesis import strategies as st
 from training_rows import MakeRun, make_row, make_rows, write_rows
@@ -20,7 +21,6 @@ from slurmllm.records import TIME_PARTS, AttemptRecord, Submission
 from slurmllm.report.pictures import draw_utilization
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
-from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.status.history import Incarnation, RunHistory, Steps, read_history, read_incarnations
 from slurmllm.status.recoveries import find_recoveries, sum_by_ending
 from slurmllm.status.utilization import account_node_hours, break_down_time, sum_utilization
@@ -237,9 +237,9 @@ def test_slurms_own_node_hours() -> None:
 
 
 def slurm_job() -> Any:
-    from slurmllm.slurm import fake
+    import fake_slurm
 
-    return fake._Job("7", "#SBATCH --nodes=3\n", None)
+    return fake_slurm._Job("7", "#SBATCH --nodes=3\n", None)
 
 
 def test_the_verb(make_run: MakeRun, tmp_path: Path) -> None:

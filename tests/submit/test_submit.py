@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from fake_slurm import FakeSlurm
 
 from slurmllm.cli.main import cli
 from slurmllm.config.load import load
@@ -25,15 +26,14 @@ from slurmllm.plan.mesh import make_mesh
 from slurmllm.records import GraphManifest, JobsRecord, MicroBatchCandidate, MicroBatchRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
-from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.submit import launch, prepare
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
     cluster = FakeSlurm()
-    monkeypatch.setattr(client, "SlurmCommands", lambda: cluster)
-    monkeypatch.setattr(launch, "SlurmCommands", lambda: cluster)
+    monkeypatch.setattr(client, "SlurmClient", lambda: cluster)
+    monkeypatch.setattr(launch, "SlurmClient", lambda: cluster)
     monkeypatch.chdir(tmp_path)
     return cluster
 

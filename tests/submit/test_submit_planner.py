@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from fake_slurm import FakeSlurm
 
 from slurmllm.cli.main import cli
 from slurmllm.config.load import load
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
-from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.submit import launch
 
 # A small cluster of CPUs, so that a tiny recipe has layouts to choose from.
@@ -47,8 +47,8 @@ SLOW = ("--set=parallel.pipeline=4", "--set=train.micro_batch=8")
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
     cluster = FakeSlurm()
-    monkeypatch.setattr(client, "SlurmCommands", lambda: cluster)
-    monkeypatch.setattr(launch, "SlurmCommands", lambda: cluster)
+    monkeypatch.setattr(client, "SlurmClient", lambda: cluster)
+    monkeypatch.setattr(launch, "SlurmClient", lambda: cluster)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURMLLM_CLUSTER", "shelf.yaml")
     Path("shelf.yaml").write_text(PROFILE)

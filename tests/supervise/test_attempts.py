@@ -10,6 +10,7 @@ from pathlib import Path
 from socket import gethostname
 
 import pytest
+from fake_slurm import FakeSlurm
 
 from slurmllm.config.resolve import resolve
 from slurmllm.records import (
@@ -23,7 +24,6 @@ from slurmllm.records import (
 )
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
-from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.supervise.allocation import (
     Allocation,
     LocalAllocation,

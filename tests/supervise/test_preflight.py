@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_slurm import FakeSlurm
 
 from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
@@ -25,7 +26,6 @@ from slurmllm.records import (
     Submission,
 )
 from slurmllm.rundir import RunDir
-from slurmllm.slurm.fake import FakeSlurm
 from slurmllm.submit.prepare import render_run, write_run
 from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 from slurmllm.supervise.attempts import close_attempt, open_attempt

@@ -214,7 +214,7 @@ def slurm(path: Path) -> None:
     from slurmllm.slurm import client
 
     text = path.read_text(errors="replace")
-    commands = client.SlurmCommands()
+    commands = client.SlurmClient()
     verbs: dict[str, Callable[[], object]] = {
         "squeue": lambda: [job.active for job in commands.queue(["123"]).values()],
         "sacct": lambda: commands.accounting("123"),

@@ -1,4 +1,4 @@
-"""Slurm in memory, with the methods of `client.py`, for tests without a cluster.
+"""Slurm in memory, with the methods of `slurm/client.py`, for tests without a cluster.
 
 Jobs are pending until `start` and end with `finish`; dependencies, requeue and node states behave
 as in Slurm, as far as slurmllm depends on them. Nothing is executed.
