@@ -26,43 +26,32 @@ _HEADINGS = (
 @click.argument("others", metavar="B [C …]", nargs=-1, required=True)
 @click.option("--tolerance", type=float, help="Relative tolerance of the loss.  [default: 1e-3]")
 @click.option(
-    "--grad-norm-tolerance",
-    type=float,
+    "--grad-norm-tolerance", type=float,
     help="Relative tolerance of the gradient norm.  [default: 1e-2]",
-)
+)  # fmt: skip
 @click.option(
-    "--require",
-    type=click.Choice(["identical", "match", "equivalent"]),
+    "--require", type=click.Choice(["identical", "match", "equivalent"]),
     help="Exit with 1 if the verdict of a run is weaker.  [default: equivalent]",
-)
+)  # fmt: skip
 @click.option(
     "--exact", is_flag=True, help="Require bit-identical values, and files without a damaged line."
 )
 @click.option(
-    "--seed",
-    "seeds",
-    multiple=True,
-    metavar="RUN",
+    "--seed", "seeds", multiple=True, metavar="RUN",
     help="Run of the same recipe with another seed; the spread over seeds becomes the tolerance. "
     "Repeatable.",
-)
+)  # fmt: skip
 @click.option(
-    "--by",
-    type=click.Choice(["step", "tokens", "samples"]),
-    default="step",
-    show_default=True,
+    "--by", type=click.Choice(["step", "tokens", "samples"]), default="step", show_default=True,
     help="Axis by which the runs are aligned.",
-)
+)  # fmt: skip
 @options.tags
 @options.patterns
 @click.option(
-    "--shift",
-    "shifts",
-    multiple=True,
-    metavar="A=STEPS",
+    "--shift", "shifts", multiple=True, metavar="A=STEPS",
     help="Add this to the steps of a log that counts from 0, such as A=1; repeatable.  "
     "[default: by the log's format and values]",
-)
+)  # fmt: skip
 @options.from_step
 @options.to_step
 @options.plot(".  [default: <run A>/reports/compare-<A>-<B>.png]")
@@ -71,26 +60,13 @@ _HEADINGS = (
 @options.as_json
 @click.pass_context
 def compare(
-    ctx: click.Context,
-    *,
-    a: str,
-    others: tuple[str, ...],
-    tolerance: float | None,
-    grad_norm_tolerance: float | None,
-    require: Literal["identical", "match", "equivalent"] | None,
-    exact: bool,
-    seeds: tuple[str, ...],
-    by: Literal["step", "tokens", "samples"],
-    tags: tuple[str, ...],
-    patterns: tuple[str, ...],
-    shifts: tuple[str, ...],
-    from_step: int | None,
-    to_step: int | None,
-    plot: str | None,
-    no_plot: bool,
-    runs_dir: str | None,
-    as_json: bool,
-) -> None:
+    ctx: click.Context, *, a: str, others: tuple[str, ...], tolerance: float | None,
+    grad_norm_tolerance: float | None, require: Literal["identical", "match", "equivalent"] | None,
+    exact: bool, seeds: tuple[str, ...], by: Literal["step", "tokens", "samples"],
+    tags: tuple[str, ...], patterns: tuple[str, ...], shifts: tuple[str, ...],
+    from_step: int | None, to_step: int | None, plot: str | None, no_plot: bool,
+    runs_dir: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Compare the curves of B, C … with those of A.
 
     A is the reference; loss and gradient norm are compared point by point.

@@ -25,44 +25,38 @@ _DEFAULT_WORKERS = 4
 _DEFAULT_JOBS = 16
 
 
+_INPUT_OPTIONS = (
+    click.argument("inputs", metavar="[INPUT]...", nargs=-1),
+    click.option(
+        "--files-from", metavar="LIST",
+        help="Also read the files named in LIST, one per line; - is standard input.",
+    ),
+    click.option(
+        "--format", "format_",
+        type=click.Choice(["auto", "text", "jsonl", "csv", "parquet", "arrow"]), default="auto",
+        show_default=True, help="Format of the files; auto: by their suffixes.",
+    ),
+    click.option(
+        "--text-by", type=click.Choice(["paragraph", "document", "line"]), default="paragraph",
+        show_default=True,
+        help="What a document is in a text file: the lines between blank lines (paragraph), "
+        "the entire file (document), or each line (line).",
+    ),
+    click.option(
+        "--text-key", default="text", show_default=True,
+        help="Field (JSON lines) or column (CSV, Parquet, Arrow) of the text.",
+    ),
+    click.option(
+        "--skip-bad", is_flag=True, help="Skip and count unreadable input instead of failing."
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace --out if it exists."),
+    options.as_json,
+)  # fmt: skip
+
+
 def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options shared by the commands that read input files."""
-    added = [
-        click.argument("inputs", metavar="[INPUT]...", nargs=-1),
-        click.option(
-            "--files-from",
-            metavar="LIST",
-            help="Also read the files named in LIST, one per line; - is standard input.",
-        ),
-        click.option(
-            "--format",
-            "format_",
-            type=click.Choice(["auto", "text", "jsonl", "csv", "parquet", "arrow"]),
-            default="auto",
-            show_default=True,
-            help="Format of the files; auto: by their suffixes.",
-        ),
-        click.option(
-            "--text-by",
-            type=click.Choice(["paragraph", "document", "line"]),
-            default="paragraph",
-            show_default=True,
-            help="What a document is in a text file: the lines between blank lines (paragraph), "
-            "the entire file (document), or each line (line).",
-        ),
-        click.option(
-            "--text-key",
-            default="text",
-            show_default=True,
-            help="Field (JSON lines) or column (CSV, Parquet, Arrow) of the text.",
-        ),
-        click.option(
-            "--skip-bad", is_flag=True, help="Skip and count unreadable input instead of failing."
-        ),
-        click.option("--overwrite", is_flag=True, help="Replace --out if it exists."),
-        options.as_json,
-    ]
-    for option in reversed(added):
+    for option in reversed(_INPUT_OPTIONS):
         command = option(command)
     return command
 
@@ -93,70 +87,43 @@ data.add_command(inspect)
 @click.option("--prompt-key", help="Field or column of the prompt, for fine-tuning data.")
 @click.option("--completion-key", help="Field or column of the completion; requires --prompt-key.")
 @click.option(
-    "--normalize",
-    type=click.Choice(["none", "nfc", "nfd", "nfkc", "nfkd"]),
-    default="none",
+    "--normalize", type=click.Choice(["none", "nfc", "nfd", "nfkc", "nfkd"]), default="none",
     show_default=True,
     help="Unicode normalization form.",
-)
+)  # fmt: skip
 @click.option(
-    "--min-chars",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="N",
+    "--min-chars", type=click.IntRange(min=0), default=0, metavar="N",
     help="Skip documents of fewer than N characters.",
-)
+)  # fmt: skip
 @click.option("--dedup", is_flag=True, help="Skip documents with the same text as an earlier one.")
 @click.option(
-    "--tokenize",
-    "tokenizer",
-    metavar="TOKENIZER",
-    type=click.Path(path_type=Path),
+    "--tokenize", "tokenizer", metavar="TOKENIZER", type=click.Path(path_type=Path),
     help="Write token ids of this tokenizer.json for Megatron (<out>.bin and <out>.idx) instead of "
     "an Arrow file.",
-)
+)  # fmt: skip
 @click.option(
-    "--dtype",
-    type=click.Choice(["uint16", "int32"]),
+    "--dtype", type=click.Choice(["uint16", "int32"]),
     help="Type of the token ids.  [default: uint16 if all of the tokenizer's ids fit, else int32]",
-)
+)  # fmt: skip
 @click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
+    "--workers", type=click.IntRange(min=1), metavar="N",
     help="Reader processes or, with --slurm, concurrent Slurm jobs.  "
     f"[default: one per CPU, at most {_DEFAULT_WORKERS} without --tokenize; {_DEFAULT_JOBS} with "
     "--slurm]",
-)
+)  # fmt: skip
 @click.option("--slurm", is_flag=True, help="Read the inputs in Slurm jobs.")
 @options.job_options("partition account qos time")
 @click.option(
-    "--out",
-    required=True,
-    type=click.Path(path_type=Path),
+    "--out", required=True, type=click.Path(path_type=Path),
     help="The corpus, an Arrow file; its manifest is written next to it.",
-)
+)  # fmt: skip
 def build(
-    inputs: tuple[str, ...],
-    files_from: str | None,
-    format_: Any,
-    text_by: Any,
-    text_key: str,
-    skip_bad: bool,
-    overwrite: bool,
-    as_json: bool,
-    prompt_key: str | None,
-    completion_key: str | None,
-    normalize: Any,
-    min_chars: int,
-    dedup: bool,
-    tokenizer: Path | None,
-    dtype: Any,
-    workers: int | None,
-    slurm: bool,
-    out: Path,
+    inputs: tuple[str, ...], files_from: str | None, format_: Any, text_by: Any, text_key: str,
+    skip_bad: bool, overwrite: bool, as_json: bool, prompt_key: str | None,
+    completion_key: str | None, normalize: Any, min_chars: int, dedup: bool, tokenizer: Path | None,
+    dtype: Any, workers: int | None, slurm: bool, out: Path,
     **slurm_options: str | None,  # --partition, --account, --qos, --time
-) -> None:
+) -> None:  # fmt: skip
     """Build an Arrow corpus from files of text.
 
     INPUT is a file (text, JSON lines, CSV, Parquet or Arrow), a folder of files (read recursively),
@@ -290,23 +257,13 @@ def tokenizer() -> None:
     "--out", required=True, type=click.Path(path_type=Path), help="The tokenizer.json to write."
 )
 @click.option(
-    "--vocab-size",
-    type=int,
-    required=True,
+    "--vocab-size", type=int, required=True,
     help="Entries, the 256 bytes and the end-of-document token included.",
-)
+)  # fmt: skip
 def train(
-    inputs: tuple[str, ...],
-    files_from: str | None,
-    format_: Any,
-    text_by: Any,
-    text_key: str,
-    skip_bad: bool,
-    overwrite: bool,
-    as_json: bool,
-    out: Path,
-    vocab_size: int,
-) -> None:
+    inputs: tuple[str, ...], files_from: str | None, format_: Any, text_by: Any, text_key: str,
+    skip_bad: bool, overwrite: bool, as_json: bool, out: Path, vocab_size: int,
+) -> None:  # fmt: skip
     """Train a byte-level BPE tokenizer on texts.
 
     The texts are a corpus, or files that `slurmllm data build` reads.

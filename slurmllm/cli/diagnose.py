@@ -47,17 +47,9 @@ _UNITS = {
 @options.as_json
 @click.pass_context
 def health(
-    ctx: click.Context,
-    /,
-    cluster: str | None,
-    nodes: int | None,
-    bandwidth: bool | None,
-    overrides: tuple[str, ...],
-    local: bool,
-    runs_dir: str | None,
-    as_json: bool,
-    **job: str | None,
-) -> None:
+    ctx: click.Context, /, cluster: str | None, nodes: int | None, bandwidth: bool | None,
+    overrides: tuple[str, ...], local: bool, runs_dir: str | None, as_json: bool, **job: str | None,
+) -> None:  # fmt: skip
     """Check that nodes are healthy.
 
     Checks devices, versions, network, disks, clocks and bandwidth.

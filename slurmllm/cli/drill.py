@@ -47,20 +47,10 @@ _HEADINGS = (
 @options.as_json
 @click.pass_context
 def drill(
-    ctx: click.Context,
-    *,
-    run: str,
-    kinds: str,
-    steps: int | None,
-    nodes: int | None,
-    local: bool,
-    seed: int,
-    keep: bool,
-    tolerance: float | None,
-    overrides: tuple[str, ...],
-    runs_dir: str | None,
-    as_json: bool,
-) -> None:
+    ctx: click.Context, *, run: str, kinds: str, steps: int | None, nodes: int | None, local: bool,
+    seed: int, keep: bool, tolerance: float | None, overrides: tuple[str, ...],
+    runs_dir: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Test that RUN recovers exactly from failures.
 
     Injects faults into short copies of RUN. The copies are runs in the same folder, with RUN's

@@ -90,30 +90,13 @@ _DEFAULT_JOBS = 16
 @options.as_json
 @click.pass_context
 def evaluate(
-    ctx: click.Context,
-    /,
-    run: str,
-    suites: tuple[str, ...],
-    tasks: tuple[str, ...],
-    steps: tuple[str, ...],
-    limit: int | None,
-    shots: int | None,
-    batch_size: int | None,
-    device: str,
-    jobs: int | None,
-    slurm: bool,
-    validation_corpus: Path | None,
-    tokenizer: Path | None,
-    export_dir: Path | None,
-    allow_code: bool,
-    force: bool,
-    fetching: bool,
-    plot: str | None,
-    no_plot: bool,
-    runs_dir: str | None,
-    as_json: bool,
+    ctx: click.Context, /, run: str, suites: tuple[str, ...], tasks: tuple[str, ...],
+    steps: tuple[str, ...], limit: int | None, shots: int | None, batch_size: int | None,
+    device: str, jobs: int | None, slurm: bool, validation_corpus: Path | None,
+    tokenizer: Path | None, export_dir: Path | None, allow_code: bool, force: bool, fetching: bool,
+    plot: str | None, no_plot: bool, runs_dir: str | None, as_json: bool,
     **slurm_options: Any,  # partition, account, qos, time, cpus, gpus
-) -> None:
+) -> None:  # fmt: skip
     """Evaluate checkpoints of RUN.
 
     Runs tasks of lm-evaluation-harness and computes the validation loss.

@@ -29,24 +29,15 @@ _SHOWN_CHARS = 400
 @options.set_value
 @click.option("--exact", is_flag=True, help="Count all tokens instead of sampling a large corpus.")
 @click.option(
-    "--sequences",
-    type=click.IntRange(min=0),
-    default=2,
-    show_default=True,
+    "--sequences", type=click.IntRange(min=0), default=2, show_default=True,
     help="Number of packed sequences to show decoded.",
-)
+)  # fmt: skip
 @options.runs_dir
 @options.as_json
 def inspect(
-    corpus: str | None,
-    tokenizer: str | None,
-    recipe: str | None,
-    overrides: tuple[str, ...],
-    exact: bool,
-    sequences: int,
-    runs_dir: str | None,
-    as_json: bool,
-) -> None:
+    corpus: str | None, tokenizer: str | None, recipe: str | None, overrides: tuple[str, ...],
+    exact: bool, sequences: int, runs_dir: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Count the documents and tokens of a corpus.
 
     Also shows the lengths of the documents and the first packed sequences.

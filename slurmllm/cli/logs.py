@@ -56,27 +56,15 @@ _LEVELS: dict[str, dict[str, Any]] = {
 )  # fmt: skip
 @click.option("--stacks", is_flag=True, help="Show the workers' stack traces of the last hang.")
 @click.option(
-    "-n",
-    "--lines",
-    type=click.IntRange(min=1),
-    metavar="N",
+    "-n", "--lines", type=click.IntRange(min=1), metavar="N",
     help="Only the last N lines of each log.",
-)
+)  # fmt: skip
 @options.runs_dir
 def logs(
-    *,
-    run: str,
-    follow: bool,
-    stage: Stage | None,
-    attempt: int | None,
-    rank: int | None,
-    ranks: str | None,
-    all_ranks: bool,
-    failed: bool,
-    stacks: bool,
-    lines: int | None,
+    *, run: str, follow: bool, stage: Stage | None, attempt: int | None, rank: int | None,
+    ranks: str | None, all_ranks: bool, failed: bool, stacks: bool, lines: int | None,
     runs_dir: str | None,
-) -> None:
+) -> None:  # fmt: skip
     """Print the logs of RUN: precompile stage, then train stage.
 
     The log of a stage has the output of the batch script, the supervisor and rank 0. Logs of
@@ -168,15 +156,9 @@ def _require_log(run: RunDir, stage: Stage, attempt: int | None, rank: int, foll
 
 
 def _merge(
-    run: RunDir,
-    stages: tuple[Stage, ...],
-    attempt: int | None,
-    wanted: Callable[[int], bool],
-    lines: int | None,
-    follow: bool,
-    prefix: bool = False,
-    last: bool = False,
-) -> None:
+    run: RunDir, stages: tuple[Stage, ...], attempt: int | None, wanted: Callable[[int], bool],
+    lines: int | None, follow: bool, prefix: bool = False, last: bool = False,
+) -> None:  # fmt: skip
     """Print the logs of several workers, or of one of the last attempt."""
     from slurmllm.errors import RunError
     from slurmllm.status.logs import MergedLogs

@@ -118,11 +118,10 @@ patterns = click.option(
     "A:REGEX for the first source only; repeatable.",
 )  # fmt: skip
 from_step = click.option(
-    "--from-step",
-    type=click.IntRange(min=0),
+    "--from-step", type=click.IntRange(min=0),
     is_eager=True,  # parsed before --to-step, whose callback reads it
     help="First step to read.  [default: the first]",
-)
+)  # fmt: skip
 to_step = click.option(
     "--to-step", type=click.IntRange(min=0), callback=_after_from_step,
     help="Last step to read, inclusive.  [default: the last]",

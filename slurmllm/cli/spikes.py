@@ -17,29 +17,20 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option(
-    "--metric",
-    type=click.Choice(("loss", "grad_norm", "all")),
-    default="all",
-    show_default=True,
+    "--metric", type=click.Choice(("loss", "grad_norm", "all")), default="all", show_default=True,
     help="What to search for spikes; all: both if they are logged.",
-)
+)  # fmt: skip
 @click.option(
     "--window", type=int, default=20, show_default=True, help="Number of steps in the running mean."
 )
 @click.option(
-    "--threshold",
-    type=float,
-    default=0.1,
-    show_default=True,
+    "--threshold", type=float, default=0.1, show_default=True,
     help="A value higher than the running mean by more than this is a spike.",
-)
+)  # fmt: skip
 @click.option(
-    "--min-gap",
-    type=int,
-    default=1,
-    show_default=True,
+    "--min-gap", type=int, default=1, show_default=True,
     help="Spikes with fewer normal steps between them are merged.",
-)
+)  # fmt: skip
 @options.tags
 @options.patterns
 @options.from_step
@@ -49,21 +40,10 @@ if TYPE_CHECKING:
 @options.runs_dir
 @options.as_json
 def spikes(
-    *,
-    sources: tuple[str, ...],
-    metric: str,
-    window: int,
-    threshold: float,
-    min_gap: int,
-    tags: tuple[str, ...],
-    patterns: tuple[str, ...],
-    from_step: int | None,
-    to_step: int | None,
-    plot: str | None,
-    no_plot: bool,
-    runs_dir: str | None,
-    as_json: bool,
-) -> None:
+    *, sources: tuple[str, ...], metric: str, window: int, threshold: float, min_gap: int,
+    tags: tuple[str, ...], patterns: tuple[str, ...], from_step: int | None, to_step: int | None,
+    plot: str | None, no_plot: bool, runs_dir: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Find spikes of loss and gradient norm in runs and logs.
 
     Also finds the restarts, skipped batches and gradient-norm changes that coincide with them.

@@ -36,11 +36,9 @@ class _StatusCommand(click.Command):
 @click.command(cls=_StatusCommand)
 @click.argument("run", required=False)
 @click.option(
-    "--watch",
-    type=float,
-    metavar="[SECONDS]",
+    "--watch", type=float, metavar="[SECONDS]",
     help=f"Refresh every SECONDS (default {_INTERVAL_S:g}) until all shown runs have ended.",
-)
+)  # fmt: skip
 @click.option("--active", is_flag=True, help="Show only runs that are pending or running.")
 @options.runs_dir
 @options.as_json

@@ -34,21 +34,10 @@ if TYPE_CHECKING:
 @options.as_json
 @click.pass_context
 def submit(
-    ctx: click.Context,
-    /,
-    recipe: str,
-    nodes: int,
-    name: str | None,
-    overrides: tuple[str, ...],
-    cluster: str | None,
-    precompile: Precompile,
-    runs_dir: str | None,
-    dry_run: bool,
-    local: bool,
-    force: bool,
-    as_json: bool,
-    **slurm: str | None,
-) -> None:
+    ctx: click.Context, /, recipe: str, nodes: int, name: str | None, overrides: tuple[str, ...],
+    cluster: str | None, precompile: Precompile, runs_dir: str | None, dry_run: bool, local: bool,
+    force: bool, as_json: bool, **slurm: str | None,
+) -> None:  # fmt: skip
     """Train RECIPE on N nodes.
 
     Submits a precompile job, then a train job that depends on it.
@@ -220,13 +209,10 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
 @click.option("--nodes", type=int, help="Number of nodes.  [default: as before]")
 @click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
 @click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="PATH=VALUE",
+    "--set", "overrides", multiple=True, metavar="PATH=VALUE",
     help="Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "
     "batch cannot change: the checkpoints depend on them.",
-)
+)  # fmt: skip
 @click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
 @click.option(
     "--from-scratch", is_flag=True, help="Start again from step 0, without the checkpoints."
@@ -237,18 +223,10 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
 @options.as_json
 @click.pass_context
 def resume(
-    ctx: click.Context,
-    run: str,
-    nodes: int | None,
-    cluster: str | None,
-    overrides: tuple[str, ...],
-    local: bool,
-    from_scratch: bool,
-    force: bool,
-    precompile: Precompile,
-    runs_dir: str | None,
-    as_json: bool,
-) -> None:
+    ctx: click.Context, run: str, nodes: int | None, cluster: str | None,
+    overrides: tuple[str, ...], local: bool, from_scratch: bool, force: bool,
+    precompile: Precompile, runs_dir: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Continue RUN after it was cancelled or stopped.
 
     Training continues in the same directory, as its next attempt. The number of nodes, the cluster
