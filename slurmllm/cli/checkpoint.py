@@ -82,7 +82,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("list")
-@click.argument("run")
+@click.argument("run", shell_complete=options.complete_run)
 @click.option(
     "--verify", "verifying", is_flag=True, help="Verify sizes and checksums of all files."
 )
@@ -121,7 +121,7 @@ def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> Non
 
 
 @checkpoint.command()
-@click.argument("target", metavar="CKPT|RUN")
+@click.argument("target", metavar="CKPT|RUN", shell_complete=options.complete_run)
 @options.runs_dir
 @options.as_json
 @click.pass_context
@@ -205,7 +205,7 @@ def import_(
 
 
 @checkpoint.command()
-@click.argument("source", metavar="CKPT")
+@click.argument("source", metavar="CKPT", shell_complete=options.complete_run)
 @out
 @of_run
 @dtype
@@ -271,7 +271,7 @@ def export(
 
 
 @checkpoint.command()
-@click.argument("source", metavar="CKPT")
+@click.argument("source", metavar="CKPT", shell_complete=options.complete_run)
 @click.option(
     "--to",
     "backend",

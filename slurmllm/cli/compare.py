@@ -22,8 +22,10 @@ _HEADINGS = (
 
 
 @click.command()
-@click.argument("a")
-@click.argument("others", metavar="B [C …]", nargs=-1, required=True)
+@click.argument("a", shell_complete=options.complete_run)
+@click.argument(
+    "others", metavar="B [C …]", nargs=-1, required=True, shell_complete=options.complete_run
+)
 @click.option("--tolerance", type=float, help="Relative tolerance of the loss.  [default: 1e-3]")
 @click.option(
     "--grad-norm-tolerance", type=float,

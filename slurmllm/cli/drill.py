@@ -21,7 +21,7 @@ _HEADINGS = (
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=options.complete_run)
 @click.option(
     "--kinds", default="all", show_default=True,
     help="worker, node, first_node, time_limit, save, hang, separated by commas; or all.",

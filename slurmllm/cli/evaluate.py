@@ -20,7 +20,7 @@ _DEFAULT_JOBS = 16
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=options.complete_run)
 @click.option(
     "--suite", "suites", multiple=True, metavar="NAME|FILE.yaml",
     help="Suite of tasks: hlat, pythia, smoke, or your own .yaml file; repeatable.",

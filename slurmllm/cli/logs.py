@@ -33,7 +33,7 @@ _LEVELS: dict[str, dict[str, Any]] = {
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=options.complete_run)
 @click.option("-f", "--follow", is_flag=True, help="Print new lines until the run ends.")
 @click.option("--stage", type=click.Choice(["precompile", "train"]), help="Only this stage.")
 @click.option(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from slurmllm.format import printable
 
@@ -88,6 +89,31 @@ def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -
     return last
 
 
+def complete_run(ctx: click.Context, _: click.Parameter, begin: str) -> list[CompletionItem]:
+    """Names of runs for the shell, or its own completion of paths if none begins so."""
+    from slurmllm.rundir import RUN_NAME, is_run, runs_root
+
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        entries = runs_root(ctx.params.get("runs_dir")).iterdir()
+        # A shell inserts names as they are: those that it would interpret are left out.
+        named = [one for one in entries if one.name.startswith(begin)]
+        found = sorted(one.name for one in named if RUN_NAME.fullmatch(one.name) and is_run(one))
+    return _completions(found, begin)
+
+
+def complete_recipe(_: click.Context, param: click.Parameter, begin: str) -> list[CompletionItem]:
+    """Names of the shipped recipes, or of the profiles for --cluster."""
+    from slurmllm.config.resolve import available, clusters_dir, recipes_dir
+
+    names = available(clusters_dir() if param.name == "cluster" else recipes_dir())
+    return _completions([name for name in names if name.startswith(begin)], begin)
+
+
+def _completions(names: Sequence[str], begin: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names] or [CompletionItem(begin, type="file")]
+
+
 runs_dir = click.option(
     "--runs-dir", metavar="DIR",
     help="Folder of all runs, on the shared file system.  [default: $SLURMLLM_RUNS, else ./runs]",
@@ -103,7 +129,7 @@ precompile = click.option(
     "always: compile again.",
 )  # fmt: skip
 cluster = click.option(
-    "--cluster", metavar="PROFILE",
+    "--cluster", metavar="PROFILE", shell_complete=complete_recipe,
     help="Cluster profile, by name or .yaml file.  "
     "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]",
 )  # fmt: skip

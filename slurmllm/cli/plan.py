@@ -21,7 +21,7 @@ _TOP = 10
 
 
 @click.command()
-@click.argument("recipes", nargs=-1, metavar="[RECIPE…]")
+@click.argument("recipes", nargs=-1, metavar="[RECIPE…]", shell_complete=options.complete_recipe)
 @click.option("--nodes", metavar="N[,N…]", help="Node counts; several give one row per count.")
 @options.cluster
 @options.set_value

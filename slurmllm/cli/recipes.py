@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=options.complete_recipe)
 @click.option("--explain", is_flag=True, help="Show where each value comes from.")
 @options.cluster
 @options.set_value

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE…")
+@click.argument(
+    "sources", nargs=-1, required=True, metavar="SOURCE…", shell_complete=options.complete_run
+)
 @click.option(
     "--price",
     metavar="USD",
@@ -56,17 +58,18 @@ def report(
 
     Node hours are taken from Slurm's accounting (sacct), or without it from the attempts' records.
 
-    Exit codes: 0 success; 2 run not found or invalid options; 4 a requested file cannot be written.
+    Exit codes: 0 success; 2 run not found or invalid options; 4 a file cannot be written.
     """
-    from slurmllm.errors import UserError
+    from slurmllm.errors import StorageError, UserError
     from slurmllm.metrics.source import locate, parse_tags
+    from slurmllm.report.pictures import default_path
     from slurmllm.report.sources import (
         compare_with_first,
         find_run_directory,
         make_names_unique,
         read_run_facts,
     )
-    from slurmllm.report.write import to_json
+    from slurmllm.report.write import to_json, write_report
     from slurmllm.rundir import runs_root
     from slurmllm.slurm.client import SlurmClient
 
@@ -92,15 +95,23 @@ def report(
                 f"--plot {plot}: none of the sources is a run, and logs have no node hours"
             )
         draw_utilization(used, Path(plot))
-    written = {"html": None, "markdown": None} if no_files else _write(runs, out, not no_html)
+    page = default_path(runs) if out is None else Path(out)
+    written: dict[str, str | None] = {"html": None, "markdown": None}
+    failure = None
+    try:
+        written = written if no_files else write_report(runs, page, not no_html)
+    except StorageError as error:  # the tables are printed anyway
+        failure = StorageError(f"{error}; name another place with --out FILE.html, or --no-files")
     if as_json:
         click.echo(to_json(runs, written))
-        return
-    _print(runs)
-    if plot is not None:
-        click.echo(f"picture: {plot}")
-    for path in filter(None, written.values()):
-        click.echo(f"report: {path}")
+    else:
+        _print(runs)
+        if plot is not None:
+            click.echo(f"picture: {plot}")
+        for path in filter(None, written.values()):
+            click.echo(f"report: {path}")
+    if failure is not None:
+        raise failure
 
 
 def _price(price: str) -> float | PriceKind:
@@ -119,22 +130,6 @@ def _price(price: str) -> float | PriceKind:
             "reserved"
         )
     return usd
-
-
-def _write(runs: Sequence[RunFacts], out: str | None, html: bool) -> dict[str, str | None]:
-    """Write the files; without --out a failure is a warning, as the tables are printed anyway."""
-    from slurmllm.errors import StorageError
-    from slurmllm.report.pictures import default_path
-    from slurmllm.report.write import write_report
-
-    page = default_path(runs) if out is None else Path(out)
-    try:
-        return write_report(runs, page, html)
-    except StorageError as error:
-        if out is not None:
-            raise
-        click.echo(f"warning: {error}; name another place with --out FILE.html", err=True)
-        return {"html": None, "markdown": None}
 
 
 def _print(runs: Sequence[RunFacts]) -> None:

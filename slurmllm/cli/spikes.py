@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.argument(
+    "sources", nargs=-1, required=True, metavar="SOURCE...", shell_complete=options.complete_run
+)
 @click.option(
     "--metric", type=click.Choice(("loss", "grad_norm", "all")), default="all", show_default=True,
     help="What to search for spikes; all: both if they are logged.",

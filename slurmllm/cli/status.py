@@ -34,7 +34,7 @@ class _StatusCommand(click.Command):
 
 
 @click.command(cls=_StatusCommand)
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=options.complete_run)
 @click.option(
     "--watch", type=float, metavar="[SECONDS]",
     help=f"Refresh every SECONDS (default {_INTERVAL_S:g}) until all shown runs have ended.",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=options.complete_recipe)
 @click.option("--nodes", type=int, default=1, show_default=True, help="Nodes of the train job.")
 @click.option("--name", help="The run's name.  [default: RECIPE-001, -002, …]")
 @options.set_value
@@ -205,7 +205,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=options.complete_run)
 @click.option("--nodes", type=int, help="Number of nodes.  [default: as before]")
 @click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
 @click.option(
@@ -315,7 +315,7 @@ def _layout(config: RunConfig) -> tuple[Any, ...]:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=options.complete_run)
 @options.runs_dir
 def cancel(run: str, runs_dir: str | None) -> None:
     """Cancel RUN's jobs.

@@ -76,9 +76,11 @@ def write_pictures(
         StorageError: a file cannot be written.
     """
     found = {}
-    if any(facts.curve is not None for facts in runs):
+    metrics = shown_metrics(runs)
+    split = next((f for f in runs if f.curve is not None and step_parts(f.curve)), None)
+    if metrics or split is not None:  # neither: no value is finite
         found[CURVES] = folder / f"{CURVES}.png"
-        _write_curves(runs, found[CURVES])
+        _write_curves(runs, metrics, split, found[CURVES])
     used = {f.name: f.used for f in runs if f.used is not None and f.used.node_hours > 0}
     if used:
         found[UTILIZATION] = folder / f"{UTILIZATION}.png"
@@ -123,10 +125,13 @@ def _write_scaling(figure: PlotData, path: Path) -> None:
 
 
 @rc_context(fname=PICTURE_STYLE)
-def _write_curves(runs: Sequence[RunFacts], path: Path) -> None:
+def _write_curves(
+    runs: Sequence[RunFacts],
+    metrics: Sequence[tuple[str, str, str]],
+    split: RunFacts | None,
+    path: Path,
+) -> None:
     """One panel per metric, and one with the parts of a step of the first run that has them."""
-    metrics = shown_metrics(runs)
-    split = next((f for f in runs if f.curve is not None and step_parts(f.curve)), None)
     count = len(metrics) + (split is not None)
     rows = -(-count // 2)
     # Fixed margins, in inches: a constrained layout takes as long to solve as all the drawing.
@@ -188,7 +193,7 @@ def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
 
     finite = np.concatenate([one[np.isfinite(one)] for one in known])
     if finite.size and np.ptp(finite) <= 1e-6 * np.abs(finite).max():  # a constant learning rate
-        axes.set_ylim(*sorted((0.0, 2.0 * float(finite[0]) or 1.0)))
+        axes.set_ylim(*sorted((0.0, 2 * float(np.clip(finite[0], -1e300, 1e300)) or 1.0)))
 
 
 @rc_context(fname=PICTURE_STYLE)

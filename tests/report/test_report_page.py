@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -185,9 +186,26 @@ def test_json_and_places(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
     runs[0].reports.write_text("a file where the folder should be")
     shown = call(tmp_path, "small")
-    assert shown.exit_code == 0
-    assert "warning: cannot write" in shown.output
+    assert shown.exit_code == 4
+    assert "error: cannot write" in shown.output
+    assert "--no-files" in shown.output
+    assert "node hours" in shown.stdout  # the tables
+    found = call(tmp_path, "small", "--json")
+    assert found.exit_code == 4
+    assert json.loads(found.stdout)["report"] == {"html": None, "markdown": None}
+    assert call(tmp_path, "small", "--no-files").exit_code == 0
     assert call(tmp_path, "small", "--out", str(runs[0].reports / "x.html")).exit_code == 4
+
+
+@pytest.mark.parametrize("values", [math.nan, math.inf, -math.inf, 1e308, 0.0])
+@pytest.mark.parametrize("steps", [range(1, 20), range(2**53 - 2, 2**53)])
+def test_no_value_is_finite(tmp_path: Path, values: float, steps: range) -> None:
+    rows = [{"step": s, "attempt": 0, "loss": values, "grad_norm": values} for s in steps]
+    log = write_rows(tmp_path / "odd.jsonl", rows)
+    shown = call(tmp_path, str(log), "--out", str(tmp_path / "p.html"))
+    assert shown.exit_code == 0, shown.output
+    assert (tmp_path / "p.md").is_file()
+    assert (tmp_path / "p_files").is_dir() == math.isfinite(values)
 
 
 @pytest.mark.parametrize(
