@@ -1,4 +1,4 @@
-"""The rendezvous of workers: torchrun's variables, the network interface, a free port.
+"""The rendezvous of workers: torchrun's variables, the network interface, a port, a secret.
 
 Every process that starts workers (launcher, `calibrate`, `health`) takes their variables from
 `rendezvous_variables`. Nodes such as trn1's have eight interfaces in one subnet: the first one is
@@ -9,20 +9,26 @@ all of them in any order.
 from __future__ import annotations
 
 import ctypes
+import errno
 import ipaddress
 import os
+import secrets
 import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
 
+from slurmllm.errors import ConfigError
+
 NODE_RANK = "SLURMLLM_NODE_RANK"
 NODE_NAME = "SLURMLLM_NODE"
 SHARING = "SLURMLLM_SHARING"  # workers that share a machine
+SECRET = "SLURMLLM_SECRET"  # noqa: S105 (a name): by it the workers of one start know each other
 # Read by gloo and by Neuron's collectives; both would take whichever interface they find.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "CCOM_SOCKET_IFNAME")
 _ROUTES = Path("/proc/net/route")
 _UP, _ANYWHERE = 0x1, "00000000"  # linux/route.h: RTF_UP; the destination of a default route
+_BACKLOG = 4096  # workers that connect at once; Linux's default limit
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -57,6 +63,37 @@ def rendezvous_variables(
         **({} if omp is None else {"OMP_NUM_THREADS": omp}),
         **interface_variables(master_addr),
     }
+
+
+def new_secret() -> dict[str, str]:
+    """The variable with a new secret, for all workers that are started together.
+
+    Only for their environment, which other users cannot read: they can read command lines.
+    """
+    return {SECRET: secrets.token_hex(32)}
+
+
+def own_secret() -> bytes:
+    """The secret that this worker shares with its peers."""
+    try:
+        return os.environ[SECRET].encode()
+    except KeyError as error:
+        raise ConfigError(
+            f"{SECRET} is not set: several workers are started by the launcher, which makes it"
+        ) from error
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket, on every interface only if `address` is a name or of another machine."""
+    try:
+        ipaddress.IPv4Address(address)
+        return socket.create_server((address, port), backlog=_BACKLOG)
+    except ValueError:
+        pass
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def interface_variables(master_addr: str, routes: Path = _ROUTES) -> dict[str, str]:

@@ -20,6 +20,7 @@ from slurmllm.backends.rendezvous import (
     NODE_NAME,
     NODE_RANK,
     die_with_parent,
+    new_secret,
     reachable_address,
 )
 from slurmllm.config.resolve import RunConfig
@@ -111,7 +112,9 @@ class SlurmAllocation(Allocation):
         ]
         errors = None if output is None else subprocess.STDOUT
         try:
-            return subprocess.Popen(srun, stdout=output, stderr=errors)
+            # srun hands its environment to the nodes.
+            environment = {**os.environ, **new_secret()}
+            return subprocess.Popen(srun, env=environment, stdout=output, stderr=errors)
         except OSError as error:
             raise SlurmError(f"srun cannot be started on {self.nodes[0]}: {error}") from error
 
@@ -163,10 +166,11 @@ class LocalAllocation(Allocation):
 
     def _start(self, command: Sequence[str], output: int | None) -> list[subprocess.Popen[bytes]]:
         errors = None if output is None else subprocess.STDOUT
+        environment = {**os.environ, **new_secret()}
         return [
             subprocess.Popen(
                 command,
-                env={**os.environ, NODE_RANK: str(index), NODE_NAME: name},
+                env={**environment, NODE_RANK: str(index), NODE_NAME: name},
                 preexec_fn=die_with_parent, stdout=output, stderr=errors,
             )
             for index, name in enumerate(self.nodes)

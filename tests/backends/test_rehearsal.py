@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,12 +22,15 @@ from train.gang import small_config
 
 from slurmllm.backends.base import MicroBatch, Worker, load_backend
 from slurmllm.backends.environment import load_environment
+from slurmllm.backends.rehearsal import network
 from slurmllm.backends.rehearsal.network import Star
 from slurmllm.backends.rehearsal.runtime import RehearsalBackend
+from slurmllm.backends.rendezvous import listen
 from slurmllm.errors import ConfigError, NodeError, StorageError
 from slurmllm.plan.mesh import make_mesh
 
 T = TypeVar("T")
+SECRET = b"known to the workers"
 STEPS, LABELS = 6, 8 * 32
 TOKENS = np.random.default_rng(0).integers(0, 512, (STEPS, 8, 33))
 
@@ -55,7 +63,7 @@ def trained(
 
     def work(rank: int, address: tuple[str, int]) -> list[tuple[float, float, float]]:
         backend = RehearsalBackend(config, mesh, Worker(rank, nodes, 0, f"n{rank}"))
-        backend.star = Star(rank, nodes, address)
+        backend.star = Star(rank, nodes, address, SECRET)
         backend._step_s = 0.0
         backend.build(lambda: pytest.fail("a model was built"))
         backend.build_optimizer()
@@ -110,7 +118,7 @@ def test_a_peer_that_goes_is_noticed_at_once_by_everybody() -> None:
     gone = threading.Event()
 
     def work(rank: int, address: tuple[str, int]) -> str:
-        star = Star(rank, 4, address)
+        star = Star(rank, 4, address, SECRET)
         assert star.gather(rank * rank) == [0, 1, 4, 9]
         if rank == 2:
             star.close()
@@ -129,25 +137,160 @@ def test_a_peer_that_goes_is_noticed_at_once_by_everybody() -> None:
     assert messages[1] == messages[3] == "Connection closed by peer: rank 0"
 
 
-def test_a_stranger_at_the_door_is_sent_away() -> None:
-    def work(rank: int, address: tuple[str, int]) -> list[int]:
-        if rank == 1:
-            while True:
-                try:
-                    stranger = socket.create_connection(address, timeout=5)
-                    break
-                except ConnectionRefusedError:
-                    continue
-            stranger.sendall(b"GET / HTTP/1.1\r\n"[:16])
-            assert stranger.recv(1) == b""
-            stranger.close()
-        star = Star(rank, 2, address)
+def dial(address: tuple[str, int]) -> socket.socket:
+    """A connection to rank 0, as soon as it listens."""
+    while True:
         try:
-            return star.gather(rank)
+            return socket.create_connection(address, timeout=5)
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+
+
+class Planted:
+    """Executes code where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def attacked(attack: Callable[[tuple[str, int]], None]) -> float:
+    """Attack rank 0 of two workers before the other one starts; the rendezvous's duration, s."""
+
+    def work(rank: int, address: tuple[str, int]) -> float:
+        begun = time.monotonic()
+        if rank == 1:
+            attack(address)
+        star = Star(rank, 2, address, SECRET)
+        took = time.monotonic() - begun
+        try:
+            assert star.gather(rank) == [0, 1]
         finally:
             star.close()
+        return took
 
-    assert gang(2, work) == [[0, 1], [0, 1]]
+    return max(gang(2, work))
+
+
+def test_a_stranger_is_sent_away_and_nothing_of_it_is_unpickled(tmp_path: Path) -> None:
+    payload = pickle.dumps(Planted(tmp_path / "planted"))
+    framed = struct.pack("!Q", len(payload)) + payload
+
+    def attack(address: tuple[str, int]) -> None:
+        # The second as the workers of earlier versions greeted: the pickle was executed.
+        for text in (b"GET / HTTP/1.1\r\n" * 6, struct.pack("!8sII", b"slurmllm", 1, 2) + framed):
+            with dial(address) as stranger:
+                stranger.sendall(text)
+                with suppress(ConnectionResetError):
+                    while stranger.recv(64):
+                        pass
+
+    assert attacked(attack) < 10
+    assert not (tmp_path / "planted").exists()
+
+
+def test_idle_strangers_delay_nobody(request: pytest.FixtureRequest) -> None:
+    def attack(address: tuple[str, int]) -> None:
+        for _ in range(20):
+            stranger = dial(address)
+            request.addfinalizer(stranger.close)
+            stranger.sendall(b"x" * 10)
+
+    assert attacked(attack) < 4  # each delayed it by 5 s
+
+
+def test_many_strangers_keep_no_worker_out(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(network, "_MAX_GUESTS", 4)
+
+    def attack(address: tuple[str, int]) -> None:
+        for _ in range(30):
+            request.addfinalizer(dial(address).close)
+
+    assert attacked(attack) < 4
+
+
+def test_a_worker_without_the_secret_does_not_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "RENDEZVOUS_S", 1.0)
+
+    def work(rank: int, address: tuple[str, int]) -> str:
+        with pytest.raises(NodeError) as caught:
+            Star(rank, 2, address, b"a guess" if rank else SECRET)
+        return str(caught.value)
+
+    first, second = gang(2, work)
+    assert "waiting for 1 of 2 workers" in first
+    assert "waiting for rank 0" in second
+
+
+def test_a_recorded_greeting_lets_nobody_in() -> None:
+    greetings: list[bytes] = []
+
+    def attack(address: tuple[str, int]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as tap:
+            thread = threading.Thread(target=pass_on_once, args=(tap, address, greetings))
+            thread.start()
+            host, port = tap.getsockname()
+            with suppress(NodeError), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Star, "_receive", lambda *_: pytest.fail("let in"))
+                patch.setattr(network, "RENDEZVOUS_S", 0.2)
+                Star(1, 2, (host, port), SECRET)
+            thread.join()
+        with dial(address) as stranger:
+            stranger.sendall(greetings[0])
+            stranger.recv(32)
+            with suppress(ConnectionResetError):
+                assert stranger.recv(32) == b"", "rank 0 answered a replayed greeting"
+
+    attacked(attack)
+    assert len(greetings[0]) == 72
+
+
+def pass_on_once(tap: socket.socket, address: tuple[str, int], greetings: list[bytes]) -> None:
+    """Give a worker rank 0's challenge, and record its greeting instead of handing it over."""
+    worker, _ = tap.accept()
+    tap.close()
+    with worker, dial(address) as server:
+        worker.sendall(server.recv(32))
+        greetings.append(worker.recv(72))
+
+
+def test_nothing_from_a_false_rank_0_is_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "RENDEZVOUS_S", 1.0)
+    payload = pickle.dumps(Planted(tmp_path / "planted"))
+    framed = struct.pack("!Q", 0) + struct.pack("!Q", len(payload)) + payload
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    peers.append(server.accept()[0])
+                    with suppress(OSError):
+                        peers[-1].sendall(framed + b"p" * 64)  # values, to earlier versions
+
+        peers: list[socket.socket] = []
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(NodeError, match="does not know the secret"):
+            Star(1, 2, server.getsockname(), SECRET).gather(None)
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for peer in peers:
+        peer.close()
+    assert not (tmp_path / "planted").exists()
+
+
+def test_rank_0_listens_only_where_its_workers_connect() -> None:
+    with listen("127.0.0.1", 0) as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+    for foreign in ("192.0.2.1", "localhost"):  # behind a translated address; a name
+        with listen(foreign, 0) as server:
+            assert server.getsockname()[0] == "0.0.0.0"
 
 
 def test_what_it_cannot_do_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,13 @@ from fake_slurm import FakeSlurm
 
 from slurmllm.backends import rendezvous
 from slurmllm.backends.rendezvous import (
+    SECRET,
     default_interface,
     interface_variables,
+    own_secret,
     reachable_address,
 )
+from slurmllm.errors import ConfigError
 from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 
 # A trn1 node: every interface has a default route, the first one the lowest metric. 010200C0 is
@@ -110,6 +116,35 @@ def test_a_slurm_jobs_rendezvous_is_the_first_nodes_address(
 
 def test_a_local_runs_rendezvous_never_leaves_the_machine() -> None:
     assert LocalAllocation().master_addr == "127.0.0.1"
+
+
+def test_each_start_has_its_own_secret_and_no_command_line_shows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secrets: list[str] = []
+
+    def start(command: Sequence[str], env: dict[str, str], **_: object) -> None:
+        secrets.append(env[SECRET])
+        assert len(bytes.fromhex(env[SECRET])) == 32
+        assert not any(env[SECRET] in word for word in command)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[2-3]")
+    monkeypatch.setenv("SLURMLLM_LOCAL_NODES", "2")
+    resolving(monkeypatch)
+    slurm = SlurmAllocation(FakeSlurm())
+    slurm.launch(Path("r"), "train", 0)
+    slurm.ask(["true"])
+    LocalAllocation().ask(["true"])  # two nodes that share it
+    assert len(secrets) == 4
+    assert len(set(secrets)) == 3
+    assert SECRET not in os.environ
+
+
+def test_several_workers_need_a_secret() -> None:
+    with pytest.raises(ConfigError, match="SLURMLLM_SECRET is not set"):
+        own_secret()
 
 
 def test_the_real_machine_answers() -> None:

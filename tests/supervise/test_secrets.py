@@ -42,6 +42,12 @@ def test_only_workers_have_it_and_only_one_file(bench: Bench, tmp_path: Path) ->
     run = tmp_path / "runs" / "r"
     seen = {path.name for path in records.iterdir()}
     assert {"worker 0 hf_c", "worker 1 hf_c", "supervise - none", "launch - none"} <= seen
+    # Those of the workers' connections, one for each start.
+    secrets = {name.removeprefix("secret ") for name in seen if name.startswith("secret ")}
+    assert secrets
+    for secret in secrets:
+        assert secret not in shown
+        assert files_with(secret, run) == set()
     assert files_with(CANARY, run) == {"secrets.json"}
     assert (run / "secrets.json").stat().st_mode & 0o777 == 0o600
     assert bench.node("r", 0, "local0")["environment"]["HF_TOKEN"] == "***"

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slurmllm.backends.rendezvous import new_secret
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.corpus.build import build_corpus
 from slurmllm.corpus.inputs import find_inputs
@@ -84,6 +85,7 @@ class Gang:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.processes = []
+        secret = new_secret()
         for rank, log in enumerate(self.logs):
             variables = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
@@ -94,7 +96,7 @@ class Gang:
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, "-c", entry, str(run.path), stage, str(attempt)],
-                        env={**os.environ, **variables, **(env or {})},
+                        env={**os.environ, **secret, **variables, **(env or {})},
                         stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                     )
                 )  # fmt: skip

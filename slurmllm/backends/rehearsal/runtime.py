@@ -23,6 +23,7 @@ import numpy.typing as npt
 from slurmllm.backends.base import Backend, MicroBatch, ModelFactory
 from slurmllm.backends.rehearsal.environment import unsupported
 from slurmllm.backends.rehearsal.network import Star
+from slurmllm.backends.rendezvous import own_secret
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.host_memory import Memory, host_memory
@@ -48,7 +49,8 @@ class RehearsalBackend(Backend):
             raise ConfigError("the rehearsal backend cannot run this recipe", faults)
         self._step_s = _read_setting(STEP_S, 0.02)
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        self.star = Star(self.worker.rank, self.worker.world_size, address)
+        rank, world_size = self.worker.rank, self.worker.world_size
+        self.star = Star(rank, world_size, address, own_secret() if world_size > 1 else b"")
 
     def build(self, model_factory: ModelFactory) -> None:
         worker, seed = self.worker, self.config.recipe.train.seed

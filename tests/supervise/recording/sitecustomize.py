@@ -9,3 +9,5 @@ if folder := os.environ.get("RECORDS"):
     role = argv[argv.index("slurmllm") + 1] if "slurmllm" in argv else "other"
     has = os.environ.get("HF_TOKEN", "none")[:4]
     Path(folder, f"{role} {os.environ.get('RANK', '-')} {has}").touch()
+    if secret := os.environ.get("SLURMLLM_SECRET"):
+        Path(folder, f"secret {secret}").touch()
