@@ -37,7 +37,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from slurmllm.errors import RunError, StorageError
 from slurmllm.safe_files import reason
@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # login-node commands must not load matplotlib
     from matplotlib.figure import Figure
 
 Stage = Literal["precompile", "train"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 _STEP = re.compile(r"^step_([0-9]{8,18})$")  # as many digits as 64 bits hold
 _NUMBER = re.compile(r"^(\d{3,})$")
@@ -118,21 +119,29 @@ def fsync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
+class _Inside:
+    """A file or folder of fixed name in the directory of a run or an attempt."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: AttemptDir | RunDir, kind: type) -> Path:
+        return owner.path / self._name
+
+
 @dataclass(frozen=True)
 class AttemptDir:
     """The files of one attempt of one stage."""
 
     path: Path
 
+    record = _Inside("attempt.json")  # nodes, ending and reasons (`records.AttemptRecord`)
+    hang = _Inside("hang.json")  # launchers then dump stacks (`records.HangRecord`)
+
     @property
     def number(self) -> int:
         """The attempt's number, from 0."""
         return int(self.path.name)
-
-    @property
-    def record(self) -> Path:
-        """Nodes, ending and reasons of the attempt (`records.AttemptRecord`)."""
-        return self.path / "attempt.json"
 
     def node(self, name: str) -> Path:
         """A node's launcher and its workers (`records.NodeRecord`)."""
@@ -150,11 +159,6 @@ class AttemptDir:
         """The phases of a node's workers (`records.Heartbeat`)."""
         return self.path / "heartbeats" / f"{name}.json"
 
-    @property
-    def hang(self) -> Path:
-        """Written by the supervisor when it finds a hang: launchers then dump stacks."""
-        return self.path / "hang.json"
-
     def stacks(self, rank: int) -> Path:
         """The Python stacks of a worker of an attempt that hung."""
         return self.path / "stacks" / f"rank_{rank:05d}.txt"
@@ -170,55 +174,29 @@ class RunDir:
 
     path: Path
 
+    config = _Inside("config.yaml")  # the resolved configuration
+    secrets = _Inside("secrets.json")  # dotted path → value of the secret variables
+    plan = _Inside("plan.json")  # mesh degrees and batch arithmetic
+    data = _Inside("data.json")  # the corpora and their order (`records.DataRecord`)
+    jobs = _Inside("jobs.json")  # the submissions (`records.JobsRecord`)
+    lock = _Inside("lock.json")  # of the commands that change the run (`records.LockRecord`)
+    excluded = _Inside("excluded.json")  # the excluded nodes (`records.ExcludedNodes`)
+    skips = _Inside("skips.json")  # the batches that the run skips (`records.SkipsRecord`)
+    drill = _Inside("drill.json")  # what a drill did to it (`drill.injector.Injection`)
+    logs = _Inside("logs")  # the folder of all logs
+    graphs = _Inside("graphs")  # the folder of the compiled graphs
+    graphs_manifest = _Inside("graphs/manifest.json")  # of the archive (`records.GraphManifest`)
+    new_graphs = _Inside("graphs/new")  # compiled in training, until they are merged
+    micro_batch = _Inside("graphs/micro_batch.json")  # as measured (`records.MicroBatchRecord`)
+    checkpoints = _Inside("checkpoints")  # the folder of the checkpoints
+    tensorboard = _Inside("tensorboard")  # TensorBoard event files
+    evaluations = _Inside("evaluations")  # the folder of all scores
+    reports = _Inside("reports")  # pictures and reports made after the run
+
     @property
     def name(self) -> str:
         """The run's name, which is the directory's."""
         return self.path.name
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def secrets(self) -> Path:
-        """The values of secret variables, by dotted path in the configuration."""
-        return self.path / "secrets.json"
-
-    @property
-    def plan(self) -> Path:
-        """Mesh degrees and batch arithmetic."""
-        return self.path / "plan.json"
-
-    @property
-    def data(self) -> Path:
-        """The corpora and their order (`records.DataRecord`)."""
-        return self.path / "data.json"
-
-    @property
-    def jobs(self) -> Path:
-        """The submissions (`records.JobsRecord`)."""
-        return self.path / "jobs.json"
-
-    @property
-    def lock(self) -> Path:
-        """The lock of the commands that change the run (`records.LockRecord`)."""
-        return self.path / "lock.json"
-
-    @property
-    def excluded(self) -> Path:
-        """The excluded nodes (`records.ExcludedNodes`)."""
-        return self.path / "excluded.json"
-
-    @property
-    def skips(self) -> Path:
-        """The batches that the run skips (`records.SkipsRecord`)."""
-        return self.path / "skips.json"
-
-    @property
-    def drill(self) -> Path:
-        """What a drill did to the run (`drill.injector.Injection`)."""
-        return self.path / "drill.json"
 
     def events(self, attempt: int) -> Path:
         """Events of an attempt besides its steps, a JSON line each (`records.Event`)."""
@@ -227,11 +205,6 @@ class RunDir:
     def script(self, stage: Stage) -> Path:
         """A stage's batch script as submitted."""
         return self.path / "scripts" / f"{stage}.sbatch"
-
-    @property
-    def logs(self) -> Path:
-        """The folder of all logs."""
-        return self.path / "logs"
 
     def stage_log(self, stage: Stage) -> Path:
         """Output of the batch script and of rank 0; every attempt appends to it."""
@@ -256,16 +229,6 @@ class RunDir:
     def _attempts_dir(self, stage: Stage) -> Path:
         return self.path / "attempts" if stage == "train" else self.graphs / "attempts"
 
-    @property
-    def graphs(self) -> Path:
-        """The folder of the compiled graphs."""
-        return self.path / "graphs"
-
-    @property
-    def graphs_manifest(self) -> Path:
-        """Contents of the archive (`records.GraphManifest`)."""
-        return self.graphs / "manifest.json"
-
     def graphs_archive(self, name: str = "graphs.tar") -> Path:
         """The archive of compiled graphs; the manifest names the current one."""
         return self.graphs / name
@@ -274,24 +237,9 @@ class RunDir:
         """The compiler's log of a graph that failed."""
         return self.graphs / "failed" / f"{graph}.log"
 
-    @property
-    def new_graphs(self) -> Path:
-        """The folder of graphs compiled in training, until they are merged into the archive."""
-        return self.graphs / "new"
-
     def graphs_of_node(self, name: str) -> Path:
         """Compiled graphs of one of several precompile nodes, until they are archived."""
         return self.graphs / f"from_{name}.tar"
-
-    @property
-    def micro_batch(self) -> Path:
-        """The measured micro batch (`records.MicroBatchRecord`)."""
-        return self.graphs / "micro_batch.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
         """The checkpoint after `step` optimizer steps."""
@@ -316,16 +264,6 @@ class RunDir:
         found = [(int(m.group(1)), e) for e in folder.iterdir() if (m := _METRICS.match(e.name))]
         return [entry for _, entry in sorted(found)]
 
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def evaluations(self) -> Path:
-        """The folder of all scores."""
-        return self.path / "evaluations"
-
     def evaluation(self, checksum: str, key: str) -> Path:
         """The scores of a checkpoint in a task (`records.EvaluationRecord`).
 
@@ -346,11 +284,6 @@ class RunDir:
     def evaluation_suites(self) -> list[Path]:
         """All of these, sorted by name."""
         return sorted((self.evaluations / "suites").glob("*.yaml"))
-
-    @property
-    def reports(self) -> Path:
-        """Pictures and reports made after the run."""
-        return self.path / "reports"
 
 
 def runs_root(option: str | None = None) -> Path:

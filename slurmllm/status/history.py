@@ -20,12 +20,11 @@ from slurmllm.errors import RunError, SlurmError, SlurmllmError
 from slurmllm.metrics.attempt_metrics import read_attempts
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.rundir import STAGES, RunDir, Stage
 from slurmllm.slurm.client import SlurmClient
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-_STAGES: tuple[Stage, ...] = ("precompile", "train")
 _SLACK_S = 60.0  # between the clocks of the login node and of slurmctld
 
 
@@ -75,7 +74,7 @@ def read_history(run: RunDir, incarnations: Sequence[Incarnation] = ()) -> RunHi
     """Read a run's history; unreadable files are skipped with a warning."""
     warnings: list[str] = []
     attempts: list[AttemptRecord] = []
-    for record in (a.record for stage in _STAGES for a in run.attempts(stage)):
+    for record in (a.record for stage in STAGES for a in run.attempts(stage)):
         if not record.is_file():  # removed, or the attempt is being opened
             continue
         try:
@@ -154,7 +153,7 @@ def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) ->
     for job_id, stage in (
         (job, stage)
         for sent in submissions
-        for job, stage in zip((sent.precompile_job, sent.train_job), _STAGES, strict=True)
+        for job, stage in zip((sent.precompile_job, sent.train_job), STAGES, strict=True)
     ):
         for row in () if job_id is None else client.accounting(job_id):
             if row.job_id != job_id:

@@ -22,7 +22,7 @@ from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
 from slurmllm.records import GraphManifest
-from slurmllm.rundir import RUN_NAME, RunDir, Stage, is_run, write_atomic
+from slurmllm.rundir import RUN_NAME, STAGES, RunDir, Stage, is_run, write_atomic
 from slurmllm.safe_files import read_limited, user_name
 from slurmllm.submit.render import render
 
@@ -75,7 +75,7 @@ class PreparedRun:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return ("train",) if self.graphs_from is not None else ("precompile", "train")
+        return ("train",) if self.graphs_from is not None else STAGES
 
 
 def prepare(request: RunRequest) -> PreparedRun:
@@ -180,8 +180,7 @@ def render_run(
     excluded = [*([slurm.exclude] if slurm.exclude else []), *exclude]
     slurm = slurm.model_copy(update={"exclude": ",".join(excluded) or None})
     excluding = replace(config, recipe=config.recipe.model_copy(update={"slurm": slurm}))
-    stages: tuple[Stage, ...] = ("precompile", "train")
-    scripts = {stage: render(stage, excluding, run, nodes, sys.executable) for stage in stages}
+    scripts = {stage: render(stage, excluding, run, nodes, sys.executable) for stage in STAGES}
     return PreparedRun(config, mesh, run, scripts)
 
 
@@ -192,8 +191,7 @@ def _damaged_files(run: RunDir) -> tuple[str, ...]:
         load_mesh(run.plan)
     except StorageError as error:
         found.append(str(error).partition("; ")[0])
-    stages: tuple[Stage, ...] = ("precompile", "train")
-    for path in map(run.script, stages):
+    for path in map(run.script, STAGES):
         try:
             if not read_limited(path).startswith(b"#!/bin/bash\n"):
                 found.append(f"{path} is damaged")

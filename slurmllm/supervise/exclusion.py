@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmError
 from slurmllm.records import AttemptRecord, ExcludedNode, ExcludedNodes
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.rundir import STAGES, RunDir
 from slurmllm.slurm.client import SlurmClient, retry_unreachable
 from slurmllm.supervise.attempts import load_attempts, lost_nodes
 from slurmllm.supervise.policy import HOUR_S, failing_nodes
@@ -38,10 +38,9 @@ def exclude_failed(run: RunDir, closed: AttemptRecord, config: RunConfig) -> lis
     if closed.job_id is None or not closed.blamed_nodes:
         return []
     now, hours = time.time(), config.recipe.slurm.exclude_hours
-    stages: tuple[Stage, ...] = ("precompile", "train")
     earlier = [
         attempt
-        for stage in stages
+        for stage in STAGES
         for attempt in load_attempts(run, stage)
         if (attempt.stage, attempt.attempt) != (closed.stage, closed.attempt)
     ]

@@ -36,7 +36,7 @@ from slurmllm.errors import (
 from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, require_complete
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, JobsRecord
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.rundir import STAGES, RunDir, Stage
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import (
@@ -152,7 +152,7 @@ class Supervisor:
         """
         assert isinstance(self.allocation, SlurmAllocation)
         client, own = self.allocation.client, self.allocation.job_id
-        stages: tuple[Stage, ...] = ("train",) if self.stage == "train" else ("precompile", "train")
+        stages = STAGES[STAGES.index(self.stage) :]
         try:
             *before, last = JobsRecord.load(self.run.jobs).submissions
             old = {

@@ -39,12 +39,13 @@ from slurmllm.supervise.attempts import (
     load_attempts,
     lost_nodes,
     open_attempt,
+    queue_s,
     still_runs,
+    timeline,
     unequal_versions,
 )
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import nodes_to_avoid, requeue, usable
-from slurmllm.supervise.phases import queue_s, timeline
 from slurmllm.supervise.supervisor import wait_writable
 from slurmllm.worker_files import EventLog
 
