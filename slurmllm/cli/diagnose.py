@@ -38,10 +38,9 @@ _UNITS = {
     help="Measure an all-reduce across all nodes, or not.  "
     "[default: measure, unless the profile's health.bandwidth is never]",
 )  # fmt: skip
-@click.option(
-    "--set", "overrides", multiple=True, metavar="PATH=VALUE",
-    help="Override a value of the profile, such as cluster.health.min_allreduce_gb_s=20.",
-)  # fmt: skip
+@options.set_option(
+    "Override a value of the profile, such as cluster.health.min_allreduce_gb_s=20."
+)
 @click.option("--local", is_flag=True, help="Check this machine, without Slurm.")
 @options.runs_dir
 @options.as_json

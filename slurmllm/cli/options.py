@@ -114,15 +114,18 @@ def _completions(names: Sequence[str], begin: str) -> list[CompletionItem]:
     return [CompletionItem(name) for name in names] or [CompletionItem(begin, type="file")]
 
 
+def set_option(text: str) -> Callable[[Any], Any]:
+    return click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help=text)
+
+
 runs_dir = click.option(
     "--runs-dir", metavar="DIR",
     help="Folder of all runs, on the shared file system.  [default: $SLURMLLM_RUNS, else ./runs]",
 )  # fmt: skip
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-set_value = click.option(
-    "--set", "overrides", multiple=True, metavar="PATH=VALUE",
-    help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable.",
-)  # fmt: skip
+set_value = set_option(
+    "Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable."
+)
 precompile = click.option(
     "--precompile", type=click.Choice(["auto", "always"]), default="auto", show_default=True,
     help="auto: skip the precompile stage if this or an earlier run has compiled the graphs; "
@@ -193,11 +196,7 @@ no_plot = click.option("--no-plot", is_flag=True, help="Do not write a plot.")
 
 
 def check_picture(plot: str | None, no_plot: bool = False) -> None:
-    """Check the name of a picture before any work is done for it.
-
-    Raises:
-        UserError: it is not a PNG, or --no-plot is given too.
-    """
+    """Raise UserError if --plot is no PNG, or --no-plot is given too; before any work is done."""
     from slurmllm.errors import UserError
 
     if plot is not None and no_plot:

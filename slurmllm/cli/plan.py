@@ -151,11 +151,7 @@ def plan(
 
 
 def node_counts(text: str) -> list[int]:
-    """The counts given to --nodes, each once, ascending.
-
-    Raises:
-        UserError: an entry is not a count, or there is none.
-    """
+    """The counts of --nodes, each once, ascending; raises UserError if one is not a count."""
     from slurmllm.errors import UserError
 
     parts = [part.strip() for part in text.split(",")]

@@ -71,7 +71,6 @@ class _ShownStates:
     """The states that one refresh shows.
 
     Args:
-        states: The state of RUN, or of all runs.
         empty_text: What to print if there are no runs; None if RUN was given.
     """
 

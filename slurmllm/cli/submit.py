@@ -208,11 +208,10 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
 @click.argument("run", shell_complete=options.complete_run)
 @click.option("--nodes", type=int, help="Number of nodes.  [default: as before]")
 @click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="PATH=VALUE",
-    help="Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "
-    "batch cannot change: the checkpoints depend on them.",
-)  # fmt: skip
+@options.set_option(
+    "Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "
+    "batch cannot change: the checkpoints depend on them."
+)
 @click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
 @click.option(
     "--from-scratch", is_flag=True, help="Start again from step 0, without the checkpoints."

@@ -58,13 +58,9 @@ def compare(
 
     Args:
         a: The reference.
-        b: The other curve.
-        tolerances: Tolerances of the metrics.
-        axis: Axis by which they are aligned.
         from_step: First step to compare; None: all. By tokens or samples: of A's.
         to_step: Last step to compare, included; None: all.
         seeds: More runs of A's training with other seeds: their spread is the tolerance then.
-        letter: Name of B in texts.
         shifts: What to add to the steps of A and B; None: by their formats and values.
 
     Raises:
@@ -175,11 +171,7 @@ def compare(
 def points_of_metrics(
     alignment: Alignment, from_step: int | None, to_step: int | None
 ) -> dict[str, Points]:
-    """Returns the points of each metric that both curves have.
-
-    Raises:
-        RunError: no point in common, or none with a loss.
-    """
+    """The points of each metric that both have; a RunError without a common point with a loss."""
     a, b = alignment.curves
     if not len(alignment.steps):
         raise RunError(no_common_step(a, b, from_step, to_step))

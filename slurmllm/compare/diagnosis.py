@@ -260,7 +260,6 @@ def explain(
     """Rank the causes of a difference, the likeliest first.
 
     Args:
-        a, b: The curves.
         points: Their columns at the compared points.
         differences: Signed relative differences of these; NaN if a value is not finite.
         settings: Recorded settings that differ.

@@ -124,7 +124,6 @@ def detect_divergence(
     """Detect a divergence of signed, finite relative differences r [points].
 
     Args:
-        r: The differences.
         tolerance: τ.
         rough: Additional scatter of single points if one of the curves is interpolated.
         identical: First points at which all metrics have the same bits.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,16 +119,13 @@ def build_corpus(
     """Write a corpus and its manifest.
 
     Args:
-        files: Input files, in the corpus's order.
         out: The corpus; the manifest is written next to it (`manifest_path`).
         read: How files become documents.
         clean: How documents are changed or filtered. None: not at all.
         tokenize: Write token ids (`token_files`) instead of an Arrow file.
         format: The `--format` that the files were found with, for the manifest.
-        overwrite: Whether to replace an existing corpus.
         workers: Processes that read; with one, this process reads.
         slurm: Read in Slurm jobs, `workers` at a time.
-        callbacks: Receive progress and notes.
 
     Raises:
         DataError: `out` exists, an input cannot be read, no input has text, or another build
@@ -262,15 +259,18 @@ def _make_manifest(
     options: BuildOptions,
     format: FormatOption,
 ) -> CorpusManifest:
-    read, cleaning, tokenize = options.read, options.clean, options.tokenize
+    tokenize = options.tokenize
     records = [shard.record for shard in shards]
     examples = [example for record in records for example in record.bad_examples]
     read_inputs = [entry for record in records for entry in record.inputs]
     outputs: dict[str, Any] = {}
     for ending, (size, sha256) in joined.files.items():
         outputs |= {f"{ending}_bytes": size, f"{ending}_sha256": sha256}
+    settings = asdict(options.read) | asdict(options.clean)
+    del settings["skip_bad"]  # no part of the content: what was skipped is counted
     return CorpusManifest(
         **outputs,
+        **settings,
         documents=joined.documents,
         text_bytes=joined.text_bytes,
         columns=joined.columns,
@@ -279,13 +279,6 @@ def _make_manifest(
         tokenizer_fingerprint=tokenize.fingerprint if tokenize else None,
         dtype=tokenize.dtype if tokenize else None,
         format=format,
-        text_by=read.text_by,
-        text_key=read.text_key,
-        prompt_key=read.prompt_key,
-        completion_key=read.completion_key,
-        normalize=cleaning.normalize,
-        min_chars=cleaning.min_chars,
-        dedup=cleaning.dedup,
         empty=sum(record.empty for record in records),
         short=sum(record.short for record in records),
         duplicates=joined.duplicates,

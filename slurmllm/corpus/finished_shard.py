@@ -49,12 +49,7 @@ class FinishedShard:
             row += len(part)
 
     def contents(self, column: str, itemsize: int = 1) -> Iterator[memoryview]:
-        """Content of the kept documents, of a column of texts or tokens.
-
-        Args:
-            column: The column; its lengths are in the column `<column>.lengths`.
-            itemsize: Bytes of one unit of length.
-        """
+        """Content of the kept documents; `itemsize`: bytes of a unit of the column's lengths."""
         if self.keep is None:
             for data in self._read(column, _PART_BYTES):
                 yield memoryview(data)
@@ -98,11 +93,7 @@ class FinishedShard:
         ]
 
     def verify(self, column: str) -> None:
-        """Read a column to its end.
-
-        Raises:
-            StorageError: its content differs from what was written.
-        """
+        """Read a column to its end; raises StorageError if it differs from what was written."""
         for _ in self._read(column, _PART_BYTES):
             pass
 

@@ -121,7 +121,6 @@ def find_inputs(
 
     Args:
         arguments: Files, folders and glob patterns (`**` crosses folders).
-        format: Format of the files.
         exclude: Files and folders of the output, which a folder or a glob may contain.
         on_note: Called with a line on ignored files with unknown endings.
 

@@ -163,11 +163,7 @@ class OutputFile(io.RawIOBase):
         return self.size_bytes
 
     def write(self, data: Any) -> int:
-        """Write bytes.
-
-        Raises:
-            StorageError: the file system refused.
-        """
+        """Write bytes; raises StorageError if the file system refuses."""
         count = memoryview(data).nbytes
         hashed = None
         if count > _SMALL_BYTES:

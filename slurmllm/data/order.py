@@ -33,12 +33,7 @@ _U64 = np.uint64
 
 
 class Permutation:
-    """A permutation of 0 … size - 1, a different one for each key.
-
-    Args:
-        size: Number of elements, at least 1.
-        key: Determines the order, such as seed and epoch.
-    """
+    """A permutation of 0 … size - 1 (size ≥ 1), another for each key, such as seed and epoch."""
 
     __slots__ = ("_high_mask", "_keys", "_low_bits", "_low_mask", "size")
 

@@ -62,7 +62,6 @@ class WorkerProcess:
     read when `begin` sends the positions.
 
     Args:
-        spec: The token stream.
         slots: The slots (rows of the global batch) that the worker reads.
     """
 

@@ -38,9 +38,6 @@ def document_pieces(
     `number` counts the slot's documents, those on the other side of the split included.
 
     Args:
-        source: The corpus.
-        order: Its documents by position.
-        split: The documents to read.
         slot: The position of the first document.
         stride: The slot reads positions slot, slot + stride, …
         number: Documents of the slot already read.
@@ -157,9 +154,6 @@ class SlotGroup:
     """Consecutive slots of the global batch, read in this process.
 
     Args:
-        spec: The stream.
-        sources: Its corpora, opened.
-        slots: The slots to read.
         positions: For each slot, document number, piece and offset in each corpus, concatenated.
         counts: Sequences drawn from each corpus so far, by all slots.
     """

@@ -68,7 +68,6 @@ class Split:
     """One side of the split into training and validation documents.
 
     Args:
-        name: The side.
         validation: Fraction of the documents held out, in 0 … 0.5.
 
     Raises:

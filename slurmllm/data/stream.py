@@ -93,8 +93,6 @@ class PackedStream:
     """Batches of packed sequences for one data-parallel rank.
 
     Args:
-        spec: The stream.
-        dp_rank: Data-parallel rank of this process.
         dp_size: Number of data-parallel ranks; must divide global_batch.
         num_workers: Processes that tokenize ahead; 0 tokenizes in this process on demand.
 

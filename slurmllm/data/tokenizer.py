@@ -136,7 +136,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     """Train a byte-level BPE tokenizer; the same texts give the same bytes.
 
     Args:
-        texts: Documents.
         vocab_size: Entries, 256 bytes and the end-of-document token (id 0) included. Short texts
             yield fewer: merging ends when no pair of tokens is left.
 

@@ -39,11 +39,7 @@ class Selection:
 
 
 def find_target(target: str, root: Path) -> EvaluationTarget:
-    """A run by name or directory, a checkpoint folder, or a Hugging Face folder.
-
-    Raises:
-        RunError: it is none of them.
-    """
+    """A run by name or directory, a checkpoint, or a Hugging Face folder; else a RunError."""
     path = Path(target).absolute()
     if path.is_dir() and not is_run(path) and not is_run(root / target):
         if (path / MANIFEST).is_file():

@@ -56,7 +56,6 @@ class JobProcess:
     without a name, which only the two processes can open.
 
     Args:
-        job: The job.
         logs: Folder for its log.
         device: The CUDA device that it sees; None: all that this process sees.
 
@@ -168,12 +167,9 @@ def run_on_slurm(
     """As `run_local`, in a Slurm array, which is cancelled when this is closed.
 
     Args:
-        jobs: The jobs.
         at_once: Array tasks at the same time.
         logs: Folder of their logs, on a file system that the nodes share.
         on_poll: Called regularly while jobs run.
-        options: Of the array.
-        resources: Of each array task.
         on_submit: Called with a line about each array.
 
     Raises:
@@ -322,11 +318,7 @@ def _export(directory: Path, folder: Path, tokenizer_file: Path | None) -> None:
 
 
 def main(outcome: int) -> None:
-    """Entry point of a job's process.
-
-    Args:
-        outcome: Descriptor of the file to which the outcome is written.
-    """
+    """Entry point of a job's process, which writes its outcome to a file descriptor."""
     # Raises SystemExit, so that the exported model is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     result = run_job(pickle.load(sys.stdin.buffer))

@@ -45,11 +45,7 @@ _CODE_READERS = ("pandas", "sql")  # of `datasets`: pickles, and statements for 
 
 
 def require_harness() -> str:
-    """The version of the harness.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """The version of the harness; raises UserError if it is not installed."""
     version = harness_version()
     if version is None:
         raise UserError(f"lm-evaluation-harness (lm_eval) is not installed; {REMEDY}")
@@ -237,11 +233,7 @@ def _factory_without_code() -> Any:
 def _refuse_code(
     settings: Mapping[str, Any], place: str, allowed: Collection[str] | None = None
 ) -> None:
-    """Refuse settings that run code, at any depth, or are not `allowed` for a shipped task.
-
-    Raises:
-        UserError: there is one.
-    """
+    """Raise UserError if settings run code, at any depth, or a shipped task's are not `allowed`."""
     from lm_eval.api import metrics, registry
 
     del metrics  # imported to fill the registry
@@ -294,11 +286,7 @@ def task_fault(request: TaskRequest, allow_code: bool) -> str | None:
 
 
 def _check_code(request: TaskRequest, allow_code: bool) -> None:
-    """Refuse a task's code and the suite's options for it, unless it is allowed or shipped.
-
-    Raises:
-        UserError: there is some.
-    """
+    """Raise UserError if a task or the suite's options run code that is not allowed or shipped."""
     if allow_code:
         return
     manager = _manager_of(request, allow_code)
@@ -319,11 +307,7 @@ def _unknown_task(name: str, known: Sequence[str]) -> str:
 
 
 def resolve_device(device: str) -> str:
-    """cpu or cuda, for `auto`.
-
-    Raises:
-        UserError: cuda without a CUDA device.
-    """
+    """cpu or cuda, for `auto`; raises UserError for cuda without a CUDA device."""
     import torch
 
     available = torch.cuda.is_available()

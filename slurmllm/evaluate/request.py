@@ -156,7 +156,6 @@ def task_key(
     """Digest of a task's definition, with the task's name in front.
 
     Args:
-        task: The task.
         folder: The task's own folder is relative to it.
         limit: Maximum questions.
         version: Of the harness; it also identifies the tasks that the harness ships.

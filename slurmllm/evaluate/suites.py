@@ -121,11 +121,7 @@ class Suite(Section):
         return (task for group in self.groups for task in group.tasks)
 
     def only(self, tasks: Sequence[str]) -> Suite:
-        """The suite with only some tasks.
-
-        Raises:
-            UserError: a task is not in the suite.
-        """
+        """The suite with only some tasks; raises UserError if one is not in the suite."""
         known = list(dict.fromkeys(row.task for row in self.rows()))
         for task in tasks:
             if task not in known:
@@ -173,11 +169,7 @@ def suite_names() -> list[str]:
 
 
 def find_suite(name: str) -> LocatedSuite:
-    """A suite by its name or its YAML file.
-
-    Raises:
-        ConfigError: it does not exist, or has faults: all of them, by dotted path.
-    """
+    """A suite by name or YAML file; raises ConfigError if there is none, and as `read_suite`."""
     path = find_yaml(name, suites_dir(), "suite", "choose an existing one").absolute()
     return LocatedSuite(read_suite(path), path.parent, shipped=name in suite_names())
 

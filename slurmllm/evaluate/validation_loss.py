@@ -72,11 +72,9 @@ def held_out_loss(
     """The loss of a checkpoint.
 
     Args:
-        directory: The checkpoint folder.
         spec: The text; its global batch is one sequence.
         limit: Maximum sequences; None: MAX_SEQUENCES.
         batch_size: Sequences in a batch; None: as many as have _TOKENS_PER_BATCH tokens.
-        device: cpu or cuda.
 
     Raises:
         DataError: the corpus or the tokenizer is invalid.

@@ -49,11 +49,7 @@ def degrees(candidate: LayoutEstimate) -> str:
 
 
 def describe_memory(memory: MemoryUse, most: int | None = 3) -> str:
-    """`14.1 of 15.75 GiB: activations 6.02, weights 4.11, optimizer 3.05, …`: the largest parts.
-
-    Args:
-        most: Maximum number of parts; None: all.
-    """
+    """`14.1 of 15.75 GiB: activations 6.02, weights 4.11, …`: the `most` largest parts, or all."""
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
     named = [f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in parts[:most] if size]
     rest = ["…"] if sum(size > 0 for _, size in parts) > len(named) else []
@@ -67,12 +63,7 @@ def why_too_large(memory: MemoryUse, most: int | None = 3) -> str:
 
 
 def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]) -> list[str]:
-    """Return lines on why `fitting[0]` is the best layout: links, memory, runners-up.
-
-    Args:
-        fitting: The layouts that fit into memory, fastest first.
-        too_large: The layouts that do not.
-    """
+    """Lines on why the first of `fitting`, the fastest, is the best: links, memory, runners-up."""
     best = fitting[0]
     lines = [f"best: {describe(best)}: {_speed(best)}"]
     lines += [f"  {line}" for line in _link_lines(best)]

@@ -76,11 +76,7 @@ class WorkerMemory:
 
 
 def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
-    """What one worker needs.
-
-    Args:
-        rank: Which worker; the first of a pipeline stage has the largest shares of it.
-    """
+    """What one worker needs; the first of a pipeline stage has the largest shares of it."""
     zero, width = config.recipe.parallel.zero, formats(config)
     place = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)
     held = _numbers(*place, 1, 0)

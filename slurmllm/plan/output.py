@@ -229,7 +229,6 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
     """Return the --json output. `recipe`, `cluster` and `nodes` are lists only if values differ.
 
     Args:
-        plans: One for each recipe.
         top: Maximum number of layouts of each recipe and node count; None: all.
         explained: Whether to include the explanation.
     """

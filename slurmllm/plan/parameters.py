@@ -121,12 +121,7 @@ def kv_copies(model: ModelConfig, tensor: int) -> int:
 
 
 def sharding(name: str, model: ModelConfig) -> Sharding:
-    """How the plan shares a parameter's module.
-
-    Args:
-        name: The parameter's in the whole model, `layers.3.mlp.down.weight`.
-        model: The whole model's configuration.
-    """
+    """How the plan shares the module of a parameter, such as `layers.3.mlp.down.weight`."""
     plan = sharding_plan(model.family, model.tied_embeddings)
     module = name.rpartition(".")[0]
     if module.startswith("layers."):
@@ -137,15 +132,7 @@ def sharding(name: str, model: ModelConfig) -> Sharding:
 def share_of(
     name: str, shape: tuple[int, ...], model: ModelConfig, tensor: int, rank: int
 ) -> Share:
-    """A tensor-parallel worker's part of a parameter.
-
-    Args:
-        name: The parameter's in the whole model.
-        shape: Its whole shape.
-        model: The whole model's configuration.
-        tensor: Tensor-parallel degree.
-        rank: Of the worker in its tensor-parallel group.
-    """
+    """A tensor-parallel worker's part of a parameter, by name and shape in the whole model."""
     how = sharding(name, model)
     bias = name.endswith(".bias")
     if how == "sequence" or (how == "row" and bias):

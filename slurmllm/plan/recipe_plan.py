@@ -91,7 +91,6 @@ class Forecaster:
     """Forecasts time, dollars and lost time for layouts of one recipe.
 
     Args:
-        price: Which price of the profile to use.
         tokens: Tokens to train on; None: the recipe's own steps.
 
     Raises:

@@ -305,12 +305,7 @@ class _Step:
 
 @lru_cache(maxsize=65536)
 def product_s(product: Product, peak: float, width: int, hardware: Hardware) -> float:
-    """Duration of a matrix product on one device, s: of its work or its memory traffic.
-
-    Args:
-        peak: Peak FLOP/s of the device.
-        width: Bytes of a number.
-    """
+    """Duration of a matrix product, s, by its work or memory traffic; `width` bytes a number."""
     filled = product.smallest / (product.smallest + hardware.matrix_half)
     work = product.flops / (peak * hardware.matrix_efficiency * filled)
     moved = product.numbers * width / (hardware.memory_gb_s * hardware.memory_efficiency * 1e9)

@@ -221,11 +221,7 @@ def find_spikes(
 
 
 def select_steps(curve: Curve, first: int | None, last: int | None) -> Curve:
-    """Select the rows of some steps, both ends included.
-
-    Raises:
-        RunError: there are none.
-    """
+    """Select the rows of some steps, both ends included; raises RunError if there are none."""
     if first is None and last is None:
         return curve
     rows = (curve.steps >= (first or 0)) & (curve.steps <= (math.inf if last is None else last))

@@ -31,11 +31,7 @@ def default_path(curve: Curve) -> Path:
 
 @rc_context(fname=PICTURE_STYLE)
 def draw(runs: Sequence[tuple[Curve, SpikeAnalysis]], path: Path) -> None:
-    """Draw runs next to each other into a PNG file.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Draw runs next to each other into a PNG file; raises StorageError if it cannot be written."""
     height = 8.5 if all(one.grad_norm_spikes is None for _, one in runs) else 10.5
     picture = Figure(figsize=(10 * len(runs), height), dpi=120, layout="constrained")
     columns = picture.subfigures(1, len(runs), squeeze=False)[0]

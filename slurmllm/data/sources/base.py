@@ -110,8 +110,13 @@ class Source(ABC):
         """
 
     @abstractmethod
+    def content_hash(self, document: int) -> int:
+        """64-bit hash of a document's content."""
+
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
-        """64-bit hashes of the documents' contents, for the validation split."""
+        """`content_hash` of each document, for the validation split."""
+        hashes = map(self.content_hash, documents.tolist())
+        return np.fromiter(hashes, dtype=np.uint64, count=len(documents))
 
 
 # CAUTION: these hashes are the `id` of documents and decide the validation split. The same document

@@ -91,10 +91,11 @@ class TextSource(Source):
 
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
         """The corpus's ids if it has them, else computed from the texts."""
-        if self.corpus.ids is not None:
-            return self.corpus.ids.take(documents)
-        hashes = (document_hash(self.corpus.data(document)) for document in documents.tolist())
-        return np.fromiter(hashes, dtype=np.uint64, count=len(documents))
+        ids = self.corpus.ids
+        return super().document_hashes(documents) if ids is None else ids.take(documents)
+
+    def content_hash(self, document: int) -> int:
+        return document_hash(self.corpus.data(document))
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[str], list[bool]]]:
         """Texts of bounded length, and whether each ends its document."""
@@ -199,7 +200,7 @@ class PromptSource(Source):
         for document, _ in requests:
             prompt = self._file.decoded(document, self._prompts.data(document))
             completion = self._file.decoded(document, self._completions.data(document))
-            if self._ids is not None and self._hash(document) != self._ids[document]:
+            if self._ids is not None and self.content_hash(document) != self._ids[document]:
                 raise self._file.changed_error(document)
             texts.append(self._chat.texts(prompt, completion))
         # A template contains the tokens that the tokenizer would add.
@@ -220,12 +221,10 @@ class PromptSource(Source):
 
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
         """The corpus's ids if it has them, else computed from prompt and completion."""
-        if self._ids is not None:
-            return self._ids.take(documents)
-        hashes = (self._hash(document) for document in documents.tolist())
-        return np.fromiter(hashes, dtype=np.uint64, count=len(documents))
+        ids = self._ids
+        return super().document_hashes(documents) if ids is None else ids.take(documents)
 
-    def _hash(self, document: int) -> int:
+    def content_hash(self, document: int) -> int:
         return prompt_hash(
             bytes(self._prompts.data(document)), bytes(self._completions.data(document))
         )

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from slurmllm.data.sources.base import (
     BEGINS,
-    Integers,
     Marks,
     Pieces,
     Request,
@@ -67,11 +66,7 @@ class TokenizedSource(Source):
 
     @abstractmethod
     def document(self, document: int) -> Ids:
-        """The token ids of a document, of the file's type and not copied.
-
-        Raises:
-            DataError: the file does not match its index.
-        """
+        """Token ids of a document, not copied; raises DataError if the index is wrong."""
 
     def document_size(self, document: int) -> int:
         return len(self.document(document))
@@ -82,13 +77,9 @@ class TokenizedSource(Source):
     def read(self, requests: Sequence[Request]) -> Pieces:
         return joined([self._piece(document, piece) for document, piece in requests])
 
-    def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
-        """Hashes of the ids as int32, so that the type in the file does not matter."""
-        hashes = (
-            document_hash(self.document(document).astype("<i4").tobytes())
-            for document in documents.tolist()
-        )
-        return np.fromiter(hashes, dtype=np.uint64, count=len(documents))
+    def content_hash(self, document: int) -> int:
+        """Of the ids as int32, so that the type in the file does not matter."""
+        return document_hash(self.document(document).astype("<i4").tobytes())
 
     def _piece(self, document: int, piece: int) -> tuple[Tokens, Marks]:
         ids = self.document(document)
@@ -127,9 +118,7 @@ class NumpySource(TokenizedSource):
     blocks. Two axes: each row is a document.
 
     Args:
-        path: The file.
         encoder: Determines the end-of-document token. None: only blocks and rows begin documents.
-        vocab_size: The model's.
 
     Raises:
         DataError: missing, truncated, or not of integers in one or two axes.
@@ -197,7 +186,6 @@ class MegatronSource(TokenizedSource):
         path: Either file, or their name without the ending.
         encoder: Its end-of-document token is added to documents without it. None: documents are
             read unchanged.
-        vocab_size: The model's.
 
     Raises:
         DataError: missing, of another format, or the two files do not match.
