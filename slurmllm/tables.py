@@ -20,6 +20,7 @@ from slurmllm.format import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 PROSE = 24  # least cells of a column of prose
 _TIGHT = 12  # least cells of prose that is repeated in every part of a table
@@ -71,6 +72,11 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+
+
+def print_line(text: str | Text = "") -> None:
+    """Print text as it is; the terminal breaks long lines, so that they are copied unbroken."""
+    console().print(text, soft_wrap=True, markup=False)
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], fold: str = "") -> None:

@@ -164,13 +164,9 @@ def compare(
 
 
 def _draw(
-    curves: Sequence[Curve],
-    comparisons: Sequence[Comparison],
-    plot: str | None,
-    from_step: int | None,
-    to_step: int | None,
-    seeds: Sequence[Curve],
-) -> list[Comparison]:
+    curves: Sequence[Curve], comparisons: Sequence[Comparison], plot: str | None,
+    from_step: int | None, to_step: int | None, seeds: Sequence[Curve],
+) -> list[Comparison]:  # fmt: skip
     """Draw the picture and record its path; without --plot a failure is only a warning."""
     from slurmllm.compare.plot import default_path, draw
     from slurmllm.errors import StorageError
@@ -190,37 +186,34 @@ def _draw(
 def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     from rich.text import Text
 
-    from slurmllm.tables import console, print_table
+    from slurmllm.tables import print_line, print_table
 
-    def line(text: str | Text) -> None:
-        console().print(text, soft_wrap=True, markup=False)
-
-    line(_describe_side("A", comparison.a, comparison.overlaps["a"]) if letter == "B" else "")
-    line(_describe_side(letter, comparison.b, comparison.overlaps["b"]))
-    line("")
+    print_line(_describe_side("A", comparison.a, comparison.overlaps["a"]) if letter == "B" else "")
+    print_line(_describe_side(letter, comparison.b, comparison.overlaps["b"]))
+    print_line()
     print_table(_HEADINGS, _metric_rows(comparison))
     if comparison.data is not None:
-        line(f"data: {'; '.join(comparison.data.differences) or 'the same in both runs'}")
+        print_line(f"data: {'; '.join(comparison.data.differences) or 'the same in both runs'}")
     speed = comparison.statistics.get("seq_per_s") or comparison.statistics.get("tokens_per_s")
     if speed is not None and speed.ratio is not None:
-        line(f"throughput: {letter} at {speed.ratio:.3g} times that of A (median)")
-    line("")
+        print_line(f"throughput: {letter} at {speed.ratio:.3g} times that of A (median)")
+    print_line()
     color = "green" if comparison.match else "red"
     runs = "" if alone else f"A and {letter} "
-    line(Text.assemble(runs, (comparison.verdict, f"bold {color}"), ": ", comparison.reason))
+    print_line(Text.assemble(runs, (comparison.verdict, f"bold {color}"), ": ", comparison.reason))
     causes = [cause for cause in comparison.causes if cause.confidence == "possible"]
     possible = {
         one.evidence: [c.kind for c in causes if c.evidence == one.evidence] for one in causes
     }
     if possible:
-        line("possible causes, the likeliest first:")
+        print_line("possible causes, the likeliest first:")
     for evidence, kinds in possible.items():
         known = evidence in comparison.reason
-        line(f"  {', '.join(kinds)}: {'by the same evidence' if known else evidence}")
+        print_line(f"  {', '.join(kinds)}: {'by the same evidence' if known else evidence}")
     for warning in comparison.warnings:
-        line(f"warning: {warning}")
+        print_line(f"warning: {warning}")
     if comparison.plot is not None:
-        line(f"picture: {comparison.plot}")
+        print_line(f"picture: {comparison.plot}")
 
 
 def _describe_side(label: str, side: Side, overlap: Overlap) -> str:

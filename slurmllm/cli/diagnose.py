@@ -201,12 +201,9 @@ def allreduce(
 @options.as_json
 @click.pass_context
 def doctor(
-    ctx: click.Context,
-    cluster: str | None,
-    partition: str | None,
-    runs_dir: str | None,
+    ctx: click.Context, cluster: str | None, partition: str | None, runs_dir: str | None,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Check this installation, Slurm and the runs folder.
 
     Runs on the current machine, submits no job and changes nothing.

@@ -115,7 +115,6 @@ def evaluate(
     from slurmllm.checkpoint.formats.tokenizer_files import tokenizer_from_file
     from slurmllm.cli.evaluate_output import report
     from slurmllm.errors import EXIT_NEGATIVE, CheckpointError, UserError
-    from slurmllm.evaluate.checkpoints import find_target, select_models
     from slurmllm.evaluate.evaluate import (
         EvaluationResult,
         is_cached,
@@ -125,7 +124,7 @@ def evaluate(
         run_jobs,
     )
     from slurmllm.evaluate.harness import resolve_device
-    from slurmllm.evaluate.request import EvaluationSettings, ModelRef
+    from slurmllm.evaluate.request import EvaluationSettings, ModelRef, find_target, select_models
     from slurmllm.evaluate.suites import save_suite
     from slurmllm.rundir import runs_root
 

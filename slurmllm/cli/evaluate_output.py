@@ -12,23 +12,17 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.checkpoints import EvaluationTarget, Selection
     from slurmllm.evaluate.evaluate import EvaluationPlan, EvaluationResult
+    from slurmllm.evaluate.request import EvaluationTarget, Selection
     from slurmllm.evaluate.scores import ScoreRow, ScoreTable
 
 _MAX_COLUMNS = 8
 
 
 def report(
-    target: EvaluationTarget,
-    selection: Selection,
-    plan: EvaluationPlan,
-    result: EvaluationResult,
-    *,
-    plot: str | None,
-    as_json: bool,
-    seconds: float,
-) -> None:
+    target: EvaluationTarget, selection: Selection, plan: EvaluationPlan, result: EvaluationResult,
+    *, plot: str | None, as_json: bool, seconds: float,
+) -> None:  # fmt: skip
     """Draw the pictures; print the tables or the JSON."""
     from slurmllm.errors import SlurmllmError, StorageError
     from slurmllm.evaluate.evaluate import select_steps, suite_tables
@@ -75,13 +69,9 @@ def report(
 
 
 def _values(
-    target: EvaluationTarget,
-    selection: Selection,
-    plan: EvaluationPlan,
-    tables: Sequence[ScoreTable],
-    plots: dict[str, str],
-    result: EvaluationResult,
-) -> dict[str, Any]:
+    target: EvaluationTarget, selection: Selection, plan: EvaluationPlan,
+    tables: Sequence[ScoreTable], plots: dict[str, str], result: EvaluationResult,
+) -> dict[str, Any]:  # fmt: skip
     tasks = {
         (group.name, row.title): row.task
         for located in plan.suites

@@ -117,12 +117,9 @@ def _corpus_stream(
 
 
 def _recipe_stream(
-    recipe: str,
-    corpus: str | None,
-    tokenizer: str | None,
-    overrides: tuple[str, ...],
+    recipe: str, corpus: str | None, tokenizer: str | None, overrides: tuple[str, ...],
     runs_dir: str | None,
-) -> tuple[StreamSpec, str, int]:
+) -> tuple[StreamSpec, str, int]:  # fmt: skip
     """The stream that a recipe trains on, the recipe's name and number of steps."""
     from slurmllm.config.resolve import resolve
     from slurmllm.data.spec import StreamSpec
@@ -149,25 +146,22 @@ def _recipe_stream(
 
 
 def _print_report(report: CorpusReport) -> None:
-    from slurmllm.tables import console, print_table
-
-    def line(text: str) -> None:
-        console().print(text, soft_wrap=True, markup=False)
+    from slurmllm.tables import print_line, print_table
 
     text = report.unit == "bytes"
     size = f"{report.size / 1e6:,.1f} MB of text" if text else f"{report.size:,} token ids"
     what = f"{report.documents:,} {report.documents_are}"
-    line(f"{report.corpus}: {what}, {size}, {report.fingerprint}")
+    print_line(f"{report.corpus}: {what}, {size}, {report.fingerprint}")
     if report.tokens_are == "exact":
         ends = ", end-of-document tokens included" if report.documents_are == "documents" else ""
-        line(f"tokens   {report.tokens:,} (exact){ends}")
+        print_line(f"tokens   {report.tokens:,} (exact){ends}")
     else:
-        line(
+        print_line(
             f"tokens   {report.tokens:,} ± {report.tokens_error:,} (95 %), estimated from "
             f"{report.documents_counted:,} documents; --exact counts them"
         )
     at = report.lengths
-    line(
+    print_line(
         f"length   mean {at.mean:,.1f} tokens, median {at.median:,}, 90 % to {at.p90:,}, "
         f"99 % to {at.p99:,}, longest {at.longest:,}"
     )
@@ -182,7 +176,7 @@ def _print_report(report: CorpusReport) -> None:
 def _print_sequence(sequence: PackedSequence) -> None:
     from rich.text import Text
 
-    from slurmllm.tables import console
+    from slurmllm.tables import print_line
 
     text = Text()
     left = _SHOWN_CHARS
@@ -192,5 +186,5 @@ def _print_sequence(sequence: PackedSequence) -> None:
         if left <= 0:
             text.append(" …")
             break
-    console().print(f"\nsequence {sequence.number}, {sequence.tokens:,} tokens:", markup=False)
-    console().print(text, soft_wrap=True)
+    print_line(f"\nsequence {sequence.number}, {sequence.tokens:,} tokens:")
+    print_line(text)

@@ -118,33 +118,30 @@ def _print(run: SpikeAnalysis) -> None:
     from rich.text import Text
 
     from slurmllm.spikes.analysis import NAMES, SHOWN
-    from slurmllm.tables import console, print_table
-
-    def line(text: str | Text) -> None:
-        console().print(text, soft_wrap=True, markup=False)
+    from slurmllm.tables import print_line, print_table
 
     interval = "" if run.interval == 1 else f", one in {run.interval} logged"
-    line(f"{run.name}: steps {run.first_step}–{run.last_step}{interval}")
-    line("")
+    print_line(f"{run.name}: steps {run.first_step}–{run.last_step}{interval}")
+    print_line()
     for one in run.by_metric:
-        line(Text.assemble((f"{NAMES[one.metric]} spike", "bold"), f": {one.definition}"))
-        line("")
+        print_line(Text.assemble((f"{NAMES[one.metric]} spike", "bold"), f": {one.definition}"))
+        print_line()
         print_table(("figure", "value"), _figures(one, first=one is run))
         if one.count:
-            line("")
+            print_line()
             print_table(*one.highest_spikes())
             if one.count > SHOWN:
-                line(f"… the {SHOWN} highest of {one.count:,}")
-        line("")
+                print_line(f"… the {SHOWN} highest of {one.count:,}")
+        print_line()
     for one in run.by_metric:
         color = {"calm": "green", "passing": "green", "lasting": "yellow", "too_short": "yellow"}
         state = (one.state, f"bold {color.get(one.state, 'red')}")
-        line(Text.assemble(f"{NAMES[one.metric]}: ", state, ": ", one.verdict))
+        print_line(Text.assemble(f"{NAMES[one.metric]}: ", state, ": ", one.verdict))
         for warning in one.warnings:
-            line(f"warning: {warning}")
+            print_line(f"warning: {warning}")
     if run.plot is not None:
-        line(f"picture: {run.plot}")
-    line("")
+        print_line(f"picture: {run.plot}")
+    print_line()
 
 
 def _figures(run: SpikeAnalysis, first: bool) -> list[tuple[str, str]]:

@@ -33,29 +33,15 @@ class View(NamedTuple):
 
 
 _RUNS = (
-    Column("run", room=16),
-    Column("state"),
-    Column("step"),
-    Column("loss", drop=1),
-    Column("seq/s", drop=3),
-    Column("left", drop=2),
-    Column("saved", drop=5),
-    Column("restarts", drop=7),
-    Column("node h", drop=6),
-    Column("usd", drop=8),
-    Column("nodes", drop=9),
-    Column("reason", room=PROSE, drop=4),
-)
+    Column("run", room=16), Column("state"), Column("step"), Column("loss", drop=1),
+    Column("seq/s", drop=3), Column("left", drop=2), Column("saved", drop=5),
+    Column("restarts", drop=7), Column("node h", drop=6), Column("usd", drop=8),
+    Column("nodes", drop=9), Column("reason", room=PROSE, drop=4),
+)  # fmt: skip
 _ATTEMPTS = (
-    Column("attempt"),
-    Column("nodes", drop=3),
-    Column("steps"),
-    Column("checkpoint", drop=2),
-    Column("time"),
-    Column("ending"),
-    Column("action", drop=1),
-    Column("evidence", room=PROSE),
-)
+    Column("attempt"), Column("nodes", drop=3), Column("steps"), Column("checkpoint", drop=2),
+    Column("time"), Column("ending"), Column("action", drop=1), Column("evidence", room=PROSE),
+)  # fmt: skip
 
 
 def runs_view(states: Sequence[RunState], console: Console, height: int | None = None) -> View:

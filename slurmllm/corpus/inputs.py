@@ -25,19 +25,10 @@ FormatOption = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
 Compression = Literal["gzip", "zstd", "bz2", "xz"]
 
 ENDINGS: dict[str, Format] = {
-    ".txt": "text",
-    ".py": "text",
-    ".rst": "text",
-    ".md": "text",
-    ".jsonl": "jsonl",
-    ".json": "jsonl",
-    ".ndjson": "jsonl",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-}
+    ".txt": "text", ".py": "text", ".rst": "text", ".md": "text", ".jsonl": "jsonl",
+    ".json": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+    ".arrow": "arrow", ".feather": "arrow",
+}  # fmt: skip
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 
 

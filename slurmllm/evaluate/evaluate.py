@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slurmllm.errors import StorageError, UserError
 from slurmllm.evaluate.request import (
     EXPORT_PREFIX,
     EvaluationSettings,
+    EvaluationTarget,
     JobOutcome,
     JobRequest,
     ModelRef,
@@ -27,9 +27,6 @@ from slurmllm.evaluate.suites import VALIDATION, LocatedSuite, SuiteTask
 from slurmllm.evaluate.validation_text import LOOP, cache_key_parts, validation_text
 from slurmllm.records import EvaluationRecord
 from slurmllm.rundir import RunDir
-
-if TYPE_CHECKING:
-    from slurmllm.evaluate.checkpoints import EvaluationTarget
 
 # Runs jobs, and yields their outcomes in the order in which they end.
 JobRunner = Callable[[Sequence[JobRequest]], Iterator[tuple[JobRequest, JobOutcome]]]
@@ -152,18 +149,13 @@ def _resolve_validation(
     located: LocatedSuite, skipped: Collection[str], text: ValidationText | None
 ) -> LocatedSuite:
     """The suite without skipped tasks, and with the name of the text in `validation`'s row."""
-    groups = []
-    for group in located.suite.groups:
-        rows = tuple(
-            row.model_copy(update={"task": text.name, "name": row.title})
-            if row.task == VALIDATION and text is not None
-            else row
-            for row in group.tasks
-            if row.task not in skipped
-        )
-        if rows:
-            groups.append(group.model_copy(update={"tasks": rows}))
-    return replace(located, suite=located.suite.model_copy(update={"groups": tuple(groups)}))
+
+    def resolve(row: SuiteTask) -> SuiteTask | None:
+        if row.task == VALIDATION and text is not None:
+            return row.model_copy(update={"task": text.name, "name": row.title})
+        return None if row.task in skipped else row
+
+    return replace(located, suite=located.suite.changed(resolve))
 
 
 def plan_jobs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,6 +120,15 @@ class Suite(Section):
     def rows(self) -> Iterator[SuiteTask]:
         return (task for group in self.groups for task in group.tasks)
 
+    def changed(self, change: Callable[[SuiteTask], SuiteTask | None]) -> Suite:
+        """The suite with other rows: what `change` makes of each, None to leave it out."""
+        groups = []
+        for group in self.groups:
+            rows = tuple(row for one in group.tasks if (row := change(one)) is not None)
+            if rows:
+                groups.append(group.model_copy(update={"tasks": rows}))
+        return self.model_copy(update={"groups": tuple(groups)})
+
     def only(self, tasks: Sequence[str]) -> Suite:
         """The suite with only some tasks; raises UserError if one is not in the suite."""
         known = list(dict.fromkeys(row.task for row in self.rows()))
@@ -129,25 +138,15 @@ class Suite(Section):
                     f"--task {task} is not in suite {self.name}; it has {', '.join(known)}; omit "
                     "--suite for other tasks of the harness"
                 )
-        kept = [
-            group.model_copy(update={"tasks": rows})
-            for group in self.groups
-            if (rows := tuple(row for row in group.tasks if row.task in tasks))
-        ]
-        return self.model_copy(update={"groups": tuple(kept)})
+        return self.changed(lambda row: row if row.task in tasks else None)
 
     def with_shots(self, shots: int) -> Suite:
         """The suite with another number of examples, which becomes part of its name."""
-        groups = []
-        for group in self.groups:
-            rows = tuple(
-                row if row.task == VALIDATION else row.model_copy(update={"shots": shots})
-                for row in group.tasks
-            )
-            groups.append(group.model_copy(update={"tasks": rows}))
+        suite = self.changed(
+            lambda row: row if row.task == VALIDATION else row.model_copy(update={"shots": shots})
+        )
         # Published figures are of the suite's own number of examples.
-        update = {"name": f"{self.name}-{shots}shot", "groups": tuple(groups), "references": ()}
-        return self.model_copy(update=update)
+        return suite.model_copy(update={"name": f"{self.name}-{shots}shot", "references": ()})
 
 
 @dataclass(frozen=True)

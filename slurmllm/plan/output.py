@@ -103,10 +103,8 @@ def print_recipe_layout(node_plan: NodePlan) -> None:
     elif layout.candidate is None:
         click.echo(f"the recipe's own layout (*) is impossible: {layout.reason}")
     elif not layout.candidate.fits:
-        click.echo(
-            f"the recipe's own layout (*) does not fit: {describe(layout.candidate)}: "
-            f"{why_too_large(layout.candidate.memory)}"
-        )
+        why = f"{describe(layout.candidate)}: {layout.fault}"
+        click.echo(f"the recipe's own layout (*) does not fit: {why}")
     else:
         candidate, best = layout.candidate, node_plan.fitting[0]
         click.echo(
@@ -239,12 +237,9 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
     ]
     recipe_layouts = []  # rank among those that fit, or why it is impossible
     for key, node_plan in keyed:
-        layout, rank, fault = node_plan.recipe_layout, None, None
-        if layout is not None and layout.candidate is None:
-            fault = layout.reason
-        elif layout is not None and layout.candidate is not None and not layout.candidate.fits:
-            fault = why_too_large(layout.candidate.memory)
-        elif layout is not None and layout.candidate is not None:
+        layout, rank = node_plan.recipe_layout, None
+        fault = None if layout is None else layout.fault
+        if layout is not None and layout.candidate is not None and fault is None:
             rank = node_plan.rank(layout.candidate)
         recipe_layouts.append({**key, "rank": rank, "fault": fault})
     found: dict[str, Any] = {

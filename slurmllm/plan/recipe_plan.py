@@ -24,6 +24,13 @@ class RecipeLayout:
     candidate: LayoutEstimate | None  # its estimate; None if it is impossible on these nodes
     reason: str = ""  # why it is impossible
 
+    @property
+    def fault(self) -> str | None:
+        """Why it cannot be used; None if it fits."""
+        if self.candidate is None:
+            return self.reason
+        return None if self.candidate.fits else why_too_large(self.candidate.memory)
+
 
 @dataclass(frozen=True)
 class NodePlan:

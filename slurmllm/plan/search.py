@@ -20,14 +20,9 @@ from slurmllm.plan.mesh import Mesh, measures_micro_batch, micro_batches
 
 # The settings that the search varies, unless `fixed` names them.
 VARIED = (
-    "parallel.tensor",
-    "parallel.pipeline",
-    "parallel.virtual_pipeline",
-    "parallel.sequence",
-    "parallel.zero",
-    "train.micro_batch",
-    "train.activation_checkpointing",
-)
+    "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline", "parallel.sequence",
+    "parallel.zero", "train.micro_batch", "train.activation_checkpointing",
+)  # fmt: skip
 LARGEST = 4096  # nodes
 _LARGEST_MICRO_BATCH = 64
 # Tensor-parallel degrees of AWS's training examples on trn1, and none. For others (2 is valid too)
