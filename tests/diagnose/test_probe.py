@@ -64,7 +64,7 @@ def test_a_stop_breaks_off() -> None:
 
 
 def answer(ahead_s: float, **versions: str) -> NodeReport:
-    return NodeReport(NodeHealth(node="", checks_s=0.1, versions=versions), ahead_s)
+    return NodeReport(NodeHealth(node="n", checks_s=0.1, versions=versions), ahead_s)
 
 
 def only(found: dict[str, NodeHealth], check: str) -> dict[str, Finding]:

@@ -73,8 +73,11 @@ def lose_start(slurm: Cluster, bench: Bench) -> Iterator[LoseStart]:
 def test_a_run_whose_start_slurmctld_has_lost_goes_on(
     bench: Bench, inputs: tuple[str, ...], lose_start: LoseStart
 ) -> None:
+    # Nothing starts before the job is held, however busy this machine is.
+    scontrol("update", "PartitionName=main", "State=DOWN")
     job = submit(bench, inputs, "lost", "--set=backend=rehearsal", "--set=train.steps=20")["train"]
     scontrol("hold", job)
+    scontrol("update", "PartitionName=main", "State=UP")
     manifest = bench.runs / "lost" / "graphs" / "manifest.json"
     bench.until(manifest.is_file, "never precompiled")
     bench.until(lambda: bench.status("lost")["state"] == "queued", "never pending", every_s=1.0)
