@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,17 @@ def test_attacks_on_the_unpickler(
         pickles.read_metadata(tmp_path)
     assert time.monotonic() - began < 5
     assert not (tmp_path / "proof").exists()
+
+
+def test_a_shard_whose_key_takes_hours_is_refused() -> None:
+    """torch.load(weights_only=True) hashes it."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("archive/data.pkl", nested_keys())
+    began = time.monotonic()
+    with pytest.raises(pickle.UnpicklingError, match="unhashable"):
+        pickles.check_torch_file(content)
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(

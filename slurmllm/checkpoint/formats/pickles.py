@@ -3,8 +3,12 @@
 A pickle is a program that may call any function of Python. Those in checkpoints (DCP's `.metadata`,
 and `data.pkl` in every file of torch.save) need a few classes of torch and plain containers.
 `read_pickle` has only the instructions for these, makes stand-ins instead of torch's objects, and
-uses no tuple as a key: pickle.Unpickler, written in C, would take hours for some pickles of a few
-hundred bytes, and 64 GB for one of ten, whatever its `find_class` allows.
+lists instead of tuples. Neither existing unpickler would do:
+
+- pickle.Unpickler, written in C, allocates 64 GB for one pickle of ten bytes, and takes hours to
+  hash nested tuples as a key of a dict, whatever its `find_class` allows.
+- torch.load(weights_only=True) reads protocol 2, while DCP writes `.metadata` in Python's default
+  one (4 or 5); and it also hashes such keys. It reads the tensors, after `check_torch_file`.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -32,96 +35,60 @@ from slurmllm.safe_files import open_regular, read_limited
 METADATA = ".metadata"
 _LARGEST_METADATA = 1 << 29  # bytes; a chunk of a tensor takes 150
 _LARGEST_PICKLE = 1 << 26  # bytes of a file's `data.pkl`; a tensor takes 200
-_DCP = "torch.distributed.checkpoint."
 
 
 class _StandIn:
-    """An object of a pickle: what it was made from, and its state."""
+    """An object of a pickle: its state, or None without one."""
 
-    __slots__ = ("args", "state")
+    __slots__ = ("state",)
 
     def __init__(self, *args: Any) -> None:
-        self.args, self.state = args, None
-
-    def fields(self, *names: str) -> list[Any]:
-        return [self.state[name] for name in names]  # type: ignore[index]
-
-
-class _BytesStandIn(_StandIn):
-    """BytesStorageMetadata, the only one whose class is of importance."""
-
-    __slots__ = ()
+        self.state: Any = None
 
 
 @cache
-def _dtypes() -> dict[str, Any]:
-    return {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-
-
-@cache
-def _dcp_names() -> dict[str, Any]:
-    """What the pickle of torch's Metadata names (torch 2.9 to 2.13)."""
-    kinds = (
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+def _globals() -> dict[str, Any]:
+    """What the pickles of torch's Metadata (torch 2.9 to 2.13) and of tensors in dicts name."""
+    metadata = (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+        "ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     )  # fmt: skip
-    names = [f"{_DCP}metadata.{kind}" for kind in kinds]
-    names += [f"{_DCP}filesystem._StorageInfo", "torch.serialization._get_layout"]
-    names += ["pathlib.PosixPath", "pathlib._local.PosixPath"]  # the second: Python 3.13
-    return {
-        **_dtypes(),
-        **dict.fromkeys(names, _StandIn),
-        f"{_DCP}metadata.BytesStorageMetadata": _BytesStandIn,
-        "torch.Size": torch.Size,
-    }
-
-
-@cache
-def _torch_names() -> dict[str, Any]:
-    """What torch.save names for tensors in dicts; torch.load(weights_only=True) knows all."""
-    storages = [f"{kind.__module__}.{kind.__name__}" for kind in torch._storage_classes]
     rebuild = ("tensor", "tensor_v2", "parameter", "device_tensor_from_cpu_tensor")
-    names = [f"torch._utils._rebuild_{name}" for name in rebuild]
-    names += ["torch.device", "torch.serialization._get_layout", *storages]
+    stand_ins = [
+        *(f"{dcp.__name__}.{name}" for name in metadata),
+        *(f"torch._utils._rebuild_{name}" for name in rebuild),
+        *(f"{kind.__module__}.{kind.__name__}" for kind in torch._storage_classes),
+        f"{_StorageInfo.__module__}._StorageInfo",
+        "torch.device",
+        "torch.serialization._get_layout",
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",  # Python 3.13
+    ]
     return {
-        **_dtypes(),
+        **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+        **dict.fromkeys(stand_ins, _StandIn),
         "collections.OrderedDict": _new_dict,
         "torch.Size": torch.Size,
-        **dict.fromkeys(names, _StandIn),
     }
-
-
-_INSTRUCTIONS = (
-    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
-    "SHORT_BINUNICODE BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND "
-    "APPENDS EMPTY_DICT GLOBAL STACK_GLOBAL BINPERSID MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET"
-)
-
-
-def _opcodes(names: str) -> list[int]:
-    return [getattr(pickle, name)[0] for name in names.split()]
 
 
 _PurePython: Any = pickle._Unpickler  # whose instructions can be replaced
+_INSTRUCTIONS = (
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
+    "SHORT_BINUNICODE BINUNICODE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS GLOBAL "
+    "STACK_GLOBAL REDUCE BINPERSID MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET"
+)
 
 
 class _Unpickler(_PurePython):  # type: ignore[misc]
-    def __init__(self, data: bytes, names: Mapping[str, Any]) -> None:
-        super().__init__(BytesIO(data))
-        self._names = names
-
     def find_class(self, module: str, name: str) -> Any:
         path = f"{module}.{name}"
-        if path not in self._names:
+        if path not in _globals():
             _refuse(f"it names {path:.80}, which could run code")
-        return self._names[path]
+        return _globals()[path]
 
     def persistent_load(self, pid: Any) -> Any:
-        return _StandIn(pid)  # torch's storages
-
-    def load_object(self) -> None:
-        args, make = self.stack.pop(), self.stack.pop()
-        self.stack.append(make(*args))  # only what `names` has can be called
+        return _StandIn()  # torch's storages
 
     def load_build(self) -> None:
         state = self.stack.pop()
@@ -130,38 +97,40 @@ class _Unpickler(_PurePython):  # type: ignore[misc]
         elif type(self.stack[-1]) is not dict:  # an OrderedDict, whose attributes are not used
             _refuse("it sets attributes of what has none")
 
-    def load_setitem(self) -> None:
-        self.stack[-2:] = [[*self.stack[-2:]]]
-        self.set_items(self.stack.pop())
+    # Lists, which are no keys: the hash of nested tuples takes hours, or overflows the stack.
+    def load_tuple1(self) -> None:
+        self.stack[-1:] = [self.stack[-1:]]
 
-    def load_setitems(self) -> None:
-        self.set_items(self.pop_mark())
+    def load_tuple2(self) -> None:
+        self.stack[-2:] = [self.stack[-2:]]
 
-    def set_items(self, items: list[Any]) -> None:
-        # The hash of nested tuples takes hours, or overflows the stack.
-        if type(self.stack[-1]) is not dict or tuple in set(map(type, items[::2])):
-            _refuse("it sets items of what is no dict, or by a tuple")
-        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+    def load_tuple3(self) -> None:
+        self.stack[-3:] = [self.stack[-3:]]
 
     def load_other(self) -> None:
         _refuse("it has an instruction that none of torch's has")
 
     dispatch: ClassVar[dict[int, Any]] = {
         **dict.fromkeys(range(256), load_other),
-        **{op: _PurePython.dispatch[op] for op in _opcodes(_INSTRUCTIONS)},
-        pickle.NEWOBJ[0]: load_object, pickle.REDUCE[0]: load_object, pickle.BUILD[0]: load_build,
-        pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems,
+        **{
+            op: _PurePython.dispatch[op]
+            for op in (getattr(pickle, name)[0] for name in _INSTRUCTIONS.split())
+        },
+        pickle.NEWOBJ[0]: _PurePython.load_reduce,  # a call of what `_globals` has
+        pickle.EMPTY_TUPLE[0]: _PurePython.load_empty_list, pickle.TUPLE[0]: _PurePython.load_list,
+        pickle.TUPLE1[0]: load_tuple1, pickle.TUPLE2[0]: load_tuple2,
+        pickle.TUPLE3[0]: load_tuple3, pickle.BUILD[0]: load_build,
     }  # fmt: skip
 
 
-def read_pickle(data: bytes, names: Mapping[str, Any]) -> Any:
-    """Return the object of a pickle, in which globals are what `names` has for them.
+def read_pickle(data: bytes) -> Any:
+    """Return the object of a pickle, with stand-ins for torch's objects and lists for tuples.
 
     Raises:
         UnpicklingError: It names something else, has other instructions, or is damaged.
     """
     try:
-        return _Unpickler(data, names).load()
+        return _Unpickler(BytesIO(data)).load()
     except _UnsafeError:
         raise
     except Exception as error:  # of damaged bytes anything
@@ -184,7 +153,7 @@ def read_metadata(directory: Path) -> dcp.Metadata:
     """Read DCP's `.metadata`: where which chunk is; StorageError if it is unsafe or damaged."""
     path = directory / METADATA
     try:
-        return _metadata(read_pickle(read_limited(path, _LARGEST_METADATA), _dcp_names()))
+        return _metadata(read_pickle(read_limited(path, _LARGEST_METADATA)))
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnpicklingError as error:
@@ -197,13 +166,13 @@ def read_metadata(directory: Path) -> dcp.Metadata:
 def _metadata(found: Any) -> dcp.Metadata:
     """Make torch's objects of stand-ins, with every field of its type."""
     try:
-        entries, planned, places = found.fields(
-            "state_dict_metadata", "planner_data", "storage_data"
+        entries, planned, places = (
+            found.state[name] for name in ("state_dict_metadata", "planner_data", "storage_data")
         )
         return dcp.Metadata(
-            {_text(key): _entry(entry) for key, entry in entries.items()},
+            {_text(key): _entry(entry.state) for key, entry in entries.items()},
             {_text(key): tuple(map(_key, keys)) for key, keys in (planned or {}).items()},
-            dict(map(_place, places.items())),
+            {_index(index.state): _place(place.state) for index, place in places.items()},
             dcp.StorageMeta(),
         )
     except UnpicklingError:
@@ -213,49 +182,47 @@ def _metadata(found: Any) -> dcp.Metadata:
 
 
 def _entry(entry: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
-    if type(entry) is _BytesStandIn:
+    if entry is None:
         return dcp.BytesStorageMetadata()
-    properties, size, chunks = entry.fields("properties", "size", "chunks")
-    state = properties.state
-    dtype = state[0] if type(state) is tuple else state["dtype"]
+    properties = entry["properties"].state
+    dtype = properties[0] if type(properties) is list else properties["dtype"]
     if not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor without a type")
     return dcp.TensorStorageMetadata(
         dcp.TensorProperties(dtype),
-        _size(size),
+        _size(entry["size"]),
         [
-            dcp.ChunkStorageMetadata(_size(offsets), _size(sizes))
-            for offsets, sizes in (chunk.fields("offsets", "sizes") for chunk in chunks)
+            dcp.ChunkStorageMetadata(_size(chunk.state["offsets"]), _size(chunk.state["sizes"]))
+            for chunk in entry["chunks"]
         ],
     )
 
 
-def _place(item: tuple[Any, Any]) -> tuple[dcp.MetadataIndex, _StorageInfo]:
-    index, place = item
-    (fqn,) = index.fields("fqn")
-    offset, hint = index.state.get("offset"), index.state.get("index")
-    path, start, length = place.fields("relative_path", "offset", "length")
-    if "/" in _text(path) or path in ("", ".", ".."):
-        _refuse(f"it names the file {path!r:.80}, outside the folder")
-    if place.state.get("transform_descriptors"):
-        raise TypeError("transformed shards are not read")
+def _index(index: dict[str, Any]) -> dcp.MetadataIndex:
+    offset, hint = index.get("offset"), index.get("index")
     if type(hint) not in (int, type(None)):
         raise TypeError("no number of a chunk")
-    return (
-        dcp.MetadataIndex(_text(fqn), None if offset is None else _size(offset), hint),
-        _StorageInfo(path, _key(start), _key(length)),
-    )
+    return dcp.MetadataIndex(_text(index["fqn"]), None if offset is None else _size(offset), hint)
+
+
+def _place(place: dict[str, Any]) -> _StorageInfo:
+    path = _text(place["relative_path"])
+    if "/" in path or path in ("", ".", ".."):
+        _refuse(f"it names the file {path!r:.80}, outside the folder")
+    if place.get("transform_descriptors"):
+        raise TypeError("transformed shards are not read")
+    return _StorageInfo(path, _key(place["offset"]), _key(place["length"]))
 
 
 def _size(value: Any) -> torch.Size:
-    if type(value) is not torch.Size or any(not 0 <= number < 1 << 63 for number in value):
+    if type(value) is not torch.Size or any(number < 0 for number in value):
         raise TypeError("no size of a tensor")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise TypeError("no text")  # not its repr: that of nested tuples may take hours
+        raise TypeError("no text")  # not its repr: that of nested lists may take hours
     return value
 
 
@@ -313,7 +280,7 @@ def check_torch_file(stream: BinaryIO) -> Any:
             data = stream.read(pickles[0].file_size)
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, struct_error) as error:
         raise UnpicklingError(f"damaged: {error}") from error
-    return read_pickle(data, _torch_names())
+    return read_pickle(data)
 
 
 def pickle_faults(directory: Path, names: list[str]) -> list[str]:
