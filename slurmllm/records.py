@@ -8,17 +8,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-)
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.errors import Blame, StorageError
 from slurmllm.rundir import write_atomic
@@ -62,7 +54,6 @@ JobId = Annotated[str, Field(pattern=r"^[0-9]{1,18}(_[0-9]{1,18})?(\+[0-9]{1,18}
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
 # Not 0 and not negative: kill(2) takes these for groups of processes. proc(5): at most 2^22.
 ProcessId = Annotated[int, Field(gt=0, le=1 << 22)]
-LATEST_TIME = 253_402_214_400  # Unix time, s: the last day that Python's datetime knows
 _NEW_GRAPHS = AliasChoices("new_graphs", "graphs_added")  # the second: runs of 0.1
 
 
@@ -365,186 +356,6 @@ class WorkerRecord(Record):
     skipped_checkpoints: tuple[str, ...] = Field(default=(), description="newer, with reasons")
 
 
-def _stays_inside(path: str) -> str:
-    if not path or path.startswith("/") or ".." in path.split("/"):
-        raise ValueError("must be a path inside its folder")
-    return path
-
-
-InnerPath = Annotated[str, AfterValidator(_stays_inside)]
-
-
-class GraphFile(Record):
-    """One file of the graph archive."""
-
-    path: InnerPath
-    bytes: int
-
-
-class GraphState(Record):
-    """One graph of a stage, and whether it was compiled."""
-
-    name: str
-    folder: str = Field(description="inside the cache; identifies the graph")
-    # missing: the compiler left neither an artifact nor a reason.
-    state: Literal["compiled", "failed", "missing"]
-    compiler: str = Field(description="name and version")
-    log: InnerPath | None = Field(
-        default=None, description="compiler's, of a failed graph; in the run"
-    )
-
-
-class GraphManifest(Record):
-    """`graphs/manifest.json`: what the archive of compiled graphs holds."""
-
-    complete: bool = Field(description="every graph is compiled, and no node is missing")
-    backend: str
-    versions: dict[str, str] = Field(description="of torch, the compiler, …")
-    graphs: int = Field(description="number of compiled graphs")
-    # A bare name: the archive is in this file's folder.
-    archive: Annotated[str, Field(pattern=r"^graphs[A-Za-z0-9._-]*\.tar$")] = "graphs.tar"
-    archive_bytes: int
-    archive_sha256: str
-    cold_first_step_s: float = Field(description="first step with an empty cache, s")
-    compile_s: float = Field(default=0.0, description="seconds of the compiler after those steps")
-    files: tuple[GraphFile, ...]
-    states: tuple[GraphState, ...] = Field(default=(), description="of every graph")
-    # The precompile nodes that submitted no graphs.
-    missing_nodes: tuple[str, ...] = Field(
-        default=(), validation_alias=AliasChoices("missing_nodes", "absent_nodes")
-    )
-    fingerprint: str = Field(default="", description="see graphs.fingerprint; empty: unknown")
-    # The run that compiled the graphs.
-    reused_from: Annotated[str, Field(pattern=r"^[^/\x00-\x1f\x7f]+$")] | None = Field(
-        default=None, validation_alias=AliasChoices("reused_from", "taken_from")
-    )
-
-
-class NewGraphs(Record):
-    """`graphs/new/NNN_<node>.json`: what a node compiled in training, until it is merged."""
-
-    node: NodeName
-    attempt: int
-    nodes: tuple[NodeName, ...] = Field(description="of the attempt")
-    versions: dict[str, str]
-    archive_sha256: str
-    files: tuple[GraphFile, ...]
-    states: tuple[GraphState, ...]
-
-
-class MicroBatchCandidate(Record):
-    """A measured micro batch."""
-
-    micro_batch: int
-    # Forward and backward of a step as long as the run's, divided by its sequences on one
-    # data-parallel worker; the slowest worker's.
-    seconds_per_sequence: float
-    peak_bytes: int = Field(description="memory, of the worker that used most")
-    first_step_s: float = Field(description="first step, compilation included")
-
-
-class MicroBatchRecord(Record):
-    """`graphs/micro_batch.json`: the result of `train.micro_batch: auto`."""
-
-    micro_batch: int = Field(ge=1, description="chosen; used if it divides a worker's share")
-    reason: str = Field(description="why no larger one was measured")
-    candidates: tuple[MicroBatchCandidate, ...] = Field(description="smallest first")
-    limit_bytes: int = Field(description="memory that a worker may use, of the one with least")
-    nodes: tuple[str, ...] = Field(description="on which it was measured")
-    device: str
-    workers: int
-
-
-class CorpusRecord(Record):
-    """One corpus that a run reads."""
-
-    path: str
-    fingerprint: str = Field(description="of its content")
-    documents: int
-    weight: float = Field(description="its share of the sequences, relative to the others'")
-
-
-class DataRecord(Record):
-    """`data.json`: what a run reads and in which order; written when it first trains.
-
-    Everything but the paths decides which tokens are in which row of which step.
-    """
-
-    corpora: tuple[CorpusRecord, ...]
-    tokenizer: str | None = Field(description="fingerprint; None: only corpora of token ids")
-    seed: int
-    seq_len: int
-    global_batch: int
-    mask: str = Field(description="data.mask")
-    validation: float = Field(description="data.validation")
-
-    def differences(self, other: DataRecord) -> tuple[str, ...]:
-        """Why the two read different tokens, a phrase each; empty if they read the same."""
-        found = []
-        here, there = self._contents(), other._contents()
-        if here != there:
-            found.append(f"corpora {_phrase(self.corpora)} and {_phrase(other.corpora)}")
-        for name in ("tokenizer", "seed", "seq_len", "global_batch", "mask", "validation"):
-            a, b = getattr(self, name), getattr(other, name)
-            if a != b:
-                found.append(f"{name} {a} and {b}")
-        return tuple(found)
-
-    def _contents(self) -> list[tuple[str, float]]:
-        total = sum(corpus.weight for corpus in self.corpora)
-        return [(corpus.fingerprint, corpus.weight / total) for corpus in self.corpora]
-
-
-def _phrase(corpora: tuple[CorpusRecord, ...]) -> str:
-    weighted = len(corpora) > 1
-    return " + ".join(
-        f"{Path(c.path).name} ({c.fingerprint})" + (f" x {c.weight:g}" if weighted else "")
-        for c in corpora
-    )
-
-
-class CheckpointFile(Record):
-    """One file of a checkpoint."""
-
-    path: str = Field(description="relative, inside the checkpoint's folder")
-    bytes: int = Field(ge=0, lt=1 << 63)
-    sha256: str
-
-    @field_validator("path")
-    @classmethod
-    def _inside(cls, path: str) -> str:
-        # A manifest may be a replica's or somebody else's: copies of the files are made by name.
-        if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path:
-            raise ValueError(f"{path!r:.100} is no file inside the folder")
-        return path
-
-
-class CheckpointManifest(Record):
-    """`checkpoints/step_XXXXXXXX/manifest.json`, written last: it makes the checkpoint."""
-
-    step: int = Field(ge=0, lt=1 << 63)
-    tokens: int = Field(ge=0, lt=1 << 63, description="trained on so far")
-    world_size: int = Field(ge=1, lt=1 << 31)
-    attempt: int = Field(ge=0, lt=1 << 31)
-    recipe: str
-    saved_at: float = Field(ge=0, lt=LATEST_TIME, description="Unix time, s")
-    save_s: float = Field(allow_inf_nan=False)
-    fingerprint: str = Field(description="of model and data configuration; must match to resume")
-    files: tuple[CheckpointFile, ...] = Field(min_length=1)
-
-
-class ImportedModel(Record):
-    """`model.json` of an imported checkpoint: the model of its weights, instead of a run's."""
-
-    source: str = Field(description="the folder that it was made from")
-    architecture: str = Field(description="class of transformers")
-    model: dict[str, Any] = Field(description="the model section of a recipe")
-    parameters: int
-    dtypes: tuple[str, ...] = Field(description="of the weights, as safetensors names them")
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-
-
 class MetricsRow(Record):
     """One line of `metrics/attempt_NNN.jsonl`: one optimizer step."""
 
@@ -563,20 +374,3 @@ class MetricsRow(Record):
     forward_backward_s: float | None = None
     optimizer_s: float | None = Field(default=None, description="of it, until it had the norms")
     time: float = Field(description="Unix time at the step's end, s")
-
-
-class EvaluationRecord(Record):
-    """`evaluations/<checkpoint>/<task>.json`: the scores of a checkpoint in one task."""
-
-    step: int = Field(description="of the checkpoint")
-    tokens: int = Field(description="that it was trained on")
-    checkpoint: str = Field(description="its checksum")
-    task: str = Field(description="the harness's name; `validation`: loss on the held-out text")
-    shots: int | None = Field(default=None, description="examples before each question")
-    limit: float | None = Field(default=None, description="of questions; a share if below 1")
-    scores: dict[str, float] = Field(description="metric → value, as the harness names them")
-    errors: dict[str, float] = Field(default_factory=dict, description="metric → standard error")
-    num_samples: int | None = Field(default=None, description="questions")
-    version: str = Field(description="of the evaluator, such as lm_eval 0.4.13")
-    seconds: float
-    evaluated_at: float = Field(description="Unix time, s")

@@ -135,8 +135,8 @@ class AttemptDir:
 
     path: Path
 
-    record = _Inside("attempt.json")  # nodes, ending and reasons (`records.AttemptRecord`)
-    hang = _Inside("hang.json")  # launchers then dump stacks (`records.HangRecord`)
+    record = _Inside("attempt.json")  # nodes, ending and reasons (`AttemptRecord`)
+    hang = _Inside("hang.json")  # launchers then dump stacks (`HangRecord`)
 
     @property
     def number(self) -> int:
@@ -144,19 +144,19 @@ class AttemptDir:
         return int(self.path.name)
 
     def node(self, name: str) -> Path:
-        """A node's launcher and its workers (`records.NodeRecord`)."""
+        """A node's launcher and its workers (`NodeRecord`)."""
         return self.path / "nodes" / f"{name}.json"
 
     def health(self, name: str) -> Path:
-        """The preflight checks of a node (`records.NodeHealth`)."""
+        """The preflight checks of a node (`NodeHealth`)."""
         return self.path / "health" / f"{name}.json"
 
     def failure(self, rank: int) -> Path:
-        """Why a worker failed (`records.FailureRecord`)."""
+        """Why a worker failed (`FailureRecord`)."""
         return self.path / "failures" / f"rank_{rank:05d}.json"
 
     def heartbeat(self, name: str) -> Path:
-        """The phases of a node's workers (`records.Heartbeat`)."""
+        """The phases of a node's workers (`Heartbeat`)."""
         return self.path / "heartbeats" / f"{name}.json"
 
     def stacks(self, rank: int) -> Path:
@@ -164,7 +164,7 @@ class AttemptDir:
         return self.path / "stacks" / f"rank_{rank:05d}.txt"
 
     def worker(self, rank: int) -> Path:
-        """Start-up and graph cache of a node's first worker (`records.WorkerRecord`)."""
+        """Start-up and graph cache of a node's first worker (`WorkerRecord`)."""
         return self.path / "workers" / f"rank_{rank:05d}.json"
 
 
@@ -177,17 +177,17 @@ class RunDir:
     config = _Inside("config.yaml")  # the resolved configuration
     secrets = _Inside("secrets.json")  # dotted path → value of the secret variables
     plan = _Inside("plan.json")  # mesh degrees and batch arithmetic
-    data = _Inside("data.json")  # the corpora and their order (`records.DataRecord`)
-    jobs = _Inside("jobs.json")  # the submissions (`records.JobsRecord`)
-    lock = _Inside("lock.json")  # of the commands that change the run (`records.LockRecord`)
-    excluded = _Inside("excluded.json")  # the excluded nodes (`records.ExcludedNodes`)
-    skips = _Inside("skips.json")  # the batches that the run skips (`records.SkipsRecord`)
+    data = _Inside("data.json")  # the corpora and their order (`DataRecord`)
+    jobs = _Inside("jobs.json")  # the submissions (`JobsRecord`)
+    lock = _Inside("lock.json")  # of the commands that change the run (`LockRecord`)
+    excluded = _Inside("excluded.json")  # the excluded nodes (`ExcludedNodes`)
+    skips = _Inside("skips.json")  # the batches that the run skips (`SkipsRecord`)
     drill = _Inside("drill.json")  # what a drill did to it (`drill.injector.Injection`)
     logs = _Inside("logs")  # the folder of all logs
     graphs = _Inside("graphs")  # the folder of the compiled graphs
-    graphs_manifest = _Inside("graphs/manifest.json")  # of the archive (`records.GraphManifest`)
+    graphs_manifest = _Inside("graphs/manifest.json")  # of the archive (`GraphManifest`)
     new_graphs = _Inside("graphs/new")  # compiled in training, until they are merged
-    micro_batch = _Inside("graphs/micro_batch.json")  # as measured (`records.MicroBatchRecord`)
+    micro_batch = _Inside("graphs/micro_batch.json")  # as measured (`MicroBatchRecord`)
     checkpoints = _Inside("checkpoints")  # the folder of the checkpoints
     tensorboard = _Inside("tensorboard")  # TensorBoard event files
     evaluations = _Inside("evaluations")  # the folder of all scores
@@ -199,7 +199,7 @@ class RunDir:
         return self.path.name
 
     def events(self, attempt: int) -> Path:
-        """Events of an attempt besides its steps, a JSON line each (`records.Event`)."""
+        """Events of an attempt besides its steps, a JSON line each (`Event`)."""
         return self.path / "events" / f"attempt_{attempt:03d}.jsonl"
 
     def script(self, stage: Stage) -> Path:
@@ -253,7 +253,7 @@ class RunDir:
         return sorted(int(match.group(1)) for match in matches if match)
 
     def metrics(self, attempt: int) -> Path:
-        """The metrics of one attempt, a JSON line per step (`records.MetricsRow`)."""
+        """The metrics of one attempt, a JSON line per step (`MetricsRow`)."""
         return self.path / "metrics" / f"attempt_{attempt:03d}.jsonl"
 
     def metrics_files(self) -> list[Path]:
@@ -265,7 +265,7 @@ class RunDir:
         return [entry for _, entry in sorted(found)]
 
     def evaluation(self, checksum: str, key: str) -> Path:
-        """The scores of a checkpoint in a task (`records.EvaluationRecord`).
+        """The scores of a checkpoint in a task (`EvaluationRecord`).
 
         Args:
             checksum: Of the checkpoint.

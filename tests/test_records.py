@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from slurmllm.artifact_records import GraphManifest
 from slurmllm.errors import StorageError
-from slurmllm.records import (
-    ExcludedNode,
-    GraphManifest,
-    HangRecord,
-    JobsRecord,
-    NodeRecord,
-    Record,
-    Submission,
-)
+from slurmllm.records import ExcludedNode, HangRecord, JobsRecord, NodeRecord, Record, Submission
 
 MANIFEST = {
     "complete": True, "backend": "native", "versions": {}, "graphs": 0, "archive_bytes": 0,

@@ -17,16 +17,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.metrics.row_reader import read_events
-from slurmllm.records import (
-    AttemptRecord,
-    CheckpointManifest,
-    JobsRecord,
-    SkippedBatches,
-    SkipsRecord,
-)
+from slurmllm.records import AttemptRecord, JobsRecord, SkippedBatches, SkipsRecord
 from slurmllm.rundir import RunDir, fsync_dir
 
 if TYPE_CHECKING:

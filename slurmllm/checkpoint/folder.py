@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.errors import RunError, StorageError
-from slurmllm.records import CheckpointFile, CheckpointManifest
 from slurmllm.rundir import fsync_dir
 from slurmllm.safe_files import open_regular
 

@@ -20,10 +20,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.folder import MANIFEST, publish, read_manifest
 from slurmllm.config.recipe import CheckpointConfig
 from slurmllm.errors import SlurmllmError, StorageError
-from slurmllm.records import CheckpointManifest, first_problem
+from slurmllm.records import first_problem
 from slurmllm.rundir import RunDir, fsync_dir
 
 _STEP = re.compile(r"^step_([0-9]{8,18})$")

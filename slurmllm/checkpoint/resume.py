@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.catalogue import (
     first_attempt_used,
     gone_error,
@@ -21,7 +22,7 @@ from slurmllm.checkpoint.replicas import Replica, open_replica
 from slurmllm.checkpoint.shards import ShardBackend
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_differences
 from slurmllm.errors import CheckpointError, RunError, StorageError
-from slurmllm.records import CheckpointManifest, JobsRecord
+from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir
 
 log = logging.getLogger(__name__)

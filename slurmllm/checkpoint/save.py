@@ -24,12 +24,12 @@ from contextlib import contextmanager
 from threading import Thread
 from typing import TypeVar
 
+from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.checkpoint.catalogue import REMOVED, list_checkpoints, remove_expired
 from slurmllm.checkpoint.folder import MANIFEST, describe, publish
 from slurmllm.checkpoint.shards import ShardBackend, ShardWrite
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError
-from slurmllm.records import CheckpointFile, CheckpointManifest
 from slurmllm.rundir import RunDir, fsync_dir
 
 T = TypeVar("T")

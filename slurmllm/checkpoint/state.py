@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
+from slurmllm.artifact_records import ImportedModel
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig, Recipe
 from slurmllm.config.resolve import flatten
 from slurmllm.errors import RunError, StorageError
-from slurmllm.records import ImportedModel, Record, first_problem
+from slurmllm.records import Record, first_problem
 
 TRAIN_STATE = "train_state.json"
 # AdamW's state per parameter next to `step`, by torch's names.

@@ -13,8 +13,8 @@ from slurmllm.metrics.step_time import finite_number
 from slurmllm.tables import PROSE, Column, fitted
 
 if TYPE_CHECKING:
+    from slurmllm.artifact_records import MicroBatchRecord
     from slurmllm.plan.mesh import Mesh
-    from slurmllm.records import MicroBatchRecord
     from slurmllm.status.details import Details, WorkerProgress
     from slurmllm.status.runs import RunState
 

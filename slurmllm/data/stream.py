@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.artifact_records import DataRecord
 from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
 from slurmllm.data.sources import open_all
@@ -42,7 +43,6 @@ from slurmllm.data.sources.base import BEGINS, UNTRAINED
 from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.data.state import State, check_same_stream, identity, slot_positions, upgrade_state
 from slurmllm.errors import DataError, StorageError
-from slurmllm.records import DataRecord
 from slurmllm.rundir import RunDir
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from slurmllm.artifact_records import EvaluationRecord
 from slurmllm.checkpoint.catalogue import read_entry, verify_entry
 from slurmllm.errors import DataError, SlurmllmError, StorageError
 from slurmllm.evaluate.request import (
@@ -31,7 +32,6 @@ from slurmllm.evaluate.request import (
     ModelRef,
     TaskRequest,
 )
-from slurmllm.records import EvaluationRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.arrays import (
     MOST_TASKS,

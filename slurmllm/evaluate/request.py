@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.catalogue import (
     CheckpointEntry,
     invalidated_checkpoints,
@@ -27,7 +28,6 @@ from slurmllm.checkpoint.folder import MANIFEST
 from slurmllm.checkpoint.state import MODEL
 from slurmllm.errors import CheckpointError, RunError
 from slurmllm.evaluate.suites import SuiteTask
-from slurmllm.records import CheckpointManifest
 from slurmllm.rundir import RunDir, find_run, is_run
 
 HARNESS = "lm_eval"

@@ -13,8 +13,8 @@ from slurmllm.format import ABSENT
 from slurmllm.rundir import RunDir
 
 if TYPE_CHECKING:
+    from slurmllm.artifact_records import EvaluationRecord
     from slurmllm.evaluate.suites import LocatedSuite, SuiteTask
-    from slurmllm.records import EvaluationRecord
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ HELD_OUT = "held-out text"
 
 def read_scores(run: RunDir) -> tuple[list[StoredScore], list[str]]:
     """All scores of a run, and a warning for each unreadable file."""
-    from slurmllm.records import EvaluationRecord
+    from slurmllm.artifact_records import EvaluationRecord
 
     stored, warnings = [], []
     for path in run.evaluation_files():

@@ -27,9 +27,9 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from slurmllm.artifact_records import GraphFile, GraphManifest, GraphState
 from slurmllm.backends.environment import load_environment, node_disk
 from slurmllm.errors import NodeError, RunError, StorageError
-from slurmllm.records import GraphFile, GraphManifest, GraphState
 from slurmllm.rundir import RunDir, fsync_dir, write_atomic
 from slurmllm.safe_files import check_private_folder, open_lock, open_trusted, read_limited
 

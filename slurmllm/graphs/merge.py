@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from slurmllm.artifact_records import GraphFile, GraphManifest, GraphState, NewGraphs
 from slurmllm.backends.environment import load_environment
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import (
@@ -28,7 +29,6 @@ from slurmllm.graphs.archive import (
     write_archive,
     write_tar,
 )
-from slurmllm.records import GraphFile, GraphManifest, GraphState, NewGraphs
 from slurmllm.rundir import RunDir
 
 

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.graphs.archive import checksum, make_own_folder
 from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.records import GraphManifest, MicroBatchRecord
 from slurmllm.rundir import RunDir, fsync_dir
 from slurmllm.safe_files import open_trusted
 

@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.records import DataRecord, MetricsRow, SkippedBatches
+from slurmllm.artifact_records import DataRecord
+from slurmllm.records import MetricsRow, SkippedBatches
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from slurmllm.artifact_records import DataRecord
 from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics import row_logs
 from slurmllm.metrics.curves import Convention, Curve, Setting
@@ -24,7 +25,7 @@ from slurmllm.metrics.tensorboard_logs import (
     read_tensorboard,
 )
 from slurmllm.metrics.text_logs import read_text
-from slurmllm.records import DataRecord, SkipsRecord
+from slurmllm.records import SkipsRecord
 from slurmllm.rundir import RunDir, find_run
 from slurmllm.safe_files import open_regular, read_limited, read_lines, reason
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from slurmllm.artifact_records import DataRecord
 from slurmllm.compare.comparison import Comparison
 from slurmllm.config.load import LenientConfig
 from slurmllm.evaluate.scores import ScoreTable
 from slurmllm.metrics.curves import Curve, SourceKind
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameters
-from slurmllm.records import AttemptRecord, DataRecord, Event
+from slurmllm.records import AttemptRecord, Event
 from slurmllm.spikes import SpikeAnalysis
 from slurmllm.status.recoveries import FailureRecovery
 from slurmllm.status.utilization import Utilization

@@ -12,6 +12,7 @@ from statistics import mean, median
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
+from slurmllm.artifact_records import MicroBatchRecord
 from slurmllm.config.cluster import GIB
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig, change
@@ -21,7 +22,7 @@ from slurmllm.metrics.step_time import SteadySteps, read_steady_steps
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.mesh import load_mesh, make_mesh
 from slurmllm.plan.step import peak_flops
-from slurmllm.records import MicroBatchRecord, WorkerRecord
+from slurmllm.records import WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.history import read_history, read_incarnations, read_submissions

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from slurmllm.artifact_records import DataRecord
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Comparison, curve_letter
@@ -21,7 +22,7 @@ from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.source import read_curve
 from slurmllm.plan.cost import PriceKind, node_price
 from slurmllm.plan.mesh import load_mesh
-from slurmllm.records import AttemptRecord, DataRecord, Event, NodeRecord
+from slurmllm.records import AttemptRecord, Event, NodeRecord
 from slurmllm.report.facts import CheckpointFacts, CheckpointState, Rate, RunFacts
 from slurmllm.report.throughput import throughput_by_nodes
 from slurmllm.rundir import RunDir

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.config.recipe import WatchdogConfig
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import faults
@@ -14,9 +15,7 @@ from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.records import (
     AttemptRecord,
     ExcludedNode,
-    GraphManifest,
     Heartbeat,
-    MicroBatchRecord,
     Phase,
     SkippedBatches,
     SkipsRecord,

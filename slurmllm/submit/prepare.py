@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.load import load, save
 from slurmllm.config.resolve import RunConfig
@@ -21,7 +22,6 @@ from slurmllm.errors import ConfigError, DataError, RunError, StorageError
 from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
-from slurmllm.records import GraphManifest
 from slurmllm.rundir import RUN_NAME, STAGES, RunDir, Stage, is_run, write_atomic
 from slurmllm.safe_files import read_limited, user_name
 from slurmllm.submit.render import render

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.backends.rendezvous import free_port
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
@@ -26,7 +27,6 @@ from slurmllm.errors import RunError, SlurmError, StorageError
 from slurmllm.metrics.row_reader import last_row_of, read_events, read_rows
 from slurmllm.records import (
     AttemptRecord,
-    CheckpointManifest,
     FailureRecord,
     JobsRecord,
     NodeRecord,

@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from slurmllm.artifact_records import GraphManifest
 from slurmllm.errors import SlurmError, StorageError
 from slurmllm.graphs.archive import faults
 from slurmllm.log import message_of
-from slurmllm.records import AttemptRecord, GraphManifest, HangRecord, NodeRecord
+from slurmllm.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempts, first_failure
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation

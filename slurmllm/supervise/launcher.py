@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import (
     BROADCAST,
     load_environment,
@@ -29,7 +30,7 @@ from slurmllm.graphs import merge
 from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.graphs.reuse import measured_micro_batch
 from slurmllm.plan.mesh import load_mesh
-from slurmllm.records import GraphManifest, NodeRecord, WorkerRecord
+from slurmllm.records import NodeRecord, WorkerRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.supervise.classify import reported_all
 from slurmllm.supervise.workers import POLL_S, WORKER_SIGNAL, Workers, run_command

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slurmllm.artifact_records import MicroBatchRecord
 from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
 from slurmllm.backends.environment import load_environment
 from slurmllm.checkpoint.catalogue import read_rollbacks
@@ -21,7 +22,7 @@ from slurmllm.data.state import merge_states
 from slurmllm.data.stream import PackedStream, check_data
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
-from slurmllm.records import MicroBatchRecord, SkippedBatches
+from slurmllm.records import SkippedBatches
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard

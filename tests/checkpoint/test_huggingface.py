@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from checkpoint import hub
+from slurmllm.artifact_records import ImportedModel
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.formats import exporting, importing
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
@@ -26,7 +27,6 @@ from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import StorageError
 from slurmllm.model.decoder import Decoder, build_model
 from slurmllm.model.init import fill
-from slurmllm.records import ImportedModel
 
 AutoModel = hub.transformers.AutoModelForCausalLM
 FAMILIES = ("neox", "llama", "gpt3")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from train.gang import Gang, make_data, make_run
 
+from slurmllm.artifact_records import ImportedModel
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
@@ -21,7 +22,6 @@ from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import RunError, StorageError
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import fill, initialize
-from slurmllm.records import ImportedModel
 
 
 def config(family: str, **changes: object) -> ModelConfig:

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 from training_rows import make_row, write_rows
 
+from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.config.resolve import resolve
 from slurmllm.format import printable
 from slurmllm.records import (
     AttemptRecord,
-    CheckpointFile,
-    CheckpointManifest,
     ExcludedNode,
     ExcludedNodes,
     FailureRecord,

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
+from slurmllm.artifact_records import DataRecord
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Comparison, Tolerances, format_figure
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.source import read_curve
-from slurmllm.records import DataRecord, SkippedBatches, SkipsRecord
+from slurmllm.records import SkippedBatches, SkipsRecord
 
 
 def scaled(rows: list[Row], metric: str, share: float, first: int) -> list[Row]:

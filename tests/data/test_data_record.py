@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from slurmllm.artifact_records import DataRecord
 from slurmllm.data.stream import check_data
 from slurmllm.errors import DataError
-from slurmllm.records import DataRecord
 from slurmllm.rundir import RunDir
 
 

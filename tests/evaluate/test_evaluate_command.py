@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from evaluate.conftest import ALL, Learnt, by_hand, in_processes, needs_harness, scores
+from slurmllm.artifact_records import EvaluationRecord
 from slurmllm.cli.main import cli
 from slurmllm.errors import UserError
 from slurmllm.evaluate.executor import JobProcess
@@ -22,7 +23,6 @@ from slurmllm.evaluate.harness import Harness, task_manager
 from slurmllm.evaluate.request import EvaluationSettings, JobRequest, ModelRef, TaskRequest
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.evaluate.suites import VALIDATION, find_suite, suite_names, suites_dir
-from slurmllm.records import EvaluationRecord
 from slurmllm.rundir import RunDir
 
 pytestmark = needs_harness

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from slurmllm.artifact_records import GraphManifest
 from slurmllm.errors import NodeError
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs.archive import faults
-from slurmllm.records import GraphManifest
 from slurmllm.rundir import RunDir
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 from end_to_end.bench import processes_with
 
+from slurmllm.artifact_records import GraphManifest
 from slurmllm.config.resolve import resolve
 from slurmllm.graphs.merge import merge_new_graphs
-from slurmllm.records import AttemptRecord, GraphManifest, NodeRecord
+from slurmllm.records import AttemptRecord, NodeRecord
 from slurmllm.rundir import RunDir
 from slurmllm.rundir import Stage as StageName
 from slurmllm.submit.prepare import render_run, write_run

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import slurmllm
+from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.backends.nxd.environment import versions
 from slurmllm.config.resolve import resolve
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import reuse
 from slurmllm.graphs.fingerprint import GRAPH_MODULES, graph_fingerprint, sources
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.records import GraphManifest, MicroBatchRecord
 from slurmllm.rundir import RunDir
 
 

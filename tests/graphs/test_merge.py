@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from slurmllm.artifact_records import GraphManifest, NewGraphs
 from slurmllm.backends.native import environment
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge
-from slurmllm.records import GraphManifest, NewGraphs
 from slurmllm.rundir import RunDir
 
 NODES = ("n1", "n2")

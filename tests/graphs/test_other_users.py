@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from graphs.test_fingerprint import run_with_graphs
 
+from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import (
     broadcast_path,
     make_cache_folder,
@@ -25,7 +26,6 @@ from slurmllm.corpus.builtin import ensure_stdlib
 from slurmllm.errors import NodeError, RunError, StorageError
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge, reuse
-from slurmllm.records import GraphManifest
 from slurmllm.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, _find_graphs, prepare
 from slurmllm.supervise import watchdog

@@ -19,12 +19,11 @@ from click.testing import CliRunner
 from fake_slurm import FakeSlurm
 from training_rows import make_row, write_rows
 
+from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import resolve
 from slurmllm.records import (
     AttemptRecord,
-    CheckpointFile,
-    CheckpointManifest,
     Event,
     ExcludedNodes,
     Heartbeat,

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from fake_slurm import FakeSlurm
 
+from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.config.load import read_summary
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
 from slurmllm.metrics.step_time import read_pace
 from slurmllm.records import (
     AttemptRecord,
-    CheckpointFile,
-    CheckpointManifest,
     Event,
     Heartbeat,
     JobsRecord,

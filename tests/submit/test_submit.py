@@ -17,13 +17,14 @@ import yaml
 from click.testing import CliRunner, Result
 from fake_slurm import FakeSlurm
 
+from slurmllm.artifact_records import GraphManifest, MicroBatchCandidate, MicroBatchRecord
 from slurmllm.cli.main import cli
 from slurmllm.config.load import load
 from slurmllm.errors import SlurmError
 from slurmllm.graphs.archive import checksum
 from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.records import GraphManifest, JobsRecord, MicroBatchCandidate, MicroBatchRecord
+from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
 from slurmllm.submit import launch, prepare

@@ -12,16 +12,9 @@ from socket import gethostname
 import pytest
 from fake_slurm import FakeSlurm
 
+from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.config.resolve import resolve
-from slurmllm.records import (
-    AttemptRecord,
-    CheckpointFile,
-    CheckpointManifest,
-    FailureRecord,
-    JobsRecord,
-    NodeRecord,
-    Submission,
-)
+from slurmllm.records import AttemptRecord, FailureRecord, JobsRecord, NodeRecord, Submission
 from slurmllm.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.supervise.allocation import (

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.log import message_of
-from slurmllm.records import CheckpointManifest, MetricsRow, WorkerRecord
+from slurmllm.records import MetricsRow, WorkerRecord
 from slurmllm.rundir import RunDir
 from train.gang import Gang, curve, make_run, rows
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.errors import EXIT_REQUEUE
-from slurmllm.records import CheckpointManifest, FailureRecord, WorkerRecord
+from slurmllm.records import FailureRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from train.conftest import LONG
 from train.gang import Gang, curve, rows

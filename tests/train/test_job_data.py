@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from data.corpora import write_prompts
 
+from slurmllm.artifact_records import DataRecord
 from slurmllm.backends.base import IGNORED, Worker
 from slurmllm.errors import ConfigError
-from slurmllm.records import DataRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.job import Job, make_job, open_stream

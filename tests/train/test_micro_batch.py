@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from slurmllm.artifact_records import MicroBatchCandidate, MicroBatchRecord
 from slurmllm.backends.base import Worker
 from slurmllm.config.load import load
 from slurmllm.errors import StorageError
 from slurmllm.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
-from slurmllm.records import MicroBatchCandidate, MicroBatchRecord, WorkerRecord
+from slurmllm.records import WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train import micro_batch
 from slurmllm.train.exits import StopRequest

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe, read_manifest
 from slurmllm.checkpoint.formats.dcp_write import write_dcp
 from slurmllm.checkpoint.formats.nxd_files import NxdFiles, NxdLayout, names_of_stages, read_layout
@@ -45,7 +46,6 @@ from slurmllm.errors import ConfigError, StorageError
 from slurmllm.host_memory import free_memory
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.plan.parameters import parameter_shapes
-from slurmllm.records import CheckpointManifest
 from slurmllm.rundir import RunDir, is_run
 
 if TYPE_CHECKING:

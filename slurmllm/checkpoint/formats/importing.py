@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from slurmllm.artifact_records import CheckpointFile, CheckpointManifest, ImportedModel
 from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe
 from slurmllm.checkpoint.formats.huggingface import (
     FAMILY_MAPPINGS,
@@ -51,7 +52,6 @@ from slurmllm.checkpoint.formats.tokenizer_files import (
 from slurmllm.checkpoint.state import INDEX, MODEL, fingerprint_digest
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
-from slurmllm.records import CheckpointFile, CheckpointManifest, ImportedModel
 
 if TYPE_CHECKING:
     from slurmllm.progress import OnProgress
