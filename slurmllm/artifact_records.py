@@ -33,35 +33,33 @@ class GraphState(Record):
     """One graph of a stage, and whether it was compiled."""
 
     name: str
-    folder: str = Field(description="inside the cache; identifies the graph")
+    folder: str  # inside the cache; identifies the graph
     # missing: the compiler left neither an artifact nor a reason.
     state: Literal["compiled", "failed", "missing"]
-    compiler: str = Field(description="name and version")
-    log: InnerPath | None = Field(
-        default=None, description="compiler's, of a failed graph; in the run"
-    )
+    compiler: str  # name and version
+    log: InnerPath | None = None  # compiler's, of a failed graph; in the run
 
 
 class GraphManifest(Record):
     """`graphs/manifest.json`: what the archive of compiled graphs holds."""
 
-    complete: bool = Field(description="every graph is compiled, and no node is missing")
+    complete: bool  # every graph is compiled, and no node is missing
     backend: str
-    versions: dict[str, str] = Field(description="of torch, the compiler, …")
-    graphs: int = Field(description="number of compiled graphs")
+    versions: dict[str, str]  # of torch, the compiler, …
+    graphs: int  # number of compiled graphs
     # A bare name: the archive is in this file's folder.
     archive: Annotated[str, Field(pattern=r"^graphs[A-Za-z0-9._-]*\.tar$")] = "graphs.tar"
     archive_bytes: int
     archive_sha256: str
-    cold_first_step_s: float = Field(description="first step with an empty cache, s")
-    compile_s: float = Field(default=0.0, description="seconds of the compiler after those steps")
+    cold_first_step_s: float  # first step with an empty cache, s
+    compile_s: float = 0.0  # seconds of the compiler after those steps
     files: tuple[GraphFile, ...]
-    states: tuple[GraphState, ...] = Field(default=(), description="of every graph")
+    states: tuple[GraphState, ...] = ()  # of every graph
     # The precompile nodes that submitted no graphs.
     missing_nodes: tuple[str, ...] = Field(
         default=(), validation_alias=AliasChoices("missing_nodes", "absent_nodes")
     )
-    fingerprint: str = Field(default="", description="see graphs.fingerprint; empty: unknown")
+    fingerprint: str = ""  # see graphs.fingerprint; empty: unknown
     # The run that compiled the graphs.
     reused_from: Annotated[str, Field(pattern=r"^[^/\x00-\x1f\x7f]+$")] | None = Field(
         default=None, validation_alias=AliasChoices("reused_from", "taken_from")
@@ -73,7 +71,7 @@ class NewGraphs(Record):
 
     node: NodeName
     attempt: int
-    nodes: tuple[NodeName, ...] = Field(description="of the attempt")
+    nodes: tuple[NodeName, ...]  # of the attempt
     versions: dict[str, str]
     archive_sha256: str
     files: tuple[GraphFile, ...]
@@ -87,18 +85,18 @@ class MicroBatchCandidate(Record):
     # Forward and backward of a step as long as the run's, divided by its sequences on one
     # data-parallel worker; the slowest worker's.
     seconds_per_sequence: float
-    peak_bytes: int = Field(description="memory, of the worker that used most")
-    first_step_s: float = Field(description="first step, compilation included")
+    peak_bytes: int  # memory, of the worker that used most
+    first_step_s: float  # first step, compilation included
 
 
 class MicroBatchRecord(Record):
     """`graphs/micro_batch.json`: the result of `train.micro_batch: auto`."""
 
-    micro_batch: int = Field(ge=1, description="chosen; used if it divides a worker's share")
-    reason: str = Field(description="why no larger one was measured")
-    candidates: tuple[MicroBatchCandidate, ...] = Field(description="smallest first")
-    limit_bytes: int = Field(description="memory that a worker may use, of the one with least")
-    nodes: tuple[str, ...] = Field(description="on which it was measured")
+    micro_batch: int = Field(ge=1)  # chosen; used if it divides a worker's share
+    reason: str  # why no larger one was measured
+    candidates: tuple[MicroBatchCandidate, ...]  # smallest first
+    limit_bytes: int  # memory that a worker may use, of the one with least
+    nodes: tuple[str, ...]  # on which it was measured
     device: str
     workers: int
 
@@ -107,9 +105,9 @@ class CorpusRecord(Record):
     """One corpus that a run reads."""
 
     path: str
-    fingerprint: str = Field(description="of its content")
+    fingerprint: str  # of its content
     documents: int
-    weight: float = Field(description="its share of the sequences, relative to the others'")
+    weight: float  # its share of the sequences, relative to the others'
 
 
 class DataRecord(Record):
@@ -119,12 +117,12 @@ class DataRecord(Record):
     """
 
     corpora: tuple[CorpusRecord, ...]
-    tokenizer: str | None = Field(description="fingerprint; None: only corpora of token ids")
+    tokenizer: str | None  # fingerprint; None: only corpora of token ids
     seed: int
     seq_len: int
     global_batch: int
-    mask: str = Field(description="data.mask")
-    validation: float = Field(description="data.validation")
+    mask: str  # data.mask
+    validation: float  # data.validation
 
     def differences(self, other: DataRecord) -> tuple[str, ...]:
         """Why the two read different tokens, a phrase each; empty if they read the same."""
@@ -154,7 +152,7 @@ def _phrase(corpora: tuple[CorpusRecord, ...]) -> str:
 class CheckpointFile(Record):
     """One file of a checkpoint."""
 
-    path: InnerPath = Field(description="relative, inside the checkpoint's folder")
+    path: InnerPath  # relative, inside the checkpoint's folder
     bytes: int = Field(ge=0, lt=1 << 63)
     sha256: str
 
@@ -163,24 +161,24 @@ class CheckpointManifest(Record):
     """`checkpoints/step_XXXXXXXX/manifest.json`, written last: it makes the checkpoint."""
 
     step: int = Field(ge=0, lt=1 << 63)
-    tokens: int = Field(ge=0, lt=1 << 63, description="trained on so far")
+    tokens: int = Field(ge=0, lt=1 << 63)  # trained on so far
     world_size: int = Field(ge=1, lt=1 << 31)
     attempt: int = Field(ge=0, lt=1 << 31)
     recipe: str
-    saved_at: float = Field(ge=0, lt=LATEST_TIME, description="Unix time, s")
+    saved_at: float = Field(ge=0, lt=LATEST_TIME)  # Unix time, s
     save_s: float = Field(allow_inf_nan=False)
-    fingerprint: str = Field(description="of model and data configuration; must match to resume")
+    fingerprint: str  # of model and data configuration; must match to resume
     files: tuple[CheckpointFile, ...] = Field(min_length=1)
 
 
 class ImportedModel(Record):
     """`model.json` of an imported checkpoint: the model of its weights, instead of a run's."""
 
-    source: str = Field(description="the folder that it was made from")
-    architecture: str = Field(description="class of transformers")
-    model: dict[str, Any] = Field(description="the model section of a recipe")
+    source: str  # the folder that it was made from
+    architecture: str  # class of transformers
+    model: dict[str, Any]  # the model section of a recipe
     parameters: int
-    dtypes: tuple[str, ...] = Field(description="of the weights, as safetensors names them")
+    dtypes: tuple[str, ...]  # of the weights, as safetensors names them
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
 
@@ -188,15 +186,15 @@ class ImportedModel(Record):
 class EvaluationRecord(Record):
     """`evaluations/<checkpoint>/<task>.json`: the scores of a checkpoint in one task."""
 
-    step: int = Field(description="of the checkpoint")
-    tokens: int = Field(description="that it was trained on")
-    checkpoint: str = Field(description="its checksum")
-    task: str = Field(description="the harness's name; `validation`: loss on the held-out text")
-    shots: int | None = Field(default=None, description="examples before each question")
-    limit: float | None = Field(default=None, description="of questions; a share if below 1")
-    scores: dict[str, float] = Field(description="metric → value, as the harness names them")
-    errors: dict[str, float] = Field(default_factory=dict, description="metric → standard error")
-    num_samples: int | None = Field(default=None, description="questions")
-    version: str = Field(description="of the evaluator, such as lm_eval 0.4.13")
+    step: int  # of the checkpoint
+    tokens: int  # that it was trained on
+    checkpoint: str  # its checksum
+    task: str  # the harness's name; `validation`: loss on the held-out text
+    shots: int | None = None  # examples before each question
+    limit: float | None = None  # of questions; a share if below 1
+    scores: dict[str, float]  # metric → value, as the harness names them
+    errors: dict[str, float] = Field(default_factory=dict)  # metric → standard error
+    num_samples: int | None = None  # questions
+    version: str  # of the evaluator, such as lm_eval 0.4.13
     seconds: float
-    evaluated_at: float = Field(description="Unix time, s")
+    evaluated_at: float  # Unix time, s

@@ -139,17 +139,17 @@ def first_problem(error: ValidationError, whole: str = "the file") -> str:
 class Submission(Record):
     """One call of `submit` or `resume`."""
 
-    submitted_at: float = Field(description="Unix time, s")
+    submitted_at: float  # Unix time, s
     nodes: int
-    local: bool = Field(description="ran on this machine without Slurm")
-    first_attempt: int = Field(description="the train attempt that this submission begins with")
-    precompile_job: JobId | None = Field(default=None, description="job id, None if skipped")
+    local: bool  # ran on this machine without Slurm
+    first_attempt: int  # the train attempt that this submission begins with
+    precompile_job: JobId | None = None  # job id, None if skipped
     train_job: JobId | None = None
-    pid: ProcessId | None = Field(default=None, description="process of a local submission")
-    process: str | None = Field(default=None, description="its `process_identity`")
-    host: str | None = Field(default=None, description="machine of a local submission")
-    cancelled_at: float | None = Field(default=None, description="Unix time of `cancel`, s")
-    from_scratch: bool = Field(default=False, description="earlier checkpoints are not used")
+    pid: ProcessId | None = None  # process of a local submission
+    process: str | None = None  # its `process_identity`
+    host: str | None = None  # machine of a local submission
+    cancelled_at: float | None = None  # Unix time of `cancel`, s
+    from_scratch: bool = False  # earlier checkpoints are not used
 
 
 class JobsRecord(Record):
@@ -162,10 +162,10 @@ class LockRecord(Record):
     """`lock.json`: the command that changes the run now; its user is the file's."""
 
     verb: str = Field(max_length=40, pattern=r"^[a-z]+$")
-    host: NodeName = Field(description="machine of the command")
-    pid: ProcessId = Field(description="its process id")
-    process: str | None = Field(description="its `process_identity`")
-    since: float = Field(description="Unix time, s")
+    host: NodeName  # machine of the command
+    pid: ProcessId  # its process id
+    process: str | None  # its `process_identity`
+    since: float  # Unix time, s
 
 
 class AttemptRecord(Record):
@@ -173,28 +173,28 @@ class AttemptRecord(Record):
 
     attempt: int
     stage: Literal["precompile", "train"]
-    job_id: JobId | None = Field(description="Slurm job id; None for a local run")
-    restart_count: int = Field(default=0, description="SLURM_RESTART_COUNT")
-    host: str | None = Field(default=None, description="machine of the supervisor")
-    pid: ProcessId | None = Field(default=None, description="process id of the supervisor")
-    process: str | None = Field(default=None, description="its `process_identity`")
+    job_id: JobId | None  # Slurm job id; None for a local run
+    restart_count: int = 0  # SLURM_RESTART_COUNT
+    host: str | None = None  # machine of the supervisor
+    pid: ProcessId | None = None  # process id of the supervisor
+    process: str | None = None  # its `process_identity`
     nodes: tuple[NodeName, ...]
     world_size: int
     master_addr: str
     master_port: int
-    started_at: float = Field(description="Unix time, s")
+    started_at: float  # Unix time, s
     ended_at: float | None = None
     ending: EndingClass | None = Field(default=None, alias="class")
     action: Action | None = None
     evidence: tuple[str, ...] = ()
     blamed_nodes: tuple[NodeName, ...] = ()
-    first_step: int | None = Field(default=None, description="first step that this attempt made")
+    first_step: int | None = None  # first step that this attempt made
     last_step: int | None = None
-    checkpoint_before: int | None = Field(default=None, description="newest step at the start")
-    checkpoint_after: int | None = Field(default=None, description="newest step at the end")
-    steps_gained: int | None = Field(default=None, description="steps that its checkpoints hold")
-    steps_lost: int | None = Field(default=None, description="steps to be recomputed")
-    backoff_s: float = Field(default=0.0, description="minimum wait of the requeued job")
+    checkpoint_before: int | None = None  # newest step at the start
+    checkpoint_after: int | None = None  # newest step at the end
+    steps_gained: int | None = None  # steps that its checkpoints hold
+    steps_lost: int | None = None  # steps to be recomputed
+    backoff_s: float = 0.0  # minimum wait of the requeued job
     # Seconds of queue, preflight, cache, start_up, first_step, training, saving and stopping;
     # `workers`: from the launchers' start to their end.
     phases_s: dict[str, float] = Field(default_factory=dict)
@@ -206,42 +206,42 @@ class WorkerPhase(Record):
     """What a worker is doing."""
 
     phase: Phase
-    step: int = Field(description="last one finished; 0 before the first")
-    since: float = Field(description="Unix time at which this phase of this step began, s")
+    step: int  # last one finished; 0 before the first
+    since: float  # Unix time at which this phase of this step began, s
 
 
 class Heartbeat(Record):
     """`attempts/NNN/heartbeats/<node>.json`: what a node's workers are doing."""
 
     node: NodeName
-    written_at: float = Field(description="Unix time, s")
+    written_at: float  # Unix time, s
     ranks: dict[int, WorkerPhase]
 
 
 class HangRecord(Record):
     """`attempts/NNN/hang.json`: found by the watchdog; launchers then dump stacks and end."""
 
-    found_at: float = Field(description="Unix time, s")
-    phase: Phase = Field(description="of the workers that are furthest behind")
-    step: int = Field(description="last one that they finished")
-    waited_s: float = Field(description="since they began that phase")
+    found_at: float  # Unix time, s
+    phase: Phase  # of the workers that are furthest behind
+    step: int  # last one that they finished
+    waited_s: float  # since they began that phase
     limit_s: float
-    behind: tuple[int, ...] = Field(default=(), description="ranks; empty if all are equal")
+    behind: tuple[int, ...] = ()  # ranks; empty if all are equal
     # The nodes whose launchers stopped responding; called silent_nodes by runs of 0.1.
     unresponsive_nodes: tuple[NodeName, ...] = Field(
         default=(), validation_alias=AliasChoices("unresponsive_nodes", "silent_nodes")
     )
-    suspects: tuple[NodeName, ...] = Field(default=(), description="nodes blamed for the hang")
+    suspects: tuple[NodeName, ...] = ()  # nodes blamed for the hang
 
 
 class SkippedBatches(Record):
     """A range of batches that a run skips."""
 
-    first: int = Field(description="global batch that the stream hands out, from 1")
+    first: int  # global batch that the stream hands out, from 1
     last: int
-    roll_back_to: int | None = Field(description="checkpoint's step; None: start from step 0")
-    onset: int = Field(description="first step of the divergence")
-    attempt: int = Field(description="whose checkpoints from the onset on are invalidated")
+    roll_back_to: int | None  # checkpoint's step; None: start from step 0
+    onset: int  # first step of the divergence
+    attempt: int  # whose checkpoints from the onset on are invalidated
     reason: str
 
 
@@ -259,12 +259,12 @@ class Event(Record):
     ]
     step: int
     attempt: int
-    time: float = Field(description="Unix time, s")
-    message: str = Field(default="", description="for people")
-    seconds: float | None = Field(default=None, description="save, copied: from begin to end")
-    waited_s: float | None = Field(default=None, description="save: of it, that training waited")
-    bytes: int | None = Field(default=None, description="save, copied: of all workers")
-    values: dict[str, float] = Field(default_factory=dict, description="what else was measured")
+    time: float  # Unix time, s
+    message: str = ""  # for people
+    seconds: float | None = None  # save, copied: from begin to end
+    waited_s: float | None = None  # save: of it, that training waited
+    bytes: int | None = None  # save, copied: of all workers
+    values: dict[str, float] = Field(default_factory=dict)  # what else was measured
 
 
 class NodeRecord(Record):
@@ -274,20 +274,20 @@ class NodeRecord(Record):
     # Graphs: not needed, on this disk already, from the broadcast archive, read from the shared
     # file system, or not used because the archive is of other versions.
     cache: Literal["none", "present", "broadcast", "shared", "other_versions"] = "none"
-    cache_s: float = Field(default=0.0, description="seconds to put the graphs in place")
-    compile_s: float = Field(default=0.0, description="precompile: of the compiler, after steps")
+    cache_s: float = 0.0  # seconds to put the graphs in place
+    compile_s: float = 0.0  # precompile: of the compiler, after steps
     # The workers' variables of backend, profile and recipe on this node; unset ones are missing.
     environment: dict[str, str] = Field(default_factory=dict)
-    versions: dict[str, str] = Field(default_factory=dict, description="of driver, runtime, …")
-    graphs: tuple[str, ...] = Field(default=(), description="precompile: folders in the cache")
+    versions: dict[str, str] = Field(default_factory=dict)  # of driver, runtime, …
+    graphs: tuple[str, ...] = ()  # precompile: folders in the cache
     # Names of the graphs that this node compiled in training and submitted.
     new_graphs: tuple[str, ...] = Field(default=(), validation_alias=_NEW_GRAPHS)
-    pids: dict[int, int] = Field(default_factory=dict, description="rank → process id")
+    pids: dict[int, int] = Field(default_factory=dict)  # rank → process id
     # Rank → exit code; negative: ended by that signal.
     exit_codes: dict[int, int] = Field(default_factory=dict)
     # The ranks that the launcher itself ended, after another's failure.
     stopped_ranks: tuple[int, ...] = ()
-    error: str | None = Field(default=None, description="why the launcher itself failed")
+    error: str | None = None  # why the launcher itself failed
 
 
 class Finding(Record):
@@ -295,11 +295,11 @@ class Finding(Record):
 
     check: str
     status: Literal["ok", "warn", "fail", "skipped"]
-    value: int | float | str = Field(description="what was measured or found")
-    expected: int | float | str = Field(default="", description="by the profile; empty: anything")
-    message: str = Field(default="", description="value and limit in one phrase, for display")
-    fix: str = Field(default="", description="what to do about it; empty: nothing")
-    blame: Blame | None = Field(default=None, description="who can fix a failed check")
+    value: int | float | str  # what was measured or found
+    expected: int | float | str = ""  # by the profile; empty: anything
+    message: str = ""  # value and limit in one phrase, for display
+    fix: str = ""  # what to do about it; empty: nothing
+    blame: Blame | None = None  # who can fix a failed check
 
 
 class NodeHealth(Record):
@@ -307,8 +307,8 @@ class NodeHealth(Record):
 
     node: NodeName
     findings: tuple[Finding, ...] = ()
-    versions: dict[str, str] = Field(default_factory=dict, description="as in NodeRecord")
-    checks_s: float | None = Field(default=None, description="s; None: not finished")
+    versions: dict[str, str] = Field(default_factory=dict)  # as in NodeRecord
+    checks_s: float | None = None  # s; None: not finished
 
     def of(self, *statuses: str) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.status in statuses)
@@ -319,8 +319,8 @@ class ExcludedNode(Record):
 
     node: NodeName
     reason: str
-    since: float = Field(description="Unix time, s")
-    until: float = Field(description="Unix time, s")
+    since: float  # Unix time, s
+    until: float  # Unix time, s
 
 
 class ExcludedNodes(Record):
@@ -334,12 +334,12 @@ class FailureRecord(Record):
 
     rank: int
     node: NodeName
-    error: str = Field(description="name of the exception's class")
+    error: str  # name of the exception's class
     message: str
     blame: Literal["user", "infrastructure", "code"]
     exit_code: int
     step: int | None = None
-    time: float = Field(description="Unix time, s")
+    time: float  # Unix time, s
     traceback: str = ""
 
 
@@ -348,29 +348,29 @@ class WorkerRecord(Record):
 
     rank: int
     node: NodeName
-    start_up_s: float = Field(description="from the worker's start to the first step's start")
-    first_step_s: float = Field(description="duration of the first step, compilation included")
+    start_up_s: float  # from the worker's start to the first step's start
+    first_step_s: float  # duration of the first step, compilation included
     cache_hits: int
     cache_misses: int
-    resumed_from: int | None = Field(default=None, description="checkpoint's step")
-    skipped_checkpoints: tuple[str, ...] = Field(default=(), description="newer, with reasons")
+    resumed_from: int | None = None  # checkpoint's step
+    skipped_checkpoints: tuple[str, ...] = ()  # newer, with reasons
 
 
 class MetricsRow(Record):
     """One line of `metrics/attempt_NNN.jsonl`: one optimizer step."""
 
-    step: int = Field(description="from 1")
+    step: int  # from 1
     attempt: int
-    loss: float = Field(description="mean over the global batch's tokens, nats")
-    grad_norm: float = Field(description="2-norm over all parameters, before clipping")
-    param_norm: float = Field(description="2-norm over all parameters, after the step")
+    loss: float  # mean over the global batch's tokens, nats
+    grad_norm: float  # 2-norm over all parameters, before clipping
+    param_norm: float  # 2-norm over all parameters, after the step
     lr: float
-    tokens: int = Field(description="trained on so far, this step included")
+    tokens: int  # trained on so far, this step included
     seq_per_s: float
     tokens_per_s: float
     step_time_s: float
-    data_wait_s: float = Field(default=0.0, description="of it, until rank 0 had its sequences")
+    data_wait_s: float = 0.0  # of it, until rank 0 had its sequences
     # Of it, from there until rank 0 had the loss; None if the device runs ahead.
     forward_backward_s: float | None = None
-    optimizer_s: float | None = Field(default=None, description="of it, until it had the norms")
-    time: float = Field(description="Unix time at the step's end, s")
+    optimizer_s: float | None = None  # of it, until it had the norms
+    time: float  # Unix time at the step's end, s

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.folder import MANIFEST, publish, read_manifest
-from slurmllm.config.recipe import CheckpointConfig
+from slurmllm.config.operation import CheckpointConfig
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.records import first_problem
 from slurmllm.rundir import RunDir, fsync_dir

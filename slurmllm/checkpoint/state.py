@@ -38,13 +38,11 @@ class TrainState(Record):
     """`checkpoints/step_XXXXXXXX/train_state.json`."""
 
     step: int
-    tokens: int = Field(description="trained on so far")
-    data: dict[str, Any] = Field(description="position in the corpus, of all workers together")
-    fingerprint: dict[str, Any] = Field(description="see `fingerprint`")
-    guard: dict[str, Any] = Field(
-        default_factory=dict,
-        description="the divergence guard's statistics of the gradient norm",
-    )
+    tokens: int  # trained on so far
+    data: dict[str, Any]  # position in the corpus, of all workers together
+    fingerprint: dict[str, Any]  # see `fingerprint`
+    # The divergence guard's statistics of the gradient norm.
+    guard: dict[str, Any] = Field(default_factory=dict)
 
 
 def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:

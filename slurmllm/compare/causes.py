@@ -10,7 +10,6 @@ from typing import Literal
 
 import numpy as np
 import yaml
-from pydantic import Field
 
 from slurmllm.compare.alignment import Alignment
 from slurmllm.metrics.curves import (
@@ -59,10 +58,9 @@ class Cause(Record):
     """What can have made two curves differ."""
 
     kind: Kind
-    confidence: Confidence = Field(
-        description="certain: a recorded setting differs, or an identity of the columns proves it"
-    )
-    step: int = Field(description="first step with it, or the first point that shows it")
+    # certain: a recorded setting differs, or an identity of the columns proves it.
+    confidence: Confidence
+    step: int  # first step with it, or the first point that shows it
     evidence: str
 
 

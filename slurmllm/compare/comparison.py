@@ -22,9 +22,9 @@ RuleName = Literal["not_finite", "exact", "pointwise", "lasting", "noise", "outl
 class Tolerances(Record):
     """Tolerances within which two curves match."""
 
-    loss: float = Field(default=1e-3, ge=0, allow_inf_nan=False, description="relative")
-    grad_norm: float = Field(default=1e-2, ge=0, allow_inf_nan=False, description="relative")
-    exact: bool = Field(default=False, description="every value must be bit-identical instead")
+    loss: float = Field(default=1e-3, ge=0, allow_inf_nan=False)  # relative
+    grad_norm: float = Field(default=1e-2, ge=0, allow_inf_nan=False)  # relative
+    exact: bool = False  # every value must be bit-identical instead
 
     def of(self, metric: str) -> float:
         """The relative tolerance of a metric; 0 if `exact`."""
@@ -38,87 +38,77 @@ class Side(Record):
 
     name: str
     path: str
-    steps: int = Field(description="steps that have a row")
+    steps: int  # steps that have a row
     first_step: int
     last_step: int
-    attempts: int = Field(description="attempts that these rows come from")
-    restarts: tuple[int, ...] = Field(description="steps at which another attempt takes over")
-    missing: tuple[Range, ...] = Field(
-        description="ranges of steps without a row, between the first and the last step"
-    )
-    shift: int = Field(default=0, description="added to its steps")
-    shift_reason: str = Field(default="", description="why")
-    averaged: int | None = Field(
-        default=None, description="steps over which its loss was averaged, as in the other log"
-    )
+    attempts: int  # attempts that these rows come from
+    restarts: tuple[int, ...]  # steps at which another attempt takes over
+    missing: tuple[Range, ...]  # ranges of steps without a row, between the first and the last step
+    shift: int = 0  # added to its steps
+    shift_reason: str = ""  # why
+    averaged: int | None = None  # steps over which its loss was averaged, as in the other log
 
 
 class Overlap(Record):
     """Steps that a run recomputed, because an attempt resumed from before them."""
 
-    rows: int = Field(description="rows that a later attempt replaced")
-    identical: bool | None = Field(
-        description="bit-identical to the rows that replaced them; None: no rows"
-    )
-    max_rel_diff: float | None = Field(description="largest relative difference to those")
+    rows: int  # rows that a later attempt replaced
+    identical: bool | None  # bit-identical to the rows that replaced them; None: no rows
+    max_rel_diff: float | None  # largest relative difference to those
 
 
 class Scattering(Record):
     """Noise of the difference of two curves, and how far their own noise is correlated."""
 
-    size: float | None = Field(description="as `noise`")
-    correlation: float | None = Field(
-        description="of the noise of A and B: 1 if their batches are the same, 0 if independent"
-    )
+    size: float | None  # as `noise`
+    # Of the noise of A and B: 1 if their batches are the same, 0 if independent.
+    correlation: float | None
 
 
 class MetricComparison(Record):
     """One metric of both curves at their common steps."""
 
-    tolerance: float = Field(description="relative")
+    tolerance: float  # relative
     steps_compared: int
-    max_rel_diff: float | None = Field(description="None if no step is finite on both sides")
+    max_rel_diff: float | None  # None if no step is finite on both sides
     max_rel_diff_step: int | None
     mean_rel_diff: float | None
-    first_difference_step: int | None = Field(description="first step without the same bits")
-    first_departure_step: int | None = Field(description="first step beyond the tolerance")
-    first_departure_rel_diff: float | None = Field(description="None if a value is not finite")
-    departures: int = Field(description="steps beyond the tolerance")
+    first_difference_step: int | None  # first step without the same bits
+    first_departure_step: int | None  # first step beyond the tolerance
+    first_departure_rel_diff: float | None  # None if a value is not finite
+    departures: int  # steps beyond the tolerance
     bit_identical: bool
-    non_finite_a: int = Field(description="steps at which A is NaN or infinite")
+    non_finite_a: int  # steps at which A is NaN or infinite
     non_finite_b: int
     first_non_finite_step_a: int | None
     first_non_finite_step_b: int | None
-    departs: bool = Field(description="whether this metric makes the runs differ")
-    rule: RuleName | None = Field(description="rule by which it does")
-    noise: float | None = Field(
-        description="robust standard deviation of the relative difference from point to point"
-    )
-    bias: float = Field(description="mean of the signed relative difference")
-    power: float = Field(description="smallest lasting relative bias that would have been found")
-    scattered: bool = Field(description="beyond the tolerance by independent scatter")
+    departs: bool  # whether this metric makes the runs differ
+    rule: RuleName | None  # rule by which it does
+    noise: float | None  # robust standard deviation of the relative difference from point to point
+    bias: float  # mean of the signed relative difference
+    power: float  # smallest lasting relative bias that would have been found
+    scattered: bool  # beyond the tolerance by independent scatter
     scatter: Scattering
-    onset_step: int | None = Field(description="at which the curves begin to diverge")
-    lasting_departure_step: int | None = Field(description="first step of one that lasts")
+    onset_step: int | None  # at which the curves begin to diverge
+    lasting_departure_step: int | None  # first step of one that lasts
     lasting_departure_last_step: int | None
     lasting_departure_points: int | None
-    lasting_departure_rel_diff: float | None = Field(description="median over these points")
+    lasting_departure_rel_diff: float | None  # median over these points
 
 
 class DataComparison(Record):
     """Whether both runs read the same tokens in the same rows of the same steps."""
 
     same: bool
-    differences: tuple[str, ...] = Field(description="A's and B's, a phrase each")
+    differences: tuple[str, ...]  # A's and B's, a phrase each
 
 
 class AlignmentRecord(Record):
     """Points at which the curves were compared."""
 
     axis: Axis
-    method: Literal["exact", "interpolated"] = Field(
-        description="at common points, or at the sparser curve's, the other interpolated"
-    )
+    # At common points, or at the sparser curve's, the other interpolated.
+    method: Literal["exact", "interpolated"]
     points: int
 
 
@@ -126,7 +116,7 @@ class Diagnosis(Record):
     """The likely cause of a difference."""
 
     kind: Kind
-    step: int = Field(description="first step with it")
+    step: int  # first step with it
     text: str
 
     @classmethod
@@ -138,20 +128,18 @@ class BandOfMetric(Record):
     """A metric of B against the spread of the seeds."""
 
     within: bool
-    spread: float = Field(description="median relative standard deviation of the seeds")
-    excess: float = Field(description="largest distance over the allowed one; above 1: outside")
-    width: int = Field(description="points of the mean that leaves the band, or is closest to it")
+    spread: float  # median relative standard deviation of the seeds
+    excess: float  # largest distance over the allowed one; above 1: outside
+    width: int  # points of the mean that leaves the band, or is closest to it
     first_outside_step: int | None
-    power: float = Field(description="smallest relative bias over all points that is outside")
+    power: float  # smallest relative bias over all points that is outside
 
 
 class Band(Record):
     """The tolerance that several seeds of A give."""
 
-    seeds: tuple[str, ...] = Field(description="names of the runs, A first")
-    chance: float = Field(
-        description="probability that another such seed is reported as different, at most"
-    )
+    seeds: tuple[str, ...]  # names of the runs, A first
+    chance: float  # probability that another such seed is reported as different, at most
     metrics: dict[str, BandOfMetric]
 
 
@@ -159,33 +147,29 @@ class Comparison(Record):
     """The output of `slurmllm compare --json`."""
 
     verdict: Verdict
-    match: bool = Field(description="whether the verdict is not `differ`")
-    bit_identical_to_step: int | None = Field(description="None if the first step differs")
-    power: dict[str, float] = Field(
-        description="smallest lasting relative bias that would have been found, by metric"
-    )
+    match: bool  # whether the verdict is not `differ`
+    bit_identical_to_step: int | None  # None if the first step differs
+    power: dict[str, float]  # smallest lasting relative bias that would have been found, by metric
     reason: str
-    causes: tuple[Cause, ...] = Field(
-        description="of the difference or the scatter, the likeliest first"
-    )
-    diagnosis: Diagnosis | None = Field(description="the first cause if the runs differ")
-    settings: tuple[str, ...] = Field(description="recorded settings that differ")
-    data: DataComparison | None = Field(description="None if a run has no data.json")
+    causes: tuple[Cause, ...]  # of the difference or the scatter, the likeliest first
+    diagnosis: Diagnosis | None  # the first cause if the runs differ
+    settings: tuple[str, ...]  # recorded settings that differ
+    data: DataComparison | None  # None if a run has no data.json
     tolerance: Tolerances
     a: Side
     b: Side
     steps_compared: int
     first_step: int
     last_step: int
-    only_in_a: tuple[Range, ...] = Field(description="ranges of steps, both ends included")
+    only_in_a: tuple[Range, ...]  # ranges of steps, both ends included
     only_in_b: tuple[Range, ...]
     alignment: AlignmentRecord
-    metrics: dict[str, MetricComparison] = Field(description="those that decide the verdict")
-    statistics: dict[str, Statistics] = Field(description="of all metrics that both have")
-    band: Band | None = Field(description="None without seeds")
+    metrics: dict[str, MetricComparison]  # those that decide the verdict
+    statistics: dict[str, Statistics]  # of all metrics that both have
+    band: Band | None  # None without seeds
     overlaps: dict[Literal["a", "b"], Overlap]
     warnings: tuple[str, ...]
-    plot: str | None = Field(default=None, description="path of the picture")
+    plot: str | None = None  # path of the picture
 
 
 def curve_letter(position: int) -> str:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
-from pydantic import Field
 
 from slurmllm.compare.alignment import Points
 from slurmllm.metrics.curves import Floats, Ints
@@ -27,27 +26,23 @@ class Window(Record):
     first_step: int
     last_step: int
     points: int
-    mean_rel_diff: float | None = Field(description="None if no point is finite")
-    mean_signed_rel_diff: float | None = Field(description="above 0 if B is above A")
+    mean_rel_diff: float | None  # None if no point is finite
+    mean_signed_rel_diff: float | None  # above 0 if B is above A
 
 
 class Statistics(Record):
     """One metric of both curves; None: no figure, as of points that are not finite."""
 
-    points: int = Field(description="that both have")
+    points: int  # that both have
     max_rel_diff: float | None
     max_rel_diff_step: int | None
     mean_rel_diff: float | None
     median_rel_diff: float | None
-    p99_rel_diff: float | None = Field(description="99 % of the points differ by no more")
-    correlation: float | None = Field(description="Pearson's, of the values")
-    correlation_detrended: float | None = Field(
-        description="Pearson's, of the values less their running means"
-    )
-    area_between: float | None = Field(
-        description="between the running means of both, over the area under A's"
-    )
-    ratio: float | None = Field(description="median of B / A")
+    p99_rel_diff: float | None  # 99 % of the points differ by no more
+    correlation: float | None  # Pearson's, of the values
+    correlation_detrended: float | None  # Pearson's, of the values less their running means
+    area_between: float | None  # between the running means of both, over the area under A's
+    ratio: float | None  # median of B / A
     windows: tuple[Window, ...]
 
 

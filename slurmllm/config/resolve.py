@@ -268,14 +268,12 @@ def _assign(
 ) -> None:
     """Set one value. Unknown paths are reported by the validation that follows."""
     *sections, leaf = dotted.split(".")
-    node = tree
     for section in sections:
-        child = node.setdefault(section, {})
-        if not isinstance(child, dict):
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
             faults.append(f"{dotted}: {section} is not a section; see `slurmllm recipes NAME`")
             return
-        node = child
-    node[leaf] = value
+    tree[leaf] = value
     # A whole section may be replaced: the sources of its former values must go.
     for path in [path for path in origins if path.startswith(f"{dotted}.")]:
         del origins[path]
@@ -373,10 +371,7 @@ def _describe(
         *sections, name = path.split(".")
         for section in sections:
             info = model.model_fields.get(section)
-            inner = None if info is None else _section_type(info.annotation)
-            if inner is None:
-                break
-            model = inner
+            model = (info and _section_type(info.annotation)) or model
         known = list(model.model_fields)
         guess = _did_you_mean(name, known)
         return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(known)}"

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
-
 from slurmllm.corpus.finished_shard import FinishedShard
 from slurmllm.corpus.inputs import FormatOption, InputFile
 from slurmllm.corpus.join import BuildCallbacks, JoinResult, join, token_files
@@ -35,13 +33,11 @@ from slurmllm.slurm.arrays import SlurmOptions
 class CorpusInput(Record):
     """One input file."""
 
-    path: str = Field(description="as named at the build, or below the folder named there")
-    bytes: int = Field(description="on disk")
+    path: str  # as named at the build, or below the folder named there
+    bytes: int  # on disk
     documents: int
-    xxh3: str | None = Field(
-        default=None,
-        description="xxh3-128 of the file on disk; None for Parquet and Arrow, not read whole",
-    )
+    # xxh3-128 of the file on disk; None for Parquet and Arrow, not read whole.
+    xxh3: str | None = None
 
 
 class CorpusManifest(Record):
@@ -52,32 +48,32 @@ class CorpusManifest(Record):
 
     version: Literal[1, 2] = 2
     documents: int
-    text_bytes: int = Field(description="UTF-8 bytes of all documents")
-    columns: tuple[str, ...] = Field(default=("text", "source"), description="of the corpus")
-    tokens: int | None = Field(default=None, description="with --tokenize")
-    tokenizer: str | None = Field(default=None, description="--tokenize")
+    text_bytes: int  # UTF-8 bytes of all documents
+    columns: tuple[str, ...] = ("text", "source")  # of the corpus
+    tokens: int | None = None  # with --tokenize
+    tokenizer: str | None = None  # --tokenize
     tokenizer_fingerprint: str | None = None
-    dtype: str | None = Field(default=None, description="of the token ids")
+    dtype: str | None = None  # of the token ids
     arrow_bytes: int | None = None
     arrow_sha256: str | None = None
     bin_bytes: int | None = None
     bin_sha256: str | None = None
     idx_bytes: int | None = None
     idx_sha256: str | None = None
-    format: str = Field(description="--format")
-    text_by: str = Field(description="--text-by")
-    text_key: str = Field(description="--text-key")
-    prompt_key: str | None = Field(default=None, description="--prompt-key")
-    completion_key: str | None = Field(default=None, description="--completion-key")
-    normalize: str = Field(default="none", description="--normalize")
-    min_chars: int = Field(default=0, description="--min-chars")
-    dedup: bool = Field(default=False, description="--dedup")
-    empty: int = Field(description="documents skipped because they held no text")
-    short: int = Field(default=0, description="skipped by --min-chars")
-    duplicates: int = Field(default=0, description="skipped by --dedup")
-    bad: int = Field(description="unreadable documents and files, skipped")
-    bad_examples: tuple[str, ...] = Field(description="the first of them: file, place, reason")
-    inputs: tuple[CorpusInput, ...] = Field(description="in the order they were read")
+    format: str  # --format
+    text_by: str  # --text-by
+    text_key: str  # --text-key
+    prompt_key: str | None = None  # --prompt-key
+    completion_key: str | None = None  # --completion-key
+    normalize: str = "none"  # --normalize
+    min_chars: int = 0  # --min-chars
+    dedup: bool = False  # --dedup
+    empty: int  # documents skipped because they held no text
+    short: int = 0  # skipped by --min-chars
+    duplicates: int = 0  # skipped by --dedup
+    bad: int  # unreadable documents and files, skipped
+    bad_examples: tuple[str, ...]  # the first of them: file, place, reason
+    inputs: tuple[CorpusInput, ...]  # in the order they were read
 
     def content(self) -> bytes:
         """The file's content, without fields that are None."""

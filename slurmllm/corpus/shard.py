@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
-from pydantic import Field
 
 from slurmllm.corpus.cleaning import clean
 from slurmllm.corpus.inputs import InputFile
@@ -102,26 +101,26 @@ class ColumnRecord(Record):
     """A file of a shard."""
 
     bytes: int
-    xxh3: str = Field(description="xxh3-128 of its content")
+    xxh3: str  # xxh3-128 of its content
 
 
 class ShardInput(Record):
     """Documents and digest of one input file."""
 
-    documents: int = Field(description="kept, duplicates included")
-    xxh3: str | None = Field(description="of the file on disk; None if it is not read whole")
+    documents: int  # kept, duplicates included
+    xxh3: str | None  # of the file on disk; None if it is not read whole
 
 
 class ShardRecord(Record):
     """`shard.json`: contents of a finished shard."""
 
-    documents: int = Field(description="kept, duplicates included")
+    documents: int  # kept, duplicates included
     empty: int
     short: int
     bad: int
     bad_examples: tuple[str, ...]
-    inputs: tuple[ShardInput, ...] = Field(description="in the order of the shard's files")
-    runs: tuple[int, ...] = Field(description="documents of each sorted run of digests")
+    inputs: tuple[ShardInput, ...]  # in the order of the shard's files
+    runs: tuple[int, ...]  # documents of each sorted run of digests
     columns: dict[str, ColumnRecord]
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from slurmllm.data.order import Integers, Permutation
 from slurmllm.data.sources import open_all
@@ -44,9 +43,9 @@ _Z95 = 1.96
 class LengthBucket(Record):
     """Documents of similar length."""
 
-    least: int = Field(description="tokens")
+    least: int  # tokens
     below: int
-    share: float = Field(description="of the documents counted")
+    share: float  # of the documents counted
 
 
 class Lengths(Record):
@@ -57,7 +56,7 @@ class Lengths(Record):
     p90: int
     p99: int
     longest: int
-    histogram: tuple[LengthBucket, ...] = Field(description="shortest first; powers of two")
+    histogram: tuple[LengthBucket, ...]  # shortest first; powers of two
 
 
 class CorpusReport(Record):
@@ -65,15 +64,14 @@ class CorpusReport(Record):
 
     corpus: str
     documents: int
-    documents_are: Literal["documents", "blocks"] = Field(
-        description="blocks of tokens if the file has no index of documents"
-    )
-    size: int = Field(description="of all documents, in `unit`")
-    unit: Literal["bytes", "tokens"] = Field(description="bytes of text, or token ids")
-    tokens: int = Field(description="end-of-document tokens included")
+    # Blocks of tokens if the file has no index of documents.
+    documents_are: Literal["documents", "blocks"]
+    size: int  # of all documents, in `unit`
+    unit: Literal["bytes", "tokens"]  # bytes of text, or token ids
+    tokens: int  # end-of-document tokens included
     tokens_are: Literal["exact", "estimated"]
-    tokens_error: int = Field(description="the true number is within this with 95 %; 0: exact")
-    documents_counted: int = Field(description="documents that tokens and lengths are counted from")
+    tokens_error: int  # the true number is within this with 95 %; 0: exact
+    documents_counted: int  # documents that tokens and lengths are counted from
     lengths: Lengths
     fingerprint: str
 
@@ -84,23 +82,23 @@ class RecipeEpochs(Record):
     recipe: str
     seq_len: int
     global_batch: int
-    steps: int = Field(description="train.steps")
-    tokens_per_step: int = Field(description="of this corpus")
+    steps: int  # train.steps
+    tokens_per_step: int  # of this corpus
     steps_per_epoch: float
-    epochs: float = Field(description="passes over the corpus until the last step")
+    epochs: float  # passes over the corpus until the last step
 
 
 class SequencePart(Record):
     """Consecutive tokens, decoded."""
 
     text: str
-    trained: bool = Field(description="false: a prompt, which is read but not trained")
+    trained: bool  # false: a prompt, which is read but not trained
 
 
 class PackedSequence(Record):
     """A packed sequence of the first step."""
 
-    number: int = Field(description="its row in the global batch")
+    number: int  # its row in the global batch
     tokens: int
     parts: tuple[SequencePart, ...]
 

@@ -24,12 +24,12 @@ class RecoveryTimes(Record):
     """Seconds from a fault to the next completed step, by phase."""
 
     total_s: float
-    requeue_s: float = Field(description="between attempts: Slurm's requeue, or the local restart")
-    detection_s: float = Field(description="until the attempt was closed, with its last save")
-    preflight_s: float = Field(description="checks of the nodes")
-    cache_s: float = Field(description="compiled graphs onto the nodes")
-    launch_s: float = Field(description="the rest: supervisor, srun, launchers, interpreters")
-    start_up_s: float = Field(description="workers: imports, rendezvous, model, resume")
+    requeue_s: float  # between attempts: Slurm's requeue, or the local restart
+    detection_s: float  # until the attempt was closed, with its last save
+    preflight_s: float  # checks of the nodes
+    cache_s: float  # compiled graphs onto the nodes
+    launch_s: float  # the rest: supervisor, srun, launchers, interpreters
+    start_up_s: float  # workers: imports, rendezvous, model, resume
     first_step_s: float
 
 
@@ -39,12 +39,12 @@ class DrillResult(Record):
     kind: FaultKind
     run: str
     passed: bool
-    faults: tuple[str, ...] = Field(description="why it did not pass, one line each")
-    at_step: int | None = Field(default=None, description="last step seen before the fault")
+    faults: tuple[str, ...]  # why it did not pass, one line each
+    at_step: int | None = None  # last step seen before the fault
     node: str = ""
-    ending: EndingClass | None = Field(default=None, description="class of the attempt it hit")
-    attempts: int = Field(default=0, description="number of attempts of the run")
-    steps_lost: int | None = Field(default=None, description="beyond the last checkpoint")
+    ending: EndingClass | None = None  # class of the attempt it hit
+    attempts: int = 0  # number of attempts of the run
+    steps_lost: int | None = None  # beyond the last checkpoint
     steps_recomputed: int = Field(
         default=0, validation_alias=AliasChoices("steps_recomputed", "steps_made_again")
     )
@@ -58,12 +58,12 @@ class DrillReport(Record):
     nodes: int
     local: bool
     steps: int
-    every_steps: int = Field(description="between checkpoints")
+    every_steps: int  # between checkpoints
     seed: int
-    reference: str = Field(description="name of the run without a fault")
-    own_reference: bool = Field(description="whether the run itself was the reference")
+    reference: str  # name of the run without a fault
+    own_reference: bool  # whether the run itself was the reference
     drills: tuple[DrillResult, ...]
-    kept: tuple[str, ...] = Field(description="runs of the drill that were not removed")
+    kept: tuple[str, ...]  # runs of the drill that were not removed
 
     @property
     def passed(self) -> bool:

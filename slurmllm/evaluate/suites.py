@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from slurmllm.config.recipe import Section
+from slurmllm.config.operation import Section
 from slurmllm.config.resolve import available, find_yaml, recipes_dir
 from slurmllm.config.yaml_source import read_yaml, write_yaml
 from slurmllm.errors import ConfigError, UserError
@@ -27,31 +27,21 @@ _Text = Annotated[str, Field(min_length=1)]
 class SuiteTask(Section):
     """A row of a suite's table."""
 
-    task: _Text = Field(
-        description="Task or group of tasks, as the harness names it; `validation` is the loss on "
-        "held-out text."
-    )
-    name: str = Field(default="", description="Of the row; default: the task's.")
-    shots: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="Examples before each question; null leaves it to the task."
-    )
-    metric: str | None = Field(
-        default=None,
-        description="As the harness names it, with or without its filter (`exact_match` or "
-        "`exact_match,get-answer`); null gives every metric a row.",
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Other settings of the task, such as generation_kwargs or repeats.",
-    )
-    folder: str | None = Field(
-        default=None,
-        description="Folder of the task's own YAML file, relative to the suite's; null: the "
-        "harness ships the task.",
-    )
-    runs_code: bool = Field(
-        default=False, description="Whether it runs the programs that the model writes."
-    )
+    # Task or group of tasks, as the harness names it; `validation` is the loss on held-out
+    # text.
+    task: _Text
+    name: str = ""  # Of the row; default: the task's.
+    # Examples before each question; null leaves it to the task.
+    shots: Annotated[int, Field(ge=0)] | None = None
+    # As the harness names it, with or without its filter (`exact_match` or
+    # `exact_match,get-answer`); null gives every metric a row.
+    metric: str | None = None
+    # Other settings of the task, such as generation_kwargs or repeats.
+    options: dict[str, Any] = Field(default_factory=dict)
+    # Folder of the task's own YAML file, relative to the suite's; null: the harness ships the
+    # task.
+    folder: str | None = None
+    runs_code: bool = False  # Whether it runs the programs that the model writes.
 
     @property
     def title(self) -> str:
@@ -61,37 +51,32 @@ class SuiteTask(Section):
 class SuiteGroup(Section):
     """Rows under one heading."""
 
-    name: _Text = Field(description="Heading.")
-    tasks: Annotated[tuple[SuiteTask, ...], Field(strict=False, min_length=1)] = Field(
-        description="Its rows, in order."
-    )
-    average: bool = Field(default=True, description="Whether the mean of its rows has a row.")
+    name: _Text  # Heading.
+    # Its rows, in order.
+    tasks: Annotated[tuple[SuiteTask, ...], Field(strict=False, min_length=1)]
+    average: bool = True  # Whether the mean of its rows has a row.
 
 
 class Reference(Section):
     """A published model."""
 
-    model: _Text = Field(description="Name of the column.")
-    source: _Text = Field(description="Where the figures were published.")
-    figures: dict[str, dict[str, float]] = Field(
-        description="Group → row (or `average`) → figure, on the metric's own scale."
-    )
-    errors: dict[str, dict[str, float]] = Field(
-        default_factory=dict, description="The same of the figures' standard errors, if published."
-    )
+    model: _Text  # Name of the column.
+    source: _Text  # Where the figures were published.
+    # Group → row (or `average`) → figure, on the metric's own scale.
+    figures: dict[str, dict[str, float]]
+    # The same of the figures' standard errors, if published.
+    errors: dict[str, dict[str, float]] = Field(default_factory=dict)
 
 
 class Suite(Section):
     """A suite of tasks."""
 
-    name: _Name = Field(description="Of the suite.")
-    description: str = Field(default="", description="One sentence.")
-    groups: Annotated[tuple[SuiteGroup, ...], Field(strict=False, min_length=1)] = Field(
-        description="Its groups, in order."
-    )
-    references: Annotated[tuple[Reference, ...], Field(strict=False)] = Field(
-        default=(), description="Published models, shown next to the run."
-    )
+    name: _Name  # Of the suite.
+    description: str = ""  # One sentence.
+    # Its groups, in order.
+    groups: Annotated[tuple[SuiteGroup, ...], Field(strict=False, min_length=1)]
+    # Published models, shown next to the run.
+    references: Annotated[tuple[Reference, ...], Field(strict=False)] = ()
 
     @field_validator("groups")
     @classmethod

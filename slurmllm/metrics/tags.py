@@ -48,9 +48,7 @@ class LogFormat(BaseModel):
     loss_is_mean: bool = False
     mark: str = ""
     tags: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    recognized_by: tuple[str, ...] = Field(
-        default=(), description="names of the loss; all of them if empty"
-    )
+    recognized_by: tuple[str, ...] = ()  # names of the loss; all of them if empty
     file: str = ""
     lines: tuple[LineFormat, ...] = ()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import mean, median
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import BaseModel, ConfigDict, computed_field
 
 from slurmllm.artifact_records import MicroBatchRecord
 from slurmllm.config.cluster import GIB
@@ -50,10 +50,10 @@ class PredictedFigure(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    predicted: float | None = Field(description="None: no prediction")
+    predicted: float | None  # None: no prediction
     measured: float
-    unit: str = Field(description="s, seq/s, tokens/s, bytes; empty: a share of 1")
-    note: str = Field(default="", description="what the figure includes")
+    unit: str  # s, seq/s, tokens/s, bytes; empty: a share of 1
+    note: str = ""  # what the figure includes
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -68,10 +68,10 @@ class PredictionCheck(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     run: str
-    cluster: str = Field(description="profile of the hardware figures")
+    cluster: str  # profile of the hardware figures
     nodes: int
-    attempts: tuple[int, ...] = Field(description="attempts whose steps were used")
-    steps: int = Field(description="number of steady steps")
+    attempts: tuple[int, ...]  # attempts whose steps were used
+    steps: int  # number of steady steps
     rows: tuple[PredictedFigure, ...]
     warnings: tuple[str, ...] = ()
 

@@ -9,7 +9,6 @@ import math
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from slurmllm.metrics.curves import Flags, Floats, Ints, Range, SourceKind
 from slurmllm.records import Record
@@ -35,26 +34,26 @@ _SIGMA_OF_MEDIAN = 1.4826  # median of |x| of a normal x → its standard deviat
 class Spike(Record):
     """Steps in a row whose metric is more than the threshold above the running mean before each."""
 
-    step: int = Field(description="its first")
+    step: int  # its first
     last_step: int
-    duration: int = Field(description="logged steps from the first to the last")
-    mean: float = Field(description="running mean before its first step")
-    height: float = Field(description="largest value above the running mean of the same step")
-    peak_step: int = Field(description="the step that has it")
-    value: float = Field(description="of the metric at that step")
-    loss: float | None = Field(description="of that step; None: not logged")
+    duration: int  # logged steps from the first to the last
+    mean: float  # running mean before its first step
+    height: float  # largest value above the running mean of the same step
+    peak_step: int  # the step that has it
+    value: float  # of the metric at that step
+    loss: float | None  # of that step; None: not logged
     # Logged steps from its first to one whose value is no more than `mean`; None: none is.
     returned_after: int | None
     # Largest gradient norm, from the step before it to its last / median over the window before
     grad_norm_ratio: float | None
-    restart: int | None = Field(description="step of a restart in it or shortly before it")
-    skipped: Range | None = Field(description="batches skipped in it or shortly before it")
+    restart: int | None  # step of a restart in it or shortly before it
+    skipped: Range | None  # batches skipped in it or shortly before it
 
 
 class NotFinite(Record):
     """Steps in a row whose metric is NaN or infinite; no spike."""
 
-    step: int = Field(description="the first")
+    step: int  # the first
     last_step: int
     duration: int
 
@@ -62,25 +61,25 @@ class NotFinite(Record):
 class Growth(Record):
     """How far the running mean rose above its lowest value so far."""
 
-    largest: float = Field(description="running mean - its lowest value before")
-    step: int = Field(description="step of that")
-    lowest: float = Field(description="the lowest value before that step")
+    largest: float  # running mean - its lowest value before
+    step: int  # step of that
+    lowest: float  # the lowest value before that step
     lowest_step: int
-    at_end: float = Field(description="at the curve's last finite step")
+    at_end: float  # at the curve's last finite step
     # What noise alone does not reach: the threshold (gradient norm: twice the lowest value), or
     # ten standard errors of the running mean if those are larger
     limit: float
-    longest: int = Field(description="most logged steps in a row with more than the limit")
-    longest_from: int | None = Field(description="their first; None without any")
+    longest: int  # most logged steps in a row with more than the limit
+    longest_from: int | None  # their first; None without any
 
 
 class GradNorm(Record):
     """The gradient norm, at spikes and over the run."""
 
-    ratio_median: float | None = Field(description="of the spikes' ratios")
+    ratio_median: float | None  # of the spikes' ratios
     ratio_largest: float | None
-    doubled: int = Field(description="spikes with a ratio above 2")
-    growth: float | None = Field(description="largest running mean / its lowest value so far")
+    doubled: int  # spikes with a ratio above 2
+    growth: float | None  # largest running mean / its lowest value so far
     growth_step: int | None
 
 
@@ -89,13 +88,11 @@ class ParamNorm(Record):
 
     first: float
     last: float
-    ratio: float | None = Field(description="last / first")
+    ratio: float | None  # last / first
     # Per 1,000 steps over the last half: median of the slopes between all pairs of up to 200
     # block medians (Theil and Sen)
     slope: float | None
-    direction: Direction | None = Field(
-        description="of the second half, if all its block medians follow it"
-    )
+    direction: Direction | None  # of the second half, if all its block medians follow it
 
 
 class SpikeAnalysis(Record):
@@ -105,43 +102,41 @@ class SpikeAnalysis(Record):
     path: str
     kind: SourceKind
     metric: Metric = "loss"
-    definition: str = Field(default="", description="of a spike, with its figures")
-    reference: str | None = Field(default=None, description="published share of one-step spikes")
-    window: int = Field(description="logged steps of the running mean")
-    threshold: float = Field(description="above the running mean")
-    min_gap: int = Field(description="calm steps between two spikes")
+    definition: str = ""  # of a spike, with its figures
+    reference: str | None = None  # published share of one-step spikes
+    window: int  # logged steps of the running mean
+    threshold: float  # above the running mean
+    min_gap: int  # calm steps between two spikes
     state: State = "calm"
     verdict: str = ""
-    steps: int = Field(description="with the metric")
-    judged: int = Field(
-        description="steps tested for spikes: finite, with a full window before them"
-    )
+    steps: int  # with the metric
+    judged: int  # steps tested for spikes: finite, with a full window before them
     first_step: int
     last_step: int
-    interval: int = Field(description="usual distance between two logged steps")
-    noise: float = Field(description="standard deviation from step to step, robust")
-    count: int = Field(description="number of spikes")
+    interval: int  # usual distance between two logged steps
+    noise: float  # standard deviation from step to step, robust
+    count: int  # number of spikes
     per_1000_steps: float | None
-    inside: int = Field(description="steps inside spikes")
-    inside_share: float | None = Field(description="of the steps judged")
-    one_step: int = Field(description="spikes that last one step")
-    one_step_share: float | None = Field(description="of the spikes")
-    longest: int = Field(description="duration of the longest spike; 0 without any")
-    highest: float | None = Field(description="largest height")
-    returned_after_median: float | None = Field(description="over the spikes that returned")
-    unreturned: int = Field(description="spikes without a return, a window or more later")
-    at_restarts: int = Field(description="spikes that coincide with a restart")
-    at_skips: int = Field(description="spikes that coincide with skipped batches")
-    durations: dict[int, int] = Field(description="duration → number of spikes, shortest first")
-    spikes: tuple[Spike, ...] = Field(description="by step; of more than 1,000 the highest")
+    inside: int  # steps inside spikes
+    inside_share: float | None  # of the steps judged
+    one_step: int  # spikes that last one step
+    one_step_share: float | None  # of the spikes
+    longest: int  # duration of the longest spike; 0 without any
+    highest: float | None  # largest height
+    returned_after_median: float | None  # over the spikes that returned
+    unreturned: int  # spikes without a return, a window or more later
+    at_restarts: int  # spikes that coincide with a restart
+    at_skips: int  # spikes that coincide with skipped batches
+    durations: dict[int, int]  # duration → number of spikes, shortest first
+    spikes: tuple[Spike, ...]  # by step; of more than 1,000 the highest
     not_finite_steps: int
-    not_finite: tuple[NotFinite, ...] = Field(description="the first 1,000")
+    not_finite: tuple[NotFinite, ...]  # the first 1,000
     growth: Growth | None
-    grad_norm: GradNorm | None = Field(description="None: not logged")
-    param_norm: ParamNorm | None = Field(description="None: not logged")
-    restarts: tuple[int, ...] = Field(description="steps at which another attempt takes over")
+    grad_norm: GradNorm | None  # None: not logged
+    param_norm: ParamNorm | None  # None: not logged
+    restarts: tuple[int, ...]  # steps at which another attempt takes over
     warnings: tuple[str, ...]
-    plot: str | None = Field(default=None, description="path of the picture")
+    plot: str | None = None  # path of the picture
     # The same of the gradient norm, next to that of the loss
     grad_norm_spikes: SpikeAnalysis | None = None
 

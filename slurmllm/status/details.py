@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
-from slurmllm.config.recipe import WatchdogConfig
+from slurmllm.config.operation import WatchdogConfig
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import faults
 from slurmllm.plan.mesh import Mesh, load_mesh

@@ -33,19 +33,15 @@ class FailureRecovery(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    attempt: int = Field(description="the attempt that ended")
+    attempt: int  # the attempt that ended
     ending: EndingClass = Field(serialization_alias="class")
-    further: tuple[EndingClass, ...] = Field(
-        description="classes of the attempts after it that completed no step"
-    )
+    further: tuple[EndingClass, ...]  # classes of the attempts after it that completed no step
     nodes: int
-    last_step: int | None = Field(description="last step completed before the end")
+    last_step: int | None  # last step completed before the end
     steps_lost: int
-    lost_s: float = Field(description="duration of the lost steps")
-    seconds: float | None = Field(
-        description="from the last completed step to the next one; None: there is none yet"
-    )
-    phases_s: dict[RecoveryPhase, float] = Field(description="parts of these seconds; they add up")
+    lost_s: float  # duration of the lost steps
+    seconds: float | None  # from the last completed step to the next one; None: there is none yet
+    phases_s: dict[RecoveryPhase, float]  # parts of these seconds; they add up
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -62,8 +58,8 @@ class EndingLoss(BaseModel):
     ending: EndingClass = Field(serialization_alias="class")
     times: int
     steps_lost: int
-    node_hours: float = Field(description="of lost steps and of the seconds without steps")
-    mean_s: float | None = Field(description="to the next completed step; None: there was none")
+    node_hours: float  # of lost steps and of the seconds without steps
+    mean_s: float | None  # to the next completed step; None: there was none
 
 
 def find_recoveries(history: RunHistory) -> list[FailureRecovery]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import BaseModel, ConfigDict, computed_field
 
 from slurmllm.records import TIME_PARTS, AttemptRecord, EndingClass, TimePart
 from slurmllm.status.history import Incarnation, RunHistory, Steps
@@ -184,19 +184,15 @@ class Utilization(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    node_hours: float = Field(description="nodes × time of every allocation")
-    parts: dict[TimePart, float] = Field(
-        description="node hours by part; they add up to node_hours"
-    )
-    wall_hours: float = Field(description="with an allocation or waiting for one")
-    queue_hours: float = Field(description="part of wall_hours: waiting for an allocation")
-    productive_hours: float = Field(description="part of wall_hours: steps that the run kept")
-    training_hours: float = Field(
-        description="part of wall_hours: steps and saves, lost steps included"
-    )
-    attempts: int = Field(description="attempts of the train stage")
-    steps: int = Field(description="steps that the run kept")
-    steps_lost: int = Field(description="steps that were, or must be, recomputed")
+    node_hours: float  # nodes × time of every allocation
+    parts: dict[TimePart, float]  # node hours by part; they add up to node_hours
+    wall_hours: float  # with an allocation or waiting for one
+    queue_hours: float  # part of wall_hours: waiting for an allocation
+    productive_hours: float  # part of wall_hours: steps that the run kept
+    training_hours: float  # part of wall_hours: steps and saves, lost steps included
+    attempts: int  # attempts of the train stage
+    steps: int  # steps that the run kept
+    steps_lost: int  # steps that were, or must be, recomputed
     usd_per_node_hour: float | None = None
     warnings: tuple[str, ...] = ()
 

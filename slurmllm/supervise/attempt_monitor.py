@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from slurmllm.config.recipe import leaving_s
+from slurmllm.config.operation import leaving_s
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.records import AttemptRecord, HangRecord

@@ -23,7 +23,7 @@ from slurmllm.backends.environment import (
     node_local_cache,
 )
 from slurmllm.config.load import load
-from slurmllm.config.recipe import SlurmConfig
+from slurmllm.config.operation import SlurmConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import (
     EXIT_NEGATIVE,

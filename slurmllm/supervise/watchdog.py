@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from slurmllm.config.recipe import WatchdogConfig
+from slurmllm.config.operation import WatchdogConfig
 from slurmllm.errors import StorageError
 from slurmllm.records import AttemptRecord, HangRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.rundir import AttemptDir, RunDir

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from slurmllm.backends.base import Worker
-from slurmllm.config.recipe import leaving_s
+from slurmllm.config.operation import leaving_s
 from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import (
     EXIT_INTERRUPTED,

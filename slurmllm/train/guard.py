@@ -34,7 +34,8 @@ from typing import Any, Literal, NamedTuple
 
 from slurmllm.backends.base import Backend
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, read_rollbacks
-from slurmllm.config.recipe import GuardConfig, Recipe
+from slurmllm.config.operation import GuardConfig
+from slurmllm.config.recipe import Recipe
 from slurmllm.errors import DivergenceError, SlurmllmError, StorageError
 from slurmllm.records import SkippedBatches, SkipsRecord
 from slurmllm.rundir import RunDir, Stage

@@ -13,7 +13,8 @@ from contextlib import suppress
 from statistics import median
 from typing import NamedTuple
 
-from slurmllm.config.recipe import CheckpointConfig, OptimConfig
+from slurmllm.config.operation import CheckpointConfig
+from slurmllm.config.recipe import OptimConfig
 from slurmllm.errors import SlurmllmError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.plan.lost_time import FAILURES, HOUR_S, best_interval_s, mtbf_s

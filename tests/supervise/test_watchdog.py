@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.config.recipe import WatchdogConfig
+from slurmllm.config.operation import WatchdogConfig
 from slurmllm.records import AttemptRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.rundir import RunDir
 from slurmllm.supervise.first_failure import outliers, stack_lines, stack_location

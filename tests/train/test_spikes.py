@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.config.recipe import GuardConfig
+from slurmllm.config.operation import GuardConfig
 from slurmllm.train.guard import SpikeDetector
 
 SMALL = GuardConfig(smoothing_steps=4, window_steps=6)

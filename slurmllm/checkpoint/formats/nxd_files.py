@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -44,19 +43,16 @@ Key = tuple[Any, ...]  # keys through nested dicts: ("base_state", 3, "exp_avg")
 class NxdLayout(Record):
     """`nxd_layout.json` of a checkpoint that NxD wrote, or that was converted for it."""
 
-    tensor: int = Field(description="tensor-parallel workers")
-    pipeline: int = Field(description="stages")
-    data: int = Field(description="data-parallel workers; each has a file of its own under zero")
-    virtual_pipeline: int = Field(default=1, description="chunks of layers per stage")
-    zero: bool = Field(description="ZeRO-1: the optimizer's state is sharded over `data`")
-    optimizer_dtype: str = Field(description="of the moments, and of master weights: float32")
-    dtype: str = Field(description="of the weights: bfloat16")
-    trained: bool = Field(
-        default=True, description="whether the optimizer's state is stored with the weights"
-    )
-    names: tuple[tuple[str, ...], ...] = Field(
-        description="each stage's parameters in the optimizer's order, named as in the whole model"
-    )
+    tensor: int  # tensor-parallel workers
+    pipeline: int  # stages
+    data: int  # data-parallel workers; each has a file of its own under zero
+    virtual_pipeline: int = 1  # chunks of layers per stage
+    zero: bool  # ZeRO-1: the optimizer's state is sharded over `data`
+    optimizer_dtype: str  # of the moments, and of master weights: float32
+    dtype: str  # of the weights: bfloat16
+    trained: bool = True  # whether the optimizer's state is stored with the weights
+    # Each stage's parameters in the optimizer's order, named as in the whole model.
+    names: tuple[tuple[str, ...], ...]
 
 
 def model_file(tensor_rank: int, pipeline_rank: int) -> str:

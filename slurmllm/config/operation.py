@@ -1,0 +1,151 @@
+"""The sections of a recipe about its operation: checkpoints, guard, watchdog, Slurm.
+
+Also what all sections are made of.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from slurmllm.config.variables import refuse_reserved
+
+EnvName = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(refuse_reserved)
+]
+PositiveInt = Annotated[int, Field(gt=0, lt=2**40)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A frozen group of fields; unknown fields are faults and nothing is converted silently."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+def _number_or_auto(value: Any) -> Any:
+    """One fault and not one for each kind of value that would do."""
+    if value == "auto" or (type(value) is int and 0 < value < 2**40):
+        return value
+    raise ValueError("must be a whole number above 0, or auto")
+
+
+NumberOrAuto = Annotated[PositiveInt | Literal["auto"], BeforeValidator(_number_or_auto)]
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept."""
+
+    # Steps between checkpoints; auto: by Young and Daly, from what a save costs and how often
+    # the run's nodes fail.
+    every_steps: NumberOrAuto = 100
+    keep: PositiveInt = 3  # Newest checkpoints kept.
+    keep_hours: NonNegativeFloat = 0.0  # Checkpoints younger than this are kept too.
+    # Checkpoints at multiples of this step are kept for good.
+    keep_every: PositiveInt | None = None
+    asynchronous: bool = False  # Write checkpoints while training continues.
+    # A folder or a URL (s3://…) to which each checkpoint is copied while training continues,
+    # and from which a run resumes if its own directory has none.
+    replica: str | None = None
+    replica_keep: PositiveInt = 2  # Newest checkpoints kept in the replica.
+
+
+def _off(value: Any) -> Any:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
+class GuardConfig(Section):
+    """Reaction to a loss or a gradient norm that is no longer right (after HLAT)."""
+
+    # At a loss or a gradient norm that is not finite.
+    not_finite: Literal["stop", "roll_back"] = "stop"
+    # At a spike of the gradient norm that does not return.
+    spike: Annotated[Literal["off", "warn", "stop", "roll_back"], BeforeValidator(_off)] = "warn"
+    # A gradient norm is a spike from so many times its lowest smoothed value on.
+    factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 3.0
+    smoothing_steps: PositiveInt = 50  # Steps that the smoothed gradient norm is the mean over.
+    window_steps: PositiveInt = 50  # Steps within which a spike must return.
+    # Global batches before the spike's first that a roll-back skips too.
+    skip_batches: Annotated[int, Field(ge=0)] = 0
+    max_roll_backs: Annotated[int, Field(ge=0)] = 3  # Roll-backs of a run before it stops instead.
+
+
+class WatchdogConfig(Section):
+    """When a run that makes no progress counts as hung."""
+
+    enabled: bool = True  # Whether the supervisor watches.
+    # Seconds for a phase of the start-up: imports, rendezvous, model, resume.
+    start_up_s: PositiveFloat = 1800.0
+    first_step_s: PositiveFloat = 7200.0  # Seconds for the first step, compilation included.
+    # A step may take so many times the run's slow ones …
+    step_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10.0
+    min_step_s: PositiveFloat = 60.0  # … and at least so many seconds.
+    save_s: PositiveFloat = 1800.0  # Seconds for a save.
+
+
+_SLURM_TIME = re.compile(r"\d+|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d){0,2}")
+_SLURM_WORD = re.compile(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\]()|&*-]*")
+
+
+def _slurm_time(value: Any) -> str:
+    """A time as sbatch reads it; a bare number counts minutes."""
+    text = str(value) if type(value) is int else value
+    if not isinstance(text, str) or not _SLURM_TIME.fullmatch(text):
+        raise ValueError(
+            "must be minutes, H:MM:SS or D-HH:MM:SS, such as 90, 8:00:00, 2-00:00:00 "
+            "(Slurm reads 8:00 as eight minutes)"
+        )
+    return text
+
+
+def _slurm_word(value: Any) -> str:
+    """No blanks, quotes or leading dash, which could end the directive or begin another."""
+    text = str(value) if type(value) is int else value
+    if not isinstance(text, str) or not _SLURM_WORD.fullmatch(text):
+        raise ValueError("must be one word without blanks or quotes, as Slurm itself shows it")
+    return text
+
+
+# Seconds before the time limit: Slurm does not requeue a job that it timed out.
+KILL_MARGIN_S = 30.0
+
+
+def leaving_s(signal_lead_s: float) -> float:
+    """Seconds that workers have to save and exit, from the signal ahead of the time limit."""
+    return max(signal_lead_s - KILL_MARGIN_S, signal_lead_s / 2)
+
+
+SlurmTime = Annotated[str, BeforeValidator(_slurm_time)]
+SlurmWord = Annotated[str, BeforeValidator(_slurm_word)]
+
+
+class SlurmConfig(Section):
+    """Slurm options of the batch scripts, and limits on restarts."""
+
+    time: SlurmTime = "1-00:00:00"  # Time limit of the train job: minutes, H:MM:SS or D-HH:MM:SS.
+    precompile_time: SlurmTime = "2:00:00"  # Time limit of the precompile job.
+    # Seconds before the time limit at which the run saves and exits.
+    signal_lead_s: Annotated[int, Field(ge=0, le=65535)] = 300
+    partition: SlurmWord | None = None  # Partition.
+    account: SlurmWord | None = None  # Account.
+    qos: SlurmWord | None = None  # Quality of service.
+    reservation: SlurmWord | None = None  # Reservation.
+    exclude: SlurmWord | None = None  # Nodes to exclude.
+    # Requeues after node failures within slurm.budget_hours before the run stops.
+    failure_budget: Annotated[int, Field(ge=0)] = 20
+    hang_budget: Annotated[int, Field(ge=0)] = 5  # Likewise, after hangs.
+    # Likewise, after failures of the shared file system.
+    storage_budget: Annotated[int, Field(ge=0)] = 3
+    budget_hours: PositiveFloat = 24.0  # Hours back over which failures are counted.
+    # Seconds that a requeued job waits after an attempt without a new checkpoint; doubled
+    # after each further one, up to an hour.
+    backoff_s: NonNegativeFloat = 30.0
+    # Attempts in a row without a new checkpoint before the run stops.
+    no_progress_limit: PositiveInt = 3
+    # Hours for which a node that failed is excluded from the run.
+    exclude_hours: NonNegativeFloat = 24.0
+    drain: bool = False  # Whether such a node is drained too, if Slurm permits it to this user.
