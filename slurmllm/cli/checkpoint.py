@@ -48,20 +48,13 @@ out = click.option(
 )
 of_run = click.option("--run", metavar="RUN", help="CKPT is a step of this run, or latest.")
 dtype = click.option(
-    "--dtype",
-    type=click.Choice(["fp32", "bf16", "source"]),
-    default="source",
-    show_default=True,
-    callback=_torch_dtype,
-    help="Type of the weights to write; source keeps the stored dtype.",
-)
+    "--dtype", type=click.Choice(["fp32", "bf16", "source"]), default="source", show_default=True,
+    callback=_torch_dtype, help="Type of the weights to write; source keeps the stored dtype.",
+)  # fmt: skip
 shard_size = click.option(
-    "--shard-size",
-    default="5GB",
-    show_default=True,
-    callback=_parse_size,
+    "--shard-size", default="5GB", show_default=True, callback=_parse_size,
     help="Maximum size of a weight file; peak memory is similar.",
-)
+)  # fmt: skip
 
 
 def mesh_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -88,7 +81,7 @@ def checkpoint() -> None:
 )
 @options.runs_dir
 @options.as_json
-def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> None:
+def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
     """List the checkpoints of RUN and their replicas.
 
     Replicas are copies in the folder or at the URL that the setting checkpoint.replica names.
@@ -96,9 +89,9 @@ def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> Non
     from slurmllm.checkpoint.catalogue import CheckpointEntry, list_checkpoints
     from slurmllm.checkpoint.replicas import open_replica
     from slurmllm.config.load import load
-    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.rundir import find_run
 
-    found = find_run(run, runs_root(runs_dir))
+    found = find_run(run, runs_dir)
     entries = list_checkpoints(found)
     if verifying:
         entries = _verified(entries)
@@ -125,19 +118,19 @@ def list_(run: str, verifying: bool, runs_dir: str | None, as_json: bool) -> Non
 @options.runs_dir
 @options.as_json
 @click.pass_context
-def verify(ctx: click.Context, target: str, runs_dir: str | None, as_json: bool) -> None:
+def verify(ctx: click.Context, target: str, runs_dir: Path, as_json: bool) -> None:
     """Verify the files of one checkpoint folder, or of all checkpoints of RUN.
 
     Exit codes: 0 all sizes and checksums are correct, 4 a file is missing or damaged.
     """
     from slurmllm.checkpoint.catalogue import list_checkpoints, read_entry
-    from slurmllm.rundir import find_run, is_run, runs_root
+    from slurmllm.rundir import find_run, is_run
 
-    path, root = Path(target), runs_root(runs_dir)
-    if path.is_dir() and not is_run(path) and not is_run(root / target):
+    path = Path(target)
+    if path.is_dir() and not is_run(path) and not is_run(runs_dir / target):
         entries = [read_entry(path.absolute())]
     else:
-        entries = list_checkpoints(find_run(target, root))
+        entries = list_checkpoints(find_run(target, runs_dir))
         if not entries:
             raise RunError(f"run {target} has no checkpoint yet; see `slurmllm status {target}`")
     entries = _verified(entries)
@@ -181,17 +174,13 @@ def import_(
     num_bytes, seconds = sum(file.bytes for file in manifest.files), time.monotonic() - began
     num_files = len(manifest.files) + 1  # the manifest does not list itself
     if as_json:
-        answer = {
-            "checkpoint": str(target),
-            "source": str(source),
+        options.echo_json({
+            "checkpoint": str(target), "source": str(source),
             "architecture": plan.config.architecture,
             "model": plan.config.model.model_dump(mode="json"),
-            "tokenizer": sorted(plan.tokenizer.files),
-            "files": num_files,
-            "bytes": num_bytes,
+            "tokenizer": sorted(plan.tokenizer.files), "files": num_files, "bytes": num_bytes,
             "seconds": round(seconds, 3),
-        }
-        options.echo_json(answer)
+        })  # fmt: skip
         return
     click.echo(
         f"{target}: {plan.config.architecture}, {format_count(plan.num_parameters)} parameters, "
@@ -211,24 +200,15 @@ def import_(
 @dtype
 @shard_size
 @click.option(
-    "--tokenizer",
-    "tokenizer_file",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
+    "--tokenizer", "tokenizer_file", metavar="FILE", type=click.Path(path_type=Path),
     help="A tokenizer.json.  [default: the run's or the imported one]",
-)
+)  # fmt: skip
 @options.runs_dir
 @options.as_json
 def export(
-    source: str,
-    out: str,
-    run: str | None,
-    dtype: torch.dtype | None,
-    shard_size: int,
-    tokenizer_file: Path | None,
-    runs_dir: str | None,
-    as_json: bool,
-) -> None:
+    source: str, out: str, run: str | None, dtype: torch.dtype | None, shard_size: int,
+    tokenizer_file: Path | None, runs_dir: Path, as_json: bool,
+) -> None:  # fmt: skip
     """Export a checkpoint as a Hugging Face model folder.
 
     CKPT is a checkpoint folder. With --run it is a step, or latest (the newest checkpoint that
@@ -249,16 +229,11 @@ def export(
         names = run_export(plan, target, shard_size, on_progress)
     seconds = time.monotonic() - began
     if as_json:
-        answer = {
-            "checkpoint": str(directory),
-            "out": str(target),
-            "model": plan.model.model_dump(mode="json"),
-            "tokenizer": sorted(tokenizer.files),
-            "files": names,
-            "bytes": num_bytes,
-            "seconds": round(seconds, 3),
-        }
-        options.echo_json(answer)
+        options.echo_json({
+            "checkpoint": str(directory), "out": str(target),
+            "model": plan.model.model_dump(mode="json"), "tokenizer": sorted(tokenizer.files),
+            "files": names, "bytes": num_bytes, "seconds": round(seconds, 3),
+        })  # fmt: skip
         return
     click.echo(
         f"{target}: {format_count(plan.num_parameters)} parameters, "
@@ -273,38 +248,27 @@ def export(
 @checkpoint.command()
 @click.argument("source", metavar="CKPT", shell_complete=options.complete_run)
 @click.option(
-    "--to",
-    "backend",
-    required=True,
-    type=click.Choice(["native", "nxd"]),
+    "--to", "backend", required=True, type=click.Choice(["native", "nxd"]),
     help="Backend whose format to write.",
-)
+)  # fmt: skip
 @out
 @of_run
 @mesh_options
 @click.option(
-    "--zero/--no-zero",
-    default=None,
+    "--zero/--no-zero", default=None,
     help="nxd: shard the optimizer state over data-parallel workers (ZeRO-1).  "
     "[default: the run's, else zero]",
-)
+)  # fmt: skip
 @click.option(
-    "--precision",
-    type=click.Choice(["fp32", "bf16_mixed", "bf16_sr", "bf16"]),
+    "--precision", type=click.Choice(["fp32", "bf16_mixed", "bf16_sr", "bf16"]),
     help="Precision of the run that will read it.  [default: that of the run that wrote it]",
-)
+)  # fmt: skip
 @options.runs_dir
 @options.as_json
 def convert(
-    source: str,
-    backend: str,
-    out: str,
-    run: str | None,
-    precision: Precision | None,
-    runs_dir: str | None,
-    as_json: bool,
-    **mesh: Any,
-) -> None:
+    source: str, backend: str, out: str, run: str | None, precision: Precision | None,
+    runs_dir: Path, as_json: bool, **mesh: Any,
+) -> None:  # fmt: skip
     """Convert a checkpoint to another backend's format.
 
     Weights, optimizer state and position are converted. CKPT is a checkpoint folder. With --run
@@ -334,19 +298,11 @@ def convert(
     num_files, trained = len(manifest.files) + 1, plan.training is not None
     layout = plan.layout.model_dump(mode="json", exclude={"names"}) if plan.layout else None
     if as_json:
-        answer = {
-            "checkpoint": str(directory),
-            "out": str(target),
-            "format": backend,
-            "step": manifest.step,
-            "optimizer_state": trained,
-            "precision": plan.precision,
-            "layout": layout,
-            "files": num_files,
-            "bytes": num_bytes,
-            "seconds": round(seconds, 3),
-        }
-        options.echo_json(answer)
+        options.echo_json({
+            "checkpoint": str(directory), "out": str(target), "format": backend,
+            "step": manifest.step, "optimizer_state": trained, "precision": plan.precision,
+            "layout": layout, "files": num_files, "bytes": num_bytes, "seconds": round(seconds, 3),
+        })  # fmt: skip
         return
     click.echo(
         f"{target}: step {manifest.step}, {plan.precision}, {format_bytes(num_bytes)} in "
@@ -362,11 +318,11 @@ def convert(
         )
 
 
-def _verified_checkpoint(source: str, run: str | None, runs_dir: str | None) -> Path:
+def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
     """Returns the checkpoint folder that the arguments name, after verifying it."""
     from slurmllm.checkpoint.catalogue import newest_verified, read_entry, require_step
     from slurmllm.checkpoint.state import read_origin
-    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.rundir import find_run
 
     if run is None:
         directory = Path(source)
@@ -376,7 +332,7 @@ def _verified_checkpoint(source: str, run: str | None, runs_dir: str | None) -> 
             raise RunError(f"no checkpoint folder {source!r}{hint}; name an existing one")
         read_origin(directory)  # refuses other folders before their files are read
     else:
-        found = find_run(run, runs_root(runs_dir))
+        found = find_run(run, runs_dir)
         if source == "latest":
             directory, skipped = newest_verified(found)
             for line in skipped:

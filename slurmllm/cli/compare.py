@@ -67,7 +67,7 @@ def compare(
     exact: bool, seeds: tuple[str, ...], by: Literal["step", "tokens", "samples"],
     tags: tuple[str, ...], patterns: tuple[str, ...], shifts: tuple[str, ...],
     from_step: int | None, to_step: int | None, plot: str | None, no_plot: bool,
-    runs_dir: str | None, as_json: bool,
+    runs_dir: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare the curves of B, C … with those of A.
 
@@ -104,12 +104,11 @@ def compare(
     from importlib import import_module
 
     from slurmllm.metrics.source import locate, read_curve
-    from slurmllm.rundir import runs_root
 
-    root, count = runs_root(runs_dir), 1 + len(others) + len(seeds)
+    count = 1 + len(others) + len(seeds)
     moves = _parse_shifts(shifts, 1 + len(others))
     mappings, expressions = options.source_options(tags, patterns, count)
-    sources = [locate(source, root) for source in (a, *others, *seeds)]
+    sources = [locate(source, runs_dir) for source in (a, *others, *seeds)]
     with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers release the GIL
         reading = pool.map(
             lambda path, mapping, pattern: read_curve(

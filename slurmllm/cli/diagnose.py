@@ -47,7 +47,7 @@ _UNITS = {
 @click.pass_context
 def health(
     ctx: click.Context, /, cluster: str | None, nodes: int | None, bandwidth: bool | None,
-    overrides: tuple[str, ...], local: bool, runs_dir: str | None, as_json: bool, **job: str | None,
+    overrides: tuple[str, ...], local: bool, runs_dir: Path, as_json: bool, **job: str | None,
 ) -> None:  # fmt: skip
     """Check that nodes are healthy.
 
@@ -61,21 +61,19 @@ def health(
     """
     from slurmllm.config.resolve import resolve
     from slurmllm.diagnose.finding import exit_code
-    from slurmllm.rundir import runs_root
     from slurmllm.supervise.allocation import allocate_nodes
 
     # A profile is resolved together with a recipe, of which only the backend is used here.
     config = resolve("tiny_neox", cluster, overrides)
     wanted = config.cluster.health.bandwidth != "never" if bandwidth is None else bandwidth
-    folder = runs_root(runs_dir)
-    command = ["health", "--bandwidth" if wanted else "--no-bandwidth", f"--runs-dir={folder}"]
+    command = ["health", "--bandwidth" if wanted else "--no-bandwidth", f"--runs-dir={runs_dir}"]
     command += [f"--cluster={cluster}"] if cluster else []
     command += [f"--set={override}" for override in overrides] + ["--json"] * as_json
     # salloc replaces this process and runs `command` inside the new allocation.
     allocation = allocate_nodes(
         config, command, "slurmllm-health", nodes=nodes, local=local, options=job
     )
-    checked = _check(allocation, config, folder, wanted)
+    checked = _check(allocation, config, runs_dir, wanted)
     code = exit_code(finding for record in checked.values() for finding in record.findings)
     if as_json:
         by_node = {name: record.model_dump(mode="json") for name, record in checked.items()}
@@ -201,7 +199,7 @@ def allreduce(
 @options.as_json
 @click.pass_context
 def doctor(
-    ctx: click.Context, cluster: str | None, partition: str | None, runs_dir: str | None,
+    ctx: click.Context, cluster: str | None, partition: str | None, runs_dir: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Check this installation, Slurm and the runs folder.
@@ -215,7 +213,6 @@ def doctor(
     from slurmllm.diagnose.finding import exit_code
     from slurmllm.diagnose.login_node import installation_findings, slurm_findings
     from slurmllm.diagnose.storage import storage_findings
-    from slurmllm.rundir import runs_root
     from slurmllm.slurm.client import COMMANDS, SlurmClient
     from slurmllm.tables import print_table
 
@@ -226,7 +223,7 @@ def doctor(
     findings = [
         *installation_findings(profile),
         *slurm_findings(client, profile, partition),
-        *storage_findings(runs_root(runs_dir), profile, with_slurm),
+        *storage_findings(runs_dir, profile, with_slurm),
     ]
     code = exit_code(findings)
     if as_json:

@@ -11,6 +11,8 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slurmllm.drill.checks import DrillReport, DrillResult
     from slurmllm.records import JobsRecord
 
@@ -49,7 +51,7 @@ _HEADINGS = (
 def drill(
     ctx: click.Context, *, run: str, kinds: str, steps: int | None, nodes: int | None, local: bool,
     seed: int, keep: bool, tolerance: float | None, overrides: tuple[str, ...],
-    runs_dir: str | None, as_json: bool,
+    runs_dir: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Test that RUN recovers exactly from failures.
 
@@ -67,7 +69,7 @@ def drill(
     from slurmllm.drill.plan import make_plan, parse_kinds, why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.errors import EXIT_NEGATIVE, RunError
-    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.launch import read_jobs
 
@@ -76,7 +78,7 @@ def drill(
         if not 0 <= tolerance < float("inf"):
             raise RunError(f"--tolerance {tolerance:g}: a tolerance is 0 or more, such as 1e-3")
         tolerances = Tolerances(loss=tolerance, grad_norm=tolerance)
-    found = find_run(run, runs_root(runs_dir))
+    found = find_run(run, runs_dir)
     wanted, here = _place(read_jobs(found), nodes, local)
     plan = make_plan(
         found, load(found.config), wanted, here, parse_kinds(kinds, wanted), steps=steps, seed=seed,

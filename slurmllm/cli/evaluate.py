@@ -94,7 +94,7 @@ def evaluate(
     steps: tuple[str, ...], limit: int | None, shots: int | None, batch_size: int | None,
     device: str, jobs: int | None, slurm: bool, validation_corpus: Path | None,
     tokenizer: Path | None, export_dir: Path | None, allow_code: bool, force: bool, fetching: bool,
-    plot: str | None, no_plot: bool, runs_dir: str | None, as_json: bool,
+    plot: str | None, no_plot: bool, runs_dir: Path, as_json: bool,
     **slurm_options: Any,  # partition, account, qos, time, cpus, gpus
 ) -> None:  # fmt: skip
     """Evaluate checkpoints of RUN.
@@ -126,7 +126,6 @@ def evaluate(
     from slurmllm.evaluate.harness import resolve_device
     from slurmllm.evaluate.request import EvaluationSettings, ModelRef, find_target, select_models
     from slurmllm.evaluate.suites import save_suite
-    from slurmllm.rundir import runs_root
 
     started = monotonic()
     for option, value in slurm_options.items():
@@ -139,7 +138,7 @@ def evaluate(
     if fetching:
         _fetch(ctx, located, allow_code)
         return
-    target = find_target(run, runs_root(runs_dir))
+    target = find_target(run, runs_dir)
     if tokenizer is not None:
         tokenizer_from_file(tokenizer)  # raises its error before any job does
     # Absolute paths: Slurm jobs may run in another directory.

@@ -36,7 +36,7 @@ _SHOWN_CHARS = 400
 @options.as_json
 def inspect(
     corpus: str | None, tokenizer: str | None, recipe: str | None, overrides: tuple[str, ...],
-    exact: bool, sequences: int, runs_dir: str | None, as_json: bool,
+    exact: bool, sequences: int, runs_dir: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Count the documents and tokens of a corpus.
 
@@ -99,7 +99,7 @@ def inspect(
 
 
 def _corpus_stream(
-    corpus: str, tokenizer: str | None, runs_dir: str | None, sequences: int
+    corpus: str, tokenizer: str | None, runs_dir: Path, sequences: int
 ) -> StreamSpec:
     """A stream of one corpus without a recipe: sequences of 256 tokens, seed 0."""
     from slurmllm.data.spec import StreamSpec
@@ -108,9 +108,8 @@ def _corpus_stream(
     path = None if tokenizer is None else Path(tokenizer)
     if STDLIB in (corpus, tokenizer):
         from slurmllm.corpus.builtin import ensure_stdlib
-        from slurmllm.rundir import runs_root
 
-        built = ensure_stdlib(runs_root(runs_dir) / ".data")
+        built = ensure_stdlib(runs_dir / ".data")
         corpus = str(built[0]) if corpus == STDLIB else corpus
         path = built[1] if tokenizer in (STDLIB, None) else path
     return StreamSpec([(Path(corpus), 1.0)], path, 256, sequences, seed=0)
@@ -118,19 +117,18 @@ def _corpus_stream(
 
 def _recipe_stream(
     recipe: str, corpus: str | None, tokenizer: str | None, overrides: tuple[str, ...],
-    runs_dir: str | None,
+    runs_dir: Path,
 ) -> tuple[StreamSpec, str, int]:  # fmt: skip
     """The stream that a recipe trains on, the recipe's name and number of steps."""
     from slurmllm.config.resolve import resolve
     from slurmllm.data.spec import StreamSpec
-    from slurmllm.rundir import runs_root
     from slurmllm.submit.prepare import resolve_inputs
 
     for field, value in (("corpus", corpus), ("tokenizer", tokenizer)):
         if value is not None:
             overrides = (*overrides, f"data.{field}={json.dumps(value)}")
     config = resolve(recipe, overrides=overrides)
-    config = resolve_inputs(config, runs_root(runs_dir), build=True)
+    config = resolve_inputs(config, runs_dir, build=True)
     found, data = config.recipe, config.recipe.data
     spec = StreamSpec(
         [(Path(share.path), share.weight) for share in data.corpora],

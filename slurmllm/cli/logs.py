@@ -63,7 +63,7 @@ _LEVELS: dict[str, dict[str, Any]] = {
 def logs(
     *, run: str, follow: bool, stage: Stage | None, attempt: int | None, rank: int | None,
     ranks: str | None, all_ranks: bool, failed: bool, stacks: bool, lines: int | None,
-    runs_dir: str | None,
+    runs_dir: Path,
 ) -> None:  # fmt: skip
     """Print the logs of RUN: precompile stage, then train stage.
 
@@ -75,7 +75,7 @@ def logs(
     given.
     """
     from slurmllm.errors import EXIT_INTERRUPTED, RunError, UserError
-    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.rundir import find_run
 
     chosen = {"--rank": rank is not None, "--ranks": ranks is not None, "--all-ranks": all_ranks,
               "--failed": failed}  # fmt: skip
@@ -90,7 +90,7 @@ def logs(
             f"--stacks shows the last hang and combines only with --rank; leave out "
             f"{' and '.join(given)}"
         )
-    found = find_run(run, runs_root(runs_dir))
+    found = find_run(run, runs_dir)
     stages: tuple[Stage, ...] = ("precompile", "train") if stage is None else (stage,)
     try:
         if stacks:

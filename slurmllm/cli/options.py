@@ -118,8 +118,14 @@ def set_option(text: str) -> Callable[[Any], Any]:
     return click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help=text)
 
 
+def _runs_root(_: click.Context, __: click.Parameter, folder: str | None) -> Path:
+    from slurmllm.rundir import runs_root
+
+    return runs_root(folder)
+
+
 runs_dir = click.option(
-    "--runs-dir", metavar="DIR",
+    "--runs-dir", metavar="DIR", callback=_runs_root,
     help="Folder of all runs, on the shared file system.  [default: $SLURMLLM_RUNS, else ./runs]",
 )  # fmt: skip
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -54,7 +54,7 @@ _TOP = 10
 def plan(
     *, recipes: tuple[str, ...], nodes: str | None, cluster: str | None, overrides: tuple[str, ...],
     tokens: str | None, price: PriceKind, top: int | None, explain: bool, plot: str | None,
-    against: str | None, calibrate: bool, local: bool, out: str | None, runs_dir: str | None,
+    against: str | None, calibrate: bool, local: bool, out: str | None, runs_dir: Path,
     as_json: bool, **job: str | None,
 ) -> None:  # fmt: skip
     """Rank parallel layouts of recipes by predicted throughput.
@@ -246,12 +246,12 @@ def _calibrate(
     click.echo(f"next     slurmllm plan RECIPE --nodes N --cluster {out}")
 
 
-def _compare_with_run(name: str, cluster: str | None, runs_dir: str | None, as_json: bool) -> None:
+def _compare_with_run(name: str, cluster: str | None, runs_dir: Path, as_json: bool) -> None:
     """Print predicted and measured figures of a run."""
     from slurmllm.report.prediction import check_run_prediction
-    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.rundir import find_run
 
-    found = check_run_prediction(find_run(name, runs_root(runs_dir)), cluster, _expected_overheads)
+    found = check_run_prediction(find_run(name, runs_dir), cluster, _expected_overheads)
     if as_json:
         click.echo(found.model_dump_json(indent=2))
         return

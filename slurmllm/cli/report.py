@@ -21,18 +21,15 @@ if TYPE_CHECKING:
     "sources", nargs=-1, required=True, metavar="SOURCE…", shell_complete=options.complete_run
 )
 @click.option(
-    "--price",
-    metavar="USD",
-    default="on_demand",
+    "--price", metavar="USD", default="on_demand",
     help="Dollars per node hour, or a price of the cluster profile: on_demand or reserved.  "
     "[default: on_demand]",
-)
+)  # fmt: skip
 @click.option(
-    "--out",
-    metavar="FILE.html",
+    "--out", metavar="FILE.html",
     help="The HTML page; the Markdown version is written next to it.  "
     "[default: <first run>/reports/report.html]",
-)
+)  # fmt: skip
 @click.option("--no-html", is_flag=True, help="Write only the Markdown version.")
 @click.option("--no-files", is_flag=True, help="Write no files; only print the tables.")
 @options.tags
@@ -40,17 +37,9 @@ if TYPE_CHECKING:
 @options.runs_dir
 @options.as_json
 def report(
-    *,
-    sources: tuple[str, ...],
-    price: str,
-    out: str | None,
-    no_html: bool,
-    no_files: bool,
-    tags: tuple[str, ...],
-    plot: str | None,
-    runs_dir: str | None,
-    as_json: bool,
-) -> None:
+    *, sources: tuple[str, ...], price: str, out: str | None, no_html: bool, no_files: bool,
+    tags: tuple[str, ...], plot: str | None, runs_dir: Path, as_json: bool,
+) -> None:  # fmt: skip
     """Report curves, throughput, utilization and cost of runs.
 
     SOURCE is a run's name or directory (a partial copy is enough), or another framework's log
@@ -62,15 +51,9 @@ def report(
     """
     from slurmllm.errors import StorageError, UserError
     from slurmllm.metrics.source import locate, parse_tags
+    from slurmllm.report import sources as reading
     from slurmllm.report.pictures import default_path
-    from slurmllm.report.sources import (
-        compare_with_first,
-        find_run_directory,
-        make_names_unique,
-        read_run_facts,
-    )
     from slurmllm.report.write import to_json, write_report
-    from slurmllm.rundir import runs_root
     from slurmllm.slurm.client import SlurmClient
 
     usd = _price(price)
@@ -79,17 +62,18 @@ def report(
         raise UserError("--out and --no-files exclude each other; give one of them")
     if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out {out}: the page is HTML; name it {Path(out).stem}.html")
-    root, mapping = runs_root(runs_dir), parse_tags(tags)
+    mapping = parse_tags(tags)
     # A run named twice, by its name and its directory, is one.
-    paths = dict.fromkeys(find_run_directory(name, root) or locate(name, root) for name in sources)
-    client = SlurmClient()
-    runs = compare_with_first(
-        make_names_unique([read_run_facts(path, mapping, usd, client) for path in paths])
+    paths = dict.fromkeys(
+        reading.find_run_directory(name, runs_dir) or locate(name, runs_dir) for name in sources
     )
+    client = SlurmClient()
+    facts = [reading.read_run_facts(path, mapping, usd, client) for path in paths]
+    runs = reading.compare_with_first(reading.make_names_unique(facts))
     if plot is not None:
         from slurmllm.report.pictures import draw_utilization
 
-        used = {facts.name: facts.used for facts in runs if facts.used is not None}
+        used = {run.name: run.used for run in runs if run.used is not None}
         if not used:
             raise UserError(
                 f"--plot {plot}: none of the sources is a run, and logs have no node hours"
@@ -134,16 +118,8 @@ def _price(price: str) -> float | PriceKind:
 
 def _print(runs: Sequence[RunFacts]) -> None:
     """The tables, and each run's warnings."""
+    from slurmllm.report import tables
     from slurmllm.report.document import comparison_texts
-    from slurmllm.report.tables import (
-        RECOVERIES_CAPTION,
-        endings_table,
-        parts_table,
-        recoveries_table,
-        scaling_table,
-        throughput_table,
-        verdict,
-    )
     from slurmllm.report.throughput import scaling_rows
     from slurmllm.tables import print_table
 
@@ -154,21 +130,23 @@ def _print(runs: Sequence[RunFacts]) -> None:
             click.echo(table.caption)
 
     for facts in runs:
-        click.echo(f"{facts.name}: {verdict(facts)}")
+        click.echo(f"{facts.name}: {tables.verdict(facts)}")
     for text, title in comparison_texts(runs):
         click.echo(f"{title}: {text}")
     # Logs of other frameworks have no node hours.
     used = {facts.name: facts.used for facts in runs if facts.used is not None}
     if used:
-        show(parts_table(used))
+        show(tables.parts_table(used))
     if any(facts.rates for facts in runs):
-        show(throughput_table(runs))
+        show(tables.throughput_table(runs))
     rows = scaling_rows(runs)
     if len(rows) > 1:  # a single row repeats the table above
-        show(scaling_table(rows))
+        show(tables.scaling_table(rows))
     for facts in runs:
         if facts.lost:
-            show(recoveries_table(facts.lost), f"\n{facts.name}: {RECOVERIES_CAPTION}")
-            show(endings_table(facts.lost))
+            show(
+                tables.recoveries_table(facts.lost), f"\n{facts.name}: {tables.RECOVERIES_CAPTION}"
+            )
+            show(tables.endings_table(facts.lost))
         for warning in facts.warnings:
             click.echo(f"warning: {facts.name}: {warning}")

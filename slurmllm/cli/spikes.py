@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 def spikes(
     *, sources: tuple[str, ...], metric: str, window: int, threshold: float, min_gap: int,
     tags: tuple[str, ...], patterns: tuple[str, ...], from_step: int | None, to_step: int | None,
-    plot: str | None, no_plot: bool, runs_dir: str | None, as_json: bool,
+    plot: str | None, no_plot: bool, runs_dir: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Find spikes of loss and gradient norm in runs and logs.
 
@@ -60,14 +60,12 @@ def spikes(
     """
     from slurmllm.errors import RunError
     from slurmllm.metrics.source import locate, read_curve
-    from slurmllm.rundir import runs_root
     from slurmllm.spikes.detection import analyze, select_steps
 
     options.check_picture(plot, no_plot)
-    root, count = runs_root(runs_dir), len(sources)
-    mappings, expressions = options.source_options(tags, patterns, count)
+    mappings, expressions = options.source_options(tags, patterns, len(sources))
     read = [
-        read_curve(locate(source, root), mapping, lenient=True, pattern=pattern)
+        read_curve(locate(source, runs_dir), mapping, lenient=True, pattern=pattern)
         for source, mapping, pattern in zip(sources, mappings, expressions, strict=True)
     ]
     options.refuse_unused(read, [*tags, *patterns])

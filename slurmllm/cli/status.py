@@ -12,6 +12,8 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slurmllm.cli.status_tables import View
     from slurmllm.status.runs import RunState
 
@@ -43,7 +45,7 @@ class _StatusCommand(click.Command):
 @options.runs_dir
 @options.as_json
 def status(
-    run: str | None, watch: float | None, active: bool, runs_dir: str | None, as_json: bool
+    run: str | None, watch: float | None, active: bool, runs_dir: Path, as_json: bool
 ) -> None:
     """Show the status of RUN, or of all runs.
 
@@ -109,27 +111,27 @@ class _ShownStates:
         return any(state.slurm_unreachable for state in self.states)
 
 
-def _make_reader(run: str | None, runs_dir: str | None, active: bool) -> Callable[[], _ShownStates]:
+def _make_reader(run: str | None, runs_dir: Path, active: bool) -> Callable[[], _ShownStates]:
     """Return a function that reads the state of a run, or of all runs."""
-    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import list_runs, run_state, run_states
 
-    root, client = runs_root(runs_dir), SlurmClient()
+    client = SlurmClient()
     if run is not None:
-        found = find_run(run, root)
+        found = find_run(run, runs_dir)
         return lambda: _ShownStates([run_state(found, client)], None)
 
     def read_states() -> _ShownStates:
         # Listed at each refresh: runs may be submitted in between.
-        states = run_states(list_runs(root), client)
+        states = run_states(list_runs(runs_dir), client)
         if active and states:
             # While slurmctld is unreachable, these runs may still be active: keep them in the list.
             shown = [state for state in states if state.active or state.slurm_unreachable]
-            empty_text = f"none of the {len(states)} runs in {root} is pending or running"
+            empty_text = f"none of the {len(states)} runs in {runs_dir} is pending or running"
             return _ShownStates(shown, empty_text)
         hint = "`slurmllm submit tiny_neox --local` starts one"
-        return _ShownStates(states, f"no runs in {root} yet; {hint}")
+        return _ShownStates(states, f"no runs in {runs_dir} yet; {hint}")
 
     return read_states
 

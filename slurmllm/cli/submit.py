@@ -9,6 +9,8 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slurmllm.config.resolve import RunConfig
     from slurmllm.records import Submission
     from slurmllm.rundir import RunDir
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def submit(
     ctx: click.Context, /, recipe: str, nodes: int, name: str | None, overrides: tuple[str, ...],
-    cluster: str | None, precompile: Precompile, runs_dir: str | None, dry_run: bool, local: bool,
+    cluster: str | None, precompile: Precompile, runs_dir: Path, dry_run: bool, local: bool,
     force: bool, as_json: bool, **slurm: str | None,
 ) -> None:  # fmt: skip
     """Train RECIPE on N nodes.
@@ -48,7 +50,6 @@ def submit(
     import contextlib
 
     from slurmllm.config.resolve import resolve
-    from slurmllm.rundir import runs_root
     from slurmllm.submit.launch import record_local, submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
     from slurmllm.submit.run_lock import locked
@@ -61,7 +62,7 @@ def submit(
             RunRequest(
                 config=resolve(recipe, cluster, overrides, given),
                 nodes=nodes,
-                root=runs_root(runs_dir),
+                root=runs_dir,
                 name=name,
                 local=local,
                 precompile=precompile,
@@ -224,7 +225,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
 def resume(
     ctx: click.Context, run: str, nodes: int | None, cluster: str | None,
     overrides: tuple[str, ...], local: bool, from_scratch: bool, force: bool,
-    precompile: Precompile, runs_dir: str | None, as_json: bool,
+    precompile: Precompile, runs_dir: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Continue RUN after it was cancelled or stopped.
 
@@ -241,7 +242,7 @@ def resume(
     from slurmllm.config.load import load
     from slurmllm.config.resolve import change
     from slurmllm.errors import RunError
-    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active, run_state
     from slurmllm.submit.launch import read_jobs, record_local, submit_jobs
@@ -249,8 +250,7 @@ def resume(
     from slurmllm.submit.run_lock import locked
     from slurmllm.supervise.exclusion import to_avoid
 
-    root = runs_root(runs_dir)
-    found = find_run(run, root)
+    found = find_run(run, runs_dir)
     client = SlurmClient()
     with locked(found, "resume"):
         submissions = read_jobs(found).submissions
@@ -278,7 +278,7 @@ def resume(
             RunRequest(
                 config=config,
                 nodes=wanted,
-                root=root,
+                root=runs_dir,
                 run=found,
                 local=here,
                 precompile=precompile,
@@ -316,16 +316,16 @@ def _layout(config: RunConfig) -> tuple[Any, ...]:
 @click.command()
 @click.argument("run", shell_complete=options.complete_run)
 @options.runs_dir
-def cancel(run: str, runs_dir: str | None) -> None:
+def cancel(run: str, runs_dir: Path) -> None:
     """Cancel RUN's jobs.
 
     The workers save a checkpoint before they exit, if Slurm gives them the time.
     """
-    from slurmllm.rundir import find_run, runs_root
+    from slurmllm.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.run_lock import locked
 
-    found = find_run(run, runs_root(runs_dir))
+    found = find_run(run, runs_dir)
     with locked(found, "cancel"):
         _cancel(found, SlurmClient())
 
