@@ -32,7 +32,6 @@ import contextlib
 import io
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from slurmllm.errors import RunError, StorageError
-from slurmllm.safe_files import reason
+from slurmllm.safe_files import reason, write_whole
 
 if TYPE_CHECKING:  # login-node commands must not load matplotlib
     from matplotlib.figure import Figure
@@ -90,23 +89,9 @@ def report_path(kind: str, names: Sequence[str], run: Path | None, suffix: str =
 
 
 def _write_whole(path: Path, content: bytes, fault: str, fix: str, mode: int = 0o644) -> None:
-    temporary: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # In the same folder: rename is atomic only within a file system.
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        temporary = Path(name)
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.chmod(mode)
-        temporary.replace(path)
-        fsync_dir(path.parent)
+        write_whole(path, content, mode)
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
         raise StorageError(f"{fault}: {error.strerror or error}; {fix}") from error
 
 

@@ -18,6 +18,7 @@ import glob
 import grp
 import os
 import pwd
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from typing import BinaryIO
 
 # Bytes of a record or a YAML file; the largest, a checkpoint's manifest of 8,192 workers, has 4 MB.
 LARGEST_RECORD = 1 << 26
+_MOST_LINKS = 40  # on a path, as in the kernel
 LONGEST_LINE = 1 << 20  # of a record in a file of lines; a step's metrics have 500 bytes
 
 
@@ -121,6 +123,100 @@ def why_untrusted(info: os.stat_result, group: str | None = None) -> str:
     if info.st_mode & stat.S_IWGRP and info.st_gid not in (trusted, _private_group()):
         return f"the group {_group_name(info.st_gid)} may write to it"
     return ""
+
+
+def open_folder(path: Path) -> int:
+    """Return a descriptor of a folder, which is made if it is missing.
+
+    Below the first folder of this user, a link is followed only if it is this user's or root's:
+    whoever may write to the folder of a run could else have files written into any other folder.
+
+    Raises:
+        OSError: Another user's link, or the file system refuses.
+    """
+    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    folder, below_own, num_links = os.open("/", flags), False, 0
+    remaining = [*reversed(path.absolute().parts)]
+    try:
+        while remaining:
+            name = remaining[-1]
+            try:
+                # O_DIRECTORY: without it, an automounter's folder is not mounted.
+                inside = os.open(name, flags | os.O_DIRECTORY, dir_fd=folder)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=folder)
+            except NotADirectoryError:
+                num_links += 1
+                if num_links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, "too many links", str(path)) from None
+                target = _read_link(name, folder, any_user=not below_own)
+                remaining[-1:] = reversed(target.parts)
+                below_own = below_own and not target.is_absolute()
+            else:
+                remaining.pop()
+                os.close(folder)
+                folder = inside
+                below_own = below_own or os.fstat(folder).st_uid == os.geteuid()
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _read_link(name: str, folder: int, *, any_user: bool) -> Path:
+    link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        info = os.fstat(link)
+        if not stat.S_ISLNK(info.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, f"{name} is not a folder", name)
+        if not any_user and info.st_uid not in (0, os.geteuid()):
+            who = user_name(info.st_uid)
+            raise PermissionError(errno.EPERM, f"{name} is a link of {who}; remove it", name)
+        return Path(os.readlink("", dir_fd=link))
+    finally:
+        os.close(link)
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool = True) -> None:
+    """Write a file under a name that nobody can guess, and rename it.
+
+    Args:
+        durable: Whether it must survive a crash of the machine: with fsync of file and folder.
+
+    Raises:
+        OSError: The file system refuses, or the folder is reached by another user's link.
+    """
+    folder = open_folder(path.parent)
+    # In the same folder: rename is atomic only within a file system.
+    temporary = f".{path.name}.{secrets.token_hex(4)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as stream:
+            try:
+                stream.write(content)
+                stream.flush()
+                os.fchmod(stream.fileno(), mode)
+                if durable:
+                    os.fsync(stream.fileno())
+                os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+        if durable:
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def open_append(path: Path) -> int:
+    """Return a descriptor that appends to a file; neither it nor its folder is another's link."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    folder = open_folder(path.parent)
+    try:
+        return os.open(path.name, flags, 0o644, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def open_lock(path: Path) -> BinaryIO:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 from slurmllm.records import Event, Phase, WorkerPhase
+from slurmllm.safe_files import open_append
 
 PHASE_FILE = "SLURMLLM_PHASE_FILE"
 STACKS_FILE = "SLURMLLM_STACKS_FILE"  # a worker dumps its Python stacks into this file …
@@ -74,7 +75,8 @@ class EventLog:
         event = Event.model_validate(
             {"kind": kind, "step": step, "attempt": self._attempt, "time": time.time(), **fields}
         )
-        with suppress(OSError):  # the save that the event describes must not fail
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as stream:
-                stream.write(event.model_dump_json(exclude_defaults=True) + "\n")
+        with (
+            suppress(OSError),  # the save that the event describes must not fail
+            os.fdopen(open_append(self._path), "a", encoding="utf-8") as stream,
+        ):
+            stream.write(event.model_dump_json(exclude_defaults=True) + "\n")

@@ -10,14 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from slurmllm.config.recipe import WatchdogConfig
+from slurmllm.errors import StorageError
+from slurmllm.records import Heartbeat
+from slurmllm.rundir import RunDir, write_atomic
 from slurmllm.safe_files import (
     check_private_folder,
     make_private_folder,
+    open_append,
     open_lock,
     open_trusted,
     read_limited,
     why_untrusted,
 )
+from slurmllm.supervise.watchdog import Heartbeats
+from slurmllm.worker_files import EventLog
 
 NOBODY = pwd.getpwnam("nobody")
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -98,3 +105,56 @@ def test_a_folder_that_somebody_else_made_is_not_used(tmp_path: Path) -> None:
             check_private_folder(path)
     assert make_private_folder(tmp_path / "new") == tmp_path / "new"
     assert make_private_folder(tmp_path / "new") == tmp_path / "new"
+
+
+@only_root
+def test_nothing_is_written_through_another_users_link(tmp_path: Path) -> None:
+    run, victim = RunDir(tmp_path / "shared" / "run"), tmp_path / "victim"
+    paths = run.attempt("train", 0)
+    paths.path.mkdir(parents=True)
+    victim.mkdir()
+    for inside in ("heartbeats", "nodes", "stacks"):
+        (paths.path / inside).symlink_to(victim)
+    for inside in ("events", "metrics"):
+        (run.path / inside).symlink_to(victim)
+    (paths.path / ".attempt.json.tmp").symlink_to(victim / "x")
+    for link in run.path.rglob("*"):
+        if link.is_symlink():
+            os.chown(link, NOBODY.pw_uid, NOBODY.pw_gid, follow_symlinks=False)
+    with pytest.raises(StorageError, match=r"nodes is a link of nobody \(uid \d+\); remove it"):
+        write_atomic(paths.node("n1"), "{}")
+    beats = Heartbeats(paths, "n1", WatchdogConfig())
+    beats.update({0: os.getpid()})
+    beats.dump_stacks({})
+    beats.close()
+    EventLog(run.events(0), 0).add("save", 1)
+    with pytest.raises(PermissionError, match="metrics is a link of nobody"):
+        open_append(run.metrics(0))
+    assert list(victim.iterdir()) == []
+    # One's own links, as to a larger disk, are followed; missing folders are made.
+    (run.path / "checkpoints").symlink_to(victim)
+    write_atomic(run.checkpoint(3) / "manifest.json", "{}")
+    assert (victim / "step_00000003" / "manifest.json").read_text() == "{}"
+
+
+def test_temporary_names_cannot_be_planted(tmp_path: Path) -> None:
+    victim, paths = tmp_path / "victim", RunDir(tmp_path / "run").attempt("train", 0)
+    victim.write_text("precious")
+    heartbeat = paths.heartbeat("n1")
+    heartbeat.parent.mkdir(parents=True)
+    heartbeat.with_name(".n1.json.tmp").symlink_to(victim)
+    beats = Heartbeats(paths, "n1", WatchdogConfig())
+    beats.update({})
+    beats.close()
+    assert Heartbeat.load(heartbeat).node == "n1"
+    assert victim.read_text() == "precious"
+
+
+def test_a_chain_of_links_ends(tmp_path: Path) -> None:
+    for one, other in (("a", "b"), ("b", "a")):
+        (tmp_path / one).symlink_to(other)
+    with pytest.raises(OSError, match="too many links"):
+        open_append(tmp_path / "a" / "x")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotADirectoryError):
+        open_append(tmp_path / "file" / "x")

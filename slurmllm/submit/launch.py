@@ -23,6 +23,7 @@ from slurmllm.backends.rendezvous import die_with_parent
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError
 from slurmllm.records import JobsRecord, Submission
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.safe_files import open_append
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.submit.prepare import PreparedRun, remove_unsubmitted
 from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS
@@ -146,8 +147,7 @@ class LocalJob:
             self.process.send_signal(signal.SIGKILL if kill else signal.SIGUSR1)
 
     def _run_once(self) -> int:
-        log = self.run.stage_log(self.stage)
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log = os.fdopen(open_append(self.run.stage_log(self.stage)), "a", encoding="utf-8")
         self.process = subprocess.Popen(
             ["bash", str(self.run.script(self.stage))],
             env={
@@ -161,16 +161,16 @@ class LocalJob:
         if self.interrupts:  # a signal during Popen found no process to forward to
             self.process.send_signal(signal.SIGUSR1)
         assert self.process.stdout is not None
-        reader = threading.Thread(target=self._copy, args=(self.process.stdout,), daemon=True)
+        reader = threading.Thread(target=self._copy, args=(self.process.stdout, log), daemon=True)
         reader.start()
         code = self.process.wait()
         # A process that outlives the script may keep the pipe open.
         reader.join(timeout=10)
         return code
 
-    def _copy(self, stream: IO[str]) -> None:
+    def _copy(self, stream: IO[str], log: IO[str]) -> None:
         # The pipe must be read even if log or terminal fail, or the run would block on it.
-        with stream, self.run.stage_log(self.stage).open("a", encoding="utf-8") as log:
+        with stream, log:
             for line in stream:
                 with contextlib.suppress(OSError):
                     log.write(line)

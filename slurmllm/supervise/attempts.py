@@ -218,7 +218,7 @@ def close_attempt(
     # Written last: until then the attempt counts as open, and the next supervisor closes it.
     closed.save(paths.record)
     # A launcher that was killed may have left the temporary file of a heartbeat.
-    for temporary in paths.heartbeat("any").parent.glob(".*.tmp"):
+    for temporary in paths.heartbeat("any").parent.glob(".*"):
         with suppress(OSError):
             temporary.unlink()
     return closed

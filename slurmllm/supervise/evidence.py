@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -57,12 +57,12 @@ def gather_evidence(
         hang, lines = _with_stacks(run, record, hang, nodes)
     unwritable = observed.unwritable
     if unwritable is None:
-        probe = run.attempt(record.stage, record.attempt).path / f".writable.{os.getpid()}"
+        folder = run.attempt(record.stage, record.attempt).path
         try:
-            probe.write_bytes(b"written")
-            probe.unlink()
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+                probe.write(b"written")
         except OSError as error:
-            unwritable = f"cannot write {probe.parent}: {error.strerror or error}"
+            unwritable = f"cannot write {folder}: {error.strerror or error}"
     return Evidence(
         expected_nodes=record.nodes, nodes=nodes, failures=failures, slurm_state=slurm_state,
         step_out_of_memory=out_of_memory, down_nodes=down_nodes, stop_signal=stop_signal,

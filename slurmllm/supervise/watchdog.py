@@ -27,7 +27,7 @@ from slurmllm.config.operation import WatchdogConfig
 from slurmllm.errors import StorageError
 from slurmllm.records import AttemptRecord, HangRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.rundir import AttemptDir, RunDir
-from slurmllm.safe_files import check_private_folder, open_lock
+from slurmllm.safe_files import check_private_folder, open_lock, write_whole
 from slurmllm.worker_files import PHASE_FILE, STACKS_FILE, STACKS_SIGNAL, read_phase
 
 LOOK_S = 2.0  # interval between looks at the heartbeats
@@ -247,14 +247,8 @@ class Heartbeats:
         heartbeat = Heartbeat(node=self._node, written_at=time.time(), ranks=known)
         # Without fsync: a heartbeat that a crash removes has no reader any more.
         path = self._attempt.heartbeat(self._node)
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            path.parent.mkdir(exist_ok=True)
-            temporary.write_text(heartbeat.model_dump_json())
-            temporary.replace(path)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink()
+        with suppress(OSError):
+            write_whole(path, heartbeat.model_dump_json().encode(), durable=False)
 
     def dump_stacks(self, running: Mapping[int, int]) -> None:
         """Have the workers (rank → process id) dump their stacks into the run directory."""
@@ -272,8 +266,8 @@ class Heartbeats:
             dump = self._read_dump(rank) or _inspect_process(pid)
             path = self._attempt.stacks(rank)
             with suppress(OSError):
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(dump)  # the other nodes count these files
+                # The other nodes count these files.
+                write_whole(path, dump.encode(), durable=False)
 
     def close(self) -> None:
         if self._folder is not None:

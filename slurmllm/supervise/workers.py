@@ -40,6 +40,7 @@ from slurmllm.log import setup_logging
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.safe_files import open_append
 from slurmllm.supervise.classify import is_echo
 from slurmllm.supervise.watchdog import Heartbeats
 from slurmllm.worker_files import STACKS_SIGNAL
@@ -124,18 +125,17 @@ class Workers:
             # Rank 0 inherits the stage's log; the others have a file each.
             output = None
             if rank != 0:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                output = path.open("ab")
+                output = open_append(path)
             self.processes[rank] = subprocess.Popen(
                 [sys.executable, "-P", "-m", "slurmllm", "worker", str(self.run.path),
                  "--stage", self.stage, "--attempt", str(self.attempt.number)],
                 env={**os.environ, **self._environment(rank, local_rank, per_node)},
                 stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT if output else None,
+                stderr=None if output is None else subprocess.STDOUT,
                 preexec_fn=prepare_child,
             )  # fmt: skip
             if output is not None:
-                output.close()
+                os.close(output)
         found = {**os.environ, **interface_variables(self.record.master_addr)}
         found = mask({**found, **self.config.worker_secrets()})
         names = [*worker_environment(self.config, self.run), *INTERFACES]

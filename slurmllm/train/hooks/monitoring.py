@@ -11,6 +11,7 @@ from statistics import mean
 
 from slurmllm.host_memory import Memory
 from slurmllm.records import WorkerRecord
+from slurmllm.safe_files import open_append
 from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
 
@@ -39,9 +40,8 @@ class MetricsHook(Hook):
     """Appends to `metrics/attempt_NNN.jsonl`."""
 
     def __init__(self, job: Job) -> None:
-        path = job.run.metrics(job.attempt)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = path.open("a", encoding="utf-8")
+        metrics = open_append(job.run.metrics(job.attempt))
+        self._stream = os.fdopen(metrics, "a", encoding="utf-8")
 
     def after_step(self, end: StepEnd) -> None:
         self._stream.write(end.row.model_dump_json(exclude_none=True) + "\n")
