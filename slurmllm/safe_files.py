@@ -53,13 +53,16 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
         raise
 
 
-def read_limited(path: Path, limit: int = LARGEST_RECORD) -> bytes:
+def read_limited(path: Path, limit: int = LARGEST_RECORD, *, trusted: bool = False) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
+    Args:
+        trusted: Whether only this user and root may have written it.
+
     Raises:
-        OSError: It is larger, or no regular file.
+        OSError: It is larger, no regular file, or not trusted.
     """
-    with open_regular(path) as stream:
+    with open_trusted(path) if trusted else open_regular(path) as stream:
         content = stream.read(limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", str(path))
@@ -111,11 +114,12 @@ def open_trusted(path: Path, group: str | None = None) -> BufferedReader:
 def why_untrusted(info: os.stat_result, group: str | None = None) -> str:
     """Why a file or folder may have been written by others; empty if it is trusted.
 
-    It must belong to this user, or to a member of a group that the caller trusts; and nobody else
-    may write. The file's own group proves nothing: in a setgid folder it is the folder's.
+    It must belong to this user, to root, or to a member of a group that the caller trusts; and
+    nobody else may write. The file's own group proves nothing: in a setgid folder it is the
+    folder's.
     """
     trusted = _group_id(group)
-    if info.st_uid != os.geteuid() and trusted not in _groups_of(info.st_uid):
+    if info.st_uid not in (0, os.geteuid()) and trusted not in _groups_of(info.st_uid):
         allowed = "you" if group is None else f"you or the group {group}"
         return f"it belongs to {user_name(info.st_uid)}, not to {allowed}"
     if info.st_mode & stat.S_IWOTH:
@@ -280,16 +284,19 @@ def check_private_folder(path: Path) -> None:
     raise PermissionError(errno.EPERM, reason, str(path))
 
 
-def why_replaceable(folder: Path) -> str:
-    """Why other users may replace what is in a folder; empty if they may not."""
+def why_replaceable(folder: Path, group: str | None = None) -> str:
+    """Why users outside a trusted group may replace what is in a folder; empty if they may not."""
     info, who = folder.stat(), ""
     if info.st_mode & stat.S_IWOTH:
         who = "every user"
-    elif info.st_mode & stat.S_IWGRP and info.st_gid != _private_group():
+    elif info.st_mode & stat.S_IWGRP and info.st_gid not in (_group_id(group), _private_group()):
         who = f"the group {_group_name(info.st_gid)}"
     if not who or info.st_mode & stat.S_ISVTX:  # as /tmp has it: only owners rename and remove
         return ""
-    return f"{who} may replace what is in {folder}, which has no sticky bit (`chmod +t`)"
+    return (
+        f"{who} may replace what is in {folder}, which has mode {stat.S_IMODE(info.st_mode):o} and "
+        f"no sticky bit (`chmod +t {folder}`)"
+    )
 
 
 def user_name(uid: int) -> str:

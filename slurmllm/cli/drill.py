@@ -81,8 +81,8 @@ def drill(
     found = find_run(run, runs_dir)
     wanted, here = _place(read_jobs(found), nodes, local)
     plan = make_plan(
-        found, load(found.config), wanted, here, parse_kinds(kinds, wanted), steps=steps, seed=seed,
-        overrides=overrides,
+        found, load(found.config, trusted=True), wanted, here, parse_kinds(kinds, wanted),
+        steps=steps, seed=seed, overrides=overrides,
     )  # fmt: skip
     why = why_no_reference(plan, overrides)
     client = SlurmClient()

@@ -260,7 +260,7 @@ def resume(
                 f"{found.name} is pending or running; follow it with `slurmllm status "
                 f"{found.name}` or `slurmllm cancel {found.name}` first"
             )
-        config = before = load(found.config)
+        config = before = load(found.config, trusted=True)
         if cluster is not None or overrides:
             config = change(config, cluster, overrides)
         trained, train = before.recipe.train, config.recipe.train

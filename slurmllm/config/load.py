@@ -26,9 +26,16 @@ from slurmllm.safe_files import LARGEST_RECORD, open_trusted, read_limited
 M = TypeVar("M", bound=BaseModel)
 
 
-def load(path: Path) -> RunConfig:
-    """Read a run's config.yaml; raises ConfigError if it is unreadable or no longer valid."""
-    tree, origins = _read(path)
+def load(path: Path, *, trusted: bool = False) -> RunConfig:
+    """Read a run's config.yaml.
+
+    Args:
+        trusted: Whether only this user and root may have written it, as if it is going to run.
+
+    Raises:
+        ConfigError: It is unreadable, no longer valid, or not trusted.
+    """
+    tree, origins = _read(path, trusted)
     _insert_secrets(tree, RunDir(path.parent).secrets)
     return validate(tree, origins, [], str(path))
 
@@ -68,9 +75,9 @@ def _insert_secrets(tree: Mapping[str, Any], path: Path) -> None:
             variables[name] = str(found.get(dotted, MASK))
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _read(path: Path, trusted: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
     """The values and their origins, fields of earlier versions under their new names."""
-    tree, _ = read_yaml(path)
+    tree, _ = read_yaml(path, trusted=trusted)
     origins = tree.pop("origin", {})
     origins = origins if isinstance(origins, dict) else {}
     for old, new in RENAMED.items():

@@ -6,6 +6,7 @@ occur in recipes, and both would be misread silently.
 
 from __future__ import annotations
 
+import errno
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -76,16 +77,20 @@ def parse_scalar(text: str) -> Any:
         return text
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def read_yaml(path: Path, *, trusted: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
     """Read a YAML mapping: its nested values, and `file:line` for each leaf's dotted path.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML or is not a mapping.
+        ConfigError: the file cannot be read, is not YAML, is not a mapping, or must be `trusted`
+            and is not.
     """
     try:
-        text = read_limited(path, LARGEST_YAML).decode()
+        text = read_limited(path, LARGEST_YAML, trusted=trusted).decode()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {reason(error)}") from error
+        fix = "; `chmod go-w` it if it is yours, else start a run of your own"
+        raise ConfigError(
+            f"cannot read {path}: {reason(error)}" + fix * (trusted and error.errno == errno.EPERM)
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {path}: {error}; it must be UTF-8 text") from error
     lines: dict[str, int] = {}

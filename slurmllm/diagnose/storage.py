@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from slurmllm.config.cluster import GIB, Cluster
 from slurmllm.diagnose.finding import fail, ok, skipped, warn
 from slurmllm.errors import NodeError, SlurmllmError, StorageError
 from slurmllm.records import Finding
-from slurmllm.rundir import write_atomic
+from slurmllm.rundir import is_run, write_atomic
+from slurmllm.safe_files import why_replaceable, why_untrusted
 
 GB = 10**9
 # File systems that other machines mount too (the types of /proc/mounts).
@@ -92,6 +95,8 @@ def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
     elif kind in SHARED_TYPES:
         message = f"{folder} is on {kind}, which all nodes share; choose a disk of the node's own"
         yield warn("node-local disk", free, required, message)
+    elif message := _why_replaceable(folder, cluster):
+        yield warn("node-local disk", free, required, message)
     else:
         yield ok("node-local disk", free, required or "")
 
@@ -124,6 +129,8 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Findi
         yield fail("shared file system", seconds, limit, message)
     elif seconds > SLOW_WRITE_S:
         yield warn("shared file system", seconds, limit or SLOW_WRITE_S, message)
+    elif message := _why_replaceable(folder, cluster):
+        yield warn("shared file system", seconds, limit or "", message)
     else:
         yield ok("shared file system", seconds, limit or "")
 
@@ -147,7 +154,18 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
         for check in ("file system", "free space", "fsynced write", "clock"):
             yield skipped(check, "the runs folder cannot be written")
     else:
-        yield ok("runs folder", f"{runs}" + ", created by submit" * (existing != runs))
+        writable = _writable_runs(runs, cluster.trusted_group)
+        if reason := _why_replaceable(existing, cluster):
+            yield warn("runs folder", reason, fix="else others could exchange your runs for theirs")
+        elif writable:
+            names = ", ".join(path.name for path in writable[:3]) + " …" * (len(writable) > 3)
+            mode = stat.S_IMODE(writable[0].stat().st_mode)
+            yield warn(
+                "runs folder", f"others may write to {len(writable)} of your runs: {names}",
+                fix=f"`chmod -R go-w {writable[0]}`, which has mode {mode:o}",
+            )  # fmt: skip
+        else:
+            yield ok("runs folder", f"{runs}" + ", created by submit" * (existing != runs))
         yield from _runs_folder_findings(existing, seconds, ahead_s, with_slurm)
     local = Path(cluster.node_local)
     if not local.is_dir():
@@ -160,8 +178,30 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
         yield warn("node-local disk", found, fix=fix)
     elif not os.access(local, os.W_OK):
         yield warn("node-local disk", f"{found}, no write access", fix="cluster.node_local")
+    elif reason := _why_replaceable(local, cluster):
+        yield warn("node-local disk", reason, fix="ask an administrator, or cluster.node_local")
     else:
         yield ok("node-local disk", found)
+
+
+def _why_replaceable(folder: Path, cluster: Cluster) -> str:
+    """Why others may replace a folder, one of those that it is in, or what is in it."""
+    whole = folder.resolve()
+    return next(
+        filter(None, (why_replaceable(p, cluster.trusted_group) for p in (whole, *whole.parents))),
+        "",
+    )
+
+
+def _writable_runs(runs: Path, group: str | None) -> list[Path]:
+    """This user's runs whose folders others may write to."""
+    found = []
+    with suppress(OSError):
+        for path in sorted(runs.iterdir()):
+            own = is_run(path) and path.stat().st_uid == os.geteuid()
+            if own and why_untrusted(path.stat(), group):
+                found.append(path)
+    return found
 
 
 def _runs_folder_findings(

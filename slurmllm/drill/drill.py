@@ -98,7 +98,7 @@ class Drill:
         """The directory of a new copy, with only its configuration."""
         run = RunDir(self.plan.run.path.parent / self.plan.name(part))
         try:
-            run.path.mkdir()
+            run.path.mkdir(0o755)
         except FileExistsError:
             raise RunError(f"{run.path} already exists; another drill has created it") from None
         except OSError as error:

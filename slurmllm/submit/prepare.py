@@ -23,7 +23,7 @@ from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
 from slurmllm.rundir import RUN_NAME, STAGES, RunDir, Stage, is_run, write_atomic
-from slurmllm.safe_files import read_limited, user_name
+from slurmllm.safe_files import read_limited, user_name, why_untrusted
 from slurmllm.submit.render import render
 
 if TYPE_CHECKING:
@@ -90,12 +90,12 @@ def prepare(request: RunRequest) -> PreparedRun:
         StorageError: the file system fails.
     """
     config, nodes, root, dry_run = request.config, request.nodes, request.root, request.dry_run
-    if request.run is not None and (owner := request.run.path.stat().st_uid) != os.geteuid():
-        raise RunError(
-            f"{request.run.name} belongs to {user_name(owner)}, whose recipe would run as you; "
-            "start a run of your own, from its weights with `slurmllm submit RECIPE --set "
-            "train.init_from=CHECKPOINT`"
-        )
+    if request.run is not None:
+        _require_own(request.run, config.cluster.trusted_group)
+    if config.cluster.trusted_group is None and not dry_run:
+        # For the jobs too, by sbatch: nobody else may write to the folders of the run.
+        os.umask(os.umask(0o022) | 0o022)
+        os.environ.pop("SLURM_UMASK", None)  # of a job that this command runs in
     run = request.run or new_run(root, request.name, config.recipe.name)
     chosen = config.recipe.parallel.auto
     unsupported = load_environment(config.backend).unsupported
@@ -161,6 +161,23 @@ def prepare(request: RunRequest) -> PreparedRun:
             remove_unsubmitted(run)
         raise
     return prepared
+
+
+def _require_own(run: RunDir, group: str | None) -> None:
+    """Raise RunError if other users may have put what would run into the directory of a run."""
+    owner = run.path.stat().st_uid
+    if owner != os.geteuid():
+        raise RunError(
+            f"{run.name} belongs to {user_name(owner)}, whose recipe would run as you; "
+            "start a run of your own, from its weights with `slurmllm submit RECIPE --set "
+            "train.init_from=CHECKPOINT`"
+        )
+    for folder in (run.path, run.script("train").parent):
+        if folder.exists() and (why := why_untrusted(folder.stat(), group)):
+            raise RunError(
+                f"{folder}: {why}, and could have it run a program as you; look at what is in it, "
+                f"then `chmod -R go-w {run.path}`, or set cluster.trusted_group"
+            )
 
 
 def render_run(

@@ -68,7 +68,7 @@ class Supervisor:
 
     def __init__(self, run: RunDir, stage: Stage, allocation: Allocation) -> None:
         self.run, self.stage, self.allocation = run, stage, allocation
-        self.config: RunConfig = load(run.config)
+        self.config: RunConfig = load(run.config, trusted=True)
         self.stop = StopSignals()
 
     def main(self) -> int:

@@ -67,7 +67,7 @@ class Workers:
         self.run, self.stage = run, stage
         self.attempt = run.attempt(stage, attempt)
         self.record = AttemptRecord.load(self.attempt.record)
-        self.config: RunConfig = load(run.config)
+        self.config: RunConfig = load(run.config, trusted=True)
         self.node_rank = own_node_rank()
         self.node = os.environ.get(NODE_NAME) or self.record.nodes[self.node_rank]
         self.processes: dict[int, subprocess.Popen[bytes]] = {}

@@ -124,7 +124,7 @@ def make_job(
 
     Raises a ConfigError if the configuration does not fit the number of workers.
     """
-    config = load(run.config)
+    config = load(run.config, trusted=True)
     per_node = config.cluster.devices_per_node
     if worker.world_size % per_node:
         raise ConfigError(

@@ -60,6 +60,22 @@ def test_the_shared_file_system(
     assert "is not the shared file system here" in found.message
 
 
+def test_folders_in_which_others_may_exchange_files(
+    profile: Profile, marker: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    (disk / "cache").mkdir(parents=True)
+    disk.chmod(0o777)
+    minimum = "cluster.health.min_node_local_gb=0"
+    cluster = profile("local", minimum).model_copy(update={"node_local": str(disk / "cache")})
+    (found,) = node_local_findings(cluster)
+    assert (found.status, "no sticky bit" in found.message) == ("warn", True)
+    marker.parent.chmod(0o777)
+    (found,) = shared_findings(cluster, marker, "n1")
+    assert found.status == "warn"
+    assert "no sticky bit" in found.message or "fsynced write" in found.message
+
+
 def test_a_check_that_raises_an_error_fails(profile: Profile, marker: Path) -> None:
     disk = Path("/proc/self/attr")  # a folder in which nobody makes files
     broken = profile("local").model_copy(update={"node_local": str(disk)})

@@ -11,6 +11,7 @@ import pytest
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose import storage
 from slurmllm.records import Finding
+from slurmllm.rundir import RunDir
 
 MOUNTS = """\
 /dev/root / ext4 rw,relatime 0 0
@@ -116,3 +117,26 @@ def test_a_file_server_with_another_time_warns(
     found = look(tmp_path)["clock"]
     assert found.status == "warn"
     assert "+60.0 s" in str(found.value) or "+59.9 s" in str(found.value)
+
+
+def test_folders_in_which_others_may_exchange_files(tmp_path: Path) -> None:
+    runs, disk = tmp_path / "outer" / "runs", tmp_path / "disk"
+    run = RunDir(runs / "mine")
+    run.path.mkdir(parents=True)
+    run.config.touch()
+    disk.mkdir()
+    chosen = f"cluster.node_local={disk}"
+    assert look(runs, chosen)["runs folder"].status == "ok"
+    assert look(runs, chosen)["node-local disk"].status == "ok"
+    run.path.chmod(0o777)
+    found = look(runs, chosen)["runs folder"]
+    assert (found.status, found.value) == ("warn", "others may write to 1 of your runs: mine")
+    assert found.fix == f"`chmod -R go-w {run.path}`, which has mode 777"
+    for folder in (runs, runs.parent, disk):
+        folder.chmod(0o777)
+        found = look(runs, chosen)["node-local disk" if folder == disk else "runs folder"]
+        assert found.status == "warn"
+        assert f"mode 777 and no sticky bit (`chmod +t {folder}`)" in str(found.value)
+        folder.chmod(0o1777)
+    run.path.chmod(0o755)
+    assert look(runs, chosen)["runs folder"].status == "ok"

@@ -1,0 +1,113 @@
+"""What another user could put into the directory of a run, to have it run as its owner."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from slurmllm.cli.main import main
+from slurmllm.config.load import load, save
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.corpus.builtin import ensure_stdlib
+from slurmllm.errors import ConfigError, RunError
+from slurmllm.records import AttemptRecord
+from slurmllm.rundir import RunDir
+from slurmllm.submit.prepare import RunRequest, prepare
+from slurmllm.supervise.allocation import LocalAllocation
+from slurmllm.supervise.supervisor import Supervisor
+from slurmllm.supervise.workers import Workers
+from slurmllm.train.exits import StopRequest
+from slurmllm.train.job import make_job
+from slurmllm.train.worker import Worker
+
+NOBODY = pwd.getpwnam("nobody")
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    corpus, tokenizer = ensure_stdlib(tmp_path / ".data")
+    return resolve("tiny_neox", overrides=[f"data.corpus={corpus}", f"data.tokenizer={tokenizer}"])
+
+
+@pytest.fixture
+def run(tmp_path: Path, config: RunConfig) -> RunDir:
+    prepare(RunRequest(config, 1, tmp_path, name="mine"))
+    return RunDir(tmp_path / "mine")
+
+
+def resumed(run: RunDir) -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["resume", "mine", "--local", f"--runs-dir={run.path.parent}"])
+    return done.exit_code, done.output
+
+
+def planted(path: Path) -> None:
+    os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid)
+
+
+@only_root
+@pytest.mark.parametrize("harm", [planted, lambda path: path.chmod(0o666)])
+def test_a_configuration_that_others_may_have_written_does_not_run(
+    run: RunDir, harm: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    AttemptRecord(
+        attempt=0, stage="train", job_id=None, nodes=("local0",), world_size=1,
+        master_addr="127.0.0.1", master_port=1024, started_at=0.0,
+    ).save(run.attempt("train", 0).record)  # fmt: skip
+    monkeypatch.setenv("SLURMLLM_NODE_NAME", "local0")
+    harm(run.config)
+    for start in (
+        lambda: Supervisor(run, "train", LocalAllocation(run)),
+        lambda: Workers(run, "train", 0),
+        lambda: make_job(run, "train", 0, Worker(0, 1, 0, "local0"), StopRequest(), 0.0),
+    ):
+        with pytest.raises(ConfigError, match=r"(belongs to nobody|may write to it).*`chmod go-w`"):
+            start()
+    code, output = resumed(run)
+    assert (code, "config.yaml: " in output) == (2, True), output
+    assert load(run.config).recipe.name == "tiny_neox", "others may still look at it"
+
+
+@pytest.mark.parametrize("folder", [".", "scripts"])
+def test_a_run_that_others_may_write_to_is_not_resumed(
+    run: RunDir, config: RunConfig, folder: str
+) -> None:
+    (run.path / folder).chmod(0o777)
+    request = RunRequest(config, 1, run.path.parent, run=run)
+    with pytest.raises(RunError, match=r"every user may write to it.*`chmod -R go-w .*/mine`"):
+        prepare(request)
+    (run.path / folder).chmod(0o755)
+    prepare(request)
+
+
+def test_others_may_not_write_to_a_new_run(tmp_path: Path, config: RunConfig) -> None:
+    before = os.umask(0)
+    try:
+        prepare(RunRequest(config, 1, tmp_path, name="mine"))
+        assert os.umask(0) == 0o022, "sbatch hands it to the jobs"
+        shared = config.cluster.model_copy(update={"trusted_group": "users"})
+        prepare(RunRequest(RunConfig(config.recipe, shared), 1, tmp_path, name="ours"))
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "mine", *(tmp_path / "mine").rglob("*")):
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
+    assert (tmp_path / "ours").stat().st_mode & 0o020, "its members share what they may write"
+
+
+@only_root
+def test_a_file_of_root_is_trusted(run: RunDir, config: RunConfig) -> None:
+    save(config, run)
+    for path in (*run.path.parents, run.path):
+        if path.stat().st_mode & 0o005 != 0o005:
+            path.chmod(0o755)
+    os.seteuid(NOBODY.pw_uid)
+    try:
+        assert load(run.config, trusted=True) == load(run.config)
+    finally:
+        os.seteuid(0)
