@@ -65,11 +65,12 @@ class FakeSlurm(SlurmClient):
         self.may_drain, self.reasons = False, dict[str, str]()
         self._ids = itertools.count(1)
 
-    def submit(self, script: Path, after_ok: str | None = None) -> str:
+    def submit(self, script: Path, after_ok: str | None = None, exclude: str = "") -> str:
         if self.refuse is not None:
             raise SlurmError(f"sbatch failed with exit code 1: sbatch: error: {self.refuse}")
         job_id = str(next(self._ids))
         self.jobs[job_id] = _Job(job_id, script.read_text(encoding="utf-8"), after_ok)
+        self.jobs[job_id].excluded = tuple(exclude.split(",")) if exclude else ()
         return job_id
 
     def start(self, job_id: str) -> None:
@@ -129,7 +130,9 @@ class FakeSlurm(SlurmClient):
 
     def batch_job(self, job_id: str) -> BatchJob:
         job = self._job(job_id)
-        return BatchJob(job.state, len(job.incarnations), next(iter(job.nodes), ""))
+        return BatchJob(
+            job.state, len(job.incarnations), next(iter(job.nodes), ""), ",".join(job.excluded)
+        )
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         for job_id in job_ids:

@@ -130,7 +130,8 @@ runs_dir = click.option(
 )  # fmt: skip
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 set_value = set_option(
-    "Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable."
+    "Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable. "
+    "env.NAME without a value passes on a variable of this shell."
 )
 precompile = click.option(
     "--precompile", type=click.Choice(["auto", "always"]), default="auto", show_default=True,

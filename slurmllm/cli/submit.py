@@ -52,7 +52,7 @@ def submit(
     from slurmllm.config.resolve import resolve
     from slurmllm.submit.launch import record_local, submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
-    from slurmllm.submit.run_lock import locked
+    from slurmllm.supervise.run_lock import locked
 
     given = {f"slurm.{name}": (f"--{name}", value) for name, value in slurm.items()}
     if not dry_run:
@@ -247,8 +247,8 @@ def resume(
     from slurmllm.status.runs import is_active, run_state
     from slurmllm.submit.launch import read_jobs, record_local, submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
-    from slurmllm.submit.run_lock import locked
     from slurmllm.supervise.exclusion import to_avoid
+    from slurmllm.supervise.run_lock import locked
 
     found = find_run(run, runs_dir)
     client = SlurmClient()
@@ -323,7 +323,7 @@ def cancel(run: str, runs_dir: Path) -> None:
     """
     from slurmllm.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.submit.run_lock import locked
+    from slurmllm.supervise.run_lock import locked
 
     found = find_run(run, runs_dir)
     with locked(found, "cancel"):

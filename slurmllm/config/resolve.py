@@ -244,6 +244,13 @@ def _override(
     given: list[tuple[str, Any, str]] = []
     for item in overrides:
         dotted, equals, text = item.partition("=")
+        section, _, name = dotted.strip().rpartition(".")
+        if not equals and name and section in ("env", "cluster.env"):
+            # The value is this process's own: every user could read it on the command line.
+            equals, text = "=", os.environ.get(name, "")
+            if not text:
+                faults.append(f"--set {item}: {name} is not set here; `export {name}=…` first")
+                continue
         if not equals or not all(dotted.strip().split(".")):
             faults.append(f"--set {item!r}: expected path=value, such as optim.lr=1e-4")
             continue

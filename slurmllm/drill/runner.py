@@ -25,8 +25,8 @@ from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import is_active
 from slurmllm.submit.launch import submit_jobs
 from slurmllm.submit.prepare import RunRequest, prepare
-from slurmllm.submit.run_lock import locked
 from slurmllm.supervise.allocation import SLURMLLM
+from slurmllm.supervise.run_lock import locked
 
 CANCEL_S = 60.0  # for a cancelled run to save and exit
 REQUEUE_S = 120.0  # for Slurm to end a job whose batch script was killed

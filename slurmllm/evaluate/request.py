@@ -26,7 +26,7 @@ from slurmllm.checkpoint.catalogue import (
 )
 from slurmllm.checkpoint.folder import MANIFEST
 from slurmllm.checkpoint.state import MODEL
-from slurmllm.errors import CheckpointError, RunError
+from slurmllm.errors import CheckpointError, RunError, UserError
 from slurmllm.evaluate.suites import SuiteTask
 from slurmllm.rundir import RunDir, find_run, is_run
 
@@ -150,7 +150,17 @@ def checkpoint_checksum(manifest: CheckpointManifest) -> str:
 
 
 def folder_checksum(folder: Path) -> str:
-    """Digest of the files of a Hugging Face model folder."""
+    """Digest of the files of a Hugging Face model folder.
+
+    Raises:
+        UserError: its weights are not safetensors.
+    """
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{folder} has no weights in safetensors, and no others are read: pickles "
+            "(pytorch_model.bin) can run code; load the model in transformers, if you trust its "
+            "author, and save it again with save_pretrained, which writes safetensors"
+        )
     contents = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name != MODEL:  # which is slurmllm's own, written on import

@@ -66,6 +66,7 @@ class BatchJob:
     state: str
     restarts: int  # how often the job was requeued
     host: str  # node of the batch script; empty while the job is pending
+    excluded: str = ""  # nodes, as Slurm writes them: `n[1-2],n4`
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,17 @@ def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> 
 class SlurmClient:
     """The real Slurm, through sbatch, squeue, sacct, scontrol, scancel and sinfo."""
 
-    def submit(self, script: Path, after_ok: str | None = None) -> str:
+    def submit(self, script: Path, after_ok: str | None = None, exclude: str = "") -> str:
         """Submit a batch script, after the success of job `after_ok` if given; returns the job id.
+
+        `exclude` are nodes, in place of those of the script.
 
         Raises:
             SlurmError: sbatch is missing or refused; the message contains its output.
         """
-        dependency = [f"--dependency=afterok:{after_ok}"] if after_ok else []
-        output = _run(["sbatch", "--parsable", *dependency, str(script)])
+        options = [f"--dependency=afterok:{after_ok}"] if after_ok else []
+        options += [f"--exclude={exclude}"] if exclude else []
+        output = _run(["sbatch", "--parsable", *options, str(script)])
         job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
         if not job_id.isdigit():
             raise SlurmError(f"sbatch printed {output!r} instead of a job id")
@@ -181,10 +185,13 @@ class SlurmClient:
     def batch_job(self, job_id: str) -> BatchJob:
         """The current start of a job; raises SlurmError if the job is unknown."""
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
-        fields = dict(re.findall(r"\b(JobState|Restarts|BatchHost)=(\w[^\s]*)", output))
+        fields = dict(re.findall(r"\b(JobState|Restarts|BatchHost|ExcNodeList)=(\w[^\s]*)", output))
         count = fields.get("Restarts", "")
         restarts = int(count) if re.fullmatch(r"\d{1,9}", count) else 0
-        return BatchJob(fields.get("JobState", "UNKNOWN"), restarts, fields.get("BatchHost", ""))
+        return BatchJob(
+            fields.get("JobState", "UNKNOWN"), restarts, fields.get("BatchHost", ""),
+            fields.get("ExcNodeList", ""),
+        )  # fmt: skip
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """Cancel jobs; jobs that have ended are ignored."""

@@ -28,6 +28,7 @@ from slurmllm.metrics.row_reader import last_row_of, read_events, read_rows
 from slurmllm.records import (
     AttemptRecord,
     FailureRecord,
+    Heartbeat,
     JobsRecord,
     NodeRecord,
     SkipsRecord,
@@ -38,6 +39,9 @@ from slurmllm.slurm.client import AccountingRow
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.classify import Ending, device_fault, reported_all
 from slurmllm.supervise.policy import decide
+from slurmllm.supervise.watchdog import HEARTBEAT_S
+
+_LAG_S = 2.0  # until a shared file system shows what another node has written
 
 
 def process_identity(pid: int) -> str | None:
@@ -66,21 +70,24 @@ def is_running(pid: int, identity: str | None, word: bytes) -> bool:
     return word in command and identity in (None, process_identity(pid))
 
 
-def still_runs(record: AttemptRecord, allocation: Allocation) -> str | None:
+def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> str | None:
     """Why an open attempt may still have a supervisor; None if it has none.
 
-    An earlier start of the same job has none: Slurm starts a job again only after it has ended.
-    For another job Slurm is asked; while it does not respond, the attempt stays open.
+    Slurm starts a job again while an earlier start of it still runs on a node that was cut off:
+    that one's process is looked for on this node, and else the heartbeats of its own node. About
+    another job Slurm is asked; while it does not respond, the attempt stays open.
     """
+    here = record.host == socket.gethostname()
+    pid = record.pid if here and record.pid != os.getpid() else None
+    if pid is not None and is_running(pid, record.process, b"supervise"):
+        return f"process {pid} on {record.host} is its supervisor"
     if record.job_id is None:
-        if record.pid in (None, os.getpid()) or record.host != socket.gethostname():
-            return None
-        alive = is_running(record.pid, record.process, b"supervise")
-        return f"process {record.pid} on {record.host} is its supervisor" if alive else None
+        return None
     if not isinstance(allocation, SlurmAllocation):
         return f"it belongs to job {record.job_id}, and there is no Slurm here"
     if record.job_id == allocation.job_id:
-        return None
+        beats = not here and _has_heartbeat(run, record)
+        return f"{record.nodes[0]} still writes heartbeats" if beats else None
     try:
         job = allocation.client.queue([record.job_id]).get(record.job_id)
     except SlurmError as error:
@@ -88,6 +95,22 @@ def still_runs(record: AttemptRecord, allocation: Allocation) -> str | None:
     if job is not None and job.state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED"):
         return f"job {record.job_id} is {job.state}"
     return None
+
+
+def _has_heartbeat(run: RunDir, record: AttemptRecord) -> bool:
+    """Whether the supervisor's node writes heartbeats, which is waited for if one is due."""
+    path = run.attempt(record.stage, record.attempt).heartbeat(record.nodes[0])
+    with suppress(StorageError):
+        first = latest = Heartbeat.find(path)
+        if first is None:
+            return False
+        age_s = max(time.time() - first.written_at, 0.0)
+        deadline = time.monotonic() + HEARTBEAT_S + _LAG_S - age_s
+        while latest == first and time.monotonic() < deadline:
+            time.sleep(0.5)
+            latest = Heartbeat.find(path)
+        return latest != first
+    return False
 
 
 def incarnation(record: AttemptRecord, rows: Sequence[AccountingRow]) -> AccountingRow | None:

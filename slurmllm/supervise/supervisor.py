@@ -53,6 +53,7 @@ from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import drain, exclude_failed, excluded, nodes_to_avoid, requeue
 from slurmllm.supervise.policy import backoff_s, is_transient
 from slurmllm.supervise.preflight import preflight
+from slurmllm.supervise.run_lock import locked
 
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
 EXIT_FAILED = {  # by class of ending; 70 for the others
@@ -154,21 +155,24 @@ class Supervisor:
         client, own = self.allocation.client, self.allocation.job_id
         stages = STAGES[STAGES.index(self.stage) :]
         try:
-            *before, last = JobsRecord.load(self.run.jobs).submissions
-            old = {
-                stage: last.train_job if stage == "train" else last.precompile_job
-                for stage in stages
-            }
-            if old[self.stage] != own or client.batch_job(own).state != "PENDING":
-                return  # resumed since, or Slurm has started it elsewhere
-            os.environ.pop("SLURM_RESTART_COUNT", None)  # sbatch would hand it to the new job
-            job: str | None = None
-            for stage in stages:
-                job = client.submit(self.run.script(stage), after_ok=job)
-                last = last.model_copy(update={f"{stage}_job": job})
-                JobsRecord(submissions=(*before, last)).save(self.run.jobs)
-                log.warning("submitted job %s in place of job %s", job, old[stage])
-            client.cancel([job for job in reversed(old.values()) if job is not None])
+            with locked(self.run, "supervise"):
+                *before, last = JobsRecord.load(self.run.jobs).submissions
+                old = {
+                    stage: last.train_job if stage == "train" else last.precompile_job
+                    for stage in stages
+                }
+                if old[self.stage] != own or client.batch_job(own).state != "PENDING":
+                    return  # resumed or cancelled since, or Slurm has started it elsewhere
+                os.environ.pop("SLURM_RESTART_COUNT", None)  # sbatch would hand it to the new job
+                job: str | None = None
+                for stage in stages:
+                    replaced = old[stage]
+                    exclude = client.batch_job(replaced).excluded if replaced else ""
+                    job = client.submit(self.run.script(stage), after_ok=job, exclude=exclude)
+                    last = last.model_copy(update={f"{stage}_job": job})
+                    JobsRecord(submissions=(*before, last)).save(self.run.jobs)
+                    log.warning("submitted job %s in place of job %s", job, replaced)
+                client.cancel([job for job in reversed(old.values()) if job is not None])
         except SlurmllmError as error:
             name = self.run.name
             log.error("%s; `slurmllm cancel %s`, then `slurmllm resume %s`", error, name, name)
@@ -294,7 +298,7 @@ class Supervisor:
         for record in attempts.load_attempts(self.run, self.stage):
             if record.ended_at is not None:
                 continue
-            if reason := still_runs(record, self.allocation):
+            if reason := still_runs(self.run, record, self.allocation):
                 self._log(record, f"is still open and is superseded by this attempt: {reason}")
                 continue
             row = incarnation(record, self._accounting(record.job_id))

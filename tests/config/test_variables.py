@@ -98,6 +98,20 @@ def test_a_secret_is_in_no_text() -> None:
     assert whole.recipe.env == {"HF_TOKEN": CANARY}
 
 
+def test_a_variable_of_the_shell_needs_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    config = resolve("tiny_neox", "local", ["env.HF_TOKEN", "cluster.env.HF_TOKEN"])
+    assert config.recipe.env == config.cluster.env == {"HF_TOKEN": CANARY}
+    assert CANARY not in f"{config.values()} {config.origins}"
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(ConfigError) as error:
+        resolve("tiny_neox", "local", ["env.HF_TOKEN", "env", "optim.lr"])
+    assert "--set env.HF_TOKEN: HF_TOKEN is not set here; `export HF_TOKEN=…` first" in str(
+        error.value
+    )
+    assert len(error.value.faults) == 3
+
+
 def test_a_secret_is_in_no_error(tmp_path: Path) -> None:
     for line in ("HF_TOKEN: [hf_cAnArY]", "HF_TOKEN: {a: hf_cAnArY}"):
         with pytest.raises(ConfigError) as error:

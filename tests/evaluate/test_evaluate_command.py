@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 
 from evaluate.conftest import ALL, Learnt, by_hand, in_processes, needs_harness, scores
 from slurmllm.artifact_records import EvaluationRecord
@@ -230,7 +232,24 @@ def test_a_model_folder(learnt: Learnt, evaluate: Evaluate, tmp_path: Path) -> N
     done = evaluate(folder, "--suite", "smoke", "--task", "smoke_choice", "--json")
     assert done.exit_code == 0, done.output
     output = json.loads(done.stdout)
-    assert scores(output, "smoke_choice")["0"] == scores(learnt.output, "smoke_choice")["90"]
+    expected = scores(learnt.output, "smoke_choice")["90"]
+    assert scores(output, "smoke_choice")["0"] == expected
+    # Programs that somebody put into the folder do not run.
+    mark = tmp_path / "code ran"
+    (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        values = json.loads((folder / name).read_text())
+        classes = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+        values["auto_map"] = dict.fromkeys(classes, "evil.Evil")
+        (folder / name).write_text(json.dumps(values))
+    done = evaluate(folder, "--suite", "smoke", "--task", "smoke_choice", "--json")
+    assert scores(json.loads(done.stdout), "smoke_choice")["0"] == expected
+    assert not mark.exists()
+    # Pickled weights are not read.
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    done = evaluate(folder, "--suite", "smoke", "--task", "smoke_choice")
+    assert (done.exit_code, "no weights in safetensors" in done.output) == (2, True), done.output
 
 
 def test_the_harness_knows_the_tasks_of_all_suites() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from slurmllm.cli.main import main
+from slurmllm.cli.main import cli
 from slurmllm.config.load import load, save
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.corpus.builtin import ensure_stdlib
@@ -43,7 +43,7 @@ def run(tmp_path: Path, config: RunConfig) -> RunDir:
 
 
 def resumed(run: RunDir) -> tuple[int, str]:
-    done = CliRunner().invoke(main, ["resume", "mine", "--local", f"--runs-dir={run.path.parent}"])
+    done = CliRunner().invoke(cli, ["resume", "mine", "--local", f"--runs-dir={run.path.parent}"])
     return done.exit_code, done.output
 
 

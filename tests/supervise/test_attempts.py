@@ -323,25 +323,25 @@ def test_what_an_attempt_waited_for_slurm(run: RunDir) -> None:
     assert queue_s(first, [], None) is None
 
 
-def test_only_an_attempt_without_a_supervisor_is_closed_for_it() -> None:
+def test_only_an_attempt_without_a_supervisor_is_closed_for_it(run: RunDir) -> None:
     cluster = FakeSlurm()
     allocation = SlurmAllocation.__new__(SlurmAllocation)
     allocation.client, allocation.job_id = cluster, "8"
-    assert still_runs(open_record(), allocation) is None  # job 7 is unknown to Slurm
+    assert still_runs(run, open_record(), allocation) is None  # job 7 is unknown to Slurm
     allocation.job_id = "7"
-    assert still_runs(open_record(), allocation) is None  # an earlier start of this job
+    assert still_runs(run, open_record(), allocation) is None  # an earlier start of this job
     local = open_record().model_copy(update={"job_id": None, "host": gethostname(), "pid": 2**22})
-    assert still_runs(local, LocalAllocation()) is None
+    assert still_runs(run, local, LocalAllocation()) is None
 
 
-def test_another_job_that_runs_keeps_its_attempt(job: tuple[FakeSlurm, str]) -> None:
+def test_another_job_that_runs_keeps_its_attempt(run: RunDir, job: tuple[FakeSlurm, str]) -> None:
     cluster, job_id = job
     allocation = SlurmAllocation.__new__(SlurmAllocation)
     allocation.client, allocation.job_id = cluster, "99"
     of_it = open_record().model_copy(update={"job_id": job_id})
-    assert still_runs(of_it, allocation) == f"job {job_id} is RUNNING"
+    assert still_runs(run, of_it, allocation) == f"job {job_id} is RUNNING"
     cluster.finish(job_id, "FAILED")
-    assert still_runs(of_it, allocation) is None
+    assert still_runs(run, of_it, allocation) is None
 
 
 def start_of(cluster: FakeSlurm, job_id: str) -> SlurmAllocation:

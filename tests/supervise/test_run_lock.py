@@ -17,9 +17,9 @@ import pytest
 from slurmllm.errors import RunError
 from slurmllm.records import JobsRecord, LockRecord
 from slurmllm.rundir import RunDir
-from slurmllm.submit import run_lock
-from slurmllm.submit.run_lock import locked
+from slurmllm.supervise import run_lock
 from slurmllm.supervise.attempts import process_identity
+from slurmllm.supervise.run_lock import locked
 
 SLURMLLM = (sys.executable, "-m", "slurmllm")
 # A Slurm that only counts: a job is pending until `ended` has its number.
@@ -34,7 +34,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from slurmllm.rundir import RunDir
-from slurmllm.submit.run_lock import locked
+from slurmllm.supervise.run_lock import locked
 from slurmllm.supervise.attempts import process_identity
 with locked(RunDir(Path(sys.argv[1])), "cancel"):
     print("held", flush=True)

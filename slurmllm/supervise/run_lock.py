@@ -1,9 +1,9 @@
 """The lock of a run: one command at a time changes it.
 
-`submit`, `resume` and `cancel` read a run's state, submit or cancel jobs and record that. They hold
-`lock.json` meanwhile, for seconds, and never while a run trains. It is made by O_EXCL, which NFS
-and Lustre have without flock, and renewed by its time of change. A lock that was left behind is
-removed by the next command:
+`submit`, `resume` and `cancel`, and a supervisor that replaces its job, read a run's state, submit
+or cancel jobs and record that. They hold `lock.json` meanwhile, for seconds, and never while a run
+trains. It is made by O_EXCL, which NFS and Lustre have without flock, and renewed by its time of
+change. A lock that was left behind is removed by the next command:
 
 - of a process of this machine: as soon as that process has ended;
 - of another machine: when it has not been renewed for two minutes.
@@ -36,7 +36,7 @@ _MAX_BYTES = 4096
 
 @contextlib.contextmanager
 def locked(run: RunDir, verb: str) -> Iterator[None]:
-    """Hold the lock of a run; SIGTERM and SIGHUP then end this process as Ctrl-C does.
+    """Hold the lock of a run; SIGTERM and SIGHUP without a handler then act as Ctrl-C does.
 
     Raises:
         RunError: Another command holds it.
@@ -55,7 +55,8 @@ def locked(run: RunDir, verb: str) -> Iterator[None]:
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            previous[number] = signal.signal(number, signal.default_int_handler)
+            if signal.getsignal(number) is signal.SIG_DFL:
+                previous[number] = signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:

@@ -1,0 +1,141 @@
+"""A job that Slurm has started twice, or whose start it has lost: attempts and jobs of both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from socket import gethostname
+
+import pytest
+from fake_slurm import FakeSlurm
+
+from slurmllm.config.resolve import resolve
+from slurmllm.records import AttemptRecord, Heartbeat, JobsRecord, Submission
+from slurmllm.rundir import STAGES, RunDir, Stage
+from slurmllm.supervise import attempts, run_lock
+from slurmllm.supervise.allocation import SlurmAllocation
+from slurmllm.supervise.attempts import process_identity, still_runs
+from slurmllm.supervise.supervisor import Supervisor
+
+
+def start_of(cluster: FakeSlurm, job_id: str) -> SlurmAllocation:
+    allocation = SlurmAllocation.__new__(SlurmAllocation)
+    allocation.client, allocation.job_id, allocation.restart_count = cluster, job_id, 1
+    allocation.nodes = ("n2",)
+    return allocation
+
+
+def open_record(**fields: object) -> AttemptRecord:
+    values = {
+        "attempt": 0, "stage": "train", "job_id": "7", "restart_count": 0, "nodes": ("n1",),
+        "world_size": 1, "master_addr": "n1", "master_port": 2000, "started_at": 1.0,
+    }  # fmt: skip
+    return AttemptRecord.model_validate({**values, **fields})
+
+
+def test_an_earlier_start_of_a_job_on_this_node_may_still_run(tmp_path: Path) -> None:
+    run, allocation = RunDir(tmp_path), start_of(FakeSlurm(), "7")
+    first = subprocess.Popen([sys.executable, "-c", "input()", "supervise"], stdin=subprocess.PIPE)
+    record = open_record(host=gethostname(), pid=first.pid, process=process_identity(first.pid))
+    try:
+        reason = f"process {first.pid} on {gethostname()} is its supervisor"
+        assert still_runs(run, record, allocation) == reason
+        again = record.model_copy(update={"process": "boot 1"})  # its id is used again
+        assert still_runs(run, again, allocation) is None
+    finally:
+        first.communicate(b"\n")
+    assert still_runs(run, record, allocation) is None
+
+
+@contextmanager
+def beating(path: Path) -> Iterator[None]:
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.05):
+            Heartbeat(node="n1", written_at=time.time(), ranks={}).save(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        time.sleep(0.2)
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_an_earlier_start_of_a_job_on_another_node_shows_by_its_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "HEARTBEAT_S", 1.0)
+    run, allocation = RunDir(tmp_path), start_of(FakeSlurm(), "7")
+    record = open_record(host="n1", pid=1, process="boot 1")
+    path = run.attempt("train", 0).heartbeat("n1")
+    assert still_runs(run, record, allocation) is None  # it never wrote one
+    with beating(path):
+        assert still_runs(run, record, allocation) == "n1 still writes heartbeats"
+    assert still_runs(run, record, allocation) is None
+    path.write_text("{")
+    assert still_runs(run, record, allocation) is None
+
+
+@pytest.fixture
+def lost(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
+    """Two jobs that slurmctld shows as pending; each excludes other nodes."""
+    run, cluster = RunDir(tmp_path / "r"), FakeSlurm()
+    run.script("train").parent.mkdir(parents=True)
+    run.config.write_text(resolve("tiny_neox").to_yaml())
+    for stage in STAGES:
+        run.script(stage).write_text(f"#!/bin/bash\n# {stage}\n")
+    precompile = cluster.submit(run.script("precompile"), exclude="n3")
+    train = cluster.submit(run.script("train"), after_ok=precompile)
+    cluster.exclude(train, ["n1", "n4"])
+    sent = Submission(
+        submitted_at=1.0, nodes=1, first_attempt=0, local=False, precompile_job=precompile,
+        train_job=train,
+    )  # fmt: skip
+    JobsRecord(submissions=(sent,)).save(run.jobs)
+    return run, cluster
+
+
+def supervisor(run: RunDir, cluster: FakeSlurm, stage: Stage, job: str) -> Supervisor:
+    allocation = start_of(cluster, job)
+    allocation.restart_count = 0
+    return Supervisor(run, stage, allocation)
+
+
+def test_a_lost_precompile_job_is_replaced_with_the_train_job_after_it(
+    lost: tuple[RunDir, FakeSlurm],
+) -> None:
+    run, cluster = lost
+    assert supervisor(run, cluster, "precompile", "1").main() == 75
+    (sent,) = JobsRecord.load(run.jobs).submissions
+    assert (sent.precompile_job, sent.train_job) == ("3", "4")
+    assert cluster.jobs["4"].after_ok == "3"
+    assert [cluster.jobs[job].state for job in "1234"] == [*["CANCELLED"] * 2, *["PENDING"] * 2]
+    assert "# train" in cluster.jobs["4"].script
+    # Nodes that were excluded since the submission stay excluded.
+    assert (cluster.jobs["3"].excluded, cluster.jobs["4"].excluded) == (("n3",), ("n1", "n4"))
+    assert run.attempts("precompile") == []
+    assert not run.lock.exists()
+
+
+def test_a_lost_job_is_not_replaced_while_another_command_changes_the_run(
+    lost: tuple[RunDir, FakeSlurm],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, cluster = lost
+    monkeypatch.setattr(run_lock, "WAIT_S", 0.2)
+    before = run.jobs.read_bytes()
+    with run_lock.locked(run, "cancel"):
+        assert supervisor(run, cluster, "train", "2").main() == 75
+    assert (run.jobs.read_bytes(), len(cluster.jobs)) == (before, 2)
+    assert "`slurmllm cancel`" in caplog.text
+    assert "`slurmllm resume r`" in caplog.text
