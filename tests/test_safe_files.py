@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.config.recipe import WatchdogConfig
+from slurmllm.config.operation import WatchdogConfig
 from slurmllm.errors import StorageError
 from slurmllm.records import Heartbeat
 from slurmllm.rundir import RunDir, write_atomic
