@@ -202,7 +202,6 @@ def evaluate(
 def _locate_suites(
     suites: tuple[str, ...], tasks: tuple[str, ...], shots: int | None
 ) -> tuple[LocatedSuite, ...]:
-    """The suites of --suite, --task and --shots."""
     from dataclasses import replace
 
     from slurmllm.errors import UserError

@@ -38,21 +38,13 @@ class Points:
 
 @dataclass(frozen=True)
 class StepMatch:
-    """A curve with its steps counted as those of the other one.
+    """A curve with its steps counted as those of the other one."""
 
-    Attributes:
-        read: The curve, shifted.
-        used: The same, its loss averaged as the other log averages it.
-        shift: What was added to its steps.
-        reason: Why it was shifted.
-        averaged: Number of steps over which the loss was averaged; None: not averaged.
-    """
-
-    read: Curve
-    used: Curve
-    shift: int
-    reason: str
-    averaged: int | None = None
+    read: Curve  # the curve, shifted
+    used: Curve  # the same, its loss averaged as the other log averages it
+    shift: int  # what was added to its steps
+    reason: str  # why it was shifted
+    averaged: int | None = None  # steps over which the loss was averaged; None: not averaged
 
 
 def match_steps(

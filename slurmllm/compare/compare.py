@@ -201,7 +201,6 @@ def round_to_logs(points: Points, a: Curve, b: Curve) -> Points:
 def describe(
     points: Mapping[str, Points], differences: Mapping[str, Floats]
 ) -> dict[str, Statistics]:
-    """Returns the statistics of each metric."""
     with ThreadPoolExecutor(max_workers=2) as pool:  # numpy releases the GIL
         shapes = [name not in RATES for name in points]
         found = pool.map(statistics, points.values(), differences.values(), shapes)

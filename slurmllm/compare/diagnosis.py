@@ -188,7 +188,6 @@ class Observation:
         ) and bool(len(sizes["loss"]))
 
     def clues(self) -> list[str]:
-        """Returns the names of the clues."""
         if self.first is None:
             return []
         loss, norm, weights = (self.starts.get(name, 2**62) for name in _TRAINED)

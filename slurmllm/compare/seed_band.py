@@ -173,12 +173,7 @@ def _independent(means: Floats) -> float:
 
 
 class SeedBand:
-    """A and further runs that differ from it in the seed alone.
-
-    Attributes:
-        names: Names of the runs, A first.
-        warnings: Warnings for the user.
-    """
+    """A and further runs that differ from it in the seed alone."""
 
     def __init__(self, a: Curve, others: Sequence[Curve], axis: Axis) -> None:
         self._aligned = [Alignment(a, other, axis, None, None) for other in others]

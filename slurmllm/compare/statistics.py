@@ -137,15 +137,10 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class Scatter:
-    """Robust standard deviations of r by blocks of points, from the median of |r_i+1 - r_i|.
+    """Robust standard deviations of r by blocks of points, from the median of |r_i+1 - r_i|."""
 
-    Attributes:
-        size: Points of a block; the last one has up to twice as many.
-        sigma: Standard deviation. [blocks]
-    """
-
-    size: int
-    sigma: Floats
+    size: int  # points of a block; the last one has up to twice as many
+    sigma: Floats  # standard deviation [blocks]
 
     def at(self, places: Ints) -> Floats:
         """Returns the standard deviations at some points. [places]"""

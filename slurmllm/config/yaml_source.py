@@ -114,7 +114,6 @@ def parse_yaml(
     """The value of a document.
 
     Args:
-        text: The document.
         lines: Filled with the line of each leaf's dotted path.
         faults: Filled with the keys that are written twice.
 

@@ -35,14 +35,8 @@ def fail(
 ) -> Finding:
     """No run can start here.
 
-    Args:
-        check: Name of the check.
-        value: What was measured or found.
-        expected: By the profile.
-        message: Value and limit in one phrase.
-        fix: What to do about it.
-        blame: `user` for packages, profile and options; `infrastructure` for Slurm, a node or a
-            file system.
+    `blame` is `user` for packages, profile and options; `infrastructure` for Slurm, a node or a
+    file system.
     """
     return Finding(
         check=check, status="fail", value=value, expected=expected, message=message, fix=fix,

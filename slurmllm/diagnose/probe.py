@@ -136,8 +136,6 @@ def check_nodes(
     """Run the checks of `node.py` on every node.
 
     Args:
-        nodes: The nodes.
-        config: With the cluster profile.
         folder: On the shared file system.
         command: `python -m slurmllm`.
         stop: Polled; True stops the checks.

@@ -82,12 +82,8 @@ def check_recovery(
     """Compare a run that had a fault, and has ended, with the reference.
 
     Args:
-        run: The run.
-        kind: Kind of the fault.
         injection: None if the injector never started.
         reference: Directory of the reference run, or its metrics file.
-        steps: Steps of the drill.
-        tolerances: Of the comparison.
         state: State and reason of the run (`status.run_state`); `done` if it finished.
     """
     attempts = load_attempts(run, "train")

@@ -125,7 +125,7 @@ class Drill:
                 if kind is not None and injector is None:
                     injector = self._start_injector(run, kind)
                 if kind == "first_node" and injector is not None and injector.poll() is not None:
-                    injection = _load_injection(run)
+                    injection = Injection.find(run.drill)
                     if injection is not None and not injection.missed:
                         self.progress(f"{part}: requeueing, as Slurm does when the first node dies")
                         self.runner.restart(run, self.plan.nodes)
@@ -147,7 +147,7 @@ class Drill:
                     injector.wait(INJECTOR_S)
                 injector.kill()  # does nothing if it has ended
                 injector.wait()
-        return _load_injection(run)
+        return Injection.find(run.drill)
 
     def _start_injector(self, run: RunDir, kind: FaultKind) -> subprocess.Popen[bytes] | None:
         """Start the injector on its node, if the first attempt's workers run there already."""
@@ -181,7 +181,3 @@ class Drill:
                 cache.with_name(f"{cache.name}.lock").unlink()
         if not run.path.exists():
             self.copies.remove(run)
-
-
-def _load_injection(run: RunDir) -> Injection | None:
-    return Injection.load(run.drill) if run.drill.is_file() else None

@@ -84,17 +84,11 @@ class Injection(Record):
 
 
 class RunProcess(NamedTuple):
-    """A process of a run.
-
-    Attributes:
-        role: `supervise`, `launch`, `worker`; empty for any other process with the run's path
-            among its arguments.
-        rank: Of a worker.
-    """
+    """A process of a run."""
 
     pid: int
-    role: str
-    rank: int | None
+    role: str  # one of `ROLES`; empty for others with the run's path among their arguments
+    rank: int | None  # of a worker
     command: tuple[str, ...]
 
 

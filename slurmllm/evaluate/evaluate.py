@@ -37,19 +37,12 @@ _STALE_EXPORT_S = 30 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """The tasks for every model.
+    """The tasks for every model."""
 
-    Attributes:
-        suites: Without the tasks that are skipped.
-        validation: Text of `validation`, if requested.
-        skipped: Task → reason.
-        harness: Harness version; if not installed, that of the newest cached score, or None.
-    """
-
-    suites: tuple[LocatedSuite, ...]
-    validation: ValidationText | None
-    skipped: dict[str, str]
-    harness: str | None
+    suites: tuple[LocatedSuite, ...]  # without the tasks that are skipped
+    validation: ValidationText | None  # text of `validation`, if requested
+    skipped: dict[str, str]  # task → reason
+    harness: str | None  # its version; if not installed, that of the newest cached score, or None
     settings: EvaluationSettings
 
     def request(self, row: SuiteTask, folder: Path) -> TaskRequest:
@@ -91,16 +84,12 @@ class TaskFailure:
 
 @dataclass
 class EvaluationResult:
-    """The result of a call.
+    """The result of a call."""
 
-    Attributes:
-        evaluated, cached: Number of new and of cached scores, over all models.
-        damaged: Step → faults of the checkpoint's files.
-    """
-
-    evaluated: int = 0
-    cached: int = 0
+    evaluated: int = 0  # number of new scores, over all models
+    cached: int = 0  # likewise, of cached ones
     failed: list[TaskFailure] = field(default_factory=list)
+    # Step → faults of the checkpoint's files.
     damaged: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 

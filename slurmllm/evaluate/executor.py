@@ -167,9 +167,7 @@ def run_on_slurm(
     """As `run_local`, in a Slurm array, which is cancelled when this is closed.
 
     Args:
-        at_once: Array tasks at the same time.
-        logs: Folder of their logs, on a file system that the nodes share.
-        on_poll: Called regularly while jobs run.
+        logs: On a file system that the nodes share.
         on_submit: Called with a line about each array.
 
     Raises:

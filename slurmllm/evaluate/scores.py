@@ -19,24 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """A row of a suite's table.
+    """A row of a suite's table."""
 
-    Attributes:
-        group: Heading of its group, such as `common reasoning`.
-        name: Of the task, or `average` for the mean of its group's tasks.
-        scores: Checkpoint's step → value, for steps that have one.
-        errors: Checkpoint's step → standard error, if known.
-        references: Name of a published model → its score, on the same scale.
-        reference_errors: Name of a published model → standard error of its score, if published.
-    """
-
-    group: str
-    name: str
+    group: str  # heading of its group, such as `common reasoning`
+    name: str  # of the task, or `average` for the mean of its group's tasks
     shots: int | None
     metric: str
-    scores: Mapping[int, float]
-    errors: Mapping[int, float]  # one standard error
-    references: Mapping[str, float]
+    scores: Mapping[int, float]  # checkpoint's step → value, for steps that have one
+    errors: Mapping[int, float]  # checkpoint's step → one standard error, if known
+    references: Mapping[str, float]  # name of a published model → its score, on the same scale
+    # Name of a published model → standard error of its score, if published.
     reference_errors: Mapping[str, float] = field(default_factory=dict)
 
     def difference(self, model: str, step: int) -> float | None:

@@ -47,47 +47,27 @@ class Convention:
 
 @dataclass(frozen=True)
 class Curve:
-    """The metrics of a run, by step.
+    """The metrics of a run, by step."""
 
-    Attributes:
-        name: The run's name, or the file's.
-        path: The directory or file that was read.
-        steps: The steps, ascending, each once. [rows]
-        attempts: The attempt of each row. [rows]
-        columns: Values by metric name, of metrics that at least one row has. [rows]
-        absent: For a metric that some rows lack, which rows those are. [rows]
-        overlap_rows: Number of recomputed rows: those that a later attempt replaced.
-        overlap_identical: Whether these are bit-identical to the rows that replaced them;
-            None without overlap.
-        overlap_max_rel_diff: Largest relative difference between them; None without overlap.
-        gaps: Ranges of steps that are missing between the first and the last.
-        warnings: Warnings for the user.
-        kind: Kind of the source.
-        data: The data that the run read; None if not recorded.
-        skips: Its roll-backs; rows that one of them undid are no overlap.
-        settings: Known settings of the training: dotted path in the recipe (`optim.lr`,
-            `train.precision`) → value.
-        nodes: Attempt → its nodes, if recorded.
-        convention: How it counts steps; None if its format was not recognized.
-    """
-
-    name: str
-    path: Path
-    steps: Ints
-    attempts: Ints
-    columns: Mapping[str, Floats]
-    absent: Mapping[str, Flags]
-    overlap_rows: int
+    name: str  # the run's name, or the file's
+    path: Path  # the directory or file that was read
+    steps: Ints  # ascending, each once [rows]
+    attempts: Ints  # the attempt of each row [rows]
+    columns: Mapping[str, Floats]  # values by metric name, of metrics that a row has [rows]
+    absent: Mapping[str, Flags]  # for a metric that some rows lack, which rows those are [rows]
+    overlap_rows: int  # number of recomputed rows: those that a later attempt replaced
+    # Whether these are bit-identical to the rows that replaced them; None without overlap.
     overlap_identical: bool | None
-    overlap_max_rel_diff: float | None
-    gaps: tuple[Range, ...]
+    overlap_max_rel_diff: float | None  # largest difference between them; None without overlap
+    gaps: tuple[Range, ...]  # ranges of steps that are missing between the first and the last
     warnings: tuple[str, ...]
     kind: SourceKind = "run"
-    data: DataRecord | None = None
-    skips: tuple[SkippedBatches, ...] = ()
+    data: DataRecord | None = None  # the data that the run read; None if not recorded
+    skips: tuple[SkippedBatches, ...] = ()  # roll-backs; rows that one of them undid are no overlap
+    # Known settings of the training: dotted path in the recipe (`optim.lr`) → value.
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    nodes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    convention: Convention | None = None
+    nodes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # by attempt, if recorded
+    convention: Convention | None = None  # how it counts steps; None: format not recognized
 
     def series(self, metric: str) -> tuple[Ints, Floats]:
         """Returns the steps that have a metric, and its values; both empty if no row has it."""

@@ -150,12 +150,10 @@ class Published:
 
     @property
     def node_hours(self) -> float:
-        """Observed node hours."""
         return self.hosts * self.days * 24.0
 
     @property
     def per_node_hour(self) -> dict[FailureKind, float]:
-        """Kind → failures of one node in an hour."""
         return {kind: count / self.node_hours for kind, count in self.counts.items()}
 
     @property

@@ -226,9 +226,7 @@ def _point_row(point: ScalingPoint) -> tuple[str, ...]:
 def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> dict[str, Any]:
     """Return the --json output. `recipe`, `cluster` and `nodes` are lists only if values differ.
 
-    Args:
-        top: Maximum number of layouts of each recipe and node count; None: all.
-        explained: Whether to include the explanation.
+    `top` is the maximum number of layouts of each recipe and node count; None: all.
     """
     node_plans = [(plan, node_plan) for plan in plans for node_plan in plan.node_plans]
     keyed = [

@@ -7,23 +7,11 @@ from dataclasses import dataclass, field
 
 from slurmllm.compare.comparison import curve_letter
 from slurmllm.format import ABSENT, format_names, format_plural
+from slurmllm.report import tables
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import PlotData
 from slurmllm.report.pictures import CURVES, SCALING, UTILIZATION, scores_name
-from slurmllm.report.tables import (
-    RECOVERIES_CAPTION,
-    Table,
-    attempts_table,
-    checkpoints_table,
-    endings_table,
-    parts_table,
-    recoveries_table,
-    scaling_table,
-    scores_table,
-    setting_table,
-    summary_table,
-    verdict,
-)
+from slurmllm.report.tables import Table
 from slurmllm.report.throughput import FIRST_STEPS, scaling_rows
 from slurmllm.spikes.analysis import NAMES
 
@@ -86,17 +74,17 @@ def title(runs: Sequence[RunFacts]) -> str:
 
 def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[ReportSection]:
     """The sections of a report; empty ones are left out."""
-    setting: list[Block] = [setting_table(runs)]
+    setting: list[Block] = [tables.setting_table(runs)]
     evaluation: list[Block] = list(_plots(drawn, "evaluation"))
     spikes: list[Block] = []
     for number, facts in enumerate(runs):
         if facts.attempts:
-            setting += [Paragraph("attempts", strong=facts.name), attempts_table(facts)]
+            setting += [Paragraph("attempts", strong=facts.name), tables.attempts_table(facts)]
         for table in facts.scores:
             evaluation += [
                 Paragraph(f"suite {table.suite}", strong=facts.name),
                 Picture(scores_name(number, table.suite), f"Scores of {facts.name}"),
-                scores_table(table),
+                tables.scores_table(table),
             ]
         for one in () if facts.spikes is None else facts.spikes.by_metric:
             title = f"{facts.name}, {NAMES[one.metric]}"
@@ -113,7 +101,10 @@ def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[Report
     found = [
         ReportSection(
             "summary", "Summary",
-            [*(Paragraph(verdict(f), strong=f.name) for f in runs), summary_table(runs)],
+            [
+                *(Paragraph(tables.verdict(facts), strong=facts.name) for facts in runs),
+                tables.summary_table(runs),
+            ],
         ),
         ReportSection("comparison", "Comparison", list(_comparison(runs))),
         ReportSection("setting", "What ran where", setting),
@@ -178,7 +169,7 @@ def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator
             which = "all" if first == row.rate.steps else "the first"
             notes.append(f"{row.facts.name}{on}: over {which} {format_plural(first, 'step')}.")
     if rows:
-        yield scaling_table(rows)
+        yield tables.scaling_table(rows)
         yield Paragraph(" ".join(notes))
     for plot in _plots(drawn, "throughput"):
         yield plot
@@ -191,13 +182,13 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[Block]:
         return
     yield Plot("utilization", "Where the node hours went")
     yield Picture(UTILIZATION, "Where the node hours went")
-    yield parts_table(used)
+    yield tables.parts_table(used)
     for facts in runs:
         if not facts.lost:
             continue
-        yield Paragraph(RECOVERIES_CAPTION, strong=facts.name)
-        yield recoveries_table(facts.lost)
-        yield endings_table(facts.lost)
+        yield Paragraph(tables.RECOVERIES_CAPTION, strong=facts.name)
+        yield tables.recoveries_table(facts.lost)
+        yield tables.endings_table(facts.lost)
 
 
 def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
@@ -205,7 +196,7 @@ def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
         if facts.saved:
             kept = sum(one.state == "kept" for one in facts.saved)
             text = f"{format_plural(len(facts.saved), 'checkpoint')} saved, {kept} kept"
-            table = checkpoints_table(facts)
+            table = tables.checkpoints_table(facts)
             if (more := len(facts.saved) - len(table.rows)) > 0:
                 text += f"; {more:,} removed ones are not listed"
             yield Paragraph(text, strong=facts.name)

@@ -64,13 +64,7 @@ def _file_part(name: str) -> str:
 def write_pictures(
     runs: Sequence[RunFacts], drawn: Sequence[PlotData], folder: Path
 ) -> Mapping[str, Path]:
-    """Draw the pictures that have data.
-
-    Args:
-        folder: Folder of the files.
-
-    Returns:
-        Name → file.
+    """Draw the pictures that have data; returns their files by name.
 
     Raises:
         StorageError: a file cannot be written.

@@ -173,11 +173,8 @@ def read_checkpoints(
 ) -> Iterator[CheckpointFacts]:
     """Every checkpoint of a run by step, on disk or only in its events; the later of two saves.
 
-    Files are not verified: `slurmllm checkpoint verify` does that.
-
-    Args:
-        events: Its events, oldest first.
-        warnings: Warnings about unreadable files are appended.
+    Files are not verified: `slurmllm checkpoint verify` does that. Warnings about unreadable ones
+    are appended to `warnings`.
     """
     saves = {event.step: event for event in events if event.kind == "save"}
     try:

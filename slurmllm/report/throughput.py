@@ -57,11 +57,7 @@ def throughput_by_nodes(
 ) -> list[Rate]:
     """The throughput by node count, the count with the most steps first.
 
-    Args:
-        curve: Metrics of a run.
-        sizes: Attempt → its nodes and workers, if known.
-        config: Configuration of the run.
-        usd_per_node_hour: Price of a node.
+    `sizes` has the nodes and workers of each attempt, if known.
     """
     sequences, tokens = per_s(curve)
     # A curve may begin later than step 1: the first 500 of the steps that it has.
@@ -151,7 +147,6 @@ def scaling_rows(several: Sequence[RunFacts]) -> list[ScalingRow]:
 
 
 def scaling_json(rows: Sequence[ScalingRow]) -> list[dict[str, Any]]:
-    """The rows for `--json`."""
     return [
         {
             "run": row.facts.name,

@@ -21,14 +21,7 @@ from markupsafe import Markup
 
 from slurmllm import __version__
 from slurmllm.format import format_utc
-from slurmllm.report.document import (
-    Bullets,
-    Paragraph,
-    Picture,
-    ReportSection,
-    sections,
-    title,
-)
+from slurmllm.report.document import Bullets, Paragraph, Picture, ReportSection, sections, title
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import figures, page_data
 from slurmllm.report.pictures import pictures_folder, write_pictures
@@ -49,11 +42,7 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 def to_html(
     title: str, sections: Sequence[ReportSection], data: dict[str, Any], made_at: str
 ) -> str:
-    """The whole page.
-
-    Args:
-        data: Data of its plots (`figures.page_data`).
-    """
+    """The whole page, with the data of its plots (`figures.page_data`)."""
     # Only plotly.js is used, which plotly's Python package contains.
     from plotly.offline import (  # type: ignore[import-untyped]
         get_plotlyjs,
@@ -92,14 +81,7 @@ def to_html(
 def to_markdown(
     title: str, sections: Sequence[ReportSection], pictures: Mapping[str, str], made_at: str
 ) -> str:
-    """The whole text.
-
-    Args:
-        title: Title of the report.
-        sections: Its content.
-        pictures: Name → path, relative to the text, of those that there are.
-        made_at: Time of writing, as text.
-    """
+    """The whole text; `pictures` has the paths, relative to it, of those that there are."""
     lines = [f"# {_safe(title)}", "", f"made {made_at}", ""]
     for section in sections:
         if body := list(_blocks(section, pictures)):
@@ -142,11 +124,7 @@ _EXCLUDED: Any = {**_LISTS, "grad_norm_spikes": _LISTS}
 
 
 def write_report(runs: Sequence[RunFacts], page: Path, html: bool) -> dict[str, str | None]:
-    """Write a report: the page, the Markdown next to it, and its pictures.
-
-    Args:
-        page: The .html file; the Markdown has the same name with .md.
-        html: Whether to write the page.
+    """Write a report: the .html page if wanted, the Markdown next to it, and its pictures.
 
     Returns:
         Paths of `html` and `markdown`; None: not requested.

@@ -62,11 +62,7 @@ class Details:
 def read_details(
     run: RunDir, attempts: Sequence[AttemptRecord], training: bool, config: WatchdogConfig
 ) -> Details:
-    """Read the details of a run.
-
-    Args:
-        attempts: Attempts of the train stage, oldest first.
-        training: Whether the train job is running.
+    """Read the details of a run; `attempts` are those of the train stage, oldest first.
 
     Raises:
         StorageError: a record is damaged.

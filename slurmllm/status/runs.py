@@ -249,12 +249,9 @@ def _last_checkpoint(run: RunDir, now: float) -> SavedCheckpoint | None:
 
 
 def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, now: float) -> float:
-    """Node hours of attempts by their records only: quick, without Slurm's accounting.
+    """Node hours of the attempts of both stages by their records: quick, without accounting.
 
-    Args:
-        attempts: Attempts of both stages.
-        running: Whether the newest one is running.
-        now: Unix time, s.
+    `running`: whether the newest one is running.
     """
     newest = max(attempts, key=lambda attempt: attempt.started_at, default=None)
     seconds = []

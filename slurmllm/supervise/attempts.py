@@ -58,10 +58,9 @@ def process_identity(pid: int) -> str | None:
 
 
 def is_running(pid: int, identity: str | None, word: bytes) -> bool:
-    """Whether a recorded process still runs; for records without its identity, by its command.
+    """Whether a recorded process still runs, with `word` in its command line.
 
-    Args:
-        word: What is in its command line.
+    Records of earlier versions have no identity.
     """
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -249,12 +248,9 @@ def close_attempt(
 
 @dataclass(frozen=True)
 class Timeline:
-    """A train attempt by its metrics, events and checkpoints.
+    """A train attempt by its metrics, events and checkpoints."""
 
-    Attributes:
-        phases_s: start_up, first_step, training, saving, stopping, s; empty without a step.
-    """
-
+    # start_up, first_step, training, saving, stopping, s; empty without a step.
     phases_s: dict[str, float] = field(default_factory=dict)
     first_step: int | None = None
     last_step: int | None = None

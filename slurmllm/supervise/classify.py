@@ -26,11 +26,7 @@ _EXITS: Mapping[int, EndingClass] = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that is known of an attempt that has ended.
-
-    Attributes:
-        log_tails: Rank → last lines of the log, for workers that failed without a record.
-    """
+    """Everything that is known of an attempt that has ended."""
 
     expected_nodes: Sequence[str]
     nodes: Mapping[str, NodeRecord]
@@ -43,6 +39,7 @@ class Evidence:
     uncompiled: Sequence[str] = ()  # why the archive of a precompile attempt is incomplete
     hang: HangRecord | None = None  # found by the watchdog
     stacks: Sequence[str] = ()  # locations of the workers of a hang, one line each
+    # Rank → last lines of the log, for workers that failed without a record.
     log_tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
     superseded_by: int | None = None
     unwritable: str | None = None  # why the run directory cannot be written
