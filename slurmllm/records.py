@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.errors import Blame, StorageError
-from slurmllm.rundir import write_atomic
+from slurmllm.rundir import RunDir, write_atomic
 from slurmllm.safe_files import LARGEST_RECORD, open_trusted, read_limited, reason
 
 EndingClass = Literal[
@@ -156,6 +156,15 @@ class JobsRecord(Record):
     """`jobs.json`: every submission of a run, oldest first."""
 
     submissions: tuple[Submission, ...] = ()
+
+    @classmethod
+    def of(cls, run: RunDir) -> Self:
+        """The record of a run; empty if it was never submitted. Raises as `load` does."""
+        return cls.find(run.jobs) or cls()
+
+    @property
+    def last(self) -> Submission | None:
+        return self.submissions[-1] if self.submissions else None
 
 
 class LockRecord(Record):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slurmllm.drill.checks import DrillReport, DrillResult
-    from slurmllm.records import JobsRecord
+    from slurmllm.records import Submission
 
 _HEADINGS = (
     "kind", "at step", "class", "lost", "to next step", "requeue", "detection", "preflight",
@@ -69,9 +69,9 @@ def drill(
     from slurmllm.drill.plan import make_plan, parse_kinds, why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.errors import EXIT_NEGATIVE, RunError
+    from slurmllm.records import JobsRecord
     from slurmllm.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.submit.launch import read_jobs
 
     tolerances = Tolerances(exact=True)
     if tolerance is not None:
@@ -79,7 +79,7 @@ def drill(
             raise RunError(f"--tolerance {tolerance:g}: a tolerance is 0 or more, such as 1e-3")
         tolerances = Tolerances(loss=tolerance, grad_norm=tolerance)
     found = find_run(run, runs_dir)
-    wanted, here = _place(read_jobs(found), nodes, local)
+    wanted, here = _place(JobsRecord.of(found).last, nodes, local)
     plan = make_plan(
         found, load(found.config, trusted=True), wanted, here, parse_kinds(kinds, wanted),
         steps=steps, seed=seed, overrides=overrides,
@@ -114,13 +114,12 @@ def drill(
     ctx.exit(0 if report.passed else EXIT_NEGATIVE)
 
 
-def _place(jobs: JobsRecord, nodes: int | None, local: bool) -> tuple[int, bool]:
+def _place(last: Submission | None, nodes: int | None, local: bool) -> tuple[int, bool]:
     """Nodes, and whether they are launchers on this machine; by default as the run's."""
     from slurmllm.errors import RunError
 
     if nodes is not None and nodes < 1:
         raise RunError(f"--nodes {nodes}: must be 1 or more")
-    last = jobs.submissions[-1] if jobs.submissions else None
     wanted = nodes if nodes is not None else last.nodes if last else 1
     return wanted, local or (last is not None and last.local)
 

@@ -242,10 +242,11 @@ def resume(
     from slurmllm.config.load import load
     from slurmllm.config.resolve import change
     from slurmllm.errors import RunError
+    from slurmllm.records import JobsRecord
     from slurmllm.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active, run_state
-    from slurmllm.submit.launch import read_jobs, record_local, submit_jobs
+    from slurmllm.submit.launch import record_local, submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
     from slurmllm.supervise.exclusion import to_avoid
     from slurmllm.supervise.run_lock import locked
@@ -253,8 +254,7 @@ def resume(
     found = find_run(run, runs_dir)
     client = SlurmClient()
     with locked(found, "resume"):
-        submissions = read_jobs(found).submissions
-        last = submissions[-1] if submissions else None
+        last = JobsRecord.of(found).last
         if last is not None and is_active(found, client):
             raise RunError(
                 f"{found.name} is pending or running; follow it with `slurmllm status "
@@ -334,14 +334,14 @@ def _cancel(found: RunDir, client: SlurmClient) -> None:
     import signal
 
     from slurmllm.errors import RunError
+    from slurmllm.records import JobsRecord
     from slurmllm.status.runs import is_active
-    from slurmllm.submit.launch import read_jobs, record_cancellation
+    from slurmllm.submit.launch import record_cancellation
 
-    submissions = read_jobs(found).submissions
-    if not submissions or not is_active(found, client):
+    sent = JobsRecord.of(found).last
+    if sent is None or not is_active(found, client):
         click.echo(f"{found.name} has no pending or running jobs; nothing to cancel")
         return
-    sent = submissions[-1]
     if sent.local and sent.pid is not None:
         if sent.process is None:  # of an earlier version; the id may be another process's by now
             raise RunError(

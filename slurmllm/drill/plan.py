@@ -135,7 +135,7 @@ def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str:
     if overrides:
         return "--set changes values"
     run = plan.run
-    submissions = JobsRecord.load(run.jobs).submissions if run.jobs.is_file() else ()
+    submissions = JobsRecord.of(run).submissions
     if len(submissions) != 1:
         return "it was never submitted" if not submissions else "it was resumed by hand"
     if (submissions[0].nodes, submissions[0].local) != (plan.nodes, plan.local):

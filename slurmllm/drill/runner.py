@@ -107,10 +107,9 @@ class SlurmRunner(Runner):
             time.sleep(0.5)
 
     def cancel(self, run: RunDir) -> None:
-        if run.jobs.is_file():
-            for submission in JobsRecord.load(run.jobs).submissions[-1:]:
-                jobs = (submission.train_job, submission.precompile_job)
-                self.client.cancel([job for job in jobs if job is not None])
+        if (sent := JobsRecord.of(run).last) is not None:
+            jobs = (sent.train_job, sent.precompile_job)
+            self.client.cancel([job for job in jobs if job is not None])
 
     def _job(self, run: RunDir) -> str:
         job = JobsRecord.load(run.jobs).submissions[-1].train_job

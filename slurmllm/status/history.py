@@ -115,7 +115,7 @@ def read_history(run: RunDir, incarnations: Sequence[Incarnation] = ()) -> RunHi
 def read_submissions(run: RunDir, warnings: list[str] | None = None) -> Sequence[Submission]:
     """Every submission of a run, oldest first; none if jobs.json is absent or damaged."""
     try:
-        return (JobsRecord.find(run.jobs) or JobsRecord()).submissions
+        return JobsRecord.of(run).submissions
     except SlurmllmError as error:
         if warnings is not None:
             warnings.append(str(error))

@@ -63,8 +63,7 @@ def read_records(run: RunDir, config: ConfigSummary) -> RunRecords:
     Raises:
         StorageError: one is damaged.
     """
-    submissions = (JobsRecord.find(run.jobs) or JobsRecord()).submissions
-    sent = submissions[-1] if submissions else None
+    sent = JobsRecord.of(run).last
     return RunRecords(
         run, config, sent, load_attempts(run, "train"), load_attempts(run, "precompile")
     )

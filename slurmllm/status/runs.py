@@ -167,12 +167,12 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
     Raises:
         SlurmError: slurmctld is unreachable, and the run was submitted to it.
     """
-    sent = (JobsRecord.find(run.jobs) or JobsRecord()).submissions[-1:]
-    if not sent:
+    sent = JobsRecord.of(run).last
+    if sent is None:
         return False
-    if sent[0].local:
-        return is_process_alive(sent[0])
-    return any(job.active for job in client.queue(list(job_ids(sent[0]).values())).values())
+    if sent.local:
+        return is_process_alive(sent)
+    return any(job.active for job in client.queue(list(job_ids(sent).values())).values())
 
 
 def _drained(client: SlurmClient) -> list[str]:

@@ -30,13 +30,9 @@ from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS
 from slurmllm.supervise.attempts import process_identity
 
 
-def read_jobs(run: RunDir) -> JobsRecord:
-    return JobsRecord.load(run.jobs) if run.jobs.is_file() else JobsRecord()
-
-
 def record_cancellation(run: RunDir) -> None:
     """Mark the last submission as cancelled; a cluster without accounting knows it from here."""
-    *before, last = read_jobs(run).submissions
+    *before, last = JobsRecord.of(run).submissions
     cancelled = last.model_copy(update={"cancelled_at": time.time()})
     JobsRecord(submissions=(*before, cancelled)).save(run.jobs)
 
@@ -62,7 +58,7 @@ def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Sub
             directory of a new run is removed.
     """
     client = client or SlurmClient()
-    run, before = prepared.run, read_jobs(prepared.run)
+    run, before = prepared.run, JobsRecord.of(prepared.run)
     sent = _submission(prepared, local=False)
     for stage in prepared.stages:
         try:
@@ -96,7 +92,7 @@ def record_local(prepared: PreparedRun) -> Submission:
     run, pid, host = prepared.run, os.getpid(), socket.gethostname()
     identity = process_identity(pid)
     sent = _submission(prepared, local=True, pid=pid, process=identity, host=host)
-    JobsRecord(submissions=(*read_jobs(run).submissions, sent)).save(run.jobs)
+    JobsRecord(submissions=(*JobsRecord.of(run).submissions, sent)).save(run.jobs)
     return sent
 
 
