@@ -192,12 +192,7 @@ def _calibrate(
     """Measure nodes, and write or print the cluster profile with their figures."""
     from slurmllm.calibrate.fits import product_flops
     from slurmllm.calibrate.run import calibrate as measure
-    from slurmllm.calibrate.run import (
-        check_target,
-        profile_text,
-        require_measurable,
-        write_profile,
-    )
+    from slurmllm.calibrate.run import check_target, profile_text, require_measurable, write_profile
     from slurmllm.config.resolve import resolve
     from slurmllm.supervise.allocation import allocate_nodes
 

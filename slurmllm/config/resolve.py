@@ -365,11 +365,7 @@ def _build(
 
 
 def _describe(
-    model: type[BaseModel],
-    dotted: str,
-    path: str,
-    item: dict[str, Any],
-    origins: Mapping[str, str],
+    model: type[BaseModel], dotted: str, path: str, item: dict[str, Any], origins: Mapping[str, str]
 ) -> str:
     where = f" ({origins[dotted]})" if dotted in origins else ""
     if dotted in RENAMED:

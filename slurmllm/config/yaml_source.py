@@ -132,10 +132,7 @@ def parse_yaml(
 
 
 def _document(
-    text: str,
-    loader: type[_Loader | yaml.CSafeLoader],
-    lines: dict[str, int],
-    faults: list[str],
+    text: str, loader: type[_Loader | yaml.CSafeLoader], lines: dict[str, int], faults: list[str]
 ) -> Any:
     node: yaml.Node | None = yaml.compose(text, loader)
     if node is None:

@@ -54,8 +54,7 @@ FAULTS: dict[FaultKind, Fault] = {
     "time_limit": Fault("advance_signal"),  # the signal that Slurm sends ahead of the time limit
     "save": Fault("node_failure"),  # SIGKILL to one worker while a checkpoint is written
     "hang": Fault(  # SIGSTOP to one worker
-        "hang",
-        overrides=("watchdog.enabled=true", f"watchdog.min_step_s={HANG_LIMIT_S:g}"),
+        "hang", overrides=("watchdog.enabled=true", f"watchdog.min_step_s={HANG_LIMIT_S:g}")
     ),
 }
 

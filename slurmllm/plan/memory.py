@@ -54,10 +54,7 @@ class WorkerMemory:
             "activations": self.activations,
             "output or block": max(self.output, self.block),
         }
-        after = {
-            "gradients": self.gradients,
-            "end of the step": max(self.ending, self.passing),
-        }
+        after = {"gradients": self.gradients, "end of the step": max(self.ending, self.passing)}
         resting = {
             "weights": self.weights,
             "optimizer": self.optimizer,

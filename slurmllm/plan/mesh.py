@@ -63,11 +63,7 @@ class Mesh:
 
     def to_json(self) -> dict[str, Any]:
         """The content of a run's plan.json; null for a micro batch that is not measured yet."""
-        found = {
-            **asdict(self),
-            "world_size": self.world_size,
-            "accumulation": self.accumulation,
-        }
+        found = {**asdict(self), "world_size": self.world_size, "accumulation": self.accumulation}
         unknown = ("micro_batch", "accumulation") if self.unmeasured else ()
         del found["unmeasured"]
         return {**found, **dict.fromkeys(unknown)}

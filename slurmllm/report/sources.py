@@ -68,10 +68,7 @@ def _is_run_or_part(path: Path) -> bool:
 
 
 def read_run_facts(
-    source: Path,
-    tags: Mapping[str, str],
-    price: float | PriceKind,
-    client: SlurmClient,
+    source: Path, tags: Mapping[str, str], price: float | PriceKind, client: SlurmClient
 ) -> RunFacts:
     """Read a run, or another framework's log.
 

@@ -8,11 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 
-from slurmllm.backends.environment import (
-    load_environment,
-    node_local_cache,
-    worker_environment,
-)
+from slurmllm.backends.environment import load_environment, node_local_cache, worker_environment
 from slurmllm.config.resolve import RunConfig, shipped_dir
 from slurmllm.config.variables import is_secret
 from slurmllm.errors import ConfigError

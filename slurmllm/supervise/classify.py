@@ -17,11 +17,7 @@ from slurmllm.records import EndingClass, FailureRecord, HangRecord, NodeRecord
 # Signals that a process raises by a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 # Exit codes (errors.py) of workers that could not write a failure record, most specific first.
-_EXITS: Mapping[int, EndingClass] = {
-    4: "storage_failure",
-    2: "bad_configuration",
-    71: "divergence",
-}
+_EXITS: Mapping[int, EndingClass] = {4: "storage_failure", 2: "bad_configuration", 71: "divergence"}
 
 
 @dataclass(frozen=True)

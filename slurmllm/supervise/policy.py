@@ -113,10 +113,7 @@ def is_transient(evidence: Sequence[str]) -> bool:
 
 
 def failing_nodes(
-    closed: AttemptRecord,
-    earlier: Sequence[AttemptRecord],
-    lost: Collection[str],
-    hours: float,
+    closed: AttemptRecord, earlier: Sequence[AttemptRecord], lost: Collection[str], hours: float
 ) -> dict[str, str]:
     """Node → reason of the nodes to exclude after an attempt; `earlier` is of both stages.
 
