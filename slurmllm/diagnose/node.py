@@ -64,11 +64,7 @@ def memory_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Findin
     lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     available = round(kib * 1024 / GB, 1)
-    if available < required:
-        message = f"{available} GB available; profile {cluster.name} requires {required:g}"
-        yield fail("memory", available, required, message)
-    else:
-        yield ok("memory", available, required or "")
+    yield _at_least("memory", available, required, "GB available", cluster)
 
 
 def device_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
@@ -85,23 +81,24 @@ def device_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Findin
         driver = gpus[0][1] if gpus else ""
         errors = [f"GPU {gpu}: {count}" for gpu, _, count in gpus if count > 0]
         yield from _counted(len(gpus), "GPU", driver, errors, cluster)
-    cpus, required = os.cpu_count() or 1, cluster.cpus_per_node
-    if required is not None and cpus < required:
-        message = f"{cpus} CPUs; profile {cluster.name} requires {required}"
-        yield warn("CPUs", cpus, required, message)
-    else:
-        yield ok("CPUs", cpus, required or "")
+    cpus, required = os.cpu_count() or 1, cluster.cpus_per_node or 0
+    yield _at_least("CPUs", cpus, required, "CPUs", cluster, warn)
+
+
+def _at_least(
+    check: str, value: float, required: float, unit: str, cluster: Cluster,
+    status: Callable[..., Finding] = fail,
+) -> Finding:  # fmt: skip
+    if value >= required:
+        return ok(check, value, required or "")
+    message = f"{value} {unit}; profile {cluster.name} requires {required:g}"
+    return status(check, value, required, message)
 
 
 def _counted(
     devices: int, kind: str, driver: str, errors: list[str], cluster: Cluster
 ) -> Iterator[Finding]:
-    required = cluster.devices_per_node
-    if devices < required:
-        message = f"{devices} {kind}s; profile {cluster.name} requires {required}"
-        yield fail("devices", devices, required, message)
-    else:
-        yield ok("devices", devices, required)
+    yield _at_least("devices", devices, cluster.devices_per_node, f"{kind}s", cluster)
     version = cluster.health.driver_version
     if version is not None and driver != version:
         message = f"driver {driver or 'unknown'}; profile {cluster.name} requires {version}"
@@ -184,11 +181,7 @@ def efa_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
         # Without libfabric: RDMA devices of the kernel, some of which may be other vendors'.
         drivers = (root / "sys/class/infiniband").glob("*/device/driver")
         count = sum(driver.resolve().name == "efa" for driver in drivers)
-    if count < required:
-        message = f"{count} EFA interfaces; profile {cluster.name} requires {required}"
-        yield fail("EFA", count, required, message)
-    else:
-        yield ok("EFA", count, required)
+    yield _at_least("EFA", count, required, "EFA interfaces", cluster)
 
 
 def find(name: str) -> str | None:

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -95,6 +94,14 @@ class PartitionNode:
     cpus: int
     gres: str = ""  # generic resources, such as `gpu:a100:8`; may be empty
     reason: str = ""  # why it is down or drained, as Slurm or an administrator wrote it
+
+
+def to_unix(timestamp: str) -> float | None:
+    """Unix time of Slurm's local time; None for `Unknown` and `None`."""
+    try:
+        return datetime.fromisoformat(timestamp).timestamp()
+    except ValueError:
+        return None
 
 
 # slurmctld that was killed right after it had started a job starts it again; the node refuses the
@@ -216,10 +223,10 @@ class SlurmClient:
         """
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
         found = re.search(r"\bEligibleTime=(\S+)", output)
-        with suppress(ValueError):  # Unknown
-            # Slurm itself delays a requeued job until its old credentials have expired.
-            if found and datetime.fromisoformat(found[1]).timestamp() - time.time() >= seconds:
-                return
+        eligible = to_unix(found[1]) if found else None
+        # Slurm itself delays a requeued job until its old credentials have expired.
+        if eligible is not None and eligible - time.time() >= seconds:
+            return
         update = ["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{math.ceil(seconds)}"]
         _run(update, through_sigterm=True)
 

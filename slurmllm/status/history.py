@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from slurmllm.metrics.attempt_metrics import read_attempts
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.rundir import STAGES, RunDir, Stage
-from slurmllm.slurm.client import SlurmClient
+from slurmllm.slurm.client import SlurmClient, to_unix
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -165,7 +164,7 @@ def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) ->
                         sizes[row.nodes] = len(client.hostnames(row.nodes))
                 elif row.nodes and not row.nodes.startswith("None"):  # `None assigned`
                     sizes[row.nodes] = row.nodes.count(",") + 1
-            start, end = _to_unix(row.start), _to_unix(row.end)
+            start, end = to_unix(row.start), to_unix(row.end)
             if start is None or not sizes[row.nodes]:
                 continue  # pending, or cancelled while pending
             if start < submissions[0].submitted_at - _SLACK_S:
@@ -173,11 +172,3 @@ def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) ->
             last = max(start, time.time() if end is None else end)
             found.append(Incarnation(job_id, stage, sizes[row.nodes], start, last, end is None))
     return sorted(found, key=lambda incarnation: incarnation.start)
-
-
-def _to_unix(timestamp: str) -> float | None:
-    """Unix time of sacct's local time; None for `Unknown` and `None`."""
-    try:
-        return datetime.fromisoformat(timestamp).timestamp()
-    except ValueError:
-        return None

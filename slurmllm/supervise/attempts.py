@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 from slurmllm.artifact_records import CheckpointManifest
@@ -35,7 +34,7 @@ from slurmllm.records import (
     WorkerRecord,
 )
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import AccountingRow
+from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.classify import Ending, device_fault, reported_all
 from slurmllm.supervise.policy import decide
@@ -115,14 +114,6 @@ def _has_heartbeat(run: RunDir, record: AttemptRecord) -> bool:
 def incarnation(record: AttemptRecord, rows: Sequence[AccountingRow]) -> AccountingRow | None:
     of_job = [row for row in rows if row.job_id == record.job_id]
     return of_job[record.restart_count] if record.restart_count < len(of_job) else None
-
-
-def ended_at(row: AccountingRow | None) -> float | None:
-    """Unix time of an incarnation's end, if Slurm knows it."""
-    try:
-        return datetime.fromisoformat(row.end).timestamp() if row is not None else None
-    except ValueError:  # "Unknown", "None"
-        return None
 
 
 def ending_of_orphaned(
@@ -333,10 +324,8 @@ def queue_s(
         return max(record.started_at - of_job[-1].ended_at, 0.0)
     if row is None:
         return None
-    with suppress(ValueError):  # "Unknown", "None"
-        eligible = datetime.fromisoformat(row.eligible or row.submit).timestamp()
-        return max(datetime.fromisoformat(row.start).timestamp() - eligible, 0.0)
-    return None
+    start, eligible = to_unix(row.start), to_unix(row.eligible or row.submit)
+    return None if start is None or eligible is None else max(start - eligible, 0.0)
 
 
 def first_attempt(run: RunDir) -> int:

@@ -218,9 +218,8 @@ class Launcher:
         )  # fmt: skip
 
     def _record_of(self, node: str) -> NodeRecord | None:
-        path = self.attempt.node(node)
         with suppress(StorageError):
-            return NodeRecord.load(path) if path.is_file() else None
+            return NodeRecord.find(self.attempt.node(node))
         return None
 
     def _has_failed(self, node: str) -> bool:

@@ -37,7 +37,7 @@ from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, requir
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, JobsRecord
 from slurmllm.rundir import STAGES, RunDir, Stage
-from slurmllm.slurm.client import AccountingRow
+from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import (
     Allocation,
@@ -47,7 +47,7 @@ from slurmllm.supervise.allocation import (
     started_again,
 )
 from slurmllm.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
-from slurmllm.supervise.attempts import ended_at, ending_of_orphaned, incarnation, still_runs
+from slurmllm.supervise.attempts import ending_of_orphaned, incarnation, still_runs
 from slurmllm.supervise.classify import Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import drain, exclude_failed, excluded, nodes_to_avoid, requeue
@@ -307,9 +307,8 @@ class Supervisor:
             if own and record.restart_count == self.allocation.restart_count:
                 text = f"slurmctld lost this start of job {record.job_id}, and started it again"
                 ending, row = Ending("node_failure", (text,)), None  # and no node is to blame
-            closed = attempts.close_attempt(
-                self.run, record, ending, ended_at=ended_at(row), row=row
-            )
+            ended_at = None if row is None else to_unix(row.end)
+            closed = attempts.close_attempt(self.run, record, ending, ended_at=ended_at, row=row)
             self._log(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
             self._exclude_failed(closed)
         if closed is None or self.stage == "precompile" or closed.action != "stop":

@@ -16,7 +16,7 @@ from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.config.resolve import resolve
 from slurmllm.records import AttemptRecord, FailureRecord, JobsRecord, NodeRecord, Submission
 from slurmllm.rundir import RunDir
-from slurmllm.slurm.client import AccountingRow
+from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import (
     Allocation,
     LocalAllocation,
@@ -26,7 +26,6 @@ from slurmllm.supervise.allocation import (
 )
 from slurmllm.supervise.attempts import (
     close_attempt,
-    ended_at,
     ending_of_orphaned,
     incarnation,
     load_attempts,
@@ -178,7 +177,7 @@ def test_one_unresponsive_node_is_blamed_for_an_orphaned_attempt() -> None:
     row = AccountingRow("7", "NODE_FAIL", "0:0", "n[1-2]", "", "2026-11-21T05:14:09")
     assert ending_of_orphaned(open_record(), reported, row).blamed_nodes == ("n2",)
     assert ending_of_orphaned(open_record(), {}, row).blamed_nodes == ()
-    assert datetime.fromtimestamp(ended_at(row) or 0).isoformat() == row.end
+    assert datetime.fromtimestamp(to_unix(row.end) or 0).isoformat() == row.end
 
 
 @pytest.mark.parametrize(
