@@ -47,8 +47,7 @@ class ModelConfig(Section):
     activation: Activation
     attention_bias: bool  # Biases of attention's matrices; the family's.
     mlp_bias: bool  # Biases of the feed-forward matrices; the family's.
-    # Attention and feed-forward both read the block's input, and one sum adds them; the
-    # family's.
+    # Attention and feed-forward both read the block's input, and one sum adds them; the family's.
     parallel_residual: bool
     tied_embeddings: bool  # The head is the embedding, transposed; the family's.
     norm_eps: PositiveFloat = 1e-5  # Epsilon of the norms.

@@ -27,8 +27,7 @@ _Text = Annotated[str, Field(min_length=1)]
 class SuiteTask(Section):
     """A row of a suite's table."""
 
-    # Task or group of tasks, as the harness names it; `validation` is the loss on held-out
-    # text.
+    # Task or group of tasks, as the harness names it; `validation` is the loss on held-out text.
     task: _Text
     name: str = ""  # Of the row; default: the task's.
     # Examples before each question; null leaves it to the task.
@@ -38,8 +37,7 @@ class SuiteTask(Section):
     metric: str | None = None
     # Other settings of the task, such as generation_kwargs or repeats.
     options: dict[str, Any] = Field(default_factory=dict)
-    # Folder of the task's own YAML file, relative to the suite's; null: the harness ships the
-    # task.
+    # Folder of the task's own YAML file, relative to the suite's; null: the harness ships the task.
     folder: str | None = None
     runs_code: bool = False  # Whether it runs the programs that the model writes.
 
