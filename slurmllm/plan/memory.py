@@ -11,17 +11,13 @@ allocator's fragments.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
 from slurmllm.config.families import FAMILIES
-from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.flops import up_width
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.parameters import Shape, ends, worker_shapes
+from slurmllm.plan.parameters import parameter_counts
 from slurmllm.plan.step import formats
 
 _FP32, _FP64, _BF16 = 4, 8, 2
@@ -76,9 +72,9 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     """What one worker needs; the first of a pipeline stage has the largest shares of it."""
     zero, width = config.recipe.parallel.zero, formats(config)
     place = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)
-    held = _numbers(*place, 1, 0)
-    own = _numbers(*place, mesh.data, mesh.data_rank(rank))
-    stored = _numbers(*place, mesh.data, 0).total
+    held = parameter_counts(*place, 1)
+    own = parameter_counts(*place, mesh.data, mesh.data_rank(rank))
+    stored = parameter_counts(*place, mesh.data).total
     whole = stored * mesh.data  # FSDP pads every share to the first one's size
     largest_block, rest = held.block, held.rest
     several = mesh.accumulation > 1
@@ -101,36 +97,6 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
         # On CPUs the norm's fp64 sum copies one tensor at a time.
         passing=own.largest * _FP64 if config.cluster.device == "cpu" else 0,
     )
-
-
-class _ParameterCounts(NamedTuple):
-    """How many numbers of its parameters a worker has."""
-
-    block: int  # of one block
-    rest: int
-    blocks: int
-    largest: int  # of the largest parameter
-
-    @property
-    def total(self) -> int:
-        return self.blocks * self.block + self.rest
-
-
-@lru_cache(maxsize=4096)
-def _numbers(
-    model: ModelConfig, tensor: int, pipeline: int, stage: int, workers: int, worker: int
-) -> _ParameterCounts:
-    """What a worker of a stage has where FSDP shares it among so many."""
-
-    def count(shape: Shape) -> int:
-        # FSDP shares rows in equal pieces, the last ones shorter or empty.
-        piece = math.ceil(shape[0] / workers)
-        return max(0, min(piece, shape[0] - worker * piece)) * math.prod(shape[1:])
-
-    blocks, outside = worker_shapes(model, tensor)
-    block = [count(shape) for shape in blocks]
-    rest = [count(shape) for name, shape in outside.items() if stage in ends(name, model, pipeline)]
-    return _ParameterCounts(sum(block), sum(rest), model.num_layers // pipeline, max(block + rest))
 
 
 class _StepMemory:

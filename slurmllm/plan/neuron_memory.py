@@ -19,7 +19,6 @@ the masks of attention, what is received ahead of a stage's step.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.parameters import Shape, ends, worker_shapes
+from slurmllm.plan.parameters import parameter_counts
 from slurmllm.plan.step import formats
 
 _FP32 = 4
@@ -67,8 +66,8 @@ def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int
     recipe, stage = config.recipe, mesh.pipeline_rank(rank)
     model, zero = recipe.model, recipe.parallel.zero > 0
     width = formats(config)
-    whole = _numbers(model, mesh.tensor, mesh.pipeline, stage, 1)
-    share = _numbers(model, mesh.tensor, mesh.pipeline, stage, mesh.data if zero else 1)
+    whole = parameter_counts(model, mesh.tensor, mesh.pipeline, stage, 1)
+    share = parameter_counts(model, mesh.tensor, mesh.pipeline, stage, mesh.data if zero else 1)
     has_master = zero or width.kept != width.computed
     resting = {
         "weights": whole.total * width.computed,
@@ -121,29 +120,6 @@ def _in_flight(mesh: Mesh, stage: int) -> int:
     if mesh.accumulation == mesh.pipeline:  # TrainInterleavedSchedule: all forward passes first
         return passes
     return min(passes, 2 * after + (mesh.virtual_pipeline - 1) * mesh.pipeline + 1)
-
-
-class _NeuronShares(NamedTuple):
-    """How many numbers of its parameters a worker has."""
-
-    block: int  # of one block
-    total: int  # of all its blocks, and outside them
-
-
-@lru_cache(maxsize=4096)
-def _numbers(
-    model: ModelConfig, tensor: int, pipeline: int, stage: int, workers: int
-) -> _NeuronShares:
-    """What a worker of a stage has where ZeRO-1 shares it among so many, padded to equal rows."""
-
-    def count(shape: Shape) -> int:
-        # Rounded up: every worker's shard is padded to the same rows.
-        return -(-shape[0] // workers) * math.prod(shape[1:])
-
-    blocks, outside = worker_shapes(model, tensor)
-    block = sum(map(count, blocks))
-    rest = [count(shape) for name, shape in outside.items() if stage in ends(name, model, pipeline)]
-    return _NeuronShares(block, model.num_layers // pipeline * block + sum(rest))
 
 
 class _BlockMemory(NamedTuple):

@@ -181,3 +181,35 @@ def worker_shapes(model: ModelConfig, tensor: int) -> tuple[tuple[Shape, ...], M
 
     block = [part(f"layers.0.{name}", shape) for name, shape in block_shapes(model).items()]
     return tuple(block), {name: part(name, shape) for name, shape in rest_shapes(model).items()}
+
+
+class ParameterCounts(NamedTuple):
+    """How many numbers of its parameters a worker has."""
+
+    block: int  # of one block
+    rest: int
+    blocks: int
+    largest: int  # of the largest parameter
+
+    @property
+    def total(self) -> int:
+        return self.blocks * self.block + self.rest
+
+
+@lru_cache(maxsize=4096)
+def parameter_counts(
+    model: ModelConfig, tensor: int, pipeline: int, stage: int, workers: int, worker: int = 0
+) -> ParameterCounts:
+    """What a worker of a stage has if `workers` share its part, each parameter by rows.
+
+    FSDP's pieces are equal, the last ones shorter or empty; ZeRO-1 of NxD pads them to the first.
+    """
+
+    def count(shape: Shape) -> int:
+        piece = math.ceil(shape[0] / workers)
+        return max(0, min(piece, shape[0] - worker * piece)) * math.prod(shape[1:])
+
+    blocks, outside = worker_shapes(model, tensor)
+    block = [count(shape) for shape in blocks]
+    rest = [count(shape) for name, shape in outside.items() if stage in ends(name, model, pipeline)]
+    return ParameterCounts(sum(block), sum(rest), model.num_layers // pipeline, max(block + rest))
