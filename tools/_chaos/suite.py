@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ class Arena:
         run = RunDir(self.bench.runs / "reference")
         found, odd = figures(run)
         if course.ended != "finished" or odd or len(found) != self.bench.setup.steps:
-            shutil.copytree(run.path, self._failed / self.bench.root.name, dirs_exist_ok=True)
+            with suppress(shutil.Error):  # files that a run which goes on has removed meanwhile
+                shutil.copytree(run.path, self._failed / self.bench.root.name, dirs_exist_ok=True)
             raise ChaosError(f"the undisturbed run failed: {course}, {len(found)} steps; {odd}")
         return found
 
