@@ -5,7 +5,11 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import shutil
 import stat
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -105,6 +109,71 @@ def test_a_folder_that_somebody_else_made_is_not_used(tmp_path: Path) -> None:
             check_private_folder(path)
     assert make_private_folder(tmp_path / "new") == tmp_path / "new"
     assert make_private_folder(tmp_path / "new") == tmp_path / "new"
+
+
+RACE = """
+import os, sys, time
+folder, victim, uid = sys.argv[1], sys.argv[2], int(sys.argv[3])
+os.setgroups([])
+os.setgid(uid)
+os.setuid(uid)
+os.chdir(folder)
+os.umask(0)
+taken, deadline = 0, time.monotonic() + 3
+def attempt(function, *arguments):
+    try:
+        function(*arguments)
+        return 1
+    except OSError:
+        return 0
+print("ready", flush=True)
+while time.monotonic() < deadline and not os.path.exists("stop"):
+    for name in ["cache", "cache-12345678", *os.listdir(".")]:
+        attempt(os.rename, name, "away")
+        attempt(os.rmdir, name)
+        attempt(os.unlink, name)
+        taken += attempt(os.symlink, victim, name)
+        attempt(os.unlink, name)
+        taken += attempt(os.mkdir, name, 0o777)
+        attempt(os.symlink, victim, name + "/x")
+        attempt(os.chmod, name, 0o700)
+print(taken)
+"""
+
+
+@only_root
+def test_an_attacker_in_a_race_gets_no_folder_of_ours() -> None:
+    with tempfile.TemporaryDirectory() as name:  # not tmp_path, which is closed to others
+        disk, victim = Path(name) / "disk", Path(name) / "victim"
+        Path(name).chmod(0o755)
+        for folder in (disk, victim):
+            folder.mkdir()
+            folder.chmod(0o1777)
+        attacker = subprocess.Popen(
+            [sys.executable, "-I", "-c", RACE, str(disk), str(victim), str(NOBODY.pw_uid)],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert attacker.stdout is not None
+            assert attacker.stdout.readline() == "ready\n"
+            second_names = 0
+            for _ in range(200):
+                made = make_private_folder(disk / "cache")
+                info = made.lstat()
+                assert stat.S_ISDIR(info.st_mode)
+                assert (info.st_uid, stat.S_IMODE(info.st_mode)) == (os.geteuid(), 0o700)
+                (made / "graph").write_text("ours")
+                check_private_folder(made)
+                assert [path.name for path in made.iterdir()] == ["graph"]
+                second_names += made.name != "cache"
+                shutil.rmtree(made)
+            (disk / "stop").touch()
+            assert int(attacker.communicate()[0]) > 0
+        finally:
+            attacker.kill()
+            attacker.wait()
+        assert second_names > 0, "the attacker was never first"
+        assert list(victim.iterdir()) == []
 
 
 @only_root

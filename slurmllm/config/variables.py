@@ -18,7 +18,10 @@ _RESERVED = re.compile(
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
 )
 # Variables that make a program run a file's code, or look for code in a folder.
-_LOADS_CODE = re.compile(r"LD_.*|PYTHON.*|(BASH_)?ENV|CC|CXX|.*(PATH|HOME|DIR|URL)|.*_PLUGIN(_.*)?")
+_LOADS_CODE = re.compile(
+    r"LD_.*|PYTHON.*|(BASH_)?ENV|CC|CXX|.*(PATH|HOME|DIR|URL)|.*_PLUGIN(_.*)?"
+    r"|TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD|HF_.*_CODE(_.*)?"
+)
 _SECRET = re.compile(
     r"TOKEN(?![A-Z])|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|API_?KEY|(^|_)(KEY|AUTH|PAT)(_|$)",
     re.IGNORECASE,

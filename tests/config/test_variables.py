@@ -50,7 +50,8 @@ def test_the_settings_of_users_stay() -> None:
 @pytest.mark.parametrize(
     "name",
     ["LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSTARTUP", "PATH", "BASH_ENV", "CXX",
-     "TORCHINDUCTOR_CACHE_DIR", "NCCL_NET_PLUGIN", "HF_HOME", "NEURON_COMPILE_CACHE_URL"],
+     "TORCHINDUCTOR_CACHE_DIR", "NCCL_NET_PLUGIN", "HF_HOME", "NEURON_COMPILE_CACHE_URL",
+     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "HF_ALLOW_CODE_EVAL"],
 )  # fmt: skip
 def test_what_loads_code_is_not_set_by_a_recipe_file(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
