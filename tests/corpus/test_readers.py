@@ -8,6 +8,8 @@ import io
 import json
 import lzma
 import os
+import subprocess
+import sys
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -24,7 +26,7 @@ from hypothesis import strategies as st
 
 from slurmllm.corpus.inputs import FormatOption, input_file
 from slurmllm.corpus.options import InputErrors, ReadOptions
-from slurmllm.corpus.readers import DocumentReader
+from slurmllm.corpus.readers import DocumentReader, base, delimited
 from slurmllm.errors import DataError
 
 PACKERS = {
@@ -307,9 +309,8 @@ def test_errors_of_csv_name_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         texts(path)
     with pytest.raises(DataError, match=r"no column 'body' \(columns: id, text\).* skip such"):
         texts(path, text_key="body")
-    # Python's reader refuses a cell of this length, so the line is unknown.
     path.write_bytes(b"id,text\n1," + b"x" * 200_000 + b"\n2\n")
-    with pytest.raises(DataError, match=r"a.csv: row 2 \(counted without the header\) has 1 col"):
+    with pytest.raises(DataError, match=r"a.csv:3: row 2 has 1 columns"):
         texts(path)
     monkeypatch.setattr("slurmllm.corpus.readers.delimited._BLOCK_BYTES", 1 << 20)
     path.write_bytes(b'text\na\n"' + b"never closed\n" * 200_000)
@@ -318,6 +319,71 @@ def test_errors_of_csv_name_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path.write_bytes(b"")
     with pytest.raises(DataError, match="an empty file"):
         texts(path)
+
+
+def test_a_csv_is_read_on_after_rows_of_every_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.csv"
+    # Arrow cannot even report a row of another length that is not UTF-8.
+    path.write_bytes(b"id,text\n1,one\n2,a,\xff\n3,three\n4,\xfe\n5,five\n")
+    found, errors = read(path, skip=True)
+    assert found == ["one", "three", "five"]
+    assert [error.split("a.csv:")[1] for error in errors] == [
+        "3: row 2 has 3 columns, the header has 2: '2,a,\\udcff'",
+        "5: row 4 of column 'text' is not UTF-8",
+    ]
+    monkeypatch.setattr("slurmllm.corpus.readers.delimited._BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr("slurmllm.corpus.readers.delimited._LARGEST", 1 << 20)
+    for long, reason in (
+        (b"x" * (4 << 20), "3: a line of more than 1 MiB, the largest that is read"),
+        (b'"' + b"x" * (1 << 20) + b'y"', "3: a cell of more than 1,048,576 characters"),
+    ):
+        path.write_bytes(b"id,text\n1,one\n2," + long + b"\n3,three\n")
+        found, errors = read(path, skip=True)
+        assert found == ["one", "three"]
+        assert errors[0].endswith(f"a.csv:{reason}")
+    path.write_bytes(b'id,text\n1,"' + b"a\n" * (1 << 19) + b'"\n2,"' + b"x\n" * (3 << 20))
+    found, errors = read(path, skip=True)
+    assert found == ["a\n" * (1 << 19)]
+    assert "a quotation mark that is never closed" in errors[0]
+
+
+def test_wrong_rows_of_a_csv_cost_one_pass_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal lines
+        for block in base.line_blocks(*args, **options):
+            lines += block.count(b"\n")
+            yield block
+
+    monkeypatch.setattr(delimited, "line_blocks", counted)
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"id,text\n" + b"1,2,3\n1,\xff\n" * 100_000 + b"1,good\n")
+    errors = InputErrors(skip_bad=True)
+    chunks = DocumentReader(input_file(path), ReadOptions(), errors.add)
+    assert [text for (chunk,) in chunks for text in chunk.to_pylist()] == ["good"]
+    assert (errors.count, lines) == (200_000, 200_002)
+
+
+def test_the_interpreter_ends_after_a_long_row(tmp_path: Path) -> None:
+    """Arrow's thread, which reads ahead, must not be in Python when the interpreter exits."""
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(b"id,text" + bytes(200 << 20) + b"\n1,one\n", 1))
+    code = (
+        "import sys; from pathlib import Path; from slurmllm.corpus.inputs import input_file; "
+        "from slurmllm.corpus.options import ReadOptions; "
+        "from slurmllm.corpus.readers import DocumentReader; "
+        "print(list(DocumentReader(input_file(Path(sys.argv[1])), ReadOptions(), print)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "a line of more than 64 MiB" in done.stdout
 
 
 def test_prompts_and_completions(tmp_path: Path) -> None:

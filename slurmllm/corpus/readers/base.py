@@ -36,13 +36,15 @@ class OnError(Protocol):
 
 
 def line_blocks(
-    stream: OpenedInput, on_error: OnError, *, keep_bom: bool = False
+    stream: OpenedInput, on_error: OnError, *, keep_bom: bool = False, longest: int | None = None
 ) -> Iterator[bytes]:
     """Blocks that end after a line feed, or with the file.
 
     A block has about CHUNK_BYTES, or is one longer line. A byte-order mark is removed unless
-    `keep_bom`. A line of more than LARGEST_DOCUMENT is an error, and becomes an empty line.
+    `keep_bom`. A line of more than `longest` bytes, by default LARGEST_DOCUMENT, is an error, and
+    becomes an empty line.
     """
+    longest = longest or LARGEST_DOCUMENT
     held: list[bytes] = []  # the beginning of a line
     first = not keep_bom
     lines = 0
@@ -55,8 +57,8 @@ def line_blocks(
             data, skipping = data[feed:], False
         end = data.rfind(b"\n") + 1
         lines += data.count(b"\n")
-        if not end and sum(map(len, held)) + len(data) > LARGEST_DOCUMENT:
-            on_error(f"{stream.file.name}:{lines + 1}: {too_large('line')}")
+        if not end and sum(map(len, held)) + len(data) > longest:
+            on_error(f"{stream.file.name}:{lines + 1}: {too_large('line', longest)}")
             held, skipping = [], True
             continue
         if end:
@@ -72,8 +74,9 @@ def line_blocks(
         yield last
 
 
-def too_large(what: str) -> str:
-    return f"a {what} of more than {LARGEST_DOCUMENT >> 20} MiB, the largest that is read"
+def too_large(what: str, limit: int | None = None) -> str:
+    limit = limit or LARGEST_DOCUMENT
+    return f"a {what} of more than {limit >> 20} MiB, the largest that is read"
 
 
 def valid_utf8(block: bytes) -> bool:
@@ -96,16 +99,14 @@ def good_rows(
     keys: tuple[str, ...],
     first_row: int,
     on_row: Callable[[int, str], None],
-    skipped: Sequence[int] = (),
 ) -> Documents:
     """The rows of a table that are neither null nor invalid UTF-8; the others are errors.
 
     Args:
-        columns: An array per key: strings of any kind, or binary that should be UTF-8.
+        columns: An array of strings of any kind per key.
         keys: The names of the columns.
         first_row: Number of the first row among those read; that of a file is 1.
         on_row: Called with row and reason of each error, in the order of the rows.
-        skipped: Numbers in the file of rows that are not among those read, ascending.
     """
     large, binary = pa.large_string(), pa.large_binary()
     # Reinterpreted: a cast to string would check the bytes first, and raise without the row.
@@ -123,10 +124,7 @@ def good_rows(
                 if not _is_valid(text.slice(row, 1)):
                     errors.setdefault(row, f"of column {key!r} is not UTF-8")
     for row, reason in sorted(errors.items()):
-        number = first_row + row
-        for other in skipped:
-            number += other <= number
-        on_row(number, reason)
+        on_row(first_row + row, reason)
     if errors:
         keep = np.ones(len(texts[0]), bool)
         keep[list(errors)] = False

@@ -1,183 +1,169 @@
 """CSV and TSV files: one row per document, the text in one column, or in two.
 
-Arrow reads them. It counts rows, not lines, and a row may span several lines; so for the line of an
-unreadable row the file is read again, up to that row, by Python's slower reader.
+Arrow reads them, several times as fast as Python's reader, up to the first row that it refuses. From
+there Python's reader continues, which reads the rows before once more: it knows the line of a row,
+takes cells of any bytes, and continues after a row that cannot be read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
-import itertools
-from collections.abc import Callable, Generator, Iterator
-from typing import Any
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import pyarrow as pa
 import pyarrow.csv as pc
 
 from slurmllm.corpus.decompress import OpenedInput
-from slurmllm.corpus.options import ERROR_EXAMPLES, Extent, ReadOptions
-from slurmllm.corpus.readers.base import Documents, OnError, good_rows, line_blocks, no_column
+from slurmllm.corpus.options import Extent, ReadOptions
+from slurmllm.corpus.readers.base import CHUNK_BYTES, Documents, OnError, line_blocks, no_column
 
-# Bytes read for the names of the columns.
-_HEADER_BYTES = 64 << 10
 # Arrow reads no cell longer than a block.
 _BLOCK_BYTES = 16 << 20
-
-# A row's cells as latin-1, which keeps every byte.
-Cells = list[str]
-
-
-class RowErrors:
-    """Errors of rows, reported in the order of the rows.
-
-    The first ERROR_EXAMPLES of a file, which are those shown, are reported with their lines.
-    """
-
-    def __init__(self, stream: OpenedInput, delimiter: str, on_error: OnError) -> None:
-        self._name, self._on_error = stream.file.name, on_error
-        self._errors: dict[int, tuple[str, Callable[[Cells], bool]]] = {}
-        self._rows = _rows(stream, delimiter)
-        self._last = -1  # the header is row 0
-        self._lines_left = ERROR_EXAMPLES
-
-    def close(self) -> None:
-        self._rows.close()
-
-    def add(self, row: int, reason: str, fits: Callable[[Cells], bool]) -> None:
-        """Add the error of a row, counted from 1 without the header.
-
-        `fits` checks that cells can be the row's; otherwise the two readers disagree.
-        """
-        self._errors[row] = reason, fits
-
-    def report(self, last: int) -> None:
-        for row in sorted(row for row in self._errors if row <= last):
-            reason, fits = self._errors.pop(row)
-            line = self._find_line(row, fits)
-            place = f"row {row} (counted without the header)" if line is None else f"row {row}"
-            self._on_error(f"{self._name}:{'' if line is None else f'{line}:'} {place} {reason}")
-
-    def _find_line(self, row: int, fits: Callable[[Cells], bool]) -> int | None:
-        """The line at which a row begins, None if it is unknown."""
-        if not self._lines_left:
-            return None
-        self._lines_left -= 1
-        try:
-            for line, cells in self._rows:
-                self._last += 1
-                if self._last == row:
-                    return line if fits(cells) else None
-        except (csv.Error, OSError):  # csv.Error: a cell of more than 131,072 bytes
-            self._lines_left = 0
-        return None
-
-
-def is_utf8(cells: Cells) -> bool:
-    try:
-        "".join(cells).encode("latin-1").decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _rows(stream: OpenedInput, delimiter: str) -> Generator[tuple[int, Cells], None, None]:
-    """First line and cells of each row that is not blank."""
-
-    def refuse(error: str, _: Extent = "document") -> None:
-        raise csv.Error(error)
-
-    with OpenedInput(stream.file) as again:
-        lines = itertools.chain.from_iterable(
-            io.StringIO(block.decode("latin-1"), newline="") for block in line_blocks(again, refuse)
-        )
-        reader = csv.reader(lines, delimiter=delimiter)
-        first = 1
-        for cells in reader:
-            if cells:
-                yield first, cells
-            first = reader.line_num + 1
+# Bytes of a line and characters of a cell; Python's reader needs some ten times the memory.
+_LARGEST = 64 << 20
 
 
 def read_delimited(
     stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
-    name = stream.file.name
+    delimiter = "\t" if stream.file.tabs else ","
     rows = 0
-    skipped: list[int] = []
-    with contextlib.closing(RowErrors(stream, _delimiter(stream), on_error)) as errors:
+    with closing(_Closable(stream)) as source:
         try:
-            for batch in _open_csv(stream, options.keys, skipped, errors):
-                good = good_rows(
-                    batch.columns,
-                    options.keys,
-                    rows + 1,
-                    lambda row, reason: errors.add(row, reason, lambda cells: not is_utf8(cells)),
-                    skipped,
-                )
+            for batch in _open_csv(source, options.keys, delimiter):
                 rows += batch.num_rows
-                errors.report(rows + len(skipped))
-                yield good
-            errors.report(rows + len(skipped))
-        except pa.ArrowKeyError:  # its message does not list the columns
-            with OpenedInput(stream.file) as again:
-                header = again.read(_HEADER_BYTES).decode("utf-8-sig", "replace")
-            lines = io.StringIO(header, newline="")
-            names = next(csv.reader(lines, delimiter=_delimiter(stream)), [])
-            missing = next(key for key in options.keys if key not in names)
-            on_error(f"{name}: {no_column(missing, names)}", "file")
-        except pa.ArrowInvalid as error:
-            errors.report(rows + len(skipped))
-            if stream.offset_bytes == 0:
-                on_error(f"{name}: an empty file, without a header", "file")
-                return
-            reason = str(error)
-            if "straddling" in reason:
-                reason = (
-                    f"a cell of more than {_BLOCK_BYTES >> 20} MB, or a quotation mark that is "
-                    "never closed"
-                )
-            on_error(
-                f"{name}: after row {rows + len(skipped)} (counted without the header): {reason}",
-                "rest",
-            )
+                yield tuple(batch.columns)
+            return
+        # Rows of another length, bytes that are not UTF-8, long cells; no such column
+        except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError):
+            pass
+    with OpenedInput(stream.file) as again:
+        yield from _Rows(again, delimiter, on_error).documents(options.keys, rows)
 
 
-def _open_csv(
-    stream: OpenedInput, keys: tuple[str, ...], skipped: list[int], errors: RowErrors
-) -> pc.CSVStreamingReader:
-    """Arrow's reader of the columns; adds rows of another length to `skipped` and `errors`.
+class _Closable(io.RawIOBase):
+    """A stream that ends once this is closed.
 
-    CAUTION: Arrow reads ahead of the batches and ignores exceptions of the handler, so errors are
-    only collected here and reported with their batch.
+    CAUTION: a thread of Arrow reads ahead, also after an error, and the interpreter aborts if it
+    exits while that thread is in Python.
     """
 
-    def odd_row(row: Any) -> str:
-        columns = row.actual_columns
-        skipped.append(row.number - 1)  # Arrow counts the header
-        errors.add(
-            skipped[-1],
-            f"has {columns} columns, the header has {row.expected_columns}: {row.text[:60]!r}",
-            lambda cells: len(cells) == columns,
-        )
-        return "skip"
+    def __init__(self, stream: OpenedInput) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
 
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        with self._lock:
+            return b"" if self.closed else self._stream.read(size)
+
+    def close(self) -> None:
+        with self._lock:
+            super().close()
+
+
+def _open_csv(source: io.RawIOBase, keys: tuple[str, ...], delimiter: str) -> pc.CSVStreamingReader:
     return pc.open_csv(
-        pa.PythonFile(stream, "r"),
+        pa.PythonFile(source, "r"),
         # One thread: other processes read other shards at the same time.
         read_options=pc.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
-        parse_options=pc.ParseOptions(
-            delimiter=_delimiter(stream), newlines_in_values=True, invalid_row_handler=odd_row
-        ),
+        parse_options=pc.ParseOptions(delimiter=delimiter, newlines_in_values=True),
         convert_options=pc.ConvertOptions(
-            # Binary: good_rows checks for UTF-8, and finds the row.
-            column_types={key: pa.large_binary() for key in keys},
+            column_types={key: pa.large_string() for key in keys},
             include_columns=list(keys),
             strings_can_be_null=False,
         ),
     )
 
 
-def _delimiter(stream: OpenedInput) -> str:
-    return "\t" if stream.file.tabs else ","
+class _Rows:
+    """The rows of a file, by Python's reader; bytes that are not UTF-8 are half surrogates."""
+
+    def __init__(self, stream: OpenedInput, delimiter: str, on_error: OnError) -> None:
+        self._stream, self._delimiter, self._on_error = stream, delimiter, on_error
+        self._hole = False  # a line of the row was too long
+        self._ended = False
+
+    def documents(self, keys: tuple[str, ...], done: int) -> Iterator[Documents]:
+        """The documents after the first `done` rows."""
+        with ExitStack() as stack:
+            stack.callback(csv.field_size_limit, csv.field_size_limit(_LARGEST))
+            rows = self._rows()
+            header = next(rows, (0, []))[1]
+            if not header:
+                self._on_error(f"{self._stream.file.name}: an empty file, without a header", "file")
+                return
+            for key in keys:
+                if key not in header:
+                    names = [name.encode("utf-8", "replace").decode() for name in header]
+                    self._on_error(f"{self._stream.file.name}: {no_column(key, names)}", "file")
+                    return
+            places = [header.index(key) for key in keys]
+            texts: list[list[str]] = [[] for _ in keys]
+            size = 0
+            for number, (line, cells) in enumerate(rows, start=1):
+                if number <= done:
+                    continue
+                reason = self._fault(cells, header, keys)
+                if reason:
+                    self._on_error(f"{self._stream.file.name}:{line}: row {number} {reason}")
+                    continue
+                for column, place in zip(texts, places, strict=True):
+                    column.append(cells[place])
+                    size += len(cells[place])
+                if size >= CHUNK_BYTES:
+                    yield tuple(pa.array(column, pa.large_string()) for column in texts)
+                    texts, size = [[] for _ in keys], 0
+            if texts[0]:
+                yield tuple(pa.array(column, pa.large_string()) for column in texts)
+
+    def _fault(self, cells: list[str], header: list[str], keys: tuple[str, ...]) -> str | None:
+        if self._ended:
+            return "has a quotation mark that is never closed"
+        if len(cells) != len(header):
+            text = self._delimiter.join(cells[:60])[:60]
+            return f"has {len(cells)} columns, the header has {len(header)}: {text!r}"
+        for key in keys:
+            try:
+                cells[header.index(key)].encode()
+            except UnicodeEncodeError:
+                return f"of column {key!r} is not UTF-8"
+        return None
+
+    def _rows(self) -> Iterator[tuple[int, list[str]]]:
+        """First line and cells of each row that is not blank."""
+        reader = csv.reader(self._lines(), delimiter=self._delimiter)
+        while True:
+            first = reader.line_num + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error:  # of a cell of more than the limit; the next line begins a row
+                what = f"a cell of more than {_LARGEST:,} characters"
+                extent: Extent = "document"
+                if reader.line_num > first:
+                    what, extent = f"{what}, or a quotation mark that is never closed", "rest"
+                self._on_error(f"{self._stream.file.name}:{first}: {what}", extent)
+                if extent == "rest":
+                    return
+                continue
+            if cells and not self._hole:
+                yield first, cells
+            self._hole = False
+
+    def _lines(self) -> Iterator[str]:
+        for block in line_blocks(self._stream, self._on_long_line, longest=_LARGEST):
+            for line in block.splitlines(keepends=True):
+                yield line.decode("utf-8", "surrogateescape")
+        self._ended = True
+        yield "\n"  # only part of a row if a quotation mark is open
+
+    def _on_long_line(self, error: str, extent: Extent = "document", /) -> None:
+        self._hole = True
+        self._on_error(error, extent)
