@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 from slurmllm.records import Event, Phase, WorkerPhase
-from slurmllm.safe_files import open_append
+from slurmllm.safe_files import open_append, read_limited
 
 PHASE_FILE = "SLURMLLM_PHASE_FILE"
 STACKS_FILE = "SLURMLLM_STACKS_FILE"  # a worker dumps its Python stacks into this file …
@@ -53,7 +53,7 @@ class PhaseWriter:
 def read_phase(path: Path) -> WorkerPhase | None:
     """Read a worker's phase; None if it has written none yet."""
     try:
-        phase, step, since = path.read_text().split()
+        phase, step, since = read_limited(path, 4096).split()
         if phase not in get_args(Phase):
             return None
         return WorkerPhase.model_validate(

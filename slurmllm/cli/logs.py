@@ -236,7 +236,7 @@ class _Printer:
 def _stacks(run: RunDir, rank: int | None) -> str:
     """The stacks of the last attempt that hung, those that differ from the others first."""
     from slurmllm.errors import RunError
-    from slurmllm.supervise.first_failure import outliers, read_locations
+    from slurmllm.supervise.first_failure import outliers, read_locations, read_stacks
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
     if not hung:
@@ -251,7 +251,7 @@ def _stacks(run: RunDir, rank: int | None) -> str:
     parts = []
     for shown in ranks:
         mark = ", differs from the others" if shown in apart else ""
-        dump = attempt.stacks(shown).read_text(encoding="utf-8", errors="replace")
+        dump = read_stacks(attempt, shown)
         parts.append(f"attempt {attempt.number}, rank {shown}{mark}\n{dump.rstrip()}\n")
     return "\n".join(parts)
 
@@ -354,6 +354,7 @@ def _print(path: Path, lines: int | None) -> None:
     """Print a file, or its last lines; on a terminal in the colours of the levels."""
     from codecs import getincrementaldecoder
 
+    from slurmllm.safe_files import open_regular
     from slurmllm.supervise.log_files import GrowingLog, start_of_last
 
     if not path.is_file():
@@ -366,7 +367,7 @@ def _print(path: Path, lines: int | None) -> None:
         return
     # A block may end within a character; a pipe gets the bytes of the log, controls included.
     decoder = getincrementaldecoder("utf-8")(errors="replace")
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         stream.seek(begin)
         while block := stream.read(_BLOCK_BYTES):
             click.echo(decoder.decode(block), nl=False)

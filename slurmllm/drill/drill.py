@@ -21,6 +21,7 @@ from slurmllm.errors import CodeError, NodeError, RunError, StorageError
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.records import AttemptRecord, NodeRecord
 from slurmllm.rundir import RunDir, write_atomic
+from slurmllm.safe_files import read_limited
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import run_state
 
@@ -106,7 +107,7 @@ class Drill:
         self.copies.append(run)
         save(self.plan.config_of(kind), run)
         if self.plan.run.excluded.is_file():  # the copies exclude the same nodes
-            write_atomic(run.excluded, self.plan.run.excluded.read_text(encoding="utf-8"))
+            write_atomic(run.excluded, read_limited(self.plan.run.excluded).decode())
         return run
 
     def _run_to_end(self, run: RunDir, kind: FaultKind | None) -> Injection | None:

@@ -26,11 +26,13 @@ from slurmllm.metrics.tags import (
     per_device,
     step_keys,
 )
+from slurmllm.safe_files import open_regular
 
 _GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952, section 2.3.1
 _BLOCK_BYTES = 1 << 16
 _SPOOLED_BYTES = 256 << 20  # in memory; what is longer is in a file
 _MAX_RESTARTS = 1000
+_FRACTIONAL = 0.1  # share of steps that are not whole numbers
 # Share of values that are recomputed, and differ, beyond which a log seems to hold two runs
 _MIXED = 0.3
 
@@ -77,7 +79,7 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
         RunError: the name ends in .gz but the file is not gzip.
         OSError: the file cannot be read.
     """
-    stream = path.open("rb")
+    stream = open_regular(path)
     begin = stream.read(2)
     stream.seek(0)
     if path.suffix != ".gz":
@@ -170,6 +172,14 @@ class RowCollector:
         with np.errstate(invalid="ignore"):
             # Beyond 2**53 a float64 cannot represent every integer.
             valid = (steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))
+        fractional = np.flatnonzero(np.isfinite(steps) & (steps != np.floor(steps)))
+        # A few may be damage; the whole ones among many would be another curve.
+        if fractional.size > _FRACTIONAL * len(steps):
+            place, line = fractional[0], self._lines[rows[fractional[0]]]
+            raise RunError(
+                f"{path}{f':{line}' if line else ''}: {step_key} is {steps[place]:g}, not a whole "
+                "number; name the column of the step with --tag step=KEY"
+            )
         if not valid.all():
             warnings = (
                 *warnings,

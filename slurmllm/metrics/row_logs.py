@@ -8,7 +8,6 @@ its history is read, without the wandb package.
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 import struct
@@ -19,7 +18,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slurmllm.errors import RunError
 from slurmllm.format import format_plural
@@ -27,7 +26,11 @@ from slurmllm.metrics.log_series import Log, RowCollector, TagSeries, log_suffix
 from slurmllm.metrics.row_reader import json_number, parse_row
 from slurmllm.metrics.tags import step_keys
 from slurmllm.metrics.text_logs import to_float
+from slurmllm.safe_files import LARGEST_RECORD, open_regular, read_limited, read_lines
 
+_LARGEST_JSON = 256 << 20  # parsed, a document takes ten times that
+# Cells of a table that are no values, as pandas reads them
+_MISSING = {"", "na", "n/a", "none", "null", "-", "<na>"}
 # W&B's range over the runs that were averaged
 _WANDB_RANGE = ("__MIN", "__MAX")
 # Keys of a JSON document that may hold the rows, preferred first
@@ -44,15 +47,15 @@ _STEP_JSON = re.compile(r"metrics_step(?P<step>\d+)\.json")
 def read_table(path: Path, tags: Mapping[str, str]) -> Log:
     """Read a table; a cell that is blank or not a number is a missing value.
 
+    A last line without a line end may be cut within a number, and is skipped.
+
     Raises:
         RunError: it has no header or no rows, or no column is the step.
         OSError: the file cannot be read.
     """
     rows, warnings = RowCollector(), list[str]()
     with open_log(path, warnings) as stream:
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline="")
-        # A node that crashed may leave NUL bytes, which csv refuses.
-        lines = (line.replace("\0", "") for line in text)
+        lines = _table_lines(stream, path, warnings)
         header_line = next(lines, "")
         tab = log_suffix(path) == ".tsv"
         delimiter = "\t" if tab else max(",;\t", key=header_line.count)
@@ -76,6 +79,9 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
             names = shorter
         reader = csv.reader(lines, delimiter=delimiter)
         short: list[int] = []  # line numbers; the header is line 1
+        # Column → number of cells that are no numbers; line and text of the first
+        texts: dict[str, tuple[int, int, str]] = {}
+        columns: set[str] = set()  # those with numbers
         last = commas = 0
         try:
             for cells in reader:
@@ -88,17 +94,28 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                 numbers: list[tuple[str, float]] = []
                 for name, cell in zip(names, cells, strict=False):
                     if cell and name and not name.endswith(_WANDB_RANGE):
-                        with suppress(ValueError):
+                        try:
                             if "," in cell and delimiter != ",":
                                 numbers.append((name, to_float(cell)))
                                 commas = commas or last
                             else:
                                 numbers.append((name, float(cell)))
+                        except ValueError:
+                            if cell.strip().lower() not in _MISSING:
+                                count, line, text = texts.get(name, (0, last, cell))
+                                texts[name] = (count + 1, line, text)
+                columns.update(name for name, _ in numbers)
                 rows.add(numbers, last)
         except csv.Error as error:
             warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
     if commas:
         warnings.append(f"{path}:{commas}: numbers have decimal commas; read 2,5 as 2.5")
+    for name in [name for name in names if name in texts and name in columns]:
+        count, line, text = texts[name]
+        warnings.append(
+            f"{path}:{line}: {text!r:.40} in column {name!r} is not a number; such cells are "
+            f"missing values: {count}"
+        )
     if short == [last]:
         warnings.append(f"{path}:{last}: skipped the truncated last line")
     elif short:
@@ -107,6 +124,19 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
             "columns; skipped them"
         )
     return rows.log(path, "csv", tags, warnings)
+
+
+def _table_lines(stream: BinaryIO, path: Path, warnings: list[str]) -> Iterator[str]:
+    """Yield the lines of a table, without a last one that may be cut within a number."""
+    lines = (line for block in read_lines(stream, LARGEST_RECORD)
+             for line in block.splitlines(keepends=True))  # fmt: skip
+    for number, line in enumerate(lines, start=1):
+        if number > 1 and not line.endswith((b"\n", b"\r")):
+            warnings.append(f"{path}:{number}: skipped the truncated last line: it has no line end")
+            return
+        # A node that crashed may leave NUL bytes, which csv refuses.
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8", "replace")
+        yield text.replace("\0", "")
 
 
 def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
@@ -119,7 +149,7 @@ def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
     rows, broken, last = RowCollector(), list[int](), 0
     warnings: list[str] = []
     with open_log(path, warnings) as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(read_lines(stream, LARGEST_RECORD), start=1):
             if not line.strip():
                 continue
             last = number
@@ -150,7 +180,12 @@ def read_json(path: Path, tags: Mapping[str, str]) -> Log:
     """
     warnings: list[str] = []
     with open_log(path, warnings) as stream:
-        text = stream.read()
+        text = stream.read(_LARGEST_JSON + 1)
+    if len(text) > _LARGEST_JSON:
+        raise RunError(
+            f"{path} is a JSON document of more than {_LARGEST_JSON >> 20} MiB; give JSON lines "
+            f"(jq -c '.log_history[]' {path} > {path.stem}.jsonl)"
+        )
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -198,41 +233,45 @@ def read_wandb(path: Path, tags: Mapping[str, str]) -> Log:
     """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-    content, rows, warnings = path.read_bytes(), RowCollector(), list[str]()
+    rows, warnings = RowCollector(), list[str]()
     parse = _record_type().FromString
-    if content[:4] != b":W&B":
-        raise RunError(
-            f"{path} is not a W&B run file: it begins with {content[:4]!r} instead of b':W&B'; "
-            "give the run-ID.wandb of an offline-run folder"
-        )
     try:
-        for record in _wandb_records(content):
-            history = parse(record).history
-            if history.item:
-                row = {
-                    item.key or ".".join(item.nested_key): json.loads(item.value_json or "null")
-                    for item in history.item
-                }
-                rows.add(json_numbers({"_step": history.step.num} | row))
+        with open_regular(path) as stream:
+            if (begin := stream.read(_FILE_HEADER.size)[:4]) != b":W&B":
+                raise RunError(
+                    f"{path} is not a W&B run file: it begins with {begin!r} instead of b':W&B'; "
+                    "give the run-ID.wandb of an offline-run folder"
+                )
+            for record in _wandb_records(stream):
+                history = parse(record).history
+                if history.item:
+                    row = {
+                        item.key or ".".join(item.nested_key): json.loads(item.value_json or "null")
+                        for item in history.item
+                    }
+                    rows.add(json_numbers({"_step": history.step.num} | row))
     except (ValueError, DecodeError, RecursionError) as error:
         warnings.append(f"{path}: {error}; read as far as that")
     return rows.log(path, "jsonl", tags, warnings)
 
 
-def _wandb_records(content: bytes) -> Iterator[bytes]:
+def _wandb_records(stream: BinaryIO) -> Iterator[bytes]:
     record, place = b"", _FILE_HEADER.size
-    while place + _HEADER.size <= len(content):
-        rest_of_block = _BLOCK_BYTES - place % _BLOCK_BYTES
-        if rest_of_block < _HEADER.size:  # too short for a header: zeros
-            place += rest_of_block
+    while len(header := stream.read(min(_HEADER.size, _BLOCK_BYTES - place % _BLOCK_BYTES))):
+        if len(header) < _HEADER.size:  # the end of a block, too short for a header: zeros
+            place += len(header)
             continue
-        checksum, size, kind = _HEADER.unpack_from(content, place)
-        text = content[place + _HEADER.size : place + _HEADER.size + size]
+        checksum, size, kind = _HEADER.unpack(header)
+        text = stream.read(size)
         if len(text) < size:
             raise ValueError(f"the record at byte {place} is cut")
         if zlib.crc32(text, zlib.crc32(bytes([kind]))) != checksum:
             raise ValueError(f"the record at byte {place} is damaged")
         record = text if kind in (_FULL, _FIRST) else record + text
+        if len(record) > LARGEST_RECORD:
+            raise ValueError(
+                f"the record before byte {place} has more than {LARGEST_RECORD:,} bytes"
+            )
         if kind in (_FULL, _LAST):
             yield record
         place += _HEADER.size + size
@@ -268,27 +307,31 @@ def read_mlflow(run: Path, tags: Mapping[str, str]) -> Log:
         OSError: a file cannot be read.
     """
     rows, warnings = RowCollector(), list[str]()
+    found: list[tuple[float, float, str, float]] = []  # time in ms, step, name, value
     for path in sorted(path for path in (run / "metrics").rglob("*") if path.is_file()):
         name = path.relative_to(run / "metrics").as_posix()
         broken: list[int] = []
-        for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), start=1):
-            try:
-                moment, value, step = line.split()[:3]
-                numbers = {"step": float(step), name: float(value), "time": float(moment) / 1e3}
-            except ValueError:
-                broken.append(number)
-                continue
-            rows.add(numbers.items())
+        with open_regular(path) as stream:
+            for number, line in enumerate(read_lines(stream), start=1):
+                try:
+                    moment, value, step = map(float, line.split()[:3])
+                    found.append((moment, step, name, value))
+                except ValueError:
+                    broken.append(number)
         if broken:
             warnings.append(
                 f"{path}:{broken[0]}: not `timestamp value step`; skipped {len(broken)} lines"
             )
+    # A restart writes all metrics again: each file alone does not show in which order.
+    found.sort(key=lambda each: each[0])
+    for moment, step, name, value in found:
+        rows.add([("step", step), (name, value), ("time", moment / 1e3)])
     return rows.log(run, "jsonl", tags, warnings)
 
 
 def is_tag_table(path: Path) -> bool:
     """Whether a file is TensorBoard's CSV of one tag: `Wall time,Step,Value`."""
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         return stream.readline(100).strip().lower() == b"wall time,step,value"
 
 
@@ -311,7 +354,7 @@ def read_split_log(path: Path, tags: Mapping[str, str]) -> Log:
     rows, series, warnings = RowCollector(), dict[str, TagSeries](), list[str]()
     for file in files:
         if found := _STEP_JSON.fullmatch(file.name):
-            row = parse_row(file.read_bytes())
+            row = parse_row(read_limited(file))
             if isinstance(row, dict):
                 rows.add([("step", float(found["step"])), *json_numbers(row)])
             else:

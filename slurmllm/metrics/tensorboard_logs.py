@@ -19,6 +19,7 @@ import numpy as np
 
 from slurmllm.errors import RunError
 from slurmllm.metrics.log_series import Log, TagSeries
+from slurmllm.safe_files import open_regular
 
 _MAX_DEPTH = 3
 _EVENT_FILE = re.compile(r".*tfevents\.(?P<seconds>\d+)\..*")
@@ -103,7 +104,7 @@ def read_tensorboard(source: Path, tags: Mapping[str, str]) -> Log:
         read = read_event_file(path)
         warnings += read.warnings
         starts += [before, *(before + place for place in read.starts)]
-        for tag, one in _steps_from_tag(read.series, tags.get("step")).items():
+        for tag, one in _steps_from_tag(read.series, tags.get("step"), path).items():
             moved = TagSeries(one.order + before, one.steps, one.values, one.times)
             series.setdefault(tag, []).append(moved)
         before += read.events
@@ -141,7 +142,7 @@ def read_event_file(path: Path) -> EventFile:
     starts: list[int] = []
     warnings: list[str] = []
     malformed = 0
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         try:
             for record in _records(stream):
                 try:
@@ -234,11 +235,24 @@ def _tensor_scalar(value: Any) -> float | None:
     return float(found.item()) if found.size == 1 and found.dtype.kind in "fiu" else None
 
 
-def _steps_from_tag(series: dict[str, TagSeries], key: str | None) -> dict[str, TagSeries]:
-    """Replace the events' steps by the values of the tag `key`, if the user named one."""
+def _steps_from_tag(
+    series: dict[str, TagSeries], key: str | None, path: Path
+) -> dict[str, TagSeries]:
+    """Replace the events' steps by the values of the tag `key`, if the user named one.
+
+    Raises:
+        RunError: one of them is not a whole number.
+    """
     if key is None or key not in series:
         return series
     # Of an event step that occurs several times the last value counts.
+    values = series[key].values
+    fractional = values[np.isfinite(values) & (values != np.floor(values))]
+    if fractional.size:
+        raise RunError(
+            f"{path}: {key} is {fractional[0]:g}, not a whole number; name another tag with "
+            "--tag step=TAG"
+        )
     by_step = dict(zip(series[key].steps.tolist(), series[key].values.tolist(), strict=True))
     found = {}
     for tag, one in series.items():

@@ -13,6 +13,7 @@ from slurmllm.graphs.archive import faults
 from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.rundir import RunDir
+from slurmllm.safe_files import open_regular
 from slurmllm.supervise import attempts, first_failure
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.attempt_monitor import Observations
@@ -94,7 +95,7 @@ def _with_stacks(
 def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:
     """The end of a worker's log; rank 0 shares the stage's log with earlier attempts."""
     try:
-        with first_failure.log_of(run, record, rank).open("rb") as stream:
+        with open_regular(first_failure.log_of(run, record, rank)) as stream:
             stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
             lines = stream.read().decode("utf-8", errors="replace").splitlines()
     except OSError:

@@ -8,9 +8,11 @@ there is nothing else.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from signal import Signals
 from typing import NamedTuple
@@ -19,6 +21,7 @@ from slurmllm.error_patterns import telling_line
 from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.rundir import AttemptDir, RunDir, Stage
+from slurmllm.safe_files import read_limited
 from slurmllm.supervise.attempts import failure_records, load_attempts, node_records
 from slurmllm.supervise.classify import (
     FailedWorker,
@@ -113,18 +116,18 @@ def last_lines(run: RunDir, record: AttemptRecord, rank: int, lines: int) -> lis
     log = GrowingLog(log_of(run, record, rank))
     if rank != 0:
         log.skip_to_last(lines)
-        return [*log.lines(), *log.flush()][-lines:]
+        return list(deque(chain(log.lines(), log.flush()), lines))
     # Rank 0 shares the stage's log with the supervisor and the other attempts.
-    found: list[str] = []
+    found: deque[str] = deque(maxlen=lines)
     begin, following = (f"{record.stage} attempt {n}" for n in (record.attempt, record.attempt + 1))
     for text in (*log.lines(), *log.flush()):
         message = message_of(text)
         if message.startswith((f"{following}:", f"{following} ")):
             break
         if message.startswith((f"{begin}:", f"{begin} ")) and "→" not in message:
-            found = []
+            found.clear()
         found.append(text)
-    return found[-lines:]
+    return list(found)
 
 
 def _most_likely(
@@ -171,10 +174,15 @@ def read_locations(attempt: AttemptDir) -> dict[int, StackLocation]:
     for path in sorted(folder.glob("rank_*.txt")) if folder.is_dir() else []:
         try:
             rank = int(path.stem.removeprefix("rank_"))
-            found[rank] = stack_location(path.read_text(errors="replace"))
+            found[rank] = stack_location(read_stacks(attempt, rank))
         except (OSError, ValueError):
             continue
     return found
+
+
+def read_stacks(attempt: AttemptDir, rank: int) -> str:
+    """The dump of a worker's stacks; OSError if it cannot be read."""
+    return read_limited(attempt.stacks(rank)).decode(errors="replace")
 
 
 def stack_location(dump: str) -> StackLocation:

@@ -27,7 +27,13 @@ from slurmllm.config.operation import WatchdogConfig
 from slurmllm.errors import StorageError
 from slurmllm.records import AttemptRecord, HangRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.rundir import AttemptDir, RunDir
-from slurmllm.safe_files import check_private_folder, open_lock, write_whole
+from slurmllm.safe_files import (
+    check_private_folder,
+    open_lock,
+    open_regular,
+    read_limited,
+    write_whole,
+)
 from slurmllm.worker_files import PHASE_FILE, STACKS_FILE, STACKS_SIGNAL, read_phase
 
 LOOK_S = 2.0  # interval between looks at the heartbeats
@@ -115,7 +121,7 @@ def recent_step_times(run: RunDir) -> list[float]:
     found: list[float] = []
     for path in reversed(run.metrics_files()):
         times = []
-        with suppress(OSError), path.open("rb") as stream:
+        with suppress(OSError), open_regular(path) as stream:
             stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
             # The first line is the attempt's first step, or cut by the seek.
             for line in stream.read().splitlines()[1:]:
@@ -276,7 +282,7 @@ class Heartbeats:
 
     def _read_dump(self, rank: int) -> str:
         try:
-            return self._file(f"{rank}.stacks").read_text(errors="replace")
+            return read_limited(self._file(f"{rank}.stacks")).decode(errors="replace")
         except OSError:
             return ""
 

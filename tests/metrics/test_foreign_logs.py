@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,8 +77,14 @@ def test_json_lines_that_are_mixed_or_without_a_step(tmp_path: Path) -> None:
     ):
         read_curve(path)
     assert read_curve(path, {"step": "epoch"}).steps.tolist() == [1]
-    path.write_text('{"step": 1.5, "loss": 2.0, "learning_rate": 1}\n{"step": 2, "loss": 1.0}\n')
-    assert "1 of 2 rows: step is 1.5, not an integer of 0 or" in read_curve(path).warnings[0]
+    rows = [
+        f'{{"step": {step}, "loss": 1.0, "learning_rate": 1}}\n' for step in (1, 1.5, *range(2, 20))
+    ]
+    path.write_text("".join(rows))
+    assert "1 of 20 rows: step is 1.5, not an integer of 0 or" in read_curve(path).warnings[0]
+    path.write_text("".join(rows[:3]))
+    with pytest.raises(RunError, match=r"x.jsonl:2: step is 1.5, not a whole number; .*--tag step"):
+        read_curve(path)
 
 
 def test_a_json_document_of_columns(tmp_path: Path) -> None:
@@ -319,6 +328,49 @@ def test_a_damaged_gzip_file_is_read_as_far_as_it_goes(
     if damage != "flipped":  # what follows the byte is unpacked to something else
         assert read == pytest.approx(LOSSES[: len(read)], abs=1e-16)
         assert len(read) == len(LOSSES) or damage == "cut"
+
+
+def test_cells_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(
+        'step,loss,note\n999,2.0,ok\n"1,000",1.9,ok\n"1,001",1.8,NA\n1002,n/a,ok\n1003,1.7,ok\n'
+    )
+    curve = read_curve(path)
+    assert curve.steps.tolist() == [999, 1003]
+    assert curve.warnings == (
+        f"{path}:3: '1,000' in column 'step' is not a number; such cells are missing values: 2",
+    )
+
+
+def test_a_number_that_may_be_cut_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("step,loss\n1,2.25\n2,1.9")  # of 1.95
+    curve = read_curve(path)
+    assert (curve.steps.tolist(), curve.columns["loss"].tolist()) == ([1], [2.25])
+    assert curve.warnings == (f"{path}:3: skipped the truncated last line: it has no line end",)
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.jsonl", "x.json", "metrics/loss"])
+def test_endless_logs_are_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    os.truncate(path, 50 << 30)
+    code = (
+        "import resource, sys; from pathlib import Path; "
+        "from slurmllm.errors import RunError; from slurmllm.metrics.source import read_curve\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (4 << 30,) * 2)\n"
+        "try: read_curve(Path(sys.argv[1]))\n"
+        "except RunError as error: print(error)"
+    )
+    source = path
+    if name == "metrics/loss":
+        (tmp_path / "meta.yaml").touch()
+        source = tmp_path
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(source)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip(), done.stderr[-500:]
 
 
 def test_a_table_of_one_endless_line_has_no_header(tmp_path: Path) -> None:

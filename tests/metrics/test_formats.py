@@ -225,6 +225,14 @@ def test_mlflows_file_store(tmp_path: Path) -> None:
         assert (curve.steps.tolist(), curve.name) == (list(range(1, 7)), "aaa")
         assert curve.columns["loss"].tolist() == LOSSES
         assert curve.columns["time"][0] == 1795406440.215
+    restarted = tmp_path / "restarted"
+    write_mlflow(restarted)
+    for name, values in (("train/loss", LOSSES[4:]), ("lr", [2e-4, 2e-4])):  # from step 5 on
+        with (restarted / "metrics" / name).open("a") as stream:
+            stream.writelines(f"17954064402{20 + at} {v} {5 + at}\n" for at, v in enumerate(values))
+    curve = read_curve(restarted)
+    assert curve.columns["lr"].tolist() == [1e-4] * 4 + [2e-4] * 2
+    assert (curve.overlap_rows, curve.overlap_identical) == (2, False), "of the learning rate too"
     write_mlflow(tmp_path / "mlruns" / "0" / "bbb")
     with pytest.raises(RunError, match=r"holds 2 MLflow runs: 0/aaa, 0/bbb; name one"):
         read_curve(tmp_path / "mlruns")
@@ -340,7 +348,7 @@ def test_steps_out_of_order_are_reported_once(suffix: str, tmp_path: Path) -> No
                 lines = ["step,loss", *(f"{step},{loss}" for step, loss in rows)]
             case _:
                 lines = [json.dumps({"iteration": step, "loss": loss}) for step, loss in rows]
-        path.write_text("\n".join(lines) if suffix != ".json" else f"[{','.join(lines)}]")
+        path.write_text("\n".join([*lines, ""]) if suffix != ".json" else f"[{','.join(lines)}]")
         return read_curve(path).warnings
 
     head = 1 + (suffix in (".log", ".csv"))

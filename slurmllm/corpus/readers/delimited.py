@@ -1,8 +1,8 @@
 """CSV and TSV files: one row per document, the text in one column, or in two.
 
-Arrow reads them, several times as fast as Python's reader, up to the first row that it refuses. From
-there Python's reader continues, which reads the rows before once more: it knows the line of a row,
-takes cells of any bytes, and continues after a row that cannot be read.
+Arrow reads them, several times as fast as Python's reader, up to the first row that it refuses.
+From there Python's reader continues, which reads the rows before once more: it knows the line of a
+row, takes cells of any bytes, and continues after a row that cannot be read.
 """
 
 from __future__ import annotations
