@@ -243,6 +243,8 @@ def _stacks(run: RunDir, rank: int | None) -> str:
         raise RunError(f"{run.name} has no stacks: no attempt of it has hung")
     attempt = hung[-1]
     places = read_locations(attempt)
+    if not places:
+        raise RunError(f"{run.name} has no stacks that can be read; see {attempt.path}")
     if rank is not None and rank not in places:
         known = ", ".join(map(str, sorted(places)))
         raise RunError(f"rank {rank}: no stacks in attempt {attempt.number}; there are {known}")

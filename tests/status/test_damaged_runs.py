@@ -33,6 +33,9 @@ from slurmllm.records import (
 )
 from slurmllm.rundir import RunDir
 from slurmllm.slurm import client
+from slurmllm.supervise.evidence import _log_tail
+from slurmllm.supervise.watchdog import recent_step_times
+from slurmllm.worker_files import read_phase
 
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 PLENTY = 10 << 30  # bytes
@@ -186,6 +189,29 @@ def test_a_configuration_that_stands_for_too_much(kind: str) -> None:
     found = {run["name"]: run for run in json.loads(done.stdout)["runs"]}
     assert (found["good"]["state"], found["bad"]["state"]) == ("done", "damaged")
     assert found["bad"]["reason"]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
+def test_files_of_workers_are_read_within_limits(kind: str) -> None:
+    """Stacks, phases, logs and metrics, as `logs`, the launchers and the supervisor read them."""
+    signal.alarm(30)
+    run = make("damaged")
+    record = AttemptRecord.load(run.attempt("train", 0).record)
+    stacks, phase, log = run.attempt("train", 0).stacks(1), run.path / "phase", run.metrics(0)
+    log.unlink()
+    stacks.parent.mkdir(parents=True)
+    run.worker_log("train", 0, 1).parent.mkdir(parents=True)
+    for path in (stacks, phase, log, run.worker_log("train", 0, 1)):
+        KINDS[kind](path)
+    done = CliRunner().invoke(cli, ("logs", "damaged", "--stacks"))
+    assert (done.exit_code, "no stacks that can be read" in done.output) == (2, True)
+    assert read_phase(phase) is None
+    assert recent_step_times(run) == []
+    assert len("".join(_log_tail(run, record, 1))) <= 1 << 16
+    run.stage_log("train").unlink()
+    if kind != "sparse":  # a long log is printed
+        KINDS[kind](run.stage_log("train"))
+        assert CliRunner().invoke(cli, ("logs", "damaged")).exit_code == 2
 
 
 def test_numbers_that_no_run_has() -> None:
