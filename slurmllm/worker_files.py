@@ -53,7 +53,7 @@ class PhaseWriter:
 def read_phase(path: Path) -> WorkerPhase | None:
     """Read a worker's phase; None if it has written none yet."""
     try:
-        phase, step, since = read_limited(path, 4096).split()
+        phase, step, since = read_limited(path, 4096).decode().split()
         if phase not in get_args(Phase):
             return None
         return WorkerPhase.model_validate(
