@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slurmllm.drill.checks import DrillReport, DrillResult
-    from slurmllm.records import Submission
 
 _HEADINGS = (
     "kind", "at step", "class", "lost", "to next step", "requeue", "detection", "preflight",
@@ -79,7 +78,9 @@ def drill(
             raise RunError(f"--tolerance {tolerance:g}: a tolerance is 0 or more, such as 1e-3")
         tolerances = Tolerances(loss=tolerance, grad_norm=tolerance)
     found = find_run(run, runs_dir)
-    wanted, here = _place(JobsRecord.of(found).last, nodes, local)
+    if nodes is not None and nodes < 1:
+        raise RunError(f"--nodes {nodes}: must be 1 or more")
+    wanted, here = options.as_before(JobsRecord.of(found).last, nodes, local)
     plan = make_plan(
         found, load(found.config, trusted=True), wanted, here, parse_kinds(kinds, wanted),
         steps=steps, seed=seed, overrides=overrides,
@@ -112,16 +113,6 @@ def drill(
     else:
         _print(report)
     ctx.exit(0 if report.passed else EXIT_NEGATIVE)
-
-
-def _place(last: Submission | None, nodes: int | None, local: bool) -> tuple[int, bool]:
-    """Nodes, and whether they are launchers on this machine; by default as the run's."""
-    from slurmllm.errors import RunError
-
-    if nodes is not None and nodes < 1:
-        raise RunError(f"--nodes {nodes}: must be 1 or more")
-    wanted = nodes if nodes is not None else last.nodes if last else 1
-    return wanted, local or (last is not None and last.local)
 
 
 @contextlib.contextmanager

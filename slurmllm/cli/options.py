@@ -19,6 +19,7 @@ from slurmllm.format import printable
 
 if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
+    from slurmllm.records import Submission
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SIDE = re.compile(r"([A-Z]|#\d+):")  # as `curve_letter` names a source
@@ -189,6 +190,12 @@ def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
         return verb
 
     return add
+
+
+def as_before(last: Submission | None, nodes: int | None, local: bool) -> tuple[int, bool]:
+    """Nodes, and whether they are launchers on this machine; by default as the last submission."""
+    wanted = nodes if nodes is not None else last.nodes if last else 1
+    return wanted, local or (last is not None and last.local)
 
 
 def echo_json(value: Any, indent: int | None = 2) -> None:

@@ -70,11 +70,7 @@ def status(
 
 
 class _ShownStates:
-    """The states that one refresh shows.
-
-    Args:
-        empty_text: What to print if there are no runs; None if RUN was given.
-    """
+    """The states of one refresh; `empty_text` is for no runs, and None if RUN was given."""
 
     def __init__(self, states: list[RunState], empty_text: str | None) -> None:
         self.states, self.empty_text = states, empty_text

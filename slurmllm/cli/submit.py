@@ -271,8 +271,7 @@ def resume(
             )
         if not from_scratch and config.recipe.checkpoint.replica is None:
             require_recorded(found)  # a worker finds out too, hours in the queue later
-        wanted = nodes if nodes is not None else last.nodes if last else 1
-        here = local or (last is not None and last.local)
+        wanted, here = options.as_before(last, nodes, local)
         excluded = [] if here else to_avoid(client, found, config, wanted)
         prepared = prepare(
             RunRequest(

@@ -57,10 +57,8 @@ def assumed(
     A save is copied by all nodes at once, written as fast as the nodes and the file system can, and
     closed in a few seconds. A start-up reads as much, after imports, rendezvous and devices
     (150 s on accelerators, 15 s on CPUs) plus models and graphs, which take longer the larger they
-    are. The number of workers is ignored.
-
-    Args:
-        asynchronous: Whether training goes on while a save is written.
+    are. The number of workers is ignored. With `asynchronous` training goes on while a save is
+    written.
     """
     state_bytes, billions = STATE_BYTES * num_parameters, num_parameters / 1e9
     moved_s = state_bytes / min(STORAGE_BYTES_S, nodes * COPY_BYTES_S)
@@ -98,10 +96,7 @@ def noticing(config: RunConfig, step_s: float) -> DetectionDelay:
 
 
 def lost_time(config: RunConfig, nodes: int, step_s: float, steps: int | None = None) -> LostTime:
-    """Expected time that a run loses to saves, failures and restarts.
-
-    Args:
-        steps: Steps of the whole run; None: the recipe's.
+    """Expected time that a run of `steps`, or the recipe's, loses to saves, failures and restarts.
 
     Raises:
         ConfigError: the run would make no progress: its time limit ends before the first step

@@ -54,8 +54,7 @@ _ALLREDUCE_BUCKET, _ZERO_BUCKETS = GIB, 2 * 130 * 2**20
 def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int]:
     """What one worker needs: bytes by part at the step's fullest moment, which add up to the peak.
 
-    Args:
-        rank: Which worker; all of a pipeline stage need the same.
+    All workers of a pipeline stage need the same.
 
     Returns:
         Of these what is not 0: weights; master_weights, ZeRO-1's shard of them; optimizer, both

@@ -40,11 +40,9 @@ class PlanCurve:
 
 @rc_context(fname=PICTURE_STYLE)
 def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Figure:
-    """Draw throughput, cost and memory; a panel without data is left out.
+    """Draw throughput, cost, and the memory of labelled layouts; panels without data are left out.
 
-    Args:
-        curves: One line each; those with a single node count are left out.
-        layouts: Label → memory of a worker; one bar each.
+    Curves with a single node count have no line.
     """
     curves = [curve for curve in curves if len(curve.nodes) > 1]
     priced = [curve for curve in curves if curve.usd is not None]

@@ -218,11 +218,7 @@ def plan_recipe(
     price: PriceKind,
     tokens: int | None,
 ) -> RecipePlan:
-    """Plan a recipe on each of several node counts.
-
-    Args:
-        counts: Node counts, ascending.
-        tokens: Tokens to train on; None: the recipe's own steps.
+    """Plan a recipe on each of several node counts, ascending.
 
     Raises:
         ConfigError: the profile lacks hardware figures or that price.

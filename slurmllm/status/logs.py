@@ -77,11 +77,7 @@ class MergedLogs:
         )
 
     def poll(self, last: bool = False) -> Iterator[RankLine]:
-        """The lines added since the last call.
-
-        Args:
-            last: Whether no more will be added: lines without a newline are included.
-        """
+        """The lines added since the last call, of the `last` one also those without a newline."""
         for stage in self.stages:
             log = self._stage_log(stage)
             yield from self._merge_attempts(stage, log.lines(), last=False)

@@ -83,9 +83,7 @@ def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str
 
     The order of the tests matters: records come before Slurm, which forgets jobs after minutes,
     and a job that runs comes before the record of an attempt that it may be about to supersede.
-
-    Args:
-        jobs: Stage → state of its job; not read if the records show that the run has ended.
+    `jobs`, by stage, are not read if the records show that the run has ended.
     """
     run, sent, last = records.run, records.sent, records.last
     if last is not None and last.action == "finish":
@@ -197,10 +195,8 @@ def read_job_states(
 ) -> dict[str, JobState]:
     """Stage → state of the jobs of a submission.
 
-    Args:
-        queue: Result of `query_queue`.
-        brief: Whether one active job is enough: sacct is called once for every job that has left
-            the queue, which takes long for a list of runs.
+    `brief`: one active job is enough, as sacct is called once for every job that has left the
+    queue, which takes long for a list of runs.
     """
     jobs, ids = {}, job_ids(sent)
     enough = brief and any(job in queue.jobs and queue.jobs[job].active for job in ids.values())
