@@ -166,11 +166,7 @@ def node_pids(run: RunDir, node: str | None = None) -> list[int]:
 
 
 def supervisor_pids(run: RunDir) -> list[int]:
-    """The supervisor on this machine.
-
-    Raises:
-        NodeError: it does not run here.
-    """
+    """The supervisor on this machine; raises NodeError if it does not run here."""
     pids = [process.pid for process in find_processes(run) if process.role == "supervise"]
     if not pids:
         raise NodeError(f"the supervisor of {run.name} does not run here")

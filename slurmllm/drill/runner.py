@@ -39,11 +39,7 @@ class Runner(ABC):
 
     @abstractmethod
     def start(self, run: RunDir, nodes: int) -> None:
-        """Start a run whose directory has a configuration.
-
-        Raises:
-            SlurmllmError: the error of `slurmllm resume`.
-        """
+        """Start a run whose directory has a configuration; raises as `slurmllm resume` does."""
 
     @abstractmethod
     def start_on_node(

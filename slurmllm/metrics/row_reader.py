@@ -122,11 +122,7 @@ def last_row(run: RunDir) -> Row | None:
 
 
 def last_row_of(path: Path) -> Row | None:
-    """Read the last whole row of a metrics file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Read the last whole row of a metrics file; raises OSError if it cannot be read."""
     return next(iter(last_rows(path, 1)), None)
 
 

@@ -58,11 +58,7 @@ class RunRecords:
 
 
 def read_records(run: RunDir, config: ConfigSummary) -> RunRecords:
-    """Read the records of a run.
-
-    Raises:
-        StorageError: one is damaged.
-    """
+    """Read the records of a run; raises StorageError if one is damaged."""
     sent = JobsRecord.of(run).last
     return RunRecords(
         run, config, sent, load_attempts(run, "train"), load_attempts(run, "precompile")

@@ -196,10 +196,10 @@ class Utilization(BaseModel):
     usd_per_node_hour: float | None = None
     warnings: tuple[str, ...] = ()
 
-    @computed_field(description="of node_hours; all 0 without node hours")  # type: ignore[prop-decorator]
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def shares(self) -> dict[TimePart, float]:
-        """Each part's share of the node hours."""
+        """Each part's share of the node hours; all 0 without node hours."""
         return {part: _ratio(hours, self.node_hours) or 0.0 for part, hours in self.parts.items()}
 
     @computed_field  # type: ignore[prop-decorator]
