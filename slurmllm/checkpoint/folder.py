@@ -23,6 +23,11 @@ MANIFEST = "manifest.json"
 _PICKLED = (".metadata", ".distcp", ".pt")  # files of DCP and of neuronx-distributed
 
 
+def fsync_file(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
 def describe(directory: Path, name: str, sha256: str | None = None) -> CheckpointFile:
     """Returns size and checksum of one file, which is read unless its `sha256` is given."""
     path = directory / name

@@ -14,7 +14,6 @@ node ends the save everywhere: the temporary folder is removed, older checkpoint
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -26,7 +25,7 @@ from typing import TypeVar
 
 from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.checkpoint.catalogue import REMOVED, list_checkpoints, remove_expired
-from slurmllm.checkpoint.folder import MANIFEST, describe, publish
+from slurmllm.checkpoint.folder import MANIFEST, describe, fsync_file, publish
 from slurmllm.checkpoint.shards import ShardBackend, ShardWrite
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError
@@ -140,11 +139,7 @@ class Save:
 
     def _describe(self, shards: ShardWrite, name: str) -> CheckpointFile:
         # Whoever wrote the file may have closed it without an fsync.
-        descriptor = os.open(self._temporary / name, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        fsync_file(self._temporary / name)
         return describe(self._temporary, name, shards.sha256(name))
 
     def _publish(self, manifest: CheckpointManifest) -> None:

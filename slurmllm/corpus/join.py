@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import mmap
-import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,11 +29,14 @@ import pyarrow.ipc
 from slurmllm.corpus.finished_shard import FinishedShard, mark_duplicates
 from slurmllm.corpus.options import BuildOptions, TokenDtype
 from slurmllm.corpus.work_folder import OutputFile, WorkFolder, write_error
+from slurmllm.data.sources.tokenized import (
+    MEGATRON_HEADER,
+    MEGATRON_MAGIC,
+    MEGATRON_TYPES,
+    MEGATRON_VERSION,
+)
 from slurmllm.errors import DataError
 
-_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
-_VERSION = 1
-_TYPE_CODES: dict[TokenDtype, int] = {"uint16": 8, "int32": 4}
 _AT_ONCE = 1 << 20
 # The index stores lengths as int32.
 _LONGEST = 2**31 - 1
@@ -162,8 +164,10 @@ def write_tokens(
         for part in shard.contents("tokens", itemsize):
             bin_file.write(part)
             on_progress(bin_file.size_bytes)
-    header = struct.pack("<QBQQ", _VERSION, _TYPE_CODES[dtype], documents, documents + 1)
-    idx_file.write(_MEGATRON_MAGIC + header)
+    code = next(code for code, kind in MEGATRON_TYPES.items() if np.dtype(kind) == np.dtype(dtype))
+    idx_file.write(
+        MEGATRON_HEADER.pack(MEGATRON_MAGIC, MEGATRON_VERSION, code, documents, documents + 1)
+    )
     for shard in shards:
         for lengths in shard.values("tokens.lengths", np.int64):
             if lengths.max(initial=0) > _LONGEST:

@@ -27,6 +27,7 @@ from slurmllm.corpus.inputs import InputFile
 from slurmllm.corpus.options import BuildOptions, InputErrors, TokenizeOptions
 from slurmllm.corpus.readers import DocumentReader, Documents
 from slurmllm.corpus.work_folder import WorkFolder
+from slurmllm.data.sources.base import prompt_content
 from slurmllm.errors import DataError, StorageError
 from slurmllm.records import Record
 
@@ -293,7 +294,7 @@ def digest(documents: Documents) -> tuple[Digests, Digests]:
         parts = [xxh3(text) for text in spans[0]]
     else:
         parts = [
-            xxh3(b"".join((len(prompt).to_bytes(8, "little"), prompt, completion)))
+            xxh3(prompt_content(prompt, completion))
             for prompt, completion in zip(*spans, strict=True)
         ]
     # The digest's bytes are big endian.

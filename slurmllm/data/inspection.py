@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -231,18 +230,6 @@ def _describe_lengths(tokens: Integers) -> Lengths:
     )
 
 
-@dataclass(frozen=True)
-class CorpusFacts:
-    """Size of a corpus."""
-
-    documents: int
-    size: int  # of all documents
-    unit: Literal["bytes", "tokens"]
-    # To train on, end-of-document tokens included; None if the corpus is long enough without
-    # counting them.
-    tokens: int | None
-
-
 def check_corpora(
     corpora: Sequence[tuple[Path, float]],
     tokenizer: Path | None,
@@ -251,11 +238,15 @@ def check_corpora(
     global_batch: int,
     validation: float = 0.0,
     mask: Literal["none", "document"] = "none",
-) -> list[CorpusFacts]:
+) -> list[int | None]:
     """Check that a model can be trained on corpora with a tokenizer; arguments as `StreamSpec`.
 
     Reads the tokenizer, each corpus's metadata and its first documents; more only if the corpus
     might be shorter than its part of a global batch, and no more than that.
+
+    Returns:
+        The tokens to train on of each corpus, end-of-document tokens included; None if there are
+        enough without counting all of them.
 
     Raises:
         SlurmllmError: corpus or tokenizer are missing, unreadable, damaged or do not fit.
@@ -268,7 +259,7 @@ def check_corpora(
             f"tokenizer with at most {vocab_size}"
         )
     total = sum(weight for _, weight in corpora)
-    facts = []
+    counts = []
     for source, (_, weight) in zip(sources, corpora, strict=True):
         # Detects a damaged file and ids beyond the vocabulary.
         source.read([(document, 0) for document in range(min(len(source), _FIRST_DOCUMENTS))])
@@ -285,8 +276,8 @@ def check_corpora(
                 f"takes: train.global_batch {global_batch} x model.seq_len {seq_len}{share} = "
                 f"{needed}; add text to the corpus, or lower train.global_batch or model.seq_len"
             )
-        facts.append(CorpusFacts(len(source), source.total_size, source.size_unit, tokens))
-    return facts
+        counts.append(tokens)
+    return counts
 
 
 def _count_enough_tokens(source: Source, split: Split, enough: int) -> int | None:

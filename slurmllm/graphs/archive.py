@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 from slurmllm.artifact_records import GraphFile, GraphManifest, GraphState
@@ -40,11 +40,7 @@ _MAX_CHARACTERS = 200  # of a compiler's log in a message
 
 
 def empty_cache(cache: Path) -> None:
-    """Make an empty cache folder, removing an old one.
-
-    Raises:
-        NodeError: The node-local disk refuses.
-    """
+    """Make an empty cache folder, removing an old one; NodeError if the node's disk refuses."""
     with node_disk(f"make {cache}"):
         check_private_folder(cache.parent)
         if cache.exists():
@@ -97,7 +93,7 @@ def pack_archive(
     """
     environment = load_environment(backend)
     graphs = environment.graphs(cache)
-    try:
+    with archiving(run):
         shutil.rmtree(run.graph_log("").parent, ignore_errors=True)
         states = []
         for graph in graphs:
@@ -106,12 +102,7 @@ def pack_archive(
                 copy = run.graph_log(graph.name)
                 write_atomic(copy, graph.log.read_text(encoding="utf-8", errors="replace"))
                 log = str(copy.relative_to(run.path))
-            states.append(
-                GraphState(
-                    name=graph.name, folder=graph.folder, state=graph.state,
-                    compiler=graph.compiler, log=log,
-                )
-            )  # fmt: skip
+            states.append(GraphState.model_validate({**graph._asdict(), "log": log}))
         uncompiled = {graph.folder for graph in graphs if graph.state != "compiled"}
         archive = run.graphs_archive()
         files = write_archive(cache, archive, without=uncompiled)
@@ -131,8 +122,6 @@ def pack_archive(
             missing_nodes=tuple(missing_nodes),
             fingerprint=fingerprint or "",
         )
-    except OSError as error:
-        raise archive_error(run, error) from error
     # The manifest makes the archive current; the old ones go after it.
     manifest.save(run.graphs_manifest)
     remove_old_archives(run, manifest.archive)
@@ -151,10 +140,8 @@ def submit_graphs(cache: Path, run: RunDir, node: str, without: Iterable[str] = 
     Raises:
         StorageError: The shared file system refuses.
     """
-    try:
+    with archiving(run):
         write_archive(cache, run.graphs_of_node(node), without=without)
-    except OSError as error:
-        raise archive_error(run, error) from error
 
 
 def collect_graphs(
@@ -180,14 +167,12 @@ def collect_graphs(
         if not source.is_file():
             missing.append(node)
             continue
-        try:
+        with archiving(run):
             with open_trusted(source, group) as stream, tarfile.open(fileobj=stream) as archive:
                 # Equal names are equal graphs: names are digests of the content.
                 new = [member for member in archive if not (cache / member.name).exists()]
                 archive.extractall(cache, members=new, filter="data")
             source.unlink()
-        except OSError as error:
-            raise archive_error(run, error) from error
     return missing
 
 
@@ -200,24 +185,20 @@ def remove_submitted(run: RunDir, nodes: Sequence[str]) -> None:
 def archive_files(cache: Path, without: Iterable[str] = ()) -> list[Path]:
     """The files of a cache that belong into an archive: no locks, and nothing in `without`."""
     excluded = frozenset(without)
-    found = []
-    for path in sorted(cache.rglob("*")):
-        inside = PurePosixPath(path.relative_to(cache))
-        if path.name == _MARKER or path.suffix == ".lock" or not path.is_file():
-            continue
-        if excluded.isdisjoint(str(parent) for parent in inside.parents):
-            found.append(path)
-    return found
+    return [
+        path
+        for path in sorted(cache.rglob("*"))
+        if path.name != _MARKER
+        and path.suffix != ".lock"
+        and path.is_file()
+        and excluded.isdisjoint(map(str, path.relative_to(cache).parents))
+    ]
 
 
 def write_archive(
     cache: Path, target: Path, without: Iterable[str] = (), only: Iterable[Path] | None = None
 ) -> tuple[GraphFile, ...]:
-    """Write the files of a cache to an archive, atomically: all but some folders, or `only` some.
-
-    Raises:
-        OSError: A disk refuses.
-    """
+    """Write files of a cache to an archive, atomically: all but some folders, or `only` some."""
     files = archive_files(cache, without) if only is None else only
 
     def fill(archive: tarfile.TarFile) -> tuple[GraphFile, ...]:
@@ -282,12 +263,17 @@ def load_manifest(run: RunDir, group: str | None = None) -> GraphManifest:
         raise StorageError(f"{error}; {again}") from error
 
 
-def archive_error(run: RunDir, error: OSError | ValueError) -> StorageError:
-    reason = getattr(error, "strerror", None) or error
-    return StorageError(
-        f"cannot archive the compiled graphs into {run.graphs}: {reason}; "
-        "free space and `slurmllm resume`"
-    )
+@contextmanager
+def archiving(run: RunDir) -> Iterator[None]:
+    """Raise a StorageError for what the file system refuses, or what does not match."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise StorageError(
+            f"cannot archive the compiled graphs into {run.graphs}: {reason}; "
+            "free space and `slurmllm resume`"
+        ) from error
 
 
 def checksum(path: Path) -> str:
@@ -383,9 +369,9 @@ def faults(manifest: GraphManifest, run: RunDir) -> tuple[str, ...]:
         if state.log is not None:
             last = "the log is gone"
             with suppress(OSError):
-                text = read_limited(run.path / state.log).decode(errors="replace")
-                texts = [line.strip() for line in text.split("\n") if line.strip()]
-                last = texts[-1][:_MAX_CHARACTERS] if texts else "the compiler wrote nothing"
+                text = read_limited(run.path / state.log).decode(errors="replace").strip()
+                last = text.rpartition("\n")[2].strip()[:_MAX_CHARACTERS]
+                last = last or "the compiler wrote nothing"
             lines.append(f"{state.name} failed: {last}; {state.log}")
         else:
             lines.append(f"{state.name} {state.state}: the compiler left no artifact and no log")

@@ -21,8 +21,8 @@ from slurmllm.artifact_records import GraphFile, GraphManifest, GraphState, NewG
 from slurmllm.backends.environment import load_environment
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import (
-    archive_error,
     archive_files,
+    archiving,
     checksum,
     open_archive,
     remove_old_archives,
@@ -47,7 +47,7 @@ def submit_new_graphs(
     known = _compiled(manifest.states) if versions == manifest.versions else set()
     graphs = environment.graphs(cache)
     states = tuple(
-        GraphState(name=g.name, folder=g.folder, state="compiled", compiler=g.compiler)
+        GraphState.model_validate(g._asdict())
         for g in graphs
         if g.state == "compiled" and g.folder not in known
     )
@@ -58,15 +58,13 @@ def submit_new_graphs(
     new = [f for f in archive_files(cache, others) if str(f.relative_to(cache)) not in archived]
     record = run.new_graphs / f"{attempt:03d}_{node}.json"
     archive = record.with_suffix(".tar")
-    try:
+    with archiving(run):
         # The archive before its record: without a record it is ignored.
         files = write_archive(cache, archive, only=new)
         NewGraphs(
             node=node, attempt=attempt, nodes=tuple(nodes), versions=versions,
             archive_sha256=checksum(archive), files=files, states=states,
         ).save(record)  # fmt: skip
-    except OSError as error:
-        raise archive_error(run, error) from error
     return tuple(state.name for state in states)
 
 
@@ -100,7 +98,7 @@ def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
             for state in graphs.states:
                 if state.folder not in known:
                     new.setdefault(state.folder, state)
-        try:
+        with archiving(run):
             if new:
                 tars = [tar for graphs, tar in submitted if graphs in usable]
                 if base.files:
@@ -111,8 +109,6 @@ def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
                 remove_old_archives(run, merged.archive)
             for folder in folders:
                 shutil.rmtree(folder)
-        except (OSError, ValueError) as error:
-            raise archive_error(run, error) from error
     return tuple(state.name for state in new.values())
 
 

@@ -42,9 +42,12 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
             elif module in norms:
                 parameter.fill_(1.0)
             else:
-                local, size, offset = _local(parameter)
+                region = local_region(parameter)
+                offset = [part.start for part in region]
+                size = [part.stop - part.start for part in region]
                 std = standard_deviation(config, name)
-                local.copy_(normal(parameter.shape, std, seed, name, offset, size))
+                values = normal(parameter.shape, std, seed, name, offset, size)
+                local_part(parameter).copy_(values)
     _reset_buffers(model)
 
 
@@ -52,10 +55,8 @@ def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor]) -> 
     """Set all weights, and compute the buffers; `read` returns a region of a parameter by name."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            local, size, offset = _local(parameter)
-            region = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
             # Only the worker's own region is read.
-            local.copy_(read(name, region))
+            local_part(parameter).copy_(read(name, local_region(parameter)))
     _reset_buffers(model)
 
 
@@ -107,11 +108,15 @@ def normal(
     return values
 
 
-def _local(parameter: Tensor) -> tuple[Tensor, Sequence[int], Sequence[int]]:
-    """This worker's shard of a parameter, its size, and its offset in the whole."""
-    if not isinstance(parameter, DTensor):
-        return parameter, parameter.shape, [0] * parameter.ndim
-    size, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return parameter.to_local(), size, offset
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_region(tensor: Tensor) -> tuple[slice, ...]:
+    """Return the region of the whole tensor that is this worker's shard."""
+    size, offset = tuple(tensor.shape), (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        size, offset = compute_local_shape_and_global_offset(
+            size, tensor.device_mesh, tensor.placements
+        )
+    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))

@@ -7,8 +7,8 @@ from mesh_pool import Case, MeshPool
 from mesh_pool import small_run as small
 from torch import Tensor
 
-from slurmllm.backends.native.parallel import local_part
 from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.model.init import local_part
 from slurmllm.plan.memory import worker_memory
 
 

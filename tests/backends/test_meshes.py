@@ -19,8 +19,9 @@ from mesh_pool import small_run as small
 from torch.distributed.tensor import DTensor
 
 from backends.conftest import STEPS, Reference, decayed
-from slurmllm.backends.native.parallel import Pipeline, local_part, num_copies
+from slurmllm.backends.native.parallel import Pipeline, num_copies
 from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.model.init import local_part
 from slurmllm.plan.parameters import parameter_shapes
 
 TOLERANCE = 1e-5

@@ -13,13 +13,13 @@ from torch import Tensor
 from train.gang import Gang, make_data, make_run
 
 from backends.conftest import LABELS, NewBackend, batch, micro_batches
-from slurmllm.backends.native.parallel import local_part
 from slurmllm.backends.native.precision import (
     StochasticAdamW,
     round_to_bf16,
     scramble,
 )
 from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.model.init import local_part
 
 MODES = ("fp32", "bf16_mixed", "bf16_sr", "bf16")
 PURE = ("bf16_sr", "bf16")
@@ -281,7 +281,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from backends.conftest import LABELS, batch, micro_batches
 from slurmllm.backends.base import Worker, load_backend
-from slurmllm.backends.native.parallel import local_part
+from slurmllm.model.init import local_part
 from slurmllm.backends.native.precision import StochasticAdamW
 from slurmllm.config.load import load
 from slurmllm.model.decoder import build_model

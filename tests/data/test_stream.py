@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
 import pytest
 from tokenizers import Tokenizer
 
 from slurmllm.data.order import DocumentOrder
 from slurmllm.data.sources import text
-from slurmllm.data.sources.arrow import Corpus
+from slurmllm.data.sources.arrow import ArrowFile
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.state import State, merge_states
 from slurmllm.data.stream import PackedStream
@@ -70,13 +72,14 @@ def test_seeds_give_other_batches(corpus: Path, tokenizer: Path) -> None:
 
 def test_packing_loses_no_token(corpus: Path, tokenizer: Path) -> None:
     batches = take(streams(corpus, tokenizer), 100)
-    documents, encoder = Corpus(corpus), TokenEncoder(tokenizer)
+    documents = pa.ipc.open_file(corpus).read_all()["text"].to_pylist()
+    encoder = TokenEncoder(tokenizer)
     order = DocumentOrder(len(documents), seed=11).take(np.arange(GLOBAL_BATCH * 200))
     for slot in range(GLOBAL_BATCH):
         tokens = slot_tokens(batches, slot)
         expected: list[int] = []
         for document in order[slot::GLOBAL_BATCH].tolist():
-            expected += encoder.encode(documents.text(document)).tolist()
+            expected += encoder.encode(documents[document]).tolist()
         assert tokens == expected[: len(tokens)]
 
 
@@ -186,7 +189,7 @@ def version_1(corpus: Path, rank: PackedStream) -> State:
     now = saved([rank])
     kept = {key: now[key] for key in ("seed", "global_batch", "tokenizer", "first_slot")}
     slots = [[visit, offset] for visit, _, offset in now["slots"]]
-    return {**kept, "version": 1, "corpus": Corpus(corpus).file.footer, "slots": slots}
+    return {**kept, "version": 1, "corpus": ArrowFile(corpus).footer, "slots": slots}
 
 
 def test_a_state_of_version_1_resumes(corpus: Path, tokenizer: Path) -> None:

@@ -163,9 +163,9 @@ def contestant(name: str, corpus: Path, tokenizer: Path) -> None:
         if kind == "stream":
             turn = stream_turn(corpus, tokenizer, int(width))
         else:
-            from slurmllm.data.sources.arrow import Corpus
+            import pyarrow.ipc
 
-            documents = list(Corpus(corpus))
+            documents = pyarrow.ipc.open_file(corpus).read_all()["text"].to_pylist()
             if kind == "tokenizers":
                 turn = tokenizers_turn(documents, tokenizer)
             else:

@@ -44,7 +44,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from slurmllm.backends.base import Worker
-from slurmllm.backends.native.parallel import local_part, local_region
 from slurmllm.checkpoint.formats.dcp_write import DcpWriter, dcp_error
 from slurmllm.checkpoint.formats.nxd_files import read_layout
 from slurmllm.checkpoint.formats.pickles import DcpReader
@@ -53,6 +52,7 @@ from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.checkpoint.state import MOMENTS, read_origin
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError
+from slurmllm.model.init import local_part, local_region
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -34,6 +33,7 @@ from torch.nn import functional as F
 from slurmllm.backends.base import ModelFactory
 from slurmllm.config.families import Sharding, sharding_plan
 from slurmllm.model.decoder import Decoder
+from slurmllm.model.init import local_part
 from slurmllm.model.output import Output, VocabularyShare
 from slurmllm.plan.mesh import Mesh
 
@@ -222,20 +222,6 @@ class Pipeline:
             # (out of memory, a lost peer) decides on the exit code.
             raise error.__cause__ or error from None
         return torch.stack(losses).sum().detach() if self.last else None
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_region(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the region of the whole tensor that is this worker's shard."""
-    size, offset = tuple(tensor.shape), (0,) * tensor.ndim
-    if isinstance(tensor, DTensor):
-        size, offset = compute_local_shape_and_global_offset(
-            size, tensor.device_mesh, tensor.placements
-        )
-    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
 
 
 def num_copies(tensor: Tensor, workers: int) -> int:

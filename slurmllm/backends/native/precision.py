@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from slurmllm.backends.native.parallel import local_part, local_region
 from slurmllm.config.recipe import OptimConfig, TrainConfig
+from slurmllm.model.init import local_part, local_region
 
 _PURE = ("bf16_sr", "bf16")
 # Elements updated at a time without compilation: temporaries (about 30 bytes an element) stay in a

@@ -31,7 +31,6 @@ from slurmllm.backends.native.parallel import (
     Pipeline,
     apply_tensor_parallel,
     combine_chunks,
-    local_part,
     make_chunk,
     num_copies,
     scale_,
@@ -41,7 +40,7 @@ from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError
 from slurmllm.host_memory import Memory, host_memory
 from slurmllm.model.decoder import Decoder
-from slurmllm.model.init import fill, initialize
+from slurmllm.model.init import fill, initialize, local_part
 from slurmllm.plan.mesh import Mesh, pipelines
 
 # A collective that waits longer than this has lost a peer. Long, because peers may compile or

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import neuronx_distributed as nxd
 import torch.distributed as dist
 from neuronx_distributed.trainer import checkpoint as nxd_checkpoint
 
+from slurmllm.checkpoint.folder import fsync_file
 from slurmllm.checkpoint.formats.nxd_files import (
     LAYOUT,
     TAG,
@@ -62,9 +62,7 @@ class NxdSaving(ShardWrite):
             if self._layout.zero or data == 0:
                 names.append(optimizer_file(data, tensor, pipeline))
             for name in names:
-                descriptor = os.open(self._directory / name, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.close(descriptor)
+                fsync_file(self._directory / name)
         except RuntimeError as error:  # torch.save wraps the file system's error
             raise StorageError(
                 f"NxD cannot write shards into {self._directory}: {error}"

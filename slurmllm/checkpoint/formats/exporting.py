@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.folder import atomic_folder
+from slurmllm.checkpoint.folder import atomic_folder, fsync_file
 from slurmllm.checkpoint.formats.huggingface import (
     SHARDS,
     WHOLE,
@@ -24,7 +24,6 @@ from slurmllm.checkpoint.formats.huggingface import (
 from slurmllm.checkpoint.formats.huggingface_config import CONFIG, config_faults, write_config
 from slurmllm.checkpoint.formats.safetensors_files import (
     TensorFiles,
-    fsync_file,
     own_storage,
     plan_shards,
     write_index,

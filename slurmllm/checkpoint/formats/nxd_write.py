@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from slurmllm.checkpoint.folder import fsync_file
 from slurmllm.checkpoint.formats.dcp_write import ChecksumFileSystem
 from slurmllm.checkpoint.formats.nxd_files import (
     LAYOUT,
@@ -24,7 +25,7 @@ from slurmllm.checkpoint.formats.nxd_files import (
     part_of_worker,
     shard_of_replica,
 )
-from slurmllm.checkpoint.formats.safetensors_files import TensorFiles, fsync_file
+from slurmllm.checkpoint.formats.safetensors_files import TensorFiles
 from slurmllm.checkpoint.formats.weights import TrainingFiles
 from slurmllm.checkpoint.shards import Region
 from slurmllm.checkpoint.state import MOMENTS

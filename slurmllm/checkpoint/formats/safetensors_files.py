@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slurmllm.checkpoint.folder import fsync_file
 from slurmllm.checkpoint.shards import Region
 from slurmllm.errors import StorageError
 
@@ -216,11 +217,6 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     os.umask(mask)
     path.chmod(0o666 & ~mask)
     fsync_file(path)
-
-
-def fsync_file(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:

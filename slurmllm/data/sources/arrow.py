@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
-from slurmllm.data.sources.base import Integers, document_hash
+from slurmllm.data.sources.base import Integers
 from slurmllm.errors import DataError, StorageError
 
 _MAGIC = b"ARROW1"
@@ -180,49 +179,3 @@ class Ids:
             here = batches == batch
             found[here] = self._arrays[batch][rows[here] - self._first[batch]]
         return found
-
-
-class Corpus:
-    """The texts of an Arrow corpus by index: a string column `text`, one row per document.
-
-    If there is a column `id`, each document is compared with its hash when it is read.
-
-    Raises:
-        DataError: as for `ArrowFile`, or the file has no text column.
-    """
-
-    def __init__(self, path: Path, file: ArrowFile | None = None) -> None:
-        self.path = path
-        self.file = file or ArrowFile(path)
-        self._texts = self.file.strings("text")
-        self.ids = self.file.ids()
-
-    def __len__(self) -> int:
-        return len(self.file)
-
-    def __iter__(self) -> Iterator[str]:
-        return (self.text(index) for index in range(len(self)))
-
-    @property
-    def text_bytes(self) -> int:
-        """UTF-8 bytes of all documents."""
-        return self._texts.total_bytes
-
-    def size(self, index: int) -> int:
-        return self._texts.size(index)
-
-    def data(self, index: int) -> memoryview:
-        """The UTF-8 bytes of the document at `index`, not verified."""
-        return self._texts.data(index)
-
-    def text(self, index: int) -> str:
-        """The document at `index`, verified."""
-        data = self.data(index)
-        self.verify(index, data)
-        return self.file.decoded(index, data)
-
-    def verify(self, index: int, data: memoryview) -> None:
-        """Raise a StorageError if a document differs from its hash, if the corpus has one."""
-        if self.ids is not None and document_hash(data) != self.ids[index]:
-            self.file.decoded(index, data)  # raises with the position if it is not UTF-8
-            raise self.file.changed_error(index)

@@ -126,13 +126,14 @@ def document_hash(text: bytes | memoryview) -> int:
     return xxhash.xxh3_128_intdigest(text) & _LOW_64
 
 
-def prompt_hash(prompt: bytes, completion: bytes) -> int:
-    """Id of a prompt with its completion, both as UTF-8 bytes.
+def prompt_hash(prompt: bytes | memoryview, completion: bytes | memoryview) -> int:
+    """Id of a prompt with its completion, both as UTF-8 bytes."""
+    return document_hash(prompt_content(prompt, completion))
 
-    The prompt's length is hashed first (8 bytes, little endian), so that the cut between the two
-    counts.
-    """
-    return document_hash(b"".join((len(prompt).to_bytes(8, "little"), prompt, completion)))
+
+def prompt_content(prompt: bytes | memoryview, completion: bytes | memoryview) -> bytes:
+    """What is hashed of both: the prompt's length first, so that the cut between the two counts."""
+    return b"".join((len(prompt).to_bytes(8, "little"), prompt, completion))
 
 
 def fingerprint(paths: Sequence[Path], *identity: str) -> str:

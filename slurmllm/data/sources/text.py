@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmllm.data.chat import ChatFormat
-from slurmllm.data.sources.arrow import ArrowFile, Corpus
+from slurmllm.data.sources.arrow import ArrowFile
 from slurmllm.data.sources.base import (
     BEGINS,
     UNTRAINED,
@@ -39,7 +39,32 @@ _WORD_ENDS = re.compile(rb"[A-Za-z] (?=[A-Za-z])")
 _COLUMNS = ("prompt", "completion")
 
 
-class TextSource(Source):
+class _ArrowSource(Source):
+    """The rows of an Arrow corpus, compared with their hashes when they are read, if it has any."""
+
+    size_unit = "bytes"
+
+    def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
+        self.path = file.path
+        self.fingerprint = fingerprint([file.path], file.footer)
+        self._file, self._ids, self._encoder = file, file.ids(), encoder
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
+        """The corpus's ids if it has them, else computed from the texts."""
+        ids = self._ids
+        return super().document_hashes(documents) if ids is None else ids.take(documents)
+
+    def _verify(self, document: int, text: memoryview | None = None) -> None:
+        if self._ids is not None and self.content_hash(document) != self._ids[document]:
+            if text is not None:
+                self._file.decoded(document, text)  # raises with the position if it is not UTF-8
+            raise self._file.changed_error(document)
+
+
+class TextSource(_ArrowSource):
     """The documents of an Arrow corpus, each with the end-of-document token.
 
     A document of more than PIECE_BYTES is tokenized in pieces, cut between two ASCII words, so
@@ -50,24 +75,17 @@ class TextSource(Source):
         DataError: the file has no text column.
     """
 
-    size_unit = "bytes"
-
     def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
-        self.path = file.path
-        self.corpus = Corpus(file.path, file)
-        self.fingerprint = fingerprint([file.path], file.footer)
+        super().__init__(file, encoder)
         self.former_fingerprint = file.footer
-        self._encoder = encoder
-
-    def __len__(self) -> int:
-        return len(self.corpus)
+        self._texts = file.strings("text")
 
     @property
     def total_size(self) -> int:
-        return self.corpus.text_bytes
+        return self._texts.total_bytes
 
     def document_size(self, document: int) -> int:
-        return self.corpus.size(document)
+        return self._texts.size(document)
 
     def num_pieces(self, document: int) -> int:
         return _num_pieces(self.document_size(document))
@@ -89,13 +107,8 @@ class TextSource(Source):
         marks[begins] = BEGINS
         return Pieces(np.frombuffer(ids, dtype=np.int32), marks, np.array(ends, dtype=np.int64))
 
-    def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
-        """The corpus's ids if it has them, else computed from the texts."""
-        ids = self.corpus.ids
-        return super().document_hashes(documents) if ids is None else ids.take(documents)
-
     def content_hash(self, document: int) -> int:
-        return document_hash(self.corpus.data(document))
+        return document_hash(self._texts.data(document))
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[str], list[bool]]]:
         """Texts of bounded length, and whether each ends its document."""
@@ -103,15 +116,15 @@ class TextSource(Source):
         lasts: list[bool] = []
         total = 0
         for document, piece in requests:
-            data = self.corpus.data(document)
+            data = self._texts.data(document)
             count = _num_pieces(len(data))
             begin, end = 0, len(data)
             if count > 1:
                 begin, end = _piece_begin(data, piece), _piece_begin(data, piece + 1)
-            texts.append(self.corpus.file.decoded(document, data[begin:end], begin))
+            texts.append(self._file.decoded(document, data[begin:end], begin))
             lasts.append(piece + 1 == count)
             if piece == 0:
-                self.corpus.verify(document, data)
+                self._verify(document, data)
             total += end - begin
             if total >= _CALL_BYTES:
                 yield texts, lasts
@@ -147,7 +160,7 @@ def is_prompts(file: ArrowFile) -> bool:
     return all(name in file.names for name in _COLUMNS)
 
 
-class PromptSource(Source):
+class PromptSource(_ArrowSource):
     """The rows of an Arrow corpus with the string columns `prompt` and `completion`.
 
     A document is the prompt's tokens, the completion's and the end-of-document token: the eos
@@ -159,14 +172,10 @@ class PromptSource(Source):
     """
 
     trains_every_token = False
-    size_unit = "bytes"
 
     def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
-        self.path = file.path
-        self._file = file
+        super().__init__(file, encoder)
         self._prompts, self._completions = (file.strings(name) for name in _COLUMNS)
-        self._ids = file.ids()
-        self._encoder = encoder
         self._chat = ChatFormat(encoder.path)
         self._chat.validate()
         self._end = encoder.end_of_document
@@ -179,11 +188,7 @@ class PromptSource(Source):
                     f"{encoder.path} is not in the tokenizer's vocabulary; name one that is"
                 )
             self._end = end
-        self.fingerprint = fingerprint([file.path], file.footer)
         self.template = self._chat.fingerprint
-
-    def __len__(self) -> int:
-        return len(self._file)
 
     @property
     def total_size(self) -> int:
@@ -200,8 +205,7 @@ class PromptSource(Source):
         for document, _ in requests:
             prompt = self._file.decoded(document, self._prompts.data(document))
             completion = self._file.decoded(document, self._completions.data(document))
-            if self._ids is not None and self.content_hash(document) != self._ids[document]:
-                raise self._file.changed_error(document)
+            self._verify(document)
             texts.append(self._chat.texts(prompt, completion))
         # A template contains the tokens that the tokenizer would add.
         prompts = self._encoder.encode_dialogue(
@@ -219,12 +223,5 @@ class PromptSource(Source):
             parts.append((tokens, marks))
         return joined(parts)
 
-    def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
-        """The corpus's ids if it has them, else computed from prompt and completion."""
-        ids = self._ids
-        return super().document_hashes(documents) if ids is None else ids.take(documents)
-
     def content_hash(self, document: int) -> int:
-        return prompt_hash(
-            bytes(self._prompts.data(document)), bytes(self._completions.data(document))
-        )
+        return prompt_hash(self._prompts.data(document), self._completions.data(document))

@@ -31,10 +31,10 @@ NPY_MAGIC = b"\x93NUMPY"
 # type (u8), sequences S (u64), document bounds D (u64), then int32 [S] tokens of each sequence,
 # int64 [S] byte offsets of them, int64 [D] the first sequence of each document and, as the last, S;
 # some builders add a byte per sequence (its modality).
-_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_VERSION = 1
-_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+MEGATRON_VERSION = 1
+MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FIX = "copy both files again from their origin, or make them again"
 
 PIECE_TOKENS = 16384
@@ -241,21 +241,21 @@ class MegatronSource(TokenizedSource):
     def _read_index(self) -> None:
         size = self._index.stat().st_size
         with self._index.open("rb") as stream:
-            header = stream.read(_HEADER.size)
-        if len(header) < _HEADER.size or not header.startswith(_MEGATRON_MAGIC):
+            header = stream.read(MEGATRON_HEADER.size)
+        if len(header) < MEGATRON_HEADER.size or not header.startswith(MEGATRON_MAGIC):
             raise DataError(
                 f"{self._index} is no index of Megatron data: it begins with {header[:9]!r}, not "
-                f"{_MEGATRON_MAGIC!r}; {_FIX}"
+                f"{MEGATRON_MAGIC!r}; {_FIX}"
             )
-        _, version, code, sequences, bounds = _HEADER.unpack(header)
-        if version != _VERSION or code not in _TYPES:
+        _, version, code, sequences, bounds = MEGATRON_HEADER.unpack(header)
+        if version != MEGATRON_VERSION or code not in MEGATRON_TYPES:
             raise DataError(
                 f"{self._index} has version {version} and token type {code}; supported are version "
-                f"{_VERSION} and types {', '.join(map(str, _TYPES))}: make it again with a "
-                "Megatron-LM of 2020 or later, from integer ids"
+                f"{MEGATRON_VERSION} and types {', '.join(map(str, MEGATRON_TYPES))}: make it "
+                "again with a Megatron-LM of 2020 or later, from integer ids"
             )
         # Before the file is mapped: reading beyond its end would be a SIGBUS.
-        described = _HEADER.size + 12 * sequences + 8 * bounds
+        described = MEGATRON_HEADER.size + 12 * sequences + 8 * bounds
         if size not in (described, described + sequences):
             raise DataError(
                 f"{self._index} has {size} bytes, but describes {sequences} sequences and "
@@ -263,10 +263,10 @@ class MegatronSource(TokenizedSource):
             )
         if sequences == 0 or bounds < 2:
             raise DataError(f"{self._index} has no documents; make it from files that hold text")
-        self._type = np.dtype(_TYPES[code])
+        self._type = np.dtype(MEGATRON_TYPES[code])
         # Mapped, not read: an index of a billion documents takes gigabytes.
         data = np.memmap(self._index, dtype=np.uint8, mode="r")
-        begin = _HEADER.size
+        begin = MEGATRON_HEADER.size
         self._sizes = data[begin : begin + 4 * sequences].view("<i4")
         begin += 4 * sequences
         self._offsets = data[begin : begin + 8 * sequences].view("<i8")
