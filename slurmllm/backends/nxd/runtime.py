@@ -36,6 +36,7 @@ from slurmllm.backends.nxd.environment import unsupported_settings
 from slurmllm.backends.nxd.saving import NxdSaving
 from slurmllm.backends.nxd.shards import Norm, ParameterShards, clip_, sum_replicated_kv
 from slurmllm.checkpoint.formats.nxd_files import NxdLayout, read_layout
+from slurmllm.checkpoint.formats.weights import open_training
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.errors import CodeError, ConfigError
@@ -73,7 +74,12 @@ class NxdBackend(Backend):
         # Over the host's network: its messages never wait for the device.
         self.control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self.device = torch.device("cpu") if cpu_mode() else xm.xla_device()
-        self.deferred_metrics = not cpu_mode()  # a CPU computes at once
+        # Learning rate and step are tensors there: as Python numbers they would become constants of
+        # the graph if they round to 1, as `1 - lr · decay` does in a warm-up: another graph than
+        # the precompiled one.
+        self._on_device = not cpu_mode()
+        self.deferred_metrics = self._on_device  # a CPU computes at once
+        self._sharded = self.config.recipe.parallel.zero > 0
         self._arguments = arguments(self.config, self.mesh)
         # After the process group: NxD makes its groups here.
         self._nxd_config = nxd.neuronx_distributed_config(**self._resolve_names())
@@ -132,19 +138,15 @@ class NxdBackend(Backend):
             # NxD loses ties when it materializes a model whose outermost module has no parameters
             # of its own (`analyze_shared_parameters`); between stages it keeps them.
             self.model.original_module().tie()  # type: ignore[operator]
-        parameters: dict[str, nn.Parameter] = {}
-        self._loss_functions = []
+        self.parameters = {}
+        self._loss_functions: list[parallel_model.ParallelLoss] = []
         for part in self.model.local_modules():  # type: ignore[operator]
-            self._loss_functions += [
-                module
-                for module in part.modules()
-                if isinstance(module, parallel_model.ParallelLoss)
-            ]
+            losses = (m for m in part.modules() if isinstance(m, parallel_model.ParallelLoss))
+            self._loss_functions += losses
             for name, parameter in self._shards.named_parameters(part).items():
-                parameters.setdefault(name, parameter)
-        self.parameters = parameters
+                self.parameters.setdefault(name, parameter)
         sequence = recipe.parallel.sequence and mesh.tensor > 1
-        self._shards.set_attributes(parameters, sequence=sequence)
+        self._shards.set_attributes(self.parameters, sequence=sequence)
 
     def build_optimizer(self) -> None:
         optim = self.config.recipe.optim
@@ -166,9 +168,8 @@ class NxdBackend(Backend):
         self.optimizer = nxd.initialize_parallel_optimizer(
             self._nxd_config, torch.optim.AdamW, groups, **options
         )
-        stages = self.mesh.pipeline
         self._norm = Norm(
-            [self._shards.copy_counts(name, stages) for name in self.parameters],
+            [self._shards.copy_counts(name, self.mesh.pipeline) for name in self.parameters],
             [len(parameter) for parameter in self.parameters.values()],
             self.mesh,
             self.device,
@@ -177,37 +178,22 @@ class NxdBackend(Backend):
         self._hook_clipping()
 
     @property
-    def _on_device(self) -> bool:
-        """Whether learning rate and step are tensors on the device.
-
-        As Python numbers they would become constants of the graph if they round to 1, as
-        `1 - lr · decay` does in a warm-up: another graph than the precompiled one.
-        """
-        return self.device.type != "cpu"
-
-    @property
-    def _sharded(self) -> bool:
-        return self.config.recipe.parallel.zero > 0
-
-    @property
-    def _inner_optimizer(self) -> torch.optim.Optimizer:
+    def _inner_optimizer(self) -> Any:
         """The optimizer that updates the weights: inside NxD's, and inside ZeRO-1's."""
-        inner: Any = self.optimizer.optimizer  # type: ignore[attr-defined]
-        found: torch.optim.Optimizer = inner.base_optimizer if self._sharded else inner
-        return found
+        inner = self.optimizer.optimizer  # type: ignore[attr-defined]
+        return inner.base_optimizer if self._sharded else inner
 
     def _optimized_tensors(self) -> list[Tensor]:
         """Return the parameters, or with ZeRO-1 this worker's shards of them."""
         return [p for group in self._inner_optimizer.param_groups for p in group["params"]]
 
     def _hook_clipping(self) -> None:
-        """Clip before each update; ZeRO-1 makes a new inner optimizer at every load."""
+        """Clip after the reduction; ZeRO-1 makes a new inner optimizer at every load."""
         if self._hooked is not self._inner_optimizer:
             self._hooked = self._inner_optimizer
             self._hooked.register_step_pre_hook(lambda *_: self._clip())
 
     def _clip(self) -> None:
-        """Clip the gradients; runs between their reduction and the update."""
         gradients = [tensor.grad for tensor in self._optimized_tensors()]
         self._grad_norm = self._norm.of(gradients)
         present = [gradient for gradient in gradients if gradient is not None]
@@ -321,12 +307,9 @@ class NxdBackend(Backend):
                 for group, values in zip(groups, wanted, strict=True):
                     group.update(values)
             return
-        from slurmllm.checkpoint.formats.weights import open_training
-
         self._load_any_mesh(open_training(directory, self.config.recipe.model))
 
     def _load_any_mesh(self, files: Any) -> None:
-        """Load weights and optimizer state of another mesh or backend."""
         self.fill_weights(files.read)
         for name, updated in zip(self.parameters, self._optimized_tensors(), strict=True):
             if self._sharded:  # in the optimizer's format, which may be wider

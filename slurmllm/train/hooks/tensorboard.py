@@ -9,16 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import metadata as hparams_metadata
-from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
+from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
 from tensorboard.summary.writer.event_file_writer import (  # type: ignore[import-untyped]
     EventFileWriter,
 )
-from tensorboard.util.tensor_util import make_tensor_proto  # type: ignore[import-untyped]
 
 from slurmllm.config.resolve import flatten
 from slurmllm.errors import StorageError
@@ -102,9 +100,11 @@ def start_values(job: Job) -> Iterator[tuple[int, Summary.Value]]:
             session.hparams[name].number_value = value
     data = plugin_data_pb2.HParamsPluginData(session_start_info=session)
     yield job.step, _hparams(hparams_metadata.SESSION_START_INFO_TAG, data)
-    yield job.step, _text("run/recipe", f"```yaml\n{job.config.to_yaml()}```", "as resolved")
+    recipe = f"```yaml\n{job.config.to_yaml()}```"
+    yield job.step, text_pb("run/recipe", [recipe], "as resolved").value[0]
     if job.attempt > 0:
-        yield job.step + 1, _text("run/restarts", restarts(job), "the attempts up to this one")
+        attempts = text_pb("run/restarts", [restarts(job)], "the attempts up to this one")
+        yield job.step + 1, attempts.value[0]
 
 
 def session_end(wall_time: float) -> Summary.Value:
@@ -175,12 +175,4 @@ def _hparams(tag: str, data: plugin_data_pb2.HParamsPluginData) -> Summary.Value
         tag=tag,
         metadata=hparams_metadata.create_summary_metadata(data),
         tensor=hparams_metadata.NULL_TENSOR,
-    )
-
-
-def _text(tag: str, text: str, description: str) -> Summary.Value:
-    return Summary.Value(
-        tag=tag,
-        metadata=text_metadata.create_summary_metadata(tag, description),
-        tensor=make_tensor_proto(np.array([text.encode()], dtype=object)),
     )
