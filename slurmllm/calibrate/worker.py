@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from slurmllm.backends.base import MicroBatch, Worker
 from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.backends.rendezvous import free_port
+from slurmllm.backends.process_group import init_process_group
 from slurmllm.calibrate import measuring
 from slurmllm.calibrate.measuring import Item, Scale, measure, scale_of
 from slurmllm.calibrate.node import Sample, Task
@@ -46,7 +46,8 @@ _TINY = (
 def main(text: str) -> None:
     """Run all measurements; rank 0 writes the results."""
     task = Task.model_validate_json(text)
-    local_rank, first = int(os.environ["LOCAL_RANK"]), os.environ["RANK"] == "0"
+    local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
+    first = rank == 0
     device = torch.device(task.device)
     if device.type == "cuda":
         device = torch.device("cuda", local_rank)
@@ -54,7 +55,8 @@ def main(text: str) -> None:
     _progress("a tiny model, for the overhead of steps and libraries", first)
     # First, as each worker's backend starts a process group of its own.
     tiny = {layers: step_seconds(task, layers, local_rank) for layers in LAYERS}
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_LIMIT)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    init_process_group(backend, rank, task.nodes * task.workers, _LIMIT)
     _write_mean(Sample(kind="reserved", value=_reserved(device)))
     # Bytes of the device, or a worker's share of the host's memory.
     on_gpu = device.type == "cuda"
@@ -129,9 +131,6 @@ def step_seconds(task: Task, layers: int, local_rank: int) -> float:
          f"train.precision={precision}", f"train.compile={str(task.compiled).lower()}"],
     )  # fmt: skip
     # A process group of one: this worker must not wait for others.
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    before = {name: os.environ[name] for name in world}
-    os.environ.update(world)
     backend = NativeBackend(config, make_mesh(config, 1), Worker(0, 1, local_rank, "node"))
     backend.start()
     try:
@@ -149,7 +148,6 @@ def step_seconds(task: Task, layers: int, local_rank: int) -> float:
         return statistics.median(seconds)
     finally:
         backend.stop()
-        os.environ.update(before)
 
 
 if __name__ == "__main__":

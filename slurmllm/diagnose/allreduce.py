@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from slurmllm.backends.process_group import init_process_group
 from slurmllm.diagnose.probe import report
 
 MESSAGE_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
@@ -31,9 +32,10 @@ def main(device: str, floor_gb_s: float) -> None:
     on_gpu = device == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=LIMIT)
-    rank, per_node = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
-    nodes = dist.get_world_size() // per_node
+    rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    init_process_group("nccl" if on_gpu else "gloo", rank, workers, LIMIT)
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = workers // per_node
     tensor = torch.ones(MESSAGE_BYTES[device] // 4, device=device)
     overall = _bus_gb_s(tensor, None)
     if rank == 0:

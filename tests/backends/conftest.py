@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -37,16 +36,12 @@ def micro_batches(tokens: np.ndarray, size: int) -> list[MicroBatch]:
 
 
 @pytest.fixture
-def new_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[NewBackend]:
+def new_backend() -> Iterator[NewBackend]:
     """overrides → a native backend with one worker, in this process, ready to train."""
     with ExitStack() as stack:
 
         def build(*overrides: str) -> Backend:
             stack.close()  # one default process group at a time
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-                monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
             config = small_config(*overrides)
             backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 1, 0, "node"))
             stack.callback(backend.stop)

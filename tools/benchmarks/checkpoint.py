@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -56,8 +55,6 @@ def configuration(gb: float, device: str) -> RunConfig:
 
 def open_backend(config: RunConfig) -> Backend:
     """A backend of one worker, ready to train."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29517")
     backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 1, 0, "here"))
     backend.start()
     backend.build(lambda: build_model(config.recipe.model))

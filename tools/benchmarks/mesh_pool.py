@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
+from slurmllm.backends.rendezvous import free_port, new_secret
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import Mesh, make_mesh
 
@@ -154,9 +154,9 @@ class MeshPool:
         assert world <= self.size, f"{world} workers in a pool of {self.size}"
         if not self._processes:
             self._open(self.size if self.staying else world)
-        port = _free_port()
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **new_secret()}
         for pipe in self._pipes[:world]:
-            pipe.send((case, port))
+            pipe.send((case, told))
         found: dict[int, Outcome] = {}
         while len(found) < world:
             waiting = {id(self._pipes[rank]): rank for rank in range(world) if rank not in found}
@@ -259,27 +259,20 @@ def deviation(ours: Sequence[Outcome], reference: Sequence[Outcome]) -> tuple[fl
     return loss, gradient, parameter
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _serve(rank: int, threads: int, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     while True:
         try:
-            case, port = pipe.recv()
+            case, told = pipe.recv()
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            pipe.send(_train(case, rank, threads, port))
+            pipe.send(_train(case, rank, threads, told))
         except Exception:
             pipe.send(traceback.format_exc())
 
 
-def _train(case: Case, rank: int, threads: int, port: int) -> Outcome:
+def _train(case: Case, rank: int, threads: int, told: dict[str, str]) -> Outcome:
     import torch
 
     from slurmllm.model.decoder import build_model
@@ -287,15 +280,13 @@ def _train(case: Case, rank: int, threads: int, port: int) -> Outcome:
     torch.set_num_threads(threads)
     config, mesh = case.config, case.mesh
     node, local = divmod(rank, mesh.devices_per_node)
-    told = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+    own = {
         "RANK": rank,
         "WORLD_SIZE": mesh.world_size,
         "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": mesh.devices_per_node,
     }
-    os.environ.update({name: str(value) for name, value in told.items()})
+    os.environ.update({**told, **{name: str(value) for name, value in own.items()}})
     worker = Worker(rank, mesh.world_size, local, f"node-{node}")
     if case.prepare is not None:
         case.prepare()

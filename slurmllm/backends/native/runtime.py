@@ -36,6 +36,7 @@ from slurmllm.backends.native.parallel import (
     scale_,
     total_norm,
 )
+from slurmllm.backends.process_group import init_process_group
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError
 from slurmllm.host_memory import Memory, host_memory
@@ -77,10 +78,9 @@ class NativeBackend(Backend):
         if kind == "cuda":
             self.device = torch.device(kind, worker.local_rank)
             torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            "nccl" if kind == "cuda" else "gloo",
-            rank=worker.rank, world_size=worker.world_size, timeout=COLLECTIVE_TIMEOUT,
-            device_id=self.device if kind == "cuda" else None,
+        init_process_group(
+            "nccl" if kind == "cuda" else "gloo", worker.rank, worker.world_size,
+            COLLECTIVE_TIMEOUT, self.device if kind == "cuda" else None,
         )  # fmt: skip
         degrees, names = (mesh.pipeline, mesh.data, mesh.tensor), ("pipeline", "data", "tensor")
         self.device_mesh = init_device_mesh(kind, degrees, mesh_dim_names=names)

@@ -35,6 +35,7 @@ from slurmllm.backends.nxd.arguments import arguments, dtype, model_inputs, opti
 from slurmllm.backends.nxd.environment import unsupported_settings
 from slurmllm.backends.nxd.saving import NxdSaving
 from slurmllm.backends.nxd.shards import Norm, ParameterShards, clip_, sum_replicated_kv
+from slurmllm.backends.process_group import init_process_group
 from slurmllm.checkpoint.formats.nxd_files import NxdLayout, read_layout
 from slurmllm.checkpoint.formats.weights import open_training
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
@@ -65,12 +66,11 @@ class NxdBackend(Backend):
         faults = unsupported_settings(self.config)
         if faults:
             raise ConfigError("the NxD backend cannot run this recipe", faults)
-        if cpu_mode():
-            dist.init_process_group("gloo", timeout=CONTROL_TIMEOUT)
-        else:
+        if not cpu_mode():
             import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
 
-            dist.init_process_group("xla")
+        name = "gloo" if cpu_mode() else "xla"
+        init_process_group(name, self.worker.rank, self.worker.world_size, CONTROL_TIMEOUT)
         # Over the host's network: its messages never wait for the device.
         self.control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self.device = torch.device("cpu") if cpu_mode() else xm.xla_device()

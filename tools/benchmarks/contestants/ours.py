@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 from contestants import task as settings
 from contestants.child import Turn
 from contestants.task import Task
@@ -44,10 +41,6 @@ def train(task: Task, turn: Turn) -> None:
     from slurmllm.model.decoder import build_model
 
     config = config_of(task)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
     backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 1, 0, "node"))
     backend.start()
     backend.build(lambda: build_model(config.recipe.model))

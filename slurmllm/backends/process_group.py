@@ -1,0 +1,167 @@
+"""torch's default process group, among workers that know the secret of their start.
+
+torch authenticates nobody. Who reaches the port of its TCPStore can set any value, and its object
+collectives (DCP's plans, NxD's pipelines and `gather` use them) unpickle what arrives, which runs
+code. Here a value counts only with an HMAC that the workers' secret makes: those of the store, the
+addresses of the workers among them, and the pickles. A stranger can still delete values, or count
+in the store's counters: the start then fails.
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import os
+import pickle
+from datetime import timedelta
+from functools import partial
+from secrets import token_bytes
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore  # torch.distributed's, typed
+from torch.distributed import distributed_c10d
+
+from slurmllm.backends.rendezvous import listen, own_secret
+from slurmllm.errors import CodeError, NodeError
+
+_PROOF = 32  # bytes of an HMAC by SHA-256
+# torch does not keep the Python part of a store alive, and new groups need it.
+_stores: list[Store] = []
+
+
+def init_process_group(
+    backend: str,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    device: torch.device | None = None,
+) -> None:
+    """Start torch's default process group at $MASTER_ADDR:$MASTER_PORT (collective).
+
+    A single worker opens no port and needs no secret.
+
+    Args:
+        timeout: Of the rendezvous and of each collective.
+        device: The worker's, for backends that bind to one.
+
+    Raises:
+        NodeError: A stranger set a value of the rendezvous.
+        OSError: The port of rank 0 is in use.
+    """
+    store: Store
+    if world_size == 1:
+        secret, store = token_bytes(_PROOF), HashStore()
+    else:
+        secret, store = own_secret(), _connect(rank, world_size, timeout)
+        # NCCL's threads use the store at any time, also while Python ends, so that it must not be
+        # one of Python's. Its connections are open to those who reach them in any case.
+        if backend != "nccl":
+            store = SignedStore(store, secret)
+    _sign_objects(secret)
+    _stores[:] = [store]
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+    )
+
+
+def _connect(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # torch's own socket would listen on all interfaces; the store closes this one.
+    listener = None if rank else listen(address, port).detach()
+    return TCPStore(
+        address, port, world_size, rank == 0, timeout=timeout, master_listen_fd=listener
+    )
+
+
+class SignedStore(Store):
+    """Another store, of whose values only those count that are set with the secret.
+
+    torch's C++ code calls these methods.
+    """
+
+    def __init__(self, store: Store, secret: bytes) -> None:
+        super().__init__()
+        self._store, self._secret = store, secret
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        # Typed as str, but its C++ code takes bytes.
+        self._store.set(key, _sign(self._secret, key, data))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return _verify(self._secret, key, self._store.get(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys, *([] if timeout is None else [timeout]))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    deleteKey = delete_key
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+
+class _Pickler:
+    """Has the one method of pickle.Pickler that torch's object collectives call."""
+
+    def __init__(self, file: io.BytesIO, *, secret: bytes) -> None:
+        self._file, self._secret = file, secret
+
+    def dump(self, value: Any) -> None:
+        self._file.write(_sign(self._secret, "pickle", pickle.dumps(value)))
+
+
+class _Unpickler:
+    def __init__(self, file: io.BytesIO, *, secret: bytes) -> None:
+        self._file, self._secret = file, secret
+
+    def load(self) -> Any:
+        data = _verify(self._secret, "pickle", self._file.read())
+        return pickle.loads(data)  # noqa: S301 (signed by a worker of this start)
+
+
+def _sign_objects(secret: bytes) -> None:
+    """Have torch's object collectives sign their pickles, and verify them before they unpickle."""
+    module: Any = distributed_c10d
+    module._pickler = partial(_Pickler, secret=secret)
+    module._unpickler = partial(_Unpickler, secret=secret)
+    # Private names: a version of torch without them would go on without a check.
+    unsigned = pickle.dumps(None)
+    try:
+        module._tensor_to_object(
+            torch.frombuffer(bytearray(unsigned), dtype=torch.uint8), None, None
+        )
+    except NodeError:
+        return
+    except AttributeError:
+        pass
+    raise CodeError(f"slurmllm cannot verify the messages of torch {torch.__version__}'s workers")
+
+
+def _sign(secret: bytes, key: str, value: bytes) -> bytes:
+    return _proof(secret, key, value) + value
+
+
+def _verify(secret: bytes, key: str, signed: bytes) -> bytes:
+    proof, value = signed[:_PROOF], signed[_PROOF:]
+    if not hmac.compare_digest(proof, _proof(secret, key, value)):
+        raise NodeError(
+            f"{key!r} was not sent by a worker of this start: another program uses the rendezvous; "
+            "keep the ports of the nodes closed to other machines"
+        )
+    return value
+
+
+def _proof(secret: bytes, key: str, value: bytes) -> bytes:
+    name = key.encode()
+    return hmac.digest(secret, len(name).to_bytes(8, "big") + name + value, "sha256")
