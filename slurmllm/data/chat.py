@@ -205,7 +205,7 @@ class ChatFormat:
         environment.globals["strftime_now"] = _DATE.strftime
         try:
             compiled = environment.from_string(template)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise self._template_error(error) from error
 
         def render(turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from slurmllm.checkpoint.state import MODEL
 from slurmllm.errors import CheckpointError, RunError, UserError
 from slurmllm.evaluate.suites import SuiteTask
 from slurmllm.rundir import RunDir, find_run, is_run
+from slurmllm.safe_files import open_regular
 
 HARNESS = "lm_eval"
 # Prefix of the temporary folders of exported models, in the folder of the scores.
@@ -101,6 +103,11 @@ class EvaluationSettings:
     export_dir: Path | None = None
     tokenizer: Path | None = None
     call_id: str = ""
+
+
+# Of a folder of tasks
+_MOST_FILES = 10_000
+_MOST_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -203,13 +210,21 @@ def _files_digest(folder: Path) -> str:
     """Digest of the files of a folder of tasks."""
     if not folder.is_dir():
         return ""  # the harness then reports the missing folder
-    return _digest(
-        {
-            str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(folder.rglob("*"))
-            if path.is_file() and "__pycache__" not in path.parts
-        }
-    )
+    digests, total = dict[str, str](), 0
+    for seen, path in enumerate(folder.rglob("*"), start=1):
+        if path.is_file() and "__pycache__" not in path.parts:
+            with open_regular(path) as stream:
+                total += os.fstat(stream.fileno()).st_size
+                if total <= _MOST_BYTES:
+                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                    digests[str(path.relative_to(folder))] = digest
+        if seen > _MOST_FILES or total > _MOST_BYTES:
+            raise UserError(
+                f"folder {folder} of a suite has more than {_MOST_FILES:,} files or "
+                f"{_MOST_BYTES >> 30} GiB: every file of it is part of the scores' key; name the "
+                "folder that holds only the tasks"
+            )
+    return _digest(digests)
 
 
 def _digest(parts: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.ipc
@@ -118,6 +120,48 @@ def test_string_columns_of_all_kinds(
         paths.append(tmp_path / "a.feather")
     for path in paths:
         assert texts(path, text_key="body") == many
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
+def test_damaged_indices_do_not_end_the_interpreter(tmp_path: Path, kind: pa.DataType) -> None:
+    long = ["a text of more than twelve bytes", "another of that kind"]
+    long = [long[at] for at in (0, 1, 0, 0, 1)]
+    path = tmp_path / "a.arrow"
+    content = arrow_stream(arrow_table(long, kind), file=True)
+    if pa.types.is_dictionary(kind):
+        old, new = struct.pack("<5i", 0, 1, 0, 0, 1), struct.pack("<5i", 0, 1, 0, 0, 1 << 30)
+    else:  # size, first four bytes, buffer and offset
+        old, new = struct.pack("<i4si", 20, b"anot", 0), struct.pack("<i4si", 20, b"anot", 99)
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+    assert "not a readable Arrow file" in read_in_a_process(path)
+
+
+def read_in_a_process(path: Path) -> str:
+    """What the reader prints of a file that might end its process."""
+    code = (
+        "import sys; from pathlib import Path; from slurmllm.corpus.inputs import input_file; "
+        "from slurmllm.corpus.options import ReadOptions; "
+        "from slurmllm.corpus.readers import DocumentReader; "
+        "print(list(DocumentReader(input_file(Path(sys.argv[1])), ReadOptions(), print)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+    return done.stdout
+
+
+def test_a_short_text_many_times_is_read_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dictionary of one text stands for gigabytes."""
+    monkeypatch.setattr("slurmllm.corpus.readers.columns.CHUNK_BYTES", 1 << 20)
+    indices = pa.array(np.array([1] + [0] * 4000 + [1] * 64, np.int32))
+    column = pa.DictionaryArray.from_arrays(indices, pa.array(["", "x" * (1 << 20)]))
+    (tmp_path / "a.arrow").write_bytes(arrow_stream(pa.table({"text": column})))
+    found = DocumentReader(input_file(tmp_path / "a.arrow"), ReadOptions(), InputErrors(False).add)
+    assert max(chunk.nbytes for (chunk,) in found) < 3 << 20
 
 
 def test_joined_compressed_streams_are_read_to_their_end(tmp_path: Path) -> None:
@@ -373,17 +417,7 @@ def test_the_interpreter_ends_after_a_long_row(tmp_path: Path) -> None:
     """Arrow's thread, which reads ahead, must not be in Python when the interpreter exits."""
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(b"id,text" + bytes(200 << 20) + b"\n1,one\n", 1))
-    code = (
-        "import sys; from pathlib import Path; from slurmllm.corpus.inputs import input_file; "
-        "from slurmllm.corpus.options import ReadOptions; "
-        "from slurmllm.corpus.readers import DocumentReader; "
-        "print(list(DocumentReader(input_file(Path(sys.argv[1])), ReadOptions(), print)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "a line of more than 64 MiB" in done.stdout
+    assert "a line of more than 64 MiB" in read_in_a_process(path)
 
 
 def test_prompts_and_completions(tmp_path: Path) -> None:

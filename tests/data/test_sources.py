@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,6 +112,25 @@ def test_bytes_that_are_no_text(
     with pytest.raises(StorageError, match=r"document 1 of .*c\.arrow .*byte 116 .*\(0xff\)"):
         whole(source, 1)
     assert len(whole(source, 0)) > 1
+
+
+@pytest.mark.parametrize("last", [-1, 2, 1 << 30])
+def test_damaged_offsets_and_lengths(tmp_path: Path, tokenizer: Path, last: int) -> None:
+    path = tmp_path / "c.arrow"
+    table = pa.table({"text": pa.array(["one", "two words"], pa.large_string())})
+    write_table(path, table)
+    damaged(path, struct.pack("<3q", 0, 3, 12), struct.pack("<3q", 0, 3, last))
+    with pytest.raises((DataError, StorageError), match=r"damaged|not a complete Arrow file"):
+        whole(open_source(path, TokenEncoder(tokenizer), None), 1)
+    write_table(path, table)
+    node = struct.pack("<2q", 2, 0)  # rows and nulls of the column
+    content = path.read_bytes()
+    path.write_bytes(content.replace(node, struct.pack("<2q", 1 << 20, 0)))
+    with pytest.raises(DataError, match="Array length did not match"):
+        open_source(path, TokenEncoder(tokenizer), None)
+    os.mkfifo(tmp_path / "fifo.arrow")
+    with pytest.raises(DataError, match="not a regular file"):
+        open_source(tmp_path / "fifo.arrow", TokenEncoder(tokenizer), None)
 
 
 def test_a_document_changed_since_the_build(tmp_path: Path, tokenizer: Path) -> None:

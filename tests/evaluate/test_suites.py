@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,6 +192,18 @@ def test_set_up_otherwise_is_another_task(run: RunDir, keep: Keep) -> None:
         for version in ("a", "b")
     }
     assert len(keys) == 8
+
+
+@pytest.mark.parametrize("size", [1, 5 << 40])
+def test_a_folder_of_tasks_is_hashed_within_limits(tmp_path: Path, size: int) -> None:
+    for number in range(10_001 if size == 1 else 1):
+        path = tmp_path / f"{number // 100}" / f"{number}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.truncate(path, size)
+    row = rows_of("world knowledge")[0].model_copy(update={"folder": str(tmp_path)})
+    with pytest.raises(UserError, match=r"more than 10,000 files or 4 GiB: .*; name the folder"):
+        task_key(row, Path(), None, "a")
 
 
 def test_damaged_and_newer_files_are_passed_over(run: RunDir, keep: Keep) -> None:

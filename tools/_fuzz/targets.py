@@ -202,6 +202,22 @@ def safetensors_header(path: Path) -> None:
     safetensors(framed)
 
 
+def dcp(path: Path) -> None:
+    from slurmllm.checkpoint.formats.dcp_read import DcpFiles
+    from slurmllm.checkpoint.formats.pickles import pickle_faults
+
+    for valid in (".metadata", "__0_0.distcp"):
+        if path.name != valid:
+            shutil.copy(CORPUS / "dcp" / valid, path.parent)
+    pickle_faults(path.parent, [".metadata", "__0_0.distcp"])
+    files = DcpFiles(path.parent)
+    for name in list(files.tensors)[:4]:
+        files.read(name)
+        files.step(name)
+    for kind, name in list(files.moments)[:4]:
+        files.read_moment(kind, name)
+
+
 def huggingface(path: Path) -> None:
     from slurmllm.checkpoint.formats.importing import plan_import
 
@@ -282,7 +298,10 @@ def run(path: Path) -> None:
             shutil.copy(path if valid.name == path.name else valid, copy)
     at = f"--runs-dir={runs}"
     verbs = [["status", at], ["status", "r", at, "--json"], ["checkpoint", "list", "r", at]]
-    verbs.append(["spikes", "r", at] if path.name.startswith("metrics") else ["logs", "r", at])
+    if path.name.startswith("metrics"):
+        verbs.append(["spikes", "r", at])
+    else:
+        verbs += [["logs", "r", at, *more] for more in ([], ["--failed"], ["--stacks"])]
     for verb in verbs:
         with (
             contextlib.redirect_stdout(io.StringIO()),
@@ -299,8 +318,9 @@ TARGETS: dict[str, Target] = {
     "tensorboard_event": framed_event, "wandb_value": framed_value, "mlflow": mlflow,
     "column_cache": column_cache, "tokens": tokens, "arrow": arrow,
     "corpus": corpus, "tokenizer": tokenizer, "chat": chat, "safetensors": safetensors,
-    "safetensors_header": safetensors_header, "huggingface": huggingface, "slurm": slurm,
-    "lines": lines, "probe": probe, "phase": probe, "plan": plan, "scores": scores, "run": run,
+    "safetensors_header": safetensors_header, "dcp": dcp, "huggingface": huggingface,
+    "slurm": slurm, "lines": lines, "probe": probe, "phase": probe, "plan": plan, "scores": scores,
+    "run": run,
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
@@ -76,6 +77,10 @@ def read_arrow(
                 on_error(f"{name}: {reason}", "file")
                 return
             columns = [batch.column(key) for key in keys]
+            for column in columns:
+                # A damaged file must not make Arrow read outside the map. Strings and their offsets
+                # are checked in slices.
+                column.validate(full=column.type not in (pa.string(), pa.large_string()))
             for begin, end in _slices(columns):
                 pieces = [column.slice(begin, end - begin) for column in columns]
                 yield good_rows(pieces, keys, row + 1, _on_row(name, on_error))
@@ -144,14 +149,19 @@ def _slices(columns: list[pa.Array]) -> Iterator[tuple[int, int]]:
         # Bytes up to the end of each of the next rows.
         ends = np.zeros(min(rows - begin, _MOST_ROWS), np.int64)
         for column in (column.slice(begin, len(ends)) for column in columns):
-            if column.type not in (pa.string(), pa.large_string()):  # an estimate
-                share = column.nbytes // len(column)
-                ends += np.cumsum(np.full(len(column), share, np.int64))
+            if pa.types.is_dictionary(column.type):
+                # Of each row: many may share a long text.
+                sizes = pc.binary_length(column.dictionary).take(column.indices).fill_null(0)
+                ends += np.cumsum(sizes.to_numpy(), dtype=np.int64)
+                continue
+            buffer = column.buffers()[1]
+            if pa.types.is_string_view(column.type):  # 16 bytes a row, of which four are its size
+                sizes = np.frombuffer(buffer, np.int32, 4 * (column.offset + len(column)))[::4]
+                ends += np.cumsum(np.maximum(sizes[column.offset :], 0), dtype=np.int64)
                 continue
             kind = np.dtype(np.int64 if column.type == pa.large_string() else np.int32)
-            _, buffer, values = column.buffers()
-            offsets = np.frombuffer(buffer, kind)[column.offset : column.offset + len(column) + 1]
-            # A damaged file must not make Arrow read outside the map.
+            offsets = np.frombuffer(buffer, kind, column.offset + len(column) + 1)[column.offset :]
+            values = column.buffers()[2]
             if np.any(np.diff(offsets) < 0) or offsets[0] < 0:
                 raise pa.ArrowInvalid("offsets that do not ascend")
             if offsets[-1] > (values.size if values is not None else 0):

@@ -17,6 +17,7 @@ import pyarrow.ipc
 
 from slurmllm.data.sources.base import Integers
 from slurmllm.errors import DataError, StorageError
+from slurmllm.safe_files import open_regular
 
 _MAGIC = b"ARROW1"
 _FIX = "build it again with `slurmllm data build`"
@@ -32,22 +33,26 @@ class ArrowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            open_regular(path).close()
             self._map = pa.memory_map(str(path))
             reader = pa.ipc.open_file(self._map)
             self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+            # Buffers as long as the rows need, in constant time: Arrow reads what is beyond them.
+            for batch in self._batches:
+                batch.validate()
+            self._schema = reader.schema
+            self.names: list[str] = self._schema.names
         except FileNotFoundError as error:
             raise DataError(
                 f"no corpus {path}; make one with `slurmllm data build INPUT... --out {path}`"
             ) from error
         except OSError as error:
             raise DataError(f"cannot read corpus {path}: {error}") from error
-        except pa.ArrowException as error:
+        except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
             raise DataError(
                 f"{path} is not a complete Arrow file: {error}; was it cut while it was copied, or "
                 f"is it another format? {_FIX.capitalize()}"
             ) from error
-        self._schema = reader.schema
-        self.names: list[str] = self._schema.names
         # [batches + 1], the index of each batch's first row
         self._first = np.cumsum([0, *(batch.num_rows for batch in self._batches)]).tolist()
         if len(self) == 0:
@@ -63,7 +68,7 @@ class ArrowFile:
                 f"{self.path} has no string column {name!r} (columns: {', '.join(self.names)}); "
                 f"{_FIX}"
             )
-        return Strings([batch.column(name) for batch in self._batches], self._first)
+        return Strings(self.path, [batch.column(name) for batch in self._batches], self._first)
 
     def ids(self) -> Ids | None:
         """The hashes of the documents that `data build` writes, None if the file has none."""
@@ -115,23 +120,28 @@ class ArrowFile:
 class Strings:
     """A column of text, as bytes, by row."""
 
-    def __init__(self, arrays: list[pa.Array], first: list[int]) -> None:
+    def __init__(self, path: Path, arrays: list[pa.Array], first: list[int]) -> None:
+        self._path = path
         self._arrays = arrays
         self._first = first
         self._views = [_views(array) for array in arrays]
 
     def size(self, row: int) -> int:
-        batch = bisect_right(self._first, row) - 1
-        offsets, _, shift = self._views[batch]
-        row += shift - self._first[batch]
-        return int(offsets[row + 1] - offsets[row])
+        return len(self.data(row))
 
     def data(self, row: int) -> memoryview:
         """The bytes of a row's text, not copied; those of a null are empty."""
         batch = bisect_right(self._first, row) - 1
         offsets, values, shift = self._views[batch]
-        row += shift - self._first[batch]
-        return values[offsets[row] : offsets[row + 1]]
+        at = row + shift - self._first[batch]
+        begin, end = offsets[at], offsets[at + 1]
+        if not 0 <= begin <= end <= len(values):
+            raise StorageError(
+                f"document {row} of {self._path} is damaged: its text is from byte {begin} to "
+                f"{end} of {len(values)}; compare the file with the sha256 in its manifest, and "
+                f"{_FIX}"
+            )
+        return values[begin:end]
 
     @property
     def total_bytes(self) -> int:
@@ -149,7 +159,8 @@ def _views(array: pa.Array) -> tuple[memoryview, memoryview, int]:
     large = array.type == pa.large_string()
     if offsets is None:
         return memoryview(b""), memoryview(b""), 0
-    bounds = memoryview(offsets).cast("B")
+    width = 8 if large else 4
+    bounds = memoryview(offsets).cast("B")[: offsets.size // width * width]
     return (
         bounds.cast("q") if large else bounds.cast("i"),
         memoryview(b"") if values is None else memoryview(values).cast("B"),
