@@ -27,13 +27,14 @@ Target = Callable[[Path], object]
 
 
 def records(path: Path) -> None:
-    from slurmllm import records
+    from slurmllm import artifact_records, records
     from slurmllm.checkpoint.formats.nxd_files import NxdLayout
     from slurmllm.checkpoint.state import TrainState
     from slurmllm.corpus.shard import ShardRecord
 
     own = {kind.__name__: kind for kind in (NxdLayout, TrainState, ShardRecord)}
-    kind: Any = own.get(path.stem) or getattr(records, path.stem)
+    named = {**vars(records), **vars(artifact_records), **own}
+    kind: Any = named[path.stem]
     with contextlib.suppress(records.StorageError):
         kind.load_known(path)
     kind.load(path).save(path.with_suffix(".copy"))
