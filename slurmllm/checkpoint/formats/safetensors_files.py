@@ -23,6 +23,7 @@ from torch import Tensor
 from slurmllm.checkpoint.folder import fsync_file
 from slurmllm.checkpoint.shards import Region
 from slurmllm.errors import StorageError
+from slurmllm.safe_files import open_regular
 
 # Type codes of the header (huggingface/safetensors, README, "Format").
 DTYPES = {
@@ -127,8 +128,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Returns types and shapes of a file's tensors; StorageError if the file is not complete."""
     # Git LFS pointers and interrupted copies are the usual faults, hence their own messages.
     try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
             start = stream.read(8)  # the header's length, u64 little-endian
             length = int.from_bytes(start, "little")
             if (start + stream.read(64)).startswith(_LFS_POINTER):
@@ -154,7 +155,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             code, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
             tensors[key] = StoredTensor(shape, DTYPES.get(code), code, path.name)
             end = max(end, int(entry["data_offsets"][1]))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
         raise StorageError(
             f"{path.name} is not a safetensors file: its header is damaged; copy it again"
         ) from None
