@@ -82,9 +82,10 @@ def recorded_saves(run: RunDir) -> dict[int, float]:
             continue
         record: AttemptRecord | None = None
         found: dict[int, float] = {}
-        with suppress(StorageError, RunError):  # one damaged record leaves the others
+        with suppress(RunError):  # one damaged file leaves the others
             events = read_events(run, attempt.number)
             found = {event.step: event.time for event in events if event.kind == "save"}
+        with suppress(StorageError):
             record = AttemptRecord.load(attempt.record)
         if record is not None and record.first_step is not None:
             saves = {step: at for step, at in saves.items() if step < record.first_step}
@@ -98,14 +99,46 @@ def recorded_saves(run: RunDir) -> dict[int, float]:
     return saves
 
 
+def lost_attempts(run: RunDir) -> list[int]:
+    """Returns the attempts that may have saved, and whose records are gone or damaged.
+
+    An attempt that was killed before it wrote anything is none of them.
+    """
+    records = {attempt.number: attempt.record for attempt in run.attempts("train")}
+    files = [file for kind in ("metrics", "events") for file in run.path.glob(f"{kind}/attempt_*")]
+    trained = {int(file.stem[8:]) for file in files if file.stem[8:].isdecimal()}
+    last = JobsRecord.of(run).last
+    begun = max([0 if last is None else last.first_attempt, *(n + 1 for n in {*records, *trained})])
+
+    def is_known(number: int) -> bool:
+        with suppress(StorageError):
+            record = AttemptRecord.find(records[number]) if number in records else None
+            return record is not None or number in records.keys() - trained
+        return False
+
+    return [number for number in range(first_attempt_used(run), begun) if not is_known(number)]
+
+
 def require_recorded(run: RunDir) -> None:
-    """Raises a CheckpointError if the run has saved checkpoints and none is left to resume from.
+    """Raises a CheckpointError if the run has, or may have, saved and has nothing to resume from.
 
     Manifests are read, no other files; replicas are not considered.
     """
     used = set(run.checkpoint_steps()) - set(invalidated_checkpoints(run))
-    if not used and (saves := recorded_saves(run)):
+    if not used:
+        refuse_unknown(run, recorded_saves(run), lost_attempts(run))
+
+
+def refuse_unknown(run: RunDir, saves: Mapping[int, float], lost: Sequence[int]) -> None:
+    """Raises a CheckpointError if a run without checkpoints has saved some, or may have."""
+    if saves:  # a scratch file system removes what is old
         raise gone_error(run, saves)
+    if lost:
+        raise CheckpointError(
+            f"{run.checkpoints} holds no checkpoint, and what attempt {lost[0]} saved is unknown: "
+            f"{run.attempt('train', lost[0]).record} is gone or damaged; restore them from a "
+            f"copy, or `slurmllm resume {run.name} --from-scratch` starts again from step 0"
+        )
 
 
 def gone_error(run: RunDir, saves: Mapping[int, float]) -> CheckpointError:

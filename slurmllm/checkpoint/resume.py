@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.catalogue import (
     first_attempt_used,
-    gone_error,
     gone_lines,
     invalidated_checkpoints,
     invalidation_reason,
+    lost_attempts,
     read_rollbacks,
     recorded_saves,
+    refuse_unknown,
 )
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.replicas import Replica, open_replica
@@ -55,8 +56,8 @@ def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str,
             log.warning("%s", error)
             replica = None
         invalid, saves = invalidated_checkpoints(run), recorded_saves(run)
-        listing = (run.checkpoint_steps(), invalid, replica_steps, saves)
-    steps, invalidated, replica_steps, saves = backend.gather(listing)[0]
+        listing = (run.checkpoint_steps(), invalid, replica_steps, saves, lost_attempts(run))
+    steps, invalidated, replica_steps, saves, lost = backend.gather(listing)[0]
     skipped: list[str] = []
     for step in sorted({*steps, *replica_steps} - set(invalidated), reverse=True):
         directory = run.checkpoint(step)
@@ -79,8 +80,7 @@ def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str,
             + "\nrestore one of them, or move the folder away and start again from step 0 by "
             f"`slurmllm resume {run.name} --from-scratch`"
         )
-    if saves:  # a scratch file system removes what is old
-        raise gone_error(run, saves)
+    refuse_unknown(run, saves, lost)
     return Resumable(None, (), _newer_than(0, invalidated))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 from checkpoint.pretend import CONFIG, PretendGang, state
 from checkpoint.test_resume import find
+from slurmllm.checkpoint.catalogue import require_recorded
 from slurmllm.checkpoint.save import save
 from slurmllm.cli.main import cli
 from slurmllm.errors import CheckpointError
@@ -64,6 +66,55 @@ def test_the_events_are_gone_too(run: RunDir) -> None:
     shutil.rmtree(run.events(0).parent)
     with pytest.raises(CheckpointError, match="step_00000020 was saved"):
         find(run)
+
+
+def remove_records(run: RunDir) -> None:
+    shutil.rmtree(run.attempt("train", 0).path.parent)
+
+
+def remove_all_but_the_submission(run: RunDir) -> None:
+    sent = Sent(submitted_at=1.0, nodes=1, local=True, first_attempt=1)
+    JobsRecord(submissions=(sent,)).save(run.jobs)
+    remove_records(run)
+    shutil.rmtree(run.events(0).parent)
+
+
+def damage_events(run: RunDir) -> None:
+    run.events(0).unlink()
+    run.events(0).mkdir()
+
+
+def damage_both(run: RunDir) -> None:
+    run.events(0).write_bytes(b"\0" * 100)
+    run.attempt("train", 0).record.write_bytes(b"\0" * 100)
+
+
+def remove_the_record_and_damage_the_events(run: RunDir) -> None:
+    run.events(0).write_text("")
+    run.attempt("train", 0).record.unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        remove_records, remove_all_but_the_submission, damage_events, damage_both,
+        remove_the_record_and_damage_the_events,
+    ],
+)  # fmt: skip
+def test_the_records_are_gone_or_damaged_too(run: RunDir, damage: Callable[[RunDir], None]) -> None:
+    shutil.rmtree(run.checkpoints)
+    damage(run)
+    with pytest.raises(CheckpointError, match="--from-scratch` starts again from step 0"):
+        require_recorded(run)
+    with pytest.raises(CheckpointError, match="--from-scratch` starts again from step 0"):
+        find(run)
+
+
+def test_an_attempt_that_was_killed_at_once_has_saved_nothing(run: RunDir) -> None:
+    shutil.rmtree(run.checkpoints)
+    shutil.rmtree(run.events(0).parent)
+    run.attempt("train", 0).record.unlink()
+    assert find(run).state is None
 
 
 def test_the_verb_refuses_before_a_job_waits_in_the_queue(run: RunDir) -> None:
