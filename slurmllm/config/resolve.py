@@ -183,12 +183,13 @@ def resolve(
     faults: list[str] = []
     if "cluster" in values:
         faults.append("cluster: belongs in a profile, not in a recipe; see --cluster")
+    of_files = dict(origins)
     _override(tree, overrides, origins, faults)
     faults += [
         f"{path} ({source}): a recipe may not set what makes programs load code, as it may be "
         f"another user's file; if you trust it, --set {path}=… or the cluster profile's env"
         for path, source in origins.items()
-        if path.startswith("env.") and loads_code(path[4:]) and not source.startswith("--set")
+        if path.startswith("env.") and loads_code(path[4:]) and source == of_files.get(path)
     ]
     for dotted, (option, value) in (options or {}).items():
         if value is not None:

@@ -17,10 +17,13 @@ _RESERVED = re.compile(
     r"(SLURMLLM|SLURM|SLURMD|SBATCH|SALLOC|TORCHELASTIC)_.*"
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
 )
-# Variables that make a program run a file's code, or look for code in a folder.
+# Variables that make a program run a file's code, look for code in a folder, write to a file that
+# they name, or send tokens to another host.
 _LOADS_CODE = re.compile(
-    r"LD_.*|PYTHON.*|(BASH_)?ENV|CC|CXX|.*(PATH|HOME|DIR|URL)|.*_PLUGIN(_.*)?"
-    r"|TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD|HF_.*_CODE(_.*)?"
+    r"LD_.*|PYTHON.*|(BASH_)?ENV|SHELLOPTS|PS4|CC|CXX|CUDAHOSTCXX|GCC_EXEC_PREFIX"
+    r"|.*(PATH|HOME|DIR|URL|FILE|ENDPOINT)|.*_PLUGIN(_.*)?|(OPENSSL|KRB5|GIT|COVERAGE|NVCC)_.*"
+    r"|TORCH_(LOGS_OUT|TRACE|FORCE_NO_WEIGHTS_ONLY_LOAD)|HF_.*_CODE(_.*)?"
+    r"|TRITON_(CACHE_MANAGER|REMOTE_CACHE_BACKEND)"
 )
 _SECRET = re.compile(
     r"TOKEN(?![A-Z])|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|API_?KEY|(^|_)(KEY|AUTH|PAT)(_|$)",

@@ -138,11 +138,11 @@ def _document(
     if node is None:
         return None
     _measure(node, {})
+    constructor = loader("")
     if isinstance(node, yaml.MappingNode):
-        _walk(node, "", lines, faults)
+        _walk(node, "", lines, faults, constructor)
     try:
-        # After the walk: it writes the keys that `<<` merges into the nodes.
-        return loader("").construct_document(node)
+        return constructor.construct_document(node)
     except ValueError as error:  # a number of more than 4,300 digits
         raise yaml.YAMLError(str(error)) from error
 
@@ -174,15 +174,21 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, i
     return levels, nodes
 
 
-def _walk(node: yaml.MappingNode, prefix: str, lines: dict[str, int], faults: list[str]) -> None:
+def _walk(
+    node: yaml.MappingNode, prefix: str, lines: dict[str, int], faults: list[str], constructor: Any
+) -> None:
     seen: set[str] = set()
-    for key, value in node.value:
-        dotted = f"{prefix}{key.value}"
-        line = key.start_mark.line + 1
+    for key, _ in node.value:
+        dotted, line = f"{prefix}{key.value}", key.start_mark.line + 1
         if dotted in seen:
             faults.append(f"{dotted}: written twice, again in line {line}; remove one of them")
         seen.add(dotted)
+    # Before the lines: what `<<` merges is set, too. A mapping's own keys come last, and count.
+    constructor.flatten_mapping(node)
+    pairs = {f"{prefix}{key.value}": (key, value) for key, value in node.value}
+    node.value = list(pairs.values())  # an alias of it is walked again
+    for dotted, (key, value) in pairs.items():
         if isinstance(value, yaml.MappingNode):
-            _walk(value, f"{dotted}.", lines, faults)
+            _walk(value, f"{dotted}.", lines, faults, constructor)
         else:
-            lines[dotted] = line
+            lines[dotted] = key.start_mark.line + 1

@@ -41,6 +41,9 @@ _PROMPT_SETTINGS = frozenset(
 )  # fmt: skip
 # Settings by which transformers, datasets and evaluate run programs of a folder or of the hub.
 _CODE_SETTINGS = ("class", "custom_generate", "hf_evaluate", "trust_remote_code", "use_prompt")
+# Settings of datasets: in which folder, maybe another user's, it puts copies of what a task reads,
+# which may be a private file.
+_PLACES = ("cache_dir", "storage_options", "download_config")
 _CODE_READERS = ("pandas", "sql")  # of `datasets`: pickles, and statements for a database
 
 
@@ -253,6 +256,8 @@ def _refuse_code(
             or (name == "metric" and text not in registry.metric_registry)
         ):
             raise UserError(f"{place}: `{name}: {value}` runs code; {_TRUST}")
+        if name in _PLACES:
+            raise UserError(f"{place}: `{name}` may copy your files to other folders; {_TRUST}")
         if isinstance(value, dict | list) and id(value) not in seen:
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else [(name, one) for one in value]

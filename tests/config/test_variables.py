@@ -51,7 +51,8 @@ def test_the_settings_of_users_stay() -> None:
     "name",
     ["LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSTARTUP", "PATH", "BASH_ENV", "CXX",
      "TORCHINDUCTOR_CACHE_DIR", "NCCL_NET_PLUGIN", "HF_HOME", "NEURON_COMPILE_CACHE_URL",
-     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "HF_ALLOW_CODE_EVAL"],
+     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "HF_ALLOW_CODE_EVAL", "OPENSSL_CONF", "AWS_CONFIG_FILE",
+     "NCCL_DEBUG_FILE", "SSLKEYLOGFILE", "HF_ENDPOINT", "GIT_SSH_COMMAND", "TORCH_LOGS_OUT"],
 )  # fmt: skip
 def test_what_loads_code_is_not_set_by_a_recipe_file(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
@@ -63,7 +64,26 @@ def test_what_loads_code_is_not_set_by_a_recipe_file(name: str, tmp_path: Path) 
     assert resolve("tiny_neox", "local", [f"cluster.env.{name}=/x"]).cluster.env == {name: "/x"}
 
 
-@pytest.mark.parametrize("name", ["NCCL_P2P_DIRECT_DISABLE", "FI_PROVIDER", "OMP_NUM_THREADS"])
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("mine.yaml", "env: {<<: {LD_PRELOAD: /x}}"),
+        ("mine.yaml", "env:\n  <<: [{A: b}, {LD_PRELOAD: /x}]"),
+        ("mine.yaml", "<<: {<<: {env: {LD_PRELOAD: /x}}}"),
+        ("--set x.yaml", "env: {LD_PRELOAD: /x}"),
+    ],
+)
+def test_no_way_of_writing_brings_it_in(file: str, text: str, tmp_path: Path) -> None:
+    recipe = (recipes_dir() / "tiny_neox.yaml").read_text()
+    (tmp_path / file).write_text(f"{recipe}\n{text}\n")
+    with pytest.raises(ConfigError, match="may not set what makes programs load code") as error:
+        resolve(str(tmp_path / file), "local")
+    assert error.value.faults[0].startswith(f"env.LD_PRELOAD ({file}:")
+
+
+@pytest.mark.parametrize(
+    "name", ["NCCL_P2P_DIRECT_DISABLE", "FI_PROVIDER", "PYTORCH_CUDA_ALLOC_CONF"]
+)
 def test_other_variables_load_no_code(name: str) -> None:
     assert not loads_code(name)
 

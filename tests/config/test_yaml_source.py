@@ -68,6 +68,8 @@ def test_what_a_merge_brings_may_be_written_over(tmp_path: Path) -> None:
     values, lines = read_yaml(path)
     assert (values["d"], values["e"]) == ({"b": 3, "c": 2}, {"b": 3, "c": 4})
     assert (lines["d.b"], lines["e.c"]) == ("r.yaml:4", "r.yaml:7")
+    assert lines["d.c"] == "r.yaml:1"  # what is merged is set, too
+    assert not any("<<" in path for path in lines)
 
 
 def test_shipped_files_and_their_lines() -> None:

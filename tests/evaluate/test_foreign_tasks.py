@@ -70,6 +70,10 @@ def fetch(suite: Path, *more: str) -> Result:
         (TEXT + TARGET + "dataset_path: pandas\n", "`dataset_path: pandas`"),
         ("include: HARNESS/tasks/gsm8k/gsm8k.yaml\ndataset_kwargs: {trust_remote_code: 1}\n",
          "`trust_remote_code: 1`"),
+        (TEXT + TARGET + "dataset_kwargs: {data_files: FOLDER/q.json, cache_dir: FOLDER/copies}\n",
+         "`cache_dir` may copy your files to other folders"),
+        (TEXT + TARGET + "dataset_kwargs: {data_files: FOLDER/q.json, storage_options: {a: b}}\n",
+         "`storage_options` may copy"),
         ("include: SHIPPED/smoke_sums.yaml\n", "`custom_dataset: <function"),
         ("group: own\naggregate_metric_list: [{metric: acc}]\n"
          "task: [logiqa]\n", "`dataset_kwargs` changes what"),
@@ -84,6 +88,7 @@ def test_code_of_a_task_is_refused(tmp_path: Path, mark: Path, task: str, reason
     (tmp_path / "other.yml").write_text("doc_to_target: !function tasks.evil.run\n")
     done = fetch(suite)
     assert not mark.exists()
+    assert not (tmp_path / "tasks" / "copies").exists()
     assert done.exit_code == 2, done.output
     assert reason in done.output
     assert str(tmp_path) in done.output
